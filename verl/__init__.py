@@ -1,0 +1,27 @@
+"""RL post-training for large language models. Names are loaded at first use, so that `import verl` stays light."""
+
+import importlib
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "DataProto": "verl.protocol",
+    "DataProtoValidationError": "verl.columns",
+    "DataFlow": "verl.dataflow",
+    "Operator": "verl.dataflow",
+    "Pipeline": "verl.dataflow",
+    "HOLD": "verl.dataflow",
+    "check_env": "verl.utils.env_check",
+}
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'verl' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__():
+    return sorted(__all__)
