@@ -4,8 +4,9 @@ import difflib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -65,7 +66,7 @@ class Registry(Generic[T]):
 
 def _identity(obj: Any) -> tuple[str, str]:
     """Where an object was defined: a file imported twice defines the same thing twice, and that is no clash."""
-    definition = obj if isinstance(obj, type | Callable) and hasattr(obj, "__qualname__") else type(obj)
+    definition = obj if isinstance(obj, type | FunctionType) else type(obj)
     return definition.__module__, definition.__qualname__
 
 
