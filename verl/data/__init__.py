@@ -1,0 +1,1 @@
+"""Data: files -> rows -> prompts or supervised sequences -> `DataProto`."""

@@ -1,0 +1,100 @@
+"""Lists of token ids -> the padded tensors that every batch of this project is made of."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def build_sequences(
+    prompt_ids: Sequence[Sequence[int]],
+    response_ids: Sequence[Sequence[int]],
+    pad_token_id: int,
+    response_masks: Sequence[Sequence[int]] | None = None,
+    *,
+    prompt_width: int | None = None,
+    response_width: int | None = None,
+) -> dict[str, Tensor]:
+    """Pad B prompts on the left and B responses on the right, so that every response starts in the same column.
+
+    Args:
+        prompt_ids, response_ids: B lists of token ids each, unpadded. A prompt has at least one token: the first
+            response token is predicted from it. A response may be empty.
+        pad_token_id: fills the padding. Which positions are padding is told by the masks, never by this id, so a
+            token of the text may have the same id (pad = eos is common).
+        response_masks: per response token, 1 where the policy chose it and 0 where it was put there by somebody else
+            (tool output, the turns of a user). All ones when left out.
+        prompt_width, response_width: P and T. The longest of the batch when left out. Give them where batches are
+            to be concatenated afterwards.
+
+    Returns:
+        int64 tensors: prompts (B,P); responses (B,T); input_ids, attention_mask, position_ids (B,P+T);
+        response_mask (B,T). position_ids count real tokens from 0; left padding has 0, right padding the last position.
+
+    Raises:
+        ValueError: no rows, lists of different length, an empty prompt, a row longer than its width.
+    """
+    batch_size = len(prompt_ids)
+    if batch_size == 0:
+        raise ValueError("build_sequences: expected at least one row, found none")
+    if len(response_ids) != batch_size:
+        raise ValueError(f"build_sequences: {batch_size} prompts but {len(response_ids)} responses; one of each a row")
+    for row, ids in enumerate(prompt_ids):
+        if len(ids) == 0:
+            raise ValueError(f"build_sequences: the prompt of row {row} has no tokens; it needs at least one")
+    if response_masks is None:
+        response_masks = [[1] * len(ids) for ids in response_ids]
+    _check_masks(response_ids, response_masks)
+
+    prompts, prompt_attention = _pad(prompt_ids, pad_token_id, prompt_width, "prompt", left=True)
+    responses, response_attention = _pad(response_ids, pad_token_id, response_width, "response", left=False)
+    response_mask, _ = _pad(response_masks, 0, responses.shape[1], "response mask", left=False)
+    attention_mask = torch.cat([prompt_attention, response_attention], dim=1)
+    return {
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": torch.cat([prompts, responses], dim=1),
+        "attention_mask": attention_mask,
+        "position_ids": position_ids_of(attention_mask),
+        "response_mask": response_mask,
+    }
+
+
+def position_ids_of(attention_mask: Tensor) -> Tensor:
+    """The position of every token among the real tokens of its row, from 0: cumsum(attention_mask) - 1, at least 0.
+
+    (B, L) -> (B, L) int64.
+    """
+    return (attention_mask.cumsum(dim=-1) - 1).clamp_min(0)
+
+
+def _check_masks(response_ids: Sequence[Sequence[int]], response_masks: Sequence[Sequence[int]]) -> None:
+    if len(response_masks) != len(response_ids):
+        raise ValueError(f"build_sequences: {len(response_ids)} responses but {len(response_masks)} response masks")
+    for row, (ids, mask) in enumerate(zip(response_ids, response_masks)):
+        if len(mask) != len(ids):
+            raise ValueError(
+                f"build_sequences: row {row} has {len(ids)} response tokens but a response mask of {len(mask)}; "
+                "expected one value a token"
+            )
+
+
+def _pad(
+    rows: Sequence[Sequence[int]], fill: int, width: int | None, what: str, *, left: bool
+) -> tuple[Tensor, Tensor]:
+    """Rows of different length -> (values, 1 where a value is real), both (B, width) int64."""
+    lengths = [len(row) for row in rows]
+    longest = max(lengths)
+    width = longest if width is None else width
+    if longest > width:
+        raise ValueError(
+            f"build_sequences: the {what} of row {lengths.index(longest)} has {longest} tokens, "
+            f"more than the width of {width}; truncate it first or raise the limit"
+        )
+    values = torch.full((len(rows), width), fill, dtype=torch.int64)
+    real = torch.zeros((len(rows), width), dtype=torch.int64)
+    for i, (row, length) in enumerate(zip(rows, lengths)):
+        span = slice(width - length, width) if left else slice(0, length)
+        values[i, span] = torch.as_tensor(row, dtype=torch.int64)
+        real[i, span] = 1
+    return values, real
