@@ -81,7 +81,9 @@ def import_module(address: str) -> Any:
         except ModuleNotFoundError:
             found = None
         if found is None:
-            raise ValueError(f"no module {address!r}: expected a dotted module name on PYTHONPATH, or a path to a .py file")
+            raise ValueError(
+                f"no module {address!r}: expected a dotted module name on PYTHONPATH, or a path to a .py file"
+            )
         return importlib.import_module(address)
     path = Path(address).expanduser().resolve()
     if not path.is_file():
