@@ -1,8 +1,8 @@
 """Attention over packed rows, registered with transformers as "verl_packed": no token of padding is computed.
 
 The model runs over (1, N) tokens of many rows; attention must not cross from row to row. Where there is no
-variable-length kernel, queries, keys and values alone are laid out right-padded for the built-in causal attention, which
-needs no mask then: a padding position is after every real one of its row.
+variable-length kernel, queries, keys and values alone are laid out right-padded for the built-in causal attention,
+which needs no mask then: a padding position is after every real one of its row.
 """
 
 import torch
@@ -16,7 +16,7 @@ NAME = "verl_packed"
 
 def _unpack(x: torch.Tensor, packing: Packing) -> torch.Tensor:
     """(1, H, N, D) packed -> (b, H, L, D) right-padded with zeros."""
-    heads, tokens, dim = x.shape[1:]
+    heads, _, dim = x.shape[1:]
     padded = x.new_zeros(packing.rows * packing.max_length, heads, dim)
     padded = padded.index_copy(0, packing.slots, x[0].transpose(0, 1))
     return padded.view(packing.rows, packing.max_length, heads, dim).transpose(1, 2)
@@ -30,7 +30,7 @@ def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor
 
 
 def _softcapped(q, k, v, scaling: float, softcap: float, mask: torch.Tensor) -> torch.Tensor:
-    """Attention whose scores pass through softcap * tanh(score / softcap) (Gemma 2). q: (b, H, L, D); k, v: (b, K, L, D)."""
+    """Attention with scores softcap * tanh(score / softcap) (Gemma 2). q: (b, H, L, D); k, v: (b, K, L, D)."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = softcap * torch.tanh(q @ k.transpose(2, 3) * (scaling / softcap))

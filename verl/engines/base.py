@@ -1,8 +1,8 @@
 """What a training engine offers. An engine computes and updates one model; it does not know what PPO is.
 
-The loss comes to it as an `Objective`: a callable over the model's outputs and the rows of a micro-batch. The gradient of
-a mini-batch is the same however it is cut into micro-batches, because every objective returns *sums divided by counts of
-the whole mini-batch*, so that the pieces add up.
+The loss comes to it as an `Objective`: a callable over the model's outputs and the rows of a micro-batch. The gradient
+of a mini-batch is the same however it is cut into micro-batches, because every objective returns *sums divided by
+counts of the whole mini-batch*, so that the pieces add up.
 """
 
 from abc import ABC, abstractmethod
@@ -25,8 +25,8 @@ OUTPUTS = ("log_probs", "entropys", "sum_pi_squared", "values")
 class Objective:
     """A loss and the model outputs that it reads.
 
-    loss: (outputs, rows) -> (scalar, metrics). outputs: the `needs`, each (b, T) with gradient; rows: the tensor columns
-    of the micro-batch, on the model's device. The scalar is this micro-batch's *share* of the mini-batch's loss.
+    loss: (outputs, rows) -> (scalar, metrics). outputs: the `needs`, each (b, T) with gradient; rows: the tensor
+    columns of the micro-batch, on the model's device. The scalar is this micro-batch's *share* of the mini-batch's loss.
     Metrics: name -> number, or a pair (sum, count), which merges exactly over micro-batches.
     needs: names out of OUTPUTS.
     """
@@ -83,7 +83,7 @@ class TrainEngine(ABC):
     def infer(
         self, batch: DataProto, outputs: tuple[str, ...], micro: MicroBatching, temperature: float = 1.0
     ) -> Tensors:
-        """The asked outputs of the current weights, without gradient: name -> (B, T) float32, 0 outside the response."""
+        """The asked outputs, without gradient: name -> (B, T) float32 on the CPU, 0 outside the response."""
 
     @abstractmethod
     def train_batch(

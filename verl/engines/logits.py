@@ -42,7 +42,9 @@ def token_statistics(
     outputs: tuple[str, ...],
     temperature: float = 1.0,
 ) -> dict[str, torch.Tensor]:
-    """Each asked output, (S,) float32 (float64 for a float64 model), of the distribution softmax(head(states) / temperature).
+    """Each asked output, (S,), of the distribution softmax(head(states) / temperature).
+
+    float32, or float64 for a float64 model.
 
     states: (S, hidden). targets: (S,) token ids. head: (s, hidden) -> (s, V).
     outputs: log_probs of the targets, entropys, sum_pi_squared (the sum over V of squared probabilities).

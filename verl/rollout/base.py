@@ -43,9 +43,9 @@ class SamplingParams:
 
 @dataclass
 class Generation:
-    """One answer. token_ids and log_probs are of one length; log_probs are of the distribution that was sampled from
-    (after temperature, top-k, top-p, min-p), and of the unscaled distribution when greedy. finish_reason: "stop" (an end
-    token) or "length"."""
+    """One answer. token_ids and log_probs are of one length; log_probs are of the distribution that was
+    sampled from (after temperature, top-k, top-p, min-p), and of the unscaled distribution when greedy.
+    finish_reason: "stop" (an end token) or "length"."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -73,7 +73,7 @@ class RolloutEngine(ABC):
     ) -> list[Generation]:
         """One answer per prompt, in the order of the prompts.
 
-        prompts: token ids, not padded, none empty. Equal prompts are samples of one group: an engine may share the work.
+        prompts: token ids, not padded, none empty. Equal prompts are samples of one group: the engine may share work.
         sample_ids: one integer per row that, with params.seed, fixes its random numbers; None is 0, 1, 2 ...
         """
 
