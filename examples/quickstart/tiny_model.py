@@ -97,7 +97,9 @@ def tiny_model(
         ValueError: an unknown name, or a tokenizer that `AutoTokenizer` does not give back as it was made.
     """
     default_tokenizer, default_size, tied = _lookup(ARCHITECTURES, kind, "model family")
-    make_tokenizer = _lookup({"char": char_tokenizer, "bpe": bpe_tokenizer}, tokenizer or default_tokenizer, "tokenizer")
+    make_tokenizer = _lookup(
+        {"char": char_tokenizer, "bpe": bpe_tokenizer}, tokenizer or default_tokenizer, "tokenizer"
+    )
     made = make_tokenizer() if texts is None else make_tokenizer(texts)
     shape = _lookup(SIZES, size or default_size, "size")
     special_ids = {
