@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class ModelConfig:
 
     path: str
     kind: str = "causal_lm"
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     model_dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype = torch.float32
     gradient_checkpointing: bool = False
@@ -103,7 +103,7 @@ class HFEngine(TrainEngine):
     def __init__(
         self, config: ModelConfig, optimizer: OptimizerConfig | None = None, module: torch.nn.Module | None = None
     ):
-        """optimizer: None builds a model for inference only. module: a ready model instead of the one at config.path."""
+        """optimizer: None builds a model for inference only. module: a ready model instead of loading one."""
         self.config = config
         self.module = module if module is not None else load_module(config)
         self.trunk, self.head = trunk_and_head(self.module, config.kind)
@@ -142,7 +142,7 @@ class HFEngine(TrainEngine):
 
     def train_batch(
         self, batch: DataProto, objective: Objective, micro: MicroBatching, temperature: float = 1.0
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         columns = batch.tensors
         lengths = row_lengths(columns["attention_mask"])
         sums = MetricSums()
