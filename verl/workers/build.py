@@ -10,7 +10,11 @@ from verl.utils.device import resolve_device, resolve_dtype
 
 
 def model_config(
-    model: tree_model.ModelConfig, engine: tree_model.EngineConfig, device: str, local_rank: int, kind: str = "causal_lm"
+    model: tree_model.ModelConfig,
+    engine: tree_model.EngineConfig,
+    device: str,
+    local_rank: int,
+    kind: str = "causal_lm",
 ) -> ModelConfig:
     """A model section and an engine section as an engine reads them."""
     on = resolve_device(device, local_rank)

@@ -15,9 +15,7 @@ from verl.workers.objectives import aggregation, sft_objective
 class SFTWorker(Worker):
     """One model that learns by imitation. contents: what a checkpoint holds."""
 
-    def __init__(
-        self, model: ModelConfig, optimizer: OptimizerConfig, micro: MicroBatching, contents: tuple[str, ...]
-    ):
+    def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, micro: MicroBatching, contents: tuple[str, ...]):
         self.engine = HFEngine(model, optimizer)
         self.micro = micro
         self.contents = contents
