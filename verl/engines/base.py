@@ -26,7 +26,7 @@ class Objective:
     """A loss and the model outputs that it reads.
 
     loss: (outputs, rows) -> (scalar, metrics). outputs: the `needs`, each (b, T) with gradient; rows: the tensor
-    columns of the micro-batch, on the model's device. The scalar is this micro-batch's *share* of the mini-batch's loss.
+    columns of the micro-batch, on the model's device. The scalar is this micro-batch's *share* of the whole loss.
     Metrics: name -> number, or a pair (sum, count), which merges exactly over micro-batches.
     needs: names out of OUTPUTS.
     """
@@ -88,8 +88,8 @@ class TrainEngine(ABC):
     @abstractmethod
     def train_batch(
         self, batch: DataProto, objective: Objective, micro: MicroBatching, temperature: float = 1.0
-    ) -> dict[str, float]:
-        """One optimizer step on a mini-batch. Returns the merged metrics with `grad_norm`.
+    ) -> dict[str, Any]:
+        """One optimizer step on a mini-batch. Returns the objective's metrics as pairs (sum, count), and `grad_norm`.
 
         A gradient that is not finite skips the step and is reported as `grad_skipped` = 1.
         """

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class ModelConfig:
 
     path: str
     kind: str = "causal_lm"
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     model_dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype = torch.float32
     gradient_checkpointing: bool = False
@@ -46,7 +46,9 @@ class ModelConfig:
 def load_module(config: ModelConfig) -> torch.nn.Module:
     """The model of `config`, dropout off. Raises ValueError that names the path when it cannot be loaded."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     auto = {"causal_lm": AutoModelForCausalLM, "value": AutoModelForTokenClassification}[config.kind]
     try:
         hf = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
@@ -58,13 +60,41 @@ def load_module(config: ModelConfig) -> torch.nn.Module:
         setattr(hf, name, value)
     if config.kind == "value":
         hf.num_labels = 1
-    hf._attn_implementation = attention.NAME if config.use_remove_padding else "sdpa"
     build: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    if config.use_remove_padding:
+        build["attn_implementation"] = attention.NAME
     if config.random_init:
         module = auto.from_config(hf, **build).to(config.model_dtype)
     else:
-        module = auto.from_pretrained(config.path, config=hf, dtype=config.model_dtype, **build)
+        module = _from_pretrained(auto, config, hf, build)
     return module.to(config.device)
+
+
+def _from_pretrained(auto: Any, config: ModelConfig, hf: Any, build: dict[str, Any]) -> torch.nn.Module:
+    """Load weights, and refuse a checkpoint that leaves some of them random."""
+    from transformers.utils import logging as hf_logging
+
+    verbosity = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()  # its table of missing keys is answered below
+    try:
+        module, report = auto.from_pretrained(
+            config.path, config=hf, dtype=config.model_dtype, output_loading_info=True, **build
+        )
+    finally:
+        hf_logging.set_verbosity(verbosity)
+    missing = set(report["missing_keys"])
+    new_head = {name for name in missing if name.startswith("score.")} if config.kind == "value" else set()
+    if missing - new_head or report["mismatched_keys"]:
+        raise ValueError(
+            f"{config.path!r} lacks weights of {type(module).__name__}, which would stay random: "
+            f"missing {sorted(missing - new_head)[:5]}, of other shape {sorted(map(str, report['mismatched_keys']))[:5]}"
+        )
+    if new_head:
+        # values start at 0, not at noise: the first advantages are then the returns themselves
+        logger.info("%s has no value head: a new one starts at 0", config.path)
+        for name in new_head:
+            torch.nn.init.zeros_(module.get_parameter(name))
+    return module
 
 
 def trunk_and_head(module: torch.nn.Module, kind: str) -> tuple[torch.nn.Module, Callable]:
@@ -86,7 +116,7 @@ def trunk_and_head(module: torch.nn.Module, kind: str) -> tuple[torch.nn.Module,
     with torch.no_grad():
         ids = torch.arange(min(4, module.config.vocab_size), device=module.device)[None]
         implementation = module.config._attn_implementation
-        module.set_attn_implementation("sdpa" if softcap is None else "eager")
+        module.set_attn_implementation("eager")
         expected, ours = module(ids).logits, head(trunk(ids).last_hidden_state)
         module.set_attn_implementation(implementation)
     if not torch.allclose(expected.float(), ours.float(), rtol=1e-3, atol=1e-4):
@@ -103,7 +133,7 @@ class HFEngine(TrainEngine):
     def __init__(
         self, config: ModelConfig, optimizer: OptimizerConfig | None = None, module: torch.nn.Module | None = None
     ):
-        """optimizer: None builds a model for inference only. module: a ready model instead of the one at config.path."""
+        """optimizer: None builds a model for inference only. module: a ready model instead of loading one."""
         self.config = config
         self.module = module if module is not None else load_module(config)
         self.trunk, self.head = trunk_and_head(self.module, config.kind)
@@ -142,7 +172,7 @@ class HFEngine(TrainEngine):
 
     def train_batch(
         self, batch: DataProto, objective: Objective, micro: MicroBatching, temperature: float = 1.0
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         columns = batch.tensors
         lengths = row_lengths(columns["attention_mask"])
         sums = MetricSums()

@@ -1,4 +1,4 @@
-"""Metrics of micro-batches that merge exactly into those of the mini-batch."""
+"""Metrics of micro-batches that merge exactly into those of a mini-batch, of a step, and of all ranks."""
 
 from collections import defaultdict
 from typing import Any
@@ -11,7 +11,7 @@ def _number(value: Any) -> float:
 
 
 class MetricSums:
-    """Adds up metrics: a pair (sum, count) merges exactly; a plain number counts once per row it speaks of.
+    """Adds up metrics: a pair (sum, count) merges exactly; a plain number counts once per row that it speaks of.
 
     Values stay tensors until `result`, so that a device is not waited for at every micro-batch.
     """
@@ -20,12 +20,12 @@ class MetricSums:
         self._sums: dict[str, Any] = defaultdict(float)
         self._counts: dict[str, Any] = defaultdict(float)
 
-    def add(self, metrics: dict[str, Any], rows: int) -> None:
+    def add(self, metrics: dict[str, Any], rows: int = 1) -> None:
         for name, value in metrics.items():
             total, count = value if isinstance(value, tuple) else (value * rows, rows)
             self._sums[name] = self._sums[name] + total
             self._counts[name] = self._counts[name] + count
 
-    def result(self) -> dict[str, float]:
-        counts = {name: _number(count) for name, count in self._counts.items()}
-        return {name: _number(total) / counts[name] if counts[name] else 0.0 for name, total in self._sums.items()}
+    def result(self) -> dict[str, tuple[float, float]]:
+        """name -> (sum, count), still a pair: the ranks of a group are merged by the same rule."""
+        return {name: (_number(total), _number(self._counts[name])) for name, total in self._sums.items()}

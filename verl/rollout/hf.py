@@ -11,10 +11,10 @@ from verl.rollout.sampling import draw
 
 
 class _Sampler(LogitsProcessor):
-    """Draws the next token itself and leaves `generate` no other choice, so that the log-prob of what was drawn is known.
+    """Draws the next token itself and leaves `generate` no other choice, so that its log-prob is known.
 
-    transformers' own sampling takes one random stream for the whole batch and keeps the scores of every step; this draws
-    by (seed, sample, position) and keeps one number a token.
+    transformers' own sampling takes one random stream for the whole batch and keeps the scores of every step; this
+    draws by (seed, sample, position) and keeps one number a token.
     """
 
     def __init__(self, params: SamplingParams, sample_ids: torch.Tensor, prompt_width: int):
@@ -56,7 +56,8 @@ class HFRollout(RolloutEngine):
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         answers: list[Generation | None] = [None] * len(prompts)
         attention, training = self.module.config._attn_implementation, self.module.training
-        self.module.set_attn_implementation("sdpa")  # the trainer's packed attention has no cache
+        # the trainer's packed attention has no cache
+        self.module.set_attn_implementation("sdpa" if self.module._supports_sdpa else "eager")
         self.module.eval()
         try:
             for at in range(0, len(order), self.max_rows):
