@@ -254,8 +254,7 @@ class Pipeline:
     """A checked flow. `run` sends one batch through it.
 
     inputs: the columns that the batch given to `run` must have.
-    timings: the seconds of each operator in the last step. Passes that an operator held belong to the step of the pass
-    that comes through: their seconds add up, their metrics are merged.
+    timings: the seconds of each operator in the last run.
     observer: called with (operator name, seconds, batch) after each operator.
     """
 
@@ -264,20 +263,18 @@ class Pipeline:
         self.inputs = inputs
         self.timings: dict[str, float] = {}
         self.observer: Callable[[str, float, DataProto | None], None] | None = None
-        self._facts: dict[str, dict[str, Any]] = {}
-        self._held = False
 
     def run(self, batch: DataProto | Mapping[str, Any] | None = None) -> Any:
         """One pass. Returns the batch as the last operator left it, or HOLD when an operator kept it.
 
-        batch: a DataProto or a mapping of columns; none when the first operator is a source. It is not changed: each
-        operator gets containers of its own, and what it returns decides.
-        `meta_info["metrics"]` and `["timing"]` of the result hold what the operators reported and took.
+        batch: a DataProto or a mapping of columns, which stays as it is; none when the first operator is a source.
+        `meta_info["metrics"]` and `["timing"]` of the result hold what the operators reported and took. Those of a pass
+        that was held end with it: the operator that held reports when it lets go.
         """
         current = self._enter(batch)
-        if not self._held:
-            self.timings, self._facts = {}, {name: {} for name in MERGED_FACTS}
-        self._held = False
+        self.timings, reported = {}, {name: {} for name in MERGED_FACTS}
+        if current is not None:
+            _move_reports(current, reported)
         for op in self.operators:
             given = current.copy() if current is not None else None
             if given is not None:
@@ -289,16 +286,15 @@ class Pipeline:
                 error.add_note(f"raised in operator {op.name!r}")
                 raise
             seconds = time.perf_counter() - start
-            self.timings[op.name] = self.timings.get(op.name, 0.0) + seconds
+            self.timings[op.name] = seconds
             logger.info("[%s] %.2fs", op.name, seconds)
-            self._held = result is HOLD
-            current = given if self._held else _advance(op, current, given, result)
-            self._collect(op, current)
+            if result is not HOLD:
+                current = _advance(op, current, given, result, reported)
             if self.observer is not None:
                 self.observer(op.name, seconds, current)
-            if self._held:
+            if result is HOLD:
                 return HOLD
-        current.meta_info |= {"metrics": self._facts["metrics"], "timing": self._facts["timing"] | self.timings}
+        current.meta_info |= {"metrics": reported["metrics"], "timing": reported["timing"] | self.timings}
         return current
 
     def _enter(self, batch: DataProto | Mapping[str, Any] | None) -> DataProto | None:
@@ -315,19 +311,6 @@ class Pipeline:
             _require_columns(current, [c for c in op.reads if c in self.inputs], op)
         columns.check(current)
         return current
-
-    def _collect(self, op: Operator, batch: DataProto | None) -> None:
-        """Move the metrics (and the finer timings) that an operator reported from the batch to the step."""
-        if batch is None:  # a source that held its batch
-            return
-        for name in MERGED_FACTS:
-            reported = batch.meta_info.pop(name, {})
-            if not isinstance(reported, Mapping):
-                raise DataProtoValidationError(
-                    f"operator {op.name!r}: expected a dict in meta_info[{name!r}], found {type(reported).__name__}"
-                    f"{describe_source(op.func)}"
-                )
-            self._facts[name] |= reported
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every stateful operator, by name."""
@@ -364,8 +347,25 @@ def _require_columns(batch: DataProto, names: Iterable[str], op: Operator) -> No
             )
 
 
-def _advance(op: Operator, current: DataProto | None, given: DataProto | None, result: Any) -> DataProto:
-    """The batch after `op`, which was given a copy of `current`, returned `result`."""
+def _move_reports(batch: DataProto, reported: dict[str, dict[str, Any]]) -> None:
+    """Move the metrics (and the finer timings) that stand on a batch to those of the run."""
+    for name in MERGED_FACTS:
+        facts = batch.meta_info.pop(name, {})
+        if not isinstance(facts, Mapping):
+            raise DataProtoValidationError(
+                f"meta_info[{name!r}]: expected a dict, found {type(facts).__name__}: {facts!r}"
+            )
+        reported[name] |= facts
+
+
+def _advance(
+    op: Operator,
+    current: DataProto | None,
+    given: DataProto | None,
+    result: Any,
+    reported: dict[str, dict[str, Any]],
+) -> DataProto:
+    """The batch after `op`, which was given a copy of `current`, returned `result`; its reports go to `reported`."""
     try:
         if result is None:
             after = _unchanged(op, current, given)
@@ -374,6 +374,7 @@ def _advance(op: Operator, current: DataProto | None, given: DataProto | None, r
         else:
             after = _instead(op, given, _as_batch(result))
         columns.check(after)
+        _move_reports(after, reported)
     except DataProtoValidationError as error:
         raise DataProtoValidationError(f"operator {op.name!r}: {error}{describe_source(op.func)}") from None
     return after
@@ -395,8 +396,7 @@ def _unchanged(op: Operator, current: DataProto | None, given: DataProto | None)
 
 def _instead(op: Operator, given: DataProto | None, result: DataProto) -> DataProto:
     """The batch from here on: what a source made, or what an operator without `writes` returned."""
-    if op.writes:
-        _require_declared(op, result, known=())
+    _require_written(op, result)
     if given is None:
         return result
     if given.columns and not result.columns:
@@ -410,21 +410,21 @@ def _instead(op: Operator, given: DataProto | None, result: DataProto) -> DataPr
 def _added(op: Operator, current: DataProto, result: DataProto) -> DataProto:
     """The batch with the declared columns of `result`.
 
-    What an operator declares it may write anew (rescaled rewards); any other column must be the one that was there.
+    What an operator declares it may write anew (rescaled rewards); a column that it hands back must be the one that was
+    there. Columns of its own it may add freely, but not those of the table: the edges of the flow come from `writes`.
     """
-    _require_declared(op, result, known=current.columns)
+    _require_written(op, result)
+    if undeclared := [c for c in result.columns if c in columns.COLUMNS and c not in (*op.writes, *current.columns)]:
+        raise DataProtoValidationError(
+            f"it returned {undeclared}, which it does not declare: add them to its `writes` or leave them out"
+        )
     if len(result) != len(current):
         raise DataProtoValidationError(f"it adds {list(op.writes)} to {len(current)} rows, found {len(result)} rows")
     return current.drop([c for c in op.writes if c in current]).union(result)
 
 
-def _require_declared(op: Operator, result: DataProto, known: Iterable[str]) -> None:
-    """The result has every column that the operator declares, and none that is new without being declared."""
+def _require_written(op: Operator, result: DataProto) -> None:
     if missing := [c for c in op.writes if c not in result]:
         raise DataProtoValidationError(
             f"it declares that it writes {missing[0]!r}, but returned {list(result.columns)}"
-        )
-    if extra := [c for c in result.columns if c not in op.writes and c not in known]:
-        raise DataProtoValidationError(
-            f"it returned {extra}, which it does not declare: add them to its `writes` or leave them out"
         )
