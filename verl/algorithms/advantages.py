@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from verl.algorithms.masked import Groups, masked_whiten, zero_padding
+from verl.algorithms.masked import Groups, checked_column, masked_whiten
 from verl.registry import Registry
 
 ADV_ESTIMATOR_REGISTRY: Registry[Callable] = Registry("advantage estimator")
@@ -53,26 +53,6 @@ def get_adv_estimator_fn(name: str) -> Callable:
 # ---------------------------------------------------------------------------------------------- parts of estimators
 
 
-def clean_column(name: str, x: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """A (B, T) column in float32 at least, zero outside the mask.
-
-    Raises ValueError for a wrong shape, or when a value inside the mask is NaN or infinite: an advantage made from it
-    would stop the learning of the whole batch without a word.
-    """
-    if x.shape != response_mask.shape:
-        raise ValueError(
-            f"{name}: expected the shape of response_mask {tuple(response_mask.shape)}, found {tuple(x.shape)}"
-        )
-    (x,) = zero_padding(response_mask, x)
-    bad = (~torch.isfinite(x)).any(-1).nonzero().flatten().tolist()
-    if bad:
-        raise ValueError(
-            f"{name}: expected finite numbers, found NaN or infinity in {len(bad)} of {len(x)} rows, the first is row "
-            f"{bad[0]}: mend or drop these samples before the advantage is computed"
-        )
-    return x
-
-
 class GroupedRewards:
     """The reward of each response, R_i = sum_t r_it, beside those of its prompt; all in float64.
 
@@ -88,7 +68,7 @@ class GroupedRewards:
         uid: Sequence,
         min_group_size: int = 2,
     ):
-        self.token_level_rewards = clean_column("token_level_rewards", token_level_rewards, response_mask)
+        self.token_level_rewards = checked_column("token_level_rewards", token_level_rewards, response_mask)
         self.mask = response_mask.bool()
         self.reward = self.token_level_rewards.double().sum(-1)  # (B,)
         self.groups = Groups(uid, self.mask.any(-1))
@@ -142,8 +122,8 @@ def gae(
 
     values: (B, T), the critic's value before each token
     """
-    rewards = clean_column("token_level_rewards", token_level_rewards, response_mask)
-    values = clean_column("values", values, response_mask)
+    rewards = checked_column("token_level_rewards", token_level_rewards, response_mask)
+    values = checked_column("values", values, response_mask)
     mask = response_mask.bool()
     advantages = torch.zeros_like(rewards)
     next_value = torch.zeros_like(rewards[:, 0])
@@ -166,7 +146,7 @@ def reinforce_plus_plus(
 
     The KL penalty belongs into the rewards (`algorithm.use_kl_in_reward`). Returns are not whitened.
     """
-    rewards = clean_column("token_level_rewards", token_level_rewards, response_mask)
+    rewards = checked_column("token_level_rewards", token_level_rewards, response_mask)
     returns = rewards_to_go(rewards, response_mask, gamma)
     return torch.where(response_mask.bool(), masked_whiten(returns, response_mask), 0), returns
 
@@ -180,7 +160,7 @@ def remax(
 
     reward_baselines: (B,), the summed reward of one greedy response to the same prompt
     """
-    rewards = clean_column("token_level_rewards", token_level_rewards, response_mask)
+    rewards = checked_column("token_level_rewards", token_level_rewards, response_mask)
     if reward_baselines.shape != rewards.shape[:1] or not torch.isfinite(reward_baselines).all():
         raise ValueError(
             f"reward_baselines: expected {len(rewards)} finite numbers, one per response, "
