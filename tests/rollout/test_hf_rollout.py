@@ -6,7 +6,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching
-from verl.engines.hf import HFEngine, ModelConfig
+from verl.engines.hf import HFEngine
+from verl.engines.model import ModelConfig
 from verl.protocol import DataProto
 from verl.rollout.base import SamplingParams
 from verl.rollout.hf import HFRollout

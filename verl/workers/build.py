@@ -4,7 +4,7 @@ import torch
 
 from verl.config import tree_model, tree_rollout
 from verl.engines.base import MicroBatching, OptimizerConfig
-from verl.engines.hf import ModelConfig
+from verl.engines.model import ModelConfig
 from verl.rollout.base import SamplingParams
 from verl.utils.device import resolve_device, resolve_dtype
 

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from verl.algorithms.masked import masked_sum
-from verl.engines.base import MicroBatching
-from verl.engines.hf import HFEngine, ModelConfig, OptimizerConfig
+from verl.engines.base import MicroBatching, OptimizerConfig
+from verl.engines.hf import HFEngine
 from verl.engines.metrics import MetricSums
+from verl.engines.model import ModelConfig
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, Worker, register
 from verl.workers.objectives import aggregation, sft_objective
