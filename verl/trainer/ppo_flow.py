@@ -3,8 +3,8 @@
     prompts -> repeat -> gen -> reward -> [reward_baseline] -> old_log_prob -> [ref] -> [values]
             -> [kl] -> adv -> [update_critic] -> update_actor
 
-Which of the operators in brackets exist follows from what is asked for: an estimator whose signature names `values` makes
-the critic's operators exist, one that names `reward_baselines` the greedy rollout. There is no list of algorithms here.
+Which of the operators in brackets exist follows from what is asked for: an estimator whose signature names `values`
+makes the critic's operators exist, one that names `reward_baselines` the greedy rollout. No list of algorithms is here.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ import torch
 from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.binding import bind_arguments, required_columns
 from verl.algorithms.kl import FixedKLController, apply_kl_penalty, get_kl_controller
-from verl.config import tree
+from verl.config import tree, tree_trainer
 from verl.data.files import PromptSource
 from verl.dataflow import DataFlow, Operator, Stateful
 from verl.protocol import DataProto
@@ -60,12 +60,12 @@ class Prompts(Stateful):
         self.source.load_state_dict(state)
 
 
-def estimator_settings(algorithm: tree.AlgorithmConfig) -> dict[str, Any]:
+def estimator_settings(algorithm: tree_trainer.AlgorithmConfig) -> dict[str, Any]:
     """The settings that an advantage estimator may ask for by name: the `algorithm` section."""
     return algorithm.model_dump()
 
 
-def estimator_columns(algorithm: tree.AlgorithmConfig) -> tuple[str, ...]:
+def estimator_columns(algorithm: tree_trainer.AlgorithmConfig) -> tuple[str, ...]:
     """The columns that the configured estimator asks for."""
     return required_columns(get_adv_estimator_fn(algorithm.adv_estimator), estimator_settings(algorithm))
 
@@ -217,7 +217,7 @@ class KLInReward(Stateful):
         self.controller.load_state_dict(state)
 
 
-def advantage(algorithm: tree.AlgorithmConfig) -> Callable[[DataProto], DataProto]:
+def advantage(algorithm: tree_trainer.AlgorithmConfig) -> Callable[[DataProto], DataProto]:
     """Advantages and returns by the configured estimator, its parameters bound by name."""
     estimator = get_adv_estimator_fn(algorithm.adv_estimator)
     settings = estimator_settings(algorithm)

@@ -2,15 +2,19 @@
 
 import torch
 
-from verl.config import tree
+from verl.config import tree_model, tree_rollout
 from verl.engines.base import MicroBatching, OptimizerConfig
-from verl.engines.hf import ModelConfig
+from verl.engines.model import ModelConfig
 from verl.rollout.base import SamplingParams
 from verl.utils.device import resolve_device, resolve_dtype
 
 
 def model_config(
-    model: tree.ModelConfig, engine: tree.FSDPConfig, device: str, local_rank: int, kind: str = "causal_lm"
+    model: tree_model.ModelConfig,
+    engine: tree_model.EngineConfig,
+    device: str,
+    local_rank: int,
+    kind: str = "causal_lm",
 ) -> ModelConfig:
     """A model section and an engine section as an engine reads them."""
     on = resolve_device(device, local_rank)
@@ -28,7 +32,7 @@ def model_config(
     )
 
 
-def optimizer_config(optim: tree.OptimConfig, total_training_steps: int) -> OptimizerConfig:
+def optimizer_config(optim: tree_model.OptimConfig, total_training_steps: int) -> OptimizerConfig:
     """An `optim` section. total_training_steps: the run's, where the section leaves its own open."""
     total = optim.total_training_steps if optim.total_training_steps > 0 else total_training_steps
     warmup = optim.lr_warmup_steps if optim.lr_warmup_steps > 0 else int(optim.lr_warmup_steps_ratio * total)
@@ -51,7 +55,7 @@ def micro_batching(rows: int | None, dynamic: bool, tokens: int) -> MicroBatchin
 
 
 def sampling_params(
-    rollout: tree.RolloutConfig, response_length: int, stop_token_ids: tuple[int, ...], mode: str
+    rollout: tree_rollout.RolloutConfig, response_length: int, stop_token_ids: tuple[int, ...], mode: str
 ) -> SamplingParams:
     """mode: "train", "greedy" (the same limits, no randomness) or "validate" (rollout.val_kwargs)."""
     val = rollout.val_kwargs

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from verl.config import tree
+from verl.config import tree_actor
 from verl.engines.hf import HFEngine
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
@@ -17,7 +17,7 @@ from verl.workers.objectives import aggregation, value_objective
 class CriticWorker(Worker):
     """A value for every response token. config: the `critic` section."""
 
-    def __init__(self, config: tree.CriticConfig, *, device: str, total_training_steps: int):
+    def __init__(self, config: tree_actor.CriticConfig, *, device: str, total_training_steps: int):
         self.config = config
         model = model_config(config.model, config.fsdp, device, self.local_rank, kind="value")
         self.engine = HFEngine(model, optimizer_config(config.optim, total_training_steps))
