@@ -9,7 +9,7 @@ from verl.registry import did_you_mean
 
 # Keys of the `data` section that other parts read. A dataset is handed the whole section.
 OTHER_DATA_KEYS = frozenset(
-    (
+    [
         "custom_cls",
         "dataloader_num_workers",
         "filter_overlong_prompts_workers",
@@ -34,8 +34,7 @@ OTHER_DATA_KEYS = frozenset(
         "val_files",
         "val_max_samples",
         "validation_shuffle",
-    )
-)
+    ]
 )
 
 
