@@ -1,10 +1,12 @@
 """Worked examples of the estimators, literally, to six digits (most of them also worked by hand)."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
-from verl.algorithms import advantages, core_algos
+from verl.algorithms import advantages, core_algos, preference, prime, token_baselines
 from verl.algorithms.masked import masked_whiten
 
 
@@ -126,3 +128,61 @@ def test_gdpo():
     close(found, [[x, x] for x in (0.222589, 1.438844, -0.830717, -0.830717)])
     found, _ = advantages.grpo(total, mask, uids("aaaa"))
     close(found[:, 0], [-0.373544, 1.494174, -0.560315, -0.560315])
+
+
+TOKENS = dict(
+    token_level_rewards=torch.tensor([[0.0, 1], [0, 0]]),
+    response_mask=torch.ones(2, 2),
+    uid=uids("aa"),
+    old_log_probs=torch.tensor([[0.5, 0.5], [0.8, 0.5]]).log(),
+    sum_pi_squared=torch.tensor([[0.5, 0.5], [0.68, 0.5]]),
+)
+
+
+def test_optimal_token_baseline():
+    # W = [.5, 1] and [.08, .58]; B = .5 / .58 and 1 / 1.58
+    found, returns = token_baselines.optimal_token_baseline(**TOKENS)
+    close(found, [[0.137931, 0.367089], [-0.862069, -0.632911]])
+    close(returns, [[1, 1], [0, 0]])
+
+
+def test_tir_optimal_token_baseline_aligns_the_policys_own_tokens():
+    def with_gap(x, filler):  # row 0 gets tool output in the middle, row 1 padding at the end
+        return torch.stack([torch.stack([x[0, 0], filler, x[0, 1]]), torch.stack([x[1, 0], x[1, 1], filler])])
+
+    nan = torch.tensor(torch.nan)
+    columns = {name: with_gap(x, nan) for name, x in TOKENS.items() if name not in ("uid", "response_mask")}
+    mask = torch.tensor([[1, 0, 1], [1, 1, 0]])
+    found, _ = core_algos.compute_multi_turn_optimal_token_baseline_advantage(
+        response_mask=mask, index=TOKENS["uid"], **columns
+    )
+    close(found, [[0.137931, 0, 0.367089], [-0.862069, -0.632911, 0]])
+
+
+def test_prime():
+    arguments = dict(
+        token_level_rewards=torch.tensor([[0, 1.0], [0, 0]]),
+        response_mask=torch.tensor([[1, 1], [1, 0]]),
+        uid=uids("aa"),
+        rm_scores=torch.tensor([[0.2, 0.4], [-0.1, 0]]),
+    )
+    found, returns = prime.prime(**arguments)
+    close(returns, [[9, 8], [-7, 0]])
+    mean, std = 10 / 3, math.sqrt(((9 - 10 / 3) ** 2 + (8 - 10 / 3) ** 2 + (-7 - 10 / 3) ** 2) / 2)
+    close(found, [[(9 - mean) / std, (8 - mean) / std], [(-7 - mean) / std, 0]])
+    _, returns = prime.prime(**arguments, reward_gt_coef=0.0, reward_dpo_coef=1.0)
+    close(returns, [[0.8, 0.6], [-0.4, 0]])
+
+
+def test_prime_process_rewards_and_loss():
+    log_ratio, mask = torch.tensor([[2.0, -6, 4], [1, 3, 9]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    close(prime.implicit_process_rewards(log_ratio, mask, batch_norm=False), [[0.1, -0.3, 0], [0.05, 0, 0]])
+    # rewards to go: [-.2, -.3, 0] and [.05, 0]
+    close(prime.implicit_process_rewards(log_ratio, mask), [[1 / 3, -1, 0], [1 / 6, 0, 0]])
+    loss, _ = prime.prime_loss(log_ratio, torch.tensor([1.0, 0]), mask)  # logits 0 and .2
+    close(loss, (math.log(2) + math.log(1 + math.exp(0.2))) / 2)
+
+
+def test_sppo():
+    found, _ = preference.sppo(torch.tensor([[1.0], [0]]), torch.ones(2, 1), uids("aa"))
+    close(found, [[0.379885], [-0.620115]])

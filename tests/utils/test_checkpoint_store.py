@@ -96,7 +96,7 @@ def test_damage_is_refused_by_name_and_the_one_before_is_used(tmp_path, caplog, 
         assert store.latest() == tmp_path / "global_step_10"
     assert "global_step_20" in caplog.text and message in caplog.text
     with pytest.raises(CheckpointError, match="global_step_20"):
-        store.resume_folder("resume_path", tmp_path / "global_step_20")
+        store.resume_path(tmp_path / "global_step_20")
     # The damaged step is reached and saved again.
     save(store, 20)
     assert store.latest() == tmp_path / "global_step_20"
@@ -110,21 +110,18 @@ def test_nothing_usable_is_an_error_not_a_new_start(tmp_path):
         store.latest()
 
 
-def test_resume_modes(tmp_path):
+def test_a_path_named_by_the_user_is_used_or_refused(tmp_path):
     store = CheckpointStore(tmp_path)
     save(store, 10)
     save(store, 20)
-    assert store.resume_folder("disable") is None
-    assert store.resume_folder("auto") == tmp_path / "global_step_20"
-    assert store.resume_folder("resume_path", str(tmp_path / "global_step_10")) == tmp_path / "global_step_10"
-    with pytest.raises(ValueError, match="'never': expected auto, disable or resume_path"):
-        store.resume_folder("never")
+    assert store.path(20) == store.latest()
+    assert store.resume_path(str(tmp_path / "global_step_10")) == tmp_path / "global_step_10"
     with pytest.raises(ValueError, match=r"needs trainer\.resume_from_path"):
-        store.resume_folder("resume_path")
+        store.resume_path(None)
     with pytest.raises(CheckpointError, match="global_step_99 does not exist"):
-        store.resume_folder("resume_path", tmp_path / "global_step_99")
+        store.resume_path(tmp_path / "global_step_99")
     with pytest.raises(CheckpointError, match="expected a folder called global_step_N"):
-        store.resume_folder("resume_path", tmp_path)
+        store.resume_path(tmp_path)
 
 
 def test_keep_holds_over_a_resume(tmp_path):

@@ -21,11 +21,11 @@ The estimators with a baseline per token are in `token_baselines`, PRIME is in `
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from verl.algorithms.masked import Groups, masked_whiten, zero_padding
+from verl.algorithms.masked import Groups, checked_column, masked_whiten
 from verl.registry import Registry
 
 ADV_ESTIMATOR_REGISTRY: Registry[Callable] = Registry("advantage estimator")
@@ -53,26 +53,6 @@ def get_adv_estimator_fn(name: str) -> Callable:
 # ---------------------------------------------------------------------------------------------- parts of estimators
 
 
-def clean_column(name: str, x: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """A (B, T) column in float32 at least, zero outside the mask.
-
-    Raises ValueError for a wrong shape, or when a value inside the mask is NaN or infinite: an advantage made from it
-    would stop the learning of the whole batch without a word.
-    """
-    if x.shape != response_mask.shape:
-        raise ValueError(
-            f"{name}: expected the shape of response_mask {tuple(response_mask.shape)}, found {tuple(x.shape)}"
-        )
-    (x,) = zero_padding(response_mask, x)
-    bad = (~torch.isfinite(x)).any(-1).nonzero().flatten().tolist()
-    if bad:
-        raise ValueError(
-            f"{name}: expected finite numbers, found NaN or infinity in {len(bad)} of {len(x)} rows, the first is row "
-            f"{bad[0]}: mend or drop these samples before the advantage is computed"
-        )
-    return x
-
-
 class GroupedRewards:
     """The reward of each response, R_i = sum_t r_it, beside those of its prompt; all in float64.
 
@@ -88,7 +68,7 @@ class GroupedRewards:
         uid: Sequence,
         min_group_size: int = 2,
     ):
-        self.token_level_rewards = clean_column("token_level_rewards", token_level_rewards, response_mask)
+        self.token_level_rewards = checked_column("token_level_rewards", token_level_rewards, response_mask)
         self.mask = response_mask.bool()
         self.reward = self.token_level_rewards.double().sum(-1)  # (B,)
         self.groups = Groups(uid, self.mask.any(-1))
@@ -142,8 +122,8 @@ def gae(
 
     values: (B, T), the critic's value before each token
     """
-    rewards = clean_column("token_level_rewards", token_level_rewards, response_mask)
-    values = clean_column("values", values, response_mask)
+    rewards = checked_column("token_level_rewards", token_level_rewards, response_mask)
+    values = checked_column("values", values, response_mask)
     mask = response_mask.bool()
     advantages = torch.zeros_like(rewards)
     next_value = torch.zeros_like(rewards[:, 0])
@@ -166,7 +146,7 @@ def reinforce_plus_plus(
 
     The KL penalty belongs into the rewards (`algorithm.use_kl_in_reward`). Returns are not whitened.
     """
-    rewards = clean_column("token_level_rewards", token_level_rewards, response_mask)
+    rewards = checked_column("token_level_rewards", token_level_rewards, response_mask)
     returns = rewards_to_go(rewards, response_mask, gamma)
     return torch.where(response_mask.bool(), masked_whiten(returns, response_mask), 0), returns
 
@@ -180,7 +160,7 @@ def remax(
 
     reward_baselines: (B,), the summed reward of one greedy response to the same prompt
     """
-    rewards = clean_column("token_level_rewards", token_level_rewards, response_mask)
+    rewards = checked_column("token_level_rewards", token_level_rewards, response_mask)
     if reward_baselines.shape != rewards.shape[:1] or not torch.isfinite(reward_baselines).all():
         raise ValueError(
             f"reward_baselines: expected {len(rewards)} finite numbers, one per response, "
@@ -352,7 +332,7 @@ def gdpo(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
     uid: Sequence,
-    columns: dict,
+    columns: Mapping,
     *,
     gdpo_reward_keys: Sequence[str],
     gdpo_reward_weights: Sequence[float] | None = None,
@@ -363,7 +343,8 @@ def gdpo(
     Each component is normalised in its group like GRPO, the results are added with their weights and whitened over all
     tokens of the batch. So a component on a small scale is not drowned by one on a large scale.
 
-    columns: the batch; the components are its columns (B,) named by `gdpo_reward_keys`
+    columns: the batch; a component is its column (B,) `reward_<key>`, where a reward function's extra figures are, or
+        `<key>`, for each of `gdpo_reward_keys`
     gdpo_reward_weights: one per key, 1 when not given
     """
     weights = gdpo_reward_weights or [1.0] * len(gdpo_reward_keys)
@@ -375,15 +356,26 @@ def gdpo(
     grouped = GroupedRewards("gdpo", token_level_rewards, response_mask, uid)
     total = torch.zeros_like(grouped.reward)
     for key, weight in zip(gdpo_reward_keys, weights):
-        if key not in columns:
-            raise ValueError(f"gdpo: no column {key!r} of gdpo_reward_keys; columns: {', '.join(sorted(columns))}")
-        component = torch.tensor([math.nan if x is None else float(x) for x in columns[key]]).to(total)
-        if component.shape != total.shape or not torch.isfinite(component).all():
-            raise ValueError(f"gdpo: expected {len(total)} finite numbers in column {key!r}, found {columns[key]}")
+        component = _reward_component(columns, key).to(total)
         centred = component - grouped.groups.mean(component)
         total += weight * centred / (grouped.groups.std(component) + epsilon)
     advantages = whiten_comparable(grouped.spread(total)[0], grouped)
     return advantages, advantages.clone()
+
+
+def _reward_component(columns: Mapping, key: str) -> torch.Tensor:
+    """The column (B,) of one component of the reward. Raises ValueError when it is missing or not all finite."""
+    found = [name for name in (f"reward_{key}", key) if name in columns]
+    if not found:
+        raise ValueError(
+            f"gdpo: gdpo_reward_keys names {key!r}, but there is no column 'reward_{key}' or {key!r}; columns: "
+            f"{', '.join(sorted(columns))}"
+        )
+    values = columns[found[0]]
+    component = torch.tensor([math.nan if x is None else float(x) for x in values], dtype=torch.float64)
+    if not torch.isfinite(component).all():
+        raise ValueError(f"gdpo: expected finite numbers in column {found[0]!r}, found {values}")
+    return component
 
 
 def whiten_comparable(advantages: torch.Tensor, grouped: GroupedRewards) -> torch.Tensor:

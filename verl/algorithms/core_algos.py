@@ -8,10 +8,12 @@ import torch
 from verl.algorithms import advantages as _advantages
 from verl.algorithms import kl as _kl
 from verl.algorithms import losses as _losses
+from verl.algorithms import off_policy_losses as _off_policy_losses
 from verl.algorithms import policy_losses as _policy_losses
+from verl.algorithms import token_baselines as _token_baselines
 from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn, register_adv_est
 from verl.algorithms.kl import AdaptiveKLController, FixedKLController, kl_penalty
-from verl.algorithms.masked import agg_loss
+from verl.algorithms.masked import agg_loss, merge_metrics
 from verl.algorithms.policy_losses import POLICY_LOSS_REGISTRY, get_policy_loss_fn, register_policy_loss
 
 __all__ = [
@@ -22,12 +24,16 @@ __all__ = [
     "agg_loss",
     "compute_entropy_loss",
     "compute_gae_advantage_return",
+    "compute_gdpo_outcome_advantage",
     "compute_gpg_outcome_advantage",
     "compute_grpo_outcome_advantage",
     "compute_grpo_passk_outcome_advantage",
     "compute_grpo_vectorized_outcome_advantage",
+    "compute_multi_turn_optimal_token_baseline_advantage",
     "compute_opo_outcome_advantage",
+    "compute_optimal_token_baseline_advantage",
     "compute_policy_loss",
+    "compute_policy_loss_reinforce",
     "compute_reinforce_plus_plus_baseline_outcome_advantage",
     "compute_reinforce_plus_plus_outcome_advantage",
     "compute_remax_outcome_advantage",
@@ -113,6 +119,84 @@ def compute_remax_outcome_advantage(token_level_rewards, reward_baselines, respo
     return _advantages.remax(token_level_rewards, response_mask, reward_baselines)
 
 
+def compute_gdpo_outcome_advantage(
+    token_level_rewards, response_mask, index, epsilon=1e-6, config=None, non_tensor_batch=None, batch=None, **kwargs
+):
+    """`advantages.gdpo`, with `config.gdpo_reward_keys` and `config.gdpo_reward_weights`."""
+    return _advantages.gdpo(
+        token_level_rewards,
+        response_mask,
+        index,
+        {**(non_tensor_batch or {}), **(batch or {})},
+        gdpo_reward_keys=config.get("gdpo_reward_keys"),
+        gdpo_reward_weights=config.get("gdpo_reward_weights"),
+        epsilon=epsilon,
+    )
+
+
+def compute_optimal_token_baseline_advantage(
+    token_level_rewards,
+    response_mask,
+    index,
+    old_log_probs,
+    sum_pi_squared,
+    rollout_is_weights=None,
+    handle_zero_tail=True,
+    epsilon=1e-8,
+    **kwargs,
+):
+    """`token_baselines.optimal_token_baseline`."""
+    return _token_baselines.optimal_token_baseline(
+        token_level_rewards,
+        response_mask,
+        index,
+        old_log_probs,
+        sum_pi_squared,
+        rollout_is_weights,
+        handle_zero_tail=handle_zero_tail,
+        epsilon=epsilon,
+    )
+
+
+def compute_multi_turn_optimal_token_baseline_advantage(
+    token_level_rewards,
+    response_mask,
+    index,
+    old_log_probs,
+    sum_pi_squared,
+    rollout_is_weights=None,
+    handle_zero_tail=True,
+    epsilon=1e-8,
+    **kwargs,
+):
+    """`token_baselines.tir_optimal_token_baseline`."""
+    return _token_baselines.tir_optimal_token_baseline(
+        token_level_rewards,
+        response_mask,
+        index,
+        old_log_probs,
+        sum_pi_squared,
+        rollout_is_weights,
+        handle_zero_tail=handle_zero_tail,
+        epsilon=epsilon,
+    )
+
+
+def compute_policy_loss_reinforce(
+    rollout_log_prob,
+    log_prob,
+    advantages,
+    response_mask,
+    loss_agg_mode="seq-mean-token-sum",
+    config=None,
+    rollout_is_weights=None,
+):
+    """`off_policy_losses.reinforce`."""
+    return _off_policy_losses.reinforce(
+        rollout_log_prob, log_prob, advantages, response_mask, loss_agg_mode, rollout_is_weights=rollout_is_weights
+    )
+
+
 def compute_policy_loss(
     old_log_prob,
     log_prob,
@@ -136,8 +220,9 @@ def compute_policy_loss(
         clip_ratio_high=cliprange_high,
         clip_ratio_c=clip_ratio_c,
     )
+    means = merge_metrics([metrics])
     names = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
-    return loss, *(_mean(metrics[name]) for name in names)
+    return loss, *(torch.tensor(means[name]) for name in names)
 
 
 def compute_value_loss(vpreds, returns, values, response_mask, cliprange_value, loss_agg_mode="token-mean"):
@@ -145,7 +230,7 @@ def compute_value_loss(vpreds, returns, values, response_mask, cliprange_value, 
     loss, metrics = _losses.value_loss(
         vpreds, returns, values, response_mask, loss_agg_mode, cliprange_value=cliprange_value
     )
-    return loss, _mean(metrics["critic/vf_clipfrac"])
+    return loss, torch.tensor(merge_metrics([metrics])["critic/vf_clipfrac"])
 
 
 def compute_entropy_loss(logits, response_mask, loss_agg_mode="token-mean"):
@@ -154,8 +239,12 @@ def compute_entropy_loss(logits, response_mask, loss_agg_mode="token-mean"):
 
 
 def compute_rewards(token_level_scores, old_log_prob, ref_log_prob, kl_ratio):
-    """Token scores less `kl_ratio` times the k1 estimate of the KL."""
-    return token_level_scores - kl_ratio * kl_penalty(old_log_prob, ref_log_prob, "k1")
+    """`kl.apply_kl_penalty` with the k1 estimate, on every position."""
+    everywhere = torch.ones_like(token_level_scores)
+    rewards, _ = _kl.apply_kl_penalty(
+        token_level_scores, old_log_prob, ref_log_prob, everywhere, kl_coef=kl_ratio, kl_penalty_kind="k1"
+    )
+    return rewards
 
 
 def get_kl_controller(kl_ctrl):
@@ -163,8 +252,3 @@ def get_kl_controller(kl_ctrl):
     if kl_ctrl.type != "adaptive":
         return _kl.get_kl_controller(kl_ctrl.type, kl_ctrl.kl_coef)
     return _kl.get_kl_controller(kl_ctrl.type, kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
-
-
-def _mean(parts: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    total, count = parts
-    return total / count.clamp(min=1)

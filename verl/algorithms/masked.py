@@ -41,6 +41,26 @@ def zero_padding(mask: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tens
     return tuple(torch.where(keep, at_least_float32(x), 0.0) for x in tensors)
 
 
+def checked_column(name: str, x: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """A (B, T) column in float32 at least, zero outside the mask.
+
+    Raises ValueError for a wrong shape, or when a value inside the mask is NaN or infinite: an advantage made from it
+    would stop the learning of the whole batch without a word.
+    """
+    if x.shape != response_mask.shape:
+        raise ValueError(
+            f"{name}: expected the shape of response_mask {tuple(response_mask.shape)}, found {tuple(x.shape)}"
+        )
+    (x,) = zero_padding(response_mask, x)
+    bad = (~torch.isfinite(x)).any(-1).nonzero().flatten().tolist()
+    if bad:
+        raise ValueError(
+            f"{name}: expected finite numbers, found NaN or infinity in {len(bad)} of {len(x)} rows, the first is row "
+            f"{bad[0]}: mend or drop these samples before the advantage is computed"
+        )
+    return x
+
+
 def masked_sum(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     """Sum of `x` where the mask is 1, over `dim` (None: over everything)."""
     return torch.where(mask.bool(), x, 0).sum(dim)
@@ -232,6 +252,11 @@ def agg_loss(
             total = total / (scale or loss_mat.shape[-1])
     # Nothing to learn from (every token rejected) is a loss of 0, not 0 / 0.
     return total / torch.as_tensor(count, device=total.device).clamp(min=1) * dp_size
+
+
+def mean_over(losses: torch.Tensor, count: int | None = None) -> torch.Tensor:
+    """The sum of per-row losses (N,) over `count`, the rows of the whole mini-batch; over N when not given."""
+    return at_least_float32(losses).sum() / max(1, len(losses) if count is None else count)
 
 
 def mean_parts(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

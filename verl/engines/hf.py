@@ -3,98 +3,20 @@
 import logging
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from verl.engines import attention
 from verl.engines.base import MicroBatching, Objective, OptimizerConfig, Tensors, TrainEngine
-from verl.engines.logits import token_statistics
 from verl.engines.metrics import MetricSums
 from verl.engines.micro_batch import ModelInput, build_input, plan, row_lengths
+from verl.engines.model import ModelConfig, TokenModel, load_module
 from verl.protocol import DataProto
 
 logger = logging.getLogger("verl.engines")
 
 _READS = ("input_ids", "attention_mask", "position_ids", "responses")
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Where a model comes from and how it computes.
-
-    path: HuggingFace id or folder. kind: "causal_lm" (policy, reference) or "value" (critic: one number per token).
-    model_dtype: dtype of the parameters. compute_dtype: dtype of the forward pass (autocast when it differs).
-    override_config: values set in the HuggingFace config. use_remove_padding: packed rows.
-    random_init: weights from the config and the seed, nothing loaded (tests, benchmarks).
-    """
-
-    path: str
-    kind: str = "causal_lm"
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    model_dtype: torch.dtype = torch.float32
-    compute_dtype: torch.dtype = torch.float32
-    gradient_checkpointing: bool = False
-    use_remove_padding: bool = True
-    trust_remote_code: bool = False
-    override_config: tuple[tuple[str, Any], ...] = ()
-    random_init: bool = False
-
-
-def load_module(config: ModelConfig) -> torch.nn.Module:
-    """The model of `config`, dropout off. Raises ValueError that names the path when it cannot be loaded."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
-
-    auto = {"causal_lm": AutoModelForCausalLM, "value": AutoModelForTokenClassification}[config.kind]
-    try:
-        hf = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
-    except OSError as error:
-        raise ValueError(f"no HuggingFace model at {config.path!r}: {error}") from error
-    # dropout would make the log-probs of one and the same weights differ from pass to pass
-    off = {k: 0.0 for k in hf.to_dict() if "dropout" in k or k in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
-    for name, value in {**off, **dict(config.override_config)}.items():
-        setattr(hf, name, value)
-    if config.kind == "value":
-        hf.num_labels = 1
-    hf._attn_implementation = attention.NAME if config.use_remove_padding else "sdpa"
-    build: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
-    if config.random_init:
-        module = auto.from_config(hf, **build).to(config.model_dtype)
-    else:
-        module = auto.from_pretrained(config.path, config=hf, dtype=config.model_dtype, **build)
-    return module.to(config.device)
-
-
-def trunk_and_head(module: torch.nn.Module, kind: str) -> tuple[torch.nn.Module, Callable]:
-    """The decoder that gives hidden states, and the function from them to logits or values.
-
-    Raises ValueError for an architecture whose logits are not its last projection of the hidden states (and, where the
-    config says so, their soft-capping): log-probs computed here would silently be others than the model's.
-    """
-    trunk = module.base_model
-    if kind == "value":
-        return trunk, module.score
-    projection = module.get_output_embeddings()
-    softcap = module.config.to_dict().get("final_logit_softcapping")
-
-    def head(states: torch.Tensor) -> torch.Tensor:
-        logits = projection(states)
-        return softcap * torch.tanh(logits / softcap) if softcap is not None else logits
-
-    with torch.no_grad():
-        ids = torch.arange(min(4, module.config.vocab_size), device=module.device)[None]
-        implementation = module.config._attn_implementation
-        module.set_attn_implementation("sdpa" if softcap is None else "eager")
-        expected, ours = module(ids).logits, head(trunk(ids).last_hidden_state)
-        module.set_attn_implementation(implementation)
-    if not torch.allclose(expected.float(), ours.float(), rtol=1e-3, atol=1e-4):
-        raise ValueError(
-            f"{type(module).__name__} changes its logits after the last projection in a way this engine does not know; "
-            "its log-probs would be wrong here"
-        )
-    return trunk, head
 
 
 class HFEngine(TrainEngine):
@@ -106,8 +28,7 @@ class HFEngine(TrainEngine):
         """optimizer: None builds a model for inference only. module: a ready model instead of loading one."""
         self.config = config
         self.module = module if module is not None else load_module(config)
-        self.trunk, self.head = trunk_and_head(self.module, config.kind)
-        self.vocab_size = self.module.config.vocab_size
+        self.model = TokenModel(self.module, config)
         self.optimizer_config = optimizer
         self.module.train(optimizer is not None and config.gradient_checkpointing)
         if optimizer is None:
@@ -134,9 +55,9 @@ class HFEngine(TrainEngine):
         lengths = row_lengths(columns["attention_mask"])
         found = {name: torch.zeros(columns["responses"].shape, dtype=torch.float32) for name in outputs}
         with torch.no_grad():
-            for rows in plan(lengths, micro):
+            for rows in self._plan(lengths, micro):
                 model_input = self._input(columns, rows)
-                for name, values in self._outputs(model_input, outputs, temperature).items():
+                for name, values in self.model(model_input, outputs, temperature).items():
                     found[name][rows] = values.float().cpu()
         return found
 
@@ -147,19 +68,29 @@ class HFEngine(TrainEngine):
         lengths = row_lengths(columns["attention_mask"])
         sums = MetricSums()
         self.optimizer.zero_grad(set_to_none=True)
-        for rows in plan(lengths, micro):
+        for rows in self._plan(lengths, micro):
             share = {name: values[rows].to(self.config.device) for name, values in columns.items()}
-            outputs = self._outputs(self._input(share, None), objective.needs, temperature)
+            outputs = self.model(self._input(share, None), objective.needs, temperature)
             loss, metrics = objective.loss(outputs, share)
-            loss.backward()
+            self._backward(loss)
             sums.add(metrics, rows=len(rows))
         return sums.result() | self._step()
+
+    def _plan(self, lengths: list[int], micro: MicroBatching) -> list[list[int]]:
+        return plan(lengths, micro)
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def _clip_gradient(self, limit: float) -> float:
+        """Scale the gradient down to the norm `limit`; the norm before."""
+        parameters = [p for p in self.module.parameters() if p.grad is not None]
+        return torch.nn.utils.clip_grad_norm_(parameters, limit).item()
 
     def _step(self) -> dict[str, float]:
         """Clip, and step unless the gradient is broken."""
         limit = self.optimizer_config.clip_grad
-        parameters = [p for p in self.module.parameters() if p.grad is not None]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, limit if limit is not None else math.inf).item()
+        norm = self._clip_gradient(limit if limit is not None else math.inf)
         if not math.isfinite(norm):
             logger.warning("the gradient's norm is %s: this update is skipped", norm)
             self.optimizer.zero_grad(set_to_none=True)
@@ -171,28 +102,6 @@ class HFEngine(TrainEngine):
     def _input(self, columns: Tensors, rows: list[int] | None) -> ModelInput:
         chosen = {k: columns[k] if rows is None else columns[k][rows].to(self.config.device) for k in _READS}
         return build_input(chosen, self.config.use_remove_padding)
-
-    def _outputs(self, model_input: ModelInput, outputs: tuple[str, ...], temperature: float) -> Tensors:
-        """Each asked output, (b, T) with gradient where that is enabled."""
-        extra = {"packing": model_input.packing} if model_input.packing is not None else {}
-        autocast = self.config.compute_dtype not in (self.config.model_dtype, torch.float64)
-        with torch.autocast(self.config.device.type, self.config.compute_dtype, enabled=autocast):
-            hidden = self.trunk(
-                input_ids=model_input.input_ids,
-                attention_mask=model_input.attention_mask,
-                position_ids=model_input.position_ids,
-                use_cache=False,
-                **extra,
-            ).last_hidden_state
-            states = hidden.flatten(0, 1)[model_input.states]
-            if self.config.kind == "value":
-                found = {"values": self.head(states)[:, 0]}
-                if set(outputs) != {"values"}:
-                    raise ValueError(f"a critic gives values, not {sorted(set(outputs) - {'values'})}")
-            else:
-                found = token_statistics(states, model_input.targets, self.head, self.vocab_size, outputs, temperature)
-        wide = torch.float64 if self.config.model_dtype == torch.float64 else torch.float32
-        return {name: model_input.scatter(values.to(wide)) for name, values in found.items()}
 
     def lr_step(self) -> float:
         rate = self.schedule.get_last_lr()[0]

@@ -74,6 +74,21 @@ def plan(lengths: list[int], micro: MicroBatching) -> list[list[int]]:
     return [list(range(i, min(i + size, len(lengths)))) for i in range(0, len(lengths), size)]
 
 
+def split_to(pieces: list[list[int]], count: int) -> list[list[int]]:
+    """The same rows in exactly `count` micro-batches, by halving the largest.
+
+    Ranks that shard one model go through their layers together: they need the same number of micro-batches.
+    """
+    pieces = list(pieces)
+    while len(pieces) < count:
+        largest = max(range(len(pieces)), key=lambda i: len(pieces[i]))
+        rows = pieces[largest]
+        if len(rows) < 2:
+            raise ValueError(f"{sum(map(len, pieces))} rows cannot be cut into {count} micro-batches")
+        pieces[largest : largest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+    return pieces
+
+
 def build_input(rows: Tensors, remove_padding: bool) -> ModelInput:
     """The model input of a micro-batch with the columns input_ids, attention_mask, position_ids and responses.
 

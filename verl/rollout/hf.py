@@ -56,7 +56,8 @@ class HFRollout(RolloutEngine):
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         answers: list[Generation | None] = [None] * len(prompts)
         attention, training = self.module.config._attn_implementation, self.module.training
-        self.module.set_attn_implementation("sdpa")  # the trainer's packed attention has no cache
+        # the trainer's packed attention has no cache
+        self.module.set_attn_implementation("sdpa" if self.module._supports_sdpa else "eager")
         self.module.eval()
         try:
             for at in range(0, len(order), self.max_rows):

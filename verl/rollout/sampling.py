@@ -20,8 +20,9 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 def uniform(seed: int, sample_ids: torch.Tensor, position: int | torch.Tensor) -> torch.Tensor:
     """(B,) float64 numbers in [0, 1), one per (seed, sample id, position). sample_ids: (B,) int64."""
-    start = _mix(sample_ids * _GOLDEN + _mix(torch.as_tensor(seed, dtype=torch.int64, device=sample_ids.device)))
-    bits = _mix(start + (position + 1) * _GOLDEN)
+    whole = {"dtype": torch.int64, "device": sample_ids.device}
+    start = _mix(sample_ids * _GOLDEN + _mix(torch.as_tensor(seed, **whole)))
+    bits = _mix(start + (torch.as_tensor(position, **whole) + 1) * _GOLDEN)
     return ((bits >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 
 

@@ -1,7 +1,7 @@
 """python -m verl.trainer.main_ppo key=value ...: policy optimisation, set up by keys on the command line.
 
-A YAML file may come first (`--config file.yaml`, or config=file.yaml); keys on the command line win over it. Keys may be
-written with or without a leading `--` or `+`.
+A YAML file may come first (`--config file.yaml`, or config=file.yaml); keys on the command line win over it. Keys may
+be written with or without a leading `--` or `+`.
 """
 
 import sys

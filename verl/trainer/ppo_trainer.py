@@ -14,7 +14,7 @@ from verl.config import tree
 from verl.config.available import check_available
 from verl.config.load import batch_words, load_config
 from verl.data.files import PromptSource
-from verl.data.rlhf_dataset import collate_prompts
+from verl.data.rlhf_dataset import RLHFDataset, collate_prompts
 from verl.dataflow import DataFlow
 from verl.protocol import DataProto
 from verl.rewards import RewardManager
@@ -53,7 +53,9 @@ class PPOTrainer(Trainer):
         check_available(config)
         setup.import_extensions(config)
         setup.check_group_size(config, get_adv_estimator_fn(config.algorithm.adv_estimator))
-        tokenizer = tokenizer if tokenizer is not None else setup.load_tokenizer(config, train_dataset)
+        if tokenizer is None and isinstance(train_dataset, RLHFDataset):
+            tokenizer = train_dataset.tokenizer
+        tokenizer = tokenizer if tokenizer is not None else setup.load_tokenizer(config.actor_rollout_ref.model)
         self.train_dataset = train_dataset if train_dataset is not None else setup.load_dataset(config, tokenizer)
         self.val_dataset = val_dataset if val_dataset is not None else setup.load_val_dataset(config, tokenizer)
         self.reward_manager = reward_manager if reward_manager is not None else setup.load_rewards(config, tokenizer)

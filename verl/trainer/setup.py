@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from verl.config import tree
+from verl.config import tree, tree_model
 from verl.data.rlhf_dataset import RLHFDataset, collate_prompts, load_dataset_class
 from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
@@ -40,13 +40,10 @@ def check_group_size(config: tree.Config, estimator: Callable) -> None:
         )
 
 
-def load_tokenizer(config: tree.Config, dataset: Dataset | None) -> Any:
-    """The tokenizer of the dataset, or the one beside the model."""
-    if isinstance(dataset, RLHFDataset):
-        return dataset.tokenizer
+def load_tokenizer(model: tree_model.ModelConfig) -> Any:
+    """The tokenizer beside the model, or of model.tokenizer_path. Raises ValueError when there is none."""
     from transformers import AutoTokenizer
 
-    model = config.actor_rollout_ref.model
     path = model.tokenizer_path or model.path
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)

@@ -158,17 +158,12 @@ class CheckpointStore:
             )
         return None
 
-    def resume_folder(self, mode: str = "auto", path: str | Path | None = None) -> Path | None:
-        """The verified checkpoint that `trainer.resume_mode` asks for, None to start from the beginning.
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of `step` is, or would be."""
+        return self.root / f"global_step_{step}"
 
-        "auto": the newest. "disable": none. "resume_path": the folder `path`, and no other in its place.
-        """
-        if mode == "disable":
-            return None
-        if mode == "auto":
-            return self.latest()
-        if mode != "resume_path":
-            raise ValueError(f"trainer.resume_mode is {mode!r}: expected auto, disable or resume_path")
+    def resume_path(self, path: str | Path | None) -> Path:
+        """The checkpoint that a user named, verified; no other is used in its place."""
         if path is None:
             raise ValueError("trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N")
         return verify(path)
@@ -221,7 +216,7 @@ class CheckpointStore:
 
     def _publish(self, folder: Path, step: int) -> None:
         """Give the sealed folder its name, then say so in the file that names the latest."""
-        final = self.root / f"global_step_{step}"
+        final = self.path(step)
         replaced = self.root / f"{_REPLACED}{final.name}"
         if final.exists():
             final.rename(replaced)

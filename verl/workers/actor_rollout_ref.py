@@ -32,7 +32,7 @@ def mini_batches(batch: DataProto, rows: int, epochs: int, shuffle: bool, seed: 
 class ActorRolloutWorker(Worker):
     """Generates with the policy, gives its log-probs, and updates it.
 
-    config: the `actor_rollout_ref` section. response_length: tokens of an answer at most. stop_token_ids: what ends one.
+    config: the `actor_rollout_ref` section. response_length: tokens of an answer at most. stop_token_ids: its ends.
     """
 
     def __init__(

@@ -4,13 +4,17 @@ import torch
 
 from verl.config import tree_model, tree_rollout
 from verl.engines.base import MicroBatching, OptimizerConfig
-from verl.engines.hf import ModelConfig
+from verl.engines.model import ModelConfig
 from verl.rollout.base import SamplingParams
 from verl.utils.device import resolve_device, resolve_dtype
 
 
 def model_config(
-    model: tree_model.ModelConfig, engine: tree_model.EngineConfig, device: str, local_rank: int, kind: str = "causal_lm"
+    model: tree_model.ModelConfig,
+    engine: tree_model.EngineConfig,
+    device: str,
+    local_rank: int,
+    kind: str = "causal_lm",
 ) -> ModelConfig:
     """A model section and an engine section as an engine reads them."""
     on = resolve_device(device, local_rank)

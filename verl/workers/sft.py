@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from verl.algorithms.masked import masked_sum
-from verl.engines.base import MicroBatching
-from verl.engines.hf import HFEngine, ModelConfig, OptimizerConfig
+from verl.engines.base import MicroBatching, OptimizerConfig
+from verl.engines.hf import HFEngine
 from verl.engines.metrics import MetricSums
+from verl.engines.model import ModelConfig
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, Worker, register
 from verl.workers.objectives import aggregation, sft_objective
@@ -15,9 +16,7 @@ from verl.workers.objectives import aggregation, sft_objective
 class SFTWorker(Worker):
     """One model that learns by imitation. contents: what a checkpoint holds."""
 
-    def __init__(
-        self, model: ModelConfig, optimizer: OptimizerConfig, micro: MicroBatching, contents: tuple[str, ...]
-    ):
+    def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, micro: MicroBatching, contents: tuple[str, ...]):
         self.engine = HFEngine(model, optimizer)
         self.micro = micro
         self.contents = contents
