@@ -433,12 +433,18 @@ def test_uid_may_be_a_tensor_or_mixed():
 
 
 def test_gdpo_errors_name_the_column():
-    with pytest.raises(ValueError, match="no column 'style'"):
+    with pytest.raises(ValueError, match="names 'style', but there is no column 'reward_style'"):
         estimate("gdpo", make_batch(), gdpo_reward_keys=["style"], gdpo_reward_weights=None)
     with pytest.raises(ValueError, match="a weight for each"):
         estimate("gdpo", make_batch(), gdpo_reward_keys=["acc"])
-    with pytest.raises(ValueError, match="10 finite numbers in column 'acc'"):
+    with pytest.raises(ValueError, match="finite numbers in column 'acc'"):
         estimate("gdpo", {**make_batch(), "acc": [None] * 10})
+
+
+def test_gdpo_finds_what_the_reward_function_reports():
+    batch = make_batch()
+    reported = {**batch, "reward_acc": batch["acc"], "acc": ["text"] * 10}
+    assert torch.equal(estimate("gdpo", reported)[0], estimate("gdpo", batch)[0])
 
 
 def test_remax_wants_one_baseline_per_row():

@@ -21,7 +21,7 @@ The estimators with a baseline per token are in `token_baselines`, PRIME is in `
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -332,7 +332,7 @@ def gdpo(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
     uid: Sequence,
-    columns: dict,
+    columns: Mapping,
     *,
     gdpo_reward_keys: Sequence[str],
     gdpo_reward_weights: Sequence[float] | None = None,
@@ -343,7 +343,8 @@ def gdpo(
     Each component is normalised in its group like GRPO, the results are added with their weights and whitened over all
     tokens of the batch. So a component on a small scale is not drowned by one on a large scale.
 
-    columns: the batch; the components are its columns (B,) named by `gdpo_reward_keys`
+    columns: the batch; a component is its column (B,) `reward_<key>`, where a reward function's extra figures are, or
+        `<key>`, for each of `gdpo_reward_keys`
     gdpo_reward_weights: one per key, 1 when not given
     """
     weights = gdpo_reward_weights or [1.0] * len(gdpo_reward_keys)
@@ -355,15 +356,26 @@ def gdpo(
     grouped = GroupedRewards("gdpo", token_level_rewards, response_mask, uid)
     total = torch.zeros_like(grouped.reward)
     for key, weight in zip(gdpo_reward_keys, weights):
-        if key not in columns:
-            raise ValueError(f"gdpo: no column {key!r} of gdpo_reward_keys; columns: {', '.join(sorted(columns))}")
-        component = torch.tensor([math.nan if x is None else float(x) for x in columns[key]]).to(total)
-        if component.shape != total.shape or not torch.isfinite(component).all():
-            raise ValueError(f"gdpo: expected {len(total)} finite numbers in column {key!r}, found {columns[key]}")
+        component = _reward_component(columns, key).to(total)
         centred = component - grouped.groups.mean(component)
         total += weight * centred / (grouped.groups.std(component) + epsilon)
     advantages = whiten_comparable(grouped.spread(total)[0], grouped)
     return advantages, advantages.clone()
+
+
+def _reward_component(columns: Mapping, key: str) -> torch.Tensor:
+    """The column (B,) of one component of the reward. Raises ValueError when it is missing or not all finite."""
+    found = [name for name in (f"reward_{key}", key) if name in columns]
+    if not found:
+        raise ValueError(
+            f"gdpo: gdpo_reward_keys names {key!r}, but there is no column 'reward_{key}' or {key!r}; columns: "
+            f"{', '.join(sorted(columns))}"
+        )
+    values = columns[found[0]]
+    component = torch.tensor([math.nan if x is None else float(x) for x in values], dtype=torch.float64)
+    if not torch.isfinite(component).all():
+        raise ValueError(f"gdpo: expected finite numbers in column {found[0]!r}, found {values}")
+    return component
 
 
 def whiten_comparable(advantages: torch.Tensor, grouped: GroupedRewards) -> torch.Tensor:

@@ -242,7 +242,7 @@ def compute_rewards(token_level_scores, old_log_prob, ref_log_prob, kl_ratio):
     """`kl.apply_kl_penalty` with the k1 estimate, on every position."""
     everywhere = torch.ones_like(token_level_scores)
     rewards, _ = _kl.apply_kl_penalty(
-        token_level_scores, old_log_prob, ref_log_prob, everywhere, kl_coef=kl_ratio, kind="k1"
+        token_level_scores, old_log_prob, ref_log_prob, everywhere, kl_coef=kl_ratio, kl_penalty_kind="k1"
     )
     return rewards
 

@@ -84,15 +84,15 @@ def apply_kl_penalty(
     response_mask: torch.Tensor,
     *,
     kl_coef: float,
-    kind: str = "kl",
+    kl_penalty_kind: str = "kl",
 ) -> tuple[torch.Tensor, float]:
     """KL in the reward: r_t = score_t - kl_coef * kl_t, and the KL that a controller is updated with.
 
-    All tensors are (B, T). The second result is the mean over (non-empty) sequences of their mean KL per token.
+    All tensors are (B, T); `kl_penalty_kind` is a kind of `kl_penalty`. The second result is the mean over (non-empty) sequences of their mean KL per token.
     """
     scores, old, ref = zero_padding(response_mask, token_level_scores, old_log_probs, ref_log_prob)
     with torch.no_grad():
-        kl = kl_penalty(old, ref, kind)
+        kl = kl_penalty(old, ref, kl_penalty_kind)
         per_sequence = masked_mean(kl, response_mask, -1)
         current_kl = float(masked_mean(per_sequence, response_mask.bool().any(-1)))
         return scores - kl_coef * kl, current_kl
