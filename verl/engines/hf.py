@@ -31,11 +31,12 @@ class HFEngine(TrainEngine):
         self.model = TokenModel(self.module, config)
         self.optimizer_config = optimizer
         self.module.train(optimizer is not None and config.gradient_checkpointing)
-        if optimizer is None:
-            self.module.requires_grad_(False)
-            return
-        if config.gradient_checkpointing:
+        self.module.requires_grad_(optimizer is not None)
+        if optimizer is not None and config.gradient_checkpointing:
             self.module.gradient_checkpointing_enable({"use_reentrant": False})
+        self._distribute()
+        if optimizer is None:
+            return
         self.optimizer = torch.optim.AdamW(
             self.module.parameters(),
             lr=optimizer.lr,
@@ -75,6 +76,9 @@ class HFEngine(TrainEngine):
             self._backward(loss)
             sums.add(metrics, rows=len(rows))
         return sums.result() | self._step()
+
+    def _distribute(self) -> None:
+        """Spread the model over ranks; one device holds it whole."""
 
     def _plan(self, lengths: list[int], micro: MicroBatching) -> list[list[int]]:
         return plan(lengths, micro)

@@ -23,7 +23,7 @@ class WorkerError(RuntimeError):
     role, rank, host, method: where. traceback: the worker's own traceback as text.
     """
 
-    def __init__(self, message: str, *, role: str, rank: int, host: str, method: str, traceback: str = ""):
+    def __init__(self, message: str, role: str, rank: int, host: str, method: str, traceback: str = ""):
         super().__init__(message, role, rank, host, method, traceback)
         self.message, self.traceback = message, traceback
         self.role, self.rank, self.host, self.method = role, rank, host, method
