@@ -1,8 +1,10 @@
 """Every column of the batch: its dimensions, dtype and meaning; and the checks of them.
 
 Legend: B rows, P prompt tokens, T response tokens. Position t of every (B, T) column speaks of response token t, the
-transition that produced it. Shapes and dtypes are checked after every operator (metadata only, so free). With
-`VERL_STRICT_DATA_CHECK=1` contents are checked too: finite values, masks that agree, ids inside the vocabulary.
+transition that produced it. Shapes and dtypes (`check_layout`) are looked at whenever columns are joined and after
+every operator: metadata only, so free. With `VERL_STRICT_DATA_CHECK=1`, `check` looks at contents too: finite values,
+masks that agree, ids inside the vocabulary, positions that count the tokens. A column that the table does not know is
+the user's own: it has B rows, and nothing else is asked of it.
 """
 
 import functools
@@ -11,7 +13,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -25,7 +27,10 @@ class DataProtoValidationError(ValueError):
 
 @dataclass(frozen=True)
 class Column:
-    """One row of the table. dims: "B T", "B P", "B P+T", "B" ...; dtype: "int", "float", "mask" or "object"."""
+    """One row of the table.
+
+    dims: "B T", "B P", "B P+T" or "B". dtype: a key of `DTYPES`, or "object" for a column of Python objects.
+    """
 
     dims: str
     dtype: str
@@ -33,11 +38,11 @@ class Column:
 
 
 COLUMNS: dict[str, Column] = {
-    "prompts": Column("B P", "int", "prompt token ids, left-padded"),
-    "responses": Column("B T", "int", "response token ids, right-padded"),
-    "input_ids": Column("B P+T", "int", "prompt then response"),
+    "prompts": Column("B P", "int64", "prompt token ids, left-padded"),
+    "responses": Column("B T", "int64", "response token ids, right-padded"),
+    "input_ids": Column("B P+T", "int64", "prompt then response"),
     "attention_mask": Column("B P+T", "mask", "1 where a token is there"),
-    "position_ids": Column("B P+T", "int", "position of each token in its row, from 0"),
+    "position_ids": Column("B P+T", "int64", "position of each token in its row, from 0"),
     "response_mask": Column("B T", "mask", "1 where the policy chose the token (tool output, padding: 0)"),
     "rollout_log_probs": Column("B T", "float", "log-probs as reported by the engine that sampled"),
     "old_log_probs": Column("B T", "float", "log-probs of the policy before this update, by the training engine"),
@@ -60,137 +65,243 @@ COLUMNS: dict[str, Column] = {
     "prompt_ids": Column("B", "object", "prompt token ids as a list, without padding"),
 }
 
-_KINDS: dict[str, Callable[[torch.dtype], bool]] = {
-    "int": lambda d: d in (torch.int64, torch.int32),
-    "mask": lambda d: d in (torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool) or d.is_floating_point,
-    "float": lambda d: d in (torch.float32, torch.float64),
+# float64 is for tests of the maths; half precision is refused, a log-prob does not survive it
+DTYPES: dict[str, tuple[torch.dtype, ...]] = {
+    "int64": (torch.int64,),
+    "float": (torch.float32, torch.float64),
+    "mask": (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64),
 }
 
 
-def strict_check_enabled() -> bool:
-    """Whether VERL_STRICT_DATA_CHECK asks for contents to be checked. Read at each call, so a test may set it."""
-    value = os.environ.get("VERL_STRICT_DATA_CHECK", "0").lower()
-    if value not in ("0", "1", "true", "false", ""):
-        raise ValueError(f"VERL_STRICT_DATA_CHECK: expected 0 or 1, found {value!r}")
-    return value in ("1", "true")
+# ---- who wrote it -------------------------------------------------------------------------------------------------
+
+
+def innermost(func: Callable) -> Any:
+    """The function behind partials, bound methods and decorators (those that use `functools.wraps`)."""
+    while True:
+        if isinstance(func, functools.partial):
+            func = func.func
+        elif isinstance(func, MethodType):
+            func = func.__func__
+        elif inspect.isfunction(func) and inspect.unwrap(func) is not func:
+            func = inspect.unwrap(func)
+        else:
+            return func
+
+
+def callable_name(func: Callable) -> str:
+    """The name of a function, method or class; of any other callable object, the name of its class."""
+    func = innermost(func)
+    return func.__name__ if inspect.isroutine(func) or inspect.isclass(func) else type(func).__name__
 
 
 def describe_source(func: Callable | None) -> str:
-    """`Source: reward_fn() at line 87 in reward.py` for a function, a method or a callable object; "" for None."""
+    """`Source: reward_fn() at line 87 in reward.py` on a line of its own; "" for None.
+
+    The line is where the definition of the function begins, its decorators included; of a callable object, where its
+    `__call__` does; of a class, where its `__init__` does. A function without Python code has a name only.
+    """
     if func is None:
         return ""
-    while isinstance(func, functools.partial | MethodType):
-        func = func.func if isinstance(func, functools.partial) else func.__func__
-    func = inspect.unwrap(func)
-    name = func.__name__ if inspect.isroutine(func) or inspect.isclass(func) else type(func).__name__
-    body = func if inspect.isfunction(func) else type(func).__call__
+    name, body = callable_name(func), innermost(func)
+    if not inspect.isfunction(body):
+        body = innermost(body.__init__ if inspect.isclass(body) else type(body).__call__)
     if not inspect.isfunction(body):
         return f"\n  Source: {name}()"
     code = body.__code__
     return f"\n  Source: {name}() at line {code.co_firstlineno} in {os.path.basename(code.co_filename)}"
 
 
-def _widths(dims: str, sizes: dict[str, int | None]) -> tuple[int | None, ...]:
-    """The size of each dimension as far as it is known: "B P+T" -> (B, P + T)."""
-    known = []
-    for dim in dims.split():
-        parts = [sizes.get(p) for p in dim.split("+")]
-        known.append(None if None in parts else sum(parts))
-    return tuple(known)
+def _fail(name: str, expected: str, found: str, source: Callable | None) -> NoReturn:
+    raise DataProtoValidationError(f"column {name!r}: expected {expected}, found {found}{describe_source(source)}")
 
 
-def _sizes(batch: "DataProto") -> dict[str, int | None]:
-    """B, P and T of a batch, read off the columns that define them."""
-    tensors = batch.tensors
-    width = {k: tensors[k].shape[1] for k in ("prompts", "responses") if k in tensors and tensors[k].dim() == 2}
-    response = width.get("responses")
-    if response is None:
-        two_wide = [k for k, c in COLUMNS.items() if c.dims == "B T" and k in tensors and tensors[k].dim() == 2]
-        response = tensors[two_wide[0]].shape[1] if two_wide else None
-    return {"B": len(batch), "P": width.get("prompts"), "T": response}
+# ---- shapes and dtypes --------------------------------------------------------------------------------------------
 
 
 def check(batch: "DataProto", source: Callable | None = None) -> None:
-    """Check the known columns of `batch` against the table; raises DataProtoValidationError.
+    """Check the known columns of `batch` against the table, with VERL_STRICT_DATA_CHECK=1 their contents too.
 
     `source` is the function that wrote the batch: the error says where it stands.
+    Raises DataProtoValidationError.
     """
-    sizes = _sizes(batch)
-    for name, value in batch.tensors.items():
-        if name not in COLUMNS:
-            continue
-        column = COLUMNS[name]
-        if column.dtype == "object":
-            _fail(name, "a column of objects, one per row", f"a tensor of shape {tuple(value.shape)}", source)
-        expected = _widths(column.dims, sizes)
-        fits = value.dim() == len(expected) and all(e is None or e == s for e, s in zip(expected, value.shape))
-        if not fits:
-            shape = ", ".join(d if e is None else f"{d}={e}" for d, e in zip(column.dims.split(), expected))
-            _fail(name, f"shape ({shape})", f"shape {tuple(value.shape)}", source)
-        if not _KINDS[column.dtype](value.dtype):
-            _fail(name, f"{column.dtype} dtype", str(value.dtype), source)
-    for name in batch.non_tensor_batch:
-        if name in COLUMNS and COLUMNS[name].dtype != "object":
-            _fail(name, f"a tensor of dims ({COLUMNS[name].dims})", "a column of objects", source)
+    check_layout(batch, source)
     if strict_check_enabled():
         _check_contents(batch, source)
 
 
-def _fail(name: str, expected: str, found: str, source: Callable | None) -> None:
-    raise DataProtoValidationError(f"column {name!r}: expected {expected}, found {found}{describe_source(source)}")
-
-
-def _check_contents(batch: "DataProto", source: Callable | None) -> None:
+def check_layout(batch: "DataProto", source: Callable | None = None) -> None:
+    """Check shapes and dtypes of the known columns against the table. Raises DataProtoValidationError."""
     tensors = batch.tensors
-    mask = tensors["response_mask"].bool() if "response_mask" in tensors else None
+    sizes = _sizes(tensors, len(batch))
     for name, value in tensors.items():
         column = COLUMNS.get(name)
         if column is None:
             continue
-        if column.dtype == "mask" and not bool(((value == 0) | (value == 1)).all()):
-            _fail(name, "0 or 1 everywhere", f"values from {value.min().item()} to {value.max().item()}", source)
-        if column.dtype == "float":
-            counted = value[mask] if mask is not None and column.dims == "B T" else value
-            if not bool(counted.isfinite().all()):
-                bad = (~value.isfinite() & (mask if mask is not None and column.dims == "B T" else True)).nonzero()
-                at = tuple(bad[0].tolist())
-                _fail(name, "finite values", f"{value[at].item()} at {at} and {len(bad) - 1} more", source)
-    _check_masks(tensors, mask, source)
-    _check_ids(batch, tensors, source)
+        if column.dtype == "object":
+            _fail(name, "a column of objects, one per row", f"a tensor of shape {tuple(value.shape)}", source)
+        widths = _widths(column.dims, sizes)
+        fits = value.dim() == len(widths) and all(w is None or w == s for w, s in zip(widths, value.shape))
+        if not fits:
+            _fail(name, f"shape {_spell(column.dims, widths, sizes)}", f"shape {tuple(value.shape)}", source)
+        if value.dtype not in DTYPES[column.dtype]:
+            allowed = " or ".join(str(d).removeprefix("torch.") for d in DTYPES[column.dtype])
+            _fail(name, f"dtype {allowed}", str(value.dtype).removeprefix("torch."), source)
+    for name in batch.non_tensor_batch:
+        if name in COLUMNS and COLUMNS[name].dtype != "object":
+            _fail(name, f"a tensor of dims ({', '.join(COLUMNS[name].dims.split())})", "a column of objects", source)
 
 
-def _check_masks(tensors: dict[str, torch.Tensor], mask: torch.Tensor | None, source: Callable | None) -> None:
+def _sizes(tensors: dict[str, torch.Tensor], rows: int) -> dict[str, tuple[int, str]]:
+    """B, P and T as far as the batch tells them, each with the column that tells it.
+
+    T is the width of `responses`; in a batch without them, of the first (B, T) column of the table that is there.
+    """
+    sizes = {"B": (rows, "")}
+    for name, column in COLUMNS.items():
+        width_dim = column.dims.partition(" ")[2]
+        if name in tensors and tensors[name].dim() == 2 and width_dim in ("P", "T"):
+            # `responses` comes before every other (B, T) column of the table
+            sizes.setdefault(width_dim, (tensors[name].shape[1], name))
+    return sizes
+
+
+def _widths(dims: str, sizes: dict[str, tuple[int, str]]) -> list[int | None]:
+    """The size of each dimension, None where it is not known: "B P+T" -> [B, P + T]."""
+    return [
+        sum(sizes[p][0] for p in dim.split("+")) if set(dim.split("+")) <= sizes.keys() else None
+        for dim in dims.split()
+    ]
+
+
+def _spell(dims: str, widths: list[int | None], sizes: dict[str, tuple[int, str]]) -> str:
+    """`(B=4, P+T=8) with P as in 'prompts' and T as in 'responses'`."""
+    shape = ", ".join(d if w is None else f"{d}={w}" for d, w in zip(dims.split(), widths))
+    parts = [p for dim in dims.split() for p in dim.split("+") if p != "B" and p in sizes]
+    origin = " and ".join(f"{p} as in {sizes[p][1]!r}" for p in parts)
+    return f"({shape})" + (f" with {origin}" if origin else "")
+
+
+# ---- contents -----------------------------------------------------------------------------------------------------
+
+
+def strict_check_enabled() -> bool:
+    """Whether VERL_STRICT_DATA_CHECK asks for contents to be checked. Read at each call, so a test may set it."""
+    value = os.environ.get("VERL_STRICT_DATA_CHECK", "0")
+    if value not in ("0", "1", ""):
+        raise ValueError(f"VERL_STRICT_DATA_CHECK: expected 0 or 1, found {value!r}")
+    return value == "1"
+
+
+def _check_contents(batch: "DataProto", source: Callable | None) -> None:
+    tensors = batch.tensors
+    for name, value in tensors.items():
+        if name in COLUMNS and COLUMNS[name].dtype == "mask":
+            _check_binary(name, value, source)
+    _check_attention(tensors, source)
+    _check_finite(tensors, source)
+    _check_positions(tensors, source)
+    _check_ids(tensors, batch.meta_info.get("vocab_size"), source)
+
+
+def _first(where: torch.Tensor) -> tuple[int, int] | None:
+    """(row, position) of the first true entry of a (B, W) tensor, or None."""
+    found = where.nonzero()
+    return tuple(found[0].tolist()) if len(found) else None
+
+
+def _check_binary(name: str, mask: torch.Tensor, source: Callable | None) -> None:
+    if at := _first((mask != 0) & (mask != 1)):
+        _fail(name, "0 or 1 everywhere", f"{mask[at].item()} at row {at[0]}, position {at[1]}", source)
+
+
+def _check_attention(tensors: dict[str, torch.Tensor], source: Callable | None) -> None:
+    """Prompts are padded on the left, responses on the right, and the policy's tokens are among the tokens."""
     if "attention_mask" not in tensors:
         return
     attention = tensors["attention_mask"].bool()
     empty = (~attention.any(1)).nonzero()
     if len(empty):
         _fail("attention_mask", "at least one token in every row", f"row {empty[0].item()} without any", source)
-    if mask is not None:
-        outside = (mask & ~attention[:, -mask.shape[1] :]).nonzero()
-        if len(outside):
-            row, t = outside[0].tolist()
-            _fail("response_mask", "0 where attention_mask is 0", f"1 at row {row}, token {t}", source)
-    if "position_ids" in tensors:
-        length, last = attention.sum(1), (tensors["position_ids"] * attention).amax(1)
-        wrong = (last + 1 != length).nonzero()
-        if len(wrong):
-            row = wrong[0].item()
-            found = f"{last[row].item()} in row {row}, which has {length[row].item()} tokens"
-            _fail("position_ids", "the last position to be the number of tokens less one", found, source)
+    if "prompts" in tensors:
+        prompt = attention[:, : tensors["prompts"].shape[1]]
+        if at := _first(prompt[:, :-1] & ~prompt[:, 1:]):
+            _fail(
+                "attention_mask",
+                "prompts padded on the left only",
+                f"a hole in row {at[0]} after token {at[1]}",
+                source,
+            )
+    response = _response_part(tensors)
+    if response is None:
+        return
+    if at := _first(~response[:, :-1] & response[:, 1:]):
+        _fail(
+            "attention_mask",
+            "responses padded on the right only",
+            f"a hole in row {at[0]} at response token {at[1]}",
+            source,
+        )
+    if "response_mask" in tensors and (at := _first(tensors["response_mask"].bool() & ~response)):
+        _fail("response_mask", "0 where attention_mask is 0", f"1 at row {at[0]}, token {at[1]}", source)
 
 
-def _check_ids(batch: "DataProto", tensors: dict[str, torch.Tensor], source: Callable | None) -> None:
-    vocabulary = batch.meta_info.get("vocab_size")
-    for name in ("prompts", "responses", "input_ids"):
-        if name not in tensors or not tensors[name].numel():
+def _response_part(tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    """(B, T) bool: where attention_mask has a response token; None when T is not known."""
+    sizes = _sizes(tensors, 0)
+    if "attention_mask" not in tensors or "T" not in sizes:
+        return None
+    attention = tensors["attention_mask"].bool()
+    return attention[:, attention.shape[1] - sizes["T"][0] :]
+
+
+def _check_finite(tensors: dict[str, torch.Tensor], source: Callable | None) -> None:
+    """NaN and infinity are refused where a value counts; what stands in the padding is nobody's business."""
+    counts = tensors["response_mask"].bool() if "response_mask" in tensors else _response_part(tensors)
+    for name, value in tensors.items():
+        column = COLUMNS.get(name)
+        if column is None or column.dtype != "float":
             continue
-        low, high = tensors[name].min().item(), tensors[name].max().item()
-        if low < 0 or (vocabulary is not None and high >= vocabulary):
-            limit = f"below {vocabulary}" if vocabulary is not None else "at least 0"
-            _fail(name, f"token ids {limit}", f"ids from {low} to {high}", source)
+        bad = ~value.isfinite()
+        if column.dims == "B T" and counts is not None:
+            bad = bad & counts
+        places = bad.nonzero()
+        if len(places):
+            at = tuple(places[0].tolist())
+            where = f"row {at[0]}" + (f", token {at[1]}" if len(at) > 1 else "")
+            more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+            _fail(name, "finite values", f"{value[at].item()} at {where}{more}", source)
+
+
+def _check_positions(tensors: dict[str, torch.Tensor], source: Callable | None) -> None:
+    if "attention_mask" not in tensors or "position_ids" not in tensors:
+        return
+    attention, positions = tensors["attention_mask"].bool(), tensors["position_ids"]
+    counted = attention.cumsum(1) - 1
+    if at := _first(attention & (positions != counted)):
+        _fail(
+            "position_ids",
+            f"{counted[at].item()} at row {at[0]}, position {at[1]} (the tokens before it)",
+            f"{positions[at].item()}",
+            source,
+        )
+
+
+def _check_ids(tensors: dict[str, torch.Tensor], vocab_size: int | None, source: Callable | None) -> None:
+    for name in ("prompts", "responses", "input_ids"):
+        if name not in tensors:
+            continue
+        ids = tensors[name]
+        outside = ids < 0 if vocab_size is None else (ids < 0) | (ids >= vocab_size)
+        if at := _first(outside):
+            limit = "of at least 0" if vocab_size is None else f"from 0 to {vocab_size - 1}"
+            _fail(name, f"token ids {limit}", f"{ids[at].item()} at row {at[0]}, position {at[1]}", source)
     if all(k in tensors for k in ("prompts", "responses", "input_ids")):
         joined = torch.cat([tensors["prompts"], tensors["responses"]], 1)
-        if not torch.equal(joined, tensors["input_ids"]):
-            row = (joined != tensors["input_ids"]).any(1).nonzero()[0].item()
-            _fail("input_ids", "prompts followed by responses", f"other ids in row {row}", source)
+        if at := _first(joined != tensors["input_ids"]):
+            _fail(
+                "input_ids",
+                f"prompts followed by responses: {joined[at].item()}",
+                f"{tensors['input_ids'][at].item()} at row {at[0]}, position {at[1]}",
+                source,
+            )

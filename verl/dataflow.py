@@ -13,20 +13,26 @@ What a function returns decides what happens to the batch:
 - None: the batch goes on unchanged (monitors, updates);
 - HOLD: the operator keeps the batch and the pass ends here (dynamic sampling).
 
+A function gets the batch in containers of its own: columns reach the flow by being returned, and those of an operator
+with `writes` by being declared. Facts (`meta_info`) that it sets on the batch it was given, or on the one it returns,
+go on in every case; `meta_info["metrics"]` and `["timing"]` are merged over the flow.
+
 Execution is eager and in list order: the stack trace of a failing function is fit -> run -> that function.
 """
 
+import functools
 import inspect
 import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 from verl import columns
-from verl.columns import DataProtoValidationError, describe_source
-from verl.protocol import DataProto
+from verl.columns import DataProtoValidationError, callable_name, describe_source
+from verl.protocol import MERGED_FACTS, DataProto
 from verl.registry import did_you_mean
 
 logger = logging.getLogger("verl.dataflow")
@@ -43,7 +49,10 @@ HOLD = _Hold()
 
 
 class Stateful(ABC):
-    """An operator function that keeps something between steps; checkpoints carry its state."""
+    """An object that keeps something between steps; checkpoints carry its state.
+
+    As operator function stands the object itself (it has a `__call__`) or one of its methods.
+    """
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]: ...
@@ -57,7 +66,8 @@ class Operator:
     """A named step of a flow.
 
     func: takes the batch (or nothing, for a source) and returns as the module's docstring says.
-    reads / writes: the columns it needs and adds; what `compile` checks and derives the edges from.
+    reads / writes: the columns it needs and adds; one name may stand as a plain string.
+    Raises ValueError when `func` cannot be called so, before anything runs.
     """
 
     name: str
@@ -66,16 +76,51 @@ class Operator:
     writes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"an operator's name is a non-empty string, found {self.name!r}")
         if not callable(self.func):
             raise ValueError(f"operator {self.name!r}: expected a function, found {type(self.func).__name__}")
-        for what in ("reads", "writes"):
-            value = getattr(self, what)
-            object.__setattr__(self, what, (value,) if isinstance(value, str) else tuple(value))
+        if not (self.takes_batch or self.is_source):
+            raise ValueError(
+                f"operator {self.name!r}: expected a function of the batch alone, found "
+                f"{callable_name(self.func)}{inspect.signature(self.func)}; functools.partial fills in the rest"
+                f"{describe_source(self.func)}"
+            )
+        object.__setattr__(self, "reads", self._column_names("reads", self.reads))
+        object.__setattr__(self, "writes", self._column_names("writes", self.writes))
+
+    def _column_names(self, what: str, names: Any) -> tuple[str, ...]:
+        names = (names,) if isinstance(names, str) else tuple(names)
+        if wrong := [n for n in names if not isinstance(n, str)]:
+            raise ValueError(f"operator {self.name!r}: {what} are names of columns, found {wrong[0]!r}")
+        return names
+
+    @property
+    def takes_batch(self) -> bool:
+        """Whether the function can be called with the batch alone."""
+        return _can_be_called(self.func, None)
 
     @property
     def is_source(self) -> bool:
-        """Whether the function takes no batch but makes one."""
-        return not inspect.signature(self.func).parameters
+        """Whether the function can be called with nothing, and makes the batch."""
+        return _can_be_called(self.func)
+
+    @property
+    def stateful(self) -> Stateful | None:
+        """The object behind the function that has a state to save."""
+        func = self.func
+        while isinstance(func, functools.partial):
+            func = func.func
+        owner = func.__self__ if isinstance(func, MethodType) else func
+        return owner if isinstance(owner, Stateful) else None
+
+
+def _can_be_called(func: Callable, *args: Any) -> bool:
+    try:
+        inspect.signature(func).bind(*args)
+    except TypeError:
+        return False
+    return True
 
 
 def as_operator(step: "Operator | Callable") -> Operator:
@@ -84,8 +129,7 @@ def as_operator(step: "Operator | Callable") -> Operator:
         return step
     if not callable(step):
         raise ValueError(f"a flow is made of Operators and functions, found {type(step).__name__}: {step!r}")
-    name = step.__name__ if inspect.isroutine(step) else type(step).__name__
-    return Operator(name, step)
+    return Operator(callable_name(step), step)
 
 
 class DataFlow:
@@ -126,13 +170,11 @@ class DataFlow:
 
     def replace(self, name: str, operator: "Operator | Callable") -> "DataFlow":
         """Put an operator in the place of the one called `name`."""
-        at = self._index(name)
-        taken = self._operators.pop(at)
-        try:
-            return self._insert(at, operator)
-        except ValueError:
-            self._operators.insert(at, taken)
-            raise
+        at, operator = self._index(name), as_operator(operator)
+        if operator.name != name:
+            self._require_new(operator.name)
+        self._operators[at] = operator
+        return self
 
     def remove(self, name: str) -> "DataFlow":
         """Take the operator called `name` out."""
@@ -144,10 +186,16 @@ class DataFlow:
             raise ValueError(f"the flow has no operator {name!r}: {did_you_mean(name, self.names)}")
         return self.names.index(name)
 
+    def _require_new(self, name: str) -> None:
+        if name in self.names:
+            raise ValueError(
+                f"the flow has an operator {name!r} already, and operators are edited by name: "
+                "give this one another, Operator(name, function)"
+            )
+
     def _insert(self, at: int, operator: "Operator | Callable") -> "DataFlow":
         operator = as_operator(operator)
-        if operator.name in self.names:
-            raise ValueError(f"the flow has an operator {operator.name!r} already; operators are edited by name")
+        self._require_new(operator.name)
         self._operators.insert(at, operator)
         return self
 
@@ -161,27 +209,35 @@ class DataFlow:
         if not self._operators:
             raise ValueError("the flow has no operators: add one with add_operator")
         for op in self._operators[1:]:
-            if op.is_source:
+            if not op.takes_batch:
                 raise ValueError(
                     f"operator {op.name!r} takes no batch: only the first operator of a flow may be a source"
                 )
         first = self._operators[0]
-        known = set(inputs) if inputs is not None else set(first.writes) if first.is_source and first.writes else None
-        present, needed = set(known or ()), []
+        pure_source = not first.takes_batch
+        start = set(inputs) if inputs is not None else set(first.writes) if pure_source and first.writes else None
+        written: set[str] = set()
+        needed: dict[str, None] = {}
         for i, op in enumerate(self._operators):
             for name in op.reads:
-                if name in present:
+                if name in written:
                     continue
-                later = [o.name for o in self._operators[i + 1 :] if name in o.writes]
-                if later:
-                    raise ValueError(f"operator {op.name!r} reads {name!r}, which {later[0]!r} writes only after it")
-                if known is not None:
-                    raise ValueError(
-                        f"operator {op.name!r} reads {name!r}, which nobody writes: {did_you_mean(name, present)}"
-                    )
-                needed.append(name)
-            present.update(op.writes)
-        return Pipeline(tuple(self._operators), () if first.is_source else tuple(dict.fromkeys(needed)))
+                if start is None or name not in start:
+                    self._require_writer(op, name, self._operators[i + 1 :], None if start is None else start | written)
+                needed[name] = None
+            written.update(op.writes)
+        return Pipeline(tuple(self._operators), () if pure_source else tuple(needed))
+
+    def _require_writer(self, op: Operator, name: str, later: list[Operator], known: set[str] | None) -> None:
+        """Nothing before `op` writes the column `name`: that is right only when it may come with the batch."""
+        for writer in later:
+            if name in writer.writes:
+                raise ValueError(
+                    f"operator {op.name!r} reads {name!r}, which {writer.name!r} writes only after it; "
+                    "if it comes with the batch, say so: compile(inputs=[...])"
+                )
+        if known is not None:
+            raise ValueError(f"operator {op.name!r} reads {name!r}, which nobody writes: {did_you_mean(name, known)}")
 
 
 def edges(operators: Iterable[Operator]) -> list[tuple[str, str, str]]:
@@ -195,8 +251,10 @@ def edges(operators: Iterable[Operator]) -> list[tuple[str, str, str]]:
 
 
 class Pipeline:
-    """A checked flow. `run` sends one batch through it; `timings` holds the seconds of each operator of the last run.
+    """A checked flow. `run` sends one batch through it.
 
+    inputs: the columns that the batch given to `run` must have.
+    timings: the seconds of each operator in the last run.
     observer: called with (operator name, seconds, batch) after each operator.
     """
 
@@ -204,103 +262,169 @@ class Pipeline:
         self.operators = operators
         self.inputs = inputs
         self.timings: dict[str, float] = {}
-        self.observer: Callable[[str, float, DataProto], None] | None = None
+        self.observer: Callable[[str, float, DataProto | None], None] | None = None
 
     def run(self, batch: DataProto | Mapping[str, Any] | None = None) -> Any:
         """One pass. Returns the batch as the last operator left it, or HOLD when an operator kept it.
 
-        batch: a DataProto or a mapping of columns; none when the first operator is a source.
-        `batch.meta_info["metrics"]` and `["timing"]` hold what the operators reported and took.
+        batch: a DataProto or a mapping of columns, which stays as it is; none when the first operator is a source.
+        `meta_info["metrics"]` and `["timing"]` of the result hold what the operators reported and took. Those of a pass
+        that was held end with it: the operator that held reports when it lets go.
         """
-        first = self.operators[0]
-        if (batch is None) != first.is_source:
-            problem = "makes the batch itself: call run()" if first.is_source else "needs a batch: call run(batch)"
-            raise ValueError(f"the flow's first operator {first.name!r} {problem}")
-        current = _as_batch(batch, first.func) if batch is not None else None
-        for name in self.inputs:
-            if name not in current:
-                reader = next(op.name for op in self.operators if name in op.reads)
-                raise DataProtoValidationError(
-                    f"operator {reader!r} reads {name!r}, which is neither in the batch nor written before: "
-                    f"{did_you_mean(name, current.columns)}"
-                )
-        self.timings, metrics = {}, {}
+        current = self._enter(batch)
+        self.timings, reported = {}, {name: {} for name in MERGED_FACTS}
+        if current is not None:
+            _move_reports(current, reported)
         for op in self.operators:
+            given = current.copy() if current is not None else None
+            if given is not None:
+                _require_columns(given, op.reads, op)
             start = time.perf_counter()
-            result = op.func() if op.is_source else op.func(current)
+            try:
+                result = op.func() if given is None else op.func(given)
+            except Exception as error:
+                error.add_note(f"raised in operator {op.name!r}")
+                raise
             seconds = time.perf_counter() - start
             self.timings[op.name] = seconds
             logger.info("[%s] %.2fs", op.name, seconds)
-            if result is HOLD:
-                return HOLD
-            current = _advance(op, current, result)
-            metrics |= current.meta_info.pop("metrics", {})
+            if result is not HOLD:
+                current = _advance(op, current, given, result, reported)
             if self.observer is not None:
                 self.observer(op.name, seconds, current)
-        current.meta_info |= {"metrics": metrics, "timing": dict(self.timings)}
+            if result is HOLD:
+                return HOLD
+        current.meta_info |= {"metrics": reported["metrics"], "timing": reported["timing"] | self.timings}
+        return current
+
+    def _enter(self, batch: DataProto | Mapping[str, Any] | None) -> DataProto | None:
+        """The batch that was given to `run`, checked; None where the first operator makes it."""
+        first = self.operators[0]
+        if batch is None and not first.is_source:
+            raise ValueError(f"the flow's first operator {first.name!r} needs a batch: call run(batch)")
+        if batch is None:
+            return None
+        if not first.takes_batch:
+            raise ValueError(f"the flow's first operator {first.name!r} makes the batch itself: call run()")
+        current = _as_batch(batch)
+        for op in self.operators:
+            _require_columns(current, [c for c in op.reads if c in self.inputs], op)
+        columns.check(current)
         return current
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every stateful operator, by name."""
-        return {op.name: op.func.state_dict() for op in self.operators if isinstance(op.func, Stateful)}
+        return {op.name: op.stateful.state_dict() for op in self.operators if op.stateful is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave. Raises ValueError when this flow has other stateful operators."""
-        stateful = {op.name: op.func for op in self.operators if isinstance(op.func, Stateful)}
+        stateful = {op.name: op.stateful for op in self.operators if op.stateful is not None}
         if set(stateful) != set(state):
             raise ValueError(
                 f"the saved state is of the operators {sorted(state)}, this flow has {sorted(stateful)}: "
                 "resume with the flow that was saved"
             )
-        for name, func in stateful.items():
-            func.load_state_dict(state[name])
+        for name, owner in stateful.items():
+            owner.load_state_dict(state[name])
 
 
-def _as_batch(value: Any, source: Callable) -> DataProto:
+def _as_batch(value: Any) -> DataProto:
+    """`value` as a batch with containers of its own."""
     if isinstance(value, DataProto):
-        return value
+        return value.copy()
     if isinstance(value, Mapping):
         return DataProto.from_single_dict(value)
     raise DataProtoValidationError(
-        f"expected a DataProto or a mapping of columns, found {type(value).__name__}{describe_source(source)}"
+        f"expected a DataProto, a mapping of columns, None or HOLD, found {type(value).__name__}"
     )
 
 
-def _advance(op: Operator, current: DataProto | None, result: Any) -> DataProto:
-    """The batch after `op` returned `result`."""
-    if result is None:
-        if op.writes or current is None:
-            what = f"the columns {list(op.writes)}" if op.writes else "a batch"
+def _require_columns(batch: DataProto, names: Iterable[str], op: Operator) -> None:
+    for name in names:
+        if name not in batch:
             raise DataProtoValidationError(
-                f"operator {op.name!r}: expected {what}, found None{describe_source(op.func)}"
+                f"operator {op.name!r} reads {name!r}, which is not in the batch: {did_you_mean(name, batch.columns)}"
             )
-        return current
-    result = _as_batch(result, op.func)
-    if not op.writes or current is None:
-        after = result
-        if current is not None and after is not current:
-            after.meta_info = current.meta_info | after.meta_info
-    else:
-        after = _add(op, current, result)
-    missing = [c for c in op.writes if c not in after]
-    if missing:
-        raise DataProtoValidationError(
-            f"operator {op.name!r} declares that it writes {missing[0]!r}, but did not: "
-            f"it wrote {list(result.columns)}{describe_source(op.func)}"
-        )
-    columns.check(after, op.func)
+
+
+def _move_reports(batch: DataProto, reported: dict[str, dict[str, Any]]) -> None:
+    """Move the metrics (and the finer timings) that stand on a batch to those of the run."""
+    for name in MERGED_FACTS:
+        facts = batch.meta_info.pop(name, {})
+        if not isinstance(facts, Mapping):
+            raise DataProtoValidationError(
+                f"meta_info[{name!r}]: expected a dict, found {type(facts).__name__}: {facts!r}"
+            )
+        reported[name] |= facts
+
+
+def _advance(
+    op: Operator,
+    current: DataProto | None,
+    given: DataProto | None,
+    result: Any,
+    reported: dict[str, dict[str, Any]],
+) -> DataProto:
+    """The batch after `op`, which was given a copy of `current`, returned `result`; its reports go to `reported`."""
+    try:
+        if result is None:
+            after = _unchanged(op, current, given)
+        elif op.writes and current is not None:
+            after = _added(op, DataProto(current.batch, current.non_tensor_batch, given.meta_info), _as_batch(result))
+        else:
+            after = _instead(op, given, _as_batch(result))
+        columns.check(after)
+        _move_reports(after, reported)
+    except DataProtoValidationError as error:
+        raise DataProtoValidationError(f"operator {op.name!r}: {error}{describe_source(op.func)}") from None
     return after
 
 
-def _add(op: Operator, current: DataProto, result: DataProto) -> DataProto:
-    if len(result) != len(current):
+def _unchanged(op: Operator, current: DataProto | None, given: DataProto | None) -> DataProto:
+    """The operator returned None: the batch goes on with the columns it had."""
+    if op.writes or current is None:
+        expected = f"the columns {list(op.writes)}" if op.writes else "a batch"
+        raise DataProtoValidationError(f"expected {expected}, found None")
+    before, now = current.tensors | current.non_tensor_batch, given.tensors | given.non_tensor_batch
+    if touched := [c for c in {**before, **now} if before.get(c) is not now.get(c)]:
         raise DataProtoValidationError(
-            f"operator {op.name!r} adds {list(op.writes)} to {len(current)} rows, found {len(result)} rows"
-            f"{describe_source(op.func)}"
+            f"it changed the columns {touched} of the batch but returned None: return the batch, or the columns "
+            "under declared `writes`"
         )
-    # what an operator declares to write it may write anew (rescaled rewards); anything else must be new or equal
-    rewritten = [c for c in op.writes if c in current and c in result]
-    try:
-        return current.drop(rewritten).union(result)
-    except DataProtoValidationError as error:
-        raise DataProtoValidationError(f"operator {op.name!r}: {error}{describe_source(op.func)}") from None
+    return given
+
+
+def _instead(op: Operator, given: DataProto | None, result: DataProto) -> DataProto:
+    """The batch from here on: what a source made, or what an operator without `writes` returned."""
+    _require_written(op, result)
+    if given is None:
+        return result
+    if given.columns and not result.columns:
+        raise DataProtoValidationError(
+            "it returned a batch without columns, which would be the batch from here on; return None to keep the one "
+            "there is (metrics go into batch.meta_info['metrics'])"
+        )
+    return DataProto(meta_info=given.meta_info).union(result)
+
+
+def _added(op: Operator, current: DataProto, result: DataProto) -> DataProto:
+    """The batch with the declared columns of `result`.
+
+    What an operator declares it may write anew (rescaled rewards); a column that it hands back must be the one that was
+    there. Columns of its own it may add freely, but not those of the table: the edges of the flow come from `writes`.
+    """
+    _require_written(op, result)
+    if undeclared := [c for c in result.columns if c in columns.COLUMNS and c not in (*op.writes, *current.columns)]:
+        raise DataProtoValidationError(
+            f"it returned {undeclared}, which it does not declare: add them to its `writes` or leave them out"
+        )
+    if len(result) != len(current):
+        raise DataProtoValidationError(f"it adds {list(op.writes)} to {len(current)} rows, found {len(result)} rows")
+    return current.drop([c for c in op.writes if c in current]).union(result)
+
+
+def _require_written(op: Operator, result: DataProto) -> None:
+    if missing := [c for c in op.writes if c not in result]:
+        raise DataProtoValidationError(
+            f"it declares that it writes {missing[0]!r}, but returned {list(result.columns)}"
+        )

@@ -1,12 +1,13 @@
 """Named registries with "did you mean", and loading of a user's object by address."""
 
 import difflib
+import hashlib
 import importlib
 import importlib.util
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -15,7 +16,7 @@ T = TypeVar("T")
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """One phrase that names the nearest known word and then all of them: what an error message ends with."""
     known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"{hint}known: {', '.join(known) or '(none)'}"
 
@@ -33,22 +34,25 @@ class Registry(Generic[T]):
         self._entries: dict[str, T] = {}
 
     def register(self, name: str, obj: T | None = None) -> Any:
-        """Register `obj` under `name`, or decorate. Raises ValueError when another object has the name already."""
+        """Register `obj` under `name`, or decorate. Raises ValueError when another object has the name already.
+
+        The same top-level function or class may be registered again (a module that is reloaded, a notebook cell that
+        is run again): the later one stands.
+        """
         if obj is None:
             return lambda decorated: self.register(name, decorated)
         if not isinstance(name, str) or not name:
             raise ValueError(f"a {self.kind} is registered under a non-empty string, found {name!r}")
-        present = self._entries.get(name)
-        if present is not None and _identity(present) != _identity(obj):
+        if name in self._entries and not _same_definition(self._entries[name], obj):
             raise ValueError(
-                f"{self.kind} {name!r} is registered already, by {'.'.join(_identity(present))}; choose another name"
+                f"{self.kind} {name!r} is registered already, as {_described(self._entries[name])}; choose another name"
             )
         self._entries[name] = obj
         return obj
 
     def __getitem__(self, name: str) -> T:
         if name not in self._entries:
-            raise ValueError(f"no {self.kind} is called {name!r}: {did_you_mean(str(name), self._entries)}")
+            raise ValueError(f"no {self.kind} is called {name!r}: {did_you_mean(name, self._entries)}")
         return self._entries[name]
 
     def __contains__(self, name: object) -> bool:
@@ -64,31 +68,39 @@ class Registry(Generic[T]):
         return self._entries.items()
 
 
-def _identity(obj: Any) -> tuple[str, str]:
-    """Where an object was defined: a file imported twice defines the same thing twice, and that is no clash."""
-    definition = obj if isinstance(obj, type | FunctionType) else type(obj)
-    return definition.__module__, definition.__qualname__
+def _same_definition(a: Any, b: Any) -> bool:
+    """Whether two objects are one, or two loads of one top-level `def` or `class`.
+
+    What a lambda or a factory makes is told apart by identity only: its name is that of others too.
+    """
+    if a is b:
+        return True
+    definitions = all(isinstance(x, type | FunctionType) and "<" not in x.__qualname__ for x in (a, b))
+    return definitions and _described(a) == _described(b)
 
 
-def import_module(address: str) -> Any:
+def _described(obj: Any) -> str:
+    return f"{obj.__module__}.{obj.__qualname__}" if isinstance(obj, type | FunctionType) else repr(obj)
+
+
+def import_module(address: str) -> ModuleType:
     """Import `pkg.module`, or the file `path/to/file.py` (once: the same file gives the same module).
 
-    Raises ValueError when there is no such file or module; an error inside the user's code is passed on as it is.
+    Raises ValueError when there is no such file or module; an error inside the user's code is passed on as it is, and
+    so is a module that it fails to import.
     """
     if not (address.endswith(".py") or "/" in address):
         try:
-            found = importlib.util.find_spec(address)
-        except ModuleNotFoundError:
-            found = None
-        if found is None:
-            raise ValueError(
-                f"no module {address!r}: expected a dotted module name on PYTHONPATH, or a path to a .py file"
-            )
-        return importlib.import_module(address)
+            return importlib.import_module(address)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{address}.".startswith(f"{error.name}."):
+                raise
+        raise ValueError(f"no module {address!r}: expected a dotted module name on PYTHONPATH, or a path to a .py file")
     path = Path(address).expanduser().resolve()
-    if not path.is_file():
+    if path.suffix != ".py" or not path.is_file():
         raise ValueError(f"no file {address!r} (looked at {path}): expected a path to a .py file")
-    name = "verl_user_" + "_".join(path.with_suffix("").parts[1:]).replace("-", "_").replace(".", "_")
+    # the digest keeps two files of one name apart; and is the same in every process
+    name = f"verl_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -108,7 +120,8 @@ def load_object(path: str, name: str) -> Any:
     Raises ValueError that lists the public names of the file when `name` is not among them.
     """
     module = import_module(path)
-    if name not in vars(module):
-        public = [n for n in vars(module) if not n.startswith("_")]
+    # dir, not vars: a package may load its names at first use
+    if name not in dir(module):
+        public = [n for n in dir(module) if not n.startswith("_")]
         raise ValueError(f"{path!r} defines no {name!r}: {did_you_mean(name, public)}")
-    return vars(module)[name]
+    return getattr(module, name)

@@ -1,0 +1,205 @@
+"""Random tiny HuggingFace models with a tokenizer of their own, made in seconds: for tests, the quickstart, benchmarks.
+
+Two tokenizers:
+    char    one token per character, 32 symbols; the language of the tasks in `tasks.py`; no chat template
+    bpe     byte-level BPE trained on the spot, about 550 tokens, no text is ever lost; a ChatML chat template
+"""
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen2Tokenizer,
+)
+
+from verl.registry import did_you_mean
+
+logger = logging.getLogger(__name__)
+
+CHARACTERS = "abcdefghij0123456789=,:+-*()"
+CHAR_SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+BPE_VOCAB_SIZE = 550
+CONTEXT_LENGTH = 4096
+
+CHATML_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
+
+# "tiny" with the char tokenizer has 103,232 parameters and "mini" 338,592: benchmarks LB-1 and LB-2 of the quickstart
+# tasks. "small" with the bpe tokenizer has about 0.43 million; its head size of 32 is one that vLLM accepts.
+SIZES = {
+    "tiny": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": 172,
+    },
+    "mini": {
+        "hidden_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": 256,
+    },
+    "small": {
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 344,
+    },
+}
+
+# Model type -> (tokenizer, size, tied embeddings) where the caller says nothing else.
+ARCHITECTURES = {
+    "llama": ("char", "tiny", False),
+    "mistral": ("char", "tiny", False),
+    "qwen2": ("bpe", "small", True),
+    "qwen3": ("bpe", "small", True),
+}
+
+
+def tiny_model(
+    kind: str,
+    out_dir: str | Path,
+    seed: int = 0,
+    *,
+    size: str | None = None,
+    tokenizer: str | None = None,
+    texts: Iterable[str] | None = None,
+) -> Path:
+    """Write a random model of the family `kind` with tokenizer and generation config, as HuggingFace saves one.
+
+    Args:
+        kind: "llama", "mistral" (char tokenizer, 103k parameters), "qwen2" or "qwen3" (bpe tokenizer, 0.43M).
+        out_dir: the folder to write; it may exist.
+        seed: of the weights. The caller's random state is left as it was.
+        size, tokenizer: instead of the family's own; names of `SIZES`, and "char" or "bpe".
+        texts: what the bpe tokenizer is trained on; built-in sentences when left out.
+
+    Returns:
+        `out_dir`: a path for `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`.
+
+    Raises:
+        ValueError: an unknown name, or a tokenizer that `AutoTokenizer` does not give back as it was made.
+    """
+    default_tokenizer, default_size, tied = _lookup(ARCHITECTURES, kind, "model family")
+    make_tokenizer = _lookup(
+        {"char": char_tokenizer, "bpe": bpe_tokenizer}, tokenizer or default_tokenizer, "tokenizer"
+    )
+    made = make_tokenizer() if texts is None else make_tokenizer(texts)
+    shape = _lookup(SIZES, size or default_size, "size")
+    special_ids = {
+        "bos_token_id": made.bos_token_id,
+        "eos_token_id": made.eos_token_id,
+        "pad_token_id": made.pad_token_id,
+    }
+    config = AutoConfig.for_model(
+        kind,
+        **shape,
+        # Qwen3 would take heads of 128 otherwise.
+        head_dim=shape["hidden_size"] // shape["num_attention_heads"],
+        vocab_size=len(made),
+        max_position_embeddings=CONTEXT_LENGTH,
+        tie_word_embeddings=tied,
+        **special_ids,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config = GenerationConfig(**special_ids)
+    out_dir = Path(out_dir)
+    model.save_pretrained(out_dir)
+    made.save_pretrained(out_dir)
+    _check_reload(made, out_dir)
+    logger.info("wrote %s, a %s of %s parameters", out_dir, kind, f"{model.num_parameters():,}")
+    return out_dir
+
+
+def char_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character over `CHARACTERS`; anything else is <unk>. Adds no bos or eos by itself."""
+    vocab = {symbol: i for i, symbol in enumerate([*CHAR_SPECIAL_TOKENS, *CHARACTERS])}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def bpe_tokenizer(texts: Iterable[str] | None = None) -> Qwen2Tokenizer:
+    """Byte-level BPE of about 550 tokens in Qwen2's own form, trained on `texts`, with a ChatML chat template.
+
+    Qwen2's class and no other: `AutoTokenizer` rebuilds the tokenizer of a Qwen2 model with that class's rules for
+    splitting text, whatever the files say, so a tokenizer of another make would come back a different one.
+    """
+    trained = Qwen2Tokenizer().train_new_from_iterator(
+        list(texts) if texts is not None else builtin_sentences(),
+        vocab_size=BPE_VOCAB_SIZE,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    trained.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    trained.eos_token = "<|im_end|>"
+    trained.chat_template = CHATML_TEMPLATE
+    return trained
+
+
+def builtin_sentences() -> list[str]:
+    """A few hundred plain sentences of the kind found in word problems: enough for the common English merges."""
+    people = ["Anna", "Ben", "Clara", "David", "Emma", "Farid", "Grace", "Hugo"]
+    things = ["apples", "books", "pencils", "tickets", "cookies", "marbles", "flowers", "boxes", "stickers"]
+    forms = [
+        "{p} has {n} {t} and buys {m} more. How many {t} does {p} have in total?",
+        "Each box holds {n} {t}. If {p} fills {m} boxes, how many {t} are there altogether?",
+        "{p} gave half of the {n} {t} to a friend and then sold {m} of them for $2 each.",
+        "There were {n} {t} at the shop on Monday, and {m} percent of the {t} were sold by the end of the week.",
+        "It takes {p} {n} minutes to make one of the {t}; how much time is needed for {m}, and what is left over?",
+    ]
+    return [
+        form.format(p=person, t=thing, n=3 * i + j + 2, m=2 * j + k + 3)
+        for i, person in enumerate(people)
+        for j, thing in enumerate(things)
+        for k, form in enumerate(forms)
+    ]
+
+
+def _lookup(table: dict, name: str, what: str):
+    if name not in table:
+        raise ValueError(f"no {what} is called {name!r}: {did_you_mean(name, table)}")
+    return table[name]
+
+
+def _check_reload(made: PreTrainedTokenizerBase, folder: Path) -> None:
+    """`AutoTokenizer` may build another class than the one saved, by the model's type: compare what it gives."""
+    loaded = AutoTokenizer.from_pretrained(folder)
+    probes = ["abcdefghij=", "1,2,3:7=1+2*3", "(9-4)=5", "a Z"]
+    if made.chat_template is not None:
+        probes += [*builtin_sentences()[::40], "<|im_start|>user\nA  naïve café's 3½ €5 – “yes”\n\n\ttab<|im_end|>\n"]
+    for text in probes:
+        ids = made(text)["input_ids"]
+        back = loaded(text)["input_ids"]
+        if back != ids or loaded.decode(back) != made.decode(ids):
+            raise ValueError(
+                f"AutoTokenizer loads {folder} as another tokenizer than the {type(made).__name__} that was saved: "
+                f"{text!r} became {back} instead of {ids}. This model family needs a tokenizer of its own kind: "
+                "leave the tokenizer option out"
+            )

@@ -1,0 +1,467 @@
+"""Every registered estimator against a float64 loop written independently, and the contract that all of them keep."""
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from verl.algorithms import ADV_ESTIMATOR_REGISTRY, bind_arguments, get_adv_estimator_fn
+
+SETTINGS = {
+    "gamma": 0.9,
+    "lam": 0.8,
+    "passk_k": 2,
+    "gdpo_reward_keys": ["acc", "format"],
+    "gdpo_reward_weights": [1.0, 0.3],
+    "f_norm": 2.0,
+    "sppo_beta": 1.7,
+}
+GROUPED = sorted(name for name, fn in ADV_ESTIMATOR_REGISTRY.items() if fn.min_group_size > 1)
+# Rows of one prompt are not neighbours, and the groups are of different sizes.
+UID = ["a", "b", "a", "c", "b", "a", "c", "b", "c", "b"]
+
+
+def make_batch(seed=0, uid=UID, dtype=torch.float64):
+    """Columns with random values, masks with gaps (tool output) and padding; NaN wherever the mask is 0."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, width = len(uid), 6
+    lengths = torch.randint(2, width + 1, (rows, 1), generator=generator)
+    mask = (torch.arange(width) < lengths) & (torch.rand(rows, width, generator=generator) > 0.25)
+    mask[:, 0] = True
+
+    def column(draw):
+        return torch.where(mask, draw(rows, width, generator=generator, dtype=torch.float64), torch.nan).to(dtype)
+
+    return {
+        "token_level_rewards": column(torch.randn),
+        "response_mask": mask.long(),
+        "uid": np.array(uid, dtype=object),
+        "values": column(torch.randn),
+        "reward_baselines": torch.randn(rows, generator=generator, dtype=torch.float64).to(dtype),
+        "old_log_probs": -column(torch.rand),
+        "sum_pi_squared": column(torch.rand),
+        "rollout_is_weights": column(torch.rand),
+        "rm_scores": column(torch.randn),
+        "acc": torch.randint(0, 2, (rows,), generator=generator).tolist(),
+        "format": np.array(torch.rand(rows, generator=generator).tolist(), dtype=object),
+    }
+
+
+def estimate(name, batch, **settings):
+    fn = get_adv_estimator_fn(name)
+    return fn(**bind_arguments(fn, batch, {**SETTINGS, **settings}))
+
+
+# -------------------------------------------------------------------------------- references: plain loops over lists
+
+
+class Loop:
+    """One batch as lists of each row's own tokens, and the statistics that the references need."""
+
+    def __init__(self, batch):
+        self.mask = batch["response_mask"].tolist()
+        self.own = [[t for t, on in enumerate(row) if on] for row in self.mask]
+        self.uid = list(batch["uid"])
+        self.rows = range(len(self.uid))
+        self.batch = batch
+        self.rewards = self.tokens("token_level_rewards")
+        self.reward = [sum(row) for row in self.rewards]
+        self.length = [len(row) for row in self.own]
+
+    def tokens(self, name):
+        return [[self.batch[name][i, t].item() for t in self.own[i]] for i in self.rows]
+
+    def group(self, i):
+        return [j for j in self.rows if self.uid[j] == self.uid[i]]
+
+    def place(self, per_token):
+        """Lists over own tokens -> (B, T)."""
+        full = torch.zeros(len(self.mask), len(self.mask[0]), dtype=torch.float64)
+        for i in self.rows:
+            for t, value in zip(self.own[i], per_token[i]):
+                full[i, t] = value
+        return full
+
+    def repeat(self, per_row):
+        return [[per_row[i]] * self.length[i] for i in self.rows]
+
+
+def mean(xs):
+    return sum(xs) / len(xs)
+
+
+def spread(xs):
+    return math.sqrt(sum((x - mean(xs)) ** 2 for x in xs) / (len(xs) - 1))
+
+
+def whiten(per_token):
+    flat = [x for row in per_token for x in row]
+    return [[(x - mean(flat)) / math.sqrt(spread(flat) ** 2 + 1e-8) for x in row] for row in per_token]
+
+
+def to_go(row, gamma):
+    return [sum(gamma ** (j - i) * row[j] for j in range(i, len(row))) for i in range(len(row))]
+
+
+def normalised(loop, reward, divide=True):
+    found = []
+    for i in loop.rows:
+        group = [reward[j] for j in loop.group(i)]
+        found.append((reward[i] - mean(group)) / (spread(group) + 1e-6 if divide else 1))
+    return found
+
+
+def ref_gae(loop):
+    advantages = []
+    for rewards, values in zip(loop.rewards, loop.tokens("values")):
+        nexts = values[1:] + [0.0]
+        deltas = [r + 0.9 * n - v for r, n, v in zip(rewards, nexts, values)]
+        advantages.append(to_go(deltas, 0.9 * 0.8))
+    returns = [[a + v for a, v in zip(*rows)] for rows in zip(advantages, loop.tokens("values"))]
+    return whiten(advantages), returns
+
+
+def ref_reinforce_plus_plus(loop):
+    returns = [to_go(row, 0.9) for row in loop.rewards]
+    return whiten(returns), returns
+
+
+def ref_remax(loop):
+    returns = [to_go(row, 1.0) for row in loop.rewards]
+    baseline = loop.batch["reward_baselines"].tolist()
+    return [[g - baseline[i] for g in returns[i]] for i in loop.rows], returns
+
+
+def ref_grpo(loop):
+    return loop.repeat(normalised(loop, loop.reward))
+
+
+def ref_grpo_passk(loop):
+    found = []
+    for i in loop.rows:
+        group = [loop.reward[j] for j in loop.group(i)]
+        best, second = sorted(group, reverse=True)[:2]
+        found.append((best - second) / (spread(group) + 1e-6) if loop.reward[i] == best else 0.0)
+    return loop.repeat(found)
+
+
+def ref_analytic_passk(loop):
+    found = []
+    for i in loop.rows:
+        group = loop.group(i)
+        n, wrong = len(group), sum(loop.reward[j] <= 0.5 for j in group)
+        passed = 1 - math.comb(wrong, 2) / math.comb(n, 2)
+        sigma = math.sqrt(passed * (1 - passed))
+        if sigma == 0:
+            found.append(0.0)
+        elif loop.reward[i] > 0.5:
+            found.append((1 - passed) / sigma)
+        else:
+            found.append((1 - passed - math.comb(wrong - 1, 1) / math.comb(n - 1, 1)) / sigma)
+    return loop.repeat(found)
+
+
+def ref_rloo(loop):
+    return loop.repeat([loop.reward[i] - mean([loop.reward[j] for j in loop.group(i) if j != i]) for i in loop.rows])
+
+
+def ref_opo(loop):
+    found = []
+    for i in loop.rows:
+        total = sum(loop.length[j] for j in loop.group(i))
+        found.append(loop.reward[i] - sum(loop.length[j] * loop.reward[j] for j in loop.group(i)) / total)
+    return loop.repeat(found)
+
+
+def ref_gpg(loop):
+    centred = normalised(loop, loop.reward, divide=False)
+    alpha = len(centred) / sum(abs(a) > 1e-6 for a in centred)
+    return loop.repeat([alpha * a / 2 for a in centred])
+
+
+def ref_reinforce_plus_plus_baseline(loop):
+    return whiten(loop.repeat(normalised(loop, loop.reward, divide=False)))
+
+
+def ref_gdpo(loop):
+    parts = [normalised(loop, [float(x) for x in loop.batch[key]]) for key in ("acc", "format")]
+    return whiten(loop.repeat([a + 0.3 * b for a, b in zip(*parts)]))
+
+
+def ref_sppo(loop):
+    found = []
+    for i in loop.rows:
+        softmean = math.log(mean([math.exp(1.7 * loop.reward[j]) for j in loop.group(i)])) / 1.7
+        found.append(loop.reward[i] - softmean)
+    return loop.repeat(found)
+
+
+def ref_prime(loop):
+    process, parts = loop.tokens("rm_scores"), []
+    for i in loop.rows:
+        group = loop.group(i)
+        n = len(group)
+        row = [5 * (n / (n - 1) * r - sum(mean(process[j]) for j in group) / (n - 1)) for r in process[i]]
+        row[-1] += 5 * (loop.reward[i] - mean([loop.reward[j] for j in group if j != i]))
+        parts.append(row)
+    returns = [to_go(row, 1.0) for row in parts]
+    return whiten(returns), returns
+
+
+def token_baseline(loop, step_of):
+    """`step_of(i, k)` is the step at which the k-th own token of row i is compared with the others."""
+    returns = [to_go(row, 1.0) for row in loop.rewards]
+    log_probs, squares = loop.tokens("old_log_probs"), loop.tokens("sum_pi_squared")
+    weights = loop.tokens("rollout_is_weights")
+    energy = []
+    for i in loop.rows:
+        steps = [(1 - 2 * math.exp(lp) + s) * w**2 for lp, s, w in zip(log_probs[i], squares[i], weights[i])]
+        energy.append([sum(steps[: k + 1]) for k in range(len(steps))])
+    advantages = [[0.0] * len(row) for row in returns]
+    for i in loop.rows:
+        for k in range(loop.length[i]):
+            here = [
+                (returns[j][q], energy[j][q])
+                for j in loop.group(i)
+                for q in range(loop.length[j])
+                if step_of(j, q) == step_of(i, k)
+            ]
+            baseline = sum(g * w for g, w in here) / (sum(w for _, w in here) + 1e-8)
+            advantages[i][k] = returns[i][k] - (baseline if len(here) > 1 else 0)
+    return advantages, returns
+
+
+REFERENCES = {
+    "gae": ref_gae,
+    "reinforce_plus_plus": ref_reinforce_plus_plus,
+    "remax": ref_remax,
+    "grpo": ref_grpo,
+    "grpo_vectorized": ref_grpo,
+    "grpo_passk": ref_grpo_passk,
+    "analytic_passk": ref_analytic_passk,
+    "rloo": ref_rloo,
+    "rloo_vectorized": ref_rloo,
+    "opo": ref_opo,
+    "gpg": ref_gpg,
+    "reinforce_plus_plus_baseline": ref_reinforce_plus_plus_baseline,
+    "gdpo": ref_gdpo,
+    "sppo": ref_sppo,
+    "prime": ref_prime,
+    "optimal_token_baseline": lambda loop: token_baseline(loop, lambda i, k: loop.own[i][k]),
+    "tir_optimal_token_baseline": lambda loop: token_baseline(loop, lambda i, k: k),
+}
+
+
+def test_every_estimator_has_a_reference():
+    assert set(REFERENCES) == set(ADV_ESTIMATOR_REGISTRY)
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+@pytest.mark.parametrize("seed", range(3))
+def test_equals_the_loop(name, seed):
+    batch = make_batch(seed)
+    loop = Loop(batch)
+    expected = REFERENCES[name](loop)
+    advantages, returns = expected if isinstance(expected, tuple) else (expected, expected)
+    found, found_returns = estimate(name, batch)
+    torch.testing.assert_close(found, loop.place(advantages), rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(found_returns, loop.place(returns), rtol=1e-7, atol=1e-9)
+
+
+# ----------------------------------------------------------------------------------------------------- the contract
+
+
+@pytest.mark.parametrize("name", ADV_ESTIMATOR_REGISTRY)
+class TestContract:
+    def test_shape_dtype_and_zero_outside_the_mask(self, name):
+        for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32)):
+            batch = make_batch(dtype=dtype)
+            for found in estimate(name, batch):
+                assert found.shape == batch["response_mask"].shape
+                assert found.dtype == expected
+                assert torch.isfinite(found).all()
+                assert (found[batch["response_mask"] == 0] == 0).all()
+                assert not found.requires_grad
+
+    def test_padding_is_never_read(self, name):
+        batch, other = make_batch(), make_batch()
+        for column in other.values():
+            if isinstance(column, torch.Tensor) and column.is_floating_point():
+                column.nan_to_num_(123.0)
+        for found, expected in zip(estimate(name, batch), estimate(name, other)):
+            assert torch.equal(found, expected)
+
+    def test_order_of_rows(self, name):
+        batch = make_batch()
+        order = torch.randperm(len(UID), generator=torch.Generator().manual_seed(1))
+        shuffled = {
+            key: column[order] if isinstance(column, torch.Tensor) else np.array(column, dtype=object)[order.numpy()]
+            for key, column in batch.items()
+        }
+        for found, expected in zip(estimate(name, shuffled), estimate(name, batch)):
+            torch.testing.assert_close(found, expected[order])
+
+    def test_arguments_stay_as_they_are(self, name):
+        batch, before = make_batch(), make_batch()
+        advantages, returns = estimate(name, batch)
+        advantages += 1  # the two results do not share memory, nor with a column
+        assert not torch.equal(advantages, returns)
+        for key, column in batch.items():
+            if isinstance(column, torch.Tensor):
+                torch.testing.assert_close(column, before[key], equal_nan=True, rtol=0, atol=0)
+
+    def test_mask_may_be_bool_or_float(self, name):
+        batch = make_batch()
+        expected, _ = estimate(name, batch)
+        for dtype in (torch.bool, torch.float32):
+            found, _ = estimate(name, {**batch, "response_mask": batch["response_mask"].to(dtype)})
+            assert torch.equal(found, expected)
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf])
+    def test_a_reward_that_is_no_number_is_an_error(self, name, bad):
+        batch = make_batch()
+        batch["token_level_rewards"][3, 0] = bad
+        with pytest.raises(ValueError, match=r"token_level_rewards: expected finite numbers.* row 3"):
+            estimate(name, batch)
+
+    def test_a_column_of_the_wrong_width_is_an_error(self, name):
+        batch = make_batch()
+        batch["token_level_rewards"] = batch["token_level_rewards"][:, :1]
+        with pytest.raises(ValueError, match=r"expected the shape of response_mask \(10, 6\), found \(10, 1\)"):
+            estimate(name, batch)
+
+    def test_no_warning_when_every_prompt_can_be_compared(self, name):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            estimate(name, make_batch())
+
+    def test_says_the_least_group_size(self, name):
+        assert get_adv_estimator_fn(name).min_group_size in (1, 2)
+
+
+# ----------------------------------------------------------------------------------------------- group estimators
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_prompts_with_one_response_get_zero_and_one_warning(name):
+    batch = make_batch(uid=["a", "x", "a", "y", "a"])
+    with pytest.warns(UserWarning, match=rf"^{name.removesuffix('_vectorized')}: 2 of 3 prompts have fewer") as caught:
+        found, _ = estimate(name, batch)
+    assert len(caught) == 1
+    assert (found[[1, 3]] == 0).all()
+    rest = {
+        key: column[[0, 2, 4]] if isinstance(column, torch.Tensor) else [column[i] for i in (0, 2, 4)]
+        for key, column in batch.items()
+    }
+    alone = 5 / 3 if name == "gpg" else 1  # gpg makes up for rows that contribute nothing
+    torch.testing.assert_close(found[[0, 2, 4]], estimate(name, rest)[0] * alone)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.filterwarnings("ignore:.*prompts have fewer than")
+def test_only_prompts_with_one_response_give_zero(name):
+    found, _ = estimate(name, make_batch(uid=["a", "b", "c"]))
+    assert (found == 0).all()
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_row_without_tokens_takes_no_part(name):
+    batch = make_batch()
+    batch["response_mask"][5] = 0
+    rest = [i for i in range(len(UID)) if i != 5]
+    expected, _ = estimate(
+        name,
+        {k: c[rest] if isinstance(c, torch.Tensor) else [c[i] for i in rest] for k, c in batch.items()},
+    )
+    found, _ = estimate(name, batch)
+    torch.testing.assert_close(found[rest], expected)
+    assert (found[5] == 0).all()
+
+
+@pytest.mark.parametrize("name", [name for name in GROUPED if name != "analytic_passk"])  # which has a threshold
+def test_a_constant_added_to_every_reward_changes_nothing(name):
+    batch, shifted = make_batch(), make_batch()
+    for i, own in enumerate(Loop(batch).own):
+        shifted["token_level_rewards"][i, own[-1]] += 7.0
+    settings = {"handle_zero_tail": False}
+    torch.testing.assert_close(
+        estimate(name, shifted, **settings)[0], estimate(name, batch, **settings)[0], rtol=0, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "gpg", "analytic_passk"])
+def test_groups_sum_to_zero(name):
+    batch = make_batch()
+    found, _ = estimate(name, batch)
+    per_row = found.sum(-1) / batch["response_mask"].sum(-1)
+    for prompt in set(UID):
+        assert abs(sum(a for a, uid in zip(per_row.tolist(), UID) if uid == prompt)) < 1e-9
+
+
+def test_grpo_does_not_depend_on_the_scale_of_the_reward():
+    batch = make_batch()
+    scaled = {**batch, "token_level_rewards": batch["token_level_rewards"] * 100}
+    torch.testing.assert_close(estimate("grpo", scaled)[0], estimate("grpo", batch)[0], rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_plus_plus_baseline", "gpg", "opo", "gdpo"])
+@pytest.mark.parametrize("reward", [0.1, 1 / 3, -0.7])
+def test_equal_rewards_give_exactly_zero(name, reward):
+    # In float32 the mean of three times .1 is not .1, and the difference would be divided by epsilon.
+    rewards, mask = torch.zeros(6, 3), torch.ones(6, 3)
+    rewards[:, -1] = reward
+    columns = {"token_level_rewards": rewards, "response_mask": mask, "uid": list("aaabbb")}
+    found, _ = estimate(name, {**columns, "acc": [reward] * 6, "format": [reward] * 6})
+    assert (found == 0).all()
+
+
+def test_passk_ties_for_the_best_are_zero():
+    columns = {"token_level_rewards": torch.tensor([[1.0], [1], [0]]), "response_mask": torch.ones(3, 1), "uid": "aaa"}
+    assert (estimate("grpo_passk", columns)[0] == 0).all()
+
+
+def test_uid_may_be_a_tensor_or_mixed():
+    batch = make_batch()
+    numbers = torch.tensor([ord(uid) for uid in UID])
+    mixed = np.array([1 if uid == "a" else uid for uid in UID], dtype=object)
+    for uid in (numbers, mixed):
+        assert torch.equal(estimate("grpo", {**batch, "uid": uid})[0], estimate("grpo", batch)[0])
+    with pytest.raises(ValueError, match=r"one uid per row \(10\), found 3"):
+        estimate("grpo", {**batch, "uid": ["a", "b", "c"]})
+
+
+def test_gdpo_errors_name_the_column():
+    with pytest.raises(ValueError, match="names 'style', but there is no column 'reward_style'"):
+        estimate("gdpo", make_batch(), gdpo_reward_keys=["style"], gdpo_reward_weights=None)
+    with pytest.raises(ValueError, match="a weight for each"):
+        estimate("gdpo", make_batch(), gdpo_reward_keys=["acc"])
+    with pytest.raises(ValueError, match="finite numbers in column 'acc'"):
+        estimate("gdpo", {**make_batch(), "acc": [None] * 10})
+
+
+def test_gdpo_finds_what_the_reward_function_reports():
+    batch = make_batch()
+    reported = {**batch, "reward_acc": batch["acc"], "acc": ["text"] * 10}
+    assert torch.equal(estimate("gdpo", reported)[0], estimate("gdpo", batch)[0])
+
+
+def test_remax_wants_one_baseline_per_row():
+    batch = make_batch()
+    with pytest.raises(ValueError, match="expected 10 finite numbers, one per response"):
+        estimate("remax", {**batch, "reward_baselines": batch["reward_baselines"].unsqueeze(-1)})
+
+
+def test_gae_of_a_perfect_critic_is_zero_before_whitening():
+    rewards = torch.tensor([[0.0, 0, 1], [0, 0, 0]])
+    values = torch.tensor([[1.0, 1, 1], [0, 0, 0]])
+    columns = {"token_level_rewards": rewards, "response_mask": torch.ones(2, 3), "values": values}
+    advantages, returns = estimate("gae", columns, gamma=1.0)
+    assert (advantages == 0).all()
+    assert torch.equal(returns, values)
+
+
+def test_misspelt_name_lists_the_estimators():
+    with pytest.raises(ValueError, match=r"no advantage estimator is called 'grop': did you mean 'grpo'.*rloo"):
+        get_adv_estimator_fn("grop")

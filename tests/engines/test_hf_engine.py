@@ -1,0 +1,278 @@
+"""The one-device engine: its log-probs, and a gradient that does not depend on how a mini-batch is cut."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from verl.data.sequences import build_sequences
+from verl.engines.base import MicroBatching, OptimizerConfig
+from verl.engines.hf import HFEngine, load_weights, lr_multiplier
+from verl.engines.model import ModelConfig
+from verl.protocol import DataProto
+from verl.workers.objectives import aggregation, policy_objective, value_objective
+
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+FAMILIES = {
+    "llama": LlamaConfig(**SMALL),
+    "qwen2": Qwen2Config(**SMALL, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SMALL),
+    "mistral": MistralConfig(**SMALL, sliding_window=4),
+    "gemma2": Gemma2Config(**SMALL, sliding_window=4, query_pre_attn_scalar=8),
+}
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11], [12, 13], [3, 3, 3, 3]]
+RESPONSES = [[3, 4, 5, 6], [7], [8, 9, 10, 11, 12, 13], [14, 15], [2]]
+
+
+def save_model(config, folder: Path, kind: str = "causal_lm") -> str:
+    torch.manual_seed(0)
+    auto = AutoModelForCausalLM if kind == "causal_lm" else AutoModelForTokenClassification
+    config = copy.deepcopy(config)
+    config.num_labels = 1
+    model = auto.from_config(config)
+    with torch.no_grad():  # larger weights than at initialisation, so that a wrong position shows
+        for p in model.parameters():
+            p.normal_(0, 0.2)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def make_batch() -> DataProto:
+    columns = build_sequences(PROMPTS, RESPONSES, pad_token_id=0)
+    generator = torch.Generator().manual_seed(1)
+    shape = columns["responses"].shape
+    names = ("old_log_probs", "advantages", "ref_log_prob", "values", "returns")
+    noise = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name in names}
+    noise["old_log_probs"] = noise["old_log_probs"] * 0.1 - 3.4
+    noise["ref_log_prob"] = noise["ref_log_prob"] * 0.1 - 3.4
+    return DataProto.from_dict(columns | noise)
+
+
+def expected_log_probs(path: str, temperature: float) -> torch.Tensor:
+    """Row by row, one token after another, with the model's own logits and nothing of ours."""
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").double()
+    found = torch.zeros(len(PROMPTS), max(map(len, RESPONSES)), dtype=torch.float64)
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES)):
+        logits = model(torch.tensor([prompt + response])).logits[0].detach().double() / temperature
+        for t, token in enumerate(response):
+            found[row, t] = logits[len(prompt) + t - 1].log_softmax(-1)[token]
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("packed", [True, False])
+def test_log_probs_equal_the_model_row_by_row(family, packed, tmp_path):
+    path = save_model(FAMILIES[family], tmp_path)
+    engine = HFEngine(ModelConfig(path, use_remove_padding=packed))
+    for micro in (MicroBatching(), MicroBatching(rows=2), MicroBatching(tokens=9)):
+        found = engine.infer(make_batch(), ("log_probs",), micro, temperature=0.7)["log_probs"]
+        assert torch.allclose(found.double(), expected_log_probs(path, 0.7), atol=2e-5)
+
+
+def test_entropy_and_sum_pi_squared_by_definition(tmp_path):
+    path = save_model(FAMILIES["llama"], tmp_path)
+    found = HFEngine(ModelConfig(path)).infer(make_batch(), ("entropys", "sum_pi_squared"), MicroBatching(rows=3))
+    model = AutoModelForCausalLM.from_pretrained(path)
+    probs = model(torch.tensor([PROMPTS[0] + RESPONSES[0]])).logits[0].detach().double().softmax(-1)
+    for t in range(len(RESPONSES[0])):
+        p = probs[len(PROMPTS[0]) + t - 1]
+        assert found["entropys"][0, t].item() == pytest.approx(-(p * p.log()).sum().item(), abs=1e-5)
+        assert found["sum_pi_squared"][0, t].item() == pytest.approx((p * p).sum().item(), abs=1e-5)
+    assert found["entropys"][1, 1:].abs().sum() == 0  # padding
+
+
+def gradients(path: str, packed: bool, micro: MicroBatching, kind: str, mode: str) -> dict[str, torch.Tensor]:
+    """Parameters after one step of plain descent direction: AdamW is replaced by SGD, so the step is the gradient."""
+    config = ModelConfig(
+        path, kind=kind, model_dtype=torch.float64, compute_dtype=torch.float64, use_remove_padding=packed
+    )
+    engine = HFEngine(config, OptimizerConfig(clip_grad=None))
+    engine.optimizer = torch.optim.SGD(engine.module.parameters(), lr=1.0)
+    before = copy.deepcopy(engine.module.state_dict())
+    batch = make_batch()
+    agg = aggregation(mode, batch.batch["response_mask"], engine, scale_factor=6.0)
+    if kind == "value":
+        objective = value_objective(0.5, 1.0, agg)
+    else:
+        settings = {
+            "clip_ratio": 0.2,
+            "entropy_coeff": 0.01,
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.1,
+            "kl_loss_type": "low_var_kl",
+        }
+        objective = policy_objective("vanilla", settings, agg)
+    engine.train_batch(batch, objective, micro)
+    return {name: before[name] - value for name, value in engine.module.state_dict().items()}
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize("kind", ["causal_lm", "value"])
+def test_the_gradient_does_not_depend_on_the_cut_or_the_padding(mode, kind, tmp_path):
+    path = save_model(FAMILIES["llama"], tmp_path, kind)
+    whole = gradients(path, True, MicroBatching(), kind, mode)
+    assert max(g.abs().max().item() for g in whole.values()) > 1e-3
+    for packed in (True, False):
+        for micro in (MicroBatching(rows=1), MicroBatching(rows=3), MicroBatching(), MicroBatching(tokens=11)):
+            cut = gradients(path, packed, micro, kind, mode)
+            for name in whole:
+                assert torch.allclose(whole[name], cut[name], rtol=1e-6, atol=1e-9), (packed, micro, name)
+
+
+def test_metrics_do_not_depend_on_the_cut_either(tmp_path):
+    path = save_model(FAMILIES["llama"], tmp_path)
+    settings = {
+        "clip_ratio": 0.2,
+        "entropy_coeff": 0.01,
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.1,
+        "kl_loss_type": "k1",
+    }
+    found = []
+    for micro in (MicroBatching(), MicroBatching(rows=2), MicroBatching(tokens=9)):
+        engine = HFEngine(ModelConfig(path), OptimizerConfig())
+        batch = make_batch()
+        agg = aggregation("token-mean", batch.batch["response_mask"], engine, None)
+        metrics = engine.train_batch(batch, policy_objective("vanilla", settings, agg), micro)
+        found.append({k: v[0] / v[1] if isinstance(v, tuple) else v for k, v in metrics.items()})
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=1e-4)
+
+
+def test_chunked_log_probs_have_the_gradient_of_whole_ones(tmp_path, monkeypatch):
+    path = save_model(FAMILIES["qwen2"], tmp_path)
+    whole = gradients(path, True, MicroBatching(), "causal_lm", "token-mean")
+    monkeypatch.setattr("verl.engines.logits.CHUNK_ELEMENTS", 3 * 32)
+    cut = gradients(path, True, MicroBatching(), "causal_lm", "token-mean")
+    assert all(torch.allclose(whole[name], cut[name], rtol=1e-9, atol=1e-12) for name in whole)
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_and_says_so(tmp_path, caplog):
+    path = save_model(FAMILIES["llama"], tmp_path)
+    engine = HFEngine(ModelConfig(path), OptimizerConfig(lr=0.1))
+    before = copy.deepcopy(engine.module.state_dict())
+    batch = make_batch()
+    batch.batch["advantages"][0, 0] = float("inf")
+    agg = aggregation("token-mean", batch.batch["response_mask"], engine, None)
+    settings = {"clip_ratio": 0.2, "entropy_coeff": 0, "use_kl_loss": False}
+    metrics = engine.train_batch(batch, policy_objective("vanilla", settings, agg), MicroBatching())
+    assert metrics["grad_skipped"] == 1.0
+    assert "skipped" in caplog.text
+    assert all(torch.equal(before[name], value) for name, value in engine.module.state_dict().items())
+
+
+def test_save_and_load_restore_weights_optimizer_and_schedule(tmp_path):
+    path = save_model(FAMILIES["qwen2"], tmp_path / "model")
+    settings = {"clip_ratio": 0.2, "entropy_coeff": 0, "use_kl_loss": False}
+    optimizer = OptimizerConfig(lr=1e-2, lr_scheduler_type="cosine", lr_warmup_steps=1, total_training_steps=5)
+
+    def step(engine):
+        batch = make_batch()
+        agg = aggregation("token-mean", batch.batch["response_mask"], engine, None)
+        engine.train_batch(batch, policy_objective("vanilla", settings, agg), MicroBatching())
+        return engine.lr_step()
+
+    first = HFEngine(ModelConfig(path), optimizer)
+    step(first)
+    first.save(tmp_path / "ckpt", ("model", "optimizer", "extra"))
+    second = HFEngine(ModelConfig(path), optimizer)
+    second.load(tmp_path / "ckpt", ("model", "optimizer", "extra"))
+    assert step(first) == step(second)
+    for (name, a), (_, b) in zip(first.weights(), second.weights()):
+        assert torch.equal(a, b), name
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    save_model(FAMILIES["llama"], tmp_path / "a")
+    other = LlamaConfig(**{**SMALL, "hidden_size": 16})
+    module = AutoModelForCausalLM.from_config(other)
+    with pytest.raises(ValueError, match="another model"):
+        load_weights(module, tmp_path / "a")
+    with pytest.raises(ValueError, match="no weights"):
+        load_weights(module, tmp_path)
+
+
+def test_a_model_whose_logits_are_changed_afterwards_is_refused(tmp_path):
+    path = save_model(FAMILIES["llama"], tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    original = model.forward
+
+    def scaled(*args, **kwargs):
+        out = original(*args, **kwargs)
+        out.logits = out.logits * 0.5
+        return out
+
+    model.forward = scaled
+    with pytest.raises(ValueError, match="changes its logits"):
+        HFEngine(ModelConfig(path, use_remove_padding=False), module=model)
+
+
+def test_a_critic_from_a_language_model_starts_with_values_of_zero(tmp_path):
+    path = save_model(FAMILIES["qwen2"], tmp_path)
+    engine = HFEngine(ModelConfig(path, kind="value"), OptimizerConfig())
+    assert engine.infer(make_batch(), ("values",), MicroBatching())["values"].abs().max() == 0
+
+
+def test_a_model_folder_without_some_weights_is_refused(tmp_path):
+    path = save_model(FAMILIES["llama"], tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks weights.*up_proj"):
+        HFEngine(ModelConfig(path))
+    with pytest.raises(ValueError, match="no HuggingFace model"):
+        HFEngine(ModelConfig(str(tmp_path / "nowhere")))
+
+
+def test_gradient_checkpointing_changes_nothing_but_memory(tmp_path):
+    path = save_model(FAMILIES["llama"], tmp_path)
+    settings = {"clip_ratio": 0.2, "entropy_coeff": 0, "use_kl_loss": False}
+    norms = []
+    for checkpointing in (False, True):
+        engine = HFEngine(ModelConfig(path, gradient_checkpointing=checkpointing), OptimizerConfig())
+        batch = make_batch()
+        agg = aggregation("token-mean", batch.batch["response_mask"], engine, None)
+        metrics = engine.train_batch(batch, policy_objective("vanilla", settings, agg), MicroBatching())
+        norms.append(metrics["grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+def test_the_learning_rate_schedules_by_hand():
+    constant = lr_multiplier(OptimizerConfig(lr_warmup_steps=3))
+    assert [constant(s) for s in range(5)] == pytest.approx([0.25, 0.5, 0.75, 1, 1])
+    cosine = lr_multiplier(OptimizerConfig(lr_scheduler_type="cosine", total_training_steps=4, min_lr_ratio=0.1))
+    assert [cosine(s) for s in range(6)] == pytest.approx([1, 0.868198, 0.55, 0.231802, 0.1, 0.1], abs=1e-6)
+    with pytest.raises(ValueError, match="cosine schedule needs more total steps"):
+        lr_multiplier(OptimizerConfig(lr_scheduler_type="cosine", lr_warmup_steps=5, total_training_steps=5))
+    with pytest.raises(ValueError, match="lr_scheduler_type"):
+        lr_multiplier(OptimizerConfig(lr_scheduler_type="linear"))
+
+
+def test_bf16_computes_in_bf16_and_keeps_float32_masters(tmp_path):
+    path = save_model(FAMILIES["llama"], tmp_path)
+    engine = HFEngine(ModelConfig(path, compute_dtype=torch.bfloat16), OptimizerConfig())
+    assert all(p.dtype == torch.float32 for _, p in engine.weights())
+    found = engine.infer(make_batch(), ("log_probs",), MicroBatching())["log_probs"].double()
+    exact = expected_log_probs(path, 1.0)
+    gap = (found - exact).abs()[make_batch().batch["response_mask"].bool()]
+    assert 1e-5 < gap.max() < 0.5

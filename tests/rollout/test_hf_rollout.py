@@ -1,0 +1,107 @@
+"""Rollout by transformers' generate: log-probs equal the trainer's, and a row does not depend on its neighbours."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+from verl.data.sequences import build_sequences
+from verl.engines.base import MicroBatching
+from verl.engines.hf import HFEngine
+from verl.engines.model import ModelConfig
+from verl.protocol import DataProto
+from verl.rollout.base import SamplingParams
+from verl.rollout.hf import HFRollout
+
+SMALL = {
+    "vocab_size": 24,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11], [12, 13], [1, 2, 3]]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
+def engine(request, tmp_path_factory):
+    torch.manual_seed(0)
+    config = {"llama": LlamaConfig, "qwen2": Qwen2Config}[request.param](**SMALL)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.3)
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    return HFEngine(ModelConfig(str(folder)))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+def test_log_probs_equal_the_trainers_at_every_token(engine, temperature):
+    params = SamplingParams(max_tokens=12, stop_token_ids=(0,), temperature=temperature, seed=3)
+    rollout = HFRollout(engine.module, pad_token_id=0, max_rows=3)
+    answers = rollout.generate(PROMPTS, params)
+    columns = build_sequences(PROMPTS, [a.token_ids for a in answers], pad_token_id=0)
+    trainer = engine.infer(DataProto.from_dict(columns), ("log_probs",), MicroBatching(), temperature)["log_probs"]
+    for row, answer in enumerate(answers):
+        assert answer.log_probs == pytest.approx(trainer[row, : len(answer.token_ids)].tolist(), abs=1e-4)
+    assert rollout.stats.tokens == sum(len(a.token_ids) for a in answers)
+
+
+def test_a_row_does_not_depend_on_what_else_is_in_the_batch(engine):
+    params = SamplingParams(max_tokens=10, stop_token_ids=(0,), seed=7)
+    rollout = HFRollout(engine.module, pad_token_id=0)
+    together = rollout.generate(PROMPTS, params, sample_ids=[10, 11, 12, 13, 14])
+    for row in range(len(PROMPTS)):
+        alone = rollout.generate([PROMPTS[row]], params, sample_ids=[10 + row])[0]
+        assert alone.token_ids == together[row].token_ids
+    assert together[0].token_ids != together[4].token_ids  # one prompt, two samples
+
+
+def test_stop_and_length_end_an_answer(engine):
+    rollout = HFRollout(engine.module, pad_token_id=0)
+    every = tuple(range(24))
+    stopped = rollout.generate(PROMPTS[:2], SamplingParams(max_tokens=6, stop_token_ids=every))
+    assert [(len(a.token_ids), a.finish_reason) for a in stopped] == [(1, "stop")] * 2
+    cut = rollout.generate(PROMPTS[:2], SamplingParams(max_tokens=6, stop_token_ids=(), ignore_eos=True))
+    assert [(len(a.token_ids), a.finish_reason) for a in cut] == [(6, "length")] * 2
+
+
+def test_greedy_answers_are_those_of_transformers(engine):
+    rollout = HFRollout(engine.module, pad_token_id=0)
+    found = rollout.generate(PROMPTS, SamplingParams(max_tokens=8, stop_token_ids=(), temperature=0, ignore_eos=True))
+    plain = AutoModelForCausalLM.from_pretrained(engine.config.path)
+    for prompt, answer in zip(PROMPTS, found):
+        ids = torch.tensor([prompt])
+        expected = plain.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=8,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert answer.token_ids == expected[0, len(prompt) :].tolist()
+
+
+def test_the_modules_state_is_as_before(engine):
+    implementation = engine.module.config._attn_implementation
+    HFRollout(engine.module, pad_token_id=0).generate(PROMPTS, SamplingParams(max_tokens=2, stop_token_ids=(0,)))
+    assert engine.module.config._attn_implementation == implementation
+    with pytest.raises(ValueError, match="prompt 1 has no tokens"):
+        HFRollout(engine.module, pad_token_id=0).generate([[1], []], SamplingParams(max_tokens=2, stop_token_ids=(0,)))
+
+
+def test_broken_weights_are_named_by_row(engine):
+    rollout = HFRollout(engine.module, pad_token_id=0)
+    weight = engine.module.get_output_embeddings().weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(float("nan"))
+    try:
+        with pytest.raises(ValueError, match=r"row 0 .*not finite"):
+            rollout.generate(PROMPTS, SamplingParams(max_tokens=2, stop_token_ids=(0,)))
+    finally:
+        with torch.no_grad():
+            weight.copy_(kept)

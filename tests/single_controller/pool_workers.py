@@ -1,0 +1,112 @@
+"""Workers of the tests that start processes: loaded by address there, as a user's own file would be."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+
+import torch
+import torch.distributed as dist
+
+from verl.protocol import DataProto
+from verl.single_controller import Dispatch, Execute, Worker, register
+from verl.single_controller.dispatch import Coordinates, Layout
+
+
+class Echo(Worker):
+    """Gives back what it gets. tp: how many neighbouring ranks share rows."""
+
+    def __init__(self, tp: int = 1):
+        self.tp = tp
+
+    def layout(self, mesh: str | None = None) -> Coordinates:
+        return Layout.grid(dp=self.world_size // self.tp, tp=self.tp).coordinates[self.rank]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def facts(self) -> dict:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+        return {"pid": os.getpid(), "rank": self.rank, **{n: os.environ[n] for n in names}}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def echo(self, value):
+        return value
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def rows(self, batch: DataProto) -> DataProto:
+        """The batch as it came, and which rank had each row; then the rank scribbles over its own copy."""
+        out = batch.union(DataProto.from_dict({"rank": torch.full((len(batch),), self.rank)}))
+        out = DataProto.from_dict({k: v.clone() for k, v in out.tensors.items()}, out.non_tensor_batch, out.meta_info)
+        for tensor in batch.tensors.values():
+            tensor.zero_()
+        return out
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def total(self, batch: DataProto) -> dict:
+        return {"x": (batch.batch["x"].sum().item(), len(batch))}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def sleep(self, seconds: float) -> float:
+        time.sleep(seconds)
+        return time.monotonic()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def only_zero(self) -> int:
+        return self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def all_reduce(self, value: float) -> float:
+        """The sum of value * (rank + 1) over the ranks, by gloo."""
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        tensor = torch.tensor([value * (self.rank + 1)])
+        dist.all_reduce(tensor)
+        return tensor.item()
+
+
+class Trouble(Worker):
+    """Goes wrong on one rank while the others wait for it."""
+
+    def __init__(self, fail_on_rank: int | None = None):
+        if self.rank == fail_on_rank:
+            raise RuntimeError("no such model")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def pids(self, grandchild: bool = False) -> tuple[int, int]:
+        """This process and, when asked for, one that it starts."""
+        child = subprocess.Popen(["sleep", "1000"]).pid if grandchild else 0
+        return os.getpid(), child
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def raise_on(self, rank: int, what: str) -> None:
+        if self.rank == rank:
+            read_the_file(what)
+        time.sleep(1000)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def wait_in_collective(self, rank: int) -> None:
+        """All ranks but one meet in an all-reduce; that one never comes."""
+        dist.init_process_group("gloo")
+        if self.rank == rank:
+            time.sleep(1000)
+        dist.all_reduce(torch.zeros(1))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def hang_with_the_lock(self, rank: int) -> None:
+        """One rank sleeps in C and keeps Python's lock, so that no Python code can run in its process."""
+        while self.rank == rank:
+            ctypes.PyDLL(None).sleep(1000)  # a signal ends it early
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def kill_on(self, rank: int) -> None:
+        if self.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1000)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def give_a_lock(self) -> object:
+        return __import__("threading").Lock()
+
+
+def read_the_file(name: str) -> str:
+    raise FileNotFoundError(f"no file {name}")

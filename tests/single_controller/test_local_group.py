@@ -1,0 +1,159 @@
+"""Worker groups of one worker, in this process."""
+
+import traceback
+
+import pytest
+import torch
+
+from verl.protocol import DataProto
+from verl.single_controller import Dispatch, Execute, Future, LocalWorkerGroup, Worker, WorkerSpec, colocate, register
+from verl.single_controller.dispatch import Coordinates
+
+
+class Scaler(Worker):
+    def __init__(self, scale: float = 2.0):
+        self.scale = scale
+        self.rank_seen_by_init = self.rank
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def multiply(self, batch: DataProto) -> DataProto:
+        """Multiply x."""
+        return DataProto.from_dict({"y": batch.batch["x"] * self.scale})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def take_column(self, batch: DataProto) -> DataProto:
+        return batch.pop(["x"])
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def update(self, batch: DataProto) -> dict:
+        return {"x": (batch.batch["x"].sum().item(), len(batch)), "scale": self.scale}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def where(self) -> dict:
+        return self.env
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def fail(self, what: str) -> None:
+        raise KeyError(what)
+
+    def helper(self) -> None: ...
+
+
+def batch(n: int = 3) -> DataProto:
+    return DataProto.from_dict({"x": torch.arange(n).float()})
+
+
+def test_a_group_call_is_a_method_call():
+    group = LocalWorkerGroup(WorkerSpec(Scaler, {"scale": 5.0}))
+    assert group.multiply(batch()).batch["y"].tolist() == [0.0, 5.0, 10.0]
+    assert group.multiply(batch=batch(1)).batch["y"].tolist() == [0.0]
+    assert group.update(batch()) == {"x": 1.0, "scale": 5.0}
+    assert group.multiply.__doc__ == "Multiply x." and group.world_size == 1
+    assert group.layout().coordinates == (Coordinates(0, 0, 0),)
+    assert group.worker.rank_seen_by_init == 0
+
+
+def test_what_a_worker_does_to_its_batch_stays_with_the_worker():
+    """As it would between processes: columns taken away by the worker are still there for the caller."""
+    mine = batch()
+    assert "x" in LocalWorkerGroup(WorkerSpec(Scaler)).take_column(mine) and "x" in mine
+
+
+def test_futures():
+    group = LocalWorkerGroup(WorkerSpec(Scaler))
+    future = group.where()
+    assert isinstance(future, Future)
+    (env,) = future.get(timeout=1)
+    assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"], env["MASTER_ADDR"]) == ("0", "1", "0", "127.0.0.1")
+    assert 0 < int(env["MASTER_PORT"]) < 65536 and future.get() == [env]
+    assert group.submit("multiply", batch(1)).get().batch["y"].tolist() == [0.0]
+
+
+def test_a_future_remembers_its_outcome_but_not_a_timeout():
+    answers = [TimeoutError("not yet"), KeyError("broken")]
+
+    def wait(timeout):
+        raise answers.pop(0)
+
+    future = Future(wait)
+    with pytest.raises(TimeoutError):
+        future.get(0.1)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="broken"):
+            future.get()
+
+
+def test_an_error_passes_with_its_own_stack():
+    group = LocalWorkerGroup(WorkerSpec(Scaler), name="actor")
+    with pytest.raises(KeyError, match="no such thing") as caught:
+        group.fail("no such thing")
+    assert caught.value.__notes__ == ["in actor.fail(), rank 0 of 1, in this process"]
+    assert [f.name for f in traceback.extract_tb(caught.value.__traceback__)][-1] == "fail"
+    with pytest.raises(ValueError, match="without rows") as caught:
+        group.multiply(batch()[:0])
+    assert caught.value.__notes__ == ["in the arguments of actor.multiply()"]
+
+
+def test_a_method_that_is_not_there_is_named():
+    group = LocalWorkerGroup(WorkerSpec(Scaler))
+    with pytest.raises(AttributeError, match=r"registers no method 'multipy'.*did you mean 'multiply'"):
+        group.multipy(batch())
+    with pytest.raises(AttributeError, match="mark it with @register"):
+        group.helper()
+    with pytest.raises(ValueError, match="registers no method 'helper'"):
+        group.submit("helper")
+
+
+def test_a_name_of_the_group_cannot_be_registered():
+    class Taken(Worker):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def shutdown(self): ...
+
+    with pytest.raises(ValueError, match=r"Taken.shutdown\(\) cannot be registered"):
+        LocalWorkerGroup(WorkerSpec(Taken))
+
+
+def test_a_mesh_by_name():
+    class TwoMeshes(Worker):
+        def layout(self, mesh=None):
+            return Coordinates() if mesh == "rollout" else super().layout(mesh)
+
+        @register(dispatch_mode=Dispatch.ND_COMPUTE, mesh="rollout")
+        def generate(self, batch):
+            return batch
+
+        @register(dispatch_mode=Dispatch.ND_COMPUTE, mesh="other")
+        def other(self, batch):
+            return batch
+
+    group = LocalWorkerGroup(WorkerSpec(TwoMeshes))
+    assert group.generate(batch()).batch["x"].tolist() == [0, 1, 2]
+    with pytest.raises(ValueError, match="TwoMeshes has no mesh 'other'"):
+        group.other(batch())
+
+
+def test_roles_in_one_process():
+    groups = colocate({"small": WorkerSpec(Scaler, {"scale": 1.0}), "large": WorkerSpec(Scaler, {"scale": 9.0})})
+    assert [groups[r].multiply(batch(2)).batch["y"][1].item() for r in ("small", "large")] == [1.0, 9.0]
+    assert repr(groups["large"]) == "LocalWorkerGroup(large, Scaler, world_size=1)"
+
+
+def test_a_worker_class_by_address(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from verl.single_controller import Dispatch, Worker, register\n"
+        "class Mine(Worker):\n"
+        "    @register(dispatch_mode=Dispatch.RANK_ZERO)\n"
+        "    def hello(self): return 'hello'\n"
+        "class NoWorker: ...\n"
+    )
+    path = str(tmp_path / "mine.py")
+    with LocalWorkerGroup(WorkerSpec((path, "Mine"))) as group:
+        assert group.hello() == "hello"
+    with pytest.raises(ValueError, match=r"expected a subclass of verl\.single_controller\.Worker"):
+        LocalWorkerGroup(WorkerSpec((path, "NoWorker")))
+
+
+def test_a_worker_made_by_hand_is_rank_zero_of_one():
+    worker = Scaler(scale=3.0)
+    assert (worker.rank, worker.world_size, worker.local_rank) == (0, 1, 0)
+    assert worker.multiply(batch(2)).batch["y"].tolist() == [0.0, 3.0]

@@ -1,0 +1,174 @@
+"""Worker groups over processes of this host: what they do, and what one hears when a process fails, dies or hangs."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import verl
+from verl.protocol import DataProto
+from verl.single_controller import LocalWorkerGroup, WorkerDied, WorkerError, WorkerSpec, WorkerTimeout, colocate
+from verl.single_controller.process_pool import ProcessPool
+
+WORKERS = str(Path(__file__).with_name("pool_workers.py"))
+
+
+def spec(name: str, **kwargs) -> WorkerSpec:
+    return WorkerSpec((WORKERS, name), kwargs)
+
+
+def gone(pid: int, within: float = 2.0) -> bool:
+    """Whether a process ends within some seconds (a zombie has ended)."""
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Two roles in two processes; the second role holds its rows twice."""
+    groups = colocate({"actor": spec("Echo"), "critic": spec("Echo", tp=2)}, n_workers=2, timeout=60)
+    yield groups
+    pids = [f["pid"] for f in groups["actor"].facts()]
+    groups["actor"].shutdown()
+    assert groups["critic"].only_zero() == 0, "the other role still lives there"
+    groups["critic"].shutdown()
+    assert all(gone(pid) for pid in pids)
+    with pytest.raises(WorkerError, match="the group was shut down"):
+        groups["critic"].only_zero()
+
+
+def test_ranks_and_their_environment(pair):
+    facts = pair["actor"].facts()
+    assert [f["rank"] for f in facts] == [0, 1] and len({f["pid"] for f in facts} | {os.getpid()}) == 3
+    assert [(f["RANK"], f["LOCAL_RANK"], f["WORLD_SIZE"]) for f in facts] == [("0", "0", "2"), ("1", "1", "2")]
+    assert facts[0]["MASTER_PORT"] == facts[1]["MASTER_PORT"] and facts[0]["MASTER_ADDR"] == "127.0.0.1"
+    assert [f["pid"] for f in pair["critic"].facts()] == [f["pid"] for f in facts], "colocated roles share processes"
+
+
+def test_rows_go_out_and_come_back_in_order(pair):
+    batch = DataProto.from_dict({"x": torch.arange(1, 6)}, {"uid": list("abcde")}, {"step": 1})
+    for role, ranks in [("actor", [0, 0, 0, 1, 1]), ("critic", [0, 0, 0, 0, 0])]:
+        out = pair[role].rows(batch)
+        assert out.batch["x"].tolist() == [1, 2, 3, 4, 5] and out.non_tensor_batch["uid"].tolist() == list("abcde")
+        assert out.batch["rank"].tolist() == ranks and out.meta_info == {"step": 1}
+    assert batch.batch["x"].tolist() == [1, 2, 3, 4, 5], "what a rank writes into its rows stays there"
+    assert pair["actor"].total(batch[:4]) == {"x": 2.5}
+
+
+def test_calls_without_waiting_run_in_order(pair):
+    start = time.monotonic()
+    slow, after = pair["actor"].sleep(0.4), pair["critic"].submit("only_zero")
+    assert time.monotonic() - start < 0.2
+    with pytest.raises(TimeoutError, match=r"actor.sleep\(\) has not finished after 0.05 s"):
+        slow.get(timeout=0.05)
+    assert after.get(timeout=10) == 0 and time.monotonic() - start > 0.4
+    assert max(slow.get()) <= time.monotonic()
+
+
+def test_the_ranks_meet_by_the_environment(pair):
+    assert pair["actor"].all_reduce(2.0) == [6.0, 6.0]  # 2 * 1 + 2 * 2
+
+
+def test_what_cannot_be_sent_is_refused_before_it_is_sent(pair):
+    with pytest.raises(TypeError, match="cannot pickle"):
+        pair["actor"].echo(threading_lock())
+    assert pair["actor"].echo("still there") == ["still there"] * 2
+
+
+def threading_lock():
+    import threading
+
+    return threading.Lock()
+
+
+def test_an_exception_on_one_rank_stops_the_others():
+    """Rank 1 raises while rank 0 would wait for ever: the caller gets the traceback of rank 1, and nothing stays."""
+    group = LocalWorkerGroup(spec("Trouble"), 2, name="ref", timeout=60)
+    (pid0, child), (pid1, _) = group.pids(grandchild=True)
+    start = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        group.raise_on(1, "weights.safetensors")
+    assert time.monotonic() - start < 2
+    error = caught.value
+    assert (error.role, error.rank, error.method) == ("ref", 1, "raise_on") and error.host
+    first, *rest = str(error).splitlines()
+    assert first.startswith("ref.raise_on() on rank 1 (") and first.endswith(
+        "FileNotFoundError: no file weights.safetensors"
+    )
+    assert "in read_the_file" in error.traceback and rest[-1] == "FileNotFoundError: no file weights.safetensors"
+    assert gone(pid0) and gone(pid1) and gone(child), "what a worker started ends with it"
+    with pytest.raises(WorkerError, match=r"its processes were stopped: ref.raise_on\(\) on rank 1") as caught:
+        group.pids()
+    assert caught.value.__cause__ is error
+
+
+def test_a_killed_process_is_named_and_not_the_errors_that_it_causes():
+    """Rank 0 waits for rank 1 in a collective and fails when that is killed; the death is what the caller hears of."""
+    group = LocalWorkerGroup(spec("Trouble"), 2, name="actor", timeout=60)
+    (pid0, _), (pid1, _) = group.pids()
+    future = group.wait_in_collective(1)
+    with pytest.raises(TimeoutError):
+        future.get(timeout=1.0)
+    start = time.monotonic()
+    os.kill(pid1, signal.SIGKILL)
+    with pytest.raises(WorkerDied, match=rf"wait_in_collective\(\) on rank 1 .*process {pid1} was killed by SIGKILL"):
+        future.get()
+    assert time.monotonic() - start < 1 and gone(pid0)
+
+
+def test_a_hang_ends_with_the_stacks_of_all_ranks():
+    """Also of the rank that keeps Python's lock in C code, where no Python thread could look."""
+    pool = ProcessPool({"actor": spec("Trouble")}, 2, timeout=60)
+    group = LocalWorkerGroup(spec("Trouble"), 2, name="actor", pool=pool)
+    (pid0, _), (pid1, _) = group.pids()
+    pool.timeout = 0.5
+    start = time.monotonic()
+    with pytest.raises(WorkerTimeout, match=r"no answer after 0.5 s from ranks \[1\] \(answered: \[0\]\)") as caught:
+        group.hang_with_the_lock(1)
+    assert time.monotonic() - start < 2
+    rank0, rank1 = caught.value.traceback.split("--- rank 1")
+    assert "in hang_with_the_lock" in rank1 and "in serve" in rank0 and gone(pid0) and gone(pid1)
+
+
+def test_a_worker_that_cannot_be_made():
+    with pytest.raises(WorkerError, match=r"ref.__init__\(\) on rank 1 .*RuntimeError: no such model"):
+        LocalWorkerGroup(spec("Trouble", fail_on_rank=1), 2, name="ref", timeout=60)
+
+
+SCRIPT = """
+import os, signal, sys
+from verl.single_controller import LocalWorkerGroup, WorkerSpec
+group = LocalWorkerGroup(WorkerSpec((sys.argv[1], "Trouble")), 2)   # no `if __name__ == "__main__"` is needed
+print(*[pid for pid, _ in group.pids()], flush=True)
+group.submit("raise_on", 5, "")                                     # both are busy from here on
+if sys.argv[2] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", pytest.param("ends", marks=pytest.mark.slow)])
+def test_no_process_outlives_the_controller(tmp_path, how):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, tmp_path / "script.py", WORKERS, how]
+    env = {**os.environ, "PYTHONPATH": str(Path(verl.__file__).parents[1])}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == (-signal.SIGKILL if how == "killed" else 0), done.stderr
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2 and all(gone(pid) for pid in pids)
+
+
+def test_wrong_sizes_are_refused():
+    with pytest.raises(ValueError, match="n_workers: expected at least 1, found 0"):
+        LocalWorkerGroup(spec("Echo"), 0)
+    with pytest.raises(ValueError, match=r"devices: expected one for each of the 2 workers, found \[0\]"):
+        LocalWorkerGroup(spec("Echo"), 2, devices=[0])

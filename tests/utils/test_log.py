@@ -1,0 +1,58 @@
+"""How the log looks, seen from outside: in a process whose output is not a terminal, and in one that is."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+
+PROGRAM = """
+import logging
+from verl.utils.log import setup_logging
+setup_logging()
+setup_logging()
+log = logging.getLogger("verl.dataflow")
+log.info("[gen] %.2fs", 1.239)
+log.debug("not shown")
+log.warning("little memory")
+"""
+
+
+def run(program, **env):
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env={**os.environ, **env}
+    )
+
+
+def test_plain_lines_once_with_the_level_where_it_matters():
+    done = run(PROGRAM)
+    first, second = done.stdout.splitlines()
+    assert first[8:] == " [gen] 1.24s" and first[2] == ":"
+    assert second[8:] == " WARNING little memory"
+    assert done.stderr == ""
+
+
+def test_the_level_comes_from_the_environment_or_the_caller():
+    assert "not shown" in run(PROGRAM, VERL_LOGGING_LEVEL="DEBUG").stdout
+    assert (
+        "[gen]"
+        not in run(PROGRAM.replace("setup_logging()", "setup_logging('WARNING')"), VERL_LOGGING_LEVEL="DEBUG").stdout
+    )
+
+
+def test_a_program_with_its_own_logging_keeps_it():
+    done = run("import logging\nlogging.basicConfig(format='mine %(message)s')\n" + PROGRAM)
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == ["mine [gen] 1.24s", "mine little memory"]
+
+
+def test_colours_on_a_terminal():
+    master, slave = pty.openpty()
+    subprocess.run(
+        [sys.executable, "-c", PROGRAM], stdout=slave, check=True, env={**os.environ, "TERM": "xterm-256color"}
+    )
+    os.close(slave)
+    text = os.read(master, 10_000).decode()
+    os.close(master)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    assert plain != text and "[gen] 1.24s" in plain and "little memory" in plain

@@ -1,0 +1,72 @@
+"""The mathematics of the algorithms: tensors in, tensors out.
+
+- `masked`: sums under a mask, groups, the aggregation of losses, metrics that merge
+- `advantages`, `token_baselines`, `prime`: advantage estimators
+- `policy_losses`, `off_policy_losses`, `covariance_losses`: policy losses
+- `losses`, `kl`, `preference`: value, entropy and SFT losses; KL; DPO, SPPO, reward models
+- `rollout_correction`: the mismatch between sampler and trainer
+- `binding`: a signature is a contract; `presets`: one row per algorithm; `core_algos`: the names of verl
+"""
+
+from verl.algorithms import covariance_losses, off_policy_losses, preference, prime, token_baselines
+from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn, register_adv_est
+from verl.algorithms.binding import bind_arguments, required_columns
+from verl.algorithms.kl import apply_kl_penalty, get_kl_controller, kl_loss, kl_penalty
+from verl.algorithms.losses import (
+    entropy_from_logits,
+    entropy_loss,
+    sft_nll,
+    sum_pi_squared_from_logits,
+    value_loss,
+)
+from verl.algorithms.masked import (
+    LOSS_AGG_MODES,
+    LossAggregation,
+    agg_loss,
+    masked_mean,
+    masked_sum,
+    masked_var,
+    masked_whiten,
+    mean_parts,
+    merge_metrics,
+)
+from verl.algorithms.policy_losses import POLICY_LOSS_REGISTRY, get_policy_loss_fn, register_policy_loss
+from verl.algorithms.presets import PRESET_NOTES, PRESETS
+from verl.algorithms.rollout_correction import compute_rollout_correction_and_rejection_mask
+
+__all__ = [
+    "ADV_ESTIMATOR_REGISTRY",
+    "LOSS_AGG_MODES",
+    "POLICY_LOSS_REGISTRY",
+    "PRESETS",
+    "PRESET_NOTES",
+    "LossAggregation",
+    "agg_loss",
+    "apply_kl_penalty",
+    "bind_arguments",
+    "compute_rollout_correction_and_rejection_mask",
+    "covariance_losses",
+    "entropy_from_logits",
+    "entropy_loss",
+    "get_adv_estimator_fn",
+    "get_kl_controller",
+    "get_policy_loss_fn",
+    "kl_loss",
+    "kl_penalty",
+    "masked_mean",
+    "masked_sum",
+    "masked_var",
+    "masked_whiten",
+    "mean_parts",
+    "merge_metrics",
+    "off_policy_losses",
+    "preference",
+    "prime",
+    "register_adv_est",
+    "register_policy_loss",
+    "required_columns",
+    "sft_nll",
+    "sum_pi_squared_from_logits",
+    "token_baselines",
+    "value_loss",
+]

@@ -1,0 +1,114 @@
+"""A function's signature is its contract: its parameters name the columns and the settings it asks for."""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from verl.registry import did_you_mean
+
+# Names that functions written elsewhere use for a column of ours.
+ALIASES = {"index": "uid"}
+# Parameters that are neither a column nor a setting, but all of them at once.
+WHOLE = ("config", "columns")
+
+
+class Settings(Mapping):
+    """Read-only settings: `s.gamma`, `s["gamma"]`, `s.get("gamma", 1.0)`; a nested mapping reads the same way."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        object.__setattr__(self, "_values", MappingProxyType(dict(values)))
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._values[key]
+        return Settings(value) if isinstance(value, Mapping) and not isinstance(value, Settings) else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._values:
+            raise AttributeError(f"no setting is called {name!r}: {did_you_mean(name, self._values)}")
+        return self[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"settings are read-only: cannot set {name!r}")
+
+    def __reduce__(self):  # copies are made by the constructor, so that there are always values to look a name up in
+        return Settings, (dict(self._values),)
+
+    def __repr__(self) -> str:
+        return f"Settings({dict(self._values)!r})"
+
+
+def bind_arguments(fn: Callable, columns: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments to call `fn` with: each parameter by its name from the columns, else from the settings.
+
+    - A setting that is None leaves the parameter at its default, the published value.
+    - A parameter with a default that nothing names keeps it; so an optional column is passed when it is present.
+    - `index` is the column `uid`. `columns` receives all columns, read-only. `config` receives the settings as a
+      read-only `Settings`, with an empty `global_batch_info` unless given: the counts travel in `loss_agg_mode`.
+    - `*args` and `**kwargs` receive nothing.
+
+    Raises ValueError that names the function, the parameter and what there is, when a parameter without default is in
+    neither.
+    """
+    arguments = {}
+    for parameter in _named_parameters(fn):
+        name = ALIASES.get(parameter.name, parameter.name)
+        if parameter.name in columns:
+            arguments[parameter.name] = columns[parameter.name]
+        elif name in columns:
+            arguments[parameter.name] = columns[name]
+        elif parameter.name == "config":
+            arguments[parameter.name] = Settings({"global_batch_info": {}, **settings})
+        elif parameter.name == "columns":
+            arguments[parameter.name] = MappingProxyType(dict(columns))
+        elif settings.get(parameter.name) is not None:
+            arguments[parameter.name] = settings[parameter.name]
+        elif parameter.default is parameter.empty:
+            raise ValueError(_missing(fn, parameter, columns, settings))
+    return arguments
+
+
+def required_columns(fn: Callable, settings_names: Iterable[str]) -> tuple[str, ...]:
+    """The columns without which `fn` cannot be called, in the order of its signature.
+
+    They are the parameters without default that are neither keyword-only (those are settings) nor in `settings_names`.
+    """
+    settings_names = set(settings_names)
+    return tuple(
+        ALIASES.get(parameter.name, parameter.name)
+        for parameter in _named_parameters(fn)
+        if parameter.default is parameter.empty
+        and parameter.kind is not parameter.KEYWORD_ONLY
+        and parameter.name not in settings_names
+        and parameter.name not in WHOLE
+    )
+
+
+def _named_parameters(fn: Callable) -> list[inspect.Parameter]:
+    parameters = list(inspect.signature(fn).parameters.values())
+    nameless = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+    if nameless:
+        raise ValueError(
+            f"{_name(fn)} has positional-only parameters {nameless}: arguments are found by name, so remove the '/'"
+        )
+    return [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def _missing(fn: Callable, parameter: inspect.Parameter, columns: Mapping, settings: Mapping) -> str:
+    what = "setting" if parameter.kind is parameter.KEYWORD_ONLY or parameter.name in settings else "column or setting"
+    found = f"the {what} is null" if parameter.name in settings else f"there is no {what} of that name"
+    return (
+        f"{_name(fn)} asks for {parameter.name!r}, but {found}; "
+        f"columns: {', '.join(sorted(columns)) or '(none)'}; settings: {', '.join(sorted(settings)) or '(none)'}"
+    )
+
+
+def _name(fn: Callable) -> str:
+    named = fn if inspect.isfunction(fn) or inspect.isclass(fn) or inspect.ismethod(fn) else type(fn)
+    return f"{named.__module__}.{named.__qualname__}"

@@ -1,0 +1,178 @@
+"""Learning from comparisons: DPO and IPO, pairs for online DPO, SPPO, the Bradley-Terry loss of a reward model.
+
+A sequence log-prob is the sum over the response (`sequence_log_prob`), (N,) for N pairs. Losses are means over pairs;
+`num_pairs` is the number of pairs of the whole mini-batch, when a call sees a part of it, so that parts add up.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from verl.algorithms.advantages import GroupedRewards, register_adv_est
+from verl.algorithms.masked import (
+    Groups,
+    agg_loss,
+    at_least_float32,
+    force_mode,
+    masked_mean,
+    mean_over,
+    mean_parts,
+    zero_padding,
+)
+from verl.algorithms.policy_losses import LossAndMetrics, register_policy_loss, weigh
+from verl.registry import did_you_mean
+
+
+def sequence_log_prob(log_probs: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """The log-prob of each response: (B, T) -> (B,)."""
+    return zero_padding(response_mask, log_probs)[0].sum(-1)
+
+
+def dpo_loss(
+    chosen_log_prob: torch.Tensor,
+    rejected_log_prob: torch.Tensor,
+    ref_chosen_log_prob: torch.Tensor,
+    ref_rejected_log_prob: torch.Tensor,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    loss_type: str = "sigmoid",
+    num_pairs: int | None = None,
+) -> LossAndMetrics:
+    """Direct preference optimisation on sequence log-probs (N,), with h = (chosen - rejected) - (the same of ref).
+
+    sigmoid: -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h); Rafailov et al. 2023, arXiv 2305.18290; s is
+        `label_smoothing`, the share of labels held to be wrong
+    ipo: (h - 1 / (2 beta))^2; Azar et al. 2023, arXiv 2310.12036
+
+    Raises ValueError for an unknown `loss_type`.
+    """
+    chosen = chosen_log_prob - ref_chosen_log_prob
+    rejected = rejected_log_prob - ref_rejected_log_prob
+    h = chosen - rejected
+    if loss_type == "sigmoid":
+        losses = -(1 - label_smoothing) * logsigmoid(beta * h) - label_smoothing * logsigmoid(-beta * h)
+    elif loss_type == "ipo":
+        losses = (h - 1 / (2 * beta)) ** 2
+    else:
+        raise ValueError(f"no DPO loss is called {loss_type!r}: {did_you_mean(str(loss_type), ('sigmoid', 'ipo'))}")
+    every = torch.ones_like(h)
+    metrics = {
+        "dpo/accuracy": mean_parts(h > 0, every),
+        "dpo/margin": mean_parts(beta * h, every),
+        "dpo/reward_chosen": mean_parts(beta * chosen, every),
+        "dpo/reward_rejected": mean_parts(beta * rejected, every),
+    }
+    return mean_over(losses, num_pairs), metrics
+
+
+class PreferencePairs(NamedTuple):
+    """Rows of the better and the worse response of each pair, and how many prompts had no two different rewards."""
+
+    chosen: torch.Tensor  # (N,) long
+    rejected: torch.Tensor  # (N,) long
+    num_ties: int
+
+
+def select_pairs(rewards: torch.Tensor, uid: Sequence) -> PreferencePairs:
+    """Online DPO: the best and the worst response of each prompt, by reward (B,), in order of the first row.
+
+    A prompt whose responses all have the same reward gives no pair, a preference between equals is noise; it is counted
+    in `num_ties`. Among equally good (bad) responses the first is taken. Raises ValueError for a reward that is NaN.
+    """
+    if torch.isnan(rewards).any():
+        raise ValueError(
+            f"expected rewards to compare, found NaN in rows {torch.isnan(rewards).nonzero().flatten().tolist()}"
+        )
+    rewards = at_least_float32(rewards)
+    rows = torch.arange(len(rewards), device=rewards.device)
+    groups = Groups(uid, torch.ones_like(rows, dtype=torch.bool))
+
+    def first(is_extreme: torch.Tensor) -> torch.Tensor:
+        """The first row of each group that is extreme, for each row."""
+        return (-groups.max(torch.where(is_extreme, -rows.double(), -torch.inf))).long()
+
+    best, worst = groups.max(rewards), -groups.max(-rewards)
+    leads = rows == first(torch.ones_like(rows, dtype=torch.bool))  # one row per group
+    differs = leads & (best > worst)
+    return PreferencePairs(
+        chosen=first(rewards == best)[differs],
+        rejected=first(rewards == worst)[differs],
+        num_ties=int(leads.sum() - differs.sum()),
+    )
+
+
+@register_adv_est("sppo", min_group_size=2)
+@torch.no_grad()
+def sppo(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, uid: Sequence, *, sppo_beta: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Self-play preference optimisation: a = R - softmean of the prompt's rewards, on every token.
+
+    softmean = (1 / b) (logsumexp_j(b R_j) - ln n): between the mean (b -> 0) and the maximum (b -> inf). To be used
+    with the policy loss `sppo`.
+    """
+    grouped = GroupedRewards("sppo", token_level_rewards, response_mask, uid)
+    groups, reward = grouped.groups, grouped.reward
+    best = groups.max(reward)  # taken out of the exponent, so that it cannot overflow
+    mean_exp = groups.mean(torch.exp(sppo_beta * (reward - best)))
+    return grouped.spread(reward - best - mean_exp.clamp(min=1e-300).log() / sppo_beta)
+
+
+@register_policy_loss("sppo")
+def sppo_loss(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "seq-mean-token-mean",
+    *,
+    sppo_eta: float = 1.0,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> LossAndMetrics:
+    """SPPO (Wu et al. 2024, arXiv 2405.00675): (sum_t (log_prob - old_log_prob) - eta a)^2, mean over responses.
+
+    a is the mean advantage of the response, and the mode is always the mean over responses.
+    """
+    old_log_prob, log_prob, advantages = zero_padding(response_mask, old_log_prob, log_prob, advantages)
+    log_ratio = (log_prob - old_log_prob).sum(-1)
+    losses = (log_ratio - sppo_eta * masked_mean(advantages, response_mask, -1)) ** 2
+    losses = weigh(losses.unsqueeze(-1).expand_as(log_prob), rollout_is_weights, response_mask)
+    metrics = {"actor/ppo_kl": mean_parts(old_log_prob - log_prob, response_mask)}
+    return agg_loss(losses, response_mask, force_mode(loss_agg_mode, "seq-mean-token-mean")), metrics
+
+
+def bradley_terry_loss(
+    chosen_scores: torch.Tensor,
+    rejected_scores: torch.Tensor,
+    *,
+    margin: torch.Tensor | float = 0.0,
+    center_coef: float = 0.0,
+    num_pairs: int | None = None,
+) -> LossAndMetrics:
+    """Reward model: -log sigmoid(s_chosen - s_rejected - margin), mean over pairs (Bradley & Terry 1952).
+
+    Scores are (N,), from the last token of each text (`last_token_scores`). Only differences are learned, so the level
+    may drift: `center_coef` adds that much of s_chosen^2 + s_rejected^2.
+    """
+    chosen_scores, rejected_scores = at_least_float32(chosen_scores), at_least_float32(rejected_scores)
+    difference = chosen_scores - rejected_scores
+    losses = -logsigmoid(difference - margin) + center_coef * (chosen_scores**2 + rejected_scores**2)
+    every = torch.ones_like(difference)
+    metrics = {"rm/accuracy": mean_parts(difference > 0, every), "rm/margin": mean_parts(difference, every)}
+    return mean_over(losses, num_pairs), metrics
+
+
+def last_token_scores(scores: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    """The score at the last token that is not padding, whichever side the padding is on: (B, T) -> (B,).
+
+    Raises ValueError for a row without tokens.
+    """
+    mask = attention_mask.bool()
+    empty = (~mask.any(-1)).nonzero().flatten().tolist()
+    if empty:
+        raise ValueError(f"expected a token in every row to read the score from, found none in rows {empty}")
+    last = (torch.arange(mask.shape[-1], device=mask.device) * mask).argmax(-1)
+    return scores.gather(-1, last.unsqueeze(-1)).squeeze(-1)

@@ -1,0 +1,98 @@
+"""Advantage estimators with an optimal baseline for each token.
+
+The variance of a policy gradient is least when the baseline at a step is the mean of the returns, weighted by the
+squared norm of the gradient that each response has accumulated by that step. For a softmax that norm is, up to the last
+layer's features, W_t = sum_(j <= t) (1 - 2 pi_j + sum_v pi_jv^2): cheap, and known before the backward pass.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from verl.algorithms.advantages import GroupedRewards, register_adv_est, rewards_to_go
+from verl.algorithms.masked import checked_column
+
+
+@register_adv_est("optimal_token_baseline", min_group_size=2)
+@torch.no_grad()
+def optimal_token_baseline(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    uid: Sequence,
+    old_log_probs: torch.Tensor,
+    sum_pi_squared: torch.Tensor,
+    rollout_is_weights: torch.Tensor | None = None,
+    *,
+    handle_zero_tail: bool = True,
+    epsilon: float = 1e-8,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A_t = G_t - B_t with B_t = sum_i G_it W_it / (sum_i W_it + epsilon) over the responses i of the prompt.
+
+    G is the reward to go, W the accumulated gradient energy (see above). Returns are G.
+
+    sum_pi_squared: (B, T), sum_v pi_v^2 of the distribution that each token was drawn from
+    rollout_is_weights: (B, T), importance weights of the rollout; the energy of a step is multiplied by their square
+    handle_zero_tail: where one response alone is left its baseline would be its own return and its advantage 0; with
+        True the baseline is 0 there, so that the tail of the longest response still learns
+    """
+    grouped = GroupedRewards("optimal_token_baseline", token_level_rewards, response_mask, uid)
+    columns = _token_columns(response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
+    return _advantages(grouped, grouped.token_level_rewards, grouped.mask, *columns, handle_zero_tail, epsilon)
+
+
+@register_adv_est("tir_optimal_token_baseline", min_group_size=2)
+@torch.no_grad()
+def tir_optimal_token_baseline(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    uid: Sequence,
+    old_log_probs: torch.Tensor,
+    sum_pi_squared: torch.Tensor,
+    rollout_is_weights: torch.Tensor | None = None,
+    *,
+    handle_zero_tail: bool = True,
+    epsilon: float = 1e-8,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`optimal_token_baseline` for tool-integrated reasoning: step t is the t-th token *of the policy*.
+
+    Tool output would shift the steps of the responses against each other. So every response is first closed up to its
+    own tokens, and the result is put back in their places.
+    """
+    grouped = GroupedRewards("tir_optimal_token_baseline", token_level_rewards, response_mask, uid)
+    columns = _token_columns(response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
+    own_first = torch.argsort(~grouped.mask, dim=-1, stable=True)  # (B, T) the policy's tokens, in order, then the rest
+    closed_up = (x.gather(-1, own_first) for x in (grouped.token_level_rewards, grouped.mask, *columns))
+    advantages, returns = _advantages(grouped, *closed_up, handle_zero_tail, epsilon)
+    back = torch.argsort(own_first, dim=-1)
+    return advantages.gather(-1, back), returns.gather(-1, back)
+
+
+def _token_columns(
+    mask: torch.Tensor, old_log_probs: torch.Tensor, sum_pi_squared: torch.Tensor, weights: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The checked columns: log-probs, sum of squares, importance weights (ones when there are none)."""
+    old_log_probs = checked_column("old_log_probs", old_log_probs, mask)
+    sum_pi_squared = checked_column("sum_pi_squared", sum_pi_squared, mask)
+    if weights is None:
+        return old_log_probs, sum_pi_squared, torch.ones_like(old_log_probs)
+    return old_log_probs, sum_pi_squared, checked_column("rollout_is_weights", weights, mask)
+
+
+def _advantages(
+    grouped: GroupedRewards,
+    rewards: torch.Tensor,
+    mask: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    sum_pi_squared: torch.Tensor,
+    weights: torch.Tensor,
+    handle_zero_tail: bool,
+    epsilon: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    returns = rewards_to_go(rewards, mask)
+    energy = (1 - 2 * old_log_probs.exp() + sum_pi_squared) * weights**2
+    accumulated = torch.where(mask, torch.where(mask, energy, 0).cumsum(-1), 0)  # W_t, (B, T)
+    baseline = grouped.groups.sum(returns * accumulated) / (grouped.groups.sum(accumulated) + epsilon)
+    if handle_zero_tail:
+        baseline = torch.where(grouped.groups.sum(mask.long()) == 1, 0, baseline)
+    judged = mask & grouped.comparable.unsqueeze(-1)
+    return torch.where(judged, returns - baseline, 0), returns

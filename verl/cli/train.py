@@ -1,0 +1,8 @@
+"""python -m verl.cli.train --config ppo_config.yaml: train as a YAML file says. The same as verl.trainer.main_ppo."""
+
+import sys
+
+from verl.trainer.main_ppo import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,24 @@
+"""The configuration: one typed tree, read from YAML and `key=value` in any dialect."""
+
+from verl.config.available import BUILT, check_available
+from verl.config.batch_words import batch_words
+from verl.config.checks import check_inputs
+from verl.config.errors import ConfigError, Problem
+from verl.config.load import apply_preset, dump_config, load_config, to_flat_dict
+from verl.config.reference import reference_table
+from verl.config.tree import Config
+
+__all__ = [
+    "BUILT",
+    "Config",
+    "ConfigError",
+    "Problem",
+    "apply_preset",
+    "batch_words",
+    "check_available",
+    "check_inputs",
+    "dump_config",
+    "load_config",
+    "reference_table",
+    "to_flat_dict",
+]

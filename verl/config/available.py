@@ -1,0 +1,102 @@
+"""What of the tree is built: the words, the sizes and the keys that a run may use today.
+
+The tree speaks of the whole project. A word or key that nothing implements yet is refused here, by name, before
+anything is loaded. Who builds a part edits this file: adds the word to `BUILT`, or takes the key out of `NOT_BUILT`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from verl.config.errors import ConfigError, Problem, in_words
+from verl.config.node import Leaf, Tree, flatten, leaves
+
+BUILT: dict[str, set[Any]] = {
+    "rollout.name": {"hf"},
+    "strategy": {"fsdp", "fsdp2"},
+    "backend": {"local"},
+    "logger": {"console", "jsonl", "tensorboard"},
+    "n_gpus_per_node": {1},
+    "nnodes": {1},
+    "tensor_model_parallel_size": {1},
+}
+"""End of a dotted key -> the words that work."""
+
+INSTEAD: dict[str, str] = {
+    "n_gpus_per_node": "one process is what there is so far: use 1, and CUDA_VISIBLE_DEVICES to choose the GPU",
+    "nnodes": "one host is what there is so far: use 1",
+    "tensor_model_parallel_size": "one device holds the whole model so far: use 1",
+}
+"""End of a dotted key -> what to do, where the list of words does not say it."""
+
+_ONE_DEVICE = "one device holds everything so far: leave it out"
+_SAMPLER_GAP = "the gap between sampler and trainer is only measured so far: leave it out"
+
+NOT_BUILT: dict[str, str] = {
+    "lora_rank": "all weights are trained: use 0",
+    "lora_adapter_path": "start from a merged model in model.path",
+    "use_liger": "use false",
+    "use_fused_kernels": "log-probs are computed in chunks already: use false",
+    "param_offload": _ONE_DEVICE,
+    "optimizer_offload": _ONE_DEVICE,
+    "offload_policy": _ONE_DEVICE,
+    "fsdp_size": _ONE_DEVICE,
+    "reshard_after_forward": _ONE_DEVICE,
+    "ulysses_sequence_parallel_size": _ONE_DEVICE,
+    "override_optimizer_config": "set the keys of optim",
+    "checkpoint.async_save": "checkpoints are written before the next step: use false",
+    "actor_rollout_ref.hybrid_engine": "policy and rollout live in one process: use true",
+    "algorithm.filter_groups.enable": "use false",
+    "algorithm.rollout_correction.rollout_is": _SAMPLER_GAP,
+    "algorithm.rollout_correction.rollout_rs": _SAMPLER_GAP,
+    "algorithm.rollout_correction.bypass_mode": _SAMPLER_GAP,
+    "algorithm.use_pf_ppo": "use false",
+    "reward.reward_model.enable": "score by a function: reward.custom_reward_function.path",
+    "reward.num_workers": "use reward.reward_manager.name=prime, which scores in processes",
+    "reward.sandbox_fusion.url": "code is not run by a service: leave it null",
+    "trainer.overlap": "operators run one after another: use false",
+    "placement.actor_devices": _ONE_DEVICE,
+    "placement.ref_devices": _ONE_DEVICE,
+    "placement.critic_devices": _ONE_DEVICE,
+    "placement.reward_devices": _ONE_DEVICE,
+}
+"""End of a dotted key -> what to do instead of setting it to anything but its default."""
+
+
+def matches(key: str, end: str) -> bool:
+    """Whether a dotted key is, or ends in, the names `end`."""
+    return key == end or key.endswith("." + end)
+
+
+def unavailable(config: Tree, built: Mapping[str, set[Any]] = BUILT) -> list[Problem]:
+    """Every key of `config` whose value is not built yet, with what can be used instead."""
+    flat = flatten(config.model_dump(), type(config))
+    problems = []
+    for key, leaf in leaves(type(config)).items():
+        problems += _not_built(key, flat[key], leaf)
+        for end, words in built.items():
+            if matches(key, end):
+                given = flat[key] if isinstance(flat[key], list | tuple) else [flat[key]]
+                problems += [Problem(key, _not_among(word, words, end)) for word in given if word not in words]
+    return problems
+
+
+def check_available(config: Tree, built: Mapping[str, set[Any]] = BUILT) -> None:
+    """Raise ConfigError that names every engine, backend, size or option of `config` that is not built yet."""
+    problems = unavailable(config, built)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _not_among(word: Any, words: set[Any], end: str) -> str:
+    available = ", ".join(map(str, sorted(words)))
+    return f"{word} is not built yet: {INSTEAD.get(end, f'use {available}')}"
+
+
+def _not_built(key: str, value: Any, leaf: Leaf) -> list[Problem]:
+    if value == leaf.default:
+        return []
+    return [
+        Problem(key, f"{in_words(value)} is not built yet: {instead}")
+        for end, instead in NOT_BUILT.items()
+        if matches(key, end)
+    ]

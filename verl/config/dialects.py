@@ -1,0 +1,177 @@
+"""Every second name of a key, and the key that it means. No other file knows one.
+
+Three kinds: the names of the two short dialects (as good as the long ones), older names (understood, with a note that
+asks to rename), and names whose value must be worked out. A row that ends in `.*` renames everything below it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Lookup = Callable[[str], Any]
+"""The value of a key (by its first name) as the file and the overrides have it, else its default."""
+
+_ARR = "actor_rollout_ref."
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The second names of one tree.
+
+    short, older: second name -> key. computed: second name -> function(value, lookup) that gives the keys and values
+    meant; it raises ValueError with what to do instead when the value makes no sense.
+    """
+
+    short: Mapping[str, str] = field(default_factory=dict)
+    older: Mapping[str, str] = field(default_factory=dict)
+    computed: Mapping[str, Callable[[Any, Lookup], dict[str, Any]]] = field(default_factory=dict)
+
+    def names(self) -> list[str]:
+        """Every second name (of a `.*` row: the section)."""
+        return [name.removesuffix(".*") for name in (*self.short, *self.older, *self.computed)]
+
+
+def renamed(key: str, table: Mapping[str, str]) -> str:
+    """The key that `key` is a second name of, by a table of `Dialect`; `key` itself when it is none."""
+    for old, new in table.items():
+        if key == old:
+            return renamed(new, table)
+        if old.endswith(".*") and key.startswith(old[:-1]):
+            return renamed(new[:-1] + key[len(old) - 1 :], table)
+    return key
+
+
+# ------------------------------------------------------------------------------------------------------- short dialects
+_SHORT = {
+    # algorithm: {...}, model: {...}, reward_function, data: {...}, engine: {...}
+    "algorithm.clip_range": _ARR + "actor.clip_ratio",
+    "algorithm.value_loss_coef": "critic.value_loss_coef",
+    "model.pretrain_model_path": _ARR + "model.path",
+    "reward_function": "reward.reward_function",
+    "data.train_path": "data.train_files",
+    "engine.actor_type": _ARR + "actor.strategy",
+    "engine.critic_type": "critic.strategy",
+    "engine.num_gpus": "trainer.n_gpus_per_node",
+    # trainer: {...}, actor_rollout: {...}, critic: {...}, use_critic, ...
+    "actor_rollout.model_name_or_path": _ARR + "model.path",
+    "critic.model_name_or_path": "critic.model.path",
+    "use_critic": "critic.enable",
+    "use_reference_policy": _ARR + "ref.enable",
+    "use_rm": "reward.reward_model.enable",
+    "trainer.use_critic": "critic.enable",
+    "trainer.use_reference_policy": _ARR + "ref.enable",
+    "trainer.use_rm": "reward.reward_model.enable",
+}
+
+# ---------------------------------------------------------------------------------------------------------- older names
+_OLDER = {
+    "custom_reward_function.*": "reward.custom_reward_function.*",
+    "sandbox_fusion.*": "reward.sandbox_fusion.*",
+    "reward_model.sandbox_fusion.*": "reward.sandbox_fusion.*",
+    "reward.reward_manager": "reward.reward_manager.name",
+    "reward_model.reward_manager": "reward.reward_manager.name",
+    "reward_model.reward_loop_source": "reward.reward_manager.source",
+    "reward_model.reward_loop_module_path": "reward.reward_manager.module.path",
+    "reward_model.reward_loop_class_name": "reward.reward_manager.name",
+    "reward.reward_kwargs.overlong_buffer_cfg.*": "reward.reward_kwargs.overlong_buffer.*",
+    "reward_model.reward_kwargs.*": "reward.reward_kwargs.*",
+    "reward_model.overlong_buffer.*": "reward.reward_kwargs.overlong_buffer.*",
+    "reward_model.num_workers": "reward.num_workers",
+    "reward_model.enable": "reward.reward_model.enable",
+    "reward_model.model.path": "reward.reward_model.model_path",
+    "reward_model.micro_batch_size_per_gpu": "reward.reward_model.micro_batch_size_per_gpu",
+    _ARR + "actor.grad_clip": _ARR + "actor.optim.clip_grad",
+    "critic.grad_clip": "critic.optim.clip_grad",
+    _ARR + "actor.optim.warmup_style": _ARR + "actor.optim.lr_scheduler_type",
+    "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
+    _ARR + "actor.fsdp_config.strategy": _ARR + "actor.strategy",
+    _ARR + "ref.fsdp_config.strategy": _ARR + "ref.strategy",
+    "critic.fsdp.strategy": "critic.strategy",
+    "critic.fsdp_config.*": "critic.fsdp.*",
+    "critic.model.fsdp_config.*": "critic.fsdp.*",
+    _ARR + "actor.ulysses_sequence_parallel_size": _ARR + "actor.fsdp_config.ulysses_sequence_parallel_size",
+    _ARR + "ref.ulysses_sequence_parallel_size": _ARR + "ref.fsdp_config.ulysses_sequence_parallel_size",
+    "critic.ulysses_sequence_parallel_size": "critic.fsdp.ulysses_sequence_parallel_size",
+    _ARR + "actor.use_remove_padding": _ARR + "model.use_remove_padding",
+    _ARR + "actor.use_fused_kernels": _ARR + "model.use_fused_kernels",
+    _ARR + "actor.rollout_n": _ARR + "rollout.n",
+    _ARR + "ref.rollout_n": _ARR + "rollout.n",
+    "critic.rollout_n": _ARR + "rollout.n",
+    _ARR + "model.external_lib": "imports",
+    "critic.model.external_lib": "imports",
+    "data.tokenizer": _ARR + "model.tokenizer_path",
+    "data.trust_remote_code": _ARR + "model.trust_remote_code",
+}
+
+
+# ------------------------------------------------------------------------------------------------------ computed values
+def _world_size(lookup: Lookup) -> int:
+    return _whole(lookup("trainer.n_gpus_per_node")) * _whole(lookup("trainer.nnodes"))
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not str(value).lstrip("-").isdigit():
+        raise ValueError(f"found {value!r}, expected a whole number")
+    return int(value)
+
+
+def _batch_of_all_gpus(value: Any, lookup: Lookup) -> dict[str, Any]:
+    return {"data.train_batch_size": _whole(value) * _world_size(lookup)}
+
+
+def _per_gpu(key: str) -> Callable[[Any, Lookup], dict[str, Any]]:
+    def share(value: Any, lookup: Lookup) -> dict[str, Any]:
+        total, ranks = _whole(value), _world_size(lookup)
+        if total % ranks:
+            raise ValueError(f"{total} sequences over all GPUs do not divide by {ranks} GPUs: use {key}")
+        return {key: total // ranks}
+
+    return share
+
+
+def _vllm(value: Any, lookup: Lookup) -> dict[str, Any]:
+    key = _ARR + "rollout.name"
+    if value is True:
+        return {key: "vllm"}
+    if value is not False:
+        raise ValueError(f"found {value!r}, expected true or false")
+    if lookup(key) == "vllm":
+        raise ValueError(f"false contradicts {key}: vllm; remove one of them")
+    return {}
+
+
+def _backend(value: Any, lookup: Lookup) -> dict[str, Any]:
+    """`trainer.backend` says who executes; in the short dialect it names the training engine."""
+    if value in ("fsdp", "fsdp2", "megatron"):
+        return {_ARR + "actor.strategy": value}
+    return {"trainer.backend": value}
+
+
+_COMPUTED = {
+    "data.batch_size_per_gpu": _batch_of_all_gpus,
+    "actor_rollout.use_vllm": _vllm,
+    "trainer.backend": _backend,
+} | {
+    key: _per_gpu(key + "_per_gpu")
+    for key in (
+        _ARR + "actor.ppo_micro_batch_size",
+        _ARR + "ref.log_prob_micro_batch_size",
+        _ARR + "rollout.log_prob_micro_batch_size",
+        "critic.ppo_micro_batch_size",
+        "critic.forward_micro_batch_size",
+    )
+}
+
+RL = Dialect(_SHORT, _OLDER, _COMPUTED)
+
+SFT = Dialect(
+    older={
+        "model.partial_pretrain": "model.path",
+        "model.fsdp_config.*": "engine.*",
+        "model.external_lib": "imports",
+        "optim.warmup_style": "optim.lr_scheduler_type",
+        "ulysses_sequence_parallel_size": "engine.ulysses_sequence_parallel_size",
+    }
+)
+
+OFFLINE = Dialect(older={"model.external_lib": "imports"})

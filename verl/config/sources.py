@@ -1,0 +1,114 @@
+"""Where values come from: a YAML file, overrides on the command line, a dictionary. Each remembers who gave it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl.config.errors import ConfigError, Problem
+from verl.config.node import flatten
+
+_FILE = "the configuration file"
+
+
+@dataclass(frozen=True)
+class Given:
+    """One value that somebody gave. key: as spelled. text: as written, before YAML guessed a type. where: by whom."""
+
+    key: str
+    value: Any
+    where: str
+    text: str | None = None
+
+    def moved(self, value: Any) -> "Given":
+        """The same origin with another value."""
+        return replace(self, value=value, text=None)
+
+
+Layer = dict[str, Given]
+
+
+def read_yaml(path: str | Path) -> Layer:
+    """The keys of a YAML file, interpolations not yet resolved. Raises ConfigError when it cannot be read."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError([Problem(_FILE, f"there is no file {str(path)!r} (looked at {file.resolve()})")])
+    text = file.read_text(encoding="utf-8")
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+        marks = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
+        raise ConfigError([Problem(_FILE, f"{path} is not YAML: {error}")]) from error
+    if content in ({}, None):
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError([Problem(_FILE, f"{path}: expected keys and values, found {type(content).__name__}")])
+    written = _written(marks, "")
+    layer = {}
+    for key, value in flatten(content).items():
+        line, scalar = written.get(key, (None, None))
+        layer[key] = Given(key, value, f"{file.name} line {line}" if line else file.name, scalar)
+    return layer
+
+
+def _written(node: yaml.Node | None, prefix: str) -> dict[str, tuple[int, str | None]]:
+    """Dotted key -> (line, text of a plain scalar) of everything in a YAML mapping."""
+    found: dict[str, tuple[int, str | None]] = {}
+    if not isinstance(node, yaml.MappingNode):
+        return found
+    for key, value in node.value:
+        dotted = f"{prefix}{key.value}"
+        plain = isinstance(value, yaml.ScalarNode) and value.style is None
+        found[dotted] = (key.start_mark.line + 1, value.value if plain else None)
+        found |= _written(value, f"{dotted}.")
+    return found
+
+
+def read_mapping(values: Mapping[str, Any], where: str) -> Layer:
+    """The keys of a dictionary, nested or dotted."""
+    return {key: Given(key, value, where) for key, value in flatten(values).items()}
+
+
+def read_overrides(overrides: Sequence[str]) -> Layer:
+    """`key=value` from the command line, with or without leading `--` or `+`; a key said twice: the last one counts.
+
+    Values are YAML: `null`, `true`, `1e-6`, `[a,b]`, `{a: 1}`, quoted text. Raises ConfigError that names every
+    override that cannot be read.
+    """
+    layer: Layer = {}
+    problems = []
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        name = name.strip().removeprefix("--").lstrip("+").strip()
+        if not equals or not name:
+            problems.append(Problem(override, "an override is written key=value, such as data.train_batch_size=64"))
+        elif name.startswith("~"):
+            problems.append(Problem(override, "keys cannot be removed; give the key a value, such as null"))
+        else:
+            try:
+                value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]
+            except (yaml.YAMLError, OmegaConfBaseException) as error:
+                reason = str(error).splitlines()[0]
+                what = f"the value is not YAML ({reason}); put text with special signs in quotes: {name}='\"...\"'"
+                problems.append(Problem(override, what))
+                continue
+            values = flatten({name: value}) if isinstance(value, Mapping) else {name: value}
+            for key, part in values.items():
+                layer.pop(key, None)
+                layer[key] = Given(key, part, f"override {override!r}", text.strip() if key == name else None)
+    if problems:
+        raise ConfigError(problems)
+    return layer
+
+
+def has_interpolation(value: Any) -> bool:
+    """Whether a value, or something inside it, refers to another key or to the environment."""
+    if isinstance(value, str):
+        return "${" in value
+    if isinstance(value, list):
+        return any(map(has_interpolation, value))
+    return False

@@ -1,0 +1,233 @@
+"""What data needs of a tokenizer: encode many texts, render chats, refuse a tokenizer that loses text."""
+
+import array
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+logger = logging.getLogger("verl.data")
+
+Message = dict[str, Any]
+TRUNCATIONS = ("error", "left", "right", "middle")
+CHUNK = 1024  # rows tokenized at a time
+ROUND_TRIPS = 1000  # rows of a data set, evenly spread, that are decoded again to see whether text is lost
+
+
+class TokenTable:
+    """Many lists of token ids in one block of memory: 4 bytes a token, where Python lists take ten times as much.
+
+    typecode: of the `array` module; "i" for ids, "b" for masks.
+    """
+
+    def __init__(self, typecode: str = "i"):
+        self._tokens = array.array(typecode)
+        self._ends = array.array("q")
+
+    def append(self, ids: Sequence[int]) -> None:
+        self._tokens.extend(ids)
+        self._ends.append(len(self._tokens))
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, row: int) -> list[int]:
+        end = self._ends[row]
+        start = self._ends[row - 1] if row else 0
+        return self._tokens[start:end].tolist()
+
+
+def prepare_tokenizer(tokenizer: Any) -> None:
+    """Make sure of an end and a padding token. A missing pad token becomes the eos token, and the log says so.
+
+    Padding is told by masks everywhere in this project, so the shared id is harmless.
+
+    Raises:
+        ValueError: there is no eos token: no answer could ever end.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            "the tokenizer has no eos token, so no answer could ever end: "
+            "set eos_token in its tokenizer_config.json to the token that ends an answer"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+        logger.info("the tokenizer has no pad token: its eos token %r is used for padding", tokenizer.eos_token)
+
+
+def encode(tokenizer: Any, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+    """Token ids of many texts at once. A rendered chat has its special tokens already: say False there."""
+    if not texts:
+        return []
+    encoded = tokenizer(
+        list(texts), add_special_tokens=add_special_tokens, return_attention_mask=False, truncation=False, verbose=False
+    )
+    return encoded["input_ids"]
+
+
+def render_chats(
+    tokenizer: Any,
+    chats: Sequence[Sequence[Message]],
+    *,
+    add_generation_prompt: bool,
+    chat_template: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    where: Callable[[int], str] = lambda i: f"chat {i}",
+) -> list[str]:
+    """Chats -> the texts that the chat template makes of them. `where(i)` names the place of chat i in an error."""
+    if not chats:
+        return []
+    settings = {
+        **(template_kwargs or {}),
+        "chat_template": chat_template,
+        "add_generation_prompt": add_generation_prompt,
+        "tokenize": False,
+    }
+    try:
+        return tokenizer.apply_chat_template([list(chat) for chat in chats], **settings)
+    except jinja2.TemplateError:
+        for i, chat in enumerate(chats):  # again one by one, to name the chat
+            try:
+                tokenizer.apply_chat_template(list(chat), **settings)
+            except jinja2.TemplateError as error:
+                roles = [message["role"] for message in chat]
+                raise ValueError(f"{where(i)}: the chat template refuses the turns {roles}: {error}") from error
+        raise
+
+
+def check_messages(messages: Any, where: str) -> list[Message]:
+    """A list of chat messages as the template takes it: role and content are text, keys without a value left out."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or len(messages) == 0:
+        raise ValueError(f"{where}: expected a list of chat messages, found {messages!r}")
+    checked = []
+    for turn, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+            raise ValueError(f'{where}: expected messages like {{"role": "user", "content": "..."}}, found {message!r}')
+        if not isinstance(message["role"], str) or not isinstance(message["content"], str):
+            kinds = f"{type(message['role']).__name__} and {type(message['content']).__name__}"
+            raise ValueError(f"{where}: message {turn}: expected role and content to be text, found {kinds}")
+        checked.append({key: value for key, value in message.items() if value is not None})
+    return checked
+
+
+def as_chat_or_text(prompt: Any, prompt_format: str, has_template: bool, where: str) -> list[Message] | str:
+    """A prompt as chat messages, or as the text that it is.
+
+    prompt_format: "chat" makes a user message of text, "text" leaves it as it is, "auto" makes a message where there is
+    a chat template. Raises ValueError for an empty prompt, wrong messages, or messages where text is asked for.
+    """
+    if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+        raise ValueError(f"{where}: the prompt is empty")
+    if isinstance(prompt, str):
+        as_chat = prompt_format == "chat" or (prompt_format == "auto" and has_template)
+        return [{"role": "user", "content": prompt}] if as_chat else prompt
+    messages = check_messages(prompt, where)
+    if prompt_format == "text":
+        raise ValueError(f"{where}: data.prompt_format=text, but the prompt is a list of chat messages")
+    return messages
+
+
+def encode_plain_prompts(tokenizer: Any, prompts: Sequence[str], where: Callable[[int], str]) -> list[list[int]]:
+    """Token ids of prompts that go through no chat template, with the bos token where the tokenizer adds one."""
+    encoded = encode(tokenizer, prompts, add_special_tokens=True)
+    for i, (prompt, ids) in enumerate(zip(prompts, encoded)):
+        if ids and ids[-1] == tokenizer.eos_token_id and not prompt.endswith(tokenizer.eos_token):
+            raise ValueError(
+                f"{where(i)}: the tokenizer ends the prompt with its eos token {tokenizer.eos_token!r}, so "
+                "nothing could follow it: set add_eos_token to false in tokenizer_config.json"
+            )
+        if not ids:
+            raise ValueError(f"{where(i)}: the tokenizer makes no tokens at all of {_shorten(prompt)!r}")
+    return encoded
+
+
+def truncate(ids: list[int], limit: int, how: str) -> list[int]:
+    """At most `limit` ids. how: "left" drops the start, "right" the end, "middle" keeps both ends."""
+    if len(ids) <= limit:
+        return ids
+    if how == "left":
+        return ids[-limit:]
+    if how == "right":
+        return ids[:limit]
+    if how == "middle":
+        head = limit // 2
+        return ids[:head] + ids[len(ids) - (limit - head) :]
+    raise ValueError(f"truncation: expected left, right or middle, found {how!r}")
+
+
+def check_tokenizer(tokenizer: Any, texts: Sequence[str], where: Callable[[int], str] | None = None) -> None:
+    """Encode and decode real texts: they must come back, but for what the tokenizer's own normalizer changes.
+
+    A tokenizer that does not belong to the data or the model drops characters without a word, and the model is then
+    trained on other questions than those in the file. `where(i)` names the place of text i in the error.
+
+    Raises:
+        ValueError: a text that becomes no tokens, or only unknown ones, or that comes back as another text.
+    """
+    where = where or (lambda i: f"text {i}")
+    encoded = encode(tokenizer, texts, add_special_tokens=False)
+    normalised = []
+    for i, (text, ids) in enumerate(zip(texts, encoded)):
+        back = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if back == text:
+            continue
+        if not ids and text:
+            raise ValueError(f"{where(i)}: the tokenizer makes no tokens at all of {_shorten(text)!r}. {_ADVICE}")
+        if all(token == tokenizer.unk_token_id for token in ids):
+            raise ValueError(f"{where(i)}: every token of {_shorten(text)!r} is unknown to the tokenizer. {_ADVICE}")
+        if _normal(tokenizer, back) != _normal(tokenizer, text):
+            at = next((k for k, (a, b) in enumerate(zip(text, back)) if a != b), min(len(text), len(back)))
+            start = max(at - 20, 0)
+            raise ValueError(
+                f"{where(i)}: the tokenizer loses text: {text[start : at + 30]!r} comes back as "
+                f"{back[start : at + 30]!r} (first difference at character {at}). {_ADVICE}"
+            )
+        normalised.append(i)
+    if normalised:
+        logger.warning(
+            "the tokenizer's normalizer changes %d of %d texts (the first: %s, %r)",
+            len(normalised),
+            len(texts),
+            where(normalised[0]),
+            _shorten(texts[normalised[0]]),
+        )
+
+
+def check_round_trips(
+    tokenizer: Any,
+    texts: Sequence[Sequence[str]],
+    encoded: Sequence[Sequence[int]],
+    stride: int,
+    rows: Sequence[int],
+    where: Callable[[int], str],
+) -> None:
+    """`check_tokenizer` on a part of a data set: every `stride`th row, and every row that has an unknown token.
+
+    texts[i] are the texts of row rows[i], encoded[i] the ids it became; `where` names a row.
+    """
+    unknown = tokenizer.unk_token_id
+    chosen = [
+        (row, text)
+        for row, row_texts, ids in zip(rows, texts, encoded)
+        if row % stride == 0 or (unknown is not None and unknown in ids)
+        for text in row_texts
+    ]
+    check_tokenizer(tokenizer, [text for _, text in chosen], lambda i: where(chosen[i][0]))
+
+
+_ADVICE = (
+    "Is it the tokenizer that this model was made with? AutoTokenizer chooses a class by the model's type, which may "
+    "not be the class that was saved: compare `tokenizer_class` in tokenizer_config.json with the class that is loaded"
+)
+
+
+def _normal(tokenizer: Any, text: str) -> str:
+    """The text as the tokenizer's normalizer makes it; spaces at the ends are what a sentencepiece model may change."""
+    if tokenizer.is_fast and tokenizer.backend_tokenizer.normalizer is not None:
+        text = tokenizer.backend_tokenizer.normalizer.normalize_str(text)
+    return text.replace("▁", " ").strip(" ")
+
+
+def _shorten(text: str, width: int = 60) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."

@@ -1,0 +1,1 @@
+"""Training engines: one model, its optimizer, its checkpoints."""

@@ -1,0 +1,73 @@
+"""Attention over packed rows, registered with transformers as "verl_packed": no token of padding is computed.
+
+The model runs over (1, N) tokens of many rows; attention must not cross from row to row. Where there is no
+variable-length kernel, queries, keys and values alone are laid out right-padded for the built-in causal attention,
+which needs no mask then: a padding position is after every real one of its row.
+"""
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from verl.engines.micro_batch import Packing
+
+NAME = "verl_packed"
+
+
+def _unpack(x: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """(1, H, N, D) packed -> (b, H, L, D) right-padded with zeros."""
+    heads, _, dim = x.shape[1:]
+    padded = x.new_zeros(packing.rows * packing.max_length, heads, dim)
+    padded = padded.index_copy(0, packing.slots, x[0].transpose(0, 1))
+    return padded.view(packing.rows, packing.max_length, heads, dim).transpose(1, 2)
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
+    """(L, L) True where query i sees key j: the last `window` positions up to its own."""
+    i = torch.arange(length, device=device)
+    distance = i[:, None] - i[None]
+    return (distance >= 0) & (distance < window)
+
+
+def _softcapped(q, k, v, scaling: float, softcap: float, mask: torch.Tensor) -> torch.Tensor:
+    """Attention with scores softcap * tanh(score / softcap) (Gemma 2). q: (b, H, L, D); k, v: (b, K, L, D)."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = softcap * torch.tanh(q @ k.transpose(2, 3) * (scaling / softcap))
+    weights = scores.masked_fill(~mask, float("-inf")).float().softmax(-1).to(v.dtype)
+    return weights @ v
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    packing: Packing,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention inside each row. query (1, H, N, D), key and value (1, K, N, D) -> (1, N, H, D)."""
+    if s_aux is not None:
+        raise ValueError("attention sinks are not known to the packed attention: set model.use_remove_padding=false")
+    q, k, v = (_unpack(x, packing) for x in (query, key, value))
+    length = packing.max_length
+    windowed = sliding_window is not None and sliding_window < length
+    if softcap is not None:
+        mask = _window_mask(length, sliding_window if windowed else length, q.device)
+        out = _softcapped(q, k, v, scaling if scaling is not None else q.shape[-1] ** -0.5, softcap, mask)
+    else:
+        mask = _window_mask(length, sliding_window, q.device) if windowed else None
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    b, heads, _, dim = out.shape
+    flat = out.transpose(1, 2).reshape(b * length, heads, dim)
+    return flat[packing.slots][None], None
+
+
+AttentionInterface.register(NAME, packed_attention)

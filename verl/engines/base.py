@@ -1,0 +1,115 @@
+"""What a training engine offers. An engine computes and updates one model; it does not know what PPO is.
+
+The loss comes to it as an `Objective`: a callable over the model's outputs and the rows of a micro-batch. The gradient
+of a mini-batch is the same however it is cut into micro-batches, because every objective returns *sums divided by
+counts of the whole mini-batch*, so that the pieces add up.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.protocol import DataProto
+
+Tensors = dict[str, torch.Tensor]
+
+#: what `infer` and an objective may ask of a model, each (B, T) at the positions of the response tokens
+OUTPUTS = ("log_probs", "entropys", "sum_pi_squared", "values")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss and the model outputs that it reads.
+
+    loss: (outputs, rows) -> (scalar, metrics). outputs: the `needs`, each (b, T) with gradient; rows: the tensor
+    columns of the micro-batch, on the model's device. The scalar is this micro-batch's *share* of the whole loss.
+    Metrics: name -> number, or a pair (sum, count), which merges exactly over micro-batches.
+    needs: names out of OUTPUTS.
+    """
+
+    loss: Callable[[Tensors, Tensors], tuple[torch.Tensor, dict[str, Any]]]
+    needs: tuple[str, ...] = ("log_probs",)
+
+
+@dataclass(frozen=True)
+class MicroBatching:
+    """How a mini-batch is cut: by a count of rows, or by a budget of tokens (the sum of the rows' lengths).
+
+    rows: rows per micro-batch, None for no limit. tokens: token budget, None for no limit; excludes `rows`.
+    """
+
+    rows: int | None = None
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rows is not None and self.tokens is not None:
+            raise ValueError("micro-batches are cut by a count of rows or by a budget of tokens, not by both")
+        for name, value in (("rows", self.rows), ("tokens", self.tokens)):
+            if value is not None and value < 1:
+                raise ValueError(f"micro-batch {name}: expected at least 1, found {value}")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and its schedule. Steps of the schedule are counted by `lr_step` (one a training step).
+
+    lr_scheduler_type: "constant" or "cosine" (to min_lr_ratio * lr over total_training_steps, num_cycles half-waves);
+    both after lr_warmup_steps of linear warm-up.
+    """
+
+    lr: float = 1e-6
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    clip_grad: float | None = 1.0
+    lr_scheduler_type: str = "constant"
+    lr_warmup_steps: int = 0
+    total_training_steps: int = -1
+    min_lr_ratio: float = 0.0
+    num_cycles: float = 0.5
+
+
+class TrainEngine(ABC):
+    """One model with its optimizer. B rows, T response tokens."""
+
+    #: the parameters' module; the in-process rollout generates with it
+    module: torch.nn.Module
+
+    @abstractmethod
+    def infer(
+        self, batch: DataProto, outputs: tuple[str, ...], micro: MicroBatching, temperature: float = 1.0
+    ) -> Tensors:
+        """The asked outputs, without gradient: name -> (B, T) float32 on the CPU, 0 outside the response."""
+
+    @abstractmethod
+    def train_batch(
+        self, batch: DataProto, objective: Objective, micro: MicroBatching, temperature: float = 1.0
+    ) -> dict[str, Any]:
+        """One optimizer step on a mini-batch. Returns the objective's metrics as pairs (sum, count), and `grad_norm`.
+
+        A gradient that is not finite skips the step and is reported as `grad_skipped` = 1.
+        """
+
+    @abstractmethod
+    def lr_step(self) -> float:
+        """Advance the learning-rate schedule by one training step; the rate that was in force."""
+
+    @abstractmethod
+    def sum_over_ranks(self, values: list[float]) -> list[float]:
+        """Each value summed over the data-parallel ranks: the counts of a mini-batch that is spread over them."""
+
+    @abstractmethod
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(HuggingFace name, full tensor) of every parameter."""
+
+    @abstractmethod
+    def save(self, folder: Path, contents: tuple[str, ...]) -> None:
+        """Write `contents` (any of model, optimizer, extra, hf_model) under `folder`."""
+
+    @abstractmethod
+    def load(self, folder: Path, contents: tuple[str, ...]) -> None:
+        """Restore what `save` wrote. Raises ValueError when the folder holds another model."""

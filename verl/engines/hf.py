@@ -1,0 +1,202 @@
+"""The training engine of one device: a HuggingFace causal language model, or a critic on the same trunk."""
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.engines.base import MicroBatching, Objective, OptimizerConfig, Tensors, TrainEngine
+from verl.engines.metrics import MetricSums
+from verl.engines.micro_batch import ModelInput, build_input, plan, row_lengths
+from verl.engines.model import ModelConfig, TokenModel, load_module
+from verl.protocol import DataProto
+
+logger = logging.getLogger("verl.engines")
+
+_READS = ("input_ids", "attention_mask", "position_ids", "responses")
+
+
+class HFEngine(TrainEngine):
+    """One device, one model. Parameters in model_dtype (float32 masters), compute in compute_dtype."""
+
+    def __init__(
+        self, config: ModelConfig, optimizer: OptimizerConfig | None = None, module: torch.nn.Module | None = None
+    ):
+        """optimizer: None builds a model for inference only. module: a ready model instead of loading one."""
+        self.config = config
+        self.module = module if module is not None else load_module(config)
+        self.model = TokenModel(self.module, config)
+        self.optimizer_config = optimizer
+        self.module.train(optimizer is not None and config.gradient_checkpointing)
+        self.module.requires_grad_(optimizer is not None)
+        if optimizer is not None and config.gradient_checkpointing:
+            with warnings.catch_warnings():  # its new name is not known to every supported release of transformers
+                warnings.simplefilter("ignore", FutureWarning)
+                self.module.gradient_checkpointing_enable({"use_reentrant": False})
+        self._distribute()
+        if optimizer is None:
+            return
+        self.optimizer = torch.optim.AdamW(
+            self.module.parameters(),
+            lr=optimizer.lr,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            fused=config.device.type == "cuda" or None,
+        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lr_multiplier(optimizer))
+
+    # ---- computing ----------------------------------------------------------------------------------------------
+
+    def infer(
+        self, batch: DataProto, outputs: tuple[str, ...], micro: MicroBatching, temperature: float = 1.0
+    ) -> Tensors:
+        columns = _columns(batch, _READS)
+        lengths = row_lengths(columns["attention_mask"])
+        found = {name: torch.zeros(columns["responses"].shape, dtype=torch.float32) for name in outputs}
+        with torch.no_grad():
+            for rows in self._plan(lengths, micro):
+                model_input = self._input(columns, rows)
+                for name, values in self.model(model_input, outputs, temperature).items():
+                    found[name][rows] = values.float().cpu()
+        return found
+
+    def train_batch(
+        self, batch: DataProto, objective: Objective, micro: MicroBatching, temperature: float = 1.0
+    ) -> dict[str, Any]:
+        columns = batch.tensors
+        lengths = row_lengths(columns["attention_mask"])
+        sums = MetricSums()
+        self.optimizer.zero_grad(set_to_none=True)
+        for rows in self._plan(lengths, micro):
+            share = {name: values[rows].to(self.config.device) for name, values in columns.items()}
+            outputs = self.model(self._input(share, None), objective.needs, temperature)
+            loss, metrics = objective.loss(outputs, share)
+            self._backward(loss)
+            sums.add(metrics, rows=len(rows))
+        return sums.result() | self._step()
+
+    def _distribute(self) -> None:
+        """Spread the model over ranks; one device holds it whole."""
+
+    def _plan(self, lengths: list[int], micro: MicroBatching) -> list[list[int]]:
+        return plan(lengths, micro)
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def _clip_gradient(self, limit: float) -> float:
+        """Scale the gradient down to the norm `limit`; the norm before."""
+        parameters = [p for p in self.module.parameters() if p.grad is not None]
+        return torch.nn.utils.clip_grad_norm_(parameters, limit).item()
+
+    def _step(self) -> dict[str, float]:
+        """Clip, and step unless the gradient is broken."""
+        limit = self.optimizer_config.clip_grad
+        norm = self._clip_gradient(limit if limit is not None else math.inf)
+        if not math.isfinite(norm):
+            logger.warning("the gradient's norm is %s: this update is skipped", norm)
+            self.optimizer.zero_grad(set_to_none=True)
+            return {"grad_norm": norm, "grad_skipped": 1.0}
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {"grad_norm": norm, "grad_skipped": 0.0}
+
+    def _input(self, columns: Tensors, rows: list[int] | None) -> ModelInput:
+        chosen = {k: columns[k] if rows is None else columns[k][rows].to(self.config.device) for k in _READS}
+        return build_input(chosen, self.config.use_remove_padding)
+
+    def lr_step(self) -> float:
+        rate = self.schedule.get_last_lr()[0]
+        self.schedule.step()
+        return rate
+
+    def sum_over_ranks(self, values: list[float]) -> list[float]:
+        return list(values)
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter((name, p.detach()) for name, p in self.module.named_parameters())
+
+    def save(self, folder: Path, contents: tuple[str, ...]) -> None:
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        if {"model", "hf_model"} & set(contents):
+            self.module.save_pretrained(folder / "huggingface")
+        else:
+            self.module.config.save_pretrained(folder / "huggingface")
+        if "optimizer" in contents:
+            torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
+        if "extra" in contents:
+            torch.save({"schedule": self.schedule.state_dict()}, folder / "extra.pt")
+
+    def load(self, folder: Path, contents: tuple[str, ...]) -> None:
+        folder = Path(folder)
+        if "model" in contents:
+            load_weights(self.module, folder / "huggingface")
+        if "optimizer" in contents:
+            self.optimizer.load_state_dict(_read(folder / "optimizer.pt", self.config.device))
+        if "extra" in contents:
+            self.schedule.load_state_dict(_read(folder / "extra.pt", torch.device("cpu"))["schedule"])
+
+
+def _columns(batch: DataProto, names: tuple[str, ...]) -> Tensors:
+    return {name: batch.column(name) for name in names}
+
+
+def _read(path: Path, device: torch.device) -> Any:
+    if not path.is_file():
+        raise ValueError(
+            f"the checkpoint has no {path.name} (looked at {path}); was it saved without it (save_contents)?"
+        )
+    return torch.load(path, map_location=device, weights_only=True)
+
+
+def load_weights(module: torch.nn.Module, folder: Path) -> None:
+    """Copy the safetensors of a HuggingFace folder into `module`, every parameter exactly once."""
+    from safetensors.torch import load_file
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"the checkpoint has no weights: no *.safetensors in {folder}")
+    saved = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    present = dict(module.named_parameters(remove_duplicate=False))
+    tied = {id(p) for name, p in present.items() if name in saved}
+    missing = [name for name, p in present.items() if name not in saved and id(p) not in tied]
+    unknown = sorted(set(saved) - set(present) - {name for name, _ in module.named_buffers()})
+    shapes = [n for n in saved if n in present and saved[n].shape != present[n].shape]
+    if missing or unknown or shapes:
+        raise ValueError(
+            f"{folder} holds another model than {type(module).__name__} here: "
+            f"missing {missing[:3]}, unknown {unknown[:3]}, of other shape {shapes[:3]}"
+        )
+    with torch.no_grad():
+        for name, tensor in saved.items():
+            if name in present:
+                present[name].copy_(tensor)
+
+
+def lr_multiplier(config: OptimizerConfig) -> Callable[[int], float]:
+    """step -> factor on the learning rate: linear warm-up, then constant or cosine."""
+    known = ("constant", "cosine")
+    if config.lr_scheduler_type not in known:
+        raise ValueError(f"lr_scheduler_type: expected one of {known}, found {config.lr_scheduler_type!r}")
+    warmup, total = config.lr_warmup_steps, config.total_training_steps
+    if config.lr_scheduler_type == "cosine" and total <= warmup:
+        raise ValueError(f"a cosine schedule needs more total steps ({total}) than warm-up steps ({warmup})")
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        if config.lr_scheduler_type == "constant":
+            return 1.0
+        progress = min(1.0, (step - warmup) / (total - warmup))
+        wave = 0.5 * (1 + math.cos(2 * math.pi * config.num_cycles * progress))
+        return config.min_lr_ratio + (1 - config.min_lr_ratio) * wave
+
+    return factor

@@ -1,0 +1,119 @@
+"""Cutting a mini-batch into micro-batches, and rows into what a model reads: packed (no padding) or padded.
+
+Either way the model's hidden states become one list of *selected* states: the ones that predict a response token. So
+the last projection, the log-probs and their gradients are computed for response tokens only.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from verl.engines.base import MicroBatching, Tensors
+from verl.utils.balance import token_budget_micro_batches
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the rows of a packed sequence lie. N tokens of b rows, the longest of L tokens.
+
+    slots: (N,) index of each token in the (b * L) right-padded layout. lengths: (b,). cu_seqlens: (b+1,) int32.
+    """
+
+    lengths: torch.Tensor
+    cu_seqlens: torch.Tensor
+    slots: torch.Tensor
+    max_length: int
+
+    @property
+    def rows(self) -> int:
+        return self.lengths.numel()
+
+    @classmethod
+    def of(cls, lengths: torch.Tensor) -> "Packing":
+        longest = int(lengths.max())
+        starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        row = torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)
+        within = torch.arange(row.numel(), device=lengths.device) - starts[row]
+        return cls(lengths, starts.to(torch.int32), row * longest + within, longest)
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """What one forward pass reads, and where its answers go.
+
+    input_ids, position_ids: (1, N) packed or (b, P+T) padded. attention_mask: (b, P+T), or None when packed.
+    states: (S,) flat index of the hidden states that predict a response token; targets: (S,) the token each predicts;
+    slots: (S,) its index in (b * T). shape: (b, T).
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    attention_mask: torch.Tensor | None
+    packing: Packing | None
+    states: torch.Tensor
+    targets: torch.Tensor
+    slots: torch.Tensor
+    shape: tuple[int, int]
+
+    def scatter(self, values: torch.Tensor) -> torch.Tensor:
+        """(S,) values of the selected states -> (b, T), 0 elsewhere."""
+        flat = values.new_zeros(self.shape[0] * self.shape[1])
+        return flat.index_copy(0, self.slots, values).view(self.shape)
+
+
+def row_lengths(attention_mask: torch.Tensor) -> list[int]:
+    """Tokens of each row."""
+    return attention_mask.sum(1).tolist()
+
+
+def plan(lengths: list[int], micro: MicroBatching) -> list[list[int]]:
+    """Row indices of each micro-batch; every row is in exactly one."""
+    if micro.tokens is not None:
+        return token_budget_micro_batches(lengths, micro.tokens)
+    size = micro.rows or len(lengths)
+    return [list(range(i, min(i + size, len(lengths)))) for i in range(0, len(lengths), size)]
+
+
+def split_to(pieces: list[list[int]], count: int) -> list[list[int]]:
+    """The same rows in exactly `count` micro-batches, by halving the largest.
+
+    Ranks that shard one model go through their layers together: they need the same number of micro-batches.
+    """
+    pieces = list(pieces)
+    while len(pieces) < count:
+        largest = max(range(len(pieces)), key=lambda i: len(pieces[i]))
+        rows = pieces[largest]
+        if len(rows) < 2:
+            raise ValueError(f"{sum(map(len, pieces))} rows cannot be cut into {count} micro-batches")
+        pieces[largest : largest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+    return pieces
+
+
+def build_input(rows: Tensors, remove_padding: bool) -> ModelInput:
+    """The model input of a micro-batch with the columns input_ids, attention_mask, position_ids and responses.
+
+    Each row's tokens stand together (left-padded prompt, right-padded response); a response may be followed by padding
+    only.
+    """
+    attention = rows["attention_mask"].bool()
+    width = rows["responses"].shape[1]
+    answered = attention[:, -width:]
+    b, total = attention.shape
+    shape = (b, width)
+    slots = answered.flatten().nonzero()[:, 0]
+    targets = rows["responses"].flatten()[slots]
+    row, t = slots // width, slots % width
+    if not remove_padding:
+        states = row * total + (total - width) + t - 1
+        return ModelInput(
+            rows["input_ids"], rows["position_ids"], attention.long(), None, states, targets, slots, shape
+        )
+    lengths = attention.sum(1)
+    packing = Packing.of(lengths)
+    kept = attention.flatten().nonzero()[:, 0]
+    prompt_lengths = lengths - answered.sum(1)
+    states = packing.cu_seqlens.long()[row] + prompt_lengths[row] + t - 1
+    position_ids = rows["position_ids"].flatten()[kept][None]
+    return ModelInput(
+        rows["input_ids"].flatten()[kept][None], position_ids, None, packing, states, targets, slots, shape
+    )

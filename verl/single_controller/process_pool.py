@@ -1,0 +1,348 @@
+"""ProcessPool: n processes of this host, each with one worker per role, watched until they end.
+
+One thread of this process reads the answers and looks after the processes:
+
+- an exception on one rank: the others, which may be waiting for it in a collective, are stopped at once, and the
+  caller gets the error of the rank that failed first;
+- a process that dies is named within a fraction of a second, with the signal or exit status;
+- a call that takes longer than `timeout` ends with the stacks of all threads of all ranks;
+- the processes end with this one, however it ends.
+
+After any of these the pool is over: its workers' state is not to be trusted, and each later call says why.
+"""
+
+import atexit
+import concurrent.futures
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import IO
+
+import torch
+
+from verl.single_controller.dispatch import Call
+from verl.single_controller.placement import visible_devices
+from verl.single_controller.transport import Kind, Message, Parcel, receive
+from verl.single_controller.worker import Place, WorkerSpec, free_port
+from verl.single_controller.worker_group import Future, WorkerDied, WorkerError, WorkerTimeout
+
+_TICK = 0.1  # seconds between two looks at the processes
+_SETTLE = 0.25  # seconds in which further failures are still awaited, to tell the first one from those it caused
+_GRACE = 5.0  # seconds that a process has to end by itself after STOP
+_SIGNAL_NAMES = {s.value: s.name for s in signal.Signals}
+
+
+@dataclass
+class _Process:
+    """One rank as the pool sees it."""
+
+    rank: int
+    popen: subprocess.Popen
+    connection: socket.socket
+    stacks: IO[bytes]
+    reported_dead: bool = False
+
+    def kill(self) -> None:
+        """End the process and everything that it started: they share a process group."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+
+    def read_stacks(self) -> str:
+        self.stacks.seek(0)
+        return self.stacks.read().decode(errors="replace").strip() or "(no stacks: the process did not answer)"
+
+
+@dataclass
+class _Pending:
+    """A call under way. `started`: when the processes came to it, as far as the pool can tell."""
+
+    role: str
+    method: str
+    waiting: set[int]
+    answers: dict[int, Message] = field(default_factory=dict)
+    done: threading.Event = field(default_factory=threading.Event)
+    error: WorkerError | None = None
+    started: float | None = None
+
+
+class ProcessPool:
+    """`n` processes with one worker per role of `specs`. Made and ready when the constructor returns.
+
+    timeout: seconds that one call (or the making of the workers) may take; may be changed between calls.
+    devices: the GPU numbers that the processes see (rank i uses the i-th); None leaves CUDA_VISIBLE_DEVICES alone.
+    Raises WorkerError when a worker cannot be made.
+    """
+
+    def __init__(
+        self, specs: Mapping[str, WorkerSpec], n: int, *, timeout: float, devices: Sequence[int] | None = None
+    ):
+        self.roles = set(specs)
+        self.timeout = timeout
+        self._lock = threading.Lock()
+        self._pending: dict[int, _Pending] = {}
+        self._calls = 0
+        self._over: WorkerError | None = None
+        self._troubles: list[tuple[int, float, WorkerError]] = []
+        self._settled_at: float | None = None
+        self._processes: list[_Process] = []
+        self._selector = selectors.DefaultSelector()
+        self._lifeline, self._life = os.pipe()
+        port = free_port()
+        places = [Place(rank, n, rank, n, master_port=port) for rank in range(n)]
+        environments = [_environment(place, devices) for place in places]
+        started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._thread = threading.Thread(
+            target=self._serve, args=(environments, started), name="worker watch", daemon=True
+        )
+        self._thread.start()
+        atexit.register(self.stop)
+        try:
+            started.result()
+            self._send_all("+".join(specs), "__init__", [(Kind.START, (dict(specs), p)) for p in places]).get()
+        except BaseException:
+            self.stop()
+            raise
+
+    # ---- calls ----------------------------------------------------------------------------------------------------
+
+    def call(self, role: str, method: str, calls: list[Call | None]) -> Future[list]:
+        """Run `method` of `role` on every rank that has a Call; results in rank order."""
+        messages = [
+            c and (Kind.CALL if c.collect else Kind.SILENT_CALL, (role, method, c.args, c.kwargs, c.padding))
+            for c in calls
+        ]
+        return self._send_all(role, method, messages)
+
+    def _send_all(self, role: str, method: str, messages: Sequence[tuple[Kind, tuple] | None]) -> Future[list]:
+        """One message to each rank that has one; what several ranks share is packed once."""
+        with ExitStack() as parcels:
+            packed: dict[tuple, Parcel] = {}
+            outgoing = []
+            for rank, message in enumerate(messages):
+                if message is not None:
+                    kind, content = message
+                    key = tuple(map(id, content))
+                    if key not in packed:
+                        packed[key] = parcels.enter_context(Parcel(content))
+                    outgoing.append((self._processes[rank], kind, packed[key]))
+            pending = self._begin(role, method, outgoing)
+        return Future(lambda timeout: self._result(pending, len(messages), timeout))
+
+    def _begin(self, role: str, method: str, outgoing: list[tuple[_Process, Kind, Parcel]]) -> _Pending:
+        pending = _Pending(role, method, {process.rank for process, _, _ in outgoing})
+        with self._lock:  # every rank gets the calls of all threads in the same order, or their collectives would cross
+            if self._over is not None:
+                reason = f"not called, since its processes were stopped: {str(self._over).splitlines()[0]}"
+                raise _error(WorkerError, reason, self._over.rank, role, method) from self._over
+            if not self.roles:
+                raise _error(WorkerError, "not called, since the group was shut down", 0, role, method)
+            self._calls += 1
+            if not self._pending:
+                pending.started = time.monotonic()
+            self._pending[self._calls] = pending
+            for process, kind, parcel in outgoing:
+                with suppress(OSError):  # a process that is gone: the watch sees it and ends this call
+                    parcel.send(process.connection, kind, self._calls)
+        return pending
+
+    def _result(self, pending: _Pending, n: int, timeout: float | None) -> list:
+        if not pending.done.wait(timeout):
+            raise TimeoutError(f"{pending.role}.{pending.method}() has not finished after {timeout} s")
+        if pending.error is not None:
+            raise pending.error
+        return [pending.answers[rank].load() if rank in pending.answers else None for rank in range(n)]
+
+    # ---- the watch (its own thread) ---------------------------------------------------------------------------------
+
+    def _serve(self, environments: list[dict[str, str]], started: concurrent.futures.Future) -> None:
+        """Start the processes, look after them, and end them when no role is left or when one has failed.
+
+        The processes are started by this thread since the kernel ends them with the thread that started them, and
+        this one lives as long as the pool.
+        """
+        try:
+            # until a process can write its stacks, the signal that asks for them would end it
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+            for rank, env in enumerate(environments):
+                self._processes.append(_start_process(rank, self._lifeline, env))
+                self._selector.register(self._processes[-1].connection, selectors.EVENT_READ, self._processes[-1])
+            started.set_result(None)
+            while self.roles and self._over is None:
+                self._look()
+        except BaseException as error:  # the caller must hear of it, since nobody else reads the answers
+            if not started.done():
+                started.set_exception(error)
+            self._over = _error(WorkerError, f"the watch of the processes failed: {error!r}", 0, "", "(no call)")
+        finally:
+            self._end()
+
+    def _look(self) -> None:
+        for key, _ in self._selector.select(_TICK):
+            self._read(key.data)
+        self._look_for_the_dead()
+        self._look_at_the_clock()
+        if self._settled_at is not None and time.monotonic() >= self._settled_at:
+            self._over = self._first_error()
+
+    def _read(self, process: _Process) -> None:
+        try:
+            message = receive(process.connection)
+        except (EOFError, OSError):  # it is ending; `_look_for_the_dead` will find out how
+            self._selector.unregister(process.connection)
+            return
+        if message.kind is Kind.FAILURE:
+            failure = message.load()
+            when, text = failure.pop("when"), failure.pop("message")
+            self._trouble(1, when, WorkerError(text, **failure))
+            return
+        if self._troubles:  # the pool is as good as over: an answer that comes now must not hide it
+            return
+        with self._lock:
+            pending = self._pending[message.call_id]
+            pending.answers[process.rank] = message
+            pending.waiting.remove(process.rank)
+            if not pending.waiting:
+                del self._pending[message.call_id]
+                for following in list(self._pending.values())[:1]:
+                    following.started = following.started or time.monotonic()
+                pending.done.set()
+
+    def _look_for_the_dead(self) -> None:
+        for process in self._processes:
+            status = process.popen.poll()
+            if status is None or process.reported_dead:
+                continue
+            process.reported_dead = True
+            role, method = self._doing(process.rank)
+            how = (
+                f"was killed by {_SIGNAL_NAMES.get(-status, f'signal {-status}')}"
+                if status < 0
+                else f"exited ({status})"
+            )
+            if status == -signal.SIGKILL:
+                how += "; if no person or scheduler did it, the machine ran out of memory: see `dmesg`"
+            error = _error(WorkerDied, f"process {process.popen.pid} {how}", process.rank, role, method)
+            self._trouble(0, time.monotonic(), error)
+
+    def _doing(self, rank: int) -> tuple[str, str]:
+        """The call that a rank is at, or that it is idle."""
+        with self._lock:
+            at = next((p for p in self._pending.values() if rank in p.waiting), None)
+        return (at.role, at.method) if at is not None else ("+".join(sorted(self.roles)), "(no call)")
+
+    def _look_at_the_clock(self) -> None:
+        with self._lock:
+            at = next(iter(self._pending.values()), None)
+        if at is None or self._troubles or time.monotonic() - at.started < self.timeout:
+            return
+        for process in self._processes:
+            process.popen.send_signal(signal.SIGUSR1)  # faulthandler writes the stacks while `_SETTLE` passes
+        silent = sorted(at.waiting)
+        answered = sorted(set(at.answers)) or "none"
+        message = (
+            f"no answer after {self.timeout:g} s from ranks {silent} (answered: {answered}); stacks of all ranks:"
+        )
+        self._trouble(2, time.monotonic(), _error(WorkerTimeout, message, silent[0], at.role, at.method))
+
+    def _trouble(self, order: int, when: float, error: WorkerError) -> None:
+        """Note an error. The one to show is chosen when things have settled: a death (0) comes before the exceptions
+        (1) that it causes on other ranks, an earlier exception before a later one, and both before a timeout (2)."""
+        self._troubles.append((order, when, error))
+        if self._settled_at is None:
+            self._settled_at = time.monotonic() + _SETTLE
+
+    def _first_error(self) -> WorkerError:
+        _, _, error = min(self._troubles, key=lambda trouble: trouble[:2])
+        if isinstance(error, WorkerTimeout):
+            stacks = "\n\n".join(f"--- rank {p.rank}\n{p.read_stacks()}" for p in self._processes)
+            error = _error(WorkerTimeout, error.message, error.rank, error.role, error.method, stacks)
+        later = [e for _, _, e in sorted(self._troubles, key=lambda trouble: trouble[:2])[1:]]
+        if later:
+            error.add_note("\n".join(["after it came:", *("  " + str(e).splitlines()[0] for e in later)]))
+        return error
+
+    # ---- the end --------------------------------------------------------------------------------------------------
+
+    def release(self, role: str) -> None:
+        """One role less; the processes end with the last one."""
+        self.roles.discard(role)
+        if not self.roles:
+            self.stop()
+
+    def stop(self) -> None:
+        """End the processes: kindly when they are idle, at once when a call is under way."""
+        self.roles.clear()
+        self._thread.join()
+        atexit.unregister(self.stop)
+
+    def _end(self) -> None:
+        """The last thing that the watch does."""
+        with self._lock:
+            interrupted, self._pending = list(self._pending.values()), {}
+        if not interrupted and self._over is None:
+            self._say_farewell()
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.popen.wait()
+            process.connection.close()
+            process.stacks.close()
+        self._selector.close()
+        os.close(self._lifeline)
+        os.close(self._life)
+        for pending in interrupted:
+            reason = "the group was shut down during the call"
+            pending.error = self._over or _error(WorkerError, reason, 0, pending.role, pending.method)
+            pending.done.set()
+
+    def _say_farewell(self) -> None:
+        """Ask the processes to end, so that they can close what they hold, and wait a while for it."""
+        deadline = time.monotonic() + _GRACE
+        with Parcel(None) as farewell:
+            for process in self._processes:
+                with suppress(OSError):  # it ended before
+                    farewell.send(process.connection, Kind.STOP, 0)
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.popen.wait(max(deadline - time.monotonic(), 0))
+
+
+def _error(kind: type[WorkerError], message: str, rank: int, role: str, method: str, stacks: str = "") -> WorkerError:
+    return kind(message, role=role, rank=rank, host=socket.gethostname(), method=method, traceback=stacks)
+
+
+def _environment(place: Place, devices: Sequence[int] | None) -> dict[str, str]:
+    """The variables of one process: this one's, its rank, the same import path, and a fair share of the cores."""
+    env = {**os.environ, **place.env, "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)}
+    if "OMP_NUM_THREADS" not in env:
+        env["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // place.local_world_size))
+    if devices is not None:
+        env["CUDA_VISIBLE_DEVICES"] = visible_devices(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return env
+
+
+def _start_process(rank: int, lifeline: int, env: dict[str, str]) -> _Process:
+    ours, theirs = socket.socketpair()
+    stacks = tempfile.TemporaryFile()  # noqa: SIM115
+    inherited = (theirs.fileno(), stacks.fileno(), lifeline)
+    command = [sys.executable, "-P", "-m", "verl.single_controller.worker_process", *map(str, inherited)]
+    try:
+        popen = subprocess.Popen(
+            [*command, str(os.getpid())],
+            env=env,
+            pass_fds=inherited,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the controller, which ends the workers; and killpg reaches all
+        )
+    finally:
+        theirs.close()
+    return _Process(rank, popen, ours, stacks)

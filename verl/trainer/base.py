@@ -1,0 +1,226 @@
+"""Trainer: the one training loop. A trainer is a flow, the workers it runs on, and the bookkeeping around them.
+
+Everything that a user can get wrong is checked in the constructor, before a model is loaded.
+"""
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.config import dump_config, to_flat_dict
+from verl.data.files import PromptSource
+from verl.dataflow import HOLD, DataFlow, Pipeline
+from verl.protocol import DataProto
+from verl.single_controller import WorkerGroup
+from verl.trainer.metrics import timing_metrics
+from verl.utils.checkpoint_store import CheckpointStore
+from verl.utils.rng import rng_state, seed_everything, set_rng_state
+from verl.utils.tracking import Tracking
+
+logger = logging.getLogger("verl.trainer")
+
+#: settings that may differ between a run and its resumption without a word
+_FREE_TO_CHANGE = (
+    "trainer.resume_mode",
+    "trainer.resume_from_path",
+    "trainer.total_training_steps",
+    "trainer.total_epochs",
+    "trainer.logger",
+)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a callback in `Trainer.on_step` learns after each step. metrics holds timing_s/* among the rest."""
+
+    step: int
+    total_steps: int
+    metrics: dict[str, float]
+    timings: dict[str, float]
+    batch: DataProto
+
+
+class Trainer(ABC):
+    """Owns fit, step, save and load; a subclass says what the flow is, who executes it, and how it is validated.
+
+    config: a configuration tree with a `trainer` section. source: where the training rows come from.
+    on_step: functions called with a StepReport after each step.
+    """
+
+    #: roles whose state goes into a checkpoint, each into the folder of its name
+    saved_roles: tuple[str, ...] = ()
+
+    def __init__(self, config: Any, source: PromptSource, tokenizer: Any):
+        self.config = config
+        self.source = source
+        self.tokenizer = tokenizer
+        self.total_steps: int = config.trainer.total_training_steps or (
+            source.steps_per_epoch * config.trainer.total_epochs
+        )
+        self.global_step = 0
+        self.roles: dict[str, WorkerGroup] = {}
+        self.on_step: list[Callable[[StepReport], None]] = []
+        self.checkpoints = CheckpointStore(Path(config.trainer.default_local_dir), keep=None)
+        self.pipeline: Pipeline = self.build_flow().compile()
+
+    # ---- what a subclass says -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def init_workers(self) -> None:
+        """Fill `self.roles` with the worker groups that the flow needs. Models are loaded here, not before."""
+
+    @abstractmethod
+    def build_flow(self) -> DataFlow:
+        """The training flow. Override it, and edit what super() gives, to change the algorithm."""
+
+    @abstractmethod
+    def announce(self) -> None:
+        """Say once, in numbers, what is going to run."""
+
+    @abstractmethod
+    def step_metrics(self, batch: DataProto) -> dict[str, float]:
+        """What is reported of a finished batch, beside what the operators reported."""
+
+    @abstractmethod
+    def validate(self) -> dict[str, float]:
+        """Metrics of the current weights on the validation rows; empty when there are none."""
+
+    @property
+    def world_size(self) -> int:
+        return self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node
+
+    # ---- the loop -----------------------------------------------------------------------------------------------
+
+    def fit(self) -> dict[str, float]:
+        """Train to the end, from the last checkpoint if there is one. Returns the last metrics."""
+        trainer = self.config.trainer
+        seed_everything(trainer.seed)
+        self.announce()
+        self.init_workers()
+        try:
+            self.load()
+            with self._tracking() as tracking:
+                return self._fit(tracking)
+        finally:
+            for group in set(self.roles.values()):
+                group.shutdown()
+
+    def _fit(self, tracking: Tracking) -> dict[str, float]:
+        trainer = self.config.trainer
+        metrics: dict[str, float] = {}
+        if (trainer.val_before_train and self.global_step == 0) or trainer.val_only:
+            metrics = self._validate(tracking)
+        if trainer.val_only:
+            return metrics
+        if self.global_step >= self.total_steps:
+            logger.warning(
+                "nothing to train: the checkpoint is of step %d and the run ends at step %d; raise "
+                "trainer.total_training_steps or trainer.total_epochs to go on",
+                self.global_step,
+                self.total_steps,
+            )
+        while self.global_step < self.total_steps:
+            metrics |= self._step(tracking)
+        return metrics
+
+    def _step(self, tracking: Tracking) -> dict[str, float]:
+        """One training step: the flow until a batch comes out of it, then log, validate and save when it is time."""
+        trainer = self.config.trainer
+        self.global_step += 1
+        timings: dict[str, float] = {}
+        batch: Any = HOLD
+        while batch is HOLD:
+            batch = self.pipeline.run()
+            for name, seconds in self.pipeline.timings.items():
+                timings[name] = timings.get(name, 0.0) + seconds
+        metrics = dict(batch.meta_info["metrics"]) | self.step_metrics(batch)
+        metrics |= timing_metrics(timings, int(batch.batch["attention_mask"].sum()), self.world_size)
+        metrics |= {"training/global_step": self.global_step, "training/epoch": self.source.epoch}
+        tracking.log(metrics, self.global_step)
+        last = self.global_step == self.total_steps
+        if trainer.test_freq > 0 and (last or self.global_step % trainer.test_freq == 0):
+            metrics |= self._validate(tracking)
+        if trainer.save_freq > 0 and (last or self.global_step % trainer.save_freq == 0):
+            self.save()
+        report = StepReport(self.global_step, self.total_steps, metrics, timings, batch)
+        for callback in self.on_step:
+            callback(report)
+        return metrics
+
+    def _validate(self, tracking: Tracking) -> dict[str, float]:
+        start = time.perf_counter()
+        metrics = self.validate()
+        if metrics:
+            metrics["timing_s/testing"] = time.perf_counter() - start
+            tracking.log(metrics, self.global_step)
+            logger.info("[validate] %.2fs", metrics["timing_s/testing"])
+        return metrics
+
+    def _tracking(self) -> Tracking:
+        trainer = self.config.trainer
+        return Tracking(
+            trainer.logger,
+            trainer.project_name,
+            trainer.experiment_name,
+            config=to_flat_dict(self.config),
+            default_local_dir=trainer.default_local_dir,
+            resume_step=self.global_step,
+        )
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def save(self) -> Path:
+        """Write `global_step_N`: the roles' weights and optimizers, the flow's state and every random state."""
+        start = time.perf_counter()
+        with self.checkpoints.writing(self.global_step) as folder:
+            for role in self.saved_roles:
+                if role in self.roles:
+                    self.roles[role].save_checkpoint(folder / role)
+                    self.tokenizer.save_pretrained(folder / role / "huggingface")
+            state = {"global_step": self.global_step, "flow": self.pipeline.state_dict(), "rng": rng_state()}
+            torch.save(state | {"config": to_flat_dict(self.config)}, folder / "trainer.pt")
+            (folder / "config.yaml").write_text(dump_config(self.config))
+        for part, keep in self.checkpoints_to_keep().items():
+            self.checkpoints.prune_part(part, keep)
+        path = self.checkpoints.path(self.global_step)
+        logger.info("[save] %.2fs %s", time.perf_counter() - start, path)
+        return path
+
+    def checkpoints_to_keep(self) -> dict[str, int | None]:
+        """Role -> how many of its newest checkpoints stay; None keeps all."""
+        return dict.fromkeys(self.saved_roles)
+
+    def load(self) -> None:
+        """Go on from the last complete checkpoint, or from trainer.resume_from_path; else from the beginning."""
+        trainer = self.config.trainer
+        if trainer.resume_mode == "disable":
+            return
+        if trainer.resume_mode == "resume_path":
+            folder = self.checkpoints.resume_path(trainer.resume_from_path)
+        else:
+            folder = self.checkpoints.latest()
+        if folder is None:
+            return
+        state = torch.load(folder / "trainer.pt", weights_only=False)
+        self._report_changed_settings(state["config"])
+        for role in self.saved_roles:
+            if role in self.roles:
+                self.roles[role].load_checkpoint(folder / role)
+        self.pipeline.load_state_dict(state["flow"])
+        set_rng_state(state["rng"])
+        self.global_step = state["global_step"]
+        logger.info("resumed from %s: step %d of %d", folder, self.global_step, self.total_steps)
+
+    def _report_changed_settings(self, saved: dict[str, Any]) -> None:
+        """Name every setting that differs from those of the run that wrote the checkpoint."""
+        now = to_flat_dict(self.config)
+        changed = [k for k in sorted(saved.keys() | now.keys()) if saved.get(k) != now.get(k)]
+        words = [f"{k}: {saved.get(k)} -> {now.get(k)}" for k in changed if k not in _FREE_TO_CHANGE]
+        if words:
+            logger.warning("resuming with other settings than the checkpoint's: %s", ", ".join(words))

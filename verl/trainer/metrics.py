@@ -1,0 +1,109 @@
+"""What a step and a validation report, under the names that the field's plots already use."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.algorithms.masked import masked_mean, masked_var
+from verl.protocol import DataProto
+
+
+def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
+    return {
+        f"{name}/mean": values.mean().item(),
+        f"{name}/max": values.max().item(),
+        f"{name}/min": values.min().item(),
+    }
+
+
+def data_metrics(batch: DataProto) -> dict[str, float]:
+    """Scores, rewards, advantages, values and lengths of a finished training batch."""
+    columns = batch.tensors
+    mask, prompt_mask = columns["response_mask"], columns["attention_mask"][:, : columns["prompts"].shape[1]]
+    lengths = columns["attention_mask"][:, -mask.shape[1] :].sum(1).float()
+    metrics = {
+        **_spread("critic/score", columns["token_level_scores"].sum(1)),
+        **_spread("critic/rewards", columns["token_level_rewards"].sum(1)),
+        **_spread("critic/advantages", columns["advantages"][mask.bool()]),
+        **_spread("critic/returns", columns["returns"][mask.bool()]),
+        **_spread("response_length", lengths),
+        **_spread("prompt_length", prompt_mask.sum(1).float()),
+        "response/aborted_ratio": (lengths == 0).float().mean().item(),
+    }
+    if "values" in columns:
+        metrics |= _spread("critic/values", columns["values"][mask.bool()])
+        unexplained = masked_var(columns["returns"] - columns["values"], mask) / (
+            masked_var(columns["returns"], mask) + 1e-5
+        )
+        metrics["critic/vf_explained_var"] = 1 - unexplained.item()
+    if "ref_log_prob" in columns:
+        # the k3 estimate of KL(policy, reference): never negative, unbiased
+        log_ratio = columns["ref_log_prob"] - columns["old_log_probs"]
+        metrics["actor/ref_kl"] = masked_mean(log_ratio.exp() - log_ratio - 1, mask).item()
+    return metrics
+
+
+def timing_metrics(timings: Mapping[str, float], tokens: int, world_size: int) -> dict[str, float]:
+    """Seconds of each operator and of the step, and the tokens per second and process."""
+    step = sum(timings.values())
+    seconds = {f"timing_s/{name}": value for name, value in timings.items()}
+    throughput = {"perf/total_num_tokens": tokens, "perf/time_per_step": step}
+    return {**seconds, **throughput, "timing_s/step": step, "perf/throughput": tokens / step / world_size}
+
+
+def _majority(values: np.ndarray, answers: np.ndarray) -> float:
+    """The value of the most frequent answer (the first of them on a tie)."""
+    winner = Counter(answers.tolist()).most_common(1)[0][0]
+    return float(values[answers.tolist().index(winner)])
+
+
+def validation_metrics(
+    data_sources: np.ndarray,
+    uids: np.ndarray,
+    variables: Mapping[str, np.ndarray],
+    predictions: np.ndarray | None = None,
+) -> dict[str, float]:
+    """val-core/<source>/<variable>/mean@N and, for N > 1 samples a prompt, best@N, worst@N, maj@N and std@N.
+
+    data_sources, uids: (B,). variables: name -> (B,) numbers; the core one is `acc` where there is one, else `reward`;
+    the others are reported under val-aux. predictions: (B,) extracted answers, for the majority vote.
+    """
+    core = "acc" if "acc" in variables else "reward"
+    groups: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for row, (source, uid) in enumerate(zip(data_sources, uids)):
+        groups[str(source)][str(uid)].append(row)
+    metrics: dict[str, float] = {}
+    for source, prompts in groups.items():
+        n = max(len(rows) for rows in prompts.values())
+        for name, column in variables.items():
+            kinds: dict[str, Callable[[list[int]], float]] = {
+                f"mean@{n}": lambda rows, c=column: float(np.mean(c[rows]))
+            }
+            if n > 1:
+                kinds |= {
+                    f"best@{n}": lambda rows, c=column: float(np.max(c[rows])),
+                    f"worst@{n}": lambda rows, c=column: float(np.min(c[rows])),
+                    f"std@{n}": lambda rows, c=column: float(np.std(c[rows])),
+                }
+                if predictions is not None:
+                    kinds[f"maj@{n}"] = lambda rows, c=column: _majority(c[rows], predictions[rows])
+            for kind, of in kinds.items():
+                section = "val-core" if name == core and kind.split("@")[0] in ("mean", "best", "maj") else "val-aux"
+                metrics[f"{section}/{source}/{name}/{kind}"] = float(np.mean([of(rows) for rows in prompts.values()]))
+    return metrics
+
+
+def numeric_columns(batch: DataProto) -> dict[str, np.ndarray]:
+    """`reward` and every reward_* column of numbers of a scored batch, (B,) float64."""
+    found: dict[str, np.ndarray] = {"reward": batch.batch["token_level_scores"].sum(1).double().numpy()}
+    for name, values in batch.non_tensor_batch.items():
+        if name.startswith("reward_") and name != "reward_model" and all(_is_number(v) for v in values):
+            found[name.removeprefix("reward_")] = values.astype(np.float64)
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float | np.number)

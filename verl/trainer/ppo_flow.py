@@ -1,0 +1,326 @@
+"""The flow of policy optimisation: reading order is running order.
+
+    prompts -> repeat -> gen -> reward -> [reward_baseline] -> old_log_prob -> [ref] -> [values]
+            -> [kl] -> adv -> [update_critic] -> update_actor
+
+Which of the operators in brackets exist follows from what is asked for: an estimator whose signature names `values`
+makes the critic's operators exist, one that names `reward_baselines` the greedy rollout. No list of algorithms is here.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.algorithms.advantages import get_adv_estimator_fn
+from verl.algorithms.binding import bind_arguments, required_columns
+from verl.algorithms.kl import FixedKLController, apply_kl_penalty, get_kl_controller
+from verl.config import tree, tree_trainer
+from verl.data.files import PromptSource
+from verl.dataflow import DataFlow, Operator, Stateful
+from verl.protocol import DataProto
+from verl.rewards import RewardManager
+from verl.single_controller import WorkerGroup
+from verl.utils.rng import fork_seed
+
+#: what `gen` adds to the prompts
+GENERATED = (
+    "prompts",
+    "responses",
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "response_mask",
+    "rollout_log_probs",
+)
+#: what a forward pass over whole sequences reads
+SEQUENCES = ("input_ids", "attention_mask", "position_ids", "responses")
+
+
+Roles = Mapping[str, WorkerGroup]
+
+
+class Prompts(Stateful):
+    """The source of training prompts, and the step that they are for in meta_info["global_step"]."""
+
+    def __init__(self, source: PromptSource, step: Callable[[], int]):
+        self.source = source
+        self.step = step
+
+    def __call__(self) -> DataProto:
+        batch = self.source()
+        batch.meta_info["global_step"] = self.step()
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.source.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.source.load_state_dict(state)
+
+
+def estimator_settings(algorithm: tree_trainer.AlgorithmConfig) -> dict[str, Any]:
+    """The settings that an advantage estimator may ask for by name: the `algorithm` section."""
+    return algorithm.model_dump()
+
+
+def estimator_columns(algorithm: tree_trainer.AlgorithmConfig) -> tuple[str, ...]:
+    """The columns that the configured estimator asks for."""
+    return required_columns(get_adv_estimator_fn(algorithm.adv_estimator), estimator_settings(algorithm))
+
+
+def needs_critic(config: tree.Config) -> bool:
+    """Whether the configured estimator reads the column `values`."""
+    return "values" in estimator_columns(config.algorithm)
+
+
+def needs_reference(config: tree.Config) -> bool:
+    """Whether a KL to the reference is asked for, in the reward or in the loss."""
+    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+
+
+def repeat(n: int) -> Callable[[DataProto], DataProto]:
+    """Every prompt n times, side by side, with the column sample_index: 0 .. n-1 within a prompt."""
+
+    def repeat_prompts(batch: DataProto) -> DataProto:
+        return batch.repeat(n).replace(sample_index=np.tile(np.arange(n), len(batch)).astype(object))
+
+    return repeat_prompts
+
+
+def generate(roles: Roles, sampling: str) -> Callable[[DataProto], DataProto]:
+    """Answers to the batch's prompts. sampling: "train", "greedy" or "validate"."""
+
+    def gen(batch: DataProto) -> DataProto:
+        asked = batch.select([], ["prompt_ids", "uid", "sample_index"], [])
+        asked.meta_info["sampling"] = sampling
+        return roles["rollout"].generate_sequences(asked)
+
+    return gen
+
+
+class Reward:
+    """Scores of the answers, by the reward manager.
+
+    shuffle_seed: when given, the scores are dealt out to the rows at random (a control: nothing can be learnt then).
+    """
+
+    def __init__(self, manager: RewardManager, shuffle_seed: int | None = None):
+        self.manager = manager
+        self.shuffle_seed = shuffle_seed
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        scored = self.manager(batch, return_dict=True)
+        scores, extra = scored["reward_tensor"], scored["reward_extra_info"]
+        metrics = dict(scored["metrics"])
+        if self.shuffle_seed is not None:
+            scores = self._dealt_out(scores, batch)
+        for name, values in extra.items():
+            numbers = [float(v) for v in values if isinstance(v, bool | int | float | np.number)]
+            if len(numbers) == len(values) and numbers:
+                metrics[f"reward/{name}"] = sum(numbers) / len(numbers)
+        columns = {f"reward_{name}": values for name, values in extra.items()}
+        result = DataProto.from_dict({"token_level_scores": scores, "token_level_rewards": scores}, columns)
+        result.meta_info["metrics"] = metrics
+        return result
+
+    def _dealt_out(self, scores: torch.Tensor, batch: DataProto) -> torch.Tensor:
+        """The same sums on other rows, each at its new row's last token."""
+        mask = batch.batch["response_mask"]
+        seed = fork_seed(self.shuffle_seed, *map(str, batch.non_tensor_batch["uid"][:8]))
+        order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
+        last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(1)
+        return torch.zeros_like(scores).scatter(1, last[:, None], scores.sum(1)[order][:, None])
+
+
+def reward_baseline(roles: Roles, manager: RewardManager) -> Callable[[DataProto], DataProto]:
+    """The reward of one greedy answer to each prompt (ReMax, Li et al. 2023, arXiv 2310.10505)."""
+
+    def greedy_reward(batch: DataProto) -> DataProto:
+        uids, first, group = np.unique(
+            batch.non_tensor_batch["uid"].astype(str), return_index=True, return_inverse=True
+        )
+        prompts = batch.select([], None)[first].replace(sample_index=np.zeros(len(uids), dtype=object))
+        answered = prompts.union(generate(roles, "greedy")(prompts))
+        scores = manager(answered, return_dict=True)["reward_tensor"].sum(1)
+        return DataProto.from_dict(
+            {"reward_baselines": scores[group]}, meta_info={"metrics": {"reward/greedy_mean": scores.mean().item()}}
+        )
+
+    return greedy_reward
+
+
+def old_log_prob(roles: Roles, extra: tuple[str, ...]) -> Callable[[DataProto], DataProto]:
+    """Log-probs of the policy as it is before the update, and its entropy."""
+
+    def recompute(batch: DataProto) -> DataProto:
+        asked = batch.select(list(SEQUENCES), [], [])
+        asked.meta_info["outputs"] = ("entropys", *extra)
+        found = roles["actor"].compute_log_prob(asked)
+        mask = batch.batch["response_mask"].bool()
+        gap = (found.batch["old_log_probs"] - batch.batch["rollout_log_probs"]).abs()[mask]
+        found.meta_info["metrics"] = {
+            "actor/entropy": found.batch["entropys"][mask].mean().item(),
+            "rollout/logprob_gap_mean": gap.mean().item(),
+            "rollout/logprob_gap_max": gap.max().item(),
+        }
+        return found
+
+    return recompute
+
+
+def ref_log_prob(roles: Roles) -> Callable[[DataProto], DataProto]:
+    """Log-probs of the reference policy."""
+
+    def ref(batch: DataProto) -> DataProto:
+        return roles["ref"].compute_ref_log_prob(batch.select(list(SEQUENCES), [], []))
+
+    return ref
+
+
+def values(roles: Roles) -> Callable[[DataProto], DataProto]:
+    """The critic's values."""
+
+    def compute_values(batch: DataProto) -> DataProto:
+        return roles["critic"].compute_values(batch.select(list(SEQUENCES), [], []))
+
+    return compute_values
+
+
+class KLInReward(Stateful):
+    """reward_t = score_t - coefficient * KL_t; the coefficient may be steered, so it is state."""
+
+    def __init__(self, controller: FixedKLController, kind: str):
+        self.controller = controller
+        self.kind = kind
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        columns = batch.tensors
+        coefficient = self.controller.value
+        rewards, kl = apply_kl_penalty(
+            columns["token_level_scores"],
+            columns["old_log_probs"],
+            columns["ref_log_prob"],
+            columns["response_mask"],
+            kl_coef=coefficient,
+            kl_penalty_kind=self.kind,
+        )
+        self.controller.update(kl, len(batch))
+        metrics = {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coefficient}
+        return DataProto.from_dict({"token_level_rewards": rewards}, meta_info={"metrics": metrics})
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.controller.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.controller.load_state_dict(state)
+
+
+def advantage(algorithm: tree_trainer.AlgorithmConfig) -> Callable[[DataProto], DataProto]:
+    """Advantages and returns by the configured estimator, its parameters bound by name."""
+    estimator = get_adv_estimator_fn(algorithm.adv_estimator)
+    settings = estimator_settings(algorithm)
+
+    def adv(batch: DataProto) -> DataProto:
+        columns = {**batch.non_tensor_batch, **batch.tensors}
+        advantages, returns = estimator(**bind_arguments(estimator, columns, settings))
+        return DataProto.from_dict({"advantages": advantages, "returns": returns})
+
+    return adv
+
+
+class Update:
+    """An update of the actor or the critic. mini_batch_rows: responses of one optimizer step, over all ranks.
+
+    warmup: training steps in which nothing is done (the critic learns first).
+    """
+
+    def __init__(self, update: Callable[[DataProto], dict[str, float]], mini_batch_rows: int, warmup: int = 0):
+        self.update = update
+        self.mini_batch_rows = mini_batch_rows
+        self.warmup = warmup
+
+    def __call__(self, batch: DataProto) -> None:
+        step = batch.meta_info["global_step"]
+        if step <= self.warmup:
+            return
+        rows = batch.select(None, [], [])
+        rows.meta_info = {"mini_batch_rows": self.mini_batch_rows, "global_step": step}
+        batch.meta_info["metrics"] = self.update(rows)
+
+
+def build_ppo_flow(
+    config: tree.Config,
+    prompts: Callable[[], DataProto],
+    roles: Roles,
+    manager: RewardManager,
+) -> DataFlow:
+    """The flow of the configured algorithm over the roles actor, rollout, ref and critic.
+
+    The roles are looked up when an operator runs: a flow is built and checked before any model is loaded.
+    """
+    algorithm, actor, n = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    asked = estimator_columns(algorithm)
+    shuffle_seed = config.trainer.seed if algorithm.shuffle_rewards else None
+    actor_rows = actor.ppo_mini_batch_size * n
+    flow = DataFlow()
+
+    def add(name: str, func: Callable, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()) -> None:
+        flow.add_operator(Operator(name, func, reads, writes))
+
+    add("prompts", prompts, writes=("prompt_ids", "uid", "data_source", "reward_model"))
+    add("repeat", repeat(n), reads=("uid",))
+    add("gen", generate(roles, "train"), reads=("prompt_ids", "uid"), writes=GENERATED)
+    add(
+        "reward",
+        Reward(manager, shuffle_seed),
+        reads=("responses", "response_mask", "data_source", "reward_model"),
+        writes=("token_level_scores", "token_level_rewards"),
+    )
+    if "reward_baselines" in asked:
+        add(
+            "reward_baseline",
+            reward_baseline(roles, manager),
+            reads=("prompt_ids", "uid"),
+            writes=("reward_baselines",),
+        )
+    extra = tuple(name for name in ("sum_pi_squared",) if name in asked)
+    add(
+        "old_log_prob",
+        old_log_prob(roles, extra),
+        reads=(*SEQUENCES, "rollout_log_probs"),
+        writes=("old_log_probs", "entropys", *extra),
+    )
+    if needs_reference(config):
+        add("ref", ref_log_prob(roles), reads=SEQUENCES, writes=("ref_log_prob",))
+    if "values" in asked:
+        add("values", values(roles), reads=SEQUENCES, writes=("values",))
+    if algorithm.use_kl_in_reward:
+        kl = KLInReward(get_kl_controller(**algorithm.kl_ctrl.model_dump()), algorithm.kl_penalty)
+        add("kl", kl, reads=("old_log_probs", "ref_log_prob"), writes=("token_level_rewards",))
+    add("adv", advantage(algorithm), reads=asked, writes=("advantages", "returns"))
+    if "values" in asked:
+        critic_rows = config.critic.ppo_mini_batch_size * n
+        reads = (*SEQUENCES, "values", "returns", "response_mask")
+        add("update_critic", Update(lambda rows: roles["critic"].update_critic(rows), critic_rows), reads=reads)
+    reads = (*SEQUENCES, "old_log_probs", "advantages", "response_mask")
+    update = Update(lambda rows: roles["actor"].update_actor(rows), actor_rows, config.trainer.critic_warmup)
+    add("update_actor", update, reads=reads)
+    return flow
+
+
+def build_validation_flow(roles: Roles, manager: RewardManager, n: int) -> DataFlow:
+    """repeat -> gen -> reward, sampled as rollout.val_kwargs says."""
+    return DataFlow(
+        [
+            Operator("repeat", repeat(n), reads=("uid",)),
+            Operator("gen", generate(roles, "validate"), reads=("prompt_ids", "uid"), writes=GENERATED),
+            Operator(
+                "reward",
+                Reward(manager),
+                reads=("responses", "response_mask", "data_source", "reward_model"),
+                writes=("token_level_scores", "token_level_rewards"),
+            ),
+        ]
+    )

@@ -1,0 +1,115 @@
+"""PPOTrainer: policy optimisation. Subclasses differ in who executes it (`init_workers`) alone."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from verl.algorithms.advantages import get_adv_estimator_fn
+from verl.algorithms.presets import PRESETS
+from verl.config import batch_words, check_available, check_inputs, load_config, tree
+from verl.data.files import PromptSource
+from verl.data.rlhf_dataset import RLHFDataset, check_dataset, collate_prompts
+from verl.dataflow import DataFlow
+from verl.protocol import DataProto
+from verl.rewards import RewardManager
+from verl.trainer import setup
+from verl.trainer.base import Trainer
+from verl.trainer.metrics import data_metrics, numeric_columns, validation_metrics
+from verl.trainer.ppo_flow import Prompts, build_ppo_flow, build_validation_flow
+from verl.trainer.samples import dump_generations, generations, write_jsonl
+
+logger = logging.getLogger("verl.trainer")
+
+
+class PPOTrainer(Trainer):
+    """Policy optimisation by the flow of `build_flow`.
+
+    config: a Config, or None to read config_path and overrides ("key=value"). Datasets, reward manager and tokenizer
+    may be given; otherwise they are made from the configuration.
+    """
+
+    saved_roles = ("actor", "critic")
+
+    def __init__(
+        self,
+        config: tree.Config | None = None,
+        *,
+        config_path: str | Path | None = None,
+        overrides: Sequence[str] = (),
+        train_dataset: Dataset | None = None,
+        val_dataset: Dataset | None = None,
+        reward_manager: RewardManager | None = None,
+        tokenizer: Any = None,
+    ):
+        if config is None:
+            base = setup.config_of_datasets(train_dataset, val_dataset)
+            config = load_config(config_path, overrides, base=base, presets=PRESETS, extra_checks=[check_inputs])
+        check_available(config)
+        setup.import_extensions(config)
+        setup.check_group_size(config, get_adv_estimator_fn(config.algorithm.adv_estimator))
+        if tokenizer is None and isinstance(train_dataset, RLHFDataset):
+            tokenizer = train_dataset.tokenizer
+        tokenizer = tokenizer if tokenizer is not None else setup.load_tokenizer(config.actor_rollout_ref.model)
+        self.train_dataset = train_dataset if train_dataset is not None else setup.load_dataset(config, tokenizer)
+        self.val_dataset = val_dataset if val_dataset is not None else setup.load_val_dataset(config, tokenizer)
+        check_dataset(self.train_dataset)
+        self.reward_manager = reward_manager if reward_manager is not None else setup.load_rewards(config, tokenizer)
+        setup.try_rewards(self.reward_manager, self.train_dataset, tokenizer)
+        source = PromptSource(
+            self.train_dataset,
+            config.data.train_batch_size,
+            seed=config.data.seed,
+            shuffle=config.data.shuffle,
+            collate=collate_prompts,
+        )
+        super().__init__(config, source, tokenizer)
+        n = config.actor_rollout_ref.rollout.val_kwargs.n
+        self.validation = build_validation_flow(self.roles, self.reward_manager, n).compile(
+            inputs=("prompt_ids", "uid", "data_source", "reward_model")
+        )
+
+    def build_flow(self) -> DataFlow:
+        prompts = Prompts(self.source, lambda: self.global_step)
+        return build_ppo_flow(self.config, prompts, self.roles, self.reward_manager)
+
+    def announce(self) -> None:
+        rows = f"{len(self.val_dataset):,} rows" if self.val_dataset is not None else "none"
+        logger.info("model: %s", self.config.actor_rollout_ref.model.path)
+        logger.info("algorithm: %s, %d steps", self.config.algorithm.adv_estimator, self.total_steps)
+        logger.info("batch: %s", batch_words(self.config))
+        logger.info("data: %s; validation: %s", self.source.describe(), rows)
+        logger.info("flow: %s", " -> ".join(op.name for op in self.pipeline.operators))
+
+    def step_metrics(self, batch: DataProto) -> dict[str, float]:
+        folder = self.config.trainer.rollout_data_dir
+        if folder:
+            dump_generations(folder, self.global_step, batch, self.tokenizer)
+        return data_metrics(batch)
+
+    def validate(self) -> dict[str, float]:
+        """Answers to every validation prompt, scored: val-core/<source>/acc/mean@N and its relatives."""
+        if self.val_dataset is None:
+            return {}
+        scored, texts = [], []
+        size = self.config.data.val_batch_size or len(self.val_dataset)
+        for start in range(0, len(self.val_dataset), size):
+            rows = range(start, min(start + size, len(self.val_dataset)))
+            prompts = collate_prompts([self.val_dataset[i] for i in rows]).replace(uid=[f"val:{i}" for i in rows])
+            scored.append(self.validation.run(prompts))
+            texts += generations(scored[-1], self.tokenizer)
+        columns = [numeric_columns(piece) for piece in scored]
+        variables = {name: torch.cat([torch.from_numpy(c[name]) for c in columns]).numpy() for name in columns[0]}
+        sources, uids = (setup.joined(scored, name) for name in ("data_source", "uid"))
+        folder = self.config.trainer.validation_data_dir
+        if folder:
+            write_jsonl(Path(folder) / f"{self.global_step}.jsonl", texts)
+        self.validation_samples = texts
+        return validation_metrics(sources, uids, variables, setup.predictions(scored))
+
+    def checkpoints_to_keep(self) -> dict[str, int | None]:
+        trainer = self.config.trainer
+        return {"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep}

@@ -1,0 +1,134 @@
+"""What a trainer prepares before a model is loaded."""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from verl.config import tree, tree_model
+from verl.data.rlhf_dataset import RLHFDataset, collate_prompts, load_dataset_class
+from verl.data.sequences import build_sequences
+from verl.protocol import DataProto
+from verl.registry import import_module
+from verl.rewards import RewardManager, load_reward_manager
+
+logger = logging.getLogger("verl.trainer")
+
+
+def config_of_datasets(train: Dataset | None, val: Dataset | None) -> dict[str, Any]:
+    """What datasets that are given as objects say about the configuration: their files."""
+    given = {"train_files": train, "val_files": val}
+    return {"data": {key: list(d.data_files) for key, d in given.items() if isinstance(d, RLHFDataset)}}
+
+
+def import_extensions(config: tree.Config) -> None:
+    """Import the user's own files and modules, which register losses, estimators and rewards."""
+    for address in config.imports:
+        import_module(address)
+
+
+def check_group_size(config: tree.Config, estimator: Callable) -> None:
+    """An estimator that compares the answers to one prompt needs several of them."""
+    n = config.actor_rollout_ref.rollout.n
+    if n < estimator.min_group_size:
+        raise ValueError(
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares the answers to one prompt: "
+            f"actor_rollout_ref.rollout.n must be at least {estimator.min_group_size}, found {n}"
+        )
+
+
+def load_tokenizer(model: tree_model.ModelConfig) -> Any:
+    """The tokenizer beside the model, or of model.tokenizer_path. Raises ValueError when there is none."""
+    from transformers import AutoTokenizer
+
+    path = model.tokenizer_path or model.path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no tokenizer at {path!r}: {error}") from error
+    if model.custom_chat_template is not None:
+        tokenizer.chat_template = model.custom_chat_template
+    return tokenizer
+
+
+def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end an answer: the tokenizer's end token and those of the model's generation config."""
+    from transformers import GenerationConfig
+
+    ids = [tokenizer.eos_token_id]
+    if (Path(model_path) / "generation_config.json").is_file() or not Path(model_path).is_dir():
+        found = GenerationConfig.from_pretrained(model_path).eos_token_id
+        ids += found if isinstance(found, list) else [found] if found is not None else []
+    return tuple(dict.fromkeys(ids))
+
+
+def _dataset(config: tree.Config, tokenizer: Any, files: Sequence[str], max_samples: int) -> Dataset:
+    data = config.data
+    cls = load_dataset_class(data.custom_cls.path, data.custom_cls.name) if data.custom_cls.path else RLHFDataset
+    settings = data.model_dump() | {"train_max_samples": max_samples}
+    return cls(data_files=list(files), tokenizer=tokenizer, config=settings)
+
+
+def load_dataset(config: tree.Config, tokenizer: Any) -> Dataset:
+    """The training prompts."""
+    return _dataset(config, tokenizer, config.data.train_files, config.data.train_max_samples)
+
+
+def load_val_dataset(config: tree.Config, tokenizer: Any) -> Dataset | None:
+    """The validation prompts; None when there are no files."""
+    files = config.data.val_files
+    return _dataset(config, tokenizer, files, config.data.val_max_samples) if files else None
+
+
+def load_rewards(config: tree.Config, tokenizer: Any) -> RewardManager:
+    """The reward manager that the `reward` section describes."""
+    reward = config.reward
+    function, manager = reward.custom_reward_function, reward.reward_manager
+    return load_reward_manager(
+        tokenizer=tokenizer,
+        manager=manager.name,
+        manager_path=manager.module.path,
+        function_path=function.path,
+        function_name=function.name if function.path else None,
+        registered_function=reward.reward_function,
+        reward_kwargs=function.reward_kwargs,
+        manager_kwargs={
+            **reward.reward_kwargs,
+            "on_error": reward.on_error,
+            "failure_score": reward.failure_score,
+            "timeout": reward.timeout,
+        },
+        reward_fn_key=config.data.reward_fn_key,
+    )
+
+
+def try_rewards(manager: RewardManager, dataset: Dataset, tokenizer: Any) -> None:
+    """Score one made-up answer, the first row's ground truth: a reward function that cannot score fails here.
+
+    Not after the model is loaded and the first batch generated.
+    """
+    item = dataset[0]
+    truth = str((item.get("reward_model") or {}).get("ground_truth", ""))
+    answer = tokenizer.encode(truth, add_special_tokens=False) or [tokenizer.eos_token_id]
+    prompts = collate_prompts([item])
+    columns = build_sequences(list(prompts.non_tensor_batch["prompt_ids"]), [answer], tokenizer.pad_token_id)
+    try:
+        manager(prompts.union(DataProto.from_dict(columns)), return_dict=True)
+    except Exception as error:
+        error.add_note("found by a trial before training: the first row's ground truth was scored as an answer")
+        raise
+
+
+def joined(pieces: Sequence[DataProto], name: str) -> np.ndarray:
+    """One object column of several batches, one after another."""
+    return np.concatenate([piece.non_tensor_batch[name] for piece in pieces])
+
+
+def predictions(pieces: Sequence[DataProto]) -> np.ndarray | None:
+    """The extracted answers, where the reward function returns them as `pred`."""
+    if not all("reward_pred" in piece for piece in pieces):
+        return None
+    return joined(pieces, "reward_pred")

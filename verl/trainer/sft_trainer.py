@@ -1,0 +1,134 @@
+"""Supervised fine-tuning on the same loop: python -m verl.trainer.sft_trainer key=value ...
+
+rows -> update
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from verl.config import check_available, load_config, tree_sft
+from verl.data.files import PromptSource
+from verl.data.sft_dataset import SFTDataset, collate_sft
+from verl.dataflow import DataFlow, Operator, Stateful
+from verl.protocol import DataProto
+from verl.single_controller import LocalWorkerGroup, WorkerSpec
+from verl.trainer import setup
+from verl.trainer.base import Trainer
+from verl.workers.build import micro_batching, model_config, optimizer_config
+from verl.workers.sft import SFTWorker
+
+logger = logging.getLogger("verl.trainer")
+
+
+class _Rows(Stateful):
+    """The source of training rows."""
+
+    def __init__(self, source: PromptSource):
+        self.source = source
+
+    def __call__(self) -> DataProto:
+        return self.source()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.source.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.source.load_state_dict(state)
+
+
+class SFTTrainer(Trainer):
+    """Imitation of the responses of a data set, in one process.
+
+    config: an SFTConfig, or None to read config_path and overrides. Datasets and tokenizer may be given.
+    """
+
+    saved_roles = ("actor",)
+
+    def __init__(
+        self,
+        config: tree_sft.SFTConfig | None = None,
+        *,
+        config_path: str | Path | None = None,
+        overrides: Sequence[str] = (),
+        train_dataset: Dataset | None = None,
+        val_dataset: Dataset | None = None,
+        tokenizer: Any = None,
+    ):
+        if config is None:
+            config = load_config(config_path, overrides, tree=tree_sft.SFTConfig)
+        check_available(config)
+        tokenizer = tokenizer if tokenizer is not None else setup.load_tokenizer(config.model)
+        data = config.data
+        self.collate: Callable[[list], DataProto] = lambda items: collate_sft(items, tokenizer.pad_token_id)
+        self.train_dataset = (
+            train_dataset
+            if train_dataset is not None
+            else SFTDataset(data.train_files, tokenizer, data.model_dump() | {"max_samples": data.train_max_samples})
+        )
+        self.val_dataset = val_dataset
+        if val_dataset is None and data.val_files:
+            self.val_dataset = SFTDataset(
+                data.val_files, tokenizer, data.model_dump() | {"max_samples": data.val_max_samples}
+            )
+        source = PromptSource(
+            self.train_dataset, data.train_batch_size, seed=data.seed, shuffle=data.shuffle, collate=self.collate
+        )
+        super().__init__(config, source, tokenizer)
+
+    def init_workers(self) -> None:
+        config = self.config
+        data = config.data
+        micro = micro_batching(data.micro_batch_size_per_gpu, data.use_dynamic_bsz, data.max_token_len_per_gpu)
+        kwargs = {
+            "model": model_config(config.model, config.engine, config.trainer.device, local_rank=0),
+            "optimizer": optimizer_config(config.optim, self.total_steps),
+            "micro": micro,
+            "contents": tuple(config.checkpoint.save_contents),
+        }
+        self.roles["actor"] = LocalWorkerGroup(WorkerSpec(SFTWorker, kwargs), name="actor")
+
+    def build_flow(self) -> DataFlow:
+        def update(batch: DataProto) -> None:
+            batch.meta_info["metrics"] = self.roles["actor"].update(batch)
+
+        reads = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
+        return DataFlow([Operator("rows", _Rows(self.source), writes=reads), Operator("update", update, reads=reads)])
+
+    def announce(self) -> None:
+        logger.info("model: %s", self.config.model.path)
+        logger.info("data: %s; %d steps", self.source.describe(), self.total_steps)
+
+    def step_metrics(self, batch: DataProto) -> dict[str, float]:
+        return {"train/tokens": float(batch.batch["response_mask"].sum())}
+
+    def checkpoints_to_keep(self) -> dict[str, int | None]:
+        return {"actor": self.config.trainer.max_ckpt_to_keep}
+
+    def validate(self) -> dict[str, float]:
+        """val/loss: mean negative log-likelihood of the validation rows' response tokens."""
+        if self.val_dataset is None:
+            return {}
+        batch = self.collate([self.val_dataset[i] for i in range(len(self.val_dataset))])
+        return self.roles["actor"].evaluate(batch)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run; returns the exit status."""
+    from verl.trainer.launch import run
+    from verl.trainer.main_ppo import split_arguments
+
+    try:
+        path, overrides, _ = split_arguments(sys.argv[1:] if arguments is None else arguments)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return run(lambda: SFTTrainer(config_path=path, overrides=overrides))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

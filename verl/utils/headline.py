@@ -1,0 +1,43 @@
+"""The few metrics that are worth a glance at every step, in one order, as short text."""
+
+from collections.abc import Mapping
+
+#: label -> the metrics that it stands for (the first one present is shown). The order is the order on the screen.
+HEADLINES: dict[str, tuple[str, ...]] = {
+    "score": ("critic/score/mean",),
+    "acc": ("reward/acc",),
+    "reward": ("critic/rewards/mean",),
+    "length": ("response_length/mean",),
+    "kl": ("actor/ref_kl", "actor/kl", "actor/reward_kl_penalty"),
+    "entropy": ("actor/entropy", "actor/entropy_loss"),
+    "pg_loss": ("actor/pg_loss",),
+    "vf_loss": ("critic/vf_loss",),
+    "loss": ("train/loss", "train/nll"),
+    "grad_norm": ("actor/grad_norm", "train/grad_norm"),
+    "tok/s": ("perf/throughput",),
+    "seconds": ("timing_s/step",),
+}
+
+
+def short(value: float) -> str:
+    """Three digits that matter: 0.0123, 1.24, 153k."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= 9.995 * size or (unit != "k" and abs(value) >= size):
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def headline(metrics: Mapping[str, float]) -> dict[str, str]:
+    """label -> text for the headline metrics present, in their order, then the core results of a validation.
+
+    Metrics of a flow that has none of these (a flow of one's own) are all shown, timings and memory left out.
+    """
+    shown = {}
+    for label, names in HEADLINES.items():
+        name = next((name for name in names if name in metrics), None)
+        if name is not None:
+            shown[label] = short(metrics[name])
+    rest = [name for name in metrics if name.startswith(("val-core/", "val/"))]
+    if not shown and not rest:
+        rest = [name for name in metrics if not name.startswith(("timing_s/", "perf/", "training/"))]
+    return shown | {name: short(metrics[name]) for name in rest}

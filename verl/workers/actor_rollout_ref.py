@@ -1,0 +1,149 @@
+"""The policy's workers: actor and rollout in one process on the same weights, and the reference."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.config import tree
+from verl.data.sequences import build_sequences
+from verl.engines.base import MicroBatching, TrainEngine
+from verl.engines.hf import HFEngine
+from verl.engines.metrics import MetricSums
+from verl.protocol import DataProto
+from verl.rollout.base import RolloutEngine
+from verl.rollout.hf import HFRollout
+from verl.single_controller import Dispatch, Worker, register
+from verl.utils.rng import fork_seed
+from verl.workers.build import micro_batching, model_config, optimizer_config, sampling_params
+from verl.workers.objectives import aggregation, policy_objective
+
+
+def mini_batches(batch: DataProto, rows: int, epochs: int, shuffle: bool, seed: int) -> Iterator[DataProto]:
+    """The mini-batches of an update: `epochs` passes, `rows` rows each (the last of a pass may be smaller)."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(epochs):
+        order = torch.randperm(len(batch), generator=generator) if shuffle else torch.arange(len(batch))
+        for chosen in order.split(rows):
+            yield batch[chosen]
+
+
+class ActorRolloutWorker(Worker):
+    """Generates with the policy, gives its log-probs, and updates it.
+
+    config: the `actor_rollout_ref` section. response_length: tokens of an answer at most. stop_token_ids: its ends.
+    """
+
+    def __init__(
+        self,
+        config: tree.ActorRolloutRefConfig,
+        *,
+        device: str,
+        total_training_steps: int,
+        response_length: int,
+        pad_token_id: int,
+        stop_token_ids: tuple[int, ...],
+    ):
+        self.config = config
+        self.response_length = response_length
+        self.pad_token_id = pad_token_id
+        self.stop_token_ids = stop_token_ids
+        model = model_config(config.model, config.actor.fsdp_config, device, self.local_rank)
+        self.engine: TrainEngine = HFEngine(model, optimizer_config(config.actor.optim, total_training_steps))
+        self.rollout: RolloutEngine = HFRollout(self.engine.module, pad_token_id, compute_dtype=model.compute_dtype)
+
+    # ---- generating ---------------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_sequences(self, batch: DataProto) -> DataProto:
+        """One answer per row.
+
+        Reads the columns prompt_ids, uid and sample_index (which sample of its prompt a row is), and
+        meta_info["sampling"]: "train", "greedy" or "validate".
+        """
+        prompts = list(batch.non_tensor_batch["prompt_ids"])
+        rows = zip(batch.non_tensor_batch["uid"], batch.non_tensor_batch["sample_index"])
+        sample_ids = [fork_seed(str(uid), int(index)) for uid, index in rows]
+        params = sampling_params(
+            self.config.rollout, self.response_length, self.stop_token_ids, batch.meta_info["sampling"]
+        )
+        self.rollout.wake()
+        answers = self.rollout.generate(prompts, params, sample_ids)
+        self.rollout.sleep()
+        columns = build_sequences(prompts, [a.token_ids for a in answers], self.pad_token_id)
+        log_probs = torch.zeros(columns["responses"].shape)
+        for row, answer in enumerate(answers):
+            log_probs[row, : len(answer.log_probs)] = torch.tensor(answer.log_probs)
+        cut = sum(a.finish_reason == "length" for a in answers)
+        tokens = sum(len(a.token_ids) for a in answers)
+        metrics = {
+            "response_length/clip_ratio": (cut, len(answers)),
+            "rollout/tokens_per_second": (tokens, self.rollout.stats.seconds),
+        }
+        return DataProto.from_dict({**columns, "rollout_log_probs": log_probs}, meta_info={"metrics": metrics})
+
+    # ---- log-probs ----------------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        """old_log_probs and entropys of the current policy; sum_pi_squared too when meta_info["outputs"] names it."""
+        rollout = self.config.rollout
+        micro = micro_batching(
+            rollout.log_prob_micro_batch_size_per_gpu,
+            rollout.log_prob_use_dynamic_bsz,
+            rollout.log_prob_max_token_len_per_gpu,
+        )
+        outputs = ("log_probs", *batch.meta_info["outputs"])
+        found = self.engine.infer(batch, outputs, micro, temperature=rollout.temperature)
+        found["old_log_probs"] = found.pop("log_probs")
+        return DataProto.from_dict(found)
+
+    # ---- training -----------------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def update_actor(self, batch: DataProto) -> dict[str, Any]:
+        """`ppo_epochs` passes over this rank's rows in mini-batches; meta_info["mini_batch_rows"] rows each, over all
+        ranks; meta_info["global_step"] seeds the order."""
+        actor = self.config.actor
+        settings = {**actor.model_dump(), **actor.policy_loss.model_dump()}
+        micro = micro_batching(
+            actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
+        )
+        rows = batch.meta_info["mini_batch_rows"] // self.world_size
+        seed = fork_seed(actor.data_loader_seed, batch.meta_info["global_step"])
+        sums = MetricSums()
+        for mini in mini_batches(batch, rows, actor.ppo_epochs, actor.shuffle, seed):
+            agg = aggregation(actor.loss_agg_mode, mini.batch["response_mask"], self.engine, actor.loss_scale_factor)
+            objective = policy_objective(actor.policy_loss.loss_mode, settings, agg)
+            metrics = self.engine.train_batch(mini, objective, micro, temperature=self.config.rollout.temperature)
+            sums.add({name if "/" in name else f"actor/{name}": value for name, value in metrics.items()})
+        return {**sums.result(), "actor/lr": self.engine.lr_step()}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: str | Path) -> None:
+        """Write the policy, its optimizer and schedule under `folder`."""
+        self.engine.save(Path(folder), tuple(self.config.actor.checkpoint.save_contents))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: str | Path) -> None:
+        """Restore what `save_checkpoint` wrote."""
+        self.engine.load(Path(folder), tuple(self.config.actor.checkpoint.load_contents))
+
+
+class RefWorker(Worker):
+    """The reference policy: the weights that training started from."""
+
+    def __init__(self, config: tree.ActorRolloutRefConfig, *, device: str):
+        self.config = config
+        self.engine = HFEngine(model_config(config.model, config.ref.fsdp_config, device, self.local_rank))
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """The column ref_log_prob."""
+        ref = self.config.ref
+        micro: MicroBatching = micro_batching(
+            ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu
+        )
+        found = self.engine.infer(batch, ("log_probs",), micro, temperature=self.config.rollout.temperature)
+        return DataProto.from_dict({"ref_log_prob": found["log_probs"]})

@@ -1,0 +1,75 @@
+"""From the sections of the configuration to the plain values that engines and rollouts take."""
+
+import torch
+
+from verl.config import tree_model, tree_rollout
+from verl.engines.base import MicroBatching, OptimizerConfig
+from verl.engines.model import ModelConfig
+from verl.rollout.base import SamplingParams
+from verl.utils.device import resolve_device, resolve_dtype
+
+
+def model_config(
+    model: tree_model.ModelConfig,
+    engine: tree_model.EngineConfig,
+    device: str,
+    local_rank: int,
+    kind: str = "causal_lm",
+) -> ModelConfig:
+    """A model section and an engine section as an engine reads them."""
+    on = resolve_device(device, local_rank)
+    return ModelConfig(
+        path=model.path,
+        kind=kind,
+        device=on,
+        # masters stay float32 where nothing else is asked for: bf16 weights lose updates smaller than 2**-8 of them
+        model_dtype=torch.float32 if engine.model_dtype == "auto" else resolve_dtype(engine.model_dtype, on),
+        compute_dtype=resolve_dtype(engine.dtype, on),
+        gradient_checkpointing=model.enable_gradient_checkpointing,
+        use_remove_padding=model.use_remove_padding,
+        trust_remote_code=model.trust_remote_code,
+        override_config=tuple(model.override_config.items()),
+    )
+
+
+def optimizer_config(optim: tree_model.OptimConfig, total_training_steps: int) -> OptimizerConfig:
+    """An `optim` section. total_training_steps: the run's, where the section leaves its own open."""
+    total = optim.total_training_steps if optim.total_training_steps > 0 else total_training_steps
+    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps > 0 else int(optim.lr_warmup_steps_ratio * total)
+    return OptimizerConfig(
+        lr=optim.lr,
+        weight_decay=optim.weight_decay,
+        betas=tuple(optim.betas),
+        clip_grad=optim.clip_grad,
+        lr_scheduler_type=optim.lr_scheduler_type,
+        lr_warmup_steps=max(0, warmup),
+        total_training_steps=total,
+        min_lr_ratio=optim.min_lr_ratio,
+        num_cycles=optim.num_cycles,
+    )
+
+
+def micro_batching(rows: int | None, dynamic: bool, tokens: int) -> MicroBatching:
+    """By tokens when asked to, by rows when a count is given, and by tokens otherwise."""
+    return MicroBatching(rows=rows) if rows is not None and not dynamic else MicroBatching(tokens=tokens)
+
+
+def sampling_params(
+    rollout: tree_rollout.RolloutConfig, response_length: int, stop_token_ids: tuple[int, ...], mode: str
+) -> SamplingParams:
+    """mode: "train", "greedy" (the same limits, no randomness) or "validate" (rollout.val_kwargs)."""
+    val = rollout.val_kwargs
+    temperature, top_k, top_p = {
+        "train": (rollout.temperature, rollout.top_k, rollout.top_p),
+        "greedy": (0.0, -1, 1.0),
+        "validate": (val.temperature if val.do_sample else 0.0, val.top_k, val.top_p),
+    }[mode]
+    return SamplingParams(
+        max_tokens=response_length,
+        stop_token_ids=stop_token_ids,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=rollout.seed,
+        ignore_eos=rollout.ignore_eos,
+    )

@@ -1,0 +1,94 @@
+"""The objectives that workers hand to engines: policy loss with entropy bonus and KL, value loss, imitation.
+
+Every term of one objective is divided by the same counts, those of the whole mini-batch over all ranks, which travel in
+the `LossAggregation`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from verl.algorithms.binding import bind_arguments
+from verl.algorithms.kl import kl_penalty
+from verl.algorithms.losses import sft_nll, value_loss
+from verl.algorithms.masked import LossAggregation, agg_loss, mean_parts
+from verl.algorithms.policy_losses import get_policy_loss_fn
+from verl.engines.base import Objective, Tensors, TrainEngine
+
+
+def aggregation(
+    mode: str, response_mask: torch.Tensor, engine: TrainEngine, scale_factor: float | None
+) -> LossAggregation:
+    """The aggregation of a mini-batch of which this rank holds the rows of response_mask (b, T)."""
+    tokens = response_mask.bool()
+    counts = engine.sum_over_ranks([float(tokens.sum()), float(tokens.any(-1).sum())])
+    return LossAggregation(mode, *counts, scale_factor=scale_factor or tokens.shape[-1])
+
+
+def _share(value: torch.Tensor, mask: torch.Tensor, agg: LossAggregation) -> tuple[torch.Tensor, torch.Tensor]:
+    """A micro-batch's share of a loss as a metric pair: the counts of all shares of a mini-batch add up to 1."""
+    return value.detach(), mask.bool().any(-1).sum() / max(agg.num_sequences, 1)
+
+
+def policy_objective(loss_mode: str, settings: Mapping[str, Any], agg: LossAggregation) -> Objective:
+    """Policy loss - entropy_coeff * entropy + kl_loss_coef * KL(policy, reference).
+
+    loss_mode: name in the policy-loss registry. settings: the actor's configuration as a flat mapping; the loss takes
+    its keyword parameters from it by name, and entropy_coeff, use_kl_loss, kl_loss_coef and kl_loss_type are read here.
+    """
+    policy_loss = get_policy_loss_fn(loss_mode)
+    entropy_coeff = settings["entropy_coeff"]
+    needs = ("log_probs", "entropys") if entropy_coeff else ("log_probs",)
+
+    def loss(outputs: Tensors, rows: Tensors) -> tuple[torch.Tensor, dict[str, Any]]:
+        mask = rows["response_mask"]
+        columns = {
+            **rows,
+            "log_prob": outputs["log_probs"],
+            "old_log_prob": rows["old_log_probs"],
+            "rollout_log_prob": rows.get("rollout_log_probs"),
+            "loss_agg_mode": agg,
+        }
+        total, metrics = policy_loss(**bind_arguments(policy_loss, columns, settings))
+        shares = {"actor/pg_loss": total}
+        if entropy_coeff:
+            bonus = agg_loss(outputs["entropys"], mask, agg)
+            total = total - entropy_coeff * bonus
+            shares["actor/entropy_loss"] = bonus
+        if settings["use_kl_loss"]:
+            kl = kl_penalty(outputs["log_probs"], rows["ref_log_prob"], settings["kl_loss_type"])
+            kl_loss = agg_loss(kl, mask, agg)
+            total = total + settings["kl_loss_coef"] * kl_loss
+            shares["actor/kl_loss"] = kl_loss
+            metrics = {**metrics, "actor/kl": mean_parts(kl, mask)}
+        return total, {**metrics, **{name: _share(value, mask, agg) for name, value in shares.items()}}
+
+    return Objective(loss, needs)
+
+
+def value_objective(cliprange_value: float, loss_coef: float, agg: LossAggregation) -> Objective:
+    """loss_coef * clipped squared error of the values."""
+
+    def loss(outputs: Tensors, rows: Tensors) -> tuple[torch.Tensor, dict[str, Any]]:
+        total, metrics = value_loss(
+            outputs["values"],
+            rows["returns"],
+            rows["values"],
+            rows["response_mask"],
+            agg,
+            cliprange_value=cliprange_value,
+        )
+        return loss_coef * total, {**metrics, "critic/vf_loss": _share(total, rows["response_mask"], agg)}
+
+    return Objective(loss, ("values",))
+
+
+def sft_objective(agg: LossAggregation) -> Objective:
+    """Negative log-likelihood of the response tokens."""
+
+    def loss(outputs: Tensors, rows: Tensors) -> tuple[torch.Tensor, dict[str, Any]]:
+        total, metrics = sft_nll(outputs["log_probs"], rows["response_mask"], agg)
+        return total, metrics
+
+    return Objective(loss, ("log_probs",))
