@@ -4,8 +4,8 @@ from verl.config.available import BUILT, check_available
 from verl.config.batch_words import batch_words
 from verl.config.checks import check_inputs
 from verl.config.errors import ConfigError, Problem
-from verl.config.load import apply_preset, load_config
-from verl.config.show import dump_config, reference, to_flat_dict
+from verl.config.load import apply_preset, dump_config, load_config, to_flat_dict
+from verl.config.reference import reference_table
 from verl.config.tree import Config
 
 __all__ = [
@@ -19,6 +19,6 @@ __all__ = [
     "check_inputs",
     "dump_config",
     "load_config",
-    "reference",
+    "reference_table",
     "to_flat_dict",
 ]

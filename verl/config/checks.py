@@ -89,8 +89,6 @@ def _rest(config: Config) -> Iterator[Problem]:
             "trainer.resume_from_path",
             f"given, but trainer.resume_mode is {trainer.resume_mode}: use trainer.resume_mode=resume_path",
         )
-    if trainer.val_only and not trainer.val_before_train:
-        yield Problem("trainer.val_only", "true, but trainer.val_before_train is false: nothing would run")
     if actor.policy_loss.loss_mode == "dro" and actor.policy_loss.dro_beta is None:
         yield Problem(_ACTOR + "policy_loss.dro_beta", "null, but the loss dro needs it: use a number > 0")
     lo, hi = actor.policy_loss.clip_cov_lb, actor.policy_loss.clip_cov_ub

@@ -73,7 +73,9 @@ _OLDER = {
     "reward_model.reward_loop_source": "reward.reward_manager.source",
     "reward_model.reward_loop_module_path": "reward.reward_manager.module.path",
     "reward_model.reward_loop_class_name": "reward.reward_manager.name",
+    "reward.reward_kwargs.overlong_buffer_cfg.*": "reward.reward_kwargs.overlong_buffer.*",
     "reward_model.reward_kwargs.*": "reward.reward_kwargs.*",
+    "reward_model.overlong_buffer.*": "reward.reward_kwargs.overlong_buffer.*",
     "reward_model.num_workers": "reward.num_workers",
     "reward_model.enable": "reward.reward_model.enable",
     "reward_model.model.path": "reward.reward_model.model_path",
@@ -171,3 +173,5 @@ SFT = Dialect(
         "ulysses_sequence_parallel_size": "engine.ulysses_sequence_parallel_size",
     }
 )
+
+OFFLINE = Dialect(older={"model.external_lib": "imports"})

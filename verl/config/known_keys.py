@@ -13,10 +13,7 @@ from typing import Any
 from verl.config import known_features as features
 
 _ARR = "actor_rollout_ref."
-_ACTOR, _REF, _ROLLOUT, _MODEL = (_ARR + name for name in ("actor.", "ref.", "rollout.", "model."))
-_ENGINES = (_ACTOR + "fsdp_config.", _REF + "fsdp_config.", "critic.fsdp.")
-_MODELS = (_MODEL, "critic.model.")
-_OPTIMS = (_ACTOR + "optim.", "critic.optim.")
+_ACTOR, _REF, _ROLLOUT = _ARR + "actor.", _ARR + "ref.", _ARR + "rollout."
 
 
 @dataclass(frozen=True)
@@ -43,6 +40,10 @@ def _block(prefixes: str | tuple[str, ...], instead: str, defaults: Mapping[str,
     }
 
 
+def _under(prefixes: tuple[str, ...], keys: Mapping[str, Known]) -> dict[str, Known]:
+    return {prefix + name: known for prefix in prefixes for name, known in keys.items()}
+
+
 def _any(default: Any, *also: Any, instead: str = "leave it out") -> Known:
     return Known(default, instead, also)
 
@@ -57,48 +58,73 @@ _NO_PROFILER = "the log has the time of every operator; for more run under py-sp
 KNOWN: dict[str, Known] = {}
 """Dotted key -> what is known of it."""
 
-# ---------------------------------------------------------------------------------------- actor, reference and critic
-KNOWN |= _block(
-    _OPTIMS,
+# ----------------------------------------------------------------------------- the parts that are used more than once
+OPTIM_KEYS = _block(
+    "",
     "the optimizer is AdamW of torch: leave it out",
     {"optimizer": "AdamW", "optimizer_impl": "torch.optim", "zero_indexed_step": True},
 )
+ENGINE_KEYS = {
+    **_block(
+        "",
+        "leave it out",
+        {
+            "wrap_policy.min_num_params": 0,
+            "forward_prefetch": _any(False, True),
+            "use_orig_params": _any(False, True),
+            "seed": Known(42, _SEED),
+            "full_determinism": Known(False, "a run on one device is reproducible by trainer.seed: use false"),
+            "entropy_from_logits_with_chunking": Known(False, _CHUNKED, (True,)),
+            "entropy_from_logits_chunk_size": Known(2048, _CHUNKED),
+            "entropy_checkpointing": Known(False, _CHUNKED, (True,)),
+            "use_torch_compile": _NO_COMPILE,
+            "use_no_sync_for_gradient_accumulation": _any(False, True),
+            "pad_to_length": False,
+            "pad_to_length_bucket": 1024,
+            "forward_only": _any(False, True),
+            "mixed_precision": Known(None, "use model_dtype and dtype of this section"),
+        },
+    ),
+    **_block("turbo_config.distributed.", "use strategy fsdp or fsdp2", features.TURBO),
+    **_block("qat.", "training is not quantised: leave it out", features.QAT),
+}
+MODEL_KEYS = {
+    **_block(
+        "",
+        "leave it out",
+        {
+            "hf_config_path": Known(None, "use model.path and, for single values, model.override_config"),
+            "use_shm": False,
+            "enable_activation_offload": False,
+            "fused_kernel_options.impl_backend": _any("torch", None),
+            "tiled_mlp.enabled": False,
+            "tiled_mlp.num_shards": 4,
+        },
+    ),
+    **_block("mtp.", "multi-token prediction is not supported: leave it out", features.MTP),
+    **_block(
+        "lora.",
+        "these are Megatron's adapters; use lora_rank, lora_alpha and target_modules of the model section",
+        features.MEGATRON_LORA,
+    ),
+}
+
+# ---------------------------------------------------------------------------------------- actor, reference and critic
+KNOWN |= _under((_ACTOR + "optim.", "critic.optim."), OPTIM_KEYS)
+KNOWN |= _under((_ACTOR + "fsdp_config.", _REF + "fsdp_config.", "critic.fsdp."), ENGINE_KEYS)
+KNOWN |= _under((_ARR + "model.", "critic.model."), MODEL_KEYS)
 KNOWN |= _block(
-    _ENGINES,
+    (_ACTOR, _REF),
     "leave it out",
     {
-        "wrap_policy.min_num_params": 0,
-        "forward_prefetch": _any(False, True),
-        "use_orig_params": _any(False, True),
-        "seed": Known(42, _SEED),
-        "full_determinism": Known(False, "a run on one device is reproducible by trainer.seed: use false"),
         "entropy_from_logits_with_chunking": Known(False, _CHUNKED, (True,)),
         "entropy_from_logits_chunk_size": Known(2048, _CHUNKED),
         "entropy_checkpointing": Known(False, _CHUNKED, (True,)),
-        "use_torch_compile": _NO_COMPILE,
-        "use_no_sync_for_gradient_accumulation": _any(False, True),
         "pad_to_length": False,
-        "pad_to_length_bucket": 1024,
-        "forward_only": _any(False, True),
-        "mixed_precision": Known(None, "use model_dtype and dtype of this section"),
+        "use_torch_compile": _NO_COMPILE,
     },
 )
-KNOWN |= _block(
-    tuple(engine + "turbo_config.distributed." for engine in _ENGINES), "use strategy fsdp or fsdp2", features.TURBO
-)
-KNOWN |= _block(
-    (*(engine + "qat." for engine in _ENGINES), _ACTOR + "qat."),
-    "training is not quantised: leave it out",
-    features.QAT,
-)
-_CHUNK_COPIES = {
-    "entropy_from_logits_with_chunking": Known(False, _CHUNKED, (True,)),
-    "entropy_from_logits_chunk_size": Known(2048, _CHUNKED),
-    "entropy_checkpointing": Known(False, _CHUNKED, (True,)),
-    "pad_to_length": False,
-    "use_torch_compile": _NO_COMPILE,
-}
-KNOWN |= _block((_ACTOR, _REF), "leave it out", _CHUNK_COPIES)
+KNOWN |= _block(_ACTOR + "qat.", "training is not quantised: leave it out", features.QAT)
 KNOWN |= {
     _ACTOR + "freeze_vision_tower": Known(False, _TEXT_ONLY),
     _ACTOR + "use_prefix_grouper": Known(False, "prompts are computed with every answer: use false"),
@@ -110,28 +136,6 @@ KNOWN |= _block(
     (_ACTOR + "megatron.", _REF + "megatron.", "critic.megatron."),
     "use strategy fsdp and its fsdp_config",
     features.MEGATRON,
-)
-
-# --------------------------------------------------------------------------------------------------------------- models
-KNOWN |= _block(
-    _MODELS,
-    "leave it out",
-    {
-        "hf_config_path": Known(None, "use model.path and, for single values, model.override_config"),
-        "use_shm": _any(False),
-        "enable_activation_offload": False,
-        "fused_kernel_options.impl_backend": _any("torch", None),
-        "tiled_mlp.enabled": False,
-        "tiled_mlp.num_shards": 4,
-    },
-)
-KNOWN |= _block(
-    tuple(model + "mtp." for model in _MODELS), "multi-token prediction is not supported: leave it out", features.MTP
-)
-KNOWN |= _block(
-    tuple(model + "lora." for model in _MODELS),
-    "these are Megatron's adapters; use lora_rank, lora_alpha and target_modules of the model section",
-    features.MEGATRON_LORA,
 )
 
 # -------------------------------------------------------------------------------------------------------------- rollout
@@ -214,7 +218,7 @@ KNOWN |= _block(
     "data.",
     "leave it out",
     {
-        "use_shm": _any(False),
+        "use_shm": False,
         "tool_config_path": Known(None, _NO_TOOLS),
         "function_tool_path": Known(None, _NO_TOOLS),
         "return_raw_input_ids": _any(False, True),
@@ -306,8 +310,50 @@ KNOWN |= _block(
 )
 KNOWN |= {"model_engine": Known("dp", f"name the engine by {_ACTOR}strategy")}
 
+# ------------------------------------------------------------------------------------------ supervised fine-tuning
+SFT_KNOWN: dict[str, Known] = {
+    **_under(("optim.",), OPTIM_KEYS),
+    **_under(("engine.",), ENGINE_KEYS),
+    **_under(("model.",), MODEL_KEYS),
+    **_block(
+        "data.",
+        "leave it out",
+        {
+            "tools_key": Known("tools", _NO_TOOLS),
+            "enable_thinking_key": Known("enable_thinking", "use data.apply_chat_template_kwargs", (None,)),
+            "enable_thinking_default": Known(None, "use data.apply_chat_template_kwargs"),
+            "pad_mode": Known("no_padding", "rows are packed: use no_padding"),
+            "balance_dp_token": False,
+            "use_shm": False,
+            "num_workers": _any(8, 0, instead="rows are read in the training process: leave it out"),
+            "ignore_input_ids_mismatch": Known(False, "a row whose tokens do not agree is an error"),
+        },
+    ),
+    **_block(
+        "trainer.",
+        "leave it out",
+        {
+            "default_hdfs_dir": Known(None, "checkpoints are local: use trainer.default_local_dir"),
+            "balance_batch": _any(True, False),
+            "profile_interval": Known([-1, -1], _NO_PROFILER),
+        },
+    ),
+}
+
+# --------------------------------------------------------------------------------------- generation and evaluation
+_NO_RAY = "Ray does not run here: leave it out"
+GENERATION_KNOWN: dict[str, Known] = {
+    **_under(("model.",), MODEL_KEYS),
+    "rollout.mode": _any("async", "sync"),
+    "rollout.n": Known(1, "use data.n_samples"),
+    "rollout.do_sample": Known(True, "use rollout.temperature=0 for greedy answers"),
+    "ray_kwargs.ray_init.num_cpus": Known(None, _NO_RAY),
+}
+EVAL_KNOWN: dict[str, Known] = {"ray_kwargs.ray_init.num_cpus": Known(None, _NO_RAY)}
+
 WHOLE_SECTIONS: dict[str, str] = {
     "*.profiler.*": _NO_PROFILER,
+    "profiler.*": _NO_PROFILER,
     "global_profiler.*": _NO_PROFILER,
     "*.optim.muon_*": "the optimizer is AdamW of torch: leave it out",
     "reward_model.rollout.*": _REWARD_ROLLOUT,

@@ -1,4 +1,4 @@
-"""From files, overrides and dialects to the typed tree: `load_config`.
+"""From files, overrides and dialects to the typed tree: `load_config`; and back to YAML: `dump_config`.
 
     defaults  <  preset of algorithm.name  <  base  <  YAML file  <  overrides
 
@@ -13,15 +13,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
 from pydantic import ValidationError
 
+from verl.config.batch_words import batch_words
 from verl.config.checks import check_tree
 from verl.config.errors import ConfigError, Problem, in_words
-from verl.config.node import Tree, followers, leaves, unflatten
+from verl.config.node import Tree, flatten, followers, leaves, unflatten
 from verl.config.reader import Reader, follows_any, values_of
 from verl.config.sources import Layer, read_mapping, read_overrides, read_yaml
 from verl.config.tree import Config
 from verl.registry import did_you_mean
+
+__all__ = ["apply_preset", "batch_words", "dump_config", "load_config", "to_flat_dict"]
 
 T = TypeVar("T", bound=Tree)
 Check = Callable[[Any], Iterable[Problem]]
@@ -85,6 +89,29 @@ def apply_preset(given: Mapping[str, Any], presets: Presets, tree: type[Tree] = 
         raise ValueError(f"there is no algorithm {name!r}: {did_you_mean(str(name), presets)}")
     preset = {key: value for key, value in presets[name].items() if not follows_any(key, tree, given)}
     return {**preset, **given}
+
+
+def to_flat_dict(config: Tree) -> dict[str, Any]:
+    """Dotted key -> value of everything, for trackers and for comparing two runs."""
+    return flatten(config.model_dump(mode="json"), type(config))
+
+
+def differences(config: Tree) -> dict[str, Any]:
+    """Dotted key -> value of what differs from the defaults; what merely follows another key is not listed."""
+    tree = type(config)
+    flat, plain = to_flat_dict(config), to_flat_dict(tree())
+    chosen = {key: value for key, value in flat.items() if key not in followers(tree) and value != plain[key]}
+    for key in followers(tree):
+        implied = to_flat_dict(tree.model_validate(unflatten(chosen)))
+        if implied[key] != flat[key]:
+            chosen[key] = flat[key]
+    return {key: chosen[key] for key in flat if key in chosen}
+
+
+def dump_config(config: Tree, *, everything: bool = False) -> str:
+    """YAML that loads to the same configuration: only what differs from the defaults, or all of it."""
+    chosen = to_flat_dict(config) if everything else differences(config)
+    return yaml.safe_dump(unflatten(chosen), sort_keys=False, allow_unicode=True)
 
 
 def _typed(tree: type[T], values: Mapping[str, Any], problems: list[Problem]) -> T | None:

@@ -17,7 +17,7 @@ from verl.config.known_keys import KNOWN
 from verl.config.node import Node, Texts, Tree, key, leaves, part
 from verl.config.tree_actor import ActorConfig, CriticConfig, PolicyLossConfig, RefConfig
 from verl.config.tree_data import DataConfig, RewardConfig
-from verl.config.tree_model import FSDPConfig, ModelConfig, OptimConfig
+from verl.config.tree_model import EngineConfig, ModelConfig, OptimConfig
 from verl.config.tree_rollout import RolloutConfig, ValSamplingConfig
 from verl.config.tree_trainer import AlgorithmConfig, PlacementConfig, RayConfig, TrainerConfig
 
@@ -28,7 +28,7 @@ __all__ = [
     "Config",
     "CriticConfig",
     "DataConfig",
-    "FSDPConfig",
+    "EngineConfig",
     "ModelConfig",
     "OptimConfig",
     "PlacementConfig",

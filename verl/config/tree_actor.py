@@ -8,7 +8,7 @@ from verl.config.tree_model import (
     CriticCheckpointConfig,
     CriticModelConfig,
     CriticOptimConfig,
-    FSDPConfig,
+    EngineConfig,
     OptimConfig,
     Strategy,
 )
@@ -73,7 +73,7 @@ class ActorConfig(Node):
     kl_loss_coef: float = key(0.001, "weight of that KL", ge=0)
     kl_loss_type: KLEstimator = key("low_var_kl", "estimator of that KL; with '+': its value, the gradient of k2")
     optim: OptimConfig = part(OptimConfig, "optimizer")
-    fsdp_config: FSDPConfig = part(FSDPConfig, "precision, sharding, offloading")
+    fsdp_config: EngineConfig = part(EngineConfig, "precision, sharding, offloading")
     checkpoint: ActorCheckpointConfig = part(ActorCheckpointConfig, "what a checkpoint holds")
 
 
@@ -89,7 +89,7 @@ class RefConfig(Node):
     log_prob_max_token_len_per_gpu: int = key(
         16384, "tokens in a micro-batch of one rank", follows=_ACTOR + "ppo_max_token_len_per_gpu}", ge=1
     )
-    fsdp_config: FSDPConfig = part(FSDPConfig, "precision, sharding, offloading")
+    fsdp_config: EngineConfig = part(EngineConfig, "precision, sharding, offloading")
 
 
 class CriticConfig(Node):
@@ -128,5 +128,5 @@ class CriticConfig(Node):
     )
     model: CriticModelConfig = part(CriticModelConfig, "model that the critic starts from")
     optim: CriticOptimConfig = part(CriticOptimConfig, "optimizer")
-    fsdp: FSDPConfig = part(FSDPConfig, "precision, sharding, offloading")
+    fsdp: EngineConfig = part(EngineConfig, "precision, sharding, offloading")
     checkpoint: CriticCheckpointConfig = part(CriticCheckpointConfig, "what a checkpoint holds")

@@ -63,7 +63,7 @@ class CriticOptimConfig(OptimConfig):
     lr: float = key(1e-5, "peak learning rate", ge=0)
 
 
-class FSDPConfig(Node):
+class EngineConfig(Node):
     """Precision, sharding and offloading of one model (`fsdp_config`; `critic.fsdp`)."""
 
     model_dtype: Precision = key("auto", "dtype of the stored weights; auto: fp32")

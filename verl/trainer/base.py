@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from verl.config.load import dump_config, to_flat_dict
+from verl.config import dump_config, to_flat_dict
 from verl.data.files import PromptSource
 from verl.dataflow import HOLD, DataFlow, Pipeline
 from verl.protocol import DataProto
@@ -186,13 +186,15 @@ class Trainer(ABC):
             state = {"global_step": self.global_step, "flow": self.pipeline.state_dict(), "rng": rng_state()}
             torch.save(state | {"config": to_flat_dict(self.config)}, folder / "trainer.pt")
             (folder / "config.yaml").write_text(dump_config(self.config))
-        self.prune_checkpoints()
+        for part, keep in self.checkpoints_to_keep().items():
+            self.checkpoints.prune_part(part, keep)
         path = self.checkpoints.path(self.global_step)
         logger.info("[save] %.2fs %s", time.perf_counter() - start, path)
         return path
 
-    def prune_checkpoints(self) -> None:
-        """Delete old checkpoints where the configuration limits their number. None by default."""
+    def checkpoints_to_keep(self) -> dict[str, int | None]:
+        """Role -> how many of its newest checkpoints stay; None keeps all."""
+        return dict.fromkeys(self.saved_roles)
 
     def load(self) -> None:
         """Go on from the last complete checkpoint, or from trainer.resume_from_path; else from the beginning."""

@@ -1,14 +1,14 @@
 """LocalPPOTrainer: everything in this process. For laptops, notebooks and debuggers; a breakpoint just works."""
 
 from verl.single_controller import LocalWorkerGroup, WorkerSpec
-from verl.trainer.base import Trainer
 from verl.trainer.ppo_flow import needs_critic, needs_reference
+from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.setup import stop_token_ids
 from verl.workers.actor_rollout_ref import ActorRolloutWorker, RefWorker
 from verl.workers.critic import CriticWorker
 
 
-class LocalPPOTrainer(Trainer):
+class LocalPPOTrainer(PPOTrainer):
     """Policy optimisation in one process.
 
     >>> LocalPPOTrainer(config_path="./config.yaml", train_dataset=train_dataset).fit()

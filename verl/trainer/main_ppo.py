@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _print_config(path: str | None, overrides: list[str]) -> int:
     from verl.algorithms.presets import PRESETS
-    from verl.config.load import dump_config, load_config
+    from verl.config import dump_config, load_config
 
     try:
         print(dump_config(load_config(path, overrides, presets=PRESETS)))

@@ -10,11 +10,9 @@ from torch.utils.data import Dataset
 
 from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.presets import PRESETS
-from verl.config import tree
-from verl.config.available import check_available
-from verl.config.load import batch_words, load_config
+from verl.config import batch_words, check_available, check_inputs, load_config, tree
 from verl.data.files import PromptSource
-from verl.data.rlhf_dataset import RLHFDataset, collate_prompts
+from verl.data.rlhf_dataset import RLHFDataset, check_dataset, collate_prompts
 from verl.dataflow import DataFlow
 from verl.protocol import DataProto
 from verl.rewards import RewardManager
@@ -49,7 +47,7 @@ class PPOTrainer(Trainer):
     ):
         if config is None:
             base = setup.config_of_datasets(train_dataset, val_dataset)
-            config = load_config(config_path, overrides, base=base, presets=PRESETS)
+            config = load_config(config_path, overrides, base=base, presets=PRESETS, extra_checks=[check_inputs])
         check_available(config)
         setup.import_extensions(config)
         setup.check_group_size(config, get_adv_estimator_fn(config.algorithm.adv_estimator))
@@ -58,6 +56,7 @@ class PPOTrainer(Trainer):
         tokenizer = tokenizer if tokenizer is not None else setup.load_tokenizer(config.actor_rollout_ref.model)
         self.train_dataset = train_dataset if train_dataset is not None else setup.load_dataset(config, tokenizer)
         self.val_dataset = val_dataset if val_dataset is not None else setup.load_val_dataset(config, tokenizer)
+        check_dataset(self.train_dataset)
         self.reward_manager = reward_manager if reward_manager is not None else setup.load_rewards(config, tokenizer)
         setup.try_rewards(self.reward_manager, self.train_dataset, tokenizer)
         source = PromptSource(
@@ -111,8 +110,6 @@ class PPOTrainer(Trainer):
         self.validation_samples = texts
         return validation_metrics(sources, uids, variables, setup.predictions(scored))
 
-    def prune_checkpoints(self) -> None:
+    def checkpoints_to_keep(self) -> dict[str, int | None]:
         trainer = self.config.trainer
-        for part, keep in (("actor", trainer.max_actor_ckpt_to_keep), ("critic", trainer.max_critic_ckpt_to_keep)):
-            if keep is not None:
-                self.checkpoints.prune_part(part, keep)
+        return {"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep}

@@ -93,13 +93,15 @@ def load_rewards(config: tree.Config, tokenizer: Any) -> RewardManager:
         manager_path=manager.module.path,
         function_path=function.path,
         function_name=function.name if function.path else None,
-        registered=reward.reward_function,
-        function_kwargs=function.reward_kwargs,
-        manager_kwargs=reward.reward_kwargs,
+        registered_function=reward.reward_function,
+        reward_kwargs=function.reward_kwargs,
+        manager_kwargs={
+            **reward.reward_kwargs,
+            "on_error": reward.on_error,
+            "failure_score": reward.failure_score,
+            "timeout": reward.timeout,
+        },
         reward_fn_key=config.data.reward_fn_key,
-        on_error=reward.on_error,
-        failure_score=reward.failure_score,
-        timeout=reward.timeout,
     )
 
 

@@ -1,0 +1,97 @@
+"""The configuration of supervised fine-tuning: `load_config(..., tree=SFTConfig)`."""
+
+from typing import Any, ClassVar, Literal
+
+from verl.config.dialects import SFT
+from verl.config.known_keys import SFT_KNOWN
+from verl.config.node import Node, Texts, Tree, key, part
+from verl.config.tree_data import CustomClassConfig
+from verl.config.tree_model import CheckpointConfig, EngineConfig, ModelConfig, OptimConfig, Strategy
+from verl.config.tree_trainer import Trackers
+
+
+class SFTDataConfig(Node):
+    """`data`: rows of chat messages, or of a prompt and a response."""
+
+    train_files: Texts = key([], "training files: .parquet, .json, .jsonl")
+    val_files: Texts = key([], "validation files")
+    train_max_samples: int = key(-1, "use this many training rows; -1: all", ge=-1)
+    val_max_samples: int = key(-1, "use this many validation rows; -1: all", ge=-1)
+    train_batch_size: int = key(256, "rows per optimizer update, over all ranks", ge=1)
+    micro_batch_size_per_gpu: int | None = key(4, "rows per forward and backward pass without use_dynamic_bsz", ge=1)
+    use_dynamic_bsz: bool = key(True, "make micro-batches by a number of tokens instead of a number of rows")
+    max_token_len_per_gpu: int = key(8192, "tokens in a micro-batch of one rank with use_dynamic_bsz", ge=1)
+    messages_key: str | None = key(None, "column of chat messages; null: looked for")
+    prompt_key: str | None = key(None, "column of the prompt, where there are no messages; null: looked for")
+    response_key: str | None = key(None, "column of the response")
+    prompt_dict_keys: Texts | None = key(None, "the way into a prompt column of mappings")
+    response_dict_keys: Texts | None = key(None, "the way into a response column of mappings")
+    prompt_format: Literal["auto", "chat", "text"] = key("auto", "prompts are chat messages or plain text; auto: look")
+    max_length: int = key(1024, "longest row in tokens, prompt and response together", ge=2)
+    truncation: Literal["error", "left", "right"] = key("error", "what happens to a row that is too long")
+    shuffle: bool = key(True, "shuffle the training rows in every epoch")
+    seed: int = key(1, "seed of that order", follows="${trainer.seed}", ge=0)
+    custom_cls: CustomClassConfig = part(CustomClassConfig, "dataset class instead of SFTDataset")
+    apply_chat_template_kwargs: dict[str, Any] = key({}, "arguments of the chat template")
+
+
+class SFTOptimConfig(OptimConfig):
+    """`optim`."""
+
+    lr: float = key(1e-5, "peak learning rate", ge=0)
+
+
+class SFTEngineConfig(EngineConfig):
+    """`engine`: precision, sharding, offloading."""
+
+    strategy: Strategy = key("fsdp", "training engine")
+
+
+class SFTCheckpointConfig(CheckpointConfig):
+    """`checkpoint`."""
+
+    load_contents: list[Literal["model", "optimizer", "extra", "hf_model"]] = key(
+        ["model", "optimizer", "extra"], "parts to restore", follows="${checkpoint.save_contents}"
+    )
+
+
+class SFTTrainerConfig(Node):
+    """`trainer`: the run."""
+
+    total_epochs: int = key(4, "passes over the training rows", ge=1)
+    total_training_steps: int | None = key(None, "end after so many steps; null: total_epochs decides", ge=1)
+    project_name: str = key("gsm8k-sft", "name of the project for trackers and folders")
+    experiment_name: str = key("test", "name of the run")
+    default_local_dir: str = key(
+        "checkpoints/gsm8k-sft/test",
+        "folder of checkpoints and logs",
+        follows="checkpoints/${trainer.project_name}/${trainer.experiment_name}",
+    )
+    logger: Trackers = key(["console"], "where metrics go")
+    seed: int = key(1, "seed of everything random", ge=0)
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: a GPU where there is one")
+    backend: Literal["local", "ray"] = key("local", "who executes: this host, or a Ray cluster")
+    nnodes: int = key(1, "hosts", ge=1)
+    n_gpus_per_node: int = key(1, "processes per host, one for each GPU (or CPU rank)", ge=1)
+    val_before_train: bool = key(True, "validate before the first step")
+    val_only: bool = key(False, "validate and stop")
+    test_freq: int = key(-1, "validate every so many steps; -1: never", ge=-1)
+    save_freq: int = key(-1, "checkpoint every so many steps; -1: never", ge=-1)
+    resume_mode: Literal["auto", "disable", "resume_path"] = key("auto", "go on from the newest checkpoint, or not")
+    resume_from_path: str | None = key(None, "the global_step_N folder of resume_path")
+    max_ckpt_to_keep: int | None = key(None, "keep the newest so many checkpoints; null: all", ge=1)
+
+
+class SFTConfig(Tree):
+    """The root."""
+
+    dialect: ClassVar = SFT
+    known: ClassVar = SFT_KNOWN
+
+    data: SFTDataConfig = part(SFTDataConfig, "rows")
+    model: ModelConfig = part(ModelConfig, "the model")
+    optim: SFTOptimConfig = part(SFTOptimConfig, "optimizer")
+    engine: SFTEngineConfig = part(SFTEngineConfig, "precision, sharding, offloading")
+    checkpoint: SFTCheckpointConfig = part(SFTCheckpointConfig, "what a checkpoint holds")
+    trainer: SFTTrainerConfig = part(SFTTrainerConfig, "the run")
+    imports: Texts = key([], "Python files or modules that every process imports first: one's own code")
