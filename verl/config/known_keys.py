@@ -126,6 +126,7 @@ KNOWN |= _block(
 )
 KNOWN |= _block(_ACTOR + "qat.", "training is not quantised: leave it out", features.QAT)
 KNOWN |= {
+    _ACTOR + "calculate_entropy": Known(False, "the entropy is always measured: leave it out", (True,)),
     _ACTOR + "freeze_vision_tower": Known(False, _TEXT_ONLY),
     _ACTOR + "use_prefix_grouper": Known(False, "prompts are computed with every answer: use false"),
     _ACTOR + "checkpoint.strict": _any(True),
@@ -157,6 +158,7 @@ KNOWN |= _block(
         "load_format": _any("dummy", "auto", "safetensors", "dummy_dtensor", instead="weights come from the trainer"),
         "layered_summon": _any(False, True),
         "disable_log_stats": _any(True, False),
+        "calculate_log_probs": _any(True, False, instead="they are always kept: leave it out"),
         "do_sample": Known(True, "training needs different answers to compare: use true"),
         "over_sample_rate": 0,
         "multi_stage_wake_up": _any(False, True),
