@@ -55,7 +55,6 @@ NOT_BUILT: dict[str, str] = {
     "algorithm.rollout_correction.bypass_mode": _SAMPLER_GAP,
     "algorithm.use_pf_ppo": "use false",
     "reward.reward_model.enable": "score by a function: reward.custom_reward_function.path",
-    "reward.num_workers": "use reward.reward_manager.name=prime, which scores in processes",
     "reward.sandbox_fusion.url": "code is not run by a service: leave it null",
     "trainer.log_val_generations": "use trainer.validation_data_dir, which keeps all of them",
     "trainer.overlap": "operators run one after another: use false",
