@@ -88,7 +88,8 @@ def apply_kl_penalty(
 ) -> tuple[torch.Tensor, float]:
     """KL in the reward: r_t = score_t - kl_coef * kl_t, and the KL that a controller is updated with.
 
-    All tensors are (B, T); `kl_penalty_kind` is a kind of `kl_penalty`. The second result is the mean over (non-empty) sequences of their mean KL per token.
+    All tensors are (B, T); `kl_penalty_kind` is a kind of `kl_penalty`. The second result is the mean over (non-empty)
+    sequences of their mean KL per token.
     """
     scores, old, ref = zero_padding(response_mask, token_level_scores, old_log_probs, ref_log_prob)
     with torch.no_grad():

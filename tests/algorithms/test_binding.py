@@ -1,0 +1,130 @@
+"""Arguments are found by the names in a signature: columns first, then settings, then defaults."""
+
+import copy
+import pickle
+
+import pytest
+
+from verl.algorithms import ADV_ESTIMATOR_REGISTRY, bind_arguments, required_columns
+from verl.algorithms.binding import Settings
+
+COLUMNS = {"token_level_rewards": "r", "response_mask": "m", "uid": "u", "old_log_probs": "o"}
+SETTINGS = {"gamma": 0.9, "lam": None, "norm_adv_by_std_in_grpo": False, "nested": {"k": 1}}
+
+
+def ours(token_level_rewards, response_mask, uid, rollout_is_weights=None, *, gamma=1.0, lam=1.0, epsilon=1e-6):
+    return locals()
+
+
+def theirs(token_level_rewards, response_mask, index, epsilon=1e-6, config=None, **kwargs):
+    return locals()
+
+
+def test_columns_settings_defaults():
+    assert bind_arguments(ours, COLUMNS, SETTINGS) == {
+        "token_level_rewards": "r",
+        "response_mask": "m",
+        "uid": "u",
+        "gamma": 0.9,  # lam is null: the published default stays
+    }
+
+
+def test_an_optional_column_is_passed_when_it_is_there():
+    assert bind_arguments(ours, {**COLUMNS, "rollout_is_weights": "w"}, {})["rollout_is_weights"] == "w"
+
+
+def test_a_column_goes_before_a_setting():
+    assert bind_arguments(ours, {**COLUMNS, "gamma": "column"}, SETTINGS)["gamma"] == "column"
+
+
+def test_functions_written_for_index_and_config():
+    bound = theirs(**bind_arguments(theirs, COLUMNS, SETTINGS))
+    assert bound["index"] == "u"
+    assert bound["epsilon"] == 1e-6
+    assert bound["kwargs"] == {}
+    config = bound["config"]
+    assert config.gamma == config["gamma"] == config.get("gamma") == 0.9
+    assert config.get("absent", 5) == 5
+    assert "gamma" in config and "absent" not in config
+    assert config.nested.k == config["nested"]["k"] == 1
+    assert dict(**config.global_batch_info) == {}  # the counts travel in loss_agg_mode
+
+
+def test_positional_settings_of_functions_written_elsewhere():
+    def gae(token_level_rewards, values, response_mask, gamma, lam):
+        pass
+
+    assert required_columns(gae, {"gamma", "lam"}) == ("token_level_rewards", "values", "response_mask")
+
+
+def test_required_columns():
+    assert required_columns(ours, SETTINGS) == ("token_level_rewards", "response_mask", "uid")
+    assert required_columns(theirs, SETTINGS) == ("token_level_rewards", "response_mask", "uid")
+    assert required_columns(ADV_ESTIMATOR_REGISTRY["gae"], ()) == ("token_level_rewards", "response_mask", "values")
+    assert required_columns(ADV_ESTIMATOR_REGISTRY["remax"], ())[-1] == "reward_baselines"
+    assert required_columns(ADV_ESTIMATOR_REGISTRY["gdpo"], ()) == ("token_level_rewards", "response_mask", "uid")
+    assert required_columns(ADV_ESTIMATOR_REGISTRY["optimal_token_baseline"], ())[-2:] == (
+        "old_log_probs",
+        "sum_pi_squared",
+    )
+
+
+def test_all_columns_at_once_are_read_only():
+    def wide(columns):
+        pass
+
+    bound = bind_arguments(wide, COLUMNS, {})["columns"]
+    assert dict(bound) == COLUMNS
+    with pytest.raises(TypeError):
+        bound["uid"] = "other"
+
+
+def test_an_object_with_call_and_a_method():
+    class Estimator:
+        def __call__(self, uid, *, gamma=1.0):
+            pass
+
+        def method(self, uid):
+            pass
+
+    assert bind_arguments(Estimator(), COLUMNS, SETTINGS) == {"uid": "u", "gamma": 0.9}
+    assert bind_arguments(Estimator().method, COLUMNS, SETTINGS) == {"uid": "u"}
+    with pytest.raises(ValueError, match=r"Estimator asks for 'uid'"):
+        bind_arguments(Estimator(), {}, SETTINGS)
+
+
+def test_a_missing_column_is_named_with_what_there_is():
+    with pytest.raises(ValueError) as error:
+        bind_arguments(ours, {"response_mask": "m"}, SETTINGS)
+    message = str(error.value)
+    assert "ours asks for 'token_level_rewards', but there is no column or setting of that name" in message
+    assert "columns: response_mask; settings: gamma, lam, nested, norm_adv_by_std_in_grpo" in message
+
+
+def test_a_missing_setting_is_told_from_one_that_is_null():
+    def needs(*, beta):
+        pass
+
+    with pytest.raises(ValueError, match="'beta', but there is no setting of that name"):
+        bind_arguments(needs, {}, {})
+    with pytest.raises(ValueError, match="'beta', but the setting is null"):
+        bind_arguments(needs, {}, {"beta": None})
+
+
+def test_positional_only_parameters_cannot_be_found_by_name():
+    def hidden(uid, /):
+        pass
+
+    with pytest.raises(ValueError, match=r"positional-only parameters .'uid'.: .* remove the '/'"):
+        bind_arguments(hidden, COLUMNS, {})
+
+
+def test_settings_are_read_only_and_can_travel():
+    settings = Settings(SETTINGS)
+    with pytest.raises(AttributeError, match="read-only"):
+        settings.gamma = 1.0
+    with pytest.raises(AttributeError, match="no setting is called 'gama': did you mean 'gamma'"):
+        _ = settings.gama
+    for copied in (pickle.loads(pickle.dumps(settings)), copy.deepcopy(settings)):
+        assert copied == settings
+    assert "gamma" in repr(settings)

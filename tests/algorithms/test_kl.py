@@ -1,0 +1,148 @@
+"""KL estimators, the penalty in the reward and in the loss, and the controllers."""
+
+import math
+
+import pytest
+import torch
+
+from verl.algorithms import LossAggregation, apply_kl_penalty, get_kl_controller, kl_loss, kl_penalty, merge_metrics
+from verl.algorithms.kl import KL_KINDS
+
+ESTIMATORS = [kind + plus for kind in KL_KINDS if kind != "full" for plus in ("", "+")]
+
+
+def probabilities():
+    """Two distributions over five tokens, as log-probs with gradient and without; near enough for k3 not to clamp."""
+    generator = torch.Generator().manual_seed(0)
+    theta = (0.5 * torch.randn(5, generator=generator, dtype=torch.float64)).requires_grad_()
+    ref = torch.log_softmax(0.5 * torch.randn(5, generator=generator, dtype=torch.float64), -1)
+    return theta, torch.log_softmax(theta, -1), ref
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3", "k1+", "k3+"])
+def test_values_are_unbiased(kind):
+    _, log_p, log_q = probabilities()
+    exact = (log_p.exp() * (log_p - log_q)).sum()
+    torch.testing.assert_close((log_p.exp() * kl_penalty(log_p, log_q, kind)).sum(), exact)
+
+
+def expected_gradient(kind):
+    """The gradient of the estimate of a sampled token, averaged exactly over what may be sampled."""
+    theta, log_p, log_q = probabilities()
+    loss = (log_p.exp().detach() * kl_penalty(log_p, log_q, kind)).sum()
+    return torch.autograd.grad(loss, theta)[0]
+
+
+def exact_gradient(reverse):
+    theta, log_p, log_q = probabilities()
+    value = (log_p.exp() * (log_p - log_q)).sum() if reverse else (log_q.exp() * (log_q - log_p)).sum()
+    return torch.autograd.grad(value, theta)[0]
+
+
+@pytest.mark.parametrize("kind", ["k2", "mse", "k1+", "k2+", "k3+", "abs+", "low_var_kl+"])
+def test_k2_and_the_plus_forms_have_the_gradient_of_the_kl(kind):
+    torch.testing.assert_close(expected_gradient(kind), exact_gradient(reverse=True))
+
+
+def test_k3_has_the_gradient_of_the_other_direction():
+    torch.testing.assert_close(expected_gradient("k3"), exact_gradient(reverse=False))
+    assert not torch.allclose(expected_gradient("k3"), exact_gradient(reverse=True), atol=1e-2)
+
+
+def test_k1_as_a_loss_does_nothing():
+    torch.testing.assert_close(expected_gradient("k1"), torch.zeros(5, dtype=torch.float64))
+
+
+def test_full_is_the_sum_over_the_vocabulary():
+    generator = torch.Generator().manual_seed(1)
+    p, q = torch.randn(2, 2, 3, 7, generator=generator, dtype=torch.float64)
+    expected = torch.zeros(2, 3, dtype=torch.float64)
+    for i in range(2):
+        for t in range(3):
+            zp, zq = (sum(math.exp(x) for x in row[i, t].tolist()) for row in (p, q))
+            for x, y in zip(p[i, t].tolist(), q[i, t].tolist()):
+                expected[i, t] += math.exp(x) / zp * (x - math.log(zp) - y + math.log(zq))
+    torch.testing.assert_close(kl_penalty(p, q, "full"), expected)
+    torch.testing.assert_close(kl_penalty(p, p + 5, "full"), torch.zeros(2, 3, dtype=torch.float64))
+    p[..., 0] = -torch.inf  # a token that cannot occur
+    assert torch.isfinite(kl_penalty(p, q, "full")).all()
+
+
+@pytest.mark.parametrize("kind", ["k3", "low_var_kl", "abs", "k2"])
+def test_never_negative(kind):
+    d = torch.linspace(-30, 30, 601)
+    assert (kl_penalty(d, torch.zeros(601), kind) >= 0).all()
+
+
+def test_k3_is_bounded():
+    assert kl_penalty(torch.tensor([-100.0]), torch.tensor([0.0]), "k3") == 10
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_bfloat16_is_computed_in_float32(kind):
+    assert (
+        kl_penalty(torch.zeros(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16), kind).dtype
+        == torch.float32
+    )
+
+
+@pytest.mark.parametrize("kind", ["k4", "full+", "+", "K1", ""])
+def test_unknown_kinds_list_the_known(kind):
+    with pytest.raises(ValueError, match=r"no KL estimator is called .*low_var_kl"):
+        kl_penalty(torch.zeros(1), torch.zeros(1), kind)
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_kl_loss_reads_no_padding_and_adds_up(kind):
+    generator = torch.Generator().manual_seed(2)
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1]])
+    nan = torch.tensor(torch.nan, dtype=torch.float64)
+    log_prob, ref = (
+        torch.where(mask.bool(), x, nan) for x in -torch.rand(2, 3, 3, generator=generator, dtype=torch.float64)
+    )
+    log_prob.requires_grad_()
+    aggregation = LossAggregation.of("token-mean", mask)
+    loss, metrics = kl_loss(log_prob, ref, mask, aggregation, kl_loss_type=kind)
+    (gradient,) = torch.autograd.grad(loss, log_prob)
+    assert torch.isfinite(gradient).all()
+    assert (gradient[mask == 0] == 0).all()
+    parts = [kl_loss(log_prob[i], ref[i], mask[i], aggregation, kl_loss_type=kind) for i in (slice(0, 2), slice(2, 3))]
+    torch.testing.assert_close(sum(part for part, _ in parts), loss)
+    assert merge_metrics([m for _, m in parts]) == pytest.approx(merge_metrics([metrics]))
+    assert merge_metrics([metrics])["actor/kl_loss"] == pytest.approx(loss.item())
+
+
+def test_penalty_in_the_reward():
+    scores = torch.tensor([[0.0, 1.0, torch.nan], [0.5, torch.nan, torch.nan], [torch.nan] * 3])
+    old = torch.tensor([[-1.0, -2.0, torch.nan], [-1.0, torch.nan, torch.nan], [torch.nan] * 3])
+    ref = torch.tensor([[-1.5, -1.0, torch.nan], [-4.0, torch.nan, torch.nan], [torch.nan] * 3])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])
+    rewards, kl = apply_kl_penalty(scores, old, ref, mask, kl_coef=0.1, kl_penalty_kind="k1")
+    torch.testing.assert_close(rewards, torch.tensor([[-0.05, 1.1, 0], [0.2, 0, 0], [0, 0, 0]]))
+    assert kl == pytest.approx((-0.25 + 3) / 2)  # mean over the two responses that have tokens
+
+
+def test_controllers_keep_their_state():
+    adaptive = get_kl_controller("adaptive", 0.1, target_kl=1.0, horizon=100)
+    adaptive.update(0.0, 10)
+    assert adaptive.value == pytest.approx(0.1 * (1 - 0.2 * 10 / 100))
+    again = get_kl_controller("adaptive", 0.1, target_kl=1.0, horizon=100)
+    again.load_state_dict(adaptive.state_dict())
+    adaptive.update(1.1, 10)
+    again.update(1.1, 10)
+    assert adaptive.value == again.value == pytest.approx(0.098 * (1 + 0.1 * 0.1))
+    fixed = get_kl_controller("fixed", kl_coef=0.2)
+    fixed.update(100.0, 10)
+    assert fixed.value == 0.2
+    assert get_kl_controller().value == 0.001
+
+
+def test_controllers_refuse_what_would_break_them():
+    with pytest.raises(ValueError, match="no KL controller is called 'adaptve': did you mean 'adaptive'"):
+        get_kl_controller("adaptve")
+    for settings in ({"horizon": 0}, {"target_kl": 0.0}):
+        with pytest.raises(ValueError, match="needs target_kl > 0 and horizon > 0"):
+            get_kl_controller("adaptive", **settings)
+    controller = get_kl_controller("adaptive")
+    with pytest.raises(ValueError, match="expected a finite KL to steer by, found nan"):
+        controller.update(math.nan, 10)

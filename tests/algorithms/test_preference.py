@@ -1,0 +1,118 @@
+"""DPO, IPO, pairs for online DPO, SPPO, reward models."""
+
+import math
+
+import pytest
+import torch
+
+from verl.algorithms import merge_metrics
+from verl.algorithms.preference import (
+    bradley_terry_loss,
+    dpo_loss,
+    last_token_scores,
+    select_pairs,
+    sequence_log_prob,
+)
+
+
+def pairs(n=5):
+    generator = torch.Generator().manual_seed(0)
+    return [-5 * torch.rand(n, generator=generator, dtype=torch.float64) for _ in range(4)]
+
+
+def log_sigmoid(x):
+    return -math.log(1 + math.exp(-x))
+
+
+@pytest.mark.parametrize("settings", [{}, {"label_smoothing": 0.2}, {"loss_type": "ipo"}, {"beta": 0.5}])
+def test_dpo_equals_the_loop(settings):
+    beta, s = settings.get("beta", 0.1), settings.get("label_smoothing", 0.0)
+    total, right = 0.0, 0
+    for chosen, rejected, ref_chosen, ref_rejected in zip(*(x.tolist() for x in pairs())):
+        h = (chosen - rejected) - (ref_chosen - ref_rejected)
+        right += h > 0
+        if settings.get("loss_type") == "ipo":
+            total += (h - 1 / (2 * beta)) ** 2
+        else:
+            total += -(1 - s) * log_sigmoid(beta * h) - s * log_sigmoid(-beta * h)
+    loss, metrics = dpo_loss(*pairs(), **settings)
+    assert loss.item() == pytest.approx(total / 5)
+    assert merge_metrics([metrics])["dpo/accuracy"] == right / 5
+
+
+@pytest.mark.parametrize("settings", [{}, {"label_smoothing": 0.2}, {"loss_type": "ipo"}])
+def test_dpo_gradient_by_finite_differences(settings):
+    chosen, *rest = pairs()
+    torch.autograd.gradcheck(lambda x: dpo_loss(x, *rest, **settings)[0], chosen.requires_grad_())
+
+
+def test_parts_of_a_mini_batch_add_up():
+    whole, metrics = dpo_loss(*pairs())
+    parts = [dpo_loss(*(x.split([1, 4])[i] for x in pairs()), num_pairs=5) for i in range(2)]
+    torch.testing.assert_close(sum(loss for loss, _ in parts), whole)
+    assert merge_metrics([m for _, m in parts]) == pytest.approx(merge_metrics([metrics]))
+
+
+def test_dpo_names_its_losses():
+    with pytest.raises(ValueError, match="no DPO loss is called 'sigmiod': did you mean 'sigmoid'"):
+        dpo_loss(*pairs(), loss_type="sigmiod")
+
+
+def test_sequence_log_prob_reads_no_padding():
+    log_probs = torch.tensor([[-1.0, -2, math.nan], [-3, math.nan, math.nan]], requires_grad=True)
+    found = sequence_log_prob(log_probs, torch.tensor([[1, 1, 0], [1, 0, 0]]))
+    assert found.tolist() == [-3, -3]
+    found.sum().backward()
+    assert log_probs.grad.tolist() == [[1, 1, 0], [1, 0, 0]]
+
+
+def test_pairs_are_the_best_and_the_worst_of_each_prompt():
+    rewards = torch.tensor([0.2, 1.0, 0.9, 0.0, -1.0, 1.0])
+    found = select_pairs(rewards, ["a", "b", "a", "b", "a", "b"])
+    assert found.chosen.tolist() == [2, 1]  # of b, the first of two equals
+    assert found.rejected.tolist() == [4, 3]
+    assert found.num_ties == 0
+
+
+def test_a_tie_is_no_preference():
+    found = select_pairs(torch.tensor([1, 1, 0, 1, 0]), ["a", "a", "b", "b", "alone"])
+    assert found.chosen.tolist() == [3]
+    assert found.rejected.tolist() == [2]
+    assert found.num_ties == 2
+
+
+def test_pairs_of_no_number_are_an_error():
+    with pytest.raises(ValueError, match=r"found NaN in rows \[1\]"):
+        select_pairs(torch.tensor([0.0, math.nan]), ["a", "a"])
+
+
+def test_bradley_terry():
+    chosen, rejected, *_ = pairs()
+    expected = sum(-log_sigmoid(c - r) for c, r in zip(chosen.tolist(), rejected.tolist())) / 5
+    assert bradley_terry_loss(chosen, rejected)[0].item() == pytest.approx(expected)
+    margin = torch.arange(5) / 10
+    assert bradley_terry_loss(chosen, rejected, margin=margin)[0] > expected
+    torch.autograd.gradcheck(
+        lambda x: bradley_terry_loss(x, rejected, margin=margin, center_coef=0.01)[0], chosen.requires_grad_()
+    )
+    parts = [bradley_terry_loss(c, r, num_pairs=5)[0] for c, r in zip(chosen.split([2, 3]), rejected.split([2, 3]))]
+    assert sum(parts).item() == pytest.approx(expected)
+
+
+def test_only_the_centre_term_stops_a_drift():
+    chosen, rejected, *_ = pairs()
+    assert bradley_terry_loss(chosen + 9, rejected + 9)[0].item() == pytest.approx(
+        bradley_terry_loss(chosen, rejected)[0].item()
+    )
+    assert (
+        bradley_terry_loss(chosen + 9, rejected + 9, center_coef=0.1)[0]
+        > bradley_terry_loss(chosen, rejected, center_coef=0.1)[0]
+    )
+
+
+def test_last_token_for_padding_on_either_side():
+    scores = torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]])
+    mask = torch.tensor([[1, 1, 0, 0], [0, 0, 1, 1], [0, 1, 1, 0]])
+    assert last_token_scores(scores, mask).tolist() == [2, 8, 11]
+    with pytest.raises(ValueError, match=r"found none in rows \[1\]"):
+        last_token_scores(scores, mask * torch.tensor([[1], [0], [1]]))
