@@ -37,6 +37,8 @@ ADAPTERS = {
 }
 AT_USE = {"vllm", "sglang", "megatron"}
 
+HANDED_ON = {"__all__", "__version__", "_HOME"}
+
 
 def sources(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
@@ -138,24 +140,21 @@ def test_private_names_stay_at_home():
     assert found == []
 
 
-def only_hands_names_on(text: str, lazy: bool) -> list[str]:
-    allowed_names = {"__all__", "__version__", "_HOME"} if lazy else {"__all__"}
-    allowed_functions = {"__getattr__", "__dir__"} if lazy else set()
+def only_hands_names_on(text: str) -> list[str]:
+    """What an __init__ file holds beside imports, __all__, and a table of names that __getattr__ loads at first use."""
     found = []
     for i, node in enumerate(ast.parse(text).body):
         docstring = i == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        assigned = isinstance(node, ast.Assign) and {ast.unparse(target) for target in node.targets} <= allowed_names
-        function = isinstance(node, ast.FunctionDef) and node.name in allowed_functions
-        if not (docstring or assigned or function or isinstance(node, ast.Import | ast.ImportFrom)):
+        names = {ast.unparse(target) for target in node.targets} if isinstance(node, ast.Assign) else {""}
+        function = isinstance(node, ast.FunctionDef) and node.name in ("__getattr__", "__dir__")
+        if not (docstring or function or names <= HANDED_ON or isinstance(node, ast.Import | ast.ImportFrom)):
             found.append(ast.unparse(node).splitlines()[0])
     return found
 
 
 def test_init_files_only_hand_names_on():
-    found = {}
-    for path in sources("verl", "recipe"):
-        if path.name == "__init__.py":
-            found[module_of(path)] = only_hands_names_on(path.read_text(), lazy=module_of(path) == "verl")
+    files = [path for path in sources("verl", "recipe") if path.name == "__init__.py"]
+    found = {module_of(path): only_hands_names_on(path.read_text()) for path in files}
     assert {module: faults for module, faults in found.items() if faults} == {}
 
 
@@ -187,6 +186,9 @@ def test_the_rules_themselves(file, line, fault):
 
 
 def test_the_rule_of_init_files_itself():
-    assert only_hands_names_on('"""Doc."""\nfrom a import b\n__all__ = ["b"]', lazy=False) == []
-    assert only_hands_names_on("x = 1", lazy=True) == ["x = 1"]
-    assert only_hands_names_on("def f():\n    pass", lazy=False) == ["def f():"]
+    assert (
+        only_hands_names_on('"""Doc."""\nfrom a import b\n__all__ = ["b"]\n_HOME = {}\ndef __getattr__(name): ...')
+        == []
+    )
+    assert only_hands_names_on("x = 1") == ["x = 1"]
+    assert only_hands_names_on("def f():\n    pass") == ["def f():"]
