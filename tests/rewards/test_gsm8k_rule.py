@@ -165,3 +165,13 @@ def test_no_text_takes_long(piece):
     begun = time.perf_counter()
     gsm8k.extract(text, "strict"), gsm8k.extract(text, "flexible")
     assert time.perf_counter() - begun < 0.2
+
+
+def test_the_rule_stays_cheap():
+    """Far above 20,000 rows a second of processor time: the rules run in the trainer's own process."""
+    text = "He sold 48 clips in April and 48/2 = 24 in May, so 48 + 24 = 72 in all. " * 5 + "\n#### 72"
+    begun = time.process_time()
+    for _ in range(5000):
+        gsm8k.gsm8k_strict("openai/gsm8k", text, "72")
+        gsm8k.gsm8k_flexible("openai/gsm8k", text, "72")
+    assert 10_000 / (time.process_time() - begun) > 20_000

@@ -95,7 +95,7 @@ def _is_equivalent(solution_str: str, answer: str, in_box: bool, ground_truth: A
     if len(answer) > _LONGEST:
         return False
     boxed = f"\\boxed{{{answer}}}"
-    return _verify(reference, boxed) if _harmless(reference, answer) else _verify_isolated(reference, boxed)
+    return _verify_here(reference, boxed) if _harmless(reference, answer) else _verify_isolated(reference, boxed)
 
 
 def _canonical(text: str) -> str:
@@ -122,6 +122,8 @@ def _harmless(reference: str, answer: str) -> bool:
     )
 
 
+# The answers to one question are often the same; a hostile one that has come to be popular costs its time once.
+@lru_cache(maxsize=4096)
 def _verify_isolated(reference: str, answer: str) -> bool:
     """`_verify` in a process of its own. Over the limits: not equivalent, and a warning."""
     call = Call(address_of(_verify), {"reference": reference, "answer": answer})
@@ -140,6 +142,9 @@ def _verify(reference: str, answer: str) -> bool:
 
     parsed = _parse(answer)
     return bool(parsed) and verify(_parse(f"\\boxed{{{reference}}}"), parsed, timeout_seconds=None)
+
+
+_verify_here = lru_cache(maxsize=4096)(_verify)
 
 
 @lru_cache(maxsize=4096)
