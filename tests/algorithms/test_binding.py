@@ -33,6 +33,12 @@ def test_an_optional_column_is_passed_when_it_is_there():
     assert bind_arguments(ours, {**COLUMNS, "rollout_is_weights": "w"}, {})["rollout_is_weights"] == "w"
 
 
+def test_a_column_that_is_none_is_not_there():
+    assert "rollout_is_weights" not in bind_arguments(ours, {**COLUMNS, "rollout_is_weights": None}, {})
+    with pytest.raises(ValueError, match="asks for 'uid', but there is no column or setting"):
+        bind_arguments(ours, {**COLUMNS, "uid": None}, {})
+
+
 def test_a_column_goes_before_a_setting():
     assert bind_arguments(ours, {**COLUMNS, "gamma": "column"}, SETTINGS)["gamma"] == "column"
 
