@@ -19,6 +19,18 @@ def check_tree(config: Tree) -> list[Problem]:
     return [*_batches(config), *_sampling(config), *_kl(config), *_rest(config)] if isinstance(config, Config) else []
 
 
+def notes_of(config: Tree) -> list[str]:
+    """What is allowed and may surprise: said once in the log."""
+    if not isinstance(config, Config):
+        return []
+    notes, val = [], config.actor_rollout_ref.rollout.val_kwargs
+    if config.algorithm.use_kl_in_reward and config.actor_rollout_ref.actor.use_kl_loss:
+        notes.append(f"the KL to the reference counts twice: algorithm.use_kl_in_reward and {_ACTOR}use_kl_loss are on")
+    if val.temperature > 0 and not val.do_sample:
+        notes.append(f"{_ROLLOUT}val_kwargs.temperature {val.temperature} changes nothing while do_sample is false")
+    return notes
+
+
 def _batches(config: Config) -> Iterator[Problem]:
     batch = config.data.train_batch_size
     updates = {_ACTOR: config.actor_rollout_ref.actor, "critic.": config.critic}

@@ -17,7 +17,7 @@ import yaml
 from pydantic import ValidationError
 
 from verl.config.batch_words import batch_words
-from verl.config.checks import check_tree
+from verl.config.checks import check_tree, notes_of
 from verl.config.errors import ConfigError, Problem, in_words
 from verl.config.node import Tree, flatten, followers, leaves, unflatten
 from verl.config.reader import Reader, follows_any, values_of
@@ -71,7 +71,7 @@ def load_config(
         problems += [problem for check in extra_checks for problem in check(config)]
     if problems:
         raise ConfigError(_placed(problem, given) for problem in problems)
-    for note in reader.notes:
+    for note in (*reader.notes, *notes_of(config)):
         log.warning(note)
     return config
 

@@ -84,7 +84,6 @@ class RewardConfig(Node):
     reward_kwargs: dict[str, Any] = key({}, "further arguments of the reward manager")
     reward_model: RewardModelConfig = part(RewardModelConfig, "a model that scores")
     sandbox_fusion: SandboxConfig = part(SandboxConfig, "a service that runs code")
-    num_workers: int = key(0, "processes that score; 0: in this one", ge=0)
     timeout: float | None = key(300.0, "seconds for one answer; null: no limit", gt=0)
     on_error: Literal["raise", "count"] = key("raise", "an answer that cannot be scored: stop, or count it")
     failure_score: float = key(0.0, "score of such an answer with on_error: count")

@@ -32,7 +32,7 @@ class OfflineTrainerConfig(Node):
 
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: a GPU where there is one")
     backend: Literal["local", "ray"] = key("local", "who executes: this host, or a Ray cluster")
-    nnodes: int = key(1, "hosts", ge=1)
+    nnodes: int = key(1, "number of hosts", ge=1)
     n_gpus_per_node: int = key(1, "processes per host, one for each GPU (or CPU rank)", ge=1)
     seed: int = key(42, "seed of everything random", ge=0)
 

@@ -7,7 +7,6 @@ from verl.config.known_keys import SFT_KNOWN
 from verl.config.node import Node, Texts, Tree, key, part
 from verl.config.tree_data import CustomClassConfig
 from verl.config.tree_model import CheckpointConfig, EngineConfig, ModelConfig, OptimConfig, Strategy
-from verl.config.tree_trainer import Trackers
 
 
 class SFTDataConfig(Node):
@@ -67,11 +66,11 @@ class SFTTrainerConfig(Node):
         "folder of checkpoints and logs",
         follows="checkpoints/${trainer.project_name}/${trainer.experiment_name}",
     )
-    logger: Trackers = key(["console"], "where metrics go")
+    logger: Texts = key(["console"], "where metrics go: console, jsonl, tensorboard, wandb, mlflow, swanlab")
     seed: int = key(1, "seed of everything random", ge=0)
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: a GPU where there is one")
     backend: Literal["local", "ray"] = key("local", "who executes: this host, or a Ray cluster")
-    nnodes: int = key(1, "hosts", ge=1)
+    nnodes: int = key(1, "number of hosts", ge=1)
     n_gpus_per_node: int = key(1, "processes per host, one for each GPU (or CPU rank)", ge=1)
     val_before_train: bool = key(True, "validate before the first step")
     val_only: bool = key(False, "validate and stop")

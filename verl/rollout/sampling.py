@@ -1,14 +1,19 @@
 """Drawing tokens: temperature, top-k, top-p, min-p, and random numbers by counter.
 
 A row's random numbers depend on (seed, sample id, position) alone, so its answer does not depend on what else is in the
-batch, on the number of processes, or on the order in which rows are served. B rows, V vocabulary.
+batch, on the number of processes, or on the order in which rows are served. They are made of 64-bit integer operations
+and have the same bits on every device. B rows, V vocabulary.
 """
 
 import torch
+from torch.nn import functional as F
 
 from verl.rollout.base import SamplingParams
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
+_BELOW_ONE = 1 - 2.0**-53  # times this, a float64 becomes the next smaller one
+#: above twice this many tokens, the one that was drawn is looked for in two levels: its block, then its place there
+_BLOCK = 256
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -19,7 +24,10 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def uniform(seed: int, sample_ids: torch.Tensor, position: int | torch.Tensor) -> torch.Tensor:
-    """(B,) float64 numbers in [0, 1), one per (seed, sample id, position). sample_ids: (B,) int64."""
+    """Float64 numbers in [0, 1), one per (seed, sample id, position).
+
+    sample_ids: (B,) int64; position: a number or (B,) int64; or any two shapes that broadcast.
+    """
     whole = {"dtype": torch.int64, "device": sample_ids.device}
     start = _mix(sample_ids * _GOLDEN + _mix(torch.as_tensor(seed, **whole)))
     bits = _mix(start + (torch.as_tensor(position, **whole) + 1) * _GOLDEN)
@@ -29,23 +37,77 @@ def uniform(seed: int, sample_ids: torch.Tensor, position: int | torch.Tensor) -
 def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """(B, V) float32 logits over temperature, -inf where top-k, top-p or min-p excludes a token.
 
-    In that order, each on what the one before left; the most probable token always stays.
+    In that order, each on what the one before left; the most probable token always stays, and so do tokens that are
+    exactly as probable as the last one kept by top-k or min-p.
     """
-    logits = logits.float() if params.greedy else logits.float() / params.temperature
+    logits = logits.float()
     if params.greedy:
         return logits
+    if params.temperature != 1:
+        logits = logits / params.temperature
+    excluded = float("-inf")
     if 0 < params.top_k < logits.shape[-1]:
-        kth = logits.topk(params.top_k, -1).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, float("-inf"))
-    if params.top_p < 1:
+        top = logits.topk(params.top_k, -1)
+        if params.top_p < 1:  # the few that are left are in order already
+            kept = top.values.masked_fill(_outside(top.values, params.top_p), excluded)
+            logits = torch.full_like(logits, excluded).scatter_(1, top.indices, kept)
+        else:
+            logits = logits.masked_fill(logits < top.values[:, -1:], excluded)
+    elif params.top_p < 1:
         ordered, index = logits.sort(-1, descending=True)
-        probs = ordered.softmax(-1)
-        outside = probs.cumsum(-1) - probs >= params.top_p  # the mass before this token is enough already
-        logits = logits.masked_fill(torch.zeros_like(outside).scatter(1, index, outside), float("-inf"))
+        outside = _outside(ordered, params.top_p)
+        logits = logits.masked_fill(torch.zeros_like(outside).scatter_(1, index, outside), excluded)
     if params.min_p > 0:
-        probs = logits.softmax(-1)
-        logits = logits.masked_fill(probs < params.min_p * probs.amax(-1, keepdim=True), float("-inf"))
+        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + torch.tensor(params.min_p).log(), excluded)
     return logits
+
+
+def _outside(ordered: torch.Tensor, top_p: float) -> torch.Tensor:
+    """(B, K) logits in falling order -> True where the tokens before have the mass top_p already."""
+    probs = ordered.softmax(-1)
+    return probs.cumsum(-1) - probs >= top_p
+
+
+def choose(
+    logits: torch.Tensor, params: SamplingParams, uniforms: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token per row, by inversion of the cumulative distribution, and its log-prob: (B,) int64, (B,) float32.
+
+    logits: (B, V). uniforms: (B,) float64 in [0, 1); not read when greedy. A row of which the log-prob is NaN had
+    logits that are not finite, and its token means nothing.
+    """
+    filtered = filter_logits(logits, params)
+    if params.greedy:
+        tokens = filtered.argmax(-1, keepdim=True)
+        return tokens[:, 0], (filtered.gather(1, tokens) - filtered.logsumexp(-1, keepdim=True))[:, 0]
+    highest = filtered.amax(-1, keepdim=True)
+    weights = (filtered - highest).exp_()
+    tokens, total = _invert(weights, uniforms[:, None])
+    log_probs = filtered.gather(1, tokens).sub_(highest).sub_(total.log().float())
+    return tokens[:, 0], log_probs[:, 0]
+
+
+def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, V) weights, (B, 1) uniforms -> (B, 1) first index whose cumulative weight exceeds its share, (B, 1) total.
+
+    Never an index of weight 0: the target lies strictly below the total, and at an index that is the first to exceed it
+    the cumulative weight has grown.
+    """
+    if weights.shape[-1] <= 2 * _BLOCK:
+        mass = weights.cumsum(-1, dtype=torch.float64)
+        total = mass[:, -1:]
+        target = torch.minimum(uniforms * total, total * _BELOW_ONE)
+        return torch.searchsorted(mass, target, right=True).clamp_max_(weights.shape[-1] - 1), total
+    blocks = F.pad(weights, (0, -weights.shape[-1] % _BLOCK)).view(len(weights), -1, _BLOCK)
+    mass = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
+    total = mass[:, -1:]
+    target = torch.minimum(uniforms * total, total * _BELOW_ONE)
+    block = torch.searchsorted(mass, target, right=True).clamp_max_(mass.shape[-1] - 1)
+    upper = mass.gather(1, block)
+    lower = torch.where(block > 0, mass.gather(1, (block - 1).clamp_min_(0)), 0.0)
+    inside = blocks[torch.arange(len(weights), device=weights.device)[:, None], block][:, 0]
+    place, _ = _invert(inside, (target - lower) / (upper - lower))
+    return block * _BLOCK + place, total
 
 
 def draw(
@@ -55,18 +117,17 @@ def draw(
 
     Raises ValueError that names the row when its logits hold NaN or no finite value.
     """
-    filtered = filter_logits(logits, params)
-    lse = filtered.logsumexp(-1)
-    if not bool(lse.isfinite().all()):
-        row = int((~lse.isfinite()).nonzero()[0])
+    uniforms = None if params.greedy else uniform(params.seed, sample_ids, position)
+    tokens, log_probs = choose(logits, params, uniforms)
+    check_finite(log_probs, range(len(log_probs)), sample_ids.tolist())
+    return tokens, log_probs
+
+
+def check_finite(log_probs: torch.Tensor, rows, sample_ids) -> None:
+    """Raises ValueError that names the first row of log_probs (B,) that is not finite. rows, sample_ids: B integers."""
+    if not bool(log_probs.isfinite().all()):
+        found = int((~log_probs.isfinite()).nonzero()[0])
         raise ValueError(
-            f"row {row} (sample id {int(sample_ids[row])}) has logits that are not finite: the weights are broken "
+            f"row {rows[found]} (sample id {sample_ids[found]}) has logits that are not finite: the weights are broken "
             "(check the learning rate and the last gradient norms)"
         )
-    if params.greedy:
-        tokens = filtered.argmax(-1)
-    else:
-        mass = (filtered - lse[:, None]).exp().double().cumsum(-1)
-        target = uniform(params.seed, sample_ids, position) * mass[:, -1]
-        tokens = torch.searchsorted(mass, target[:, None], right=True)[:, 0].clamp_max(logits.shape[-1] - 1)
-    return tokens, filtered.gather(1, tokens[:, None])[:, 0] - lse

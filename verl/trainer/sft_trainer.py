@@ -11,8 +11,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from verl.config import tree_sft
-from verl.config.load import load_config
+from verl.config import check_available, load_config, tree_sft
 from verl.data.files import PromptSource
 from verl.data.sft_dataset import SFTDataset, collate_sft
 from verl.dataflow import DataFlow, Operator, Stateful
@@ -62,6 +61,7 @@ class SFTTrainer(Trainer):
     ):
         if config is None:
             config = load_config(config_path, overrides, tree=tree_sft.SFTConfig)
+        check_available(config)
         tokenizer = tokenizer if tokenizer is not None else setup.load_tokenizer(config.model)
         data = config.data
         self.collate: Callable[[list], DataProto] = lambda items: collate_sft(items, tokenizer.pad_token_id)
@@ -76,7 +76,7 @@ class SFTTrainer(Trainer):
                 data.val_files, tokenizer, data.model_dump() | {"max_samples": data.val_max_samples}
             )
         source = PromptSource(
-            self.train_dataset, data.train_batch_size, seed=config.trainer.seed, shuffle=True, collate=self.collate
+            self.train_dataset, data.train_batch_size, seed=data.seed, shuffle=data.shuffle, collate=self.collate
         )
         super().__init__(config, source, tokenizer)
 
@@ -105,6 +105,9 @@ class SFTTrainer(Trainer):
 
     def step_metrics(self, batch: DataProto) -> dict[str, float]:
         return {"train/tokens": float(batch.batch["response_mask"].sum())}
+
+    def checkpoints_to_keep(self) -> dict[str, int | None]:
+        return {"actor": self.config.trainer.max_ckpt_to_keep}
 
     def validate(self) -> dict[str, float]:
         """val/loss: mean negative log-likelihood of the validation rows' response tokens."""

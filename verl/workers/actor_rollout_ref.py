@@ -51,7 +51,7 @@ class ActorRolloutWorker(Worker):
         self.stop_token_ids = stop_token_ids
         model = model_config(config.model, config.actor.fsdp_config, device, self.local_rank)
         self.engine: TrainEngine = HFEngine(model, optimizer_config(config.actor.optim, total_training_steps))
-        self.rollout: RolloutEngine = HFRollout(self.engine.module, pad_token_id)
+        self.rollout: RolloutEngine = HFRollout(self.engine.module, pad_token_id, compute_dtype=model.compute_dtype)
 
     # ---- generating ---------------------------------------------------------------------------------------------
 

@@ -1,0 +1,192 @@
+"""The native engine computes what transformers computes, for every architecture that it takes."""
+
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from verl.rollout.base import SamplingParams
+from verl.rollout.native import NativeRollout
+from verl.rollout.native_model import FAMILIES
+
+SHAPE = dict(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=0,
+)
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 32,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(4)],
+    "long_factor": [2.0 + 0.3 * i for i in range(4)],
+    "original_max_position_embeddings": 48,
+    "factor": 64 / 48,
+}
+CASES = {
+    "llama": (LlamaForCausalLM, LlamaConfig, dict(attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3)),
+    "llama-mha": (LlamaForCausalLM, LlamaConfig, dict(num_key_value_heads=4, head_dim=12, tie_word_embeddings=True)),
+    "mistral": (MistralForCausalLM, MistralConfig, dict(sliding_window=6)),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, dict(tie_word_embeddings=True, rope_parameters=YARN)),
+    "qwen2-window": (
+        Qwen2ForCausalLM,
+        Qwen2Config,
+        dict(use_sliding_window=True, sliding_window=5, max_window_layers=1),
+    ),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, dict(head_dim=16)),
+    "phi3": (Phi3ForCausalLM, Phi3Config, dict(sliding_window=7)),
+    "phi3-longrope": (
+        Phi3ForCausalLM,
+        Phi3Config,
+        dict(rope_parameters=LONGROPE, original_max_position_embeddings=48),
+    ),
+    "phi3-partial": (
+        Phi3ForCausalLM,
+        Phi3Config,
+        dict(rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
+    ),
+    "gemma": (GemmaForCausalLM, GemmaConfig, dict(head_dim=8)),
+    "gemma2": (
+        Gemma2ForCausalLM,
+        Gemma2Config,
+        dict(head_dim=8, sliding_window=6, attn_logit_softcapping=0.5, final_logit_softcapping=2.0),
+    ),
+    "gemma3": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        dict(head_dim=8, sliding_window=6, layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
+    ),
+}
+PROMPTS = [[5, 6, 7], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21], [40], [5, 6, 7], [61, 62, 63, 64, 65, 66]]
+
+
+def model(case: str, dtype=torch.float32) -> torch.nn.Module:
+    cls, config, extra = CASES[case]
+    torch.manual_seed(3)
+    # softcapping is left out by transformers' fused attention
+    module = cls(config(**{**SHAPE, **extra}, attn_implementation="eager")).eval().to(dtype)
+    with torch.no_grad():  # norms, biases and logits that are not what a fresh model has: all of them must be read
+        for name, p in module.named_parameters():
+            if p.dim() == 1:
+                p.add_(torch.randn(p.shape) * 0.3)
+            elif "embed" in name or "lm_head" in name:
+                p.copy_(torch.randn(p.shape) * 0.5)
+            else:
+                p.mul_(8)
+        # of either sign, or a model with tied embeddings repeats its last token for ever
+        norm = module.model.norm.weight
+        norm.copy_(torch.randn(norm.shape) - (1 if case.startswith("gemma") else 0))
+    return module
+
+
+def test_every_family_has_a_case():
+    assert {cls.__name__ for cls, _, _ in CASES.values()} == set(FAMILIES)
+
+
+def expected_log_probs(module: torch.nn.Module, prompt: list[int], response: list[int]) -> torch.Tensor:
+    """By one forward pass over the whole row: (T,) float64."""
+    with torch.no_grad():
+        logits = module(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    return logits.double().log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_equals_transformers(case):
+    module = model(case)
+    answers = NativeRollout(module, pad_token_id=0).generate(PROMPTS, SamplingParams(24, (), temperature=0))
+    config = GenerationConfig(max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=None)
+    for prompt, answer in zip(PROMPTS, answers):
+        expected = module.generate(torch.tensor([prompt]), generation_config=config)[0, len(prompt) :]
+        assert answer.token_ids == expected.tolist()
+        expected = expected_log_probs(module, prompt, answer.token_ids)
+        torch.testing.assert_close(torch.tensor(answer.log_probs).double(), expected, atol=1e-5, rtol=1e-5)
+    assert len({token for answer in answers for token in answer.token_ids}) > 5, "a model that repeats shows nothing"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_log_probs_of_samples_equal_the_forward_pass(case):
+    module = model(case)
+    answers = NativeRollout(module, pad_token_id=0).generate(PROMPTS, SamplingParams(24, (), seed=1))
+    for prompt, answer in zip(PROMPTS, answers):
+        expected = expected_log_probs(module, prompt, answer.token_ids)
+        torch.testing.assert_close(torch.tensor(answer.log_probs).double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["qwen3", "gemma3"])
+def test_bfloat16_log_probs_are_near_the_forward_pass(case):
+    module = model(case, torch.bfloat16)
+    answers = NativeRollout(module, pad_token_id=0).generate(PROMPTS, SamplingParams(16, (), temperature=0))
+    for prompt, answer in zip(PROMPTS, answers):
+        expected = expected_log_probs(module, prompt, answer.token_ids)
+        assert (torch.tensor(answer.log_probs) - expected).abs().mean() < 0.05
+
+
+def test_another_dtype_is_a_copy_made_anew_by_each_call():
+    module = model("qwen2")
+    engine = NativeRollout(module, pad_token_id=0, dtype=torch.float64)
+    params = SamplingParams(8, (), temperature=0)
+    same = NativeRollout(module.double(), pad_token_id=0).generate(PROMPTS, params)
+    module.float()
+    assert [a.token_ids for a in engine.generate(PROMPTS, params)] == [a.token_ids for a in same]
+    with torch.no_grad():
+        module.model.embed_tokens.weight.copy_(torch.randn(97, 32))
+    assert [a.token_ids for a in engine.generate(PROMPTS, params)] != [a.token_ids for a in same]
+
+
+def test_another_architecture_is_refused_by_name():
+    module = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=11))
+    with pytest.raises(ValueError, match=r"Qwen2ForCausalLM.*found GPT2LMHeadModel.*rollout.name=hf"):
+        NativeRollout(module, pad_token_id=0)
+
+
+def test_dynamic_rotary_frequencies_are_refused_by_name():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    module = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "rope_parameters": rope}))
+    with pytest.raises(ValueError, match="dynamic"):
+        NativeRollout(module, pad_token_id=0).generate([[1]], SamplingParams(2, ()))
+
+
+def test_longrope_is_refused_where_its_frequencies_change():
+    with pytest.raises(ValueError, match=r"48 positions.*original_max_position_embeddings"):
+        NativeRollout(model("phi3-longrope"), pad_token_id=0).generate([[1] * 40], SamplingParams(9, ()))
+
+
+def test_a_wrapped_projection_is_refused_by_name():
+    module = model("qwen2")
+    module.model.layers[1].self_attn.v_proj = torch.nn.Sequential(module.model.layers[1].self_attn.v_proj)
+    with pytest.raises(ValueError, match="v_proj is a Sequential"):
+        NativeRollout(module, pad_token_id=0).generate([[1]], SamplingParams(2, ()))

@@ -1,0 +1,349 @@
+"""A HuggingFace decoder read as a flat list of layer weights, for the native rollout engine.
+
+`read_decoder(module)` returns a `Decoder`: what the decode loops need and nothing else. Its weights *are* the module's
+parameters. Query, key and value projections (and gate and up) are computed by one product each; for that the
+parameters are laid next to each other in memory once, as views of one tensor, so that there is no second copy and
+nothing to refresh. Only vectors of a norm whose weight needs arithmetic (1 + w, or one row per head) are made anew on
+every reading, which is once per generate call.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x (..., H) over its root mean square, times weight (H,): in float32 where the weight is wider than x."""
+    if weight.dtype == x.dtype:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one architecture differs from Llama's.
+
+    fused: projections are stored as qkv_proj and gate_up_proj. post_norms: norms on what attention and MLP give, too.
+    gemma: norms scale by 1 + w and embeddings by sqrt(hidden). qk_norm: a norm per head on queries and keys.
+    window: "none", "all" layers or "layer_types" (those named sliding_attention) attend to config.sliding_window keys.
+    softcaps: config.attn_logit_softcapping holds. rope_per_type: one set of rotary frequencies per layer type.
+    activation: the config's name of the MLP's activation.
+    """
+
+    fused: bool = False
+    post_norms: bool = False
+    gemma: bool = False
+    qk_norm: bool = False
+    window: str = "none"
+    softcaps: bool = False
+    rope_per_type: bool = False
+    activation: str = "hidden_act"
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(),
+    "MistralForCausalLM": Family(window="all"),
+    "Qwen2ForCausalLM": Family(window="layer_types"),
+    "Qwen3ForCausalLM": Family(window="layer_types", qk_norm=True),
+    "Phi3ForCausalLM": Family(window="all", fused=True),
+    "GemmaForCausalLM": Family(gemma=True),
+    "Gemma2ForCausalLM": Family(
+        gemma=True, post_norms=True, softcaps=True, window="layer_types", activation="hidden_activation"
+    ),
+    "Gemma3ForCausalLM": Family(
+        gemma=True,
+        post_norms=True,
+        qk_norm=True,
+        window="layer_types",
+        rope_per_type=True,
+        activation="hidden_activation",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A linear map: weight (out, in), bias (out,) or None."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer. D head size, HQ query heads, HK key/value heads, H hidden size, I MLP size.
+
+    qkv: H -> (HQ + 2 HK) D. out: HQ D -> H. gate_up: H -> 2 I. down: I -> H. attention_norm, mlp_norm: (H,), before.
+    attention_post_norm, mlp_post_norm: (H,) after, or None. qk_norm: (HQ + HK, D) or None.
+    window: keys that a query sees, itself among them, or None. rope: index into Decoder.ropes.
+    """
+
+    qkv: Projection
+    out: Projection
+    gate_up: Projection
+    down: Projection
+    attention_norm: torch.Tensor
+    mlp_norm: torch.Tensor
+    attention_post_norm: torch.Tensor | None
+    mlp_post_norm: torch.Tensor | None
+    qk_norm: torch.Tensor | None
+    window: int | None
+    rope: int
+
+
+@dataclass(frozen=True)
+class Rope:
+    """inverse_frequencies (R / 2,), for the first R dimensions of a head; scale: a factor on cos and sin."""
+
+    inverse_frequencies: torch.Tensor
+    scale: float
+
+    def table(self, length: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and signed sin, each (length, R): y = x * cos + swap_halves(x) * sin."""
+        positions = torch.arange(length, device=self.inverse_frequencies.device, dtype=torch.float32)
+        angles = positions[:, None] * self.inverse_frequencies.float()
+        cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
+        return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder: embedding and head (V, H), layers, the last norm (H,), and the constants that its maths needs.
+
+    scaling: factor on the attention scores. attention_softcap, final_softcap: c * tanh(x / c), or None.
+    max_positions: prompt plus response at most; max_positions_reason says what sets it.
+    """
+
+    embedding: torch.Tensor
+    head: torch.Tensor
+    norm: torch.Tensor
+    layers: tuple[Layer, ...]
+    ropes: tuple[Rope, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    scaling: float
+    activation: str
+    embedding_scale: float
+    attention_softcap: float | None
+    final_softcap: float | None
+    max_positions: int
+    max_positions_reason: str
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.head.shape[1]
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The different window sizes in use."""
+        return tuple(sorted({layer.window for layer in self.layers if layer.window is not None}))
+
+    def cache_bytes_per_token(self) -> int:
+        """Bytes of keys and values that one token of one row takes."""
+        return 2 * len(self.layers) * self.kv_heads * self.head_dim * self.embedding.element_size()
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """(...) int64 -> (..., H)."""
+        x = F.embedding(ids, self.embedding)
+        if self.embedding_scale != 1:
+            x = x * torch.tensor(self.embedding_scale, dtype=x.dtype, device=x.device)  # rounded as the model does
+        return x
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """(B, H) after the last layer -> (B, V) float32."""
+        logits = F.linear(rms_norm(states, self.norm, self.eps), self.head).float()
+        if self.final_softcap is not None:
+            logits.div_(self.final_softcap).tanh_().mul_(self.final_softcap)
+        return logits
+
+
+def check_supported(module: nn.Module) -> Family:
+    """The family of `module`. Raises ValueError that names what the native engine cannot run and who can."""
+    name = type(module).__name__
+    if name not in FAMILIES:
+        raise ValueError(
+            f"rollout.name=native generates with {', '.join(sorted(FAMILIES))}; found {name}. "
+            "Use rollout.name=hf (every model that transformers runs), vllm or sglang"
+        )
+    if module.config.to_dict().get("use_bidirectional_attention"):
+        raise ValueError(
+            f"rollout.name=native: {name} with use_bidirectional_attention does not generate token by token"
+        )
+    return FAMILIES[name]
+
+
+def read_decoder(module: nn.Module, dtype: torch.dtype | None = None) -> Decoder:
+    """Read `module` (one of FAMILIES) as a Decoder on its own parameters.
+
+    dtype: None computes in the parameters' dtype on the parameters themselves. Another one makes a copy of them in it,
+    which is as old as this call. Raises ValueError for an architecture, activation or rotary variant it does not know,
+    for wrapped projections (adapters, quantisation) and for sharded parameters.
+    """
+    family, config, trunk = check_supported(module), module.config, module.base_model
+    own = module.lm_head.weight.dtype
+    cast = (lambda t: t.detach()) if dtype in (None, own) else (lambda t: t.detach().to(dtype))
+    activation = config.to_dict()[family.activation]
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"rollout.name=native: activation {activation!r} is unknown; known: {sorted(ACTIVATIONS)}")
+    types = config.layer_types if family.window == "layer_types" else [None] * len(trunk.layers)
+    rope_types = sorted(set(types)) if family.rope_per_type else [None]
+    ropes, limits = zip(*(_rope(trunk.rotary_emb, config, kind) for kind in rope_types))
+    max_positions, reason = min(limits)
+    head, embedding = _linear("lm_head", module.lm_head), cast(trunk.embed_tokens.weight)
+    tied = head.weight is trunk.embed_tokens.weight
+    return Decoder(
+        embedding=embedding,
+        head=embedding if tied else cast(head.weight),
+        norm=_norm(trunk.norm.weight, family, cast),
+        layers=tuple(
+            _layer(layer, config, family, kind, rope_types.index(kind) if family.rope_per_type else 0, cast)
+            for layer, kind in zip(trunk.layers, types)
+        ),
+        ropes=ropes,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=trunk.layers[0].self_attn.head_dim,
+        eps=config.rms_norm_eps,
+        scaling=trunk.layers[0].self_attn.scaling,
+        activation=activation,
+        embedding_scale=math.sqrt(config.hidden_size) if family.gemma else 1.0,
+        attention_softcap=config.attn_logit_softcapping if family.softcaps else None,
+        final_softcap=config.to_dict().get("final_logit_softcapping"),
+        max_positions=max_positions,
+        max_positions_reason=reason,
+    )
+
+
+def _layer(layer: nn.Module, config, family: Family, kind: str | None, rope: int, cast: Callable) -> Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    if family.fused:
+        qkv, gate_up = [("qkv_proj", attention.qkv_proj)], [("gate_up_proj", mlp.gate_up_proj)]
+    else:
+        qkv = [("q_proj", attention.q_proj), ("k_proj", attention.k_proj), ("v_proj", attention.v_proj)]
+        gate_up = [("gate_proj", mlp.gate_proj), ("up_proj", mlp.up_proj)]
+    if family.post_norms:
+        before_mlp, after_attention, after_mlp = (
+            layer.pre_feedforward_layernorm,
+            layer.post_attention_layernorm,
+            layer.post_feedforward_layernorm,
+        )
+    else:
+        before_mlp, after_attention, after_mlp = layer.post_attention_layernorm, None, None
+    qk_norm = None
+    if family.qk_norm:
+        per_head = [attention.q_norm.weight] * config.num_attention_heads
+        per_head += [attention.k_norm.weight] * config.num_key_value_heads
+        qk_norm = torch.stack([_norm(w, family, cast) for w in per_head])
+    slides = family.window == "all" or kind == "sliding_attention"
+    return Layer(
+        qkv=_join(qkv, cast),
+        out=_join([("o_proj", attention.o_proj)], cast),
+        gate_up=_join(gate_up, cast),
+        down=_join([("down_proj", mlp.down_proj)], cast),
+        attention_norm=_norm(layer.input_layernorm.weight, family, cast),
+        mlp_norm=_norm(before_mlp.weight, family, cast),
+        attention_post_norm=None if after_attention is None else _norm(after_attention.weight, family, cast),
+        mlp_post_norm=None if after_mlp is None else _norm(after_mlp.weight, family, cast),
+        qk_norm=qk_norm,
+        window=config.sliding_window if slides else None,
+        rope=rope,
+    )
+
+
+def _norm(weight: torch.Tensor, family: Family, cast: Callable) -> torch.Tensor:
+    """The factor of an RMS norm. Gemma's 1 + w is formed in float32, which keeps small w that bfloat16 would lose."""
+    return cast(weight) if not family.gemma else 1 + weight.detach().float()
+
+
+def _linear(name: str, linear: nn.Module) -> nn.Linear:
+    if type(linear) is not nn.Linear:
+        raise ValueError(
+            f"rollout.name=native reads plain linear layers; {name} is a {type(linear).__name__}. "
+            "Merge adapters and do not quantise, or use rollout.name=hf"
+        )
+    if isinstance(linear.weight, DTensor):
+        raise ValueError(f"rollout.name=native needs whole parameters; {name} is sharded: gather it before generating")
+    return linear
+
+
+def _join(linears: Sequence[tuple[str, nn.Module]], cast: Callable) -> Projection:
+    """Several projections of one input as one, on the parameters' own memory."""
+    found = [_linear(name, linear) for name, linear in linears]
+    weight = lay_together([linear.weight for linear in found])
+    biases = [linear.bias for linear in found if linear.bias is not None]
+    return Projection(cast(weight), cast(lay_together(biases)) if biases else None)
+
+
+def lay_together(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """The parameters, (n_i, ...), as one tensor (sum n_i, ...) on shared memory.
+
+    Where they are not neighbours already, they are copied into one block and become views of it: the Parameter objects,
+    and with them optimizers and hooks, stay. Whatever gives a parameter new memory later (`.to`, assigning .data) is
+    found and mended by the next call.
+    """
+    first = parameters[0].detach()
+    rows = sum(p.shape[0] for p in parameters)
+    if not _neighbours(parameters):
+        # an ordinary tensor even when the caller is in inference mode: training goes on with it
+        with torch.inference_mode(False), torch.no_grad():
+            block = torch.cat([p.detach() for p in parameters])
+            at = 0
+            for p in parameters:
+                p.data = block[at : at + p.shape[0]]
+                at += p.shape[0]
+        first = block
+    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+def _neighbours(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether each begins in memory where the one before it ends."""
+    if len(parameters) == 1:
+        return parameters[0].is_contiguous()
+    storage = parameters[0].untyped_storage().data_ptr()
+    at = parameters[0].storage_offset()
+    for p in parameters:
+        if not p.is_contiguous() or p.untyped_storage().data_ptr() != storage or p.storage_offset() != at:
+            return False
+        at += p.numel()
+    return True
+
+
+def _rope(rotary: nn.Module, config, layer_type: str | None) -> tuple[Rope, tuple[int, str]]:
+    """The rotary frequencies of a model (of a layer type), and the length up to which they hold, with the reason."""
+    limit = (config.max_position_embeddings, "the model's max_position_embeddings")
+    parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    kind = parameters["rope_type"]
+    if "dynamic" in kind:
+        raise ValueError(
+            f"rollout.name=native: rotary variant {kind!r} gives a token other frequencies as its sequence grows, "
+            "which keys in a cache cannot follow; use rollout.name=hf"
+        )
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    frequencies = rotary.get_buffer(f"{prefix}inv_freq")
+    if kind == "longrope":
+        # above this length every position would change its frequencies, those of cached keys too
+        original = parameters["original_max_position_embeddings"]
+        limit = min(limit, (original, "longrope's original_max_position_embeddings: longer needs rollout.name=hf"))
+        frequencies = rotary.get_buffer(f"{prefix}original_inv_freq")
+    return Rope(frequencies, vars(rotary)[f"{prefix}attention_scaling"]), limit
