@@ -92,6 +92,17 @@ def required_columns(fn: Callable, settings_names: Iterable[str]) -> tuple[str, 
     )
 
 
+def missing_settings(fn: Callable, settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """The settings that `fn` has no default for and `settings` no value: what a start-up check refuses by name."""
+    return tuple(
+        parameter.name
+        for parameter in _named_parameters(fn)
+        if parameter.kind is parameter.KEYWORD_ONLY
+        and parameter.default is parameter.empty
+        and settings.get(parameter.name) is None
+    )
+
+
 def _named_parameters(fn: Callable) -> list[inspect.Parameter]:
     parameters = list(inspect.signature(fn).parameters.values())
     nameless = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
