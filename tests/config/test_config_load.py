@@ -112,6 +112,30 @@ def test_the_key_n_with_and_without_quotes(tmp_path):
         assert load_config(file).actor_rollout_ref.rollout.n == 5
 
 
+def test_a_free_mapping_can_be_emptied(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("actor_rollout_ref: {model: {override_config: {a: 1, b: {c: 2}}}}")
+    key = "actor_rollout_ref.model.override_config"
+    for overrides, expected in {
+        (f"{key}.b.c=3",): {"a": 1, "b": {"c": 3}},
+        (f"{key}={{}}",): {},
+        (f"{key}={{}}", f"{key}.d=4"): {"d": 4},
+    }.items():
+        assert load_config(file, overrides).actor_rollout_ref.model.override_config == expected
+    given = load("critic.optim.override_optimizer_config=null", "critic.optim.override_optimizer_config.eps=1e-9")
+    assert given.critic.optim.override_optimizer_config == {"eps": 1e-9}
+
+
+def test_the_home_directory(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = load(
+        "data.train_files=~/a.parquet", "actor_rollout_ref.model.path=~/m", "reward.custom_reward_function.path=~/r.py"
+    )
+    assert config.data.train_files == ["/home/me/a.parquet"]
+    assert config.actor_rollout_ref.model.path == config.critic.model.path == "/home/me/m"
+    assert config.reward.custom_reward_function.path == "/home/me/r.py"
+
+
 def test_followers():
     config = load(
         "trainer.seed=7", "actor_rollout_ref.actor.clip_ratio=0.1", "actor_rollout_ref.actor.clip_ratio_high=0.3"
@@ -148,6 +172,8 @@ def test_every_follower_has_the_default_of_what_it_follows():
 def test_a_small_batch_is_one_mini_batch():
     config = load("data.train_batch_size=48")
     assert config.actor_rollout_ref.actor.ppo_mini_batch_size == config.critic.ppo_mini_batch_size == 48
+    from_text = load_config(base={"data": {"train_batch_size": "48"}})  # as an environment variable gives it
+    assert from_text.critic.ppo_mini_batch_size == 48
     explicit = load("data.train_batch_size=48", "actor_rollout_ref.actor.ppo_mini_batch_size=16")
     assert explicit.critic.ppo_mini_batch_size == 16
 

@@ -20,7 +20,7 @@ from verl.config.batch_words import batch_words
 from verl.config.checks import check_tree, notes_of
 from verl.config.errors import ConfigError, Problem, in_words
 from verl.config.node import Tree, flatten, followers, leaves, unflatten
-from verl.config.reader import Reader, follows_any, values_of
+from verl.config.reader import Reader
 from verl.config.sources import Layer, read_mapping, read_overrides, read_yaml
 from verl.config.tree import Config
 from verl.registry import did_you_mean
@@ -59,7 +59,7 @@ def load_config(
     reader = Reader(tree, layers)
     given = reader.read()
     problems = reader.problems
-    values = values_of(given)
+    values = {key: origin.value for key, origin in given.items()}
     if values.get("algorithm.name") is not None:
         try:
             values = apply_preset(values, presets or {}, tree)
@@ -87,8 +87,9 @@ def apply_preset(given: Mapping[str, Any], presets: Presets, tree: type[Tree] = 
         return dict(given)
     if name not in presets:
         raise ValueError(f"there is no algorithm {name!r}: {did_you_mean(str(name), presets)}")
-    preset = {key: value for key, value in presets[name].items() if not follows_any(key, tree, given)}
-    return {**preset, **given}
+    follow = followers(tree)
+    gives_way = {key for key in follow if any(f"${{{other}}}" in follow[key] for other in given)}
+    return {key: value for key, value in presets[name].items() if key not in gives_way} | dict(given)
 
 
 def to_flat_dict(config: Tree) -> dict[str, Any]:
