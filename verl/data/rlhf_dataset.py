@@ -3,10 +3,11 @@
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -323,8 +324,8 @@ def _prompt_ids(item: Mapping[str, Any], position: int) -> list[int]:
     return ids
 
 
-def _as_list(ids: Iterable[int] | Tensor) -> list[int]:
-    return ids.tolist() if isinstance(ids, Tensor) else list(ids)
+def _as_list(ids: Sequence[int] | np.ndarray | Tensor) -> list[int]:
+    return ids.tolist() if isinstance(ids, Tensor | np.ndarray) else list(ids)
 
 
 # ---- a user's own dataset -------------------------------------------------------------------------------------------
