@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from verl.config.batch_words import batch_words
 from verl.config.checks import check_tree, notes_of
 from verl.config.errors import ConfigError, Problem, in_words
 from verl.config.node import Tree, flatten, followers, leaves, unflatten
@@ -24,8 +23,6 @@ from verl.config.reader import Reader
 from verl.config.sources import Layer, read_mapping, read_overrides, read_yaml
 from verl.config.tree import Config
 from verl.registry import did_you_mean
-
-__all__ = ["apply_preset", "batch_words", "dump_config", "load_config", "to_flat_dict"]
 
 T = TypeVar("T", bound=Tree)
 Check = Callable[[Any], Iterable[Problem]]
@@ -55,12 +52,12 @@ def load_config(
     layers = [read_mapping(base, "base")] if base else []
     if path is not None:
         layers.append(read_yaml(path))
-    layers.append(read_overrides(overrides))
-    reader = Reader(tree, layers)
+    said, problems = read_overrides(overrides)
+    reader = Reader(tree, [*layers, said])
     given = reader.read()
-    problems = reader.problems
+    problems += reader.problems
     values = {key: origin.value for key, origin in given.items()}
-    if values.get("algorithm.name") is not None:
+    if isinstance(values.get("algorithm.name"), str):
         try:
             values = apply_preset(values, presets or {}, tree)
         except ValueError as error:

@@ -214,8 +214,9 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
             here = here[name]
             if not isinstance(here, dict):
                 raise ValueError(f"{dotted}: a key above it has a value already ({here!r})")
-        if isinstance(value, Mapping) and isinstance(here.get(last), dict):
-            here[last] = here[last] | dict(value)
+        if isinstance(value, Mapping):
+            below = here.get(last)
+            here[last] = {**below, **value} if isinstance(below, dict) else dict(value)
         else:
             here[last] = value
     return nested

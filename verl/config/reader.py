@@ -123,13 +123,11 @@ class Reader:
         """
         if not any(has_interpolation(given.value) for layer in layers for _, given in layer):
             return lambda given: given
-        tree = OmegaConf.create(unflatten({key: _plain(leaf) for key, leaf in leaves(self.tree).items()}))
+        values = {key: _plain(leaf) for key, leaf in leaves(self.tree).items()}
         for layer in layers:
-            spelled = {given.key for _, given in layer}
-            for key, given in layer:
-                for name in {given.key} if key in spelled else {key, given.key}:
-                    if name not in sections(self.tree):
-                        OmegaConf.update(tree, name, given.value, force_add=True)
+            values |= {key: given.value for key, given in layer}
+            values |= {given.key: given.value for _, given in layer if given.key not in sections(self.tree)}
+        tree = OmegaConf.create(unflatten(values))
 
         def resolve(given: Given) -> Given | None:
             if not has_interpolation(given.value):
