@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from verl.algorithms.presets import PRESETS as PUBLISHED
 from verl.config import ConfigError, load_config, to_flat_dict
 
 PRESETS = {
@@ -209,3 +210,10 @@ def test_a_preset_gives_way_to_what_is_said(tmp_path):
 def test_an_unknown_preset_lists_the_known_ones():
     with pytest.raises(ConfigError, match=r"there is no algorithm 'gsp': did you mean 'gspo'\? known: gspo, ppo"):
         load_config(overrides=["algorithm.name=gsp"], presets=PRESETS)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_every_published_preset_loads(name):
+    config = load_config(overrides=[f"algorithm.name={name}"], presets=PUBLISHED)
+    flat = to_flat_dict(config)
+    assert {key: flat[key] for key in PUBLISHED[name]} == PUBLISHED[name]
