@@ -175,13 +175,18 @@ def test_the_words_for_epochs_tokens_and_a_critic_that_differs():
     assert batch_words(config) == (
         "64 prompts x 8 samples = 512 responses a step; "
         "4 updates of 256 responses (2 passes); micro-batches of 30 (9 per update, the last of 16); "
-        "a critic: 4 updates of 256 responses (2 passes); micro-batches of up to 32768 tokens"
+        "the critic: 4 updates of 256 responses (2 passes); micro-batches of up to 32768 tokens"
     )
+
+
+def test_no_words_for_a_critic_that_is_not_there():
+    config = load(*BATCH, "critic.use_dynamic_bsz=true")
+    assert "critic" in batch_words(config)
+    assert "critic" not in batch_words(config, critic=False)
 
 
 def test_a_micro_batch_is_never_larger_than_its_mini_batch():
     words = batch_words(load("data.train_batch_size=4", f"{ACTOR}ppo_micro_batch_size_per_gpu=64"))
     assert (
-        words
-        == "4 prompts x 1 samples = 4 responses a step; 1 update of 4 responses; micro-batches of 4 (1 per update)"
+        words == "4 prompts x 1 sample = 4 responses a step; 1 update of 4 responses; micro-batches of 4 (1 per update)"
     )

@@ -126,14 +126,14 @@ def test_a_free_mapping_can_be_emptied(tmp_path):
     assert given.critic.optim.override_optimizer_config == {"eps": 1e-9}
 
 
-def test_the_home_directory(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
+def test_the_home_directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
     config = load(
         "data.train_files=~/a.parquet", "actor_rollout_ref.model.path=~/m", "reward.custom_reward_function.path=~/r.py"
     )
-    assert config.data.train_files == ["/home/me/a.parquet"]
-    assert config.actor_rollout_ref.model.path == config.critic.model.path == "/home/me/m"
-    assert config.reward.custom_reward_function.path == "/home/me/r.py"
+    assert config.data.train_files == [f"{tmp_path}/a.parquet"]
+    assert config.actor_rollout_ref.model.path == config.critic.model.path == f"{tmp_path}/m"
+    assert config.reward.custom_reward_function.path == f"{tmp_path}/r.py"
 
 
 def test_followers():
