@@ -33,7 +33,7 @@ def test_lines_where_there_is_no_terminal():
     steps = [line for line in text.splitlines() if line.startswith("step")]
     assert [line.split(" ")[1] for line in steps] == ["1/23", "10/23", "20/23", "23/23"]
     assert text.startswith("GRPO on reverse\n")
-    assert steps[0] == "step 1/23 | score 0.0435 | length 5.12 | tok/s 15.2k | seconds 1.25 | ETA 0:00"
+    assert steps[0] == "step 1/23 | score 0.0435 | length 5.12 | tok/s 15.2k | seconds 1.25 | ETA 0:22"
     assert "[gen] 0.61s [reward] 0.00s [update_actor] 0.38s" in text
     assert "\x1b" not in text and "╭" not in text
 
