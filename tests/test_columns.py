@@ -370,7 +370,6 @@ def test_the_error_names_the_function_that_wrote_the_batch(kind):
 
 
 def test_sources_without_python_code():
-    assert describe_source(None) == ""
     assert describe_source(len) == "\n  Source: len()"
     assert describe_source(dict) == "\n  Source: dict()"
     assert describe_source(Scorer) == f"\n  Source: Scorer() at line {line_of('    def __init__')} in test_columns.py"

@@ -55,7 +55,7 @@ class DataProto:
         objects = {name: _object_column(name, values) for name, values in (non_tensor_batch or {}).items()}
         if twice := tensors.keys() & objects.keys():
             raise DataProtoValidationError(f"the columns {sorted(twice)} are given both as tensors and as objects")
-        lengths = {name: len(values) for name, values in (tensors | objects).items()}
+        lengths = {name: values.shape[0] for name, values in (tensors | objects).items()}
         if len(set(lengths.values())) > 1:
             raise DataProtoValidationError(f"the columns of one batch need the same number of rows, found {lengths}")
         # an empty TensorDict still knows its rows: select([]) of 4 rows stays 4 rows

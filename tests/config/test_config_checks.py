@@ -4,10 +4,11 @@ import logging
 
 import pytest
 
-from verl.config import ConfigError, batch_words, check_available, check_inputs, load_config
+from verl.config import ConfigError, batch_words, check_available, check_critic, check_inputs, load_config
 from verl.config.available import BUILT, INSTEAD, NO_EFFECT, NOT_BUILT, matches
 from verl.config.node import leaves
 from verl.config.tree import Config
+from verl.config.tree_offline import GenerationConfig
 from verl.config.tree_sft import SFTConfig
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
@@ -52,7 +53,7 @@ def test_the_mini_batch_of_the_critic_too():
             ["algorithm.use_kl_in_reward=true", "use_reference_policy=false"],
             "false, but algorithm.use_kl_in_reward is true and needs the reference",
         ),
-        (["trainer.resume_mode=resume_path"], "name a folder"),
+        (["trainer.resume_mode=resume_path"], "name a global_step_N folder"),
         (["trainer.resume_from_path=x"], "use trainer.resume_mode=resume_path"),
         ([f"{ACTOR}policy_loss.loss_mode=dro"], "the loss dro needs it"),
         (["reward_function=a", "reward.custom_reward_function.path=b.py"], "keep one"),
@@ -80,7 +81,7 @@ def test_inputs_are_named_and_there(tmp_path):
         "data.val_files",
     ]
     text = str(error.value)
-    assert "missing: give the folder or the HuggingFace id of the model to train" in text
+    assert "missing: give the folder or the HuggingFace id of the model" in text
     assert "there is no file 'nowhere.parquet'" in text
     assert "'a.csv': expected a .parquet, .json or .jsonl file" in text
     data = tmp_path / "a.jsonl"
@@ -93,6 +94,28 @@ def test_inputs_are_named_and_there(tmp_path):
     assert "there is no folder './nowhere'" in message
 
 
+def test_the_switch_of_the_critic_must_fit_the_estimator():
+    for enable, needed in [("null", True), ("true", True), ("false", False), ("null", False)]:
+        assert list(check_critic(load(f"critic.enable={enable}"), needed)) == []
+    (problem,) = check_critic(load("use_critic=false"), needed=True)
+    assert "false, but algorithm.adv_estimator=gae reads values" in str(problem)
+    (problem,) = check_critic(load("use_critic=true", "algorithm.adv_estimator=grpo"), needed=False)
+    assert "true, but algorithm.adv_estimator=grpo reads no values" in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("tree", "keys"), [(SFTConfig, ["model.path", "data.train_files"]), (GenerationConfig, ["model.path", "data.path"])]
+)
+def test_inputs_of_the_other_trees(tree, keys):
+    with pytest.raises(ConfigError) as error:
+        load(tree=tree, extra_checks=[check_inputs])
+    assert [problem.key for problem in error.value.problems] == keys
+
+
+def test_resuming_a_fine_tuning():
+    assert "trainer.resume_mode=resume_path" in problem_of("trainer.resume_from_path=x", tree=SFTConfig)
+
+
 def test_what_is_not_built_is_refused_by_name():
     config = load(f"{ROLLOUT}name=vllm", "trainer.nnodes=2", f"{ACTOR}fsdp_config.param_offload=true")
     built = {"rollout.name": {"hf", "native"}, "nnodes": {1}}
@@ -100,7 +123,7 @@ def test_what_is_not_built_is_refused_by_name():
         check_available(config, built)
     assert [str(problem) for problem in error.value.problems] == [
         "actor_rollout_ref.actor.fsdp_config.param_offload: true is not built yet: " + NOT_BUILT["param_offload"],
-        "actor_rollout_ref.rollout.name: vllm is not built yet: use hf, native",
+        "actor_rollout_ref.rollout.name: 'vllm' (text) is not built yet: use hf, native",
         "trainer.nnodes: 2 is not built yet: " + INSTEAD["nnodes"],
     ]
     check_available(load())
@@ -152,13 +175,18 @@ def test_the_words_for_epochs_tokens_and_a_critic_that_differs():
     assert batch_words(config) == (
         "64 prompts x 8 samples = 512 responses a step; "
         "4 updates of 256 responses (2 passes); micro-batches of 30 (9 per update, the last of 16); "
-        "a critic: 4 updates of 256 responses (2 passes); micro-batches of up to 32768 tokens"
+        "the critic: 4 updates of 256 responses (2 passes); micro-batches of up to 32768 tokens"
     )
+
+
+def test_no_words_for_a_critic_that_is_not_there():
+    config = load(*BATCH, "critic.use_dynamic_bsz=true")
+    assert "critic" in batch_words(config)
+    assert "critic" not in batch_words(config, critic=False)
 
 
 def test_a_micro_batch_is_never_larger_than_its_mini_batch():
     words = batch_words(load("data.train_batch_size=4", f"{ACTOR}ppo_micro_batch_size_per_gpu=64"))
     assert (
-        words
-        == "4 prompts x 1 samples = 4 responses a step; 1 update of 4 responses; micro-batches of 4 (1 per update)"
+        words == "4 prompts x 1 sample = 4 responses a step; 1 update of 4 responses; micro-batches of 4 (1 per update)"
     )

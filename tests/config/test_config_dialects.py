@@ -4,7 +4,8 @@ import logging
 
 import pytest
 
-from verl.config import ConfigError, load_config
+from verl.algorithms.presets import PRESETS as PUBLISHED
+from verl.config import ConfigError, load_config, to_flat_dict
 
 PRESETS = {
     "ppo": {
@@ -157,10 +158,7 @@ def test_the_executor_keeps_its_name():
 def test_older_names_are_understood_and_said_aloud(old, key, value, caplog):
     with caplog.at_level(logging.WARNING, "verl.config"):
         config = load_config(overrides=[old])
-    found = config
-    for name in key.split("."):
-        found = found.__getattribute__(name)
-    assert found == value
+    assert to_flat_dict(config)[key] == value
     assert "is an older name of" in caplog.text
 
 
@@ -212,3 +210,10 @@ def test_a_preset_gives_way_to_what_is_said(tmp_path):
 def test_an_unknown_preset_lists_the_known_ones():
     with pytest.raises(ConfigError, match=r"there is no algorithm 'gsp': did you mean 'gspo'\? known: gspo, ppo"):
         load_config(overrides=["algorithm.name=gsp"], presets=PRESETS)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_every_published_preset_loads(name):
+    config = load_config(overrides=[f"algorithm.name={name}"], presets=PUBLISHED)
+    flat = to_flat_dict(config)
+    assert {key: flat[key] for key in PUBLISHED[name]} == PUBLISHED[name]

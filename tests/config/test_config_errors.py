@@ -114,6 +114,14 @@ def test_overrides_that_cannot_be_read(override, message):
     assert message in problem
 
 
+def test_overrides_that_cannot_be_read_come_with_the_other_problems():
+    assert len(problems("x", "y", "data.seed=z")) == 3
+
+
+def test_a_preset_that_is_no_name():
+    assert "found ['a'] (a list), expected text or null" in problems("algorithm.name=[a]")[0]
+
+
 def test_files_that_cannot_be_read(tmp_path):
     assert "there is no file 'nowhere.yaml'" in problems(path="nowhere.yaml")[0]
     broken = tmp_path / "c.yaml"

@@ -6,7 +6,7 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from verl.config import Config, ConfigError, load_config
+from verl.config import Config, ConfigError, Problem, load_config, to_flat_dict
 from verl.config.node import followers, leaves
 
 
@@ -112,6 +112,30 @@ def test_the_key_n_with_and_without_quotes(tmp_path):
         assert load_config(file).actor_rollout_ref.rollout.n == 5
 
 
+def test_a_free_mapping_can_be_emptied(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("actor_rollout_ref: {model: {override_config: {a: 1, b: {c: 2}}}}")
+    key = "actor_rollout_ref.model.override_config"
+    for overrides, expected in {
+        (f"{key}.b.c=3",): {"a": 1, "b": {"c": 3}},
+        (f"{key}={{}}",): {},
+        (f"{key}={{}}", f"{key}.d=4"): {"d": 4},
+    }.items():
+        assert load_config(file, overrides).actor_rollout_ref.model.override_config == expected
+    given = load("critic.optim.override_optimizer_config=null", "critic.optim.override_optimizer_config.eps=1e-9")
+    assert given.critic.optim.override_optimizer_config == {"eps": 1e-9}
+
+
+def test_the_home_directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load(
+        "data.train_files=~/a.parquet", "actor_rollout_ref.model.path=~/m", "reward.custom_reward_function.path=~/r.py"
+    )
+    assert config.data.train_files == [f"{tmp_path}/a.parquet"]
+    assert config.actor_rollout_ref.model.path == config.critic.model.path == f"{tmp_path}/m"
+    assert config.reward.custom_reward_function.path == f"{tmp_path}/r.py"
+
+
 def test_followers():
     config = load(
         "trainer.seed=7", "actor_rollout_ref.actor.clip_ratio=0.1", "actor_rollout_ref.actor.clip_ratio_high=0.3"
@@ -137,17 +161,16 @@ def test_followers_follow_in_a_tree_that_is_built_by_hand():
 
 def test_every_follower_has_the_default_of_what_it_follows():
     """So a part of the tree that is built alone has the defaults of the whole."""
-    tree = Config()
+    values = to_flat_dict(Config())
     for key in followers(Config):
-        found = tree
-        for name in key.split("."):
-            found = found.__getattribute__(name)
-        assert found == leaves(Config)[key].default, key
+        assert values[key] == leaves(Config)[key].default, key
 
 
 def test_a_small_batch_is_one_mini_batch():
     config = load("data.train_batch_size=48")
     assert config.actor_rollout_ref.actor.ppo_mini_batch_size == config.critic.ppo_mini_batch_size == 48
+    from_text = load_config(base={"data": {"train_batch_size": "48"}})  # as an environment variable gives it
+    assert from_text.critic.ppo_mini_batch_size == 48
     explicit = load("data.train_batch_size=48", "actor_rollout_ref.actor.ppo_mini_batch_size=16")
     assert explicit.critic.ppo_mini_batch_size == 16
 
@@ -164,8 +187,6 @@ def test_every_key_has_a_meaning_and_a_type_in_words():
 
 
 def test_extra_checks_are_reported_with_the_others():
-    from verl.config import Problem
-
     def never(config):
         yield Problem("data.seed", f"{config.data.seed} is unlucky")
 

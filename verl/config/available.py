@@ -18,6 +18,8 @@ BUILT: dict[str, set[Any]] = {
     "n_gpus_per_node": {1},
     "nnodes": {1},
     "tensor_model_parallel_size": {1},
+    "ref.enable": {None, False},
+    "critic.enable": {None},
 }
 """End of a dotted key -> the words that work."""
 
@@ -25,6 +27,8 @@ INSTEAD: dict[str, str] = {
     "n_gpus_per_node": "one process is what there is so far: use 1, and CUDA_VISIBLE_DEVICES to choose the GPU",
     "nnodes": "one host is what there is so far: use 1",
     "tensor_model_parallel_size": "one device holds the whole model so far: use 1",
+    "ref.enable": "the reference exists where a KL needs it: leave it null, or turn use_kl_loss or use_kl_in_reward on",
+    "critic.enable": "the advantage estimator decides: leave it null",
 }
 """End of a dotted key -> what to do, where the list of words does not say it."""
 
@@ -47,8 +51,6 @@ NOT_BUILT: dict[str, str] = {
     "actor_rollout_ref.hybrid_engine": "policy and rollout live in one process: use true",
     "data.gen_batch_size": "it belongs to algorithm.filter_groups: leave it null",
     "data.validation_shuffle": "the order of validation rows changes no result: use false",
-    "actor_rollout_ref.ref.enable": "the reference exists where a KL needs it: leave it null",
-    "critic.enable": "the advantage estimator decides: leave it null",
     "algorithm.filter_groups.enable": "use false",
     "algorithm.rollout_correction.rollout_is": _SAMPLER_GAP,
     "algorithm.rollout_correction.rollout_rs": _SAMPLER_GAP,
@@ -131,8 +133,8 @@ def without_effect(config: Tree) -> list[str]:
 
 
 def _not_among(word: Any, words: set[Any], end: str) -> str:
-    available = ", ".join(map(str, sorted(words)))
-    return f"{word} is not built yet: {INSTEAD.get(end, f'use {available}')}"
+    instead = INSTEAD[end] if end in INSTEAD else f"use {', '.join(map(str, sorted(words)))}"
+    return f"{in_words(word)} is not built yet: {instead}"
 
 
 def _not_built(key: str, value: Any, leaf: Leaf) -> list[Problem]:

@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.config.dialects import renamed
 from verl.config.errors import Problem, in_words, nearest_key
 from verl.config.known_keys import known_key
-from verl.config.node import Leaf, Tree, flatten, followers, leaves, sections, unflatten
+from verl.config.node import Leaf, Tree, flatten, leaves, sections, unflatten
 from verl.config.sources import Given, Layer, has_interpolation
 
 Named = list[tuple[str, Given]]
@@ -31,9 +31,20 @@ class Reader:
         layers = [self._known(self._renamed(layer)) for layer in self.layers]
         resolved = self._resolver(layers)
         agreed = [self._agreed((key, value) for key, given in layer if (value := resolved(given))) for layer in layers]
-        merged = {key: given for layer in agreed for key, given in layer.items()}
-        merged = {key: given for layer in agreed for key, given in self._computed(layer, merged).items()}
+        merged = self._merged(agreed)
+        merged = self._merged([self._computed(layer, merged) for layer in agreed])
         return {key: self._as_text(key, given) for key, given in merged.items() if self._in_tree(key, given)}
+
+    def _merged(self, layers: list[Layer]) -> Layer:
+        """Later layers win. A free mapping that is set to null or {} forgets what was below it."""
+        merged: Layer = {}
+        for layer in layers:
+            for key, given in layer.items():
+                leaf = leaves(self.tree).get(key)
+                if leaf and leaf.is_mapping:
+                    merged = {name: value for name, value in merged.items() if not name.startswith(key + ".")}
+                merged[key] = given
+        return merged
 
     def _known(self, named: Named) -> Named:
         """Without the keys that nobody knows; each is a problem."""
@@ -112,13 +123,11 @@ class Reader:
         """
         if not any(has_interpolation(given.value) for layer in layers for _, given in layer):
             return lambda given: given
-        tree = OmegaConf.create(unflatten({key: _plain(leaf) for key, leaf in leaves(self.tree).items()}))
+        values = {key: _plain(leaf) for key, leaf in leaves(self.tree).items()}
         for layer in layers:
-            spelled = {given.key for _, given in layer}
-            for key, given in layer:
-                for name in {given.key} if key in spelled else {key, given.key}:
-                    if name not in sections(self.tree):
-                        OmegaConf.update(tree, name, given.value, force_add=True)
+            values |= {key: given.value for key, given in layer}
+            values |= {given.key: given.value for _, given in layer if given.key not in sections(self.tree)}
+        tree = OmegaConf.create(unflatten(values))
 
         def resolve(given: Given) -> Given | None:
             if not has_interpolation(given.value):
@@ -203,14 +212,3 @@ def _above(key: str) -> list[str]:
 
 def _listed(value: Any) -> Any:
     return value if isinstance(value, list) else [value]
-
-
-def values_of(layer: Mapping[str, Given]) -> dict[str, Any]:
-    """Key -> value."""
-    return {key: given.value for key, given in layer.items()}
-
-
-def follows_any(key: str, tree: type[Tree], given: Mapping[str, Any]) -> bool:
-    """Whether `key` follows a key that was given."""
-    reference = followers(tree).get(key, "")
-    return any(f"${{{other}}}" in reference for other in given)

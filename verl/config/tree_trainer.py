@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from verl.config.node import Node, Texts, key, part
+from verl.config.node import FilePath, Node, Texts, key, part
 from verl.config.tree_actor import KLEstimator
 
 
@@ -72,7 +72,7 @@ class TrainerConfig(Node):
     total_training_steps: int | None = key(None, "end after so many steps; null: total_epochs decides", ge=1)
     project_name: str = key("verl_examples", "name of the project for trackers and folders")
     experiment_name: str = key("gsm8k", "name of the run")
-    default_local_dir: str = key(
+    default_local_dir: FilePath = key(
         "checkpoints/verl_examples/gsm8k",
         "folder of checkpoints and logs",
         follows="checkpoints/${trainer.project_name}/${trainer.experiment_name}",
@@ -88,7 +88,7 @@ class TrainerConfig(Node):
     test_freq: int = key(-1, "validate every so many steps; -1: never", ge=-1)
     save_freq: int = key(-1, "checkpoint every so many steps; -1: never", ge=-1)
     resume_mode: Literal["auto", "disable", "resume_path"] = key("auto", "go on from the newest checkpoint, or not")
-    resume_from_path: str | None = key(None, "the global_step_N folder of resume_path")
+    resume_from_path: FilePath | None = key(None, "the global_step_N folder of resume_path")
     max_actor_ckpt_to_keep: int | None = key(None, "keep the newest so many checkpoints of the actor; null: all", ge=1)
     max_critic_ckpt_to_keep: int | None = key(None, "the same for the critic", ge=1)
     critic_warmup: int = key(0, "steps in which only the critic learns", ge=0)
@@ -96,8 +96,8 @@ class TrainerConfig(Node):
     overlap: bool = key(False, "run independent operators of different resource pools at the same time")
     log_samples: int = key(0, "sampled answers shown now and then", ge=0)
     log_val_generations: int = key(0, "answers of a validation handed to the trackers", ge=0)
-    rollout_data_dir: str | None = key(None, "write the answers of each step here as JSONL")
-    validation_data_dir: str | None = key(None, "write the answers of each validation here as JSONL")
+    rollout_data_dir: FilePath | None = key(None, "write the answers of each step here as JSONL")
+    validation_data_dir: FilePath | None = key(None, "write the answers of each validation here as JSONL")
 
 
 class PlacementConfig(Node):
