@@ -248,9 +248,7 @@ class ProcessPool:
             process.popen.send_signal(signal.SIGUSR1)  # faulthandler writes the stacks while `_SETTLE` passes
         silent = sorted(at.waiting)
         answered = sorted(set(at.answers)) or "none"
-        message = (
-            f"no answer after {self.timeout:g} s from ranks {silent} (answered: {answered}); stacks of all ranks:"
-        )
+        message = f"no answer after {self.timeout:g} s from ranks {silent} (answered: {answered}); stacks of all ranks:"
         self._trouble(2, time.monotonic(), _error(WorkerTimeout, message, silent[0], at.role, at.method))
 
     def _trouble(self, order: int, when: float, error: WorkerError) -> None:
