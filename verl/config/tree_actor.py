@@ -65,7 +65,6 @@ class ActorConfig(Node):
         None, "divisor of seq-mean-token-sum-norm; null: the longest allowed response", gt=0
     )
     entropy_coeff: float = key(0.0, "weight of the entropy bonus")
-    calculate_entropy: bool = key(False, "measure the entropy even where its weight is 0")
     calculate_sum_pi_squared: bool = key(
         False, "measure sum over the vocabulary of p^2; optimal_token_baseline needs it"
     )

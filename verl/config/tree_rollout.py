@@ -58,7 +58,6 @@ class RolloutConfig(SamplingConfig):
     seed: int = key(42, "seed of sampling", follows="${trainer.seed}", ge=0)
     prompt_length: int = key(512, "longest prompt in tokens", follows="${data.max_prompt_length}", ge=1)
     response_length: int = key(512, "longest answer in tokens", follows="${data.max_response_length}", ge=1)
-    calculate_log_probs: bool = key(True, "keep the log-probs of the engine that sampled")
     log_prob_micro_batch_size_per_gpu: int | None = key(
         None,
         "sequences per forward pass when old log-probs are computed",

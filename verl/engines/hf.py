@@ -2,6 +2,7 @@
 
 import logging
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,9 @@ class HFEngine(TrainEngine):
         self.module.train(optimizer is not None and config.gradient_checkpointing)
         self.module.requires_grad_(optimizer is not None)
         if optimizer is not None and config.gradient_checkpointing:
-            self.module.gradient_checkpointing_enable({"use_reentrant": False})
+            with warnings.catch_warnings():  # its new name is not known to every supported release of transformers
+                warnings.simplefilter("ignore", FutureWarning)
+                self.module.gradient_checkpointing_enable({"use_reentrant": False})
         self._distribute()
         if optimizer is None:
             return

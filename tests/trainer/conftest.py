@@ -1,0 +1,50 @@
+"""A tiny policy that already knows a little of a tiny task, made once for all tests of trainers."""
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from examples.quickstart.tiny_model import tiny_model
+
+REWARD = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """The share of characters that are in their place."""
+    return sum(a == b for a, b in zip(solution_str, ground_truth)) / len(ground_truth)
+'''
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    """A folder with model/, train.jsonl (24 rows), test.jsonl (6 rows) and reward.py."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_model("llama", folder / "model", seed=0)
+    draw = Random(0)
+    for name, rows in (("train", 24), ("test", 6)):
+        texts = ["".join(draw.choice("abcdefghij") for _ in range(draw.randint(2, 4))) for _ in range(rows)]
+        lines = [json.dumps({"prompt": f"{text}=", "answer": text}) for text in texts]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+@pytest.fixture
+def settings(tiny, tmp_path) -> list[str]:
+    """Overrides of a run of 4 prompts x 2 answers: 6 steps an epoch."""
+    return [
+        f"data.train_files={tiny / 'train.jsonl'}",
+        f"data.val_files={tiny / 'test.jsonl'}",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=8",
+        "data.max_response_length=6",
+        f"actor_rollout_ref.model.path={tiny / 'model'}",
+        "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "critic.optim.lr=1e-3",
+        f"custom_reward_function.path={tiny / 'reward.py'}",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+        "trainer.logger=[jsonl]",
+        "trainer.val_before_train=false",
+    ]
