@@ -69,7 +69,7 @@ class Trouble(Worker):
 
     def __init__(self, fail_on_rank: int | None = None):
         if self.rank == fail_on_rank:
-            raise RuntimeError("no such model")
+            raise RuntimeError(f"no such model, devices {os.environ.get('CUDA_VISIBLE_DEVICES')}")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def pids(self, grandchild: bool = False) -> tuple[int, int]:

@@ -209,7 +209,8 @@ def _collect_rows(layout: Layout, results: list) -> DataProto | None:
     for rank, answer in zip(layout.collect_ranks, answers):
         if not isinstance(answer, DataProto):
             raise ValueError(f"expected a DataProto from every rank, found {type(answer).__name__} from rank {rank}")
-    whole = DataProto.concat([a for a in answers if len(a)] or answers)
+    pieces = [a for a in answers if len(a)] or answers
+    whole = DataProto.concat(pieces) if len(pieces) > 1 else pieces[0].copy()  # concat copies the memory
     if "metrics" in whole.meta_info:
         whole.meta_info["metrics"] = merge_metrics([a.meta_info.get("metrics", {}) for a in answers])
     return whole
