@@ -34,7 +34,7 @@ from verl.utils.tracking import setup_logging
 ALGORITHMS = ("grpo", "ppo", "rloo", "remax", "reinforce_plus_plus", "drgrpo")
 SCORER = str(Path(__file__).resolve().parent / "tasks.py")
 #: SFT steps that leave the model between knowing nothing and knowing all
-WARM_UP_STEPS = {"reverse": 200, "sort": 80, "countdown": 600, "digits": 200}
+WARM_UP_STEPS = {"reverse": 240, "sort": 80, "countdown": 600, "digits": 200}
 SAMPLES_EVERY = 10
 
 
@@ -47,7 +47,7 @@ def warm_up(model: Path, data: Path, out: Path, steps: int, seed: int) -> Path:
             f"data.train_files={data / 'sft.parquet'}",
             "data.train_batch_size=64",
             "data.max_length=32",
-            "optim.lr=2e-3",
+            "optim.lr=1e-3",
         "optim.lr_warmup_steps=20",
             f"trainer.total_training_steps={steps}",
             f"trainer.save_freq={steps}",
