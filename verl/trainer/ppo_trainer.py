@@ -17,6 +17,7 @@ from verl.protocol import DataProto
 from verl.rewards import RewardManager
 from verl.trainer import setup
 from verl.trainer.base import Trainer
+from verl.trainer.dynamic_sampling import sample_dynamically
 from verl.trainer.metrics import data_metrics, numeric_columns, validation_metrics
 from verl.trainer.ppo_flow import Prompts, build_ppo_flow, build_validation_flow, needs_critic
 from verl.trainer.samples import dump_generations, generations, write_jsonl
@@ -78,7 +79,10 @@ class PPOTrainer(Trainer):
 
     def build_flow(self) -> DataFlow:
         prompts = Prompts(self.source, lambda: self.global_step)
-        return build_ppo_flow(self.config, prompts, self.roles, self.reward_manager)
+        flow = build_ppo_flow(self.config, prompts, self.roles, self.reward_manager)
+        if self.config.algorithm.filter_groups.enable:
+            sample_dynamically(flow, self.config, self.tokenizer.pad_token_id)
+        return flow
 
     def announce(self) -> None:
         rows = f"{len(self.val_dataset):,} rows" if self.val_dataset is not None else "none"
