@@ -19,9 +19,9 @@ from random import Random
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from anywhere, installed or not
 
-from examples.quickstart.tasks import TASKS, write_task
 from rich.console import Console
 
+from examples.quickstart.tasks import TASKS, write_task
 from examples.quickstart.tiny_model import tiny_model
 from verl.trainer.base import StepReport
 from verl.trainer.local_trainer import LocalPPOTrainer
@@ -48,6 +48,7 @@ def warm_up(model: Path, data: Path, out: Path, steps: int, seed: int) -> Path:
             "data.train_batch_size=64",
             "data.max_length=32",
             "optim.lr=1e-3",
+        "optim.lr_warmup_steps=20",
             f"trainer.total_training_steps={steps}",
             f"trainer.save_freq={steps}",
             f"trainer.seed={seed}",
@@ -146,7 +147,7 @@ def main(given: list[str] | None = None) -> int:
     window = min(10, len(rewards))
     first, last = (sum(part) / window for part in (rewards[:window], rewards[-window:]))
     curves = save_curves(args.out / "rl" / "metrics.jsonl", args.out / "curves.png")
-    greedy = metrics[f"val-core/{args.task}/reward/mean@1"] if args.steps else 0.0
+    greedy = metrics[f"val-core/{args.task}/acc/mean@1"]
     saved = args.out / "rl" / f"global_step_{args.steps}" / "actor" / "huggingface"
     console.print(
         f"\n[bold]{first:.2f} -> {last:.2f} in {args.steps} steps[/bold] of {args.algorithm} "

@@ -115,6 +115,8 @@ def tiny_model(
         vocab_size=len(made),
         max_position_embeddings=CONTEXT_LENGTH,
         tie_word_embeddings=tied,
+        # matrices this small learn twice as fast from here as from the 0.02 that large models start with
+        initializer_range=0.06,
         **special_ids,
     )
     with torch.random.fork_rng(devices=[]):

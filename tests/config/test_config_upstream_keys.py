@@ -152,6 +152,10 @@ def test_every_upstream_default_is_accepted():
 
 
 OURS = {
+    "actor_rollout_ref.actor.clip_ratio",  # null: the published value of the chosen loss
+    "actor_rollout_ref.actor.clip_ratio_high",
+    "actor_rollout_ref.actor.clip_ratio_low",
+    "actor_rollout_ref.actor.policy_loss.ppo_kl_coef",
     "actor_rollout_ref.actor.fsdp_config.dtype",
     "actor_rollout_ref.actor.fsdp_config.model_dtype",
     "actor_rollout_ref.model.path",

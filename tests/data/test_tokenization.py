@@ -149,3 +149,4 @@ def test_token_table():
         table.append(row)
     assert len(table) == 3
     assert [table[i] for i in range(3)] == rows
+    assert [table[i] for i in (-1, -2, -3)] == rows[::-1]

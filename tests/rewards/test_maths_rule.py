@@ -78,7 +78,7 @@ LABELLED = [
 @pytest.mark.parametrize("reference, answer, right", LABELLED)
 def test_boxed_answers_agree_with_their_labels(reference, answer, right):
     text = f"First \\boxed{{17}}, no: the answer is $\\boxed{{{answer}}}$."
-    assert maths.math_reward("math", text, reference) == float(right)
+    assert maths.math_reward("math", text, reference)["score"] == float(right)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +125,7 @@ def test_scores_are_the_same_in_a_thread_and_in_an_event_loop():
     """math-verify with its own time limits raises or gives 0 there: signals need the main thread."""
     expected = [right for *_, right in CASES_FOR_THREADS]
     found = {}
+    maths._verify_isolated.cache_clear()
     threads = [threading.Thread(target=lambda k=k: found.update({k: _score_all()})) for k in range(3)]
     for thread in threads:
         thread.start()
@@ -141,6 +142,7 @@ def test_scores_are_the_same_in_a_thread_and_in_an_event_loop():
 @pytest.fixture
 def short_limits(monkeypatch):
     monkeypatch.setattr(maths, "_LIMITS", Limits(wall_seconds=0.7, memory_bytes=1 << 29))
+    maths._verify_isolated.cache_clear()
 
 
 @pytest.mark.parametrize("answer", ["9^{9^9}", "10000000!", "(" * 300 + "1" + ")" * 300, r"\frac{" * 200 + "1"])
@@ -148,7 +150,7 @@ def short_limits(monkeypatch):
 def test_hostile_answers_end_in_time_and_score_zero(answer, where, short_limits):
     maths.is_equivalent(r"\boxed{\ln 1}", "0")  # the worker's start is not what is measured
     begun, found = time.monotonic(), []
-    score = lambda: found.append(maths.math_reward("math", f"\\boxed{{{answer}}}", "3"))  # noqa: E731
+    score = lambda: found.append(maths.math_reward("math", f"\\boxed{{{answer}}}", "3")["acc"])  # noqa: E731
     if where == "thread":
         thread = threading.Thread(target=score)
         thread.start()
@@ -162,13 +164,19 @@ def test_hostile_answers_end_in_time_and_score_zero(answer, where, short_limits)
 @pytest.mark.parametrize("text", ["9**9**9", "x " * 500_000, r"\boxed{" * 100_000, "$" * 100_000, "1/" * 100_000])
 def test_hostile_texts_without_a_box_end_in_time(text, short_limits):
     begun = time.monotonic()
-    assert maths.math_reward("math", text, "3") == 0.0
+    assert maths.math_reward("math", text, "3")["score"] == 0.0
     assert time.monotonic() - begun < 3
 
 
 def test_what_is_over_the_limit_is_said(short_limits, caplog):
     maths.math_reward("math", r"\boxed{9^{9^9}}", "3")
     assert "did not end within 0.7 s" in caplog.text and "9^{9^9}" in caplog.text
+
+
+def test_a_popular_hostile_answer_costs_its_time_once(short_limits):
+    begun = time.monotonic()
+    assert [maths.is_equivalent(r"\boxed{9^{9^9}}", "3") for _ in range(50)] == [False] * 50
+    assert time.monotonic() - begun < 5
 
 
 def test_harmless_answers_need_no_process(monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from verl.rewards import (
+    REWARD_FUNCTION_REGISTRY,
     RULES_BY_DATA_SOURCE,
     ScoreFunction,
     default_compute_score,
@@ -16,7 +17,9 @@ from verl.rewards import (
     resolve_reward_function,
 )
 from verl.rewards.accuracy import accuracy_reward
-from verl.rewards.sources import REWARD_FUNCTION_REGISTRY, rule_for
+from verl.rewards.isolation import Outcome
+from verl.rewards.results import read_outcome
+from verl.rewards.sources import rule_for
 
 SAMPLES = str(Path(__file__).with_name("sample_rewards.py"))
 
@@ -114,12 +117,23 @@ def test_registering_checks_the_signature():
     assert "bad" not in REWARD_FUNCTION_REGISTRY
 
 
+# name -> ground truth, an answer that earns 1, one that earns 0, further parameters
+EXAMPLES = {
+    "code": ("assert f() == 7", "def f(): return 7", "def f(): return 8", {}),
+    "format": ("", "<answer>7</answer>", "7", {"tags": ["answer"]}),
+    "length": ("", "", "seven words " * 7, {"limit": 14}),
+    "multiple_choice": ("C", "C", "D", {}),
+    "weighted": ("7", "#### 7", "#### 8", {"rewards": [{"name": "gsm8k"}]}),
+}
+
+
 @pytest.mark.parametrize("name", sorted(REWARD_FUNCTION_REGISTRY))
 def test_every_registered_function_keeps_the_contract(name):
-    function = resolve_reward_function(registered=name)
+    truth, right, wrong, kwargs = EXAMPLES.get(name, ("7", "#### 7", "#### 8", {}))
+    function = resolve_reward_function(registered=name, reward_kwargs=kwargs)
     assert function.form in ("row", "plugin") and function.func.__doc__
-    right, wrong = score(function, r"#### 7"), score(function, "#### 8")
-    assert (float(right), float(wrong)) == (1.0, 0.0)
+    scores = [read_outcome(Outcome(score(function, text, truth)))[0] for text in (right, wrong)]
+    assert scores == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -176,6 +190,8 @@ def test_a_data_source_can_be_registered(monkeypatch):
         ("I count 3, 4, 5", "4", False),
         ("007", "007", True),
         ("7", "007", False),
+        ("<think>4 or 5</think><answer> 5 </answer>", "5", True),
+        ("<think>5</think><answer>4</answer>", "5", False),
         ("", "7", False),
     ],
 )
@@ -192,7 +208,7 @@ def test_accuracy_reward_wants_a_reference(reference):
 def test_the_rules_are_light():
     """A worker process that runs one rule must not pay for torch."""
     code = (
-        "import sys, verl.rewards.sources, verl.rewards.isolation_worker; "
+        "import sys, verl.rewards.resolve, verl.rewards.isolation_worker; "
         "print([m for m in ('torch', 'transformers', 'sympy', 'ray') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -98,6 +98,12 @@ def test_extra_values_are_kept_per_row(tokenizer):
     assert result["reward_extra_info"] == {"acc": [True, False], "length": [3, 2]}
 
 
+def test_functions_know_the_length_in_tokens(tokenizer):
+    batch = make_batch(["abc.", ""], extra_infos=[{"index": 1}, None])
+    scored = load_reward_manager(tokenizer, registered_function="length", reward_kwargs={"limit": 8})
+    assert scored(batch).sum(1).tolist() == [0.5, 1.0]
+
+
 def test_rows_of_several_sources_may_have_different_extra_values(tokenizer):
     batch = make_batch(["#### 7", "abc"], extra_infos=[{"gives": 1}, {"gives": {"score": 0, "kind": "x"}}])
     result = manager_for(tokenizer, "gives")(batch, return_dict=True)
@@ -273,9 +279,9 @@ def test_batch_wants_one_entry_per_row(tokenizer):
 
 
 def test_forms_and_managers_must_fit(tokenizer):
-    with pytest.raises(ValueError, match="reward_manager=batch"):
+    with pytest.raises(ValueError, match=r"takes lists, .* use reward_manager=batch"):
         manager_for(tokenizer, "batch", "naive")
-    with pytest.raises(ValueError, match="use reward_manager=naive"):
+    with pytest.raises(ValueError, match=r"takes one answer, .* use reward_manager=naive"):
         manager_for(tokenizer, "compute_score", "batch")
 
 
@@ -339,6 +345,7 @@ def test_missing_columns_and_ground_truths_are_named(tokenizer):
         ({"manager": "naif"}, "did you mean 'naive'"),
         ({"manager_kwargs": {"time_out": 3}}, "did you mean 'timeout'"),
         ({"manager_kwargs": {"timeout": 0}}, "timeout: expected seconds above 0"),
+        ({"manager_kwargs": {"failure_score": float("nan")}}, "failure_score: expected a finite number"),
         ({"manager_kwargs": {"on_error": "ignore"}}, "expected 'raise' or 'count'"),
         ({"manager": "compute_score", "manager_path": SAMPLES}, "expected a subclass of RewardManager"),
     ],
@@ -361,9 +368,17 @@ def test_a_manager_of_ones_own_by_path(tokenizer, tmp_path):
         "        return torch.full(data.column('responses').shape, self.value)\n"
     )
     scored = load_reward_manager(
-        tokenizer, manager="Constant", manager_path=str(path), manager_kwargs={"value": 0.25}, function_path=SAMPLES
+        tokenizer,
+        manager="Constant",
+        manager_path=str(path),
+        manager_kwargs={"value": 0.25, "timeout": 3.0},
+        function_path=SAMPLES,
     )
-    assert isinstance(scored, RewardManager) and (scored(make_batch(["a"])) == 0.25).all()
+    assert isinstance(scored, RewardManager) and (scored(make_batch(["a"])) == 0.25).all() and scored.timeout == 3.0
+    with pytest.raises(ValueError, match="did you mean 'value'"):
+        load_reward_manager(
+            tokenizer, manager="Constant", manager_path=str(path), manager_kwargs={"valeu": 1}, function_path=SAMPLES
+        )
 
 
 def test_only_managers_are_registered():

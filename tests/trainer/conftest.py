@@ -10,15 +10,13 @@ from examples.quickstart.tiny_model import tiny_model
 
 REWARD = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """The share of characters that are in their place."""
-    return sum(a == b for a, b in zip(solution_str, ground_truth)) / len(ground_truth)
+    """The share of an answer's characters that are letters: what a random model does sometimes."""
+    return sum(c.isalpha() for c in solution_str) / max(len(solution_str), 1)
 '''
 
 
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory) -> Path:
-    """A folder with model/, train.jsonl (24 rows), test.jsonl (6 rows) and reward.py."""
-    folder = tmp_path_factory.mktemp("tiny")
+def make_tiny(folder: Path) -> Path:
+    """Write model/, train.jsonl (24 rows), test.jsonl (6 rows) and reward.py into a folder."""
     tiny_model("llama", folder / "model", seed=0)
     draw = Random(0)
     for name, rows in (("train", 24), ("test", 6)):
@@ -29,8 +27,7 @@ def tiny(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def settings(tiny, tmp_path) -> list[str]:
+def run_settings(tiny: Path, run: Path) -> list[str]:
     """Overrides of a run of 4 prompts x 2 answers: 6 steps an epoch."""
     return [
         f"data.train_files={tiny / 'train.jsonl'}",
@@ -44,7 +41,19 @@ def settings(tiny, tmp_path) -> list[str]:
         "actor_rollout_ref.actor.optim.lr=1e-3",
         "critic.optim.lr=1e-3",
         f"custom_reward_function.path={tiny / 'reward.py'}",
-        f"trainer.default_local_dir={tmp_path / 'run'}",
+        f"trainer.default_local_dir={run}",
         "trainer.logger=[jsonl]",
         "trainer.val_before_train=false",
     ]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    """The folder that `make_tiny` writes."""
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def settings(tiny, tmp_path) -> list[str]:
+    """The overrides of `run_settings`; the run goes to tmp_path / "run"."""
+    return run_settings(tiny, tmp_path / "run")

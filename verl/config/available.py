@@ -18,8 +18,6 @@ BUILT: dict[str, set[Any]] = {
     "n_gpus_per_node": {1},
     "nnodes": {1},
     "tensor_model_parallel_size": {1},
-    "ref.enable": {None, False},
-    "critic.enable": {None},
 }
 """End of a dotted key -> the words that work."""
 
@@ -27,8 +25,6 @@ INSTEAD: dict[str, str] = {
     "n_gpus_per_node": "one process is what there is so far: use 1, and CUDA_VISIBLE_DEVICES to choose the GPU",
     "nnodes": "one host is what there is so far: use 1",
     "tensor_model_parallel_size": "one device holds the whole model so far: use 1",
-    "ref.enable": "the reference exists where a KL needs it: leave it null, or turn use_kl_loss or use_kl_in_reward on",
-    "critic.enable": "the advantage estimator decides: leave it null",
 }
 """End of a dotted key -> what to do, where the list of words does not say it."""
 

@@ -33,6 +33,7 @@ class TokenTable:
         return len(self._ends)
 
     def __getitem__(self, row: int) -> list[int]:
+        row = row + len(self) if row < 0 else row
         end = self._ends[row]
         start = self._ends[row - 1] if row else 0
         return self._tokens[start:end].tolist()

@@ -6,11 +6,11 @@ Names are loaded at first use: a worker process that runs one rule must not pay 
 import importlib
 
 _HOME = {
-    "REWARD_FUNCTION_REGISTRY": "verl.rewards.sources",
+    "REWARD_FUNCTION_REGISTRY": "verl.rewards.resolve",
     "RULES_BY_DATA_SOURCE": "verl.rewards.sources",
     "default_compute_score": "verl.rewards.sources",
     "register_data_source": "verl.rewards.sources",
-    "resolve_reward_function": "verl.rewards.sources",
+    "resolve_reward_function": "verl.rewards.resolve",
     "ScoreFunction": "verl.rewards.functions",
     "register_reward": "verl.rewards.functions",
     "RewardError": "verl.rewards.results",

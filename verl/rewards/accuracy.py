@@ -7,14 +7,14 @@ from verl.rewards import gsm8k
 from verl.rewards.functions import register_reward
 
 _SAID = re.compile(r"(?:answer\s*(?:is|:|=)|####)\s*:?", re.IGNORECASE)
+_TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>\s*$", re.DOTALL | re.IGNORECASE)
 
 
 @register_reward("accuracy_reward", bounded=True)
 def accuracy_reward(sampled_response: str, reference_answer: Any) -> float:
-    """1.0 where the final answer equals the reference, else 0.0.
+    """1.0 where the final answer (see `final_answer`) equals the reference, else 0.0.
 
-    The final answer is what stands after the last `####`, "answer is" or "answer:", or else the whole response. A
-    reference that is a number is compared as a number (1,000 is 1000.0) with the last number of the final answer; any
+    A reference that is a number is compared as a number (1,000 is 1000.0) with the last number of the final answer; any
     other one as text, without regard to case, spaces around and closing punctuation. A reference with leading zeros
     ("007") is a text.
     """
@@ -34,7 +34,14 @@ def accuracy_reward(sampled_response: str, reference_answer: Any) -> float:
 
 
 def final_answer(text: str) -> str:
-    """What stands after the last "answer is", "answer:" or "####", to the end of its line; else the whole text."""
+    """What the text says to be its answer, else the whole text.
+
+    That is what `<answer>...</answer>` at the end holds, or what follows the last "answer is", "answer:" or "####" up
+    to the end of its line.
+    """
+    tagged = _TAGGED.search(text, max(0, text.rfind("<answer>")))
+    if tagged:
+        return tagged[1].strip()
     ends = [found.end() for found in _SAID.finditer(text)]
     return text[ends[-1] :].strip().partition("\n")[0] if ends else text
 

@@ -36,8 +36,9 @@ def read_answers(data: DataProto, tokenizer: Any, reward_fn_key: str) -> Answers
     """Decode the responses (special tokens left out) and gather what their scoring needs.
 
     Reads responses (B, T), attention_mask (B, P + T), response_mask (B, T) where it is there, and the columns
-    `reward_fn_key`, reward_model ({"ground_truth": ...}), and extra_info and uid where they are there. Raises
-    DataProtoValidationError for a missing column, a row without ground truth, or responses without a token position.
+    `reward_fn_key`, reward_model ({"ground_truth": ...}), and extra_info and uid where they are there. To what a row's
+    extra_info holds, "response_length" (in tokens) is added. Raises DataProtoValidationError for a missing column, a
+    row without ground truth, or responses without a token position.
     """
     responses = data.column("responses").cpu()
     width = responses.shape[1]
@@ -49,9 +50,10 @@ def read_answers(data: DataProto, tokenizer: Any, reward_fn_key: str) -> Answers
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     steps = torch.arange(1, width + 1)
     positions = (chosen * steps).amax(1).sub(1).clamp(min=0)
+    lengths = present.sum(1)
     return Answers(
-        rows=_rows(data, texts, reward_fn_key),
-        lengths=present.sum(1),
+        rows=_rows(data, texts, lengths.tolist(), reward_fn_key),
+        lengths=lengths,
         positions=positions,
         empty=int((~chosen.any(1)).sum()),
         width=width,
@@ -65,17 +67,17 @@ def prompt_texts(data: DataProto, tokenizer: Any, numbers: list[int]) -> list[st
     return tokenizer.batch_decode([prompts[i][mask[i]].tolist() for i in numbers], skip_special_tokens=False)
 
 
-def _rows(data: DataProto, texts: list[str], reward_fn_key: str) -> list[Row]:
+def _rows(data: DataProto, texts: list[str], lengths: list[int], reward_fn_key: str) -> list[Row]:
     sources, references = data.column(reward_fn_key), data.column("reward_model")
     extra_infos = data.column("extra_info") if "extra_info" in data else [None] * len(texts)
     uids = data.column("uid") if "uid" in data else [None] * len(texts)
     rows = []
-    for i, text in enumerate(texts):
+    for i, (text, length) in enumerate(zip(texts, lengths)):
         if not isinstance(references[i], Mapping) or "ground_truth" not in references[i]:
             raise DataProtoValidationError(
                 f"column 'reward_model', row {i}: expected a mapping with 'ground_truth', found {references[i]!r}"
             )
-        extra_info = {} if extra_infos[i] is None else extra_infos[i]
+        extra_info = {**(extra_infos[i] or {}), "response_length": length}
         truth = references[i]["ground_truth"]
         rows.append(Row(sources[i], text, truth, extra_info, number=i, total=len(texts), uid=uids[i]))
     return rows

@@ -4,7 +4,8 @@ Every way yields (position, Outcome) pairs, so that the managers know one thing 
 deadline and named; which way stops it depends on the function and on the thread:
 
 - bounded rules of this package, or no timeout: plain calls
-- in the main thread: plain calls under an alarm; tracebacks and breakpoints are those of any function
+- in the main thread: plain calls under an alarm; tracebacks and breakpoints are those of any function (library code
+  that never comes back to Python does not hear the alarm: the manager `prime` kills it)
 - in another thread (no alarms there), or on request: in worker processes
 - `async def`: all rows in one event loop, each with its own deadline
 """

@@ -57,7 +57,7 @@ def register_reward(name: str, *, bounded: bool = False) -> Callable[[Callable],
     """
 
     def decorate(func: Callable) -> Callable:
-        _form(func, {})
+        _form(func)
         REWARD_FUNCTION_REGISTRY.register(name, func)
         if bounded:
             _BOUNDED.append(func)
@@ -83,7 +83,8 @@ class ScoreFunction:
     _takes: tuple[bool, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        form = _form(self.func, self.kwargs)
+        form = _form(self.func)
+        _check_kwargs(self.func, form, self.kwargs)
         parameters, takes_any = _parameters(self.func)
         object.__setattr__(self, "form", form)
         object.__setattr__(self, "is_async", inspect.iscoroutinefunction(_body(self.func)))
@@ -140,7 +141,7 @@ def _parameters(func: Callable) -> tuple[dict[str, inspect.Parameter], bool]:
     return by_name, any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _form(func: Callable, kwargs: Mapping[str, Any]) -> str:
+def _form(func: Callable) -> str:
     """Which form `func` has; ValueError that prints the accepted forms and the found signature otherwise."""
     if not callable(func) or inspect.isclass(func):
         raise ValueError(f"a reward function must be callable, found {type(func).__name__}: {func!r}")
@@ -148,25 +149,26 @@ def _form(func: Callable, kwargs: Mapping[str, Any]) -> str:
     forms = [form for form, names in _TELLTALE.items() if names <= parameters.keys()]
     if len(forms) != 1:
         raise _wrong_signature(func, "the names of its parameters fit none of the accepted forms")
-    required, optional = _FORMS[forms[0]]
-    missing = [n for n in required if n not in parameters and not takes_any]
+    missing = [n for n in _FORMS[forms[0]][0] if n not in parameters and not takes_any]
     if missing:
         raise _wrong_signature(func, f"it does not take {', '.join(missing)}")
-    reserved = [n for n in kwargs if n in (*required, *optional)]
+    return forms[0]
+
+
+def _check_kwargs(func: Callable, form: str, kwargs: Mapping[str, Any]) -> None:
+    """ValueError where `kwargs` and the further parameters of `func` do not fit each other."""
+    parameters, takes_any = _parameters(func)
+    reserved = [n for n in kwargs if n in _names(form)]
     if reserved:
         raise ValueError(f"reward_kwargs may not set {', '.join(reserved)}: the reward manager fills these in per row")
-    further = [n for n in parameters if n not in (*required, *optional)]
-    unknown = [n for n in kwargs if n not in further]
-    if unknown and not takes_any:
-        raise ValueError(
-            f"reward_kwargs: {func!r} has no parameter {unknown[0]!r}: {did_you_mean(unknown[0], further)}"
-        )
+    further = [n for n in parameters if n not in _names(form)]
+    for name in kwargs:
+        if name not in further and not takes_any:
+            raise ValueError(f"reward_kwargs: {func!r} has no parameter {name!r}: {did_you_mean(name, further)}")
     unset = [n for n in further if parameters[n].default is inspect.Parameter.empty and n not in kwargs]
     if unset:
-        raise _wrong_signature(
-            func, f"nothing fills in {', '.join(unset)}: give a default, or a value in reward_kwargs"
-        )
-    return forms[0]
+        why = f"nothing fills in {', '.join(unset)}: give a default, or a value in reward_kwargs"
+        raise _wrong_signature(func, why)
 
 
 def _wrong_signature(func: Callable, why: str) -> ValueError:

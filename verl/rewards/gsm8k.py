@@ -87,28 +87,31 @@ def _value(found: re.Match) -> int | Fraction | None:
     return -value if found["minus"] or found["inner_minus"] else value
 
 
-def _score(solution_str: str, ground_truth: Any, method: str, format_score: float) -> float:
+def _score(solution_str: str, ground_truth: Any, method: str, format_score: float) -> dict[str, Any]:
     text = ground_truth.rpartition("####")[2] if isinstance(ground_truth, str) else ground_truth
     reference = parse_number(text)
     if reference is None:
         raise ValueError(f"gsm8k: the ground truth must be a number, found {ground_truth!r}")
     answer = extract(solution_str, method)
-    if answer is None:
-        return 0.0
-    return 1.0 if answer == reference else format_score
+    right = answer == reference
+    score = 1.0 if right else (0.0 if answer is None else format_score)
+    return {"score": score, "acc": float(right), "pred": "" if answer is None else str(answer)}
 
 
 @register_reward("gsm8k", bounded=True)
 def gsm8k_strict(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, *, format_score: float = 0.0
-) -> float:
-    """1.0 where the number after `####` equals the ground truth; `format_score` for another number; else 0.0."""
+) -> dict[str, Any]:
+    """1.0 where the number after `####` equals the ground truth; `format_score` for another number; else 0.0.
+
+    Returns score, acc (0 or 1) and pred, the number found as a text: what votes are counted by.
+    """
     return _score(solution_str, ground_truth, "strict", format_score)
 
 
 @register_reward("gsm8k_flexible", bounded=True)
 def gsm8k_flexible(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, *, format_score: float = 0.0
-) -> float:
-    """1.0 where the last number of the text equals the ground truth; `format_score` for another number; else 0.0."""
+) -> dict[str, Any]:
+    """The same by the last number of the text."""
     return _score(solution_str, ground_truth, "flexible", format_score)

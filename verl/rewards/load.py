@@ -6,7 +6,7 @@ from typing import Any
 
 from verl.registry import did_you_mean, load_object
 from verl.rewards.managers import REWARD_MANAGER_REGISTRY, RewardManager
-from verl.rewards.sources import resolve_reward_function
+from verl.rewards.resolve import resolve_reward_function
 
 # What every manager is given by `load_reward_manager` itself.
 _GIVEN = {"self", "tokenizer", "compute_score", "num_examine", "reward_fn_key"}
@@ -39,7 +39,10 @@ def load_reward_manager(
     accepted, takes_any = _parameters(found)
     for name in kwargs:
         if name not in accepted and not takes_any:
-            raise ValueError(f"reward manager {manager!r} has no parameter {name!r}: {did_you_mean(name, accepted)}")
+            raise ValueError(
+                f"reward manager {manager!r} has no parameter {name!r}: {did_you_mean(name, accepted)}. A manager of "
+                "one's own takes **kwargs and hands them on to RewardManager.__init__"
+            )
     function = resolve_reward_function(function_path, function_name, registered_function, reward_kwargs)
     given = {"num_examine": num_examine, "reward_fn_key": reward_fn_key}
     return found(tokenizer=tokenizer, compute_score=function, **given, **kwargs)

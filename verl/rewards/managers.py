@@ -10,6 +10,7 @@ does not depend on the others, nor on their order.
 """
 
 import logging
+import math
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -49,10 +50,16 @@ register = register_reward_manager
 class RewardManager(ABC):
     """Gives a reward to every row of a batch. A manager of one's own subclasses this, or one of those below.
 
-    tokenizer: decodes the answers. compute_score: a reward function (any accepted form) or a ScoreFunction.
-    num_examine: how many rows per data source are printed at each call. reward_fn_key: the column that names the data
-    source of a row.
+    tokenizer: decodes the answers. compute_score: a reward function or a ScoreFunction. num_examine: how many rows per
+    data source are printed at each call. reward_fn_key: the column that names the data source of a row.
+    timeout: seconds that one call may take, None for no deadline (then breakpoints in the function are safe).
+    on_error: what becomes of a row whose function raises, hangs, or returns anything but a finite number or a dict with
+    such a "score": "raise" ends with a RewardError that names function and row, "count" scores it `failure_score`, logs
+    the first one and counts them in `reward/failed_rows`. max_concurrency: rows of an `async def` under way at once.
     """
+
+    forms: tuple[str, ...] = ("row", "plugin", "batch")
+    """The forms of reward function (see verl.rewards.functions) that the manager can call."""
 
     def __init__(
         self,
@@ -61,11 +68,30 @@ class RewardManager(ABC):
         *,
         num_examine: int = 0,
         reward_fn_key: str = "data_source",
+        timeout: float | None = 300.0,
+        on_error: str = "raise",
+        failure_score: float = 0.0,
+        max_concurrency: int = 64,
     ):
-        self.tokenizer = tokenizer
-        self.compute_score = compute_score if isinstance(compute_score, ScoreFunction) else ScoreFunction(compute_score)
-        self.num_examine = num_examine
-        self.reward_fn_key = reward_fn_key
+        if on_error not in ("raise", "count"):
+            raise ValueError(f"reward manager: on_error: expected 'raise' or 'count', found {on_error!r}")
+        if timeout is not None and timeout <= 0:
+            raise ValueError(f"reward manager: timeout: expected seconds above 0, or null for none, found {timeout!r}")
+        if not math.isfinite(failure_score):
+            raise ValueError(f"reward manager: failure_score: expected a finite number, found {failure_score!r}")
+        if max_concurrency < 1:
+            raise ValueError(f"reward manager: max_concurrency: expected at least 1, found {max_concurrency!r}")
+        function = compute_score if isinstance(compute_score, ScoreFunction) else ScoreFunction(compute_score)
+        if function.form not in self.forms:
+            takes, use = ("lists", "batch") if function.form == "batch" else ("one answer", "naive")
+            raise ValueError(
+                f"reward function {function.where} takes {takes}, which {type(self).__name__} does not give: use "
+                f"reward_manager={use}"
+            )
+        self.tokenizer, self.compute_score = tokenizer, function
+        self.num_examine, self.reward_fn_key = num_examine, reward_fn_key
+        self.timeout, self.max_concurrency = timeout, max_concurrency
+        self.on_error, self.failure_score = on_error, float(failure_score)
 
     @abstractmethod
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
@@ -80,50 +106,19 @@ class RewardManager(ABC):
 class NaiveRewardManager(RewardManager):
     """One call of the reward function per row.
 
-    timeout: seconds that one call may take, None for no deadline (then breakpoints in the function are safe).
-    on_error: what becomes of a row whose function raises, hangs, or returns anything but a finite number or a dict with
-    such a "score": "raise" ends with a RewardError that names function and row, "count" scores it `failure_score`, logs
-    the first one and counts them in `reward/failed_rows`. max_concurrency: rows of an `async def` under way at once.
-
-    "acc" among the extra values is the function's own, or else its score; a row that failed has 0.
+    "acc" among the extra values is the function's own, or else its score; a row that failed has 0. A value that the
+    function gave for other rows only is None.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        compute_score: Callable | ScoreFunction,
-        *,
-        num_examine: int = 0,
-        reward_fn_key: str = "data_source",
-        timeout: float | None = 300.0,
-        on_error: str = "raise",
-        failure_score: float = 0.0,
-        max_concurrency: int = 64,
-    ):
-        super().__init__(tokenizer, compute_score, num_examine=num_examine, reward_fn_key=reward_fn_key)
-        if on_error not in ("raise", "count"):
-            raise ValueError(f"reward manager: on_error: expected 'raise' or 'count', found {on_error!r}")
-        if timeout is not None and timeout <= 0:
-            raise ValueError(f"reward manager: timeout: expected seconds above 0, or null for none, found {timeout!r}")
-        if max_concurrency < 1:
-            raise ValueError(f"reward manager: max_concurrency: expected at least 1, found {max_concurrency!r}")
-        self.timeout, self.on_error = timeout, on_error
-        self.failure_score, self.max_concurrency = float(failure_score), max_concurrency
-        self.pool: ProcessPool | None = None
-        self._check_form()
-
-    def _check_form(self) -> None:
-        if self.compute_score.form == "batch":
-            raise ValueError(
-                f"reward function {self.compute_score.where} takes lists, which only reward_manager=batch gives; "
-                "expected a function of one answer"
-            )
+    forms = ("row", "plugin")
+    pool: ProcessPool | None = None
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
         answers = read_answers(data, self.tokenizer, self.reward_fn_key)
         scores, extras, failed = self._score(answers.rows)
         scores = self.shape(scores, extras, answers.lengths.tolist())
-        self._print_examples(data, answers.rows, scores)
+        if self.num_examine:
+            self._print_examples(data, answers.rows, scores)
         reward_tensor = answers.reward_tensor(scores)
         if not return_dict:
             return reward_tensor
@@ -136,12 +131,12 @@ class NaiveRewardManager(RewardManager):
 
     def outcomes(self, rows: Sequence[Row]) -> Generator[tuple[int, ScoreFunction, Outcome]]:
         """Score the rows; yields (position, the function that scored it, outcome), in any order."""
-        by_function: dict[int, tuple[ScoreFunction, list[int]]] = {}
+        by_source: dict[str, list[int]] = {}
         for i, row in enumerate(rows):
-            function = self.compute_score.for_data_source(row.data_source)
-            by_function.setdefault(id(function), (function, []))[1].append(i)
-        for function, positions in by_function.values():
-            chosen = [rows[i] for i in positions]
+            by_source.setdefault(row.data_source, []).append(i)
+        functions = {source: self.compute_score.for_data_source(source) for source in by_source}
+        for source, positions in by_source.items():
+            function, chosen = functions[source], [rows[i] for i in positions]
             for k, outcome in call_rows(function, chosen, self.timeout, self.pool, self.max_concurrency):
                 yield positions[k], function, outcome
 
@@ -185,12 +180,7 @@ class NaiveRewardManager(RewardManager):
 class BatchRewardManager(NaiveRewardManager):
     """One call for the whole batch, of a function that takes lists and returns a list; `timeout` is for that call."""
 
-    def _check_form(self) -> None:
-        if self.compute_score.form != "batch":
-            raise ValueError(
-                f"reward_manager=batch calls compute_score(data_sources, solution_strs, ground_truths, extra_infos) "
-                f"once with lists; {self.compute_score.where} takes one answer: use reward_manager=naive"
-            )
+    forms = ("batch",)
 
     def outcomes(self, rows: Sequence[Row]) -> Generator[tuple[int, ScoreFunction, Outcome]]:
         whole = Row(

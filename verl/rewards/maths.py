@@ -24,7 +24,7 @@ _TAIL = 2000  # characters of an answer without a box that are looked at
 _LONGEST = 1000  # characters of a boxed answer: a longer one is no answer
 _LIMITS = Limits(wall_seconds=5.0, cpu_seconds=5.0, memory_bytes=1 << 30)
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
 _DROPPED = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;:]|\\displaystyle|\\?\$")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\{([^{}]*)\}")
 # A reference in words. math-verify takes letters for a product, for which "even" equals "neve"; up to three small
@@ -45,46 +45,57 @@ _HARMLESS = re.compile(
 
 
 @register_reward("math", bounded=True)
-def math_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    """1.0 where the final answer is equivalent to the ground truth, else 0.0.
+def math_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, Any]:
+    """1.0 where the final answer is equivalent to the ground truth, else 0.0; with acc, and pred, the final answer.
 
     A comparison that does not end within 5 s or needs more than 1 GiB gives 0.0 and a warning in the log. Raises
     ValueError for an empty ground truth.
     """
-    return float(is_equivalent(solution_str, ground_truth))
+    answer, in_box = final_of(solution_str)
+    right = float(_is_equivalent(solution_str, answer, in_box, ground_truth))
+    return {"score": right, "acc": right, "pred": answer[:_LONGEST]}
 
 
 def last_boxed(text: str) -> str | None:
     r"""The content of the last closed `\boxed{...}`, or None."""
-    for start in reversed([m.end() for m in _BOX.finditer(text, max(0, len(text) - 10 * _LONGEST))]):
-        depth = 1
-        for i in range(start, min(len(text), start + 2 * _LONGEST)):
-            escaped = text[i - 1] == "\\" and text[i - 2] != "\\"
-            depth += 0 if escaped else (text[i] == "{") - (text[i] == "}")
-            if depth == 0:
-                return text[start:i]
-    return None
+    text, open_braces, last = text[-10 * _LONGEST :], [], None
+    for mark in _BRACES.finditer(text):
+        if mark["box"] or mark["open"]:
+            open_braces.append(mark)
+        elif mark["close"] and open_braces:
+            opened = open_braces.pop()
+            if opened["box"] and (last is None or opened.end() > last[0]):
+                last = (opened.end(), mark.start())
+    return None if last is None else text[slice(*last)]
+
+
+def final_of(solution_str: str) -> tuple[str, bool]:
+    """The final answer as it is compared, and whether it stood in a box; else it is what is said to be the answer."""
+    boxed = last_boxed(solution_str)
+    return _canonical(final_answer(solution_str[-_TAIL:]) if boxed is None else boxed), boxed is not None
 
 
 def is_equivalent(solution_str: str, ground_truth: Any) -> bool:
     """Whether the final answer of a solution is mathematically the ground truth."""
+    return _is_equivalent(solution_str, *final_of(solution_str), ground_truth)
+
+
+def _is_equivalent(solution_str: str, answer: str, in_box: bool, ground_truth: Any) -> bool:
     if ground_truth is None or not str(ground_truth).strip():
         raise ValueError(f"math: the ground truth is empty: {ground_truth!r}")
     reference = _canonical(last_boxed(str(ground_truth)) or str(ground_truth))
-    boxed = last_boxed(solution_str)
-    answer = _canonical(boxed if boxed is not None else final_answer(solution_str[-_TAIL:]))
     if answer == reference:
         return True
     if _WORDS.fullmatch(reference):
         return _words(reference) == _words(answer)
     if _INTEGER.fullmatch(reference) and _INTEGER.fullmatch(answer):
         return int(reference) == int(answer)
-    if boxed is None:
+    if not in_box:
         return _verify_isolated(reference, solution_str[-_TAIL:])
     if len(answer) > _LONGEST:
         return False
-    answer = f"\\boxed{{{answer}}}"
-    return _verify(reference, answer) if _harmless(reference, boxed) else _verify_isolated(reference, answer)
+    boxed = f"\\boxed{{{answer}}}"
+    return _verify_here(reference, boxed) if _harmless(reference, answer) else _verify_isolated(reference, boxed)
 
 
 def _canonical(text: str) -> str:
@@ -107,10 +118,12 @@ def _harmless(reference: str, answer: str) -> bool:
     """Whether comparing the two is sure to take milliseconds. A guess to the safe side, at a glance."""
     return all(
         len(text) <= 120 and _HARMLESS.fullmatch(text) is not None and sum(map(text.count, "([{")) <= 12
-        for text in (reference, _canonical(answer))
+        for text in (reference, answer)
     )
 
 
+# The answers to one question are often the same; a hostile one that has come to be popular costs its time once.
+@lru_cache(maxsize=4096)
 def _verify_isolated(reference: str, answer: str) -> bool:
     """`_verify` in a process of its own. Over the limits: not equivalent, and a warning."""
     call = Call(address_of(_verify), {"reference": reference, "answer": answer})
@@ -129,6 +142,9 @@ def _verify(reference: str, answer: str) -> bool:
 
     parsed = _parse(answer)
     return bool(parsed) and verify(_parse(f"\\boxed{{{reference}}}"), parsed, timeout_seconds=None)
+
+
+_verify_here = lru_cache(maxsize=4096)(_verify)
 
 
 @lru_cache(maxsize=4096)

@@ -8,9 +8,10 @@ from decimal import Decimal
 from typing import Any
 
 import numpy as np
-import torch
 
 from verl.rewards.isolation import Outcome
+
+_NUMBERS = numbers.Real | Decimal | np.bool_
 
 
 class RewardError(ValueError):
@@ -80,12 +81,19 @@ def split_outcome(outcome: Outcome, count: int) -> list[Outcome]:
     if outcome.failure is not None:
         return [outcome] * count
     value = outcome.value
-    if isinstance(value, np.ndarray | torch.Tensor):
-        value = list(value) if value.ndim else value.item()
+    if not isinstance(value, Sequence) and _is_array(value) and value.ndim:
+        value = list(value)
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or len(value) != count:
         found = f"{len(value)} entries" if isinstance(value, Sequence) else _described(value)
         return [Outcome(failure=f"returned {found}: expected a list with one entry for each of {count} rows")] * count
     return [Outcome(entry) for entry in value]
+
+
+def _is_array(value: Any) -> bool:
+    """Whether `value` is a numpy array or a tensor. torch is imported only when something unusual was returned."""
+    import torch
+
+    return isinstance(value, np.ndarray | torch.Tensor)
 
 
 def _described(value: Any) -> str:
@@ -93,11 +101,11 @@ def _described(value: Any) -> str:
 
 
 def _number(value: Any, inside: str) -> float:
-    if isinstance(value, np.ndarray | torch.Tensor):
+    if not isinstance(value, _NUMBERS) and _is_array(value):
         if value.ndim:
             raise BadOutcome(f"returned {inside}an array of shape {tuple(value.shape)}: expected one number")
         value = value.item()
-    if not isinstance(value, numbers.Real | Decimal | np.bool_):
+    if not isinstance(value, _NUMBERS):
         raise BadOutcome(f"returned {inside}{_described(value)}: expected a number")
     try:
         number = float(value)

@@ -21,6 +21,7 @@ class LocalPPOTrainer(PPOTrainer):
             ActorRolloutWorker,
             {
                 "config": policy,
+                "correction": config.algorithm.rollout_correction,
                 "device": device,
                 "total_training_steps": self.total_steps,
                 "response_length": policy.rollout.response_length,

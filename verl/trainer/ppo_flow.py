@@ -76,8 +76,9 @@ def needs_critic(config: tree.Config) -> bool:
 
 
 def needs_reference(config: tree.Config) -> bool:
-    """Whether a KL to the reference is asked for, in the reward or in the loss."""
-    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+    """Whether the reference is asked for by name, or by a KL in the reward or in the loss."""
+    policy = config.actor_rollout_ref
+    return bool(policy.ref.enable) or config.algorithm.use_kl_in_reward or policy.actor.use_kl_loss
 
 
 def repeat(n: int) -> Callable[[DataProto], DataProto]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from verl.config import check_available, load_config, tree_sft
+from verl.config import check_available, check_inputs, check_models, load_config, tree_sft
 from verl.data.files import PromptSource
 from verl.data.sft_dataset import SFTDataset, collate_sft
 from verl.dataflow import DataFlow, Operator, Stateful
@@ -19,6 +19,7 @@ from verl.protocol import DataProto
 from verl.single_controller import LocalWorkerGroup, WorkerSpec
 from verl.trainer import setup
 from verl.trainer.base import Trainer
+from verl.utils.tracking import check_trackers
 from verl.workers.build import micro_batching, model_config, optimizer_config
 from verl.workers.sft import SFTWorker
 
@@ -60,8 +61,10 @@ class SFTTrainer(Trainer):
         tokenizer: Any = None,
     ):
         if config is None:
-            config = load_config(config_path, overrides, tree=tree_sft.SFTConfig)
+            check = check_inputs if train_dataset is None else check_models
+            config = load_config(config_path, overrides, tree=tree_sft.SFTConfig, extra_checks=[check])
         check_available(config)
+        check_trackers(config.trainer.logger)
         tokenizer = tokenizer if tokenizer is not None else setup.load_tokenizer(config.model)
         data = config.data
         self.collate: Callable[[list], DataProto] = lambda items: collate_sft(items, tokenizer.pad_token_id)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from verl.config import tree
+from verl.config import tree, tree_trainer
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching, TrainEngine
 from verl.engines.hf import HFEngine
@@ -32,13 +32,15 @@ def mini_batches(batch: DataProto, rows: int, epochs: int, shuffle: bool, seed: 
 class ActorRolloutWorker(Worker):
     """Generates with the policy, gives its log-probs, and updates it.
 
-    config: the `actor_rollout_ref` section. response_length: tokens of an answer at most. stop_token_ids: its ends.
+    config: the `actor_rollout_ref` section. correction: `algorithm.rollout_correction`, for losses that read it.
+    response_length: tokens of an answer at most. stop_token_ids: its ends.
     """
 
     def __init__(
         self,
         config: tree.ActorRolloutRefConfig,
         *,
+        correction: tree_trainer.RolloutCorrectionConfig,
         device: str,
         total_training_steps: int,
         response_length: int,
@@ -46,6 +48,7 @@ class ActorRolloutWorker(Worker):
         stop_token_ids: tuple[int, ...],
     ):
         self.config = config
+        self.correction = correction
         self.response_length = response_length
         self.pad_token_id = pad_token_id
         self.stop_token_ids = stop_token_ids
@@ -106,7 +109,7 @@ class ActorRolloutWorker(Worker):
         """`ppo_epochs` passes over this rank's rows in mini-batches; meta_info["mini_batch_rows"] rows each, over all
         ranks; meta_info["global_step"] seeds the order."""
         actor = self.config.actor
-        settings = {**actor.model_dump(), **actor.policy_loss.model_dump()}
+        settings = {**self.correction.model_dump(), **actor.model_dump(), **actor.policy_loss.model_dump()}
         micro = micro_batching(
             actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
         )
