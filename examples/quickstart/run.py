@@ -34,7 +34,7 @@ from verl.utils.tracking import setup_logging
 ALGORITHMS = ("grpo", "ppo", "rloo", "remax", "reinforce_plus_plus", "drgrpo")
 SCORER = str(Path(__file__).resolve().parent / "tasks.py")
 #: SFT steps that leave the model between knowing nothing and knowing all
-WARM_UP_STEPS = {"reverse": 240, "sort": 80, "countdown": 600, "digits": 200}
+WARM_UP_STEPS = {"reverse": 200, "sort": 80, "countdown": 600, "digits": 200}
 SAMPLES_EVERY = 10
 
 
