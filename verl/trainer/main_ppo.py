@@ -5,6 +5,12 @@ be written with or without a leading `--` or `+`.
 """
 
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo_trainer import PPOTrainer
 
 HELP = """usage: python -m verl.trainer.main_ppo [--config FILE.yaml] key=value ...
 
@@ -38,8 +44,15 @@ def split_arguments(arguments: list[str]) -> tuple[str | None, list[str], set[st
     return path, overrides, flags
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run; returns the exit status."""
+def ppo_trainer() -> "type[PPOTrainer]":
+    """The trainer of this command. It is imported when it is needed: --help must not wait for torch."""
+    from verl.trainer.local_trainer import LocalPPOTrainer
+
+    return LocalPPOTrainer
+
+
+def main(arguments: list[str] | None = None, trainer: "Callable[[], type[PPOTrainer]]" = ppo_trainer) -> int:
+    """Run; returns the exit status. trainer: gives the class that trains; a recipe has its own."""
     try:
         path, overrides, flags = split_arguments(sys.argv[1:] if arguments is None else arguments)
     except ValueError as error:
@@ -49,19 +62,23 @@ def main(arguments: list[str] | None = None) -> int:
         print(HELP)
         return 0
     if "--print-config" in flags:
-        return _print_config(path, overrides)
+        return _print_config(path, overrides, trainer().recipe)
     from verl.trainer.launch import run
-    from verl.trainer.local_trainer import LocalPPOTrainer
 
-    return run(lambda: LocalPPOTrainer(config_path=path, overrides=overrides))
+    return run(lambda: trainer()(config_path=path, overrides=overrides))
 
 
-def _print_config(path: str | None, overrides: list[str]) -> int:
+def _print_config(path: str | None, overrides: list[str], recipe: Path | None) -> int:
     from verl.algorithms.presets import PRESETS
     from verl.config import dump_config, load_config
 
+    base = None
+    if recipe is not None:
+        from verl.trainer.setup import base_config
+
+        base = base_config(recipe, None, None)
     try:
-        print(dump_config(load_config(path, overrides, presets=PRESETS)))
+        print(dump_config(load_config(path, overrides, base=base, presets=PRESETS)))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

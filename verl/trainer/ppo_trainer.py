@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import Dataset
@@ -34,6 +34,8 @@ class PPOTrainer(Trainer):
     """
 
     saved_roles = ("actor", "critic")
+    #: of a subclass: a YAML file whose settings stand below those that the user gives
+    recipe: ClassVar[Path | None] = None
 
     def __init__(
         self,
@@ -48,7 +50,7 @@ class PPOTrainer(Trainer):
     ):
         if config is None:
             check = check_inputs if train_dataset is None else check_models
-            base = setup.config_of_datasets(train_dataset, val_dataset)
+            base = setup.base_config(self.recipe, train_dataset, val_dataset)
             config = load_config(config_path, overrides, base=base, presets=PRESETS, extra_checks=[check])
         check_available(config)
         setup.import_extensions(config)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from omegaconf import OmegaConf
 from torch.utils.data import Dataset
 
 from verl.algorithms.advantages import get_adv_estimator_fn
@@ -22,10 +23,12 @@ from verl.trainer.ppo_flow import needs_critic
 logger = logging.getLogger("verl.trainer")
 
 
-def config_of_datasets(train: Dataset | None, val: Dataset | None) -> dict[str, Any]:
-    """What datasets that are given as objects say about the configuration: their files."""
-    given = {"train_files": train, "val_files": val}
-    return {"data": {key: list(d.data_files) for key, d in given.items() if isinstance(d, RLHFDataset)}}
+def base_config(recipe: Path | None, train: Dataset | None, val: Dataset | None) -> dict[str, Any]:
+    """What stands below the user's own settings: those of a recipe's YAML file, and the files of datasets that are
+    given as objects."""
+    given = {"data.train_files": train, "data.val_files": val}
+    files = {key: list(d.data_files) for key, d in given.items() if isinstance(d, RLHFDataset)}
+    return (OmegaConf.to_container(OmegaConf.load(recipe), resolve=False) if recipe is not None else {}) | files
 
 
 def import_extensions(config: tree.Config) -> None:
