@@ -1,4 +1,4 @@
-"""DAPO (Yu et al. 2025, arXiv 2503.14476) is the flow of the main trainer with dynamic sampling, under its own settings.
+"""DAPO (Yu et al. 2025, arXiv 2503.14476) is the main trainer's flow with dynamic sampling, and settings of its own.
 
     prompts -> repeat -> gen -> reward -> filter_groups -> old_log_prob -> adv -> update_actor
 

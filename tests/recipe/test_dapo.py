@@ -1,4 +1,4 @@
-"""recipe/dapo end to end on the tiny model: its settings, its flow, two steps, and a run that was stopped and resumed."""
+"""recipe/dapo on the tiny model: its settings, its flow, and a run that was stopped and resumed."""
 
 import shutil
 
@@ -31,8 +31,14 @@ def test_the_settings_are_those_of_the_paper(settings):
     assert names == ["prompts", "repeat", "gen", "reward", "filter_groups", "old_log_prob", "adv", "update_actor"]
 
 
+def test_a_users_own_file_stands_above_the_recipe(settings, tmp_path):
+    (tmp_path / "my.yaml").write_text("algorithm: {filter_groups: {max_num_gen_batches: 3}}")
+    groups = LocalDAPOTrainer(config_path=tmp_path / "my.yaml", overrides=settings).config.algorithm.filter_groups
+    assert (groups.enable, groups.metric, groups.max_num_gen_batches) == (True, "acc", 3)
+
+
 def test_without_dynamic_sampling_it_is_not_dapo(settings):
-    with pytest.raises(ValueError, match="filter_groups.enable"):
+    with pytest.raises(ValueError, match=r"filter_groups\.enable"):
         LocalDAPOTrainer(overrides=[*settings, "algorithm.filter_groups.enable=false"])
 
 

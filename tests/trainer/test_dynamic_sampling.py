@@ -179,7 +179,7 @@ def test_a_metric_that_is_not_there():
 
 
 def test_settings_that_do_not_fit():
-    with pytest.raises(ValueError, match="rollout.n.*found 1"):
+    with pytest.raises(ValueError, match=r"rollout\.n.*found 1"):
         load_config(overrides=["algorithm.filter_groups.enable=true"])
-    with pytest.raises(ValueError, match="gen_batch_size.*changes nothing"):
+    with pytest.raises(ValueError, match=r"gen_batch_size.*changes nothing"):
         load_config(overrides=["data.gen_batch_size=12"])
