@@ -1,4 +1,4 @@
-"""Every script under examples/ and recipe/: its command line is read by bash, its configuration loaded, its flow compiled.
+"""Every script of examples/ and recipe/: bash reads its command line, its configuration is loaded, its flow compiled.
 
 No model is loaded: a trainer does all this before.
 """
@@ -14,10 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from examples.quickstart.tiny_model import tiny_model
-from recipe.dapo import LocalDAPOTrainer
+from recipe.dapo import LocalDAPOTrainer, main_dapo
+from verl.registry import load_object
+from verl.trainer import main_ppo
 from verl.trainer.base import Trainer
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.main_ppo import split_arguments
 from verl.trainer.sft_trainer import SFTTrainer
 
 ROOT = Path(__file__).parents[1]
@@ -67,7 +68,7 @@ def test_the_script_builds_a_trainer(script, home, tmp_path, monkeypatch):
     assert os.access(script, os.X_OK)
     module, arguments = command_of(script, home, f"trainer.default_local_dir={tmp_path}", "trainer.logger=[jsonl]")
     assert importlib.util.find_spec(module)
-    path, overrides, flags = split_arguments(arguments)
+    path, overrides, flags = main_ppo.split_arguments(arguments)
     assert not flags
     monkeypatch.chdir(tmp_path)  # what a script names must not depend on the folder it is started in
     trainer = TRAINERS[module](config_path=path, overrides=overrides)
@@ -80,3 +81,13 @@ def test_the_script_says_what_it_needs(script):
     bare = {key: value for key, value in os.environ.items() if key not in ("MODEL", "DATA")}
     done = subprocess.run(["bash", str(script)], env=bare, capture_output=True, text=True)
     assert done.returncode != 0 and "set MODEL to" in done.stderr
+
+
+@pytest.mark.parametrize("module", [main_ppo, main_dapo], ids=lambda module: module.__name__)
+def test_the_commands_know_their_trainers(module):
+    recipes = set()
+    for address in module.TRAINERS.values():
+        cls = load_object(*address)
+        assert issubclass(cls, Trainer)
+        recipes.add(cls.recipe)
+    assert len(recipes) == 1  # the same method, whoever executes it

@@ -18,7 +18,7 @@ from verl.trainer.ppo_trainer import PPOTrainer
 
 
 class DAPO(PPOTrainer):
-    """What makes a trainer one of DAPO; who executes it is said by the other parent."""
+    """What makes a trainer one of DAPO; the other parent says who executes it."""
 
     recipe = Path(__file__).with_name("dapo.yaml")
 
@@ -29,7 +29,7 @@ class DAPO(PPOTrainer):
 
 
 class LocalDAPOTrainer(DAPO, LocalPPOTrainer):
-    """DAPO in one process.
+    """DAPO on one host.
 
     >>> LocalDAPOTrainer(overrides=["data.train_files=train.parquet", "actor_rollout_ref.model.path=my-model"]).fit()
     """

@@ -5,12 +5,16 @@ be written with or without a leading `--` or `+`.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from verl.trainer.ppo_trainer import PPOTrainer
+Address = tuple[str, str]
+
+TRAINERS: dict[str, Address] = {
+    "local": ("verl.trainer.local_trainer", "LocalPPOTrainer"),
+    "ray": ("verl.trainer.ray_trainer", "RayPPOTrainer"),
+}
+"""trainer.backend -> module and class of the trainer."""
 
 HELP = """usage: python -m verl.trainer.main_ppo [--config FILE.yaml] key=value ...
 
@@ -44,15 +48,13 @@ def split_arguments(arguments: list[str]) -> tuple[str | None, list[str], set[st
     return path, overrides, flags
 
 
-def ppo_trainer() -> "type[PPOTrainer]":
-    """The trainer of this command. It is imported when it is needed: --help must not wait for torch."""
-    from verl.trainer.local_trainer import LocalPPOTrainer
+def main(
+    arguments: list[str] | None = None, trainers: Mapping[str, Address] = TRAINERS, recipe: Path | None = None
+) -> int:
+    """Run; returns the exit status.
 
-    return LocalPPOTrainer
-
-
-def main(arguments: list[str] | None = None, trainer: "Callable[[], type[PPOTrainer]]" = ppo_trainer) -> int:
-    """Run; returns the exit status. trainer: gives the class that trains; a recipe has its own."""
+    trainers: trainer.backend -> module and class of the trainer. recipe: a YAML file below the user's settings.
+    """
     try:
         path, overrides, flags = split_arguments(sys.argv[1:] if arguments is None else arguments)
     except ValueError as error:
@@ -62,23 +64,19 @@ def main(arguments: list[str] | None = None, trainer: "Callable[[], type[PPOTrai
         print(HELP)
         return 0
     if "--print-config" in flags:
-        return _print_config(path, overrides, trainer().recipe)
-    from verl.trainer.launch import run
+        return _print_config(path, overrides, recipe)
+    from verl.trainer.launch import build_trainer, run
 
-    return run(lambda: trainer()(config_path=path, overrides=overrides))
+    return run(lambda: build_trainer(path, overrides, trainers, recipe))
 
 
 def _print_config(path: str | None, overrides: list[str], recipe: Path | None) -> int:
     from verl.algorithms.presets import PRESETS
     from verl.config import dump_config, load_config
+    from verl.trainer.launch import read_recipe
 
-    base = None
-    if recipe is not None:
-        from verl.trainer.setup import base_config
-
-        base = base_config(recipe, None, None)
     try:
-        print(dump_config(load_config(path, overrides, base=base, presets=PRESETS)))
+        print(dump_config(load_config(path, overrides, base=read_recipe(recipe), presets=PRESETS)))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import OmegaConf
 from torch.utils.data import Dataset
 
 from verl.algorithms.advantages import get_adv_estimator_fn
@@ -18,6 +17,7 @@ from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
 from verl.registry import import_module
 from verl.rewards import RewardManager, load_reward_manager
+from verl.trainer.launch import read_recipe
 from verl.trainer.ppo_flow import needs_critic
 
 logger = logging.getLogger("verl.trainer")
@@ -28,7 +28,16 @@ def base_config(recipe: Path | None, train: Dataset | None, val: Dataset | None)
     given as objects."""
     given = {"data.train_files": train, "data.val_files": val}
     files = {key: list(d.data_files) for key, d in given.items() if isinstance(d, RLHFDataset)}
-    return (OmegaConf.to_container(OmegaConf.load(recipe), resolve=False) if recipe is not None else {}) | files
+    return read_recipe(recipe) | files
+
+
+def check_one_host(config: tree.Config) -> None:
+    """Several hosts need Ray."""
+    if config.trainer.nnodes > 1:
+        raise ValueError(
+            f"trainer.nnodes is {config.trainer.nnodes}, but this trainer runs on one host: use trainer.backend=ray "
+            "(or RayPPOTrainer), or trainer.nnodes=1"
+        )
 
 
 def import_extensions(config: tree.Config) -> None:
