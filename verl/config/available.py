@@ -65,7 +65,7 @@ NOT_BUILT: dict[str, str] = {
 
 NO_EFFECT: dict[tuple[str, str], tuple[str, ...]] = {
     ("rollout.name", "hf"): (
-        "rollout.dtype",
+        "actor_rollout_ref.rollout.dtype",
         "gpu_memory_utilization",
         "enforce_eager",
         "free_cache_engine",
