@@ -28,6 +28,15 @@ def config_of_datasets(train: Dataset | None, val: Dataset | None) -> dict[str, 
     return {"data": {key: list(d.data_files) for key, d in given.items() if isinstance(d, RLHFDataset)}}
 
 
+def check_one_host(config: tree.Config) -> None:
+    """Several hosts need Ray."""
+    if config.trainer.nnodes > 1:
+        raise ValueError(
+            f"trainer.nnodes is {config.trainer.nnodes}, but this trainer runs on one host: use trainer.backend=ray "
+            "(or RayPPOTrainer), or trainer.nnodes=1"
+        )
+
+
 def import_extensions(config: tree.Config) -> None:
     """Import the user's own files and modules, which register losses, estimators and rewards."""
     for address in config.imports:
