@@ -108,10 +108,10 @@ def _check_lengths(prompt_ids: TokenTable, rows: Rows, limit: int) -> None:
     lengths = [len(prompt_ids[i]) for i in range(len(prompt_ids))]
     too_long = [i for i, length in enumerate(lengths) if length > limit]
     if too_long:
-        first = too_long[0]
+        first, longest = too_long[0], max(lengths)
         raise ValueError(
-            f"rollout.prompt_length: {len(too_long):,} of {len(lengths):,} prompts are longer than {limit:,} tokens, the "
-            f"first: {rows.where(first)}, with {lengths[first]:,}; the longest has {max(lengths):,}. Raise the limit, "
+            f"rollout.prompt_length: {len(too_long):,} of {len(lengths):,} prompts are longer than {limit:,} tokens, "
+            f"the first: {rows.where(first)}, with {lengths[first]:,}; the longest has {longest:,}. Raise the limit, "
             "or take these rows out of the file"
         )
 
@@ -200,12 +200,11 @@ def check_output(questions: Questions, path: Path) -> None:
         for _ in _lines(questions, empty):
             pass
     else:
-        table = _table(questions, empty)
         try:
-            pq.write_table(table.slice(0, 1), io.BytesIO())
-        except pa.ArrowException as error:
+            pq.write_table(_table(questions, empty).slice(0, 1), io.BytesIO())
+        except (ValueError, pa.ArrowException) as error:
             raise ValueError(
-                f"data.output_path: the rows cannot be written as parquet ({error}): use a file that ends with .jsonl"
+                f"data.output_path: the rows cannot be written as parquet, use a file that ends with .jsonl: {error}"
             ) from error
 
 
@@ -230,5 +229,6 @@ def _lines(questions: Questions, responses: list[list[str]]):
             yield json.dumps({**row, RESPONSES: texts}, ensure_ascii=False) + "\n"
         except TypeError as error:
             raise ValueError(
-                f"{questions.rows.where(i)}: cannot be written as JSON ({error}): let data.output_path end with .parquet"
+                f"{questions.rows.where(i)}: cannot be written as JSON ({error}): use a data.output_path that ends "
+                "with .parquet"
             ) from error

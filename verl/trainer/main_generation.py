@@ -52,7 +52,7 @@ _OTHER_SETTINGS = (
 
 
 def check_generation(config: GenerationConfig) -> Iterator[Problem]:
-    """For `extra_checks`: the output is named, and several answers to a prompt can differ."""
+    """For `extra_checks`: the output is named, several answers to a prompt can differ, and one host does it."""
     path = config.data.output_path
     if path is None or Path(path).suffix not in (".parquet", ".jsonl"):
         found = "missing" if path is None else f"found {path!r}"
@@ -62,6 +62,13 @@ def check_generation(config: GenerationConfig) -> Iterator[Problem]:
             "data.n_samples",
             f"found {config.data.n_samples} with rollout.temperature 0, which gives the same answer "
             f"{config.data.n_samples} times: use a temperature > 0, or data.n_samples=1",
+        )
+    if config.trainer.backend != "local":
+        yield Problem("trainer.backend", f"{config.trainer.backend} does not generate without training yet: use local")
+    if config.trainer.nnodes > 1:
+        yield Problem(
+            "trainer.nnodes",
+            f"found {config.trainer.nnodes}, but generation runs on one host: use 1, and split the file over the hosts",
         )
 
 
@@ -137,6 +144,7 @@ class GenerationRun:
             {
                 "model": config.model,
                 "rollout": config.rollout,
+                "imports": tuple(config.imports),
                 "device": config.trainer.device,
                 "pad_token_id": self.tokenizer.pad_token_id,
                 "stop_token_ids": stop_token_ids(config.model.path, self.tokenizer),

@@ -1,11 +1,14 @@
 """The worker that only generates: a model and a rollout engine, no optimizer."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from verl.config.tree_model import ModelConfig as ModelSection
 from verl.config.tree_offline import GenerationRolloutConfig
 from verl.engines.model import ModelConfig, load_module
 from verl.protocol import DataProto
+from verl.registry import import_module
 from verl.rollout.base import RolloutEngine, SamplingParams
 from verl.rollout.hf import HFRollout
 from verl.rollout.native import NativeRollout
@@ -21,7 +24,8 @@ class RolloutWorker(Worker):
     """Answers prompts with a model that nobody trains.
 
     model, rollout: the sections of the configuration. The weights are loaded in `rollout.dtype`; auto is bf16 on a GPU
-    and fp32 on a CPU. stop_token_ids: the ends of an answer.
+    and fp32 on a CPU. imports: files or modules of the user's, which may define the model. stop_token_ids: the ends of
+    an answer.
     """
 
     def __init__(
@@ -29,10 +33,13 @@ class RolloutWorker(Worker):
         model: ModelSection,
         rollout: GenerationRolloutConfig,
         *,
+        imports: Sequence[str] = (),
         device: str,
         pad_token_id: int,
         stop_token_ids: tuple[int, ...],
     ):
+        for address in imports:
+            import_module(address)
         on = resolve_device(device, self.local_rank)
         dtype = resolve_dtype(rollout.dtype, on)
         module = load_module(
@@ -46,7 +53,9 @@ class RolloutWorker(Worker):
                 override_config=tuple(model.override_config.items()),
             )
         )
-        self.engine: RolloutEngine = ROLLOUT_ENGINES[rollout.name](module, pad_token_id=pad_token_id)
+        self.engine: RolloutEngine = ROLLOUT_ENGINES[rollout.name](
+            module, pad_token_id=pad_token_id, max_rows=rollout.max_num_seqs
+        )
         self.params = SamplingParams(
             max_tokens=rollout.response_length,
             stop_token_ids=stop_token_ids,
