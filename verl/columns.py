@@ -1,8 +1,8 @@
 """Every column of the batch: its dimensions, dtype and meaning; and the checks of them.
 
 Legend: B rows, P prompt tokens, T response tokens. Position t of every (B, T) column speaks of response token t, the
-transition that produced it. Shapes and dtypes (`check_layout`) are looked at whenever columns are joined and after
-every operator: metadata only, so free. With `VERL_STRICT_DATA_CHECK=1`, `check` looks at contents too: finite values,
+transition that produced it. Shapes and dtypes are looked at when columns are joined (`check_layout`): metadata only,
+so free. With VERL_STRICT_DATA_CHECK=1 contents are looked at after every operator (`check_contents`): finite values,
 masks that agree, ids inside the vocabulary, positions that count the tokens. A column that the table does not know is
 the user's own: it has B rows, and nothing else is asked of it.
 """
@@ -65,6 +65,8 @@ COLUMNS: dict[str, Column] = {
     "prompt_ids": Column("B", "object", "prompt token ids as a list, without padding"),
 }
 
+_DIMS = {column.dims for column in COLUMNS.values()}
+
 # float64 is for tests of the maths; half precision is refused, a log-prob does not survive it
 DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "int64": (torch.int64,),
@@ -95,14 +97,12 @@ def callable_name(func: Callable) -> str:
     return func.__name__ if inspect.isroutine(func) or inspect.isclass(func) else type(func).__name__
 
 
-def describe_source(func: Callable | None) -> str:
-    """`Source: reward_fn() at line 87 in reward.py` on a line of its own; "" for None.
+def describe_source(func: Callable) -> str:
+    """`Source: reward_fn() at line 87 in reward.py` on a line of its own: how an error about a batch ends.
 
     The line is where the definition of the function begins, its decorators included; of a callable object, where its
     `__call__` does; of a class, where its `__init__` does. A function without Python code has a name only.
     """
-    if func is None:
-        return ""
     name, body = callable_name(func), innermost(func)
     if not inspect.isfunction(body):
         body = innermost(body.__init__ if inspect.isclass(body) else type(body).__call__)
@@ -112,74 +112,64 @@ def describe_source(func: Callable | None) -> str:
     return f"\n  Source: {name}() at line {code.co_firstlineno} in {os.path.basename(code.co_filename)}"
 
 
-def _fail(name: str, expected: str, found: str, source: Callable | None) -> NoReturn:
-    raise DataProtoValidationError(f"column {name!r}: expected {expected}, found {found}{describe_source(source)}")
+def _fail(name: str, expected: str, found: str) -> NoReturn:
+    raise DataProtoValidationError(f"column {name!r}: expected {expected}, found {found}")
 
 
 # ---- shapes and dtypes --------------------------------------------------------------------------------------------
 
 
-def check(batch: "DataProto", source: Callable | None = None) -> None:
-    """Check the known columns of `batch` against the table, with VERL_STRICT_DATA_CHECK=1 their contents too.
-
-    `source` is the function that wrote the batch: the error says where it stands.
-    Raises DataProtoValidationError.
-    """
-    check_layout(batch, source)
-    if strict_check_enabled():
-        _check_contents(batch, source)
+def check(batch: "DataProto") -> None:
+    """Check the known columns of `batch`: shapes and dtypes, and contents where VERL_STRICT_DATA_CHECK asks for it."""
+    check_layout(batch)
+    check_contents(batch)
 
 
-def check_layout(batch: "DataProto", source: Callable | None = None) -> None:
+def check_layout(batch: "DataProto") -> None:
     """Check shapes and dtypes of the known columns against the table. Raises DataProtoValidationError."""
     tensors = batch.tensors
     sizes = _sizes(tensors, len(batch))
+    shapes = {dims: tuple(map(sizes.get, dims.split())) for dims in _DIMS}
     for name, value in tensors.items():
         column = COLUMNS.get(name)
         if column is None:
             continue
         if column.dtype == "object":
-            _fail(name, "a column of objects, one per row", f"a tensor of shape {tuple(value.shape)}", source)
-        widths = _widths(column.dims, sizes)
-        fits = value.dim() == len(widths) and all(w is None or w == s for w, s in zip(widths, value.shape))
-        if not fits:
-            _fail(name, f"shape {_spell(column.dims, widths, sizes)}", f"shape {tuple(value.shape)}", source)
+            _fail(name, "a column of objects, one per row", f"a tensor of shape {tuple(value.shape)}")
+        shape = shapes[column.dims]
+        if value.dim() != len(shape) or any(s is not None and s != v for s, v in zip(shape, value.shape)):
+            _fail(name, f"shape {_spell(column.dims, shape, tensors)}", f"shape {tuple(value.shape)}")
         if value.dtype not in DTYPES[column.dtype]:
             allowed = " or ".join(str(d).removeprefix("torch.") for d in DTYPES[column.dtype])
-            _fail(name, f"dtype {allowed}", str(value.dtype).removeprefix("torch."), source)
+            _fail(name, f"dtype {allowed}", str(value.dtype).removeprefix("torch."))
     for name in batch.non_tensor_batch:
         if name in COLUMNS and COLUMNS[name].dtype != "object":
-            _fail(name, f"a tensor of dims ({', '.join(COLUMNS[name].dims.split())})", "a column of objects", source)
+            _fail(name, f"a tensor of dims ({', '.join(COLUMNS[name].dims.split())})", "a column of objects")
 
 
-def _sizes(tensors: dict[str, torch.Tensor], rows: int) -> dict[str, tuple[int, str]]:
-    """B, P and T as far as the batch tells them, each with the column that tells it.
+def _defining_column(dim: str, tensors: dict[str, torch.Tensor]) -> str | None:
+    """The column that tells P or T: the first of the table with that width that is there (`responses`, if it is)."""
+    dims = f"B {dim}"
+    return next((k for k, c in COLUMNS.items() if c.dims == dims and k in tensors and tensors[k].dim() == 2), None)
 
-    T is the width of `responses`; in a batch without them, of the first (B, T) column of the table that is there.
-    """
-    sizes = {"B": (rows, "")}
-    for name, column in COLUMNS.items():
-        width_dim = column.dims.partition(" ")[2]
-        if name in tensors and tensors[name].dim() == 2 and width_dim in ("P", "T"):
-            # `responses` comes before every other (B, T) column of the table
-            sizes.setdefault(width_dim, (tensors[name].shape[1], name))
+
+def _sizes(tensors: dict[str, torch.Tensor], rows: int) -> dict[str, int]:
+    """B, P, T and P+T, as far as the columns tell them."""
+    sizes = {"B": rows}
+    for dim in ("P", "T"):
+        if name := _defining_column(dim, tensors):
+            sizes[dim] = tensors[name].shape[1]
+    if "P" in sizes and "T" in sizes:
+        sizes["P+T"] = sizes["P"] + sizes["T"]
     return sizes
 
 
-def _widths(dims: str, sizes: dict[str, tuple[int, str]]) -> list[int | None]:
-    """The size of each dimension, None where it is not known: "B P+T" -> [B, P + T]."""
-    return [
-        sum(sizes[p][0] for p in dim.split("+")) if set(dim.split("+")) <= sizes.keys() else None
-        for dim in dims.split()
-    ]
-
-
-def _spell(dims: str, widths: list[int | None], sizes: dict[str, tuple[int, str]]) -> str:
+def _spell(dims: str, shape: tuple[int | None, ...], tensors: dict[str, torch.Tensor]) -> str:
     """`(B=4, P+T=8) with P as in 'prompts' and T as in 'responses'`."""
-    shape = ", ".join(d if w is None else f"{d}={w}" for d, w in zip(dims.split(), widths))
-    parts = [p for dim in dims.split() for p in dim.split("+") if p != "B" and p in sizes]
-    origin = " and ".join(f"{p} as in {sizes[p][1]!r}" for p in parts)
-    return f"({shape})" + (f" with {origin}" if origin else "")
+    words = ", ".join(dim if size is None else f"{dim}={size}" for dim, size in zip(dims.split(), shape))
+    origins = [(dim, _defining_column(dim, tensors)) for dim in ("P", "T") if dim in dims]
+    told = " and ".join(f"{dim} as in {name!r}" for dim, name in origins if name)
+    return f"({words}) with {told}" if told else f"({words})"
 
 
 # ---- contents -----------------------------------------------------------------------------------------------------
@@ -193,15 +183,21 @@ def strict_check_enabled() -> bool:
     return value == "1"
 
 
-def _check_contents(batch: "DataProto", source: Callable | None) -> None:
+def check_contents(batch: "DataProto") -> None:
+    """With VERL_STRICT_DATA_CHECK=1, check the contents of the known columns, which must have passed `check_layout`.
+
+    Token ids are compared with meta_info["vocab_size"] where the batch has it. Raises DataProtoValidationError.
+    """
+    if not strict_check_enabled():
+        return
     tensors = batch.tensors
     for name, value in tensors.items():
         if name in COLUMNS and COLUMNS[name].dtype == "mask":
-            _check_binary(name, value, source)
-    _check_attention(tensors, source)
-    _check_finite(tensors, source)
-    _check_positions(tensors, source)
-    _check_ids(tensors, batch.meta_info.get("vocab_size"), source)
+            _check_binary(name, value)
+    _check_attention(tensors)
+    _check_finite(tensors)
+    _check_positions(tensors)
+    _check_ids(tensors, batch.meta_info.get("vocab_size"))
 
 
 def _first(where: torch.Tensor) -> tuple[int, int] | None:
@@ -210,52 +206,44 @@ def _first(where: torch.Tensor) -> tuple[int, int] | None:
     return tuple(found[0].tolist()) if len(found) else None
 
 
-def _check_binary(name: str, mask: torch.Tensor, source: Callable | None) -> None:
+def _check_binary(name: str, mask: torch.Tensor) -> None:
     if at := _first((mask != 0) & (mask != 1)):
-        _fail(name, "0 or 1 everywhere", f"{mask[at].item()} at row {at[0]}, position {at[1]}", source)
+        _fail(name, "0 or 1 everywhere", f"{mask[at].item()} at row {at[0]}, position {at[1]}")
 
 
-def _check_attention(tensors: dict[str, torch.Tensor], source: Callable | None) -> None:
+def _check_attention(tensors: dict[str, torch.Tensor]) -> None:
     """Prompts are padded on the left, responses on the right, and the policy's tokens are among the tokens."""
     if "attention_mask" not in tensors:
         return
     attention = tensors["attention_mask"].bool()
     empty = (~attention.any(1)).nonzero()
     if len(empty):
-        _fail("attention_mask", "at least one token in every row", f"row {empty[0].item()} without any", source)
+        _fail("attention_mask", "at least one token in every row", f"row {empty[0].item()} without any")
     if "prompts" in tensors:
         prompt = attention[:, : tensors["prompts"].shape[1]]
         if at := _first(prompt[:, :-1] & ~prompt[:, 1:]):
-            _fail(
-                "attention_mask",
-                "prompts padded on the left only",
-                f"a hole in row {at[0]} after token {at[1]}",
-                source,
-            )
+            _fail("attention_mask", "prompts padded on the left only", f"a hole in row {at[0]} after token {at[1]}")
     response = _response_part(tensors)
     if response is None:
         return
     if at := _first(~response[:, :-1] & response[:, 1:]):
         _fail(
-            "attention_mask",
-            "responses padded on the right only",
-            f"a hole in row {at[0]} at response token {at[1]}",
-            source,
+            "attention_mask", "responses padded on the right only", f"a hole in row {at[0]} at response token {at[1]}"
         )
     if "response_mask" in tensors and (at := _first(tensors["response_mask"].bool() & ~response)):
-        _fail("response_mask", "0 where attention_mask is 0", f"1 at row {at[0]}, token {at[1]}", source)
+        _fail("response_mask", "0 where attention_mask is 0", f"1 at row {at[0]}, token {at[1]}")
 
 
 def _response_part(tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
     """(B, T) bool: where attention_mask has a response token; None when T is not known."""
-    sizes = _sizes(tensors, 0)
-    if "attention_mask" not in tensors or "T" not in sizes:
+    name = _defining_column("T", tensors)
+    if "attention_mask" not in tensors or name is None:
         return None
     attention = tensors["attention_mask"].bool()
-    return attention[:, attention.shape[1] - sizes["T"][0] :]
+    return attention[:, attention.shape[1] - tensors[name].shape[1] :]
 
 
-def _check_finite(tensors: dict[str, torch.Tensor], source: Callable | None) -> None:
+def _check_finite(tensors: dict[str, torch.Tensor]) -> None:
     """NaN and infinity are refused where a value counts; what stands in the padding is nobody's business."""
     counts = tensors["response_mask"].bool() if "response_mask" in tensors else _response_part(tensors)
     for name, value in tensors.items():
@@ -270,10 +258,10 @@ def _check_finite(tensors: dict[str, torch.Tensor], source: Callable | None) -> 
             at = tuple(places[0].tolist())
             where = f"row {at[0]}" + (f", token {at[1]}" if len(at) > 1 else "")
             more = f" and {len(places) - 1} more" if len(places) > 1 else ""
-            _fail(name, "finite values", f"{value[at].item()} at {where}{more}", source)
+            _fail(name, "finite values", f"{value[at].item()} at {where}{more}")
 
 
-def _check_positions(tensors: dict[str, torch.Tensor], source: Callable | None) -> None:
+def _check_positions(tensors: dict[str, torch.Tensor]) -> None:
     if "attention_mask" not in tensors or "position_ids" not in tensors:
         return
     attention, positions = tensors["attention_mask"].bool(), tensors["position_ids"]
@@ -283,11 +271,10 @@ def _check_positions(tensors: dict[str, torch.Tensor], source: Callable | None) 
             "position_ids",
             f"{counted[at].item()} at row {at[0]}, position {at[1]} (the tokens before it)",
             f"{positions[at].item()}",
-            source,
         )
 
 
-def _check_ids(tensors: dict[str, torch.Tensor], vocab_size: int | None, source: Callable | None) -> None:
+def _check_ids(tensors: dict[str, torch.Tensor], vocab_size: int | None) -> None:
     for name in ("prompts", "responses", "input_ids"):
         if name not in tensors:
             continue
@@ -295,7 +282,7 @@ def _check_ids(tensors: dict[str, torch.Tensor], vocab_size: int | None, source:
         outside = ids < 0 if vocab_size is None else (ids < 0) | (ids >= vocab_size)
         if at := _first(outside):
             limit = "of at least 0" if vocab_size is None else f"from 0 to {vocab_size - 1}"
-            _fail(name, f"token ids {limit}", f"{ids[at].item()} at row {at[0]}, position {at[1]}", source)
+            _fail(name, f"token ids {limit}", f"{ids[at].item()} at row {at[0]}, position {at[1]}")
     if all(k in tensors for k in ("prompts", "responses", "input_ids")):
         joined = torch.cat([tensors["prompts"], tensors["responses"]], 1)
         if at := _first(joined != tensors["input_ids"]):
@@ -303,5 +290,4 @@ def _check_ids(tensors: dict[str, torch.Tensor], vocab_size: int | None, source:
                 "input_ids",
                 f"prompts followed by responses: {joined[at].item()}",
                 f"{tensors['input_ids'][at].item()} at row {at[0]}, position {at[1]}",
-                source,
             )

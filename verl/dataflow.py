@@ -306,7 +306,7 @@ class Pipeline:
             return None
         if not first.takes_batch:
             raise ValueError(f"the flow's first operator {first.name!r} makes the batch itself: call run()")
-        current = _as_batch(batch)
+        current = _as_batch(batch).copy()
         for op in self.operators:
             _require_columns(current, [c for c in op.reads if c in self.inputs], op)
         columns.check(current)
@@ -329,9 +329,8 @@ class Pipeline:
 
 
 def _as_batch(value: Any) -> DataProto:
-    """`value` as a batch with containers of its own."""
     if isinstance(value, DataProto):
-        return value.copy()
+        return value
     if isinstance(value, Mapping):
         return DataProto.from_single_dict(value)
     raise DataProtoValidationError(
@@ -370,10 +369,11 @@ def _advance(
         if result is None:
             after = _unchanged(op, current, given)
         elif op.writes and current is not None:
-            after = _added(op, DataProto(current.batch, current.non_tensor_batch, given.meta_info), _as_batch(result))
+            current.meta_info = given.meta_info
+            after = _added(op, current, _as_batch(result))
         else:
             after = _instead(op, given, _as_batch(result))
-        columns.check(after)
+        columns.check_contents(after)
         _move_reports(after, reported)
     except DataProtoValidationError as error:
         raise DataProtoValidationError(f"operator {op.name!r}: {error}{describe_source(op.func)}") from None
@@ -397,14 +397,13 @@ def _unchanged(op: Operator, current: DataProto | None, given: DataProto | None)
 def _instead(op: Operator, given: DataProto | None, result: DataProto) -> DataProto:
     """The batch from here on: what a source made, or what an operator without `writes` returned."""
     _require_written(op, result)
-    if given is None:
-        return result
-    if given.columns and not result.columns:
+    if given is not None and given.columns and not result.columns:
         raise DataProtoValidationError(
             "it returned a batch without columns, which would be the batch from here on; return None to keep the one "
             "there is (metrics go into batch.meta_info['metrics'])"
         )
-    return DataProto(meta_info=given.meta_info).union(result)
+    facts = given.meta_info if given is not None else {}
+    return DataProto(meta_info=facts).union(result)  # which checks the columns too
 
 
 def _added(op: Operator, current: DataProto, result: DataProto) -> DataProto:
@@ -420,7 +419,8 @@ def _added(op: Operator, current: DataProto, result: DataProto) -> DataProto:
         )
     if len(result) != len(current):
         raise DataProtoValidationError(f"it adds {list(op.writes)} to {len(current)} rows, found {len(result)} rows")
-    return current.drop([c for c in op.writes if c in current]).union(result)
+    rewritten = [c for c in op.writes if c in current]
+    return (current.drop(rewritten) if rewritten else current).union(result)
 
 
 def _require_written(op: Operator, result: DataProto) -> None:

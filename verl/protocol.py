@@ -22,6 +22,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from verl.columns import DataProtoValidationError, check_layout
 from verl.registry import did_you_mean
+from verl.utils.equality import same
 
 # the facts that every part of a flow adds to: merged where others are replaced
 MERGED_FACTS = ("metrics", "timing")
@@ -54,7 +55,7 @@ class DataProto:
         objects = {name: _object_column(name, values) for name, values in (non_tensor_batch or {}).items()}
         if twice := tensors.keys() & objects.keys():
             raise DataProtoValidationError(f"the columns {sorted(twice)} are given both as tensors and as objects")
-        lengths = {name: len(values) for name, values in (tensors | objects).items()}
+        lengths = {name: values.shape[0] for name, values in (tensors | objects).items()}
         if len(set(lengths.values())) > 1:
             raise DataProtoValidationError(f"the columns of one batch need the same number of rows, found {lengths}")
         # an empty TensorDict still knows its rows: select([]) of 4 rows stays 4 rows
@@ -134,7 +135,7 @@ class DataProto:
                 f"union of {len(self)} rows with {len(other)} rows: the rows must be the same"
             )
         for name in mine.keys() & theirs.keys():
-            if not _same(mine[name], theirs[name]):
+            if not same(mine[name], theirs[name]):
                 raise DataProtoValidationError(
                     f"column {name!r} is in both batches with different contents: rename one, or drop the old one first"
                 )
@@ -209,17 +210,16 @@ class DataProto:
         Negative indices count from the end. Raises IndexError when an index is out of range.
         """
         if isinstance(item, slice) and (item.step is None or item.step > 0):
-            index = item
+            rows = len(range(len(self))[item])
             tensors = {k: v[item] for k, v in self.tensors.items()}
-        else:
-            # torch has no slices of a negative step
-            index = np.arange(len(self))[item] if isinstance(item, slice) else _row_index(item, len(self))
-            on = {device: torch.tensor(index, device=device) for device in {v.device for v in self.tensors.values()}}
+        else:  # torch has no slices of a negative step: they are indices too
+            is_slice = isinstance(item, slice)
+            item = np.arange(*item.indices(len(self))) if is_slice else _row_index(item, len(self))
+            rows = len(item)
+            on = {device: torch.tensor(item, device=device) for device in {v.device for v in self.tensors.values()}}
             tensors = {k: v.index_select(0, on[v.device]) for k, v in self.tensors.items()}
-        objects = {k: v[index] for k, v in self.non_tensor_batch.items()}
-        return _build(
-            len(range(len(self))[index]) if isinstance(index, slice) else len(index), tensors, objects, self.meta_info
-        )
+        objects = {k: v[item] for k, v in self.non_tensor_batch.items()}
+        return _build(rows, tensors, objects, self.meta_info)
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> "DataProto":
         """Rows start:end:step."""
@@ -358,18 +358,19 @@ class DataProto:
     def load(cls, path: str | Path) -> "DataProto":
         """Read what `save` wrote, onto the CPU. The file holds Python objects: read files that you trust only.
 
-        Raises DataProtoValidationError when the file is something else or was cut short.
+        Raises DataProtoValidationError when the file is something else, or when it was cut short or damaged.
         """
         refusal = DataProtoValidationError(
-            f"{path}: expected a batch written by DataProto.save, found another or torn file"
+            f"{path}: expected a batch written by DataProto.save, found another or a damaged file"
         )
         with Path(path).open("rb") as file:
-            if not zipfile.is_zipfile(file):
+            # torch.load does not compare the checksums of the archive
+            if not zipfile.is_zipfile(file) or zipfile.ZipFile(file).testzip() is not None:
                 raise refusal
             file.seek(0)
             try:
                 state = torch.load(file, map_location="cpu", weights_only=False)
-            except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            except (RuntimeError, pickle.UnpicklingError) as error:
                 raise refusal from error
         if not isinstance(state, dict) or state.keys() != cls().__getstate__().keys():
             raise refusal
@@ -399,26 +400,6 @@ def _object_column(name: str, values: Any) -> np.ndarray:
     for i, value in enumerate(values):
         column[i] = value
     return column
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether two values are equal, whatever they are made of: arrays, tensors, containers; NaN equals NaN."""
-    if a is b:
-        return True
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        b = b.to(a.device)
-        return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        return a.shape == b.shape and all(map(_same, a.ravel().tolist(), b.ravel().tolist()))
-    if isinstance(a, torch.Tensor | np.ndarray) or isinstance(b, torch.Tensor | np.ndarray):
-        return False
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return bool(a == b) or bool(a != a and b != b)
 
 
 def _names(names: str | Iterable[str]) -> list[str]:
@@ -486,7 +467,7 @@ def _concat_facts(pieces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for name, value in facts.items():
             if name in MERGED_FACTS:
                 joined[name] = joined.get(name, []) + (value if isinstance(value, list) else [value])
-            elif not _same(joined.setdefault(name, value), value):
+            elif not same(joined.setdefault(name, value), value):
                 raise DataProtoValidationError(
                     f"concat: meta_info[{name!r}] is {joined[name]!r} in one piece and {value!r} in another"
                 )

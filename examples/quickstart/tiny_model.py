@@ -115,6 +115,8 @@ def tiny_model(
         vocab_size=len(made),
         max_position_embeddings=CONTEXT_LENGTH,
         tie_word_embeddings=tied,
+        # matrices this small learn twice as fast from here as from the 0.02 that large models start with
+        initializer_range=0.06,
         **special_ids,
     )
     with torch.random.fork_rng(devices=[]):
@@ -164,7 +166,7 @@ def bpe_tokenizer(texts: Iterable[str] | None = None) -> Qwen2Tokenizer:
 
 
 def builtin_sentences() -> list[str]:
-    """A few hundred plain sentences of the kind found in word problems: enough for the common English merges."""
+    """Some hundred plain sentences of the kind found in word problems: enough for the common English merges."""
     people = ["Anna", "Ben", "Clara", "David", "Emma", "Farid", "Grace", "Hugo"]
     things = ["apples", "books", "pencils", "tickets", "cookies", "marbles", "flowers", "boxes", "stickers"]
     forms = [
@@ -173,6 +175,9 @@ def builtin_sentences() -> list[str]:
         "{p} gave half of the {n} {t} to a friend and then sold {m} of them for $2 each.",
         "There were {n} {t} at the shop on Monday, and {m} percent of the {t} were sold by the end of the week.",
         "It takes {p} {n} minutes to make one of the {t}; how much time is needed for {m}, and what is left over?",
+        "Yesterday the price of {n} {t} was ${m}.50. Today each costs twice as much: what does {p} pay together?",
+        "During the first hour {p} walked {n} miles, then rested, and finally ran {m} miles before school began.",
+        "A farmer planted {n} rows with {m} trees, but some of them were lost; the remaining ones bear {t} every year.",
     ]
     return [
         form.format(p=person, t=thing, n=3 * i + j + 2, m=2 * j + k + 3)

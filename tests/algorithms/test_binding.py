@@ -5,7 +5,13 @@ import pickle
 
 import pytest
 
-from verl.algorithms import ADV_ESTIMATOR_REGISTRY, bind_arguments, required_columns
+from verl.algorithms import (
+    ADV_ESTIMATOR_REGISTRY,
+    POLICY_LOSS_REGISTRY,
+    bind_arguments,
+    missing_settings,
+    required_columns,
+)
 from verl.algorithms.binding import Settings
 
 COLUMNS = {"token_level_rewards": "r", "response_mask": "m", "uid": "u", "old_log_probs": "o"}
@@ -31,6 +37,12 @@ def test_columns_settings_defaults():
 
 def test_an_optional_column_is_passed_when_it_is_there():
     assert bind_arguments(ours, {**COLUMNS, "rollout_is_weights": "w"}, {})["rollout_is_weights"] == "w"
+
+
+def test_a_column_that_is_none_is_not_there():
+    assert "rollout_is_weights" not in bind_arguments(ours, {**COLUMNS, "rollout_is_weights": None}, {})
+    with pytest.raises(ValueError, match="asks for 'uid', but there is no column or setting"):
+        bind_arguments(ours, {**COLUMNS, "uid": None}, {})
 
 
 def test_a_column_goes_before_a_setting():
@@ -67,6 +79,15 @@ def test_required_columns():
         "old_log_probs",
         "sum_pi_squared",
     )
+
+
+def test_missing_settings_are_found_before_anything_runs():
+    dro, gdpo = POLICY_LOSS_REGISTRY["dro"], ADV_ESTIMATOR_REGISTRY["gdpo"]
+    assert missing_settings(dro, {}) == missing_settings(dro, {"dro_beta": None}) == ("dro_beta",)
+    assert missing_settings(dro, {"dro_beta": 0.1}) == ()
+    assert missing_settings(gdpo, SETTINGS) == ("gdpo_reward_keys",)
+    for registry in (ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY):
+        assert [name for name, fn in registry.items() if missing_settings(fn, {})] in (["gdpo"], ["dro"])
 
 
 def test_all_columns_at_once_are_read_only():

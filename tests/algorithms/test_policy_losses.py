@@ -375,6 +375,32 @@ def test_dual_clip_wants_a_bound_above_one():
         call("vanilla", make_batch(), clip_ratio_c=1.0)
 
 
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_divergence_ppo_has_a_bound_for_each_direction_and_a_largest_weight(name):
+    def gradient(advantage, old, new, **settings):
+        columns = {"old_log_prob": [[old]], "log_prob": [[new]], "advantages": [[advantage]]}
+        columns = {key: torch.tensor(value, dtype=torch.float64) for key, value in columns.items()}
+        return call(name, {**columns, "response_mask": torch.ones(1, 1)}, **settings)[1].item()
+
+    up, down = (math.log(0.3), math.log(0.45)), (math.log(0.45), math.log(0.3))  # TV .15, KL .054 and .048
+    wide, narrow = 0.2, 0.02
+    assert gradient(1.0, *up, clip_ratio_low=wide, clip_ratio_high=narrow) == 0
+    assert gradient(1.0, *up, clip_ratio_low=narrow, clip_ratio_high=wide) == pytest.approx(-1.5)
+    assert gradient(-1.0, *down, clip_ratio_low=narrow, clip_ratio_high=wide) == 0
+    assert gradient(-1.0, *down, clip_ratio_low=wide, clip_ratio_high=narrow) == pytest.approx(2 / 3)
+    # On the way back to the old policy nothing is dropped, but no weight is above c.
+    assert gradient(-1.0, -5.0, -0.5) == pytest.approx(20)
+    assert gradient(-1.0, -5.0, -0.5, clip_ratio_c=7.0) == pytest.approx(7)
+
+
+def test_covariance_losses_choose_one_token_at_least():
+    batch = make_batch(4)
+    _, _, metrics = call("kl_cov", batch, kl_cov_ratio=1e-9)
+    assert metrics["actor/kl_cov_fraction"][0] == 1
+    _, _, metrics = call("clip_cov", batch, clip_cov_ratio=1e-9, clip_cov_lb=-0.5)
+    assert metrics["actor/pg_clipfrac"][0] == 1
+
+
 def test_dro_needs_its_beta():
     with pytest.raises(ValueError, match="'dro_beta', but the setting is null"):
         call("dro", make_batch(), dro_beta=None)

@@ -42,6 +42,7 @@ def test_weights_are_finite_for_any_mismatch():
     for level in correction.IS_LEVELS:
         weights, metrics = correction.compute_rollout_correction_weights(x, torch.ones(1, 3), level, 1e30)
         assert torch.isfinite(weights).all()
+        assert weights.max() == pytest.approx(math.exp(20), rel=1e-4)
         assert all(math.isfinite(value) for value in metrics.values())
 
 

@@ -41,10 +41,13 @@ def test_seeding_covers_every_generator():
 
 
 def test_saved_gpus_that_are_absent_are_said(caplog):
+    draws()
     state = rng_state()
-    state["cuda"] = [torch.get_rng_state()] * (torch.cuda.device_count() + 1)
-    set_rng_state({**state, "cuda": state["cuda"][torch.cuda.device_count() :] * (torch.cuda.device_count() + 1)})
+    expected = draws()
+    one_more = [torch.Generator("cpu").get_state()] * (1 + torch.cuda.device_count() - len(state["cuda"]))
+    set_rng_state(state | {"cuda": state["cuda"] + one_more})
     assert "will not repeat the saved run" in caplog.text
+    assert draws() == expected  # what is there goes on as saved
 
 
 def test_fork_seed_depends_on_its_parts_alone():

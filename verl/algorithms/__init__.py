@@ -10,7 +10,7 @@
 
 from verl.algorithms import covariance_losses, off_policy_losses, preference, prime, token_baselines
 from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn, register_adv_est
-from verl.algorithms.binding import bind_arguments, required_columns
+from verl.algorithms.binding import bind_arguments, missing_settings, required_columns
 from verl.algorithms.kl import apply_kl_penalty, get_kl_controller, kl_loss, kl_penalty
 from verl.algorithms.losses import (
     entropy_from_logits,
@@ -59,6 +59,7 @@ __all__ = [
     "masked_whiten",
     "mean_parts",
     "merge_metrics",
+    "missing_settings",
     "off_policy_losses",
     "preference",
     "prime",

@@ -47,7 +47,8 @@ class Settings(Mapping):
 def bind_arguments(fn: Callable, columns: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """The keyword arguments to call `fn` with: each parameter by its name from the columns, else from the settings.
 
-    - A setting that is None leaves the parameter at its default, the published value.
+    - A column that is None is not there. A setting that is None leaves the parameter at its default: the published
+      value.
     - A parameter with a default that nothing names keeps it; so an optional column is passed when it is present.
     - `index` is the column `uid`. `columns` receives all columns, read-only. `config` receives the settings as a
       read-only `Settings`, with an empty `global_batch_info` unless given: the counts travel in `loss_agg_mode`.
@@ -56,6 +57,7 @@ def bind_arguments(fn: Callable, columns: Mapping[str, Any], settings: Mapping[s
     Raises ValueError that names the function, the parameter and what there is, when a parameter without default is in
     neither.
     """
+    columns = {name: column for name, column in columns.items() if column is not None}
     arguments = {}
     for parameter in _named_parameters(fn):
         name = ALIASES.get(parameter.name, parameter.name)
@@ -66,7 +68,7 @@ def bind_arguments(fn: Callable, columns: Mapping[str, Any], settings: Mapping[s
         elif parameter.name == "config":
             arguments[parameter.name] = Settings({"global_batch_info": {}, **settings})
         elif parameter.name == "columns":
-            arguments[parameter.name] = MappingProxyType(dict(columns))
+            arguments[parameter.name] = MappingProxyType(columns)
         elif settings.get(parameter.name) is not None:
             arguments[parameter.name] = settings[parameter.name]
         elif parameter.default is parameter.empty:
@@ -87,6 +89,17 @@ def required_columns(fn: Callable, settings_names: Iterable[str]) -> tuple[str, 
         and parameter.kind is not parameter.KEYWORD_ONLY
         and parameter.name not in settings_names
         and parameter.name not in WHOLE
+    )
+
+
+def missing_settings(fn: Callable, settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """The settings that `fn` has no default for and `settings` no value: what a start-up check refuses by name."""
+    return tuple(
+        parameter.name
+        for parameter in _named_parameters(fn)
+        if parameter.kind is parameter.KEYWORD_ONLY
+        and parameter.default is parameter.empty
+        and settings.get(parameter.name) is None
     )
 
 

@@ -56,7 +56,7 @@ def checked_column(name: str, x: torch.Tensor, response_mask: torch.Tensor) -> t
     if bad:
         raise ValueError(
             f"{name}: expected finite numbers, found NaN or infinity in {len(bad)} of {len(x)} rows, the first is row "
-            f"{bad[0]}: mend or drop these samples before the advantage is computed"
+            f"{bad[0]}: mend or drop these samples"
         )
     return x
 

@@ -2,7 +2,7 @@
 
 from verl.config.available import BUILT, check_available
 from verl.config.batch_words import batch_words
-from verl.config.checks import check_inputs
+from verl.config.checks import check_critic, check_data, check_inputs, check_models
 from verl.config.errors import ConfigError, Problem
 from verl.config.load import apply_preset, dump_config, load_config, to_flat_dict
 from verl.config.reference import reference_table
@@ -16,7 +16,10 @@ __all__ = [
     "apply_preset",
     "batch_words",
     "check_available",
+    "check_critic",
+    "check_data",
     "check_inputs",
+    "check_models",
     "dump_config",
     "load_config",
     "reference_table",

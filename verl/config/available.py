@@ -4,6 +4,7 @@ The tree speaks of the whole project. A word or key that nothing implements yet 
 anything is loaded. Who builds a part edits this file: adds the word to `BUILT`, or takes the key out of `NOT_BUILT`.
 """
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,17 +14,12 @@ from verl.config.node import Leaf, Tree, flatten, leaves
 BUILT: dict[str, set[Any]] = {
     "rollout.name": {"hf"},
     "strategy": {"fsdp", "fsdp2"},
-    "backend": {"local"},
-    "logger": {"console", "jsonl", "tensorboard"},
-    "n_gpus_per_node": {1},
-    "nnodes": {1},
+    "backend": {"local", "ray"},
     "tensor_model_parallel_size": {1},
 }
 """End of a dotted key -> the words that work."""
 
 INSTEAD: dict[str, str] = {
-    "n_gpus_per_node": "one process is what there is so far: use 1, and CUDA_VISIBLE_DEVICES to choose the GPU",
-    "nnodes": "one host is what there is so far: use 1",
     "tensor_model_parallel_size": "one device holds the whole model so far: use 1",
 }
 """End of a dotted key -> what to do, where the list of words does not say it."""
@@ -38,28 +34,44 @@ NOT_BUILT: dict[str, str] = {
     "use_fused_kernels": "log-probs are computed in chunks already: use false",
     "param_offload": _ONE_DEVICE,
     "optimizer_offload": _ONE_DEVICE,
-    "offload_policy": _ONE_DEVICE,
-    "fsdp_size": _ONE_DEVICE,
-    "reshard_after_forward": _ONE_DEVICE,
     "ulysses_sequence_parallel_size": _ONE_DEVICE,
     "override_optimizer_config": "set the keys of optim",
     "checkpoint.async_save": "checkpoints are written before the next step: use false",
     "actor_rollout_ref.hybrid_engine": "policy and rollout live in one process: use true",
+    "data.gen_batch_size": "it belongs to algorithm.filter_groups: leave it null",
+    "data.validation_shuffle": "the order of validation rows changes no result: use false",
     "algorithm.filter_groups.enable": "use false",
     "algorithm.rollout_correction.rollout_is": _SAMPLER_GAP,
     "algorithm.rollout_correction.rollout_rs": _SAMPLER_GAP,
     "algorithm.rollout_correction.bypass_mode": _SAMPLER_GAP,
     "algorithm.use_pf_ppo": "use false",
     "reward.reward_model.enable": "score by a function: reward.custom_reward_function.path",
-    "reward.num_workers": "use reward.reward_manager.name=prime, which scores in processes",
     "reward.sandbox_fusion.url": "code is not run by a service: leave it null",
+    "trainer.log_val_generations": "use trainer.validation_data_dir, which keeps all of them",
     "trainer.overlap": "operators run one after another: use false",
-    "placement.actor_devices": _ONE_DEVICE,
-    "placement.ref_devices": _ONE_DEVICE,
-    "placement.critic_devices": _ONE_DEVICE,
-    "placement.reward_devices": _ONE_DEVICE,
+    "placement.reward_devices": "rewards are computed by functions: leave it out",
 }
 """End of a dotted key -> what to do instead of setting it to anything but its default."""
+
+NO_EFFECT: dict[tuple[str, str], tuple[str, ...]] = {
+    ("rollout.name", "hf"): (
+        "rollout.dtype",
+        "gpu_memory_utilization",
+        "enforce_eager",
+        "free_cache_engine",
+        "max_num_batched_tokens",
+        "max_model_len",
+        "enable_chunked_prefill",
+        "enable_prefix_caching",
+        "engine_kwargs.vllm",
+        "engine_kwargs.sglang",
+        "engine_kwargs.trtllm",
+    ),
+    ("trainer.backend", "local"): ("ray_kwargs.ray_init", "ray_kwargs.timeline_json_file"),
+}
+"""(end of a key, its value) -> ends of the keys that change nothing then; who sets one is told so."""
+
+log = logging.getLogger("verl.config")
 
 
 def matches(key: str, end: str) -> bool:
@@ -81,15 +93,33 @@ def unavailable(config: Tree, built: Mapping[str, set[Any]] = BUILT) -> list[Pro
 
 
 def check_available(config: Tree, built: Mapping[str, set[Any]] = BUILT) -> None:
-    """Raise ConfigError that names every engine, backend, size or option of `config` that is not built yet."""
+    """Raise ConfigError that names every engine, backend, size or option of `config` that is not built yet.
+
+    Settings of another engine than the chosen one change nothing; each that is set is named in the log.
+    """
     problems = unavailable(config, built)
     if problems:
         raise ConfigError(problems)
+    for note in without_effect(config):
+        log.warning(note)
+
+
+def without_effect(config: Tree) -> list[str]:
+    """What is set and changes nothing with the chosen engine and backend."""
+    tree = type(config)
+    flat, notes = flatten(config.model_dump(), tree), []
+    for (choice, word), ends in NO_EFFECT.items():
+        if not any(matches(key, choice) and value == word for key, value in flat.items()):
+            continue
+        for key, leaf in leaves(tree).items():
+            if any(matches(key, end) for end in ends) and flat[key] != leaf.default:
+                notes.append(f"{key}: {in_words(flat[key])} changes nothing with {choice}: {word}")
+    return notes
 
 
 def _not_among(word: Any, words: set[Any], end: str) -> str:
-    available = ", ".join(map(str, sorted(words)))
-    return f"{word} is not built yet: {INSTEAD.get(end, f'use {available}')}"
+    instead = INSTEAD[end] if end in INSTEAD else f"use {', '.join(map(str, sorted(words)))}"
+    return f"{in_words(word)} is not built yet: {instead}"
 
 
 def _not_built(key: str, value: Any, leaf: Leaf) -> list[Problem]:

@@ -7,21 +7,22 @@ Three words are mixed up more than any others: a batch and a mini-batch count PR
 from verl.config.tree import ActorConfig, Config, CriticConfig
 
 
-def batch_words(config: Config, world_size: int = 1) -> str:
+def batch_words(config: Config, world_size: int = 1, *, critic: bool = True) -> str:
     """One line such as '64 prompts x 8 samples = 512 responses a step; 2 updates of 256 responses; ...'.
 
-    world_size: ranks that share a batch (data-parallel size). Raises ValueError when they cannot share it evenly.
+    world_size: ranks that share a batch (data-parallel size). critic: whether one is trained; it is named where its
+    sizes differ from the actor's. Raises ValueError when the ranks cannot share a batch evenly.
     """
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    words = [f"{prompts} prompts x {n} samples = {prompts * n} responses a step"]
+    words = [f"{_count(prompts, 'prompt')} x {_count(n, 'sample')} = {_count(prompts * n, 'response')} a step"]
     if world_size > 1:
         share = _share(prompts * n, world_size, "data.train_batch_size x rollout.n")
         words.append(f"{share} on each of {world_size} ranks")
     actor = _update_words(config.actor_rollout_ref.actor, prompts, n, world_size)
-    critic = _update_words(config.critic, prompts, n, world_size)
     words.append(actor)
-    if critic != actor and config.critic.enable is not False:
-        words.append(f"a critic: {critic}")
+    critic_words = _update_words(config.critic, prompts, n, world_size) if critic else actor
+    if critic_words != actor:
+        words.append(f"the critic: {critic_words}")
     return "; ".join(words)
 
 

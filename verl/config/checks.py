@@ -7,16 +7,37 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from verl.config.errors import Problem
-from verl.config.node import Tree
-from verl.config.tree import Config
+from verl.config.node import Tree, flatten
+from verl.config.tree import Config, DataConfig, TrainerConfig
+from verl.config.tree_sft import SFTConfig, SFTDataConfig, SFTTrainerConfig
 
 _ACTOR = "actor_rollout_ref.actor."
 _ROLLOUT = "actor_rollout_ref.rollout."
+_MODELS = ("actor_rollout_ref.model.path", "critic.model.path", "model.path")
+_FILES = ("data.train_files", "data.val_files", "data.path")
 
 
 def check_tree(config: Tree) -> list[Problem]:
     """Everything that does not fit together in a configuration, whatever is in it."""
-    return [*_batches(config), *_sampling(config), *_kl(config), *_rest(config)] if isinstance(config, Config) else []
+    match config:
+        case Config():
+            parts = (_batches, _ranks, _sampling, _kl, _losses, _rewards)
+            return [*_resume(config.trainer), *(problem for part in parts for problem in part(config))]
+        case SFTConfig():
+            return [*_resume(config.trainer), *_custom_class(config.data)]
+    return []
+
+
+def notes_of(config: Tree) -> list[str]:
+    """What is allowed and may surprise: said once in the log."""
+    if not isinstance(config, Config):
+        return []
+    notes, val = [], config.actor_rollout_ref.rollout.val_kwargs
+    if config.algorithm.use_kl_in_reward and config.actor_rollout_ref.actor.use_kl_loss:
+        notes.append(f"the KL to the reference counts twice: algorithm.use_kl_in_reward and {_ACTOR}use_kl_loss are on")
+    if val.temperature > 0 and not val.do_sample:
+        notes.append(f"{_ROLLOUT}val_kwargs.temperature {val.temperature} changes nothing while do_sample is false")
+    return notes
 
 
 def _batches(config: Config) -> Iterator[Problem]:
@@ -33,6 +54,22 @@ def _batches(config: Config) -> Iterator[Problem]:
                 "data.train_batch_size",
                 f"{batch} is not a multiple of {prefix}ppo_mini_batch_size {mini}: use a mini-batch of "
                 f"{_divisors_near(batch, mini)}, or a batch of {batches}",
+            )
+
+
+def _ranks(config: Config) -> Iterator[Problem]:
+    """Every rank gets the same number of rows of each mini-batch."""
+    trainer, n = config.trainer, config.actor_rollout_ref.rollout.n
+    for role, prefix, mini in (
+        ("actor", _ACTOR, config.actor_rollout_ref.actor.ppo_mini_batch_size),
+        ("critic", "critic.", config.critic.ppo_mini_batch_size),
+    ):
+        devices = config.placement.model_dump()[f"{role}_devices"] or config.placement.actor_devices
+        ranks = len(devices) if devices else trainer.nnodes * trainer.n_gpus_per_node
+        if mini * n % ranks:
+            yield Problem(
+                f"{prefix}ppo_mini_batch_size",
+                f"{mini} prompts x {n} samples are {mini * n} responses, which do not divide over {ranks} ranks",
             )
 
 
@@ -80,20 +117,16 @@ def _kl(config: Config) -> Iterator[Problem]:
         yield Problem("actor_rollout_ref.ref.enable", f"false, but {asked} is true and needs the reference: change one")
 
 
-def _rest(config: Config) -> Iterator[Problem]:
-    trainer, actor = config.trainer, config.actor_rollout_ref.actor
-    if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
-        yield Problem("trainer.resume_from_path", "null, but trainer.resume_mode is resume_path: name a folder")
-    if trainer.resume_from_path and trainer.resume_mode != "resume_path":
-        yield Problem(
-            "trainer.resume_from_path",
-            f"given, but trainer.resume_mode is {trainer.resume_mode}: use trainer.resume_mode=resume_path",
-        )
-    if actor.policy_loss.loss_mode == "dro" and actor.policy_loss.dro_beta is None:
+def _losses(config: Config) -> Iterator[Problem]:
+    loss = config.actor_rollout_ref.actor.policy_loss
+    if loss.loss_mode == "dro" and loss.dro_beta is None:
         yield Problem(_ACTOR + "policy_loss.dro_beta", "null, but the loss dro needs it: use a number > 0")
-    lo, hi = actor.policy_loss.clip_cov_lb, actor.policy_loss.clip_cov_ub
-    if lo >= hi:
-        yield Problem(_ACTOR + "policy_loss.clip_cov_lb", f"found {lo}, expected less than clip_cov_ub {hi}")
+    lower, upper = loss.clip_cov_lb, loss.clip_cov_ub
+    if lower >= upper:
+        yield Problem(_ACTOR + "policy_loss.clip_cov_lb", f"found {lower}, expected less than clip_cov_ub {upper}")
+
+
+def _rewards(config: Config) -> Iterator[Problem]:
     custom, registered = config.reward.custom_reward_function.path, config.reward.reward_function
     if custom and registered:
         what = f"{registered!r}, but reward.custom_reward_function.path {custom!r} says what scores as well: keep one"
@@ -101,23 +134,58 @@ def _rest(config: Config) -> Iterator[Problem]:
     manager = config.reward.reward_manager
     if (manager.source == "importlib") != (manager.module.path is not None):
         yield Problem("reward.reward_manager.module.path", "goes together with reward.reward_manager.source=importlib")
-    cls = config.data.custom_cls
-    if (cls.path is None) != (cls.name is None):
-        yield Problem("data.custom_cls.name", f"path {cls.path!r} and name {cls.name!r}: give both or neither")
+    yield from _custom_class(config.data)
 
 
-def check_inputs(config: Config) -> Iterator[Problem]:
+def _custom_class(data: DataConfig | SFTDataConfig) -> Iterator[Problem]:
+    path, name = data.custom_cls.path, data.custom_cls.name
+    if (path is None) != (name is None):
+        yield Problem("data.custom_cls.name", f"path {path!r} and name {name!r}: give both or neither")
+
+
+def _resume(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[Problem]:
+    key, mode = "trainer.resume_from_path", trainer.resume_mode
+    if mode == "resume_path" and not trainer.resume_from_path:
+        yield Problem(key, "null, but trainer.resume_mode is resume_path: name a global_step_N folder")
+    if mode != "resume_path" and trainer.resume_from_path:
+        yield Problem(key, f"given, but trainer.resume_mode is {mode}: use trainer.resume_mode=resume_path")
+
+
+def check_critic(config: Config, needed: bool) -> Iterator[Problem]:
+    """What `critic.enable` says must fit the advantage estimator. needed: the estimator reads values."""
+    enable, estimator = config.critic.enable, config.algorithm.adv_estimator
+    if enable is False and needed:
+        yield Problem("critic.enable", f"false, but algorithm.adv_estimator={estimator} reads values: leave it null")
+    if enable is True and not needed:
+        yield Problem("critic.enable", f"true, but algorithm.adv_estimator={estimator} reads no values: leave it null")
+
+
+def check_inputs(config: Tree) -> Iterator[Problem]:
     """For `extra_checks` of a run that reads its own model and data: they are named, and local files are there."""
-    model = "actor_rollout_ref.model.path"
-    paths = {model: config.actor_rollout_ref.model.path, "critic.model.path": config.critic.model.path}
-    if paths[model] is None:
-        yield Problem(model, "missing: give the folder or the HuggingFace id of the model to train")
+    yield from check_models(config)
+    yield from check_data(config)
+
+
+def check_models(config: Tree) -> Iterator[Problem]:
+    """For `extra_checks`: the model is named, and a model that is written like a local path is there."""
+    values = flatten(config.model_dump(), type(config))
+    paths = {key: values[key] for key in _MODELS if key in values}
+    first = next(iter(paths))
+    if paths[first] is None:
+        yield Problem(first, "missing: give the folder or the HuggingFace id of the model")
     for path in dict.fromkeys(paths.values()):
         yield from _folder(next(key for key in paths if paths[key] == path), path)
-    if not config.data.train_files:
-        yield Problem("data.train_files", "missing: give one or more .parquet, .json or .jsonl files")
-    yield from _files("data.train_files", config.data.train_files)
-    yield from _files("data.val_files", config.data.val_files)
+
+
+def check_data(config: Tree) -> Iterator[Problem]:
+    """For `extra_checks`: files of rows are named, and all files are there."""
+    values = flatten(config.model_dump(), type(config))
+    files = {key: values[key] for key in _FILES if key in values}
+    first = next(iter(files))
+    if not files[first]:
+        yield Problem(first, "missing: give one or more .parquet, .json or .jsonl files")
+    for key, paths in files.items():
+        yield from _files(key, paths)
 
 
 def _folder(key: str, path: str | None) -> Iterator[Problem]:

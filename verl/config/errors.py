@@ -46,14 +46,18 @@ def in_words(value: object) -> str:
 
 
 def nearest_key(wanted: str, known: Iterable[str]) -> str | None:
-    """The known key that was most likely meant: one that ends alike, else the most similar one, else None."""
+    """The known key that was most likely meant: one that ends alike, else the most similar one, else None.
+
+    Of several that end alike (train_batch_size, val_batch_size for batch_size) it is the first in the order of `known`.
+    """
     known = list(known)
     ends_alike = [key for key in known if key.endswith("." + wanted)]
     if ends_alike:
         return min(ends_alike, key=len)
     section, _, last = wanted.rpartition(".")
     siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
-    near = difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)
+    longer = [name for name in siblings if name.endswith("_" + last)]
+    near = longer or difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)
     if near:
         return siblings[near[0]]
     same_name = [key for key in known if key.rpartition(".")[2] == last]

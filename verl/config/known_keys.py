@@ -18,14 +18,20 @@ _ACTOR, _REF, _ROLLOUT = _ARR + "actor.", _ARR + "ref.", _ARR + "rollout."
 
 @dataclass(frozen=True)
 class Known:
-    """default: verl's. instead: what to do here. also: other values that change nothing either."""
+    """default: verl's. instead: what to do here. also: other values that change nothing either.
+
+    free: no value changes anything, because the switch that gives it a meaning is itself refused.
+    """
 
     default: Any
     instead: str
     also: tuple[Any, ...] = ()
+    free: bool = False
 
     def accepts(self, value: Any) -> bool:
         """Whether a value asks for nothing that is missing here. True is not 1, and 0 is not false."""
+        if self.free:
+            return True
         accepted = (self.default, *self.also)
         return any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in accepted)
 
@@ -126,6 +132,7 @@ KNOWN |= _block(
 )
 KNOWN |= _block(_ACTOR + "qat.", "training is not quantised: leave it out", features.QAT)
 KNOWN |= {
+    _ACTOR + "calculate_entropy": Known(False, "the entropy is always measured: leave it out", (True,)),
     _ACTOR + "freeze_vision_tower": Known(False, _TEXT_ONLY),
     _ACTOR + "use_prefix_grouper": Known(False, "prompts are computed with every answer: use false"),
     _ACTOR + "checkpoint.strict": _any(True),
@@ -157,6 +164,7 @@ KNOWN |= _block(
         "load_format": _any("dummy", "auto", "safetensors", "dummy_dtensor", instead="weights come from the trainer"),
         "layered_summon": _any(False, True),
         "disable_log_stats": _any(True, False),
+        "calculate_log_probs": _any(True, False, instead="they are always kept: leave it out"),
         "do_sample": Known(True, "training needs different answers to compare: use true"),
         "over_sample_rate": 0,
         "multi_stage_wake_up": _any(False, True),
@@ -167,7 +175,9 @@ KNOWN |= _block(
         "quantization": None,
         "quantization_config_file": None,
         "mtp": None,
+        **{f"mtp.{name}": value for name, value in features.MTP.items()},
         "qat": None,
+        **{f"qat.{name}": value for name, value in features.QAT.items()},
     },
 )
 KNOWN |= _block(
@@ -201,15 +211,15 @@ KNOWN |= _block(
     _ROLLOUT,
     "use trainer.rollout_data_dir and trainer.logger",
     {
-        "trace.project_name": _any(None, "verl_examples"),
-        "trace.experiment_name": _any(None, "gsm8k"),
+        "trace.project_name": Known(None, "", free=True),
+        "trace.experiment_name": Known(None, "", free=True),
         "trace.backend": None,
         "trace.token2text": False,
         "trace.max_samples_per_step_per_worker": None,
         "prometheus.enable": False,
-        "prometheus.port": 9090,
-        "prometheus.file": None,
-        "prometheus.served_model_name": None,
+        "prometheus.port": Known(9090, "", free=True),
+        "prometheus.file": Known(None, "", free=True),
+        "prometheus.served_model_name": Known(None, "", free=True),
     },
 )
 
@@ -243,6 +253,7 @@ KNOWN |= _block(
         "nnodes": _any(0, None),
     },
 )
+KNOWN |= {"reward.num_workers": Known(8, "use reward.reward_manager.name=prime, which scores in processes", (0, None))}
 _REWARD_ROLLOUT = "the reward model classifies, it does not generate: leave it out"
 KNOWN |= _block(
     "reward.reward_model.rollout.",

@@ -16,16 +16,13 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from verl.config.batch_words import batch_words
-from verl.config.checks import check_tree
+from verl.config.checks import check_tree, notes_of
 from verl.config.errors import ConfigError, Problem, in_words
 from verl.config.node import Tree, flatten, followers, leaves, unflatten
-from verl.config.reader import Reader, follows_any, values_of
+from verl.config.reader import Reader
 from verl.config.sources import Layer, read_mapping, read_overrides, read_yaml
 from verl.config.tree import Config
 from verl.registry import did_you_mean
-
-__all__ = ["apply_preset", "batch_words", "dump_config", "load_config", "to_flat_dict"]
 
 T = TypeVar("T", bound=Tree)
 Check = Callable[[Any], Iterable[Problem]]
@@ -55,12 +52,12 @@ def load_config(
     layers = [read_mapping(base, "base")] if base else []
     if path is not None:
         layers.append(read_yaml(path))
-    layers.append(read_overrides(overrides))
-    reader = Reader(tree, layers)
+    said, problems = read_overrides(overrides)
+    reader = Reader(tree, [*layers, said])
     given = reader.read()
-    problems = reader.problems
-    values = values_of(given)
-    if values.get("algorithm.name") is not None:
+    problems += reader.problems
+    values = {key: origin.value for key, origin in given.items()}
+    if isinstance(values.get("algorithm.name"), str):
         try:
             values = apply_preset(values, presets or {}, tree)
         except ValueError as error:
@@ -71,7 +68,7 @@ def load_config(
         problems += [problem for check in extra_checks for problem in check(config)]
     if problems:
         raise ConfigError(_placed(problem, given) for problem in problems)
-    for note in reader.notes:
+    for note in (*reader.notes, *notes_of(config)):
         log.warning(note)
     return config
 
@@ -87,8 +84,9 @@ def apply_preset(given: Mapping[str, Any], presets: Presets, tree: type[Tree] = 
         return dict(given)
     if name not in presets:
         raise ValueError(f"there is no algorithm {name!r}: {did_you_mean(str(name), presets)}")
-    preset = {key: value for key, value in presets[name].items() if not follows_any(key, tree, given)}
-    return {**preset, **given}
+    follow = followers(tree)
+    gives_way = {key for key in follow if any(f"${{{other}}}" in follow[key] for other in given)}
+    return {key: value for key, value in presets[name].items() if key not in gives_way} | dict(given)
 
 
 def to_flat_dict(config: Tree) -> dict[str, Any]:

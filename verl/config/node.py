@@ -1,5 +1,7 @@
 """What every part of the configuration tree is made of: a strict pydantic model, and `key` for one documented field."""
 
+import functools
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -7,7 +9,16 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from verl.config.dialects import Dialect
@@ -39,6 +50,12 @@ def one_or_many(value: Any) -> Any:
 Texts = Annotated[list[str], BeforeValidator(one_or_many)]
 """A list of text; one text alone is a list of one."""
 
+FilePath = Annotated[str, AfterValidator(os.path.expanduser)]
+"""The path of a file or folder, or an id of a hub; ~ is the home directory."""
+
+FilePaths = Annotated[list[FilePath], BeforeValidator(one_or_many)]
+"""Some of them; one alone is a list of one."""
+
 
 class Node(BaseModel):
     """A part of the tree: unknown keys are refused, and nothing changes after loading."""
@@ -49,7 +66,6 @@ class Node(BaseModel):
         coerce_numbers_to_str=True,
         allow_inf_nan=False,
         protected_namespaces=(),
-        use_attribute_docstrings=False,
     )
 
     @field_validator("*", mode="before")
@@ -136,21 +152,19 @@ class Leaf:
         return f"{kinds} {limits}".strip()
 
 
-_LEAVES: dict[type, dict[str, Leaf]] = {}
-
-
+@functools.cache
 def leaves(tree: type[Node]) -> dict[str, Leaf]:
     """Every key of a tree by its dotted name, in the order in which the tree is written."""
-    if tree not in _LEAVES:
-        _LEAVES[tree] = dict(_walk(tree, ""))
-    return _LEAVES[tree]
+    return dict(_walk(tree, ""))
 
 
+@functools.cache
 def followers(tree: type[Node]) -> dict[str, str]:
     """The keys that follow others: dotted name -> interpolation."""
     return {dotted: leaf.follows for dotted, leaf in leaves(tree).items() if leaf.follows}
 
 
+@functools.cache
 def sections(tree: type[Node]) -> set[str]:
     """The dotted names of the branches."""
     parts = [dotted.split(".") for dotted in leaves(tree)]
@@ -200,8 +214,9 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
             here = here[name]
             if not isinstance(here, dict):
                 raise ValueError(f"{dotted}: a key above it has a value already ({here!r})")
-        if isinstance(value, Mapping) and isinstance(here.get(last), dict):
-            here[last] = here[last] | dict(value)
+        if isinstance(value, Mapping):
+            below = here.get(last)
+            here[last] = {**below, **value} if isinstance(below, dict) else dict(value)
         else:
             here[last] = value
     return nested
@@ -241,7 +256,7 @@ def _in_words(kind: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(map(str, arguments))}"
     if origin is list:
-        return f"a list of {_in_words(arguments[0])}"
+        return f"a list of {' or '.join(map(_in_words, _members(arguments[0])))}"
     if origin is tuple:
         return f"a list of {len(arguments)} numbers"
     if origin is dict:

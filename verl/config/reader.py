@@ -1,6 +1,7 @@
 """Layers of given values -> one value per key of the tree: second names, unknown keys, interpolations."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -9,8 +10,11 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.config.dialects import renamed
 from verl.config.errors import Problem, in_words, nearest_key
 from verl.config.known_keys import known_key
-from verl.config.node import Tree, followers, leaves, sections, unflatten
+from verl.config.node import Leaf, Tree, flatten, leaves, sections, unflatten
 from verl.config.sources import Given, Layer, has_interpolation
+
+Named = list[tuple[str, Given]]
+"""Key -> value, before it is known that each key has one value only."""
 
 
 class Reader:
@@ -18,25 +22,36 @@ class Reader:
 
     def __init__(self, tree: type[Tree], layers: list[Layer]):
         self.tree = tree
-        self.spelled = [self._said(layer) for layer in layers]
+        self.layers = [self._said(layer) for layer in layers]
         self.problems: list[Problem] = []
         self.notes: list[str] = []
 
     def read(self) -> Layer:
         """Key of the tree -> value, resolved, with the place where it was given."""
-        layers = [self._known(self._renamed(layer)) for layer in self.spelled]
+        layers = [self._known(self._renamed(layer)) for layer in self.layers]
         resolved = self._resolver(layers)
-        layers = [{key: resolved(given) for key, given in layer.items()} for layer in layers]
-        merged = {key: given for layer in layers for key, given in layer.items()}
-        merged = {key: given for layer in layers for key, given in self._computed(layer, merged).items()}
+        agreed = [self._agreed((key, value) for key, given in layer if (value := resolved(given))) for layer in layers]
+        merged = self._merged(agreed)
+        merged = self._merged([self._computed(layer, merged) for layer in agreed])
         return {key: self._as_text(key, given) for key, given in merged.items() if self._in_tree(key, given)}
 
-    def _known(self, layer: Layer) -> Layer:
+    def _merged(self, layers: list[Layer]) -> Layer:
+        """Later layers win. A free mapping that is set to null or {} forgets what was below it."""
+        merged: Layer = {}
+        for layer in layers:
+            for key, given in layer.items():
+                leaf = leaves(self.tree).get(key)
+                if leaf and leaf.is_mapping:
+                    merged = {name: value for name, value in merged.items() if not name.startswith(key + ".")}
+                merged[key] = given
+        return merged
+
+    def _known(self, named: Named) -> Named:
         """Without the keys that nobody knows; each is a problem."""
-        known = {}
-        for key, given in layer.items():
+        known = []
+        for key, given in named:
             if self._leaf_of(key) or key in self.tree.dialect.computed or known_key(key, self.tree.known):
-                known[key] = given
+                known.append((key, given))
             else:
                 self.problems.append(Problem(given.key, self._unknown(key, given), given.where))
         return known
@@ -52,9 +67,9 @@ class Reader:
 
     # ------------------------------------------------------------------------------------------------- second names
 
-    def _renamed(self, layer: Layer) -> Layer:
+    def _renamed(self, layer: Layer) -> Named:
         """First names for second names. An older name that is null says nothing."""
-        dialect, found = self.tree.dialect, {}
+        dialect, found = self.tree.dialect, []
         for spelled, given in layer.items():
             key = renamed(spelled, dialect.short)
             if key == spelled:
@@ -63,19 +78,30 @@ class Reader:
                     if given.value is None:
                         continue
                     self.notes.append(f"{spelled} ({given.where}) is an older name of {key}: please rename it")
-            self._put(found, key, given)
+            found.append((key, given))
         return found
+
+    def _agreed(self, named: Iterable[tuple[str, Given]]) -> Layer:
+        """One value per key: two names of one key may stand side by side only when they agree."""
+        layer: Layer = {}
+        for key, given in named:
+            other = layer.get(key)
+            if other and _listed(other.value) != _listed(given.value):
+                names = [f"{one.key}: {one.value} ({one.where})" for one in (other, given)]
+                self.problems.append(Problem(key, f"given twice, and differently: {names[0]} and {names[1]}; keep one"))
+            layer[key] = given
+        return layer
 
     def _computed(self, layer: Layer, merged: Layer) -> Layer:
         """Names whose value must be worked out from others."""
-        computed, found = self.tree.dialect.computed, {}
+        computed, found = self.tree.dialect.computed, []
 
         def lookup(key: str) -> Any:
             return merged[key].value if key in merged else leaves(self.tree)[key].default
 
         for key, given in layer.items():
             if key not in computed:
-                self._put(found, key, given)
+                found.append((key, given))
             elif given.value is not None:
                 try:
                     values = computed[key](given.value, lookup)
@@ -85,42 +111,42 @@ class Reader:
                 for meant, value in values.items():
                     if meant != key:
                         self.notes.append(f"{key}: {given.value} ({given.where}) is read as {meant}: {value}")
-                    self._put(found, meant, given.moved(value))
-        return found
-
-    def _put(self, layer: Layer, key: str, given: Given) -> None:
-        """Two names of one key may stand side by side only when they agree."""
-        other = layer.get(key)
-        if other and _listed(other.value) != _listed(given.value):
-            names = [f"{one.key}: {one.value} ({one.where})" for one in (other, given)]
-            self.problems.append(Problem(key, f"given twice, and differently: {names[0]} and {names[1]}; keep one"))
-        layer[key] = given
+                    found.append((meant, given.moved(value)))
+        return self._agreed(found)
 
     # ----------------------------------------------------------------------------------------------- interpolations
 
-    def _resolver(self, layers: list[Layer]):
-        """A function that resolves what a value refers to: any key, under its first or second name, or its default."""
-        everything = [given for layer in layers for given in layer.values()]
-        if not any(has_interpolation(given.value) for given in everything):
-            return lambda given: given
-        tree = OmegaConf.create(unflatten({key: _plain(leaf) for key, leaf in leaves(self.tree).items()}))
-        for layer in layers:
-            for key, given in layer.items():
-                for name in {key, given.key} - sections(self.tree):
-                    OmegaConf.update(tree, name, given.value, force_add=True)
+    def _resolver(self, layers: list[Named]) -> Callable[[Given], Given | None]:
+        """A function that resolves what a value refers to: any key, under its first or second name, or its default.
 
-        def resolve(given: Given) -> Given:
+        It gives None, and a problem, where a reference leads nowhere.
+        """
+        if not any(has_interpolation(given.value) for layer in layers for _, given in layer):
+            return lambda given: given
+        values = {key: _plain(leaf) for key, leaf in leaves(self.tree).items()}
+        for layer in layers:
+            values |= {key: given.value for key, given in layer}
+            values |= {given.key: given.value for _, given in layer if given.key not in sections(self.tree)}
+        tree = OmegaConf.create(unflatten(values))
+
+        def resolve(given: Given) -> Given | None:
             if not has_interpolation(given.value):
                 return given
             try:
                 value = OmegaConf.select(tree, given.key)
             except OmegaConfBaseException as error:
-                reason = str(error).splitlines()[0]
-                self.problems.append(Problem(given.key, f"{given.value} cannot be resolved: {reason}", given.where))
-                return given.moved(None)
+                what = f"{given.value} cannot be resolved: {str(error).splitlines()[0]}{self._nearest_reference(given)}"
+                self.problems.append(Problem(given.key, what, given.where))
+                return None
             return given.moved(OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value)
 
         return resolve
+
+    def _nearest_reference(self, given: Given) -> str:
+        """The key that a reference which leads nowhere was probably meant for."""
+        wanted = re.findall(r"\$\{([\w.]+)\}", str(given.value))
+        near = [nearest_key(key, leaves(self.tree)) for key in wanted if key not in leaves(self.tree)]
+        return f"; did you mean {near[0]}?" if near and near[0] else ""
 
     # ------------------------------------------------------------------------------------------ keys that are not here
 
@@ -128,13 +154,16 @@ class Reader:
         """Whether the tree has this key. If not, it is a key of verl: other values than verl's default are problems."""
         if self._leaf_of(key):
             return True
-        known = known_key(key, self.tree.known)
-        if not known.accepts(given.value):
-            what = f"found {in_words(given.value)}, but only verl's default {in_words(known.default)} is accepted here"
-            self.problems.append(Problem(given.key, f"{what}: {known.instead}", given.where))
+        values = flatten({key: given.value}) if isinstance(given.value, Mapping) else {key: given.value}
+        for name, value in values.items():
+            known = known_key(name, self.tree.known)
+            if not known.accepts(value):
+                only = f"only verl's default {in_words(known.default)} is accepted here"
+                what = f"found {in_words(value)}, but {only}: {known.instead}"
+                self.problems.append(Problem(given.key if name == key else name, what, given.where))
         return False
 
-    def _leaf_of(self, key: str):
+    def _leaf_of(self, key: str) -> Leaf | None:
         """The leaf that holds a key: the key's own, or a free mapping above it."""
         known = leaves(self.tree)
         if key in known:
@@ -171,7 +200,7 @@ class Reader:
         return given.moved(given.text) if leaf and leaf.is_text and guessed else given
 
 
-def _plain(leaf: Any) -> Any:
+def _plain(leaf: Leaf) -> Any:
     return leaf.follows or (list(leaf.default) if isinstance(leaf.default, tuple) else leaf.default)
 
 
@@ -183,14 +212,3 @@ def _above(key: str) -> list[str]:
 
 def _listed(value: Any) -> Any:
     return value if isinstance(value, list) else [value]
-
-
-def values_of(layer: Mapping[str, Given]) -> dict[str, Any]:
-    """Key -> value."""
-    return {key: given.value for key, given in layer.items()}
-
-
-def follows_any(key: str, tree: type[Tree], given: Mapping[str, Any]) -> bool:
-    """Whether `key` follows a key that was given."""
-    reference = followers(tree).get(key, "")
-    return any(f"${{{other}}}" in reference for other in given)

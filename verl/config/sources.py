@@ -73,14 +73,13 @@ def read_mapping(values: Mapping[str, Any], where: str) -> Layer:
     return {key: Given(key, value, where) for key, value in flatten(values).items()}
 
 
-def read_overrides(overrides: Sequence[str]) -> Layer:
+def read_overrides(overrides: Sequence[str]) -> tuple[Layer, list[Problem]]:
     """`key=value` from the command line, with or without leading `--` or `+`; a key said twice: the last one counts.
 
-    Values are YAML: `null`, `true`, `1e-6`, `[a,b]`, `{a: 1}`, quoted text. Raises ConfigError that names every
-    override that cannot be read.
+    Values are YAML: `null`, `true`, `1e-6`, `[a,b]`, `{a: 1}`, quoted text. What cannot be read is a problem.
     """
     layer: Layer = {}
-    problems = []
+    problems: list[Problem] = []
     for override in overrides:
         name, equals, text = override.partition("=")
         name = name.strip().removeprefix("--").lstrip("+").strip()
@@ -100,9 +99,7 @@ def read_overrides(overrides: Sequence[str]) -> Layer:
             for key, part in values.items():
                 layer.pop(key, None)
                 layer[key] = Given(key, part, f"override {override!r}", text.strip() if key == name else None)
-    if problems:
-        raise ConfigError(problems)
-    return layer
+    return layer, problems
 
 
 def has_interpolation(value: Any) -> bool:

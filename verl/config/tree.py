@@ -72,6 +72,7 @@ class Config(Tree):
     def settle(cls, given: dict[str, Any]) -> dict[str, Any]:
         """A batch smaller than the default mini-batch is one mini-batch, so nobody must set both."""
         batch = given.get("data.train_batch_size")
+        batch = int(batch) if isinstance(batch, str) and batch.isdigit() else batch
         mini = "actor_rollout_ref.actor.ppo_mini_batch_size"
         if mini in given or not isinstance(batch, int) or batch >= leaves(cls)[mini].default:
             return given

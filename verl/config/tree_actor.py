@@ -32,7 +32,7 @@ class PolicyLossConfig(Node):
     clip_cov_lb: float = key(1.0, "clip_cov: tokens below this covariance are never chosen")
     clip_cov_ub: float = key(5.0, "clip_cov: tokens above this covariance are never chosen")
     kl_cov_ratio: float = key(2e-4, "kl_cov: share of the tokens that receive the penalty", ge=0, le=1)
-    ppo_kl_coef: float = key(0.1, "kl_cov: weight of the penalty", ge=0)
+    ppo_kl_coef: float | None = key(None, "kl_cov: weight of the penalty; null: the published value", ge=0)
     dro_beta: float | None = key(None, "dro: weight of the quadratic term; the loss needs it", gt=0)
 
 
@@ -53,9 +53,11 @@ class ActorConfig(Node):
     ppo_epochs: int = key(1, "passes over each batch", ge=1)
     shuffle: bool = key(False, "draw the mini-batches in a random order")
     data_loader_seed: int = key(42, "seed of that order", follows="${trainer.seed}", ge=0)
-    clip_ratio: float = key(0.2, "PPO's clip of the probability ratio, both sides", ge=0)
-    clip_ratio_low: float = key(0.2, "the ratio is kept above 1 - this", follows=_ACTOR + "clip_ratio}", ge=0)
-    clip_ratio_high: float = key(0.2, "the ratio is kept below 1 + this", follows=_ACTOR + "clip_ratio}", ge=0)
+    clip_ratio: float | None = key(
+        None, "clip of the probability ratio, both sides; null: the published value of the loss (PPO: 0.2)", ge=0
+    )
+    clip_ratio_low: float | None = key(None, "the ratio is kept above 1 - this", follows=_ACTOR + "clip_ratio}", ge=0)
+    clip_ratio_high: float | None = key(None, "the ratio is kept below 1 + this", follows=_ACTOR + "clip_ratio}", ge=0)
     clip_ratio_c: float = key(3.0, "dual clip: bound of the loss where the advantage is negative", gt=1)
     tau_pos: float = key(1.0, "sapo: temperature where the advantage is positive", gt=0)
     tau_neg: float = key(1.05, "sapo: temperature where the advantage is not positive", gt=0)
@@ -65,7 +67,6 @@ class ActorConfig(Node):
         None, "divisor of seq-mean-token-sum-norm; null: the longest allowed response", gt=0
     )
     entropy_coeff: float = key(0.0, "weight of the entropy bonus")
-    calculate_entropy: bool = key(False, "measure the entropy even where its weight is 0")
     calculate_sum_pi_squared: bool = key(
         False, "measure sum over the vocabulary of p^2; optimal_token_baseline needs it"
     )

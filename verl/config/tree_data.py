@@ -2,21 +2,21 @@
 
 from typing import Any, Literal
 
-from verl.config.node import Node, Texts, key, part
+from verl.config.node import FilePath, FilePaths, Node, key, part
 
 
 class CustomClassConfig(Node):
     """A class of the user's, by address."""
 
-    path: str | None = key(None, "Python file or module")
+    path: FilePath | None = key(None, "Python file or module")
     name: str | None = key(None, "name of the class")
 
 
 class DataConfig(Node):
     """`data`: prompts for training and validation."""
 
-    train_files: Texts = key([], "training files: .parquet, .json, .jsonl")
-    val_files: Texts = key([], "validation files")
+    train_files: FilePaths = key([], "training files: .parquet, .json, .jsonl")
+    val_files: FilePaths = key([], "validation files")
     train_max_samples: int = key(-1, "use this many training rows; -1: all", ge=-1)
     val_max_samples: int = key(-1, "use this many validation rows; -1: all", ge=-1)
     train_batch_size: int = key(1024, "PROMPTS per training step", ge=1)
@@ -39,7 +39,7 @@ class DataConfig(Node):
 class CustomRewardFunctionConfig(Node):
     """`reward.custom_reward_function`: a function of the user's, by address."""
 
-    path: str | None = key(None, "Python file or module with the reward function")
+    path: FilePath | None = key(None, "Python file or module with the reward function")
     name: str = key("compute_score", "name of the function in it")
     reward_kwargs: dict[str, Any] = key({}, "further arguments of the function")
 
@@ -47,7 +47,7 @@ class CustomRewardFunctionConfig(Node):
 class ManagerModuleConfig(Node):
     """Where a reward manager of the user's is."""
 
-    path: str | None = key(None, "Python file or module with the manager class (source: importlib)")
+    path: FilePath | None = key(None, "Python file or module with the manager class (source: importlib)")
     name: str | None = key(None, "a label for it")
 
 
@@ -63,7 +63,7 @@ class RewardModelConfig(Node):
     """`reward.reward_model`: a model that scores answers."""
 
     enable: bool = key(False, "score by a model")
-    model_path: str | None = key(None, "HuggingFace sequence-classification model: a directory or an id")
+    model_path: FilePath | None = key(None, "HuggingFace sequence-classification model: a directory or an id")
     micro_batch_size_per_gpu: int | None = key(None, "sequences per forward pass; null: the whole batch", ge=1)
 
 
@@ -84,7 +84,6 @@ class RewardConfig(Node):
     reward_kwargs: dict[str, Any] = key({}, "further arguments of the reward manager")
     reward_model: RewardModelConfig = part(RewardModelConfig, "a model that scores")
     sandbox_fusion: SandboxConfig = part(SandboxConfig, "a service that runs code")
-    num_workers: int = key(0, "processes that score; 0: in this one", ge=0)
     timeout: float | None = key(300.0, "seconds for one answer; null: no limit", gt=0)
     on_error: Literal["raise", "count"] = key("raise", "an answer that cannot be scored: stop, or count it")
     failure_score: float = key(0.0, "score of such an answer with on_error: count")

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from verl.config.node import Node, Texts, key
+from verl.config.node import FilePath, Node, Texts, key
 
 Precision = Literal["auto", "fp64", "float64", "fp32", "float32", "bf16", "bfloat16", "fp16", "float16"]
 Strategy = Literal["fsdp", "fsdp2", "megatron"]
@@ -11,8 +11,8 @@ Strategy = Literal["fsdp", "fsdp2", "megatron"]
 class ModelConfig(Node):
     """`actor_rollout_ref.model`: which model is trained, and how it is built."""
 
-    path: str | None = key(None, "HuggingFace model: a directory or the id of a repository")
-    tokenizer_path: str | None = key(None, "directory of the tokenizer where it is not beside the model")
+    path: FilePath | None = key(None, "HuggingFace model: a directory or the id of a repository")
+    tokenizer_path: FilePath | None = key(None, "directory of the tokenizer where it is not beside the model")
     trust_remote_code: bool = key(False, "run the Python code that comes with a model or tokenizer")
     custom_chat_template: str | None = key(None, "Jinja chat template instead of the tokenizer's own")
     override_config: dict[str, Any] = key({}, "values put over those of the model's config.json")
@@ -24,16 +24,16 @@ class ModelConfig(Node):
     lora_alpha: float = key(16, "LoRA scaling: the adapter counts lora_alpha / lora_rank", gt=0)
     target_modules: Texts = key(["all-linear"], "modules that receive LoRA adapters")
     exclude_modules: Texts | None = key(None, "modules kept out of LoRA")
-    lora_adapter_path: str | None = key(None, "start from this LoRA adapter")
+    lora_adapter_path: FilePath | None = key(None, "start from this LoRA adapter")
 
 
 class CriticModelConfig(ModelConfig):
     """`critic.model`: by default the same model as the policy, with a value head."""
 
-    path: str | None = key(
+    path: FilePath | None = key(
         None, "HuggingFace model that the critic starts from", follows="${actor_rollout_ref.model.path}"
     )
-    tokenizer_path: str | None = key(
+    tokenizer_path: FilePath | None = key(
         None, "directory of the critic's tokenizer", follows="${actor_rollout_ref.model.tokenizer_path}"
     )
     trust_remote_code: bool = key(

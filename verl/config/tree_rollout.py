@@ -33,7 +33,7 @@ class SamplingConfig(Node):
     gpu_memory_utilization: float = key(0.5, "share of the GPU's memory for the engine", gt=0, le=1)
     enforce_eager: bool = key(False, "no CUDA graphs")
     free_cache_engine: bool = key(True, "give the engine's memory back during the update")
-    max_num_seqs: int = key(256, "rows generated at the same time", ge=1)
+    max_num_seqs: int = key(1024, "rows generated at the same time", ge=1)
     max_num_batched_tokens: int = key(8192, "tokens in one pass of the engine", ge=1)
     max_model_len: int | None = key(None, "longest prompt and answer together; null: what the lengths need", ge=1)
     enable_chunked_prefill: bool = key(True, "read long prompts in pieces")
@@ -58,7 +58,6 @@ class RolloutConfig(SamplingConfig):
     seed: int = key(42, "seed of sampling", follows="${trainer.seed}", ge=0)
     prompt_length: int = key(512, "longest prompt in tokens", follows="${data.max_prompt_length}", ge=1)
     response_length: int = key(512, "longest answer in tokens", follows="${data.max_response_length}", ge=1)
-    calculate_log_probs: bool = key(True, "keep the log-probs of the engine that sampled")
     log_prob_micro_batch_size_per_gpu: int | None = key(
         None,
         "sequences per forward pass when old log-probs are computed",

@@ -4,17 +4,16 @@ from typing import Any, ClassVar, Literal
 
 from verl.config.dialects import SFT
 from verl.config.known_keys import SFT_KNOWN
-from verl.config.node import Node, Texts, Tree, key, part
+from verl.config.node import FilePath, FilePaths, Node, Texts, Tree, key, part
 from verl.config.tree_data import CustomClassConfig
 from verl.config.tree_model import CheckpointConfig, EngineConfig, ModelConfig, OptimConfig, Strategy
-from verl.config.tree_trainer import Trackers
 
 
 class SFTDataConfig(Node):
     """`data`: rows of chat messages, or of a prompt and a response."""
 
-    train_files: Texts = key([], "training files: .parquet, .json, .jsonl")
-    val_files: Texts = key([], "validation files")
+    train_files: FilePaths = key([], "training files: .parquet, .json, .jsonl")
+    val_files: FilePaths = key([], "validation files")
     train_max_samples: int = key(-1, "use this many training rows; -1: all", ge=-1)
     val_max_samples: int = key(-1, "use this many validation rows; -1: all", ge=-1)
     train_batch_size: int = key(256, "rows per optimizer update, over all ranks", ge=1)
@@ -62,23 +61,23 @@ class SFTTrainerConfig(Node):
     total_training_steps: int | None = key(None, "end after so many steps; null: total_epochs decides", ge=1)
     project_name: str = key("gsm8k-sft", "name of the project for trackers and folders")
     experiment_name: str = key("test", "name of the run")
-    default_local_dir: str = key(
+    default_local_dir: FilePath = key(
         "checkpoints/gsm8k-sft/test",
         "folder of checkpoints and logs",
         follows="checkpoints/${trainer.project_name}/${trainer.experiment_name}",
     )
-    logger: Trackers = key(["console"], "where metrics go")
+    logger: Texts = key(["console"], "where metrics go: console, jsonl, tensorboard, wandb, mlflow, swanlab")
     seed: int = key(1, "seed of everything random", ge=0)
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: a GPU where there is one")
     backend: Literal["local", "ray"] = key("local", "who executes: this host, or a Ray cluster")
-    nnodes: int = key(1, "hosts", ge=1)
+    nnodes: int = key(1, "number of hosts", ge=1)
     n_gpus_per_node: int = key(1, "processes per host, one for each GPU (or CPU rank)", ge=1)
     val_before_train: bool = key(True, "validate before the first step")
     val_only: bool = key(False, "validate and stop")
     test_freq: int = key(-1, "validate every so many steps; -1: never", ge=-1)
     save_freq: int = key(-1, "checkpoint every so many steps; -1: never", ge=-1)
     resume_mode: Literal["auto", "disable", "resume_path"] = key("auto", "go on from the newest checkpoint, or not")
-    resume_from_path: str | None = key(None, "the global_step_N folder of resume_path")
+    resume_from_path: FilePath | None = key(None, "the global_step_N folder of resume_path")
     max_ckpt_to_keep: int | None = key(None, "keep the newest so many checkpoints; null: all", ge=1)
 
 

@@ -1,15 +1,9 @@
 """The configuration of the algorithm, of the run, and of who executes it."""
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator
-
-from verl.config.node import Node, Texts, key, one_or_many, part
+from verl.config.node import FilePath, Node, Texts, key, part
 from verl.config.tree_actor import KLEstimator
-
-Trackers = Annotated[
-    list[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab"]], BeforeValidator(one_or_many)
-]
 
 
 class KLControlConfig(Node):
@@ -78,33 +72,32 @@ class TrainerConfig(Node):
     total_training_steps: int | None = key(None, "end after so many steps; null: total_epochs decides", ge=1)
     project_name: str = key("verl_examples", "name of the project for trackers and folders")
     experiment_name: str = key("gsm8k", "name of the run")
-    default_local_dir: str = key(
+    default_local_dir: FilePath = key(
         "checkpoints/verl_examples/gsm8k",
         "folder of checkpoints and logs",
         follows="checkpoints/${trainer.project_name}/${trainer.experiment_name}",
     )
-    logger: Trackers = key(["console"], "where metrics go")
+    logger: Texts = key(["console"], "where metrics go: console, jsonl, tensorboard, wandb, mlflow, swanlab")
     seed: int = key(42, "seed of everything random", ge=0)
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: a GPU where there is one")
     backend: Literal["local", "ray"] = key("local", "who executes: this host, or a Ray cluster")
-    nnodes: int = key(1, "hosts", ge=1)
+    nnodes: int = key(1, "number of hosts", ge=1)
     n_gpus_per_node: int = key(1, "processes per host, one for each GPU (or CPU rank)", ge=1)
     val_before_train: bool = key(True, "validate before the first step")
     val_only: bool = key(False, "validate and stop")
     test_freq: int = key(-1, "validate every so many steps; -1: never", ge=-1)
     save_freq: int = key(-1, "checkpoint every so many steps; -1: never", ge=-1)
     resume_mode: Literal["auto", "disable", "resume_path"] = key("auto", "go on from the newest checkpoint, or not")
-    resume_from_path: str | None = key(None, "the global_step_N folder of resume_path")
+    resume_from_path: FilePath | None = key(None, "the global_step_N folder of resume_path")
     max_actor_ckpt_to_keep: int | None = key(None, "keep the newest so many checkpoints of the actor; null: all", ge=1)
     max_critic_ckpt_to_keep: int | None = key(None, "the same for the critic", ge=1)
     critic_warmup: int = key(0, "steps in which only the critic learns", ge=0)
     balance_batch: bool = key(True, "give every rank the same number of tokens")
     overlap: bool = key(False, "run independent operators of different resource pools at the same time")
-    log_samples: int = key(0, "sampled answers shown at each step that shows them", ge=0)
-    log_samples_freq: int = key(10, "show them every so many steps", ge=1)
+    log_samples: int = key(0, "sampled answers shown now and then", ge=0)
     log_val_generations: int = key(0, "answers of a validation handed to the trackers", ge=0)
-    rollout_data_dir: str | None = key(None, "write the answers of each step here as JSONL")
-    validation_data_dir: str | None = key(None, "write the answers of each validation here as JSONL")
+    rollout_data_dir: FilePath | None = key(None, "write the answers of each step here as JSONL")
+    validation_data_dir: FilePath | None = key(None, "write the answers of each validation here as JSONL")
 
 
 class PlacementConfig(Node):

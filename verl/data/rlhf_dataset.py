@@ -1,11 +1,13 @@
 """Prompts for reinforcement learning: read, checked and tokenized once, before any model is loaded."""
 
+import itertools
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -13,10 +15,13 @@ from verl.columns import COLUMNS
 from verl.data.files import Rows, file_list, read_rows
 from verl.data.settings import Config, PromptSettings, read_settings
 from verl.data.tokenization import (
+    CHUNK,
+    ROUND_TRIPS,
     TokenTable,
-    check_messages,
-    check_tokenizer,
+    as_chat_or_text,
+    check_round_trips,
     encode,
+    encode_plain_prompts,
     prepare_tokenizer,
     render_chats,
     truncate,
@@ -25,9 +30,6 @@ from verl.protocol import DataProto
 from verl.registry import did_you_mean, load_object
 
 logger = logging.getLogger("verl.data")
-
-_CHUNK = 1024  # prompts tokenized at a time
-_ROUND_TRIPS = 1000  # prompts, evenly spread, that are decoded again to see whether the tokenizer loses text
 
 Prompt = str | list[dict[str, Any]]
 
@@ -106,21 +108,15 @@ class RLHFDataset(Dataset):
 
     def _prompt(self, row: Mapping[str, Any], where: str) -> Prompt:
         """Messages where the prompt goes through the chat template, text where it does not."""
-        prompt, form = row[self.settings.prompt_key], self.settings.prompt_format
-        if not prompt or (isinstance(prompt, str) and not prompt.strip()):
-            raise ValueError(f"{where}: the prompt (column {self.settings.prompt_key!r}) is empty")
-        if isinstance(prompt, str):
-            as_chat = form == "chat" or (form == "auto" and self._has_template())
-            return [{"role": "user", "content": prompt}] if as_chat else prompt
-        messages = check_messages(prompt, where)
-        if form == "text":
-            raise ValueError(f"{where}: data.prompt_format=text, but the prompt is a list of chat messages")
-        if messages[-1]["role"] == "assistant":
+        prompt = as_chat_or_text(
+            row[self.settings.prompt_key], self.settings.prompt_format, self._has_template(), where
+        )
+        if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
             raise ValueError(
                 f"{where}: the prompt ends with an assistant message, so the answer would be part of the question; "
                 "end it with the user's message"
             )
-        return messages
+        return prompt
 
     def _has_template(self) -> bool:
         return self.settings.chat_template is not None or self.tokenizer.chat_template is not None
@@ -128,43 +124,35 @@ class RLHFDataset(Dataset):
     def _tokenize_rows(self) -> None:
         """Check every row, tokenize its prompt, and keep the rows whose prompt fits."""
         settings = self.settings
-        count = len(self.rows) if settings.train_max_samples < 0 else min(settings.train_max_samples, len(self.rows))
+        count = settings.rows_used(len(self.rows))
         if count < len(self.rows):
             logger.info("using the first %s of %s rows", f"{count:,}", f"{len(self.rows):,}")
-        stride = -(-count // _ROUND_TRIPS) if count else 1
+        stride = max(count // ROUND_TRIPS, 1)
         overlong: dict[int, int] = {}  # row -> tokens
-        chunk: list[Prompt] = []
-        for index, row in enumerate(self.rows):
-            if index == count:
-                break
-            where = self.rows.where(index)
-            _refuse_media(row, settings, where)
-            _reward_model(row, where)
-            self._data_source(row, index)
-            chunk.append(self._prompt(row, where))
-            if len(chunk) == _CHUNK or index == count - 1:
-                self._add(chunk, index + 1 - len(chunk), stride, overlong)
-                chunk = []
+        rows = itertools.islice(enumerate(self.rows), count)
+        while chunk := list(itertools.islice(rows, CHUNK)):
+            indices = [index for index, _ in chunk]
+            prompts = [self._check_row(row, index) for index, row in chunk]
+            encoded = self._encode(prompts, indices[0])
+            texts = [_texts_of(prompt) for prompt in prompts]
+            check_round_trips(self.tokenizer, texts, encoded, stride, indices, self.rows.where)
+            for index, ids in zip(indices, encoded):
+                if len(ids) > settings.max_prompt_length:
+                    overlong[index] = len(ids)
+                    if settings.filter_overlong_prompts or settings.truncation == "error":
+                        continue
+                    ids = truncate(ids, settings.max_prompt_length, settings.truncation)
+                self._kept.append(index)
+                self._prompt_ids.append(ids)
         self._report_overlong(overlong, count)
 
-    def _add(self, prompts: list[Prompt], first: int, stride: int, overlong: dict[int, int]) -> None:
-        """Tokenize the prompts of the rows `first`, `first + 1` ... and keep those that fit."""
-        settings = self.settings
-        encoded = self._encode(prompts, first)
-        unknown = self.tokenizer.unk_token_id
-        doubtful = [
-            i for i, ids in enumerate(encoded) if (first + i) % stride == 0 or (unknown is not None and unknown in ids)
-        ]
-        texts = [(first + i, text) for i in doubtful for text in _texts_of(prompts[i])]
-        check_tokenizer(self.tokenizer, [text for _, text in texts], lambda k: self.rows.where(texts[k][0]))
-        for i, ids in enumerate(encoded):
-            if len(ids) > settings.max_prompt_length:
-                overlong[first + i] = len(ids)
-                if settings.filter_overlong_prompts or settings.truncation == "error":
-                    continue
-                ids = truncate(ids, settings.max_prompt_length, settings.truncation)
-            self._kept.append(first + i)
-            self._prompt_ids.append(ids)
+    def _check_row(self, row: Mapping[str, Any], index: int) -> Prompt:
+        """Refuse a row that could not be used; its prompt otherwise."""
+        where = self.rows.where(index)
+        _refuse_media(row, self.settings, where)
+        _reward_model(row, where)
+        self._data_source(row, index)
+        return self._prompt(row, where)
 
     def _encode(self, prompts: list[Prompt], first: int) -> list[list[int]]:
         def where(i: int) -> str:
@@ -188,16 +176,9 @@ class RLHFDataset(Dataset):
         encoded: list[list[int]] = [[]] * len(prompts)
         for i, ids in zip(chats, encode(self.tokenizer, rendered, add_special_tokens=False)):
             encoded[i] = ids
-        for i, ids in zip(plain, encode(self.tokenizer, [prompts[i] for i in plain], add_special_tokens=True)):
-            if ids and ids[-1] == self.tokenizer.eos_token_id and not prompts[i].endswith(self.tokenizer.eos_token):
-                raise ValueError(
-                    f"{where(i)}: the tokenizer ends the prompt with its eos token {self.tokenizer.eos_token!r}, so "
-                    "nothing could follow it: set add_eos_token to false in tokenizer_config.json"
-                )
+        plain_prompts = [prompts[i] for i in plain]
+        for i, ids in zip(plain, encode_plain_prompts(self.tokenizer, plain_prompts, lambda k: where(plain[k]))):
             encoded[i] = ids
-        for i, ids in enumerate(encoded):
-            if not ids:
-                raise ValueError(f"{where(i)}: the tokenizer makes no tokens of this prompt: {prompts[i]!r:.80}")
         return encoded
 
     def _report_overlong(self, overlong: dict[int, int], count: int) -> None:
@@ -343,8 +324,8 @@ def _prompt_ids(item: Mapping[str, Any], position: int) -> list[int]:
     return ids
 
 
-def _as_list(ids: Iterable[int] | Tensor) -> list[int]:
-    return ids.tolist() if isinstance(ids, Tensor) else list(ids)
+def _as_list(ids: Sequence[int] | np.ndarray | Tensor) -> list[int]:
+    return ids.tolist() if isinstance(ids, Tensor | np.ndarray) else list(ids)
 
 
 # ---- a user's own dataset -------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ OTHER_DATA_KEYS = frozenset(
         "gen_batch_size",
         "image_patch_size",
         "max_response_length",
+        "max_token_len_per_gpu",
         "micro_batch_size_per_gpu",
         "mm_processor_kwargs",
         "return_full_prompt",
@@ -29,6 +30,7 @@ OTHER_DATA_KEYS = frozenset(
         "train_batch_size",
         "train_files",
         "trust_remote_code",
+        "use_dynamic_bsz",
         "use_shm",
         "val_batch_size",
         "val_files",
@@ -58,6 +60,7 @@ class PromptSettings:
     filter_overlong_prompts: bool = False
     truncation: str = "error"  # error | left | right | middle
     train_max_samples: int = -1  # the first so many rows of the files; -1: all
+    max_samples: int | None = None  # the same for this dataset alone, such as one for validation; goes first
     chat_template: str | None = None  # Jinja text instead of the tokenizer's own
     apply_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     return_raw_chat: bool = True
@@ -70,6 +73,11 @@ class PromptSettings:
         check_choice("truncation", self.truncation, TRUNCATIONS)
         check_at_least("max_prompt_length", self.max_prompt_length, 1)
         check_at_least("train_max_samples", self.train_max_samples, -1)
+        check_at_least("max_samples", -1 if self.max_samples is None else self.max_samples, -1)
+
+    def rows_used(self, num_rows: int) -> int:
+        """How many of the rows of the files are used, from the first on."""
+        return _rows_used(self, num_rows)
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,7 @@ class SFTSettings:
     max_length: int = 1024  # tokens of prompt and response together
     truncation: str = "error"  # error | left | right
     train_max_samples: int = -1
+    max_samples: int | None = None
     chat_template: str | None = None
     apply_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -93,6 +102,11 @@ class SFTSettings:
         check_choice("truncation", self.truncation, ("error", "left", "right"))
         check_at_least("max_length", self.max_length, 2)
         check_at_least("train_max_samples", self.train_max_samples, -1)
+        check_at_least("max_samples", -1 if self.max_samples is None else self.max_samples, -1)
+
+    def rows_used(self, num_rows: int) -> int:
+        """How many of the rows of the files are used, from the first on."""
+        return _rows_used(self, num_rows)
 
 
 def read_settings(cls: type[S], config: Config | None, further_keys: frozenset[str] = OTHER_DATA_KEYS) -> S:
@@ -110,6 +124,11 @@ def read_settings(cls: type[S], config: Config | None, further_keys: frozenset[s
                 raise ValueError(f"data config: unknown key {key!r}: {did_you_mean(str(key), known)}")
     given = {key: config.get(key, None) for key in known}
     return cls(**{key: value for key, value in given.items() if value is not None})
+
+
+def _rows_used(settings: PromptSettings | SFTSettings, num_rows: int) -> int:
+    limit = settings.train_max_samples if settings.max_samples is None else settings.max_samples
+    return num_rows if limit < 0 else min(limit, num_rows)
 
 
 def check_choice(key: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -2,7 +2,7 @@
 
 import array
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -11,16 +11,19 @@ logger = logging.getLogger("verl.data")
 
 Message = dict[str, Any]
 TRUNCATIONS = ("error", "left", "right", "middle")
+CHUNK = 1024  # rows tokenized at a time
+ROUND_TRIPS = 1000  # rows of a data set, evenly spread, that are decoded again to see whether text is lost
 
 
 class TokenTable:
-    """Many lists of token ids in one block of memory: 4 bytes a token, where Python lists take ten times as much."""
+    """Many lists of token ids in one block of memory: 4 bytes a token, where Python lists take ten times as much.
 
-    def __init__(self, rows: Iterable[Sequence[int]] = ()):
-        self._tokens = array.array("i")
+    typecode: of the `array` module; "i" for ids, "b" for masks.
+    """
+
+    def __init__(self, typecode: str = "i"):
+        self._tokens = array.array(typecode)
         self._ends = array.array("q")
-        for ids in rows:
-            self.append(ids)
 
     def append(self, ids: Sequence[int]) -> None:
         self._tokens.extend(ids)
@@ -30,6 +33,7 @@ class TokenTable:
         return len(self._ends)
 
     def __getitem__(self, row: int) -> list[int]:
+        row = row + len(self) if row < 0 else row
         end = self._ends[row]
         start = self._ends[row - 1] if row else 0
         return self._tokens[start:end].tolist()
@@ -108,6 +112,37 @@ def check_messages(messages: Any, where: str) -> list[Message]:
     return checked
 
 
+def as_chat_or_text(prompt: Any, prompt_format: str, has_template: bool, where: str) -> list[Message] | str:
+    """A prompt as chat messages, or as the text that it is.
+
+    prompt_format: "chat" makes a user message of text, "text" leaves it as it is, "auto" makes a message where there is
+    a chat template. Raises ValueError for an empty prompt, wrong messages, or messages where text is asked for.
+    """
+    if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+        raise ValueError(f"{where}: the prompt is empty")
+    if isinstance(prompt, str):
+        as_chat = prompt_format == "chat" or (prompt_format == "auto" and has_template)
+        return [{"role": "user", "content": prompt}] if as_chat else prompt
+    messages = check_messages(prompt, where)
+    if prompt_format == "text":
+        raise ValueError(f"{where}: data.prompt_format=text, but the prompt is a list of chat messages")
+    return messages
+
+
+def encode_plain_prompts(tokenizer: Any, prompts: Sequence[str], where: Callable[[int], str]) -> list[list[int]]:
+    """Token ids of prompts that go through no chat template, with the bos token where the tokenizer adds one."""
+    encoded = encode(tokenizer, prompts, add_special_tokens=True)
+    for i, (prompt, ids) in enumerate(zip(prompts, encoded)):
+        if ids and ids[-1] == tokenizer.eos_token_id and not prompt.endswith(tokenizer.eos_token):
+            raise ValueError(
+                f"{where(i)}: the tokenizer ends the prompt with its eos token {tokenizer.eos_token!r}, so "
+                "nothing could follow it: set add_eos_token to false in tokenizer_config.json"
+            )
+        if not ids:
+            raise ValueError(f"{where(i)}: the tokenizer makes no tokens at all of {_shorten(prompt)!r}")
+    return encoded
+
+
 def truncate(ids: list[int], limit: int, how: str) -> list[int]:
     """At most `limit` ids. how: "left" drops the start, "right" the end, "middle" keeps both ends."""
     if len(ids) <= limit:
@@ -158,6 +193,28 @@ def check_tokenizer(tokenizer: Any, texts: Sequence[str], where: Callable[[int],
             where(normalised[0]),
             _shorten(texts[normalised[0]]),
         )
+
+
+def check_round_trips(
+    tokenizer: Any,
+    texts: Sequence[Sequence[str]],
+    encoded: Sequence[Sequence[int]],
+    stride: int,
+    rows: Sequence[int],
+    where: Callable[[int], str],
+) -> None:
+    """`check_tokenizer` on a part of a data set: every `stride`th row, and every row that has an unknown token.
+
+    texts[i] are the texts of row rows[i], encoded[i] the ids it became; `where` names a row.
+    """
+    unknown = tokenizer.unk_token_id
+    chosen = [
+        (row, text)
+        for row, row_texts, ids in zip(rows, texts, encoded)
+        if row % stride == 0 or (unknown is not None and unknown in ids)
+        for text in row_texts
+    ]
+    check_tokenizer(tokenizer, [text for _, text in chosen], lambda i: where(chosen[i][0]))
 
 
 _ADVICE = (

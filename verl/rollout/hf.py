@@ -33,14 +33,26 @@ class _Sampler(LogitsProcessor):
 class HFRollout(RolloutEngine):
     """Generates with a HuggingFace causal language model in this process; usually the trainer's own module.
 
-    max_rows: rows per `generate` call at most (key/value memory).
+    max_rows: rows per `generate` call at most (key/value memory). compute_dtype: of the forward pass, where it is not
+    that of the parameters. replica: the module is this engine's own, a copy of sharded weights: `sleep` frees its
+    parameters and `load_weights` must fill them after `wake`.
     """
 
-    def __init__(self, module: torch.nn.Module, pad_token_id: int, max_rows: int = 1024):
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        pad_token_id: int,
+        max_rows: int = 1024,
+        compute_dtype: torch.dtype | None = None,
+        replica: bool = False,
+    ):
         self.module = module
         self.pad_token_id = pad_token_id
         self.max_rows = max_rows
+        self.autocast_to = None if compute_dtype == module.dtype else compute_dtype
         self.stats = RolloutStats()
+        self.shapes = {name: p.shape for name, p in module.named_parameters()} if replica else {}
+        self.sleep()
 
     @torch.no_grad()
     def generate(
@@ -83,9 +95,10 @@ class HFRollout(RolloutEngine):
             pad_token_id=self.pad_token_id,
             use_cache=True,
         )
-        made = self.module.generate(
-            ids, attention_mask=mask, generation_config=config, logits_processor=LogitsProcessorList([sampler])
-        )[:, width:]
+        with torch.autocast(device.type, self.autocast_to, enabled=self.autocast_to is not None):
+            made = self.module.generate(
+                ids, attention_mask=mask, generation_config=config, logits_processor=LogitsProcessorList([sampler])
+            )[:, width:]
         log_probs = torch.stack(sampler.log_probs, 1).tolist()
         self.stats.steps += made.shape[1]
         return [self._cut(tokens, lps, params) for tokens, lps in zip(made.tolist(), log_probs)]
@@ -108,7 +121,13 @@ class HFRollout(RolloutEngine):
                 present[name].copy_(tensor)
 
     def sleep(self) -> None:
-        """Nothing is kept between calls."""
+        """Free the parameters of a replica; nothing else is kept between calls."""
+        for name in self.shapes:
+            parameter = self.module.get_parameter(name)
+            parameter.data = parameter.data.new_empty(0)
 
     def wake(self) -> None:
-        """Nothing is kept between calls."""
+        """Make room for the parameters of a replica, to be filled by `load_weights`."""
+        for name, shape in self.shapes.items():
+            parameter = self.module.get_parameter(name)
+            parameter.data = parameter.data.new_empty(shape)

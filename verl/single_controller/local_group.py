@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from verl.single_controller.dispatch import Call
 from verl.single_controller.process_pool import ProcessPool
 from verl.single_controller.worker import Place, Worker, WorkerSpec, free_port
-from verl.single_controller.worker_group import Future, WorkerGroup
-
-CALL_TIMEOUT = 3600.0  # seconds
+from verl.single_controller.worker_group import CALL_TIMEOUT, Future, WorkerGroup
 
 
 class ThisProcess:

@@ -33,7 +33,7 @@ from verl.single_controller.dispatch import Call
 from verl.single_controller.placement import visible_devices
 from verl.single_controller.transport import Kind, Message, Parcel, receive
 from verl.single_controller.worker import Place, WorkerSpec, free_port
-from verl.single_controller.worker_group import Future, WorkerDied, WorkerError, WorkerTimeout
+from verl.single_controller.worker_group import Future, Trouble, WorkerDied, WorkerError, WorkerTimeout, first_error
 
 _TICK = 0.1  # seconds between two looks at the processes
 _SETTLE = 0.25  # seconds in which further failures are still awaited, to tell the first one from those it caused
@@ -91,7 +91,7 @@ class ProcessPool:
         self._pending: dict[int, _Pending] = {}
         self._calls = 0
         self._over: WorkerError | None = None
-        self._troubles: list[tuple[int, float, WorkerError]] = []
+        self._troubles: list[Trouble] = []
         self._settled_at: float | None = None
         self._processes: list[_Process] = []
         self._selector = selectors.DefaultSelector()
@@ -142,9 +142,9 @@ class ProcessPool:
         with self._lock:  # every rank gets the calls of all threads in the same order, or their collectives would cross
             if self._over is not None:
                 reason = f"not called, since its processes were stopped: {str(self._over).splitlines()[0]}"
-                raise _error(WorkerError, reason, self._over.rank, role, method) from self._over
+                raise WorkerError(reason, role, method, self._over.rank) from self._over
             if not self.roles:
-                raise _error(WorkerError, "not called, since the group was shut down", 0, role, method)
+                raise WorkerError("not called, since the group was shut down", role, method, 0)
             self._calls += 1
             if not self._pending:
                 pending.started = time.monotonic()
@@ -164,13 +164,9 @@ class ProcessPool:
     # ---- the watch (its own thread) ---------------------------------------------------------------------------------
 
     def _serve(self, environments: list[dict[str, str]], started: concurrent.futures.Future) -> None:
-        """Start the processes, look after them, and end them when no role is left or when one has failed.
-
-        The processes are started by this thread since the kernel ends them with the thread that started them, and
-        this one lives as long as the pool.
-        """
+        """Start the processes, look after them, and end them when no role is left or when one has failed."""
         try:
-            # until a process can write its stacks, the signal that asks for them would end it
+            # they inherit it: until a process can write its stacks, the signal that asks for them would end it
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
             for rank, env in enumerate(environments):
                 self._processes.append(_start_process(rank, self._lifeline, env))
@@ -181,7 +177,7 @@ class ProcessPool:
         except BaseException as error:  # the caller must hear of it, since nobody else reads the answers
             if not started.done():
                 started.set_exception(error)
-            self._over = _error(WorkerError, f"the watch of the processes failed: {error!r}", 0, "", "(no call)")
+            self._over = WorkerError.of(error, "(the watch of the processes)", "", 0)
         finally:
             self._end()
 
@@ -200,9 +196,7 @@ class ProcessPool:
             self._selector.unregister(process.connection)
             return
         if message.kind is Kind.FAILURE:
-            failure = message.load()
-            when, text = failure.pop("when"), failure.pop("message")
-            self._trouble(1, when, WorkerError(text, **failure))
+            self._trouble(1, *message.load())
             return
         if self._troubles:  # the pool is as good as over: an answer that comes now must not hide it
             return
@@ -230,7 +224,7 @@ class ProcessPool:
             )
             if status == -signal.SIGKILL:
                 how += "; if no person or scheduler did it, the machine ran out of memory: see `dmesg`"
-            error = _error(WorkerDied, f"process {process.popen.pid} {how}", process.rank, role, method)
+            error = WorkerDied(f"process {process.popen.pid} {how}", role, method, process.rank)
             self._trouble(0, time.monotonic(), error)
 
     def _doing(self, rank: int) -> tuple[str, str]:
@@ -248,26 +242,20 @@ class ProcessPool:
             process.popen.send_signal(signal.SIGUSR1)  # faulthandler writes the stacks while `_SETTLE` passes
         silent = sorted(at.waiting)
         answered = sorted(set(at.answers)) or "none"
-        message = (
-            f"no answer after {self.timeout:g} s from ranks {silent} (answered: {answered}); stacks of all ranks:"
-        )
-        self._trouble(2, time.monotonic(), _error(WorkerTimeout, message, silent[0], at.role, at.method))
+        message = f"no answer after {self.timeout:g} s from ranks {silent} (answered: {answered}); stacks of all ranks:"
+        self._trouble(2, time.monotonic(), WorkerTimeout(message, at.role, at.method, silent[0]))
 
     def _trouble(self, order: int, when: float, error: WorkerError) -> None:
-        """Note an error. The one to show is chosen when things have settled: a death (0) comes before the exceptions
-        (1) that it causes on other ranks, an earlier exception before a later one, and both before a timeout (2)."""
+        """Note an error. The one to show is chosen when things have settled."""
         self._troubles.append((order, when, error))
         if self._settled_at is None:
             self._settled_at = time.monotonic() + _SETTLE
 
     def _first_error(self) -> WorkerError:
-        _, _, error = min(self._troubles, key=lambda trouble: trouble[:2])
+        error = first_error(self._troubles)
         if isinstance(error, WorkerTimeout):
             stacks = "\n\n".join(f"--- rank {p.rank}\n{p.read_stacks()}" for p in self._processes)
-            error = _error(WorkerTimeout, error.message, error.rank, error.role, error.method, stacks)
-        later = [e for _, _, e in sorted(self._troubles, key=lambda trouble: trouble[:2])[1:]]
-        if later:
-            error.add_note("\n".join(["after it came:", *("  " + str(e).splitlines()[0] for e in later)]))
+            error = WorkerTimeout(error.message, error.role, error.method, error.rank, error.host, stacks)
         return error
 
     # ---- the end --------------------------------------------------------------------------------------------------
@@ -301,7 +289,7 @@ class ProcessPool:
         os.close(self._life)
         for pending in interrupted:
             reason = "the group was shut down during the call"
-            pending.error = self._over or _error(WorkerError, reason, 0, pending.role, pending.method)
+            pending.error = self._over or WorkerError(reason, pending.role, pending.method, min(pending.waiting))
             pending.done.set()
 
     def _say_farewell(self) -> None:
@@ -314,10 +302,6 @@ class ProcessPool:
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.popen.wait(max(deadline - time.monotonic(), 0))
-
-
-def _error(kind: type[WorkerError], message: str, rank: int, role: str, method: str, stacks: str = "") -> WorkerError:
-    return kind(message, role=role, rank=rank, host=socket.gethostname(), method=method, traceback=stacks)
 
 
 def _environment(place: Place, devices: Sequence[int] | None) -> dict[str, str]:
@@ -337,7 +321,7 @@ def _start_process(rank: int, lifeline: int, env: dict[str, str]) -> _Process:
     command = [sys.executable, "-P", "-m", "verl.single_controller.worker_process", *map(str, inherited)]
     try:
         popen = subprocess.Popen(
-            [*command, str(os.getpid())],
+            command,
             env=env,
             pass_fds=inherited,
             stdin=subprocess.DEVNULL,

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from verl.protocol import DataProto
+from verl.single_controller.remote_tensor import RemoteTensor
 
 _HEADER = struct.Struct("<BQQ?")  # kind, call id, bytes that follow (or bytes of the file), whether a file comes along
 _SIZE = struct.Struct("<Q")
@@ -72,10 +73,15 @@ def _tensor_from(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> tor
     return torch.frombuffer(buffer, dtype=dtype).view(shape) if buffer is not None else torch.empty(shape, dtype=dtype)
 
 
-class _Pickler(pickle.Pickler):
-    """Sends the memory of tensors out of band, and of a slice only its own part."""
+class TensorPickler(pickle.Pickler):
+    """Sends the memory of tensors out of band, and of a slice only its own part. `buffers` collects it."""
+
+    def __init__(self, stream: BytesIO, buffers: list[pickle.PickleBuffer]):
+        super().__init__(stream, protocol=5, buffer_callback=buffers.append)
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, RemoteTensor):
+            value = value.fetch()
         if isinstance(value, DataProto):
             return DataProto.from_dict, (value.tensors, value.non_tensor_batch, value.meta_info)
         if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided:
@@ -89,7 +95,7 @@ def pack(value: Any) -> tuple[bytes, list[memoryview]]:
     """The pickle of a value and the memory of its tensors and arrays, in the order that `pickle.loads` takes it."""
     buffers: list[pickle.PickleBuffer] = []
     stream = BytesIO()
-    _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
+    TensorPickler(stream, buffers).dump(value)
     return stream.getvalue(), [b.raw() for b in buffers]
 
 

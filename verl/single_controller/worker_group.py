@@ -6,8 +6,12 @@ Every registered method of the class becomes a method of the group: dispatch -> 
 
 import functools
 import inspect
+import os
+import socket
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from verl.registry import did_you_mean
@@ -16,6 +20,8 @@ from verl.single_controller.worker import Worker
 
 T = TypeVar("T")
 
+CALL_TIMEOUT = 3600.0  # seconds that one call may take in another process
+
 
 class WorkerError(RuntimeError):
     """A call failed on a worker in another process; the message ends with the traceback of that process.
@@ -23,14 +29,28 @@ class WorkerError(RuntimeError):
     role, rank, host, method: where. traceback: the worker's own traceback as text.
     """
 
-    def __init__(self, message: str, role: str, rank: int, host: str, method: str, traceback: str = ""):
-        super().__init__(message, role, rank, host, method, traceback)
-        self.message, self.traceback = message, traceback
-        self.role, self.rank, self.host, self.method = role, rank, host, method
+    def __init__(self, message: str, role: str, method: str, rank: int, host: str = "", traceback: str = ""):
+        host = host or socket.gethostname()
+        super().__init__(message, role, method, rank, host, traceback)
+        self.message, self.role, self.method, self.rank = message, role, method, rank
+        self.host, self.traceback = host, traceback
+
+    @classmethod
+    def of(cls, error: BaseException, role: str, method: str, rank: int) -> "WorkerError":
+        """What the caller is told of an error of this process: text only, since it may not have the error's class."""
+        stack = error.__traceback__
+        while stack is not None and stack.tb_next is not None and _is_executor(stack):
+            stack = stack.tb_next  # the worker's own code is what the user wants to see
+        text = "".join(traceback.format_exception(type(error), error, stack))
+        return cls(f"{type(error).__name__}: {error}", role, method, rank, traceback=text)
 
     def __str__(self) -> str:
         where = f"{self.role}.{self.method}() on rank {self.rank} ({self.host}): {self.message}"
         return f"{where}\n\n{self.traceback.rstrip()}" if self.traceback else where
+
+
+def _is_executor(stack: TracebackType) -> bool:
+    return os.path.dirname(stack.tb_frame.f_code.co_filename) == os.path.dirname(__file__)
 
 
 class WorkerDied(WorkerError):
@@ -39,6 +59,20 @@ class WorkerDied(WorkerError):
 
 class WorkerTimeout(WorkerError):
     """A call took longer than its deadline; `traceback` holds the stacks of all threads of all ranks."""
+
+
+Trouble = tuple[int, float, WorkerError]
+"""An error that an executor heard of: its order, when it happened, and itself. What comes first is the cause: a death
+(order 0) before the exceptions (1) that it leads to on other ranks, an earlier exception before a later one, and both
+before a timeout (2)."""
+
+
+def first_error(troubles: Sequence[Trouble]) -> WorkerError:
+    """The error to show; those that came after it stand in a note."""
+    (_, _, error), *later = sorted(troubles, key=lambda trouble: trouble[:2])
+    if later:
+        error.add_note("\n".join(["after it came:", *("  " + str(e).splitlines()[0] for _, _, e in later)]))
+    return error
 
 
 class Future(Generic[T]):

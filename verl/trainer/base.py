@@ -102,14 +102,18 @@ class Trainer(ABC):
         trainer = self.config.trainer
         seed_everything(trainer.seed)
         self.announce()
-        self.init_workers()
         try:
+            self.init_workers()
             self.load()
             with self._tracking() as tracking:
                 return self._fit(tracking)
         finally:
-            for group in set(self.roles.values()):
-                group.shutdown()
+            self.shutdown()
+
+    def shutdown(self) -> None:
+        """End the workers."""
+        for group in set(self.roles.values()):
+            group.shutdown()
 
     def _fit(self, tracking: Tracking) -> dict[str, float]:
         trainer = self.config.trainer

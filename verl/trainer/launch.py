@@ -2,11 +2,26 @@
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from verl.trainer.base import Trainer
 
 logger = logging.getLogger("verl")
+
+
+def build_trainer(config_path: str | None, overrides: Sequence[str]) -> Trainer:
+    """The trainer of trainer.backend: this host's processes, or a Ray cluster."""
+    from verl.algorithms.presets import PRESETS
+    from verl.config import check_inputs, load_config
+
+    config = load_config(config_path, overrides, presets=PRESETS, extra_checks=[check_inputs])
+    if config.trainer.backend == "ray":
+        from verl.trainer.ray_trainer import RayPPOTrainer
+
+        return RayPPOTrainer(config)
+    from verl.trainer.local_trainer import LocalPPOTrainer
+
+    return LocalPPOTrainer(config)
 
 
 def run(build: Callable[[], Trainer]) -> int:

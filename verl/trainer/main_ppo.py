@@ -50,10 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if "--print-config" in flags:
         return _print_config(path, overrides)
-    from verl.trainer.launch import run
-    from verl.trainer.local_trainer import LocalPPOTrainer
+    from verl.trainer.launch import build_trainer, run
 
-    return run(lambda: LocalPPOTrainer(config_path=path, overrides=overrides))
+    return run(lambda: build_trainer(path, overrides))
 
 
 def _print_config(path: str | None, overrides: list[str]) -> int:

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.presets import PRESETS
-from verl.config import batch_words, check_available, check_inputs, load_config, tree
+from verl.config import batch_words, check_available, check_inputs, check_models, load_config, tree
 from verl.data.files import PromptSource
 from verl.data.rlhf_dataset import RLHFDataset, check_dataset, collate_prompts
 from verl.dataflow import DataFlow
@@ -19,8 +18,9 @@ from verl.rewards import RewardManager
 from verl.trainer import setup
 from verl.trainer.base import Trainer
 from verl.trainer.metrics import data_metrics, numeric_columns, validation_metrics
-from verl.trainer.ppo_flow import Prompts, build_ppo_flow, build_validation_flow
+from verl.trainer.ppo_flow import Prompts, build_ppo_flow, build_validation_flow, needs_critic
 from verl.trainer.samples import dump_generations, generations, write_jsonl
+from verl.utils.tracking import check_trackers
 
 logger = logging.getLogger("verl.trainer")
 
@@ -46,11 +46,15 @@ class PPOTrainer(Trainer):
         tokenizer: Any = None,
     ):
         if config is None:
+            check = check_inputs if train_dataset is None else check_models
             base = setup.config_of_datasets(train_dataset, val_dataset)
-            config = load_config(config_path, overrides, base=base, presets=PRESETS, extra_checks=[check_inputs])
+            config = load_config(config_path, overrides, base=base, presets=PRESETS, extra_checks=[check])
         check_available(config)
         setup.import_extensions(config)
-        setup.check_group_size(config, get_adv_estimator_fn(config.algorithm.adv_estimator))
+        check_trackers(config.trainer.logger)
+        setup.check_critic_setting(config)
+        setup.check_settings(config)
+        setup.check_group_size(config)
         if tokenizer is None and isinstance(train_dataset, RLHFDataset):
             tokenizer = train_dataset.tokenizer
         tokenizer = tokenizer if tokenizer is not None else setup.load_tokenizer(config.actor_rollout_ref.model)
@@ -80,7 +84,7 @@ class PPOTrainer(Trainer):
         rows = f"{len(self.val_dataset):,} rows" if self.val_dataset is not None else "none"
         logger.info("model: %s", self.config.actor_rollout_ref.model.path)
         logger.info("algorithm: %s, %d steps", self.config.algorithm.adv_estimator, self.total_steps)
-        logger.info("batch: %s", batch_words(self.config))
+        logger.info("batch: %s", batch_words(self.config, critic=needs_critic(self.config)))
         logger.info("data: %s; validation: %s", self.source.describe(), rows)
         logger.info("flow: %s", " -> ".join(op.name for op in self.pipeline.operators))
 

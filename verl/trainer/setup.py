@@ -1,19 +1,23 @@
 """What a trainer prepares before a model is loaded."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
 
-from verl.config import tree, tree_model
+from verl.algorithms.advantages import get_adv_estimator_fn
+from verl.algorithms.binding import missing_settings
+from verl.algorithms.policy_losses import get_policy_loss_fn
+from verl.config import ConfigError, check_critic, tree, tree_model
 from verl.data.rlhf_dataset import RLHFDataset, collate_prompts, load_dataset_class
 from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
 from verl.registry import import_module
 from verl.rewards import RewardManager, load_reward_manager
+from verl.trainer.ppo_flow import needs_critic
 
 logger = logging.getLogger("verl.trainer")
 
@@ -24,20 +28,62 @@ def config_of_datasets(train: Dataset | None, val: Dataset | None) -> dict[str, 
     return {"data": {key: list(d.data_files) for key, d in given.items() if isinstance(d, RLHFDataset)}}
 
 
+def check_one_host(config: tree.Config) -> None:
+    """Several hosts need Ray."""
+    if config.trainer.nnodes > 1:
+        raise ValueError(
+            f"trainer.nnodes is {config.trainer.nnodes}, but this trainer runs on one host: use trainer.backend=ray "
+            "(or RayPPOTrainer), or trainer.nnodes=1"
+        )
+
+
 def import_extensions(config: tree.Config) -> None:
     """Import the user's own files and modules, which register losses, estimators and rewards."""
     for address in config.imports:
         import_module(address)
 
 
-def check_group_size(config: tree.Config, estimator: Callable) -> None:
+def check_group_size(config: tree.Config) -> None:
     """An estimator that compares the answers to one prompt needs several of them."""
     n = config.actor_rollout_ref.rollout.n
+    estimator = get_adv_estimator_fn(config.algorithm.adv_estimator)
     if n < estimator.min_group_size:
         raise ValueError(
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares the answers to one prompt: "
             f"actor_rollout_ref.rollout.n must be at least {estimator.min_group_size}, found {n}"
         )
+
+
+def check_critic_setting(config: tree.Config) -> None:
+    """critic.enable must fit the estimator, which decides whether values are needed."""
+    problems = list(check_critic(config, needs_critic(config)))
+    if problems:
+        raise ConfigError(problems)
+
+
+def check_settings(config: tree.Config) -> None:
+    """The estimator and the loss have a value for every setting that they cannot do without."""
+    actor = config.actor_rollout_ref.actor
+    chosen = {
+        f"algorithm.adv_estimator={config.algorithm.adv_estimator}": (
+            get_adv_estimator_fn(config.algorithm.adv_estimator),
+            config.algorithm.model_dump(),
+            "algorithm",
+        ),
+        f"policy_loss.loss_mode={actor.policy_loss.loss_mode}": (
+            get_policy_loss_fn(actor.policy_loss.loss_mode),
+            {
+                **actor.model_dump(),
+                **actor.policy_loss.model_dump(),
+                **config.algorithm.rollout_correction.model_dump(),
+            },
+            "actor_rollout_ref.actor",
+        ),
+    }
+    for name, (function, settings, section) in chosen.items():
+        missing = missing_settings(function, settings)
+        if missing:
+            raise ValueError(f"{name} needs the setting {missing[0]!r}: give it in the section {section}")
 
 
 def load_tokenizer(model: tree_model.ModelConfig) -> Any:

@@ -55,14 +55,13 @@ class TrainingProgress:
         self._rewards: list[float] = []
         self._samples: Sequence[Sample] = ()
         self._durations: deque[float] = deque(maxlen=20)
-        self._last = 0.0
+        self._last: float | None = None
         self._log_level = logging.NOTSET
 
     def __enter__(self) -> "TrainingProgress":
         logger = logging.getLogger("verl")
         self._log_level = logger.level
         logger.setLevel(logging.WARNING)
-        self._last = time.monotonic()
         if self.console.is_terminal:
             waiting = Panel(Text("first step ..."), title=self.title, title_align="left", box=box.ROUNDED)
             self._live = Live(waiting, console=self.console, auto_refresh=False)
@@ -90,7 +89,8 @@ class TrainingProgress:
         the panel keeps them until the next ones come.
         """
         now = time.monotonic()
-        self._durations.append(now - self._last)
+        # Before the first step, time went into loading models.
+        self._durations.append(sum(timings.values()) if self._last is None else now - self._last)
         self._last = now
         if "critic/score/mean" in metrics:
             self._rewards.append(metrics["critic/score/mean"])

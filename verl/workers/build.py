@@ -1,11 +1,16 @@
 """From the sections of the configuration to the plain values that engines and rollouts take."""
 
+import dataclasses
+
 import torch
 
 from verl.config import tree_model, tree_rollout
 from verl.engines.base import MicroBatching, OptimizerConfig
-from verl.engines.model import ModelConfig
+from verl.engines.fsdp import FSDPEngine, ShardingConfig
+from verl.engines.hf import HFEngine
+from verl.engines.model import ModelConfig, load_module
 from verl.rollout.base import SamplingParams
+from verl.rollout.hf import HFRollout
 from verl.utils.device import resolve_device, resolve_dtype
 
 
@@ -47,6 +52,27 @@ def optimizer_config(optim: tree_model.OptimConfig, total_training_steps: int) -
         min_lr_ratio=optim.min_lr_ratio,
         num_cycles=optim.num_cycles,
     )
+
+
+def make_engine(
+    config: ModelConfig, engine: tree_model.EngineConfig, optimizer: OptimizerConfig | None, world_size: int
+) -> HFEngine:
+    """One process holds the model whole, several share it."""
+    if world_size == 1:
+        return HFEngine(config, optimizer)
+    sharding = ShardingConfig(engine.fsdp_size, engine.reshard_after_forward, engine.offload_policy)
+    return FSDPEngine(config, optimizer, sharding)
+
+
+def make_rollout(engine: HFEngine, pad_token_id: int, max_rows: int) -> HFRollout:
+    """Generation on the engine's own module where that is whole, on a replica of the shards otherwise."""
+    config = engine.config
+    options = {"pad_token_id": pad_token_id, "max_rows": max_rows, "compute_dtype": config.compute_dtype}
+    if engine.whole:
+        return HFRollout(engine.module, **options)
+    module = load_module(dataclasses.replace(config, model_dtype=config.compute_dtype, random_init=True))
+    module.requires_grad_(False)
+    return HFRollout(module, replica=True, **options)
 
 
 def micro_batching(rows: int | None, dynamic: bool, tokens: int) -> MicroBatching:

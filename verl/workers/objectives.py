@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from verl.algorithms.binding import bind_arguments
-from verl.algorithms.kl import kl_penalty
+from verl.algorithms.kl import kl_loss
 from verl.algorithms.losses import sft_nll, value_loss
-from verl.algorithms.masked import LossAggregation, agg_loss, mean_parts
+from verl.algorithms.masked import LossAggregation, agg_loss, zero_padding
 from verl.algorithms.policy_losses import get_policy_loss_fn
 from verl.engines.base import Objective, Tensors, TrainEngine
 
@@ -53,15 +53,15 @@ def policy_objective(loss_mode: str, settings: Mapping[str, Any], agg: LossAggre
         total, metrics = policy_loss(**bind_arguments(policy_loss, columns, settings))
         shares = {"actor/pg_loss": total}
         if entropy_coeff:
-            bonus = agg_loss(outputs["entropys"], mask, agg)
+            (entropys,) = zero_padding(mask, outputs["entropys"])
+            bonus = agg_loss(entropys, mask, agg)
             total = total - entropy_coeff * bonus
             shares["actor/entropy_loss"] = bonus
         if settings["use_kl_loss"]:
-            kl = kl_penalty(outputs["log_probs"], rows["ref_log_prob"], settings["kl_loss_type"])
-            kl_loss = agg_loss(kl, mask, agg)
-            total = total + settings["kl_loss_coef"] * kl_loss
-            shares["actor/kl_loss"] = kl_loss
-            metrics = {**metrics, "actor/kl": mean_parts(kl, mask)}
+            kind = settings["kl_loss_type"]
+            penalty, kl_metrics = kl_loss(outputs["log_probs"], rows["ref_log_prob"], mask, agg, kl_loss_type=kind)
+            total = total + settings["kl_loss_coef"] * penalty
+            metrics = {**metrics, **kl_metrics}
         return total, {**metrics, **{name: _share(value, mask, agg) for name, value in shares.items()}}
 
     return Objective(loss, needs)

@@ -1,0 +1,89 @@
+"""GSM8K (Cobbe et al. 2021, arXiv 2110.14168) as parquet files for training: from a local folder, or from the hub.
+
+python examples/data_preprocess/gsm8k.py --local_dir ~/gsm8k --save_dir ~/data/gsm8k      # train.jsonl, test.jsonl
+python examples/data_preprocess/gsm8k.py --hub openai/gsm8k --save_dir ~/data/gsm8k       # needs `datasets`
+
+Writes train.parquet and test.parquet with the columns data_source, prompt, ability, reward_model, extra_info.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from verl.data.files import read_rows
+
+DATA_SOURCE = "openai/gsm8k"
+INSTRUCTION = 'Reason step by step. End with a line of "####" followed by the final number alone.'
+SPLITS = ("train", "test")
+
+
+def final_answer(solution: str) -> str:
+    """The number after the last "####" of a worked solution, without thousands commas. Raises ValueError if none."""
+    _, mark, number = solution.rpartition("####")
+    number = number.strip().replace(",", "")
+    if not mark or not number:
+        raise ValueError(f"expected a solution that ends with '#### <number>', found {solution[-60:]!r}")
+    return number
+
+
+def convert(question: str, solution: str, split: str, index: int) -> dict[str, Any]:
+    """One question of the data set -> one row for training."""
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": f"{question}\n{INSTRUCTION}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": final_answer(solution)},
+        "extra_info": {"split": split, "index": index, "question": question, "answer": solution},
+    }
+
+
+def local_rows(folder: Path, split: str) -> list[dict[str, Any]]:
+    """The rows of folder/<split>.jsonl, converted. Raises ValueError with the line of a row that does not fit."""
+    rows = read_rows(folder / f"{split}.jsonl")
+    converted = []
+    for index, row in enumerate(rows):
+        missing = [key for key in ("question", "answer") if not isinstance(row.get(key), str)]
+        if missing:
+            raise ValueError(f"{rows.where(index)}: expected text under 'question' and 'answer', missing: {missing}")
+        try:
+            converted.append(convert(row["question"], row["answer"], split, index))
+        except ValueError as error:
+            raise ValueError(f"{rows.where(index)}: {error}") from error
+    return converted
+
+
+def hub_rows(name: str, split: str) -> list[dict[str, Any]]:
+    """The rows of a split on the HuggingFace hub, converted."""
+    import datasets
+
+    rows = datasets.load_dataset(name, "main", split=split)
+    return [convert(row["question"], row["answer"], split, index) for index, row in enumerate(rows)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--local_dir", type=Path, help="folder with train.jsonl and test.jsonl")
+    where.add_argument("--hub", default=DATA_SOURCE, help="name on the HuggingFace hub")
+    parser.add_argument("--save_dir", type=Path, required=True, help="folder to write")
+    args = parser.parse_args(arguments)
+    args.save_dir.mkdir(parents=True, exist_ok=True)
+    for split in SPLITS:
+        try:
+            rows = local_rows(args.local_dir.expanduser(), split) if args.local_dir else hub_rows(args.hub, split)
+        except ValueError as error:
+            sys.exit(f"gsm8k: {error}")
+        except ModuleNotFoundError as error:
+            sys.exit(f"gsm8k: the hub needs {error.name}: pip install {error.name}, or give --local_dir")
+        path = args.save_dir / f"{split}.parquet"
+        pq.write_table(pa.Table.from_pylist(rows), path)
+        print(f"{path}: {len(rows):,} rows")
+
+
+if __name__ == "__main__":
+    main()

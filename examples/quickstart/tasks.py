@@ -1,0 +1,217 @@
+"""Small tasks that a model of 100k parameters learns in minutes on a CPU, with their generators and scorers.
+
+    reverse     abc=            cba         benchmark LB-1
+    sort        cab=            abc         the same strings, harder
+    countdown   3,1,2:7=        1+2*3       benchmark LB-2: an expression of all three numbers that gives the target
+    digits      2,4:3=          6,8,0       go on counting in equal steps, last digits only
+
+python examples/quickstart/tasks.py reverse --out DIR --rows 4096
+
+writes DIR/train.parquet and DIR/test.parquet (prompts for RL) and DIR/sft.parquet (prompt and response).
+A reward function for all of them is `compute_score` below: custom_reward_function.path=examples/quickstart/tasks.py
+"""
+
+import argparse
+import ast
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+LETTERS = "abcdefghij"
+TEST_ROWS = 500
+TEST_SEED = 0
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt, one right answer, and what the scorer needs to judge any answer."""
+
+    prompt: str
+    answer: str
+    ground_truth: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """draw: one example from a random stream. score: (answer, ground truth) -> reward from 0 to 1."""
+
+    draw: Callable[[Random], Example]
+    score: Callable[[str, str], float]
+
+
+def _letters(random: Random) -> str:
+    length = random.randint(3, 6)
+    return "".join(random.choice(LETTERS) for _ in range(length))
+
+
+def draw_reverse(random: Random) -> Example:
+    text = _letters(random)
+    return Example(f"{text}=", text[::-1], text[::-1])
+
+
+def draw_sort(random: Random) -> Example:
+    text = _letters(random)
+    answer = "".join(sorted(text))
+    return Example(f"{text}=", answer, answer)
+
+
+def score_exact(answer: str, ground_truth: str) -> float:
+    return float(answer == ground_truth)
+
+
+def draw_countdown(random: Random) -> Example:
+    """Three numbers 1-9, a shuffled order of them and two of + - *; drawn again until the value is 1-99."""
+    while True:
+        numbers = [random.randint(1, 9) for _ in range(3)]
+        order = random.sample(numbers, 3)
+        operators = [random.choice("+-*") for _ in range(2)]
+        expression = f"{order[0]}{operators[0]}{order[1]}{operators[1]}{order[2]}"
+        target = _evaluate(ast.parse(expression, mode="eval").body, [])
+        if 1 <= target <= 99:
+            question = f"{','.join(map(str, numbers))}:{target}"
+            return Example(f"{question}=", expression, question)
+
+
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+}
+
+
+def _evaluate(node: ast.expr, used: list[int]) -> int:
+    """The value of an expression of whole numbers with + - *; its numbers are added to `used`.
+
+    Raises ValueError for anything else: nothing that a model writes is ever run.
+    """
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        used.append(node.value)
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_evaluate(node.left, used), _evaluate(node.right, used))
+    raise ValueError(f"not a sum, difference or product of whole numbers: {ast.dump(node)}")
+
+
+def score_countdown(answer: str, ground_truth: str) -> float:
+    """1 when the answer is an expression that uses each number of "a,b,c:target" once and gives the target, else 0."""
+    numbers, target = ground_truth.split(":")
+    used: list[int] = []
+    try:
+        value = _evaluate(ast.parse(answer, mode="eval").body, used)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: brackets nested too deep
+        return 0.0
+    return float(sorted(used) == sorted(map(int, numbers.split(","))) and value == int(target))
+
+
+def draw_digits(random: Random) -> Example:
+    """Two digits and a count from 1 to 5: go on in the same steps, keeping the last digit of each number."""
+    first, second, count = random.randint(0, 9), random.randint(0, 9), random.randint(1, 5)
+    step = second - first
+    answer = ",".join(str((second + step * k) % 10) for k in range(1, count + 1))
+    return Example(f"{first},{second}:{count}=", answer, answer)
+
+
+def score_digits(answer: str, ground_truth: str) -> float:
+    """The share of the right digits before the first wrong one; a longer answer than asked for loses as many."""
+    expected, found = ground_truth.split(","), answer.split(",")
+    right = next((k for k, (e, f) in enumerate(zip(expected, found)) if e != f), min(len(expected), len(found)))
+    surplus = max(len(found) - len(expected), 0)
+    return max(right - surplus, 0) / len(expected)
+
+
+TASKS = {
+    "reverse": Task(draw_reverse, score_exact),
+    "sort": Task(draw_sort, score_exact),
+    "countdown": Task(draw_countdown, score_countdown),
+    "digits": Task(draw_digits, score_digits),
+}
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
+    """Reward of one answer, 0 to 1, in the form that reward managers call. `data_source` is the name of the task."""
+    return TASKS[data_source].score(solution_str, ground_truth)
+
+
+def held_out_examples(name: str) -> list[Example]:
+    """The 500 examples that every run is tested on: the stream of seed 0."""
+    random = Random(TEST_SEED)
+    return [TASKS[name].draw(random) for _ in range(TEST_ROWS)]
+
+
+def train_stream(name: str, seed: int) -> Iterator[Example]:
+    """Training examples for ever; one that is asked in the test is left out."""
+    if seed == TEST_SEED:
+        raise ValueError(f"seed {TEST_SEED} is the seed of the test examples; give another one for training")
+    tested = {example.prompt for example in held_out_examples(name)}
+    random = Random(seed)
+    while True:
+        example = TASKS[name].draw(random)
+        if example.prompt not in tested:
+            yield example
+
+
+def train_examples(name: str, count: int, seed: int) -> list[Example]:
+    """The first `count` training examples of a seed."""
+    stream = train_stream(name, seed)
+    return [next(stream) for _ in range(count)]
+
+
+def as_rl_rows(name: str, examples: list[Example]) -> list[dict[str, Any]]:
+    """Rows for `RLHFDataset`."""
+    return [
+        {
+            "data_source": name,
+            "prompt": example.prompt,
+            "ability": "toy",
+            "reward_model": {"style": "rule", "ground_truth": example.ground_truth},
+            "extra_info": {"index": i},
+        }
+        for i, example in enumerate(examples)
+    ]
+
+
+def as_sft_rows(examples: list[Example]) -> list[dict[str, str]]:
+    """Rows for `SFTDataset`."""
+    return [{"prompt": example.prompt, "response": example.answer} for example in examples]
+
+
+def write_task(name: str, out_dir: str | Path, rows: int, *, sft_rows: int = 0, seed: int = 1) -> Path:
+    """Write train.parquet (`rows` prompts), test.parquet (500) and, if asked for, sft.parquet. Returns the folder.
+
+    The SFT rows are the stream's next ones after the training rows. Raises ValueError for a task that does not exist.
+    """
+    if name not in TASKS:
+        raise ValueError(f"no task is called {name!r}: known: {', '.join(TASKS)}")
+    out_dir = Path(out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    drawn = train_examples(name, rows + sft_rows, seed)
+    pq.write_table(pa.Table.from_pylist(as_rl_rows(name, drawn[:rows])), out_dir / "train.parquet")
+    pq.write_table(pa.Table.from_pylist(as_rl_rows(name, held_out_examples(name))), out_dir / "test.parquet")
+    if sft_rows:
+        pq.write_table(pa.Table.from_pylist(as_sft_rows(drawn[rows:])), out_dir / "sft.parquet")
+    return out_dir
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("--out", type=Path, required=True, help="the folder to write")
+    parser.add_argument("--rows", type=int, default=4096, help="prompts for RL")
+    parser.add_argument("--sft-rows", type=int, default=12800, help="examples with answers")
+    parser.add_argument("--seed", type=int, default=1, help=f"of the training rows; {TEST_SEED} is the test's")
+    args = parser.parse_args()
+    try:
+        out = write_task(args.task, args.out, args.rows, sft_rows=args.sft_rows, seed=args.seed)
+    except (ValueError, OSError) as error:
+        sys.exit(f"tasks: {error}")
+    print(f"wrote {args.rows:,} prompts, {TEST_ROWS} test prompts and {args.sft_rows:,} examples to {out}")
+
+
+if __name__ == "__main__":
+    main()

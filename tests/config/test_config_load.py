@@ -1,0 +1,208 @@
+"""YAML, overrides, interpolation, types, and what follows what."""
+
+import subprocess
+import sys
+
+import pytest
+from pydantic import ValidationError
+
+from verl.config import Config, ConfigError, Problem, load_config, to_flat_dict
+from verl.config.node import followers, leaves
+
+
+def load(*overrides, **kwargs):
+    return load_config(overrides=overrides, **kwargs)
+
+
+@pytest.mark.parametrize("prefix", ["", "--", "+", "++", "--+"])
+def test_leading_signs_of_an_override(prefix):
+    assert load(f"{prefix}data.train_batch_size=64").data.train_batch_size == 64
+
+
+@pytest.mark.parametrize(
+    "written",
+    ['["a.parquet","b.parquet"]', "[a.parquet,b.parquet]", "['a.parquet', 'b.parquet']"],
+)
+def test_lists_from_the_shell(written):
+    assert load(f"data.train_files={written}").data.train_files == ["a.parquet", "b.parquet"]
+
+
+def test_one_text_is_a_list_of_one():
+    config = load("data.train_files=a.parquet", "trainer.logger=console", "imports=my.pkg")
+    assert (config.data.train_files, config.trainer.logger, config.imports) == (["a.parquet"], ["console"], ["my.pkg"])
+
+
+def test_typing_of_overrides():
+    config = load(
+        "actor_rollout_ref.actor.optim.lr=1e-6",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "trainer.total_training_steps=null",
+        "data.max_prompt_length=1e3",
+        "critic.optim.betas=[0.8,0.9]",
+        "actor_rollout_ref.model.override_config={attn: {dropout: 0.1}}",
+        "+actor_rollout_ref.model.override_config.num_layers=2",
+    )
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-6
+    assert config.actor_rollout_ref.actor.use_kl_loss is True
+    assert config.trainer.total_training_steps is None
+    assert config.data.max_prompt_length == 1000
+    assert config.critic.optim.betas == (0.8, 0.9)
+    assert config.actor_rollout_ref.model.override_config == {"attn": {"dropout": 0.1}, "num_layers": 2}
+
+
+@pytest.mark.parametrize("text", ["012", "12:30", "yes", "1_000", "0x10", "2024-01-01", "1e3"])
+def test_text_stays_as_written(text, tmp_path):
+    """YAML 1.1 reads 012 as 10, 12:30 as 750 and yes as true; a name is none of them."""
+    assert load(f"trainer.experiment_name={text}").trainer.experiment_name == text
+    file = tmp_path / "c.yaml"
+    file.write_text(f"trainer:\n  experiment_name: {text}\n")
+    assert load_config(file).trainer.experiment_name == text
+
+
+def test_the_last_of_two_equal_overrides_counts():
+    assert load("data.seed=1", "data.seed=2").data.seed == 2
+
+
+def test_order_defaults_base_file_overrides(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("trainer: {total_epochs: 2, save_freq: 2}")
+    base = {"trainer": {"total_epochs": 1, "save_freq": 1, "test_freq": 1}, "data.max_prompt_length": 7}
+    config = load_config(file, ["trainer.total_epochs=3"], base=base)
+    trainer = config.trainer
+    assert (trainer.total_epochs, trainer.save_freq, trainer.test_freq, trainer.nnodes) == (3, 2, 1, 1)
+    assert config.data.max_prompt_length == 7
+
+
+def test_interpolation(tmp_path, monkeypatch):
+    monkeypatch.setenv("STEPS", "12")
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        """
+data: {max_prompt_length: 100, max_response_length: "${data.max_prompt_length}"}
+trainer:
+  total_training_steps: ${oc.env:STEPS}
+  experiment_name: run-${data.train_batch_size}-${oc.select:trainer.nothing,none}
+actor_rollout: {model_name_or_path: "/m/${trainer.experiment_name}"}
+critic: {model_name_or_path: "${actor_rollout.model_name_or_path}-critic"}
+reward:
+  reward_kwargs: {limit: "${actor_rollout_ref.rollout.response_length}", path: "${actor_rollout_ref.model.path}"}
+"""
+    )
+    config = load_config(file, ["data.train_batch_size=8", "data.max_prompt_length=50"])
+    assert config.data.max_response_length == 50  # the override reaches what refers to it
+    assert config.trainer.total_training_steps == 12
+    assert config.trainer.experiment_name == "run-8-none"
+    assert config.actor_rollout_ref.model.path == "/m/run-8-none"
+    assert config.critic.model.path == "/m/run-8-none-critic"  # under its second name
+    assert config.reward.reward_kwargs == {"limit": 50, "path": "/m/run-8-none"}  # a default, and under its first name
+
+
+def test_empty_sections_and_files(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("data:\nactor_rollout_ref:\n  rollout:\nactor_rollout:\n")
+    assert load_config(file) == load_config() == Config()
+    file.write_text("# nothing\n")
+    assert load_config(file) == Config()
+
+
+def test_the_key_n_with_and_without_quotes(tmp_path):
+    for key in ("n", "'n'", '"n"'):
+        file = tmp_path / "c.yaml"
+        file.write_text(f"actor_rollout_ref: {{rollout: {{{key}: 5}}}}")
+        assert load_config(file).actor_rollout_ref.rollout.n == 5
+
+
+def test_a_free_mapping_can_be_emptied(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("actor_rollout_ref: {model: {override_config: {a: 1, b: {c: 2}}}}")
+    key = "actor_rollout_ref.model.override_config"
+    for overrides, expected in {
+        (f"{key}.b.c=3",): {"a": 1, "b": {"c": 3}},
+        (f"{key}={{}}",): {},
+        (f"{key}={{}}", f"{key}.d=4"): {"d": 4},
+    }.items():
+        assert load_config(file, overrides).actor_rollout_ref.model.override_config == expected
+    given = load("critic.optim.override_optimizer_config=null", "critic.optim.override_optimizer_config.eps=1e-9")
+    assert given.critic.optim.override_optimizer_config == {"eps": 1e-9}
+
+
+def test_the_home_directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load(
+        "data.train_files=~/a.parquet", "actor_rollout_ref.model.path=~/m", "reward.custom_reward_function.path=~/r.py"
+    )
+    assert config.data.train_files == [f"{tmp_path}/a.parquet"]
+    assert config.actor_rollout_ref.model.path == config.critic.model.path == f"{tmp_path}/m"
+    assert config.reward.custom_reward_function.path == f"{tmp_path}/r.py"
+
+
+def test_followers():
+    config = load(
+        "trainer.seed=7", "actor_rollout_ref.actor.clip_ratio=0.1", "actor_rollout_ref.actor.clip_ratio_high=0.3"
+    )
+    actor = config.actor_rollout_ref.actor
+    assert (actor.clip_ratio_low, actor.clip_ratio_high) == (0.1, 0.3)
+    assert config.data.seed == config.actor_rollout_ref.rollout.seed == actor.data_loader_seed == 7
+    assert config.critic.data_loader_seed == 7
+
+
+def test_null_lets_a_follower_follow():
+    config = load(
+        "actor_rollout_ref.actor.clip_ratio=0.1", "actor_rollout_ref.actor.clip_ratio_low=null", "data.seed=null"
+    )
+    assert config.actor_rollout_ref.actor.clip_ratio_low == 0.1
+    assert config.data.seed == config.trainer.seed == 42
+
+
+def test_followers_follow_in_a_tree_that_is_built_by_hand():
+    config = Config(trainer={"seed": 3}, data={"max_response_length": 9})
+    assert (config.data.seed, config.actor_rollout_ref.rollout.response_length) == (3, 9)
+
+
+def test_every_follower_has_the_default_of_what_it_follows():
+    """So a part of the tree that is built alone has the defaults of the whole."""
+    values = to_flat_dict(Config())
+    for key in followers(Config):
+        assert values[key] == leaves(Config)[key].default, key
+
+
+def test_a_small_batch_is_one_mini_batch():
+    config = load("data.train_batch_size=48")
+    assert config.actor_rollout_ref.actor.ppo_mini_batch_size == config.critic.ppo_mini_batch_size == 48
+    from_text = load_config(base={"data": {"train_batch_size": "48"}})  # as an environment variable gives it
+    assert from_text.critic.ppo_mini_batch_size == 48
+    explicit = load("data.train_batch_size=48", "actor_rollout_ref.actor.ppo_mini_batch_size=16")
+    assert explicit.critic.ppo_mini_batch_size == 16
+
+
+def test_nothing_changes_after_loading():
+    with pytest.raises(ValidationError, match="frozen"):
+        Config().data.seed = 1
+
+
+def test_every_key_has_a_meaning_and_a_type_in_words():
+    for key, leaf in leaves(Config).items():
+        assert len(leaf.meaning) > 5, key
+        assert leaf.expected(), key
+
+
+def test_extra_checks_are_reported_with_the_others():
+    def never(config):
+        yield Problem("data.seed", f"{config.data.seed} is unlucky")
+
+    with pytest.raises(ConfigError) as error:
+        load("data.seed=13", "actor_rollout_ref.rollout.temperature=0", extra_checks=[never])
+    assert "data.seed (override 'data.seed=13'): 13 is unlucky" in str(error.value)
+    assert len(error.value.problems) == 2
+
+
+def test_loading_is_fast_and_needs_no_torch():
+    code = (
+        "import sys; from verl.config import load_config; load_config(overrides=['data.seed=1']);"
+        "import time; print('torch' in sys.modules, time.process_time())"
+    )
+    torch, seconds = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert torch == "False"
+    assert float(seconds) < 1.5  # 0.3 on an idle core

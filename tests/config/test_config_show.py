@@ -1,0 +1,113 @@
+"""Writing a configuration so that it loads again, the reference table, the other trees, and the example files."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from verl.config import Config, dump_config, load_config, reference_table, to_flat_dict
+from verl.config.node import leaves
+from verl.config.tree_offline import EvalConfig, GenerationConfig
+from verl.config.tree_sft import SFTConfig
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
+
+CHANGES = [
+    "data.train_batch_size=64",
+    "data.train_files=[a.parquet,b.jsonl]",
+    "actor_rollout_ref.rollout.n=5",
+    "actor_rollout_ref.actor.clip_ratio=0.1",
+    "actor_rollout_ref.actor.clip_ratio_high=0.3",
+    "critic.ppo_epochs=2",
+    "critic.optim.betas=[0.8,0.9]",
+    "trainer.experiment_name=012",
+    "trainer.logger=[console,jsonl]",
+    "reward.reward_kwargs.overlong_buffer.len=3",
+]
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_written_configuration_loads_to_the_same(everything, tmp_path):
+    config = load_config(overrides=CHANGES)
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(config, everything=everything))
+    assert load_config(file) == config
+
+
+def test_only_the_differences_are_written():
+    assert yaml.safe_load(dump_config(load_config(overrides=CHANGES))) == {
+        "data": {"train_batch_size": 64, "train_files": ["a.parquet", "b.jsonl"]},
+        "actor_rollout_ref": {
+            "actor": {"ppo_mini_batch_size": 64, "clip_ratio": 0.1, "clip_ratio_high": 0.3},
+            "rollout": {"n": 5},
+        },
+        "critic": {"ppo_epochs": 2, "optim": {"betas": [0.8, 0.9]}},
+        "reward": {"reward_kwargs": {"overlong_buffer": {"len": 3}}},
+        "trainer": {"experiment_name": "012", "logger": ["console", "jsonl"]},
+    }
+    assert dump_config(Config()) == "{}\n"
+
+
+def test_the_key_n_is_written_without_quotes():
+    assert "    n: 5\n" in dump_config(load_config(overrides=CHANGES))
+
+
+def test_flat_keys():
+    flat = to_flat_dict(load_config(overrides=CHANGES))
+    assert list(flat) == list(leaves(Config))
+    assert flat["critic.optim.betas"] == [0.8, 0.9]
+    assert flat["reward.reward_kwargs"] == {"overlong_buffer": {"len": 3}}
+
+
+def test_the_reference_table_has_a_row_for_every_key():
+    lines = reference_table().splitlines()
+    assert len(lines) == 2 + len(leaves(Config))
+    assert "| `critic.optim.lr` | a number >= 0 | `1.0e-05` | peak learning rate |" in lines
+    assert all(line.count("|") == 5 for line in lines)
+    assert any("| `${trainer.seed}` |" in line for line in lines)
+
+
+def test_fine_tuning():
+    words = (
+        "data.train_files=a.parquet data.messages_key=messages data.pad_mode=no_padding optim.lr=1e-4 "
+        "model.partial_pretrain=/m model.fsdp_config.model_dtype=bf16 engine.strategy=fsdp2 trainer.total_epochs=2 "
+        "optim.warmup_style=cosine trainer.profile_interval=[-1,-1]"
+    )
+    config = load_config(overrides=words.split(), tree=SFTConfig)
+    assert (config.optim.lr, config.optim.lr_scheduler_type) == (1e-4, "cosine")
+    assert (config.model.path, config.engine.model_dtype, config.engine.strategy) == ("/m", "bf16", "fsdp2")
+    assert (config.data.train_batch_size, config.data.use_dynamic_bsz, config.data.seed) == (256, True, 1)
+    assert config.trainer.default_local_dir == "checkpoints/gsm8k-sft/test"
+
+
+def test_generation_as_on_the_command_line():
+    words = (
+        "data.path=q.parquet data.prompt_key=prompt data.n_samples=8 data.batch_size=1024 data.output_path=out.parquet "
+        "model.path=/m rollout.temperature=0.6 rollout.top_p=0.95 trainer.nnodes=1 trainer.n_gpus_per_node=2"
+    )
+    config = load_config(overrides=words.split(), tree=GenerationConfig)
+    assert (config.data.n_samples, config.rollout.top_p, config.trainer.n_gpus_per_node) == (8, 0.95, 2)
+    assert config.rollout.seed == config.trainer.seed
+
+
+def test_evaluation_as_on_the_command_line():
+    words = (
+        "data.path=out.parquet data.prompt_key=prompt data.response_key=responses "
+        "custom_reward_function.path=./recipe/r1/reward_score.py custom_reward_function.name=reward_func"
+    )
+    config = load_config(overrides=words.split(), tree=EvalConfig)
+    assert config.data.path == ["out.parquet"]
+    assert config.custom_reward_function.name == "reward_func"
+
+
+def test_example_files(monkeypatch):
+    monkeypatch.setenv("MODEL", "/models/m")
+    presets = {"ppo": {"algorithm.adv_estimator": "gae"}}
+    local = load_config(EXAMPLES / "local_ppo.yaml")
+    assert (local.actor_rollout_ref.model.path, local.trainer.save_freq) == ("./models/policy", 50)
+    cli = load_config(EXAMPLES / "cli_ppo.yaml", presets=presets)
+    assert (cli.reward.reward_function, cli.data.train_batch_size) == ("accuracy_reward", 16)
+    grpo = load_config(EXAMPLES / "grpo_gsm8k.yaml")
+    assert grpo.actor_rollout_ref.model.path == "/models/m"
+    assert grpo.trainer.experiment_name == "64x8"
+    assert {file.name for file in EXAMPLES.iterdir()} == {"local_ppo.yaml", "cli_ppo.yaml", "grpo_gsm8k.yaml"}

@@ -1,0 +1,230 @@
+"""Keys of verl's scripts: those used most, every key of its default tree, and those that are not supported here."""
+
+from pathlib import Path
+
+import pytest
+
+from verl.config import ConfigError, check_available, load_config, to_flat_dict
+from verl.config.dialects import RL, renamed
+from verl.config.known_keys import KNOWN, known_key
+from verl.config.node import leaves
+from verl.config.tree import Config
+
+LINES = Path(__file__).with_name("upstream_keys.txt").read_text().splitlines()
+UPSTREAM = dict(line.split(" = ", 1) for line in LINES if not line.startswith("#"))
+
+MOST_USED = """
+data.train_files=$HOME/data/gsm8k/train.parquet
+data.val_files=$HOME/data/gsm8k/test.parquet
+data.train_batch_size=256
+data.max_prompt_length=512
+data.max_response_length=1024
+data.filter_overlong_prompts=True
+data.truncation='error'
+data.prompt_key=prompt
+data.image_key=images
+data.shuffle=True
+data.seed=1
+data.custom_cls.path=d.py
+data.custom_cls.name=MyData
+actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct
+actor_rollout_ref.model.use_remove_padding=True
+actor_rollout_ref.model.enable_gradient_checkpointing=True
+actor_rollout_ref.model.lora_rank=0
+actor_rollout_ref.model.lora_alpha=16
+actor_rollout_ref.model.target_modules=all-linear
+actor_rollout_ref.model.trust_remote_code=False
+actor_rollout_ref.actor.optim.lr=1e-6
+actor_rollout_ref.actor.ppo_mini_batch_size=64
+actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4
+actor_rollout_ref.actor.use_dynamic_bsz=True
+actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24000
+actor_rollout_ref.actor.ppo_epochs=1
+actor_rollout_ref.actor.clip_ratio=0.2
+actor_rollout_ref.actor.clip_ratio_low=0.2
+actor_rollout_ref.actor.clip_ratio_high=0.28
+actor_rollout_ref.actor.clip_ratio_c=10.0
+actor_rollout_ref.actor.entropy_coeff=0
+actor_rollout_ref.actor.use_kl_loss=True
+actor_rollout_ref.actor.kl_loss_coef=0.001
+actor_rollout_ref.actor.kl_loss_type=low_var_kl
+actor_rollout_ref.actor.loss_agg_mode=token-mean
+actor_rollout_ref.actor.policy_loss.loss_mode=vanilla
+actor_rollout_ref.actor.strategy=fsdp2
+actor_rollout_ref.actor.fsdp_config.param_offload=False
+actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
+actor_rollout_ref.actor.checkpoint.save_contents=['model','optimizer','extra','hf_model']
+actor_rollout_ref.rollout.name=hf
+actor_rollout_ref.rollout.n=8
+actor_rollout_ref.rollout.temperature=1.0
+actor_rollout_ref.rollout.top_p=1.0
+actor_rollout_ref.rollout.top_k=-1
+actor_rollout_ref.rollout.tensor_model_parallel_size=1
+actor_rollout_ref.rollout.gpu_memory_utilization=0.4
+actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8
+actor_rollout_ref.rollout.val_kwargs.do_sample=True
+actor_rollout_ref.rollout.val_kwargs.temperature=0.6
+actor_rollout_ref.rollout.val_kwargs.top_p=0.95
+actor_rollout_ref.rollout.val_kwargs.top_k=-1
+actor_rollout_ref.rollout.val_kwargs.n=4
+actor_rollout_ref.rollout.multi_turn.enable=False
+actor_rollout_ref.rollout.multi_turn.format=hermes
+actor_rollout_ref.rollout.agent.num_workers=8
+actor_rollout_ref.rollout.calculate_log_probs=True
+actor_rollout_ref.rollout.mode=async
+actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8
+actor_rollout_ref.ref.fsdp_config.param_offload=False
+critic.optim.lr=1e-5
+critic.model.path=Qwen/Qwen2.5-0.5B-Instruct
+critic.model.use_remove_padding=True
+critic.model.enable_gradient_checkpointing=True
+critic.model.fsdp_config.param_offload=False
+critic.ppo_micro_batch_size_per_gpu=4
+critic.cliprange_value=0.5
+algorithm.adv_estimator=grpo
+algorithm.gamma=1.0
+algorithm.lam=0.95
+algorithm.use_kl_in_reward=False
+algorithm.kl_penalty=kl
+algorithm.kl_ctrl.type=fixed
+algorithm.kl_ctrl.kl_coef=0.001
+algorithm.kl_ctrl.horizon=10000
+algorithm.kl_ctrl.target_kl=0.1
+algorithm.norm_adv_by_std_in_grpo=True
+algorithm.filter_groups.enable=False
+algorithm.filter_groups.metric=acc
+algorithm.filter_groups.max_num_gen_batches=10
+algorithm.rollout_correction.rollout_is=null
+algorithm.rollout_correction.rollout_is_threshold=2.0
+trainer.logger=['console','wandb']
+trainer.project_name=verl_grpo_example_gsm8k
+trainer.experiment_name=qwen2_7b
+trainer.nnodes=1
+trainer.n_gpus_per_node=1
+trainer.save_freq=20
+trainer.test_freq=5
+trainer.total_epochs=15
+trainer.total_training_steps=100
+trainer.val_before_train=False
+trainer.val_only=False
+trainer.critic_warmup=0
+trainer.default_local_dir=checkpoints/x
+trainer.resume_mode=auto
+trainer.resume_from_path=null
+trainer.max_actor_ckpt_to_keep=2
+trainer.max_critic_ckpt_to_keep=2
+trainer.rollout_data_dir=rollouts
+trainer.validation_data_dir=validation
+trainer.log_val_generations=0
+reward.custom_reward_function.path=r.py
+reward.custom_reward_function.name=compute_score
+reward_model.reward_manager=naive
+"""
+
+
+def test_the_most_used_overrides_together():
+    overrides = MOST_USED.strip().splitlines()
+    assert len(overrides) > 100
+    config = load_config(overrides=overrides)
+    check_available(config)
+    assert config.actor_rollout_ref.rollout.val_kwargs.n == 4
+    assert config.actor_rollout_ref.actor.checkpoint.save_contents == ["model", "optimizer", "extra", "hf_model"]
+
+
+def test_every_upstream_key_is_in_the_tree_or_known():
+    tree, computed = leaves(Config), RL.computed
+    free = [key for key, leaf in tree.items() if leaf.is_mapping]
+    missing = []
+    for key in UPSTREAM:
+        meant = renamed(renamed(key, RL.short), RL.older)
+        below = any(meant.startswith(section + ".") for section in free)
+        if not (meant in tree or below or key in computed or known_key(meant, KNOWN)):
+            missing.append(key)
+    assert len(UPSTREAM) > 700
+    assert missing == []
+
+
+def test_every_upstream_default_is_accepted():
+    """All of verl's default configuration at once, interpolations included, and its one key without a default."""
+    config = load_config(overrides=[f"{key}={value}" for key, value in UPSTREAM.items()])
+    assert config.critic.optim.lr == 1e-5
+    assert config.actor_rollout_ref.rollout.name == "hf"
+
+
+OURS = {
+    "actor_rollout_ref.actor.clip_ratio",  # null: the published value of the chosen loss
+    "actor_rollout_ref.actor.clip_ratio_high",
+    "actor_rollout_ref.actor.clip_ratio_low",
+    "actor_rollout_ref.actor.policy_loss.ppo_kl_coef",
+    "actor_rollout_ref.actor.fsdp_config.dtype",
+    "actor_rollout_ref.actor.fsdp_config.model_dtype",
+    "actor_rollout_ref.model.path",
+    "actor_rollout_ref.ref.fsdp_config.dtype",
+    "actor_rollout_ref.ref.fsdp_config.model_dtype",
+    "actor_rollout_ref.rollout.dtype",
+    "actor_rollout_ref.rollout.max_num_seqs",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    "critic.fsdp.dtype",
+    "critic.fsdp.model_dtype",
+    "critic.model.path",
+    "data.train_files",
+    "data.val_files",
+    "reward.reward_manager.module.name",
+    "trainer.device",
+    "trainer.logger",
+    "trainer.n_gpus_per_node",
+}
+
+
+def test_defaults_are_verls_but_for_these():
+    ours = to_flat_dict(load_config())
+    theirs = to_flat_dict(load_config(overrides=[f"{key}={value}" for key, value in UPSTREAM.items()]))
+    same_meaning = {"ray_kwargs.ray_init"}
+    assert {key for key in ours if ours[key] != theirs[key]} - same_meaning == OURS
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("actor_rollout_ref.rollout.multi_turn.enable=true", "only verl's default false is accepted here"),
+        ("data.image_key=pictures", "only text is supported"),
+        ("actor_rollout_ref.model.mtp.enable=true", "multi-token prediction is not supported"),
+        ("actor_rollout_ref.model.lora.rank=8", "use lora_rank, lora_alpha and target_modules of the model section"),
+        ("trainer.default_hdfs_dir=hdfs://x", "use trainer.default_local_dir"),
+        ("trainer.v1.trainer_mode=separate_async", "use sync"),
+        ("actor_rollout_ref.actor.profiler.enable=true", "the log has the time of every operator"),
+        ("actor_rollout_ref.actor.optim.optimizer=SGD", "the optimizer is AdamW of torch"),
+        ("actor_rollout_ref.nccl_timeout=7200", "found 7200, but only verl's default 600 is accepted here"),
+        ("distillation.enabled=true", "distillation from a teacher is not supported"),
+        ("model_engine=megatron", "name the engine by actor_rollout_ref.actor.strategy"),
+        ("hydra.run.dir=x", "there is no Hydra here"),
+        ("data.mm_processor_kwargs.x=1", "only text is supported"),
+        ("actor_rollout_ref.rollout.mtp.enable=true", "leave it out"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(override, message):
+    with pytest.raises(ConfigError) as error:
+        load_config(overrides=[override])
+    (problem,) = error.value.problems
+    assert problem.key == override.split("=")[0]
+    assert message in problem.what
+    assert override in problem.where
+
+
+def test_values_that_change_nothing_are_accepted():
+    load_config(
+        overrides=[
+            "actor_rollout_ref.rollout.mode=sync",
+            "actor_rollout_ref.rollout.load_format=safetensors",
+            "actor_rollout_ref.actor.use_torch_compile=false",
+            "actor_rollout_ref.rollout.disable_log_stats=false",
+            "trainer.use_v1=false",
+            "actor_rollout_ref.actor.profiler.enable=false",
+        ]
+    )
+
+
+def test_true_is_not_one_and_zero_is_not_false():
+    known = known_key("actor_rollout_ref.rollout.multi_turn.enable", KNOWN)
+    assert known.accepts(False)
+    assert not known.accepts(0)

@@ -1,0 +1,67 @@
+"""Real tokenizers and real files for the tests of `verl.data`."""
+
+import copy
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from verl.registry import import_module
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """The module examples/quickstart/tiny_model.py."""
+    return import_module(str(ROOT / "examples" / "quickstart" / "tiny_model.py"))
+
+
+@pytest.fixture(scope="session")
+def tasks():
+    """The module examples/quickstart/tasks.py."""
+    return import_module(str(ROOT / "examples" / "quickstart" / "tasks.py"))
+
+
+@pytest.fixture
+def char_tokenizer(tiny):
+    """One token per character of 28, no chat template."""
+    return tiny.char_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def trained_bpe(tiny):
+    return tiny.bpe_tokenizer()
+
+
+@pytest.fixture
+def chat_tokenizer(trained_bpe):
+    """Byte-level BPE with a ChatML template; a copy, so that a test may change it."""
+    return copy.deepcopy(trained_bpe)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """write("a.jsonl", rows) -> the path of a file with these rows."""
+
+    def write(name: str, rows: list) -> str:
+        path = tmp_path / name
+        if name.endswith(".parquet"):
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        elif name.endswith(".json"):
+            path.write_text(json.dumps(rows))
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def gsm8k_folder():
+    folder = ROOT.parent / "shared" / "data" / "gsm8k"
+    if not folder.is_dir():
+        pytest.skip("no local copy of GSM8K")
+    return folder

@@ -1,0 +1,213 @@
+"""Files to rows, and the order of training: exact resume at every position."""
+
+import re
+
+import pyarrow.parquet as pq
+import pytest
+
+from verl.data.files import PromptSource, ResumableSampler, read_rows
+from verl.protocol import DataProto
+
+ROWS = [{"prompt": f"p{i}", "answer": str(i), "extra": {"k": i}} for i in range(5)]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.json"])
+def test_the_three_kinds_of_file_hold_the_same_rows(write, name):
+    rows = read_rows(write(name, ROWS))
+    assert len(rows) == 5
+    assert list(rows) == ROWS
+    assert [rows[i] for i in range(5)] == ROWS
+    assert rows.columns == ("prompt", "answer", "extra")
+    assert rows.file_type(0) == name.split(".")[1]
+
+
+def test_several_files_are_one_sequence_and_rows_keep_their_place(write):
+    rows = read_rows([write("a.parquet", ROWS[:2]), write("b.jsonl", ROWS[2:]), write("c.json", ROWS[:1])])
+    assert list(rows) == ROWS + ROWS[:1]
+    assert [rows[i]["answer"] for i in range(6)] == ["0", "1", "2", "3", "4", "0"]
+    assert rows.where(1).endswith("a.parquet, row 1 (the first is 0)")
+    assert rows.where(2).endswith("b.jsonl, line 1")
+    assert rows.where(5).endswith("c.json, row 0 (the first is 0)")
+    with pytest.raises(IndexError):
+        rows[6]
+
+
+def test_parquet_rows_beyond_one_chunk(write):
+    many = [{"n": i} for i in range(2500)]
+    rows = read_rows(write("many.parquet", many))
+    assert list(rows) == many
+    assert rows[2499] == {"n": 2499}
+
+
+def test_a_json_row_that_lacks_a_key_has_none_there(write):
+    assert read_rows(write("a.jsonl", [{"a": 1}, {"b": 2}]))[1] == {"a": None, "b": 2}
+
+
+def test_lines_are_counted_as_an_editor_counts_them(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "x\u2028y"}\n\n{"prompt": "z"}\n', encoding="utf-8")
+    rows = read_rows(path)
+    assert [r["prompt"] for r in rows] == ["x\u2028y", "z"]
+    assert rows.where(1).endswith("line 3")
+
+
+def test_files_of_different_columns_are_refused_by_name(write):
+    files = [write("a.parquet", [{"prompt": "x", "answer": "1"}]), write("b.parquet", [{"prompt": "x", "label": "1"}])]
+    with pytest.raises(ValueError, match=r"b\.parquet.*same columns as .*a\.parquet.*\['answer'\].*\['label'\]"):
+        read_rows(files)
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.jsonl", b'{"prompt": 1}\n{"prompt": \n', "line 2: expected one JSON object a line"),
+        ("a.jsonl", b"[1, 2", "expected a JSON list of objects"),
+        ("a.jsonl", b'{"prompt": 1}\n7\n', "line 2: expected a JSON object.*found int"),
+        ("a.json", b'[{"prompt": 1}, "x"]', r"row 1 \(the first is 0\): expected a JSON object.*found str"),
+        ("a.jsonl", b"", "holds no rows"),
+        ("a.jsonl", b"\xff\xfe{", "expected UTF-8"),
+        ("a.parquet", b"not parquet", "expected a parquet file, but it cannot be read"),
+        ("a.csv", b"x", r"ends with \.parquet, \.jsonl, \.json, found \.csv"),
+        ("a", b"x", "found no ending"),
+    ],
+)
+def test_unreadable_files_are_named_with_the_place(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        read_rows(path)
+    assert str(path) in str(error.value)
+
+
+def test_missing_files_and_folders_and_wrong_lists(tmp_path, write):
+    with pytest.raises(ValueError, match="no such file"):
+        read_rows(tmp_path / "none.parquet")
+    with pytest.raises(ValueError, match="found a folder"):
+        read_rows(str(tmp_path))
+    with pytest.raises(ValueError, match="an empty list"):
+        read_rows([])
+    with pytest.raises(ValueError, match="a path or a list of paths"):
+        read_rows([1])
+    empty = tmp_path / "empty.parquet"
+    pq.write_table(pq.read_table(write("full.parquet", ROWS)).slice(0, 0), empty)
+    with pytest.raises(ValueError, match=r"empty\.parquet: the file holds no rows"):
+        read_rows(empty)
+
+
+# ---- the order ------------------------------------------------------------------------------------------------------
+
+
+def batches(sampler, count):
+    return [sampler.next_batch() for _ in range(count)]
+
+
+def test_every_epoch_is_a_permutation_less_the_rows_left_out():
+    sampler = ResumableSampler(10, 3, seed=7)
+    assert sampler.steps_per_epoch == 3
+    drawn = batches(sampler, 9)
+    assert [epoch for epoch, _ in drawn] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    orders = [[row for e, rows in drawn if e == epoch for row in rows] for epoch in range(3)]
+    for order in orders:
+        assert len(set(order)) == 9 and set(order) <= set(range(10))
+    assert len({tuple(order) for order in orders}) == 3
+
+
+def test_the_order_depends_on_seed_and_epoch_alone():
+    assert batches(ResumableSampler(50, 7, seed=3), 20) == batches(ResumableSampler(50, 7, seed=3), 20)
+    assert batches(ResumableSampler(50, 7, seed=3), 5) != batches(ResumableSampler(50, 7, seed=4), 5)
+    fine, coarse = batches(ResumableSampler(12, 2, seed=1), 6), batches(ResumableSampler(12, 6, seed=1), 2)
+    assert [row for _, rows in fine for row in rows] == [row for _, rows in coarse for row in rows]
+
+
+def test_without_shuffle_rows_come_in_order():
+    assert batches(ResumableSampler(5, 2, shuffle=False), 4) == [(0, [0, 1]), (0, [2, 3]), (1, [0, 1]), (1, [2, 3])]
+
+
+@pytest.mark.parametrize("num_rows, batch_size", [(10, 3), (9, 3), (4, 4)])
+def test_resume_is_exact_at_every_position(num_rows, batch_size):
+    straight = batches(ResumableSampler(num_rows, batch_size, seed=5), 13)
+    for stop in range(13):
+        first = ResumableSampler(num_rows, batch_size, seed=5)
+        before = batches(first, stop)
+        second = ResumableSampler(num_rows, batch_size, seed=5)
+        second.load_state_dict(first.state_dict())
+        assert before + batches(second, 13 - stop) == straight
+
+
+def test_on_an_epoch_boundary_the_next_epoch_comes_next():
+    sampler = ResumableSampler(6, 3, seed=0)
+    batches(sampler, 2)
+    assert (sampler.epoch, sampler.step_in_epoch) == (1, 0)
+    resumed = ResumableSampler(6, 3, seed=0)
+    resumed.load_state_dict(sampler.state_dict())
+    assert resumed.next_batch()[0] == 1
+
+
+def test_loading_into_a_sampler_that_has_moved_on():
+    sampler = ResumableSampler(8, 2, seed=2)
+    state, expected = sampler.state_dict(), batches(sampler, 3)
+    batches(sampler, 2)
+    sampler.load_state_dict(state)
+    assert batches(sampler, 3) == expected
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_rows": 12}, "num_rows was 12 when the checkpoint was written and is now 10"),
+        ({"batch_size": 2}, "batch_size was 2 .* is now 3"),
+        ({"seed": 1}, "seed was 1 .* is now 0"),
+        ({"shuffle": False}, "shuffle was False .* is now True"),
+        ({"step_in_epoch": 3}, "not a position among 3 steps"),
+        ({"epoch": -1}, "not a position"),
+    ],
+)
+def test_a_position_of_another_order_is_refused(change, message):
+    sampler = ResumableSampler(10, 3)
+    with pytest.raises(ValueError, match=message):
+        sampler.load_state_dict({**sampler.state_dict(), **change})
+
+
+def test_a_position_of_another_form_is_refused():
+    with pytest.raises(ValueError, match="expected the keys"):
+        ResumableSampler(10, 3).load_state_dict({"epoch": 1})
+
+
+def test_describe_counts_steps_and_rows_left_out():
+    text = ResumableSampler(7473, 256).describe()
+    assert text == "7,473 rows: 29 steps of 256 an epoch, 49 rows left out each epoch"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((5, 6), "a batch of 6 prompts needs as many rows, but the data set has 5"),
+        ((5, 0), "at least 1, found 0"),
+    ],
+)
+def test_impossible_batches(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ResumableSampler(*arguments)
+    with pytest.raises(ValueError, match="seed"):
+        ResumableSampler(5, 1, seed=-1)
+
+
+def test_a_prompt_source_gives_batches_with_one_uid_per_row():
+    def collate(items):
+        return DataProto.from_dict(non_tensors={k: [item[k] for item in items] for k in items[0]})
+
+    source = PromptSource(ROWS, 2, seed=1, collate=collate)
+    drawn = [source() for _ in range(4)]
+    for step, batch in enumerate(drawn):
+        for uid, answer in zip(batch.non_tensor_batch["uid"], batch.non_tensor_batch["answer"]):
+            epoch, row = map(int, re.fullmatch(r"(\d+):(\d+)", uid).groups())
+            assert (epoch, ROWS[row]["answer"]) == (step // 2, answer)
+    assert len({uid for batch in drawn for uid in batch.non_tensor_batch["uid"]}) == 8
+    assert (source.epoch, source.step_in_epoch, source.steps_per_epoch) == (2, 0, 2)
+    again = PromptSource(ROWS, 2, seed=1, collate=collate)
+    again()
+    position = again.state_dict()
+    rest = PromptSource(ROWS, 2, seed=1, collate=collate)
+    rest.load_state_dict(position)
+    assert list(rest().non_tensor_batch["uid"]) == list(drawn[1].non_tensor_batch["uid"])
+    assert rest.describe() == "5 rows: 2 steps of 2 an epoch, 1 rows left out each epoch"

@@ -1,0 +1,114 @@
+"""The small tasks: generators against the definitions, scorers against answers judged by hand."""
+
+import itertools
+
+import pyarrow.parquet as pq
+import pytest
+
+from verl.data.rlhf_dataset import RLHFDataset
+from verl.data.sft_dataset import SFTDataset
+
+ALL = ["reverse", "sort", "countdown", "digits"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_right_answer_scores_one_and_another_less(tasks, name):
+    for example in tasks.train_examples(name, 300, seed=1):
+        assert tasks.compute_score(name, example.answer, example.ground_truth, {}) == 1.0
+        for wrong in ("", example.answer + "a", "a" + example.answer):
+            assert tasks.compute_score(name, wrong, example.ground_truth, {}) < 1.0
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_test_examples_are_500_of_seed_0_and_never_trained_on(tasks, name):
+    held_out = tasks.held_out_examples(name)
+    assert len(held_out) == 500 and held_out == tasks.held_out_examples(name)
+    prompts = {example.prompt for example in held_out}
+    trained = tasks.train_examples(name, 2000, seed=1)
+    assert prompts.isdisjoint(example.prompt for example in trained)
+    assert trained == tasks.train_examples(name, 2000, seed=1) != tasks.train_examples(name, 2000, seed=2)
+    with pytest.raises(ValueError, match="seed of the test examples"):
+        next(tasks.train_stream(name, 0))
+
+
+def test_the_letters_of_seed_0_are_fixed(tasks):
+    """Benchmarks compare figures over time, so the strings must stay what they are."""
+    assert [e.prompt for e in tasks.held_out_examples("reverse")[:3]] == ["gaeihg=", "hfjdi=", "ecbj="]
+    assert [e.answer for e in tasks.held_out_examples("reverse")[:3]] == ["ghieag", "idjfh", "jbce"]
+    assert [e.answer for e in tasks.held_out_examples("sort")[:3]] == ["aegghi", "dfhij", "bcej"]
+
+
+def test_letters_are_uniform_in_length_and_symbol(tasks):
+    words = [example.prompt[:-1] for example in itertools.islice(tasks.train_stream("reverse", 3), 20000)]
+    letters = "".join(words)
+    assert set(letters) == set("abcdefghij")
+    for symbol in "abcdefghij":
+        assert abs(letters.count(symbol) / len(letters) - 0.1) < 0.01
+    # length 3 has 1,000 strings, of which about 120 are test strings: a little rarer than one in four
+    for length in (3, 4, 5, 6):
+        assert abs(sum(len(word) == length for word in words) / len(words) - 0.25) < 0.04
+
+
+def test_countdown_examples_are_solvable_as_the_definition_says(tasks):
+    for example in tasks.train_examples("countdown", 500, seed=4):
+        numbers, target = example.prompt[:-1].split(":")
+        assert sorted(numbers.split(",")) == sorted(c for c in example.answer if c.isdigit())
+        assert 1 <= int(target) <= 99
+        assert eval(example.answer) == int(target)  # our own expression, here in the test
+        assert example.ground_truth == example.prompt[:-1]
+
+
+@pytest.mark.parametrize(
+    "answer, score",
+    [
+        ("1+2*3", 1.0),
+        ("3*2+1", 1.0),
+        ("(1)+(2*3)", 1.0),
+        ("1+2+3", 0.0),  # 6
+        ("7", 0.0),  # no numbers used
+        ("1*7", 0.0),
+        ("1+2*3+0", 0.0),
+        ("1+1+2+3", 0.0),
+        ("2*3", 0.0),
+        ("1+2*3=7", 0.0),
+        ("1+6", 0.0),
+        ("__import__('os').system('x')", 0.0),
+        ("2**3-1", 0.0),
+        ("True+2*3", 0.0),
+        ("-1+2*3", 0.0),
+        ("1+2*", 0.0),
+        ("(" * 5000, 0.0),
+        ("\x00", 0.0),
+        (" 1+2*3", 0.0),
+    ],
+)
+def test_countdown_answers_judged_by_hand(tasks, answer, score):
+    assert tasks.compute_score("countdown", answer, "1,2,3:7", {}) == score
+
+
+@pytest.mark.parametrize(
+    "answer, score", [("6,8,0", 1.0), ("6,8,1", 2 / 3), ("5,8,0", 0.0), ("6", 1 / 3), ("", 0.0), ("6,8,0,2", 2 / 3)]
+)
+def test_digit_answers_judged_by_hand(tasks, answer, score):
+    assert tasks.compute_score("digits", answer, "6,8,0", {}) == pytest.approx(score)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_files_load_with_the_char_tokenizer(tasks, name, tmp_path, char_tokenizer):
+    folder = tasks.write_task(name, tmp_path / name, 64, sft_rows=32, seed=1)
+    train = RLHFDataset(str(folder / "train.parquet"), char_tokenizer)
+    test = RLHFDataset(str(folder / "test.parquet"), char_tokenizer)
+    sft = SFTDataset(str(folder / "sft.parquet"), char_tokenizer)
+    assert (len(train), len(test), len(sft)) == (64, 500, 32)
+    item = train[0]
+    assert item["data_source"] == name and char_tokenizer.decode(item["prompt_ids"]) == item["raw_prompt"]
+    assert max(len(sft[i]["response_ids"]) for i in range(32)) <= (10 if name == "digits" else 8)
+
+
+def test_training_rows_and_examples_do_not_overlap_as_draws(tasks, tmp_path):
+    folder = tasks.write_task("reverse", tmp_path, 5, sft_rows=3, seed=9)
+    drawn = [e.prompt for e in tasks.train_examples("reverse", 8, seed=9)]
+    assert pq.read_table(folder / "train.parquet")["prompt"].to_pylist() == drawn[:5]
+    assert pq.read_table(folder / "sft.parquet")["prompt"].to_pylist() == drawn[5:]
+    with pytest.raises(ValueError, match="no task is called 'revers'"):
+        tasks.write_task("revers", tmp_path, 1)

@@ -1,0 +1,350 @@
+"""RLHFDataset: the forms of a prompt, what is refused at start-up, and items to batches."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from verl.config.tree_data import DataConfig
+from verl.data.files import PromptSource
+from verl.data.rlhf_dataset import RLHFDataset, check_dataset, collate_prompts, load_dataset_class
+from verl.data.settings import PromptSettings, read_settings
+
+
+def row(prompt="a=", truth="b", **more):
+    return {"data_source": "toy", "prompt": prompt, "reward_model": {"style": "rule", "ground_truth": truth}, **more}
+
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+
+
+# ---- what comes out -------------------------------------------------------------------------------------------------
+
+
+def test_the_form_that_articles_print(write, chat_tokenizer):
+    path = write("a.jsonl", [{"prompt": "How many?", "answer": "4"}, {"prompt": "And now?", "answer": 5}])
+    dataset = RLHFDataset(data_files=[path], tokenizer=chat_tokenizer, config={"max_prompt_length": 512})
+    assert len(dataset) == 2
+    item = dataset[0]
+    text = "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"
+    assert chat_tokenizer.decode(item["prompt_ids"]) == text
+    assert item["raw_prompt"] == [{"role": "user", "content": "How many?"}]
+    assert item["data_source"] == "jsonl"
+    assert item["reward_model"] == {"style": "rule", "ground_truth": "4"}
+    assert (item["extra_info"], item["ability"], item["index"]) == ({}, "", 0)
+    assert dataset[1]["reward_model"]["ground_truth"] == "5"
+
+
+def test_columns_of_a_chat_file_travel_along(write, chat_tokenizer):
+    info = {"split": "train", "index": 7}
+    path = write("a.parquet", [row(CHAT, "4", ability="math", extra_info=info, level=3)])
+    item = RLHFDataset(path, chat_tokenizer)[0]
+    expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    assert chat_tokenizer.decode(item["prompt_ids"]) == expected
+    assert item["raw_prompt"] == CHAT
+    assert (item["data_source"], item["ability"], item["extra_info"], item["level"]) == ("toy", "math", info, 3)
+
+
+def test_a_plain_prompt_stays_text_without_a_template(write, char_tokenizer):
+    item = RLHFDataset(write("a.parquet", [row("abc=")]), char_tokenizer)[0]
+    assert item["raw_prompt"] == "abc="
+    assert item["prompt_ids"] == char_tokenizer("abc=")["input_ids"] and len(item["prompt_ids"]) == 4
+
+
+def test_prompt_format_decides_by_name(write, chat_tokenizer, char_tokenizer):
+    path = write("a.parquet", [row("abc=")])
+    assert RLHFDataset(path, chat_tokenizer, {"prompt_format": "text"})[0]["raw_prompt"] == "abc="
+    with pytest.raises(ValueError, match=r"row 0.*no chat template"):
+        RLHFDataset(path, char_tokenizer, {"prompt_format": "chat"})
+    with pytest.raises(ValueError, match="prompt_format=text, but the prompt is a list"):
+        RLHFDataset(write("c.parquet", [row(CHAT)]), chat_tokenizer, {"prompt_format": "text"})
+
+
+def test_a_template_and_its_arguments_from_the_config(write, char_tokenizer):
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ mark }}"
+    config = {"chat_template": template, "apply_chat_template_kwargs": {"mark": "="}}
+    item = RLHFDataset(write("a.parquet", [row("abc")]), char_tokenizer, config)[0]
+    assert char_tokenizer.decode(item["prompt_ids"]) == "abc="
+
+
+def test_a_config_may_be_a_dict_an_omegaconf_node_or_have_get(write, char_tokenizer):
+    class Settings:
+        def get(self, key, default=None):
+            return {"prompt_key": "q"}.get(key, default)
+
+    path = write("a.jsonl", [{"q": "ab=", "answer": "x"}])
+    for config in ({"prompt_key": "q"}, OmegaConf.create({"prompt_key": "q"}), Settings()):
+        assert RLHFDataset(path, char_tokenizer, config)[0]["raw_prompt"] == "ab="
+
+
+def test_the_whole_data_section_is_accepted():
+    assert read_settings(PromptSettings, DataConfig().model_dump()).prompt_key == "prompt"
+
+
+def test_rewards_may_be_chosen_by_another_column(write, char_tokenizer):
+    rows = [{"prompt": "a=", "answer": "x", "task": "sums"}]
+    item = RLHFDataset(write("a.jsonl", rows), char_tokenizer, {"reward_fn_key": "task"})[0]
+    assert (item["data_source"], item["task"]) == ("sums", "sums")
+
+
+def test_the_first_rows_alone(write, char_tokenizer):
+    path = write("a.parquet", [row("a=", str(i)) for i in range(5)])
+    assert len(RLHFDataset(path, char_tokenizer, {"train_max_samples": 3})) == 3
+    assert len(RLHFDataset(path, char_tokenizer, {"train_max_samples": 3, "max_samples": 2})) == 2
+    assert len(RLHFDataset(path, char_tokenizer, {"train_max_samples": 9})) == 5
+
+
+def test_more_rows_than_one_chunk_keep_their_order(write, char_tokenizer):
+    rows = [row("a" * (1 + i % 7) + "=", str(i)) for i in range(2100)]
+    dataset = RLHFDataset(write("a.parquet", rows), char_tokenizer, {"max_prompt_length": 6, "truncation": "left"})
+    for i in (0, 5, 6, 1023, 1024, 2099):
+        item = dataset[i]
+        assert item["reward_model"]["ground_truth"] == str(i) and item["index"] == i
+        assert char_tokenizer.decode(item["prompt_ids"]) == ("a" * (1 + i % 7) + "=")[-6:]
+
+
+# ---- too long -------------------------------------------------------------------------------------------------------
+
+LONG = ["abc=", "abcdefg=", "ab=", "abcdef="]
+
+
+def test_long_prompts_are_filtered_and_counted(write, char_tokenizer, caplog):
+    path = write("a.parquet", [row(p, str(i)) for i, p in enumerate(LONG)])
+    with caplog.at_level(logging.INFO, logger="verl.data"):
+        dataset = RLHFDataset(path, char_tokenizer, {"max_prompt_length": 5, "filter_overlong_prompts": True})
+    assert [dataset[i]["index"] for i in range(len(dataset))] == [0, 2]
+    assert "filtered 2 of 4 prompts longer than 5 tokens" in caplog.text
+
+
+def test_long_prompts_are_an_error_unless_told_otherwise(write, char_tokenizer):
+    path = write("a.parquet", [row(p) for p in LONG])
+    with pytest.raises(ValueError, match=r"2 of 4 prompts longer than 5 tokens.*row 1.*with 8; the longest has 8"):
+        RLHFDataset(path, char_tokenizer, {"max_prompt_length": 5})
+
+
+@pytest.mark.parametrize("how, expected", [("left", "defg="), ("right", "abcde"), ("middle", "abfg=")])
+def test_long_prompts_are_truncated_as_told(write, char_tokenizer, caplog, how, expected):
+    path = write("a.parquet", [row(p) for p in LONG])
+    with caplog.at_level(logging.INFO, logger="verl.data"):
+        dataset = RLHFDataset(path, char_tokenizer, {"max_prompt_length": 5, "truncation": how})
+    assert len(dataset) == 4
+    assert char_tokenizer.decode(dataset[1]["prompt_ids"]) == expected
+    assert "truncated 2 of 4 prompts longer than 5 tokens" in caplog.text
+
+
+def test_no_usable_row_left(write, char_tokenizer):
+    path = write("a.parquet", [row(p) for p in LONG])
+    with pytest.raises(
+        ValueError, match="no usable row is left of 4; 4 of 4 prompts longer than 1 tokens, the shortest"
+    ):
+        RLHFDataset(path, char_tokenizer, {"max_prompt_length": 1, "filter_overlong_prompts": True})
+    with pytest.raises(ValueError, match="no usable row is left of 0"):
+        RLHFDataset(path, char_tokenizer, {"train_max_samples": 0})
+
+
+# ---- refused at start-up --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        ([{"promt": "a=", "answer": "x"}], "no column 'prompt' for the prompt.*did you mean 'promt'"),
+        ([{"prompt": "a="}], "no answers to score against: expected a column 'reward_model'.*found prompt"),
+        (
+            [{"prompt": "a=", "answer": "x"}, {"prompt": "b=", "answer": None}],
+            r"line 2: the answer.*'answer'.* is missing",
+        ),
+        ([{"prompt": "a=", "answer": " "}], "line 1: the answer .* is missing: found ' '"),
+        ([{"prompt": "a=", "answer": float("nan")}], "line 1: the answer .* is missing: found nan"),
+        ([row(), row(truth=None)], r"line 2: the answer \(column 'reward_model'\) is missing"),
+        ([row(), {**row(), "reward_model": {"style": "rule"}}], "line 2: the answer .* is missing"),
+        ([row(), {**row(), "reward_model": "x"}], "line 2: expected reward_model"),
+        ([row(), row(prompt="  ")], "line 2: the prompt is empty"),
+        ([row(), row(prompt=None)], "line 2: the prompt is empty"),
+        ([row(), row(prompt=7)], "line 2: expected a list of chat messages, found 7"),
+        ([row(), {**row(), "data_source": None}], "line 2: expected a name in column 'data_source', found None"),
+        ([row(), row(images=["x.png"])], "line 2: column 'images' holds images.*not supported yet"),
+    ],
+)
+def test_bad_rows_are_refused_with_file_and_line(write, char_tokenizer, rows, message):
+    path = write("a.jsonl", rows)
+    with pytest.raises(ValueError, match=message) as error:
+        RLHFDataset(path, char_tokenizer)
+    assert path in str(error.value)
+
+
+def test_a_model_that_scores_needs_no_answer(write, char_tokenizer):
+    path = write("a.jsonl", [{**row(), "reward_model": {"style": "model"}}])
+    assert RLHFDataset(path, char_tokenizer)[0]["reward_model"] == {"style": "model", "ground_truth": None}
+
+
+def test_a_chat_needs_a_template_and_a_question(write, char_tokenizer, chat_tokenizer):
+    with pytest.raises(ValueError, match=r"row 0.*the tokenizer has no chat template: use the tokenizer of an instruc"):
+        RLHFDataset(write("a.parquet", [row(CHAT)]), char_tokenizer)
+    answered = [*CHAT, {"role": "assistant", "content": "4"}]
+    with pytest.raises(ValueError, match="ends with an assistant message"):
+        RLHFDataset(write("b.parquet", [row(answered)]), chat_tokenizer)
+
+
+def test_text_that_the_tokenizer_loses_is_refused_even_in_one_row_of_many(write, char_tokenizer):
+    rows = [row("abc=") for _ in range(2400)]
+    rows[1237] = row("abZ=")
+    with pytest.raises(ValueError, match=r"row 1237 .*: the tokenizer loses text: 'abZ='"):
+        RLHFDataset(write("a.parquet", rows), char_tokenizer)
+
+
+def test_a_tokenizer_that_ends_prompts_with_eos_is_refused(write, char_tokenizer):
+    from tokenizers.processors import TemplateProcessing
+
+    eos = char_tokenizer.eos_token_id
+    char_tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A <eos>", special_tokens=[("<eos>", eos)]
+    )
+    with pytest.raises(ValueError, match="ends the prompt with its eos token '<eos>'"):
+        RLHFDataset(write("a.parquet", [row("abc=")]), char_tokenizer)
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"max_prompt_lenght": 5}, "unknown key 'max_prompt_lenght': did you mean 'max_prompt_length'"),
+        ({"truncation": "up"}, "data.truncation: expected one of error, left, right, middle, found 'up'"),
+        ({"prompt_format": "x"}, "data.prompt_format: expected one of auto, chat, text"),
+        ({"max_prompt_length": 0}, "data.max_prompt_length: expected a whole number from 1, found 0"),
+        ({"max_prompt_length": "512"}, "data.max_prompt_length: expected a whole number from 1, found '512'"),
+        ({"prompt_key": "question"}, "no column 'question' for the prompt"),
+        ({"reward_fn_key": "data_sourc"}, "no column 'data_sourc' to choose the reward by.*did you mean 'data_source'"),
+    ],
+)
+def test_bad_settings(write, char_tokenizer, config, message):
+    with pytest.raises(ValueError, match=message):
+        RLHFDataset(write("a.parquet", [row()]), char_tokenizer, config)
+
+
+def test_a_processor_is_refused(write, char_tokenizer):
+    with pytest.raises(ValueError, match="not supported yet"):
+        RLHFDataset(write("a.parquet", [row()]), char_tokenizer, None, object())
+
+
+def test_columns_with_a_name_of_the_batch_are_left_out_and_said(write, char_tokenizer, caplog):
+    path = write("a.parquet", [row(uid="u", responses="r", note="n")])
+    with caplog.at_level(logging.WARNING, logger="verl.data"):
+        item = RLHFDataset(path, char_tokenizer)[0]
+    assert "uid" not in item and "responses" not in item and item["note"] == "n"
+    assert "left out, the batch has its own of these names: uid, responses" in caplog.text
+
+
+# ---- items to a batch -----------------------------------------------------------------------------------------------
+
+
+def test_a_batch_has_object_columns_only(write, char_tokenizer):
+    dataset = RLHFDataset(write("a.parquet", [row("abc=", str(i)) for i in range(4)]), char_tokenizer)
+    batch = PromptSource(dataset, 2, shuffle=False, collate=collate_prompts)()
+    assert not batch.tensors and len(batch) == 2
+    assert {"prompt_ids", "raw_prompt", "data_source", "reward_model", "extra_info", "ability", "index", "uid"} == set(
+        batch.non_tensor_batch
+    )
+    ids = batch.non_tensor_batch["prompt_ids"]  # of one length: still a list a row, not a matrix
+    assert ids.shape == (2,) and ids[0] == char_tokenizer("abc=")["input_ids"]
+    assert list(batch.non_tensor_batch["uid"]) == ["0:0", "0:1"]
+
+
+def test_items_in_the_forms_of_other_datasets():
+    shared = {"data_source": "s", "reward_model": {"ground_truth": "1"}}
+    left_padded = {
+        "input_ids": torch.tensor([0, 0, 5, 6]),
+        "attention_mask": torch.tensor([0, 0, 1, 1]),
+        "position_ids": torch.tensor([0, 0, 0, 1]),
+    }
+    for form in ({"prompt_ids": np.array([5, 6])}, {"raw_prompt_ids": [5, 6]}, left_padded):
+        batch = collate_prompts([{**shared, **form}])
+        assert batch.non_tensor_batch["prompt_ids"][0] == [5, 6]
+        assert not batch.tensors and "input_ids" not in batch.non_tensor_batch
+        assert batch.non_tensor_batch["extra_info"][0] == {}
+    both = {**left_padded, "raw_prompt_ids": [5, 6], **shared}
+    assert collate_prompts([both]).non_tensor_batch["prompt_ids"][0] == [5, 6]
+
+
+@pytest.mark.parametrize(
+    "item, message",
+    [
+        ([1], "item 1 of the batch: expected a dict, found list"),
+        ({"prompt_ids": [1], "reward_model": {}}, "has no 'data_source'.*found prompt_ids, reward_model"),
+        ({"prompt_ids": [1], "data_source": "s"}, "has no 'reward_model'"),
+        ({"data_source": "s", "reward_model": {}, "raw_prompt": []}, "has no token ids of its prompt"),
+        ({"data_source": "s", "reward_model": {}, "prompt_ids": []}, "expected a non-empty list of token ids"),
+        ({"data_source": "s", "reward_model": {}, "prompt_ids": ["a"]}, "expected a non-empty list of token ids"),
+        ({"data_source": "s", "reward_model": {}, "prompt_ids": [1], "more": 1}, "keys of item 0, differs in more"),
+    ],
+)
+def test_items_that_break_the_contract(item, message):
+    good = {"data_source": "s", "reward_model": {}, "prompt_ids": [1]}
+    with pytest.raises(ValueError, match=message):
+        collate_prompts([good, item])
+
+
+def test_no_items():
+    with pytest.raises(ValueError, match="at least one item"):
+        collate_prompts([])
+
+
+# ---- a user's own class ---------------------------------------------------------------------------------------------
+
+OWN = """
+from torch.utils.data import Dataset
+
+class Numbers(Dataset):
+    def __init__(self, data_files, tokenizer, config, processor=None):
+        self.tokenizer = tokenizer
+    def __len__(self):
+        return 3
+    def __getitem__(self, i):
+        return {"raw_prompt_ids": [i + 1], "data_source": "own", "reward_model": {"ground_truth": str(i)}}
+
+class Broken(Numbers):
+    def __getitem__(self, i):
+        return {"raw_prompt_ids": [i]}
+
+class Empty(Numbers):
+    def __len__(self):
+        return 0
+
+def not_a_class(): ...
+"""
+
+
+def test_a_dataset_class_by_path(tmp_path, char_tokenizer):
+    path = tmp_path / "own_dataset.py"
+    path.write_text(OWN)
+    dataset = load_dataset_class(str(path), "Numbers")([], char_tokenizer, {})
+    check_dataset(dataset)
+    batch = PromptSource(dataset, 3, seed=1, collate=collate_prompts)()
+    assert sorted(ids[0] for ids in batch.non_tensor_batch["prompt_ids"]) == [1, 2, 3]
+    with pytest.raises(ValueError, match="Broken: dataset item 0 of the batch has no 'data_source'"):
+        check_dataset(load_dataset_class(str(path), "Broken")([], char_tokenizer, {}))
+    with pytest.raises(ValueError, match="Empty: the dataset has no items"):
+        check_dataset(load_dataset_class(str(path), "Empty")([], char_tokenizer, {}))
+    with pytest.raises(ValueError, match="did you mean 'Numbers'"):
+        load_dataset_class(str(path), "Number")
+    with pytest.raises(ValueError, match=r"'not_a_class' of .* is not a subclass of torch\.utils\.data\.Dataset"):
+        load_dataset_class(str(path), "not_a_class")
+    with pytest.raises(ValueError, match="expected both path and name"):
+        load_dataset_class(str(path), None)
+
+
+def test_real_questions(gsm8k_folder, write, chat_tokenizer, caplog):
+    lines = (gsm8k_folder / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    questions = [json.loads(line)["question"] for line in lines]
+    path = write("q.jsonl", [{"prompt": q, "answer": "1"} for q in questions])
+    with caplog.at_level(logging.INFO, logger="verl.data"):
+        dataset = RLHFDataset(path, chat_tokenizer, {"max_prompt_length": 300, "filter_overlong_prompts": True})
+    dropped = len(questions) - len(dataset)
+    assert 0 < dropped < 100
+    assert f"filtered {dropped} of 1,319 prompts longer than 300 tokens" in caplog.text
+    for i in (0, 500, len(dataset) - 1):
+        item = dataset[i]
+        text = chat_tokenizer.decode(item["prompt_ids"])
+        assert text == f"<|im_start|>user\n{questions[item['index']]}<|im_end|>\n<|im_start|>assistant\n"

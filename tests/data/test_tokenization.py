@@ -1,0 +1,152 @@
+"""A tokenizer that loses text is refused; one that only has another way with spaces is not."""
+
+import logging
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
+
+from verl.data.tokenization import (
+    TokenTable,
+    check_messages,
+    check_tokenizer,
+    encode,
+    prepare_tokenizer,
+    render_chats,
+    truncate,
+)
+
+TEXTS = ["Tom has 3 apples.\n\nHow many?", "  two  spaces ", "x=3, y = 4"]
+
+
+def word_tokenizer(pre_tokenizer, decoder, normalizer=None):
+    """A small word-level or sentencepiece-like tokenizer, trained on TEXTS."""
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    backend.pre_tokenizer = pre_tokenizer
+    backend.decoder = decoder
+    backend.train_from_iterator(TEXTS, trainers.BpeTrainer(special_tokens=["<unk>", "</s>"], show_progress=False))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
+
+
+def test_byte_level_bpe_gives_every_text_back(chat_tokenizer):
+    check_tokenizer(chat_tokenizer, [*TEXTS, "naïve café €5 😀 \t\r\n end "])
+
+
+def test_sentencepiece_spaces_pass():
+    check_tokenizer(word_tokenizer(pre_tokenizers.Metaspace(), decoders.Metaspace()), TEXTS)
+
+
+def test_what_the_normalizer_changes_is_said_and_not_refused(caplog):
+    tokenizer = word_tokenizer(pre_tokenizers.Metaspace(), decoders.Metaspace(), normalizers.Lowercase())
+    with caplog.at_level(logging.WARNING, logger="verl.data"):
+        check_tokenizer(tokenizer, TEXTS)
+    assert "normalizer changes 2 of 3 texts" in caplog.text  # "Tom" in the first; the spaces at the ends of the second
+
+
+def test_lost_spaces_are_refused_with_place_and_difference():
+    tokenizer = word_tokenizer(pre_tokenizers.WhitespaceSplit(), decoders.Fuse())
+    with pytest.raises(ValueError, match=r"row 0: the tokenizer loses text: 'Tom has.*comes back as 'Tomhas"):
+        check_tokenizer(tokenizer, TEXTS, lambda i: f"row {i}")
+
+
+def test_unknown_and_vanished_texts_are_refused(char_tokenizer):
+    check_tokenizer(char_tokenizer, ["abc=", "1,2:3="])
+    with pytest.raises(ValueError, match="text 1: every token of 'XYZ' is unknown"):
+        check_tokenizer(char_tokenizer, ["abc=", "XYZ"])
+    with pytest.raises(
+        ValueError, match=r"loses text: 'abz=' comes back as 'ab<unk>=' \(first difference at char.* 2\)"
+    ):
+        check_tokenizer(char_tokenizer, ["abz="])
+    char_tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex("[A-Z]"), "")
+    with pytest.raises(ValueError, match="no tokens at all of 'XYZ'"):
+        check_tokenizer(char_tokenizer, ["XYZ"])
+
+
+def test_a_tokenizer_that_autotokenizer_replaces_is_caught(tmp_path):
+    """Beside a Qwen2 config, AutoTokenizer builds Qwen2's class from the vocabulary: spaces vanish without a word."""
+    symbols = ["<pad>", "<eos>", "<unk>", *"abc= \n"]
+    backend = Tokenizer(models.WordLevel({s: i for i, s in enumerate(symbols)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+    check_tokenizer(made, ["a b\nc="])
+    made.save_pretrained(tmp_path)
+    Qwen2Config().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"loses text: 'a b.*AutoTokenizer chooses a class by the model's type"):
+        check_tokenizer(AutoTokenizer.from_pretrained(tmp_path), ["a b\nc="])
+
+
+def test_a_missing_pad_token_becomes_eos_and_is_said(chat_tokenizer, caplog):
+    chat_tokenizer.pad_token = None
+    with caplog.at_level(logging.INFO, logger="verl.data"):
+        prepare_tokenizer(chat_tokenizer)
+    assert chat_tokenizer.pad_token_id == chat_tokenizer.eos_token_id
+    assert "no pad token: its eos token '<|im_end|>' is used" in caplog.text
+
+
+def test_a_missing_eos_token_is_refused(chat_tokenizer):
+    chat_tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="no eos token"):
+        prepare_tokenizer(chat_tokenizer)
+
+
+def test_render_chats_by_hand(chat_tokenizer):
+    chats = [[{"role": "user", "content": "a"}], [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}]]
+    assert render_chats(chat_tokenizer, chats, add_generation_prompt=True) == [
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n",
+        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n",
+    ]
+    other = "{% for m in messages %}{{ m['content'] }}|{{ extra }}{% endfor %}"
+    rendered = render_chats(
+        chat_tokenizer, chats[:1], add_generation_prompt=True, chat_template=other, template_kwargs={"extra": "!"}
+    )
+    assert rendered == ["a|!"]
+
+
+def test_a_template_that_refuses_names_the_chat(chat_tokenizer):
+    template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}ok"
+    chats = [[{"role": "user", "content": "a"}], [{"role": "system", "content": "b"}]]
+    with pytest.raises(ValueError, match=r"chat 1: the chat template refuses the turns \['system'\]: no system"):
+        render_chats(chat_tokenizer, chats, add_generation_prompt=True, chat_template=template)
+
+
+def test_messages_are_checked_and_empty_keys_dropped():
+    assert check_messages([{"role": "user", "content": "a", "name": None}], "x") == [{"role": "user", "content": "a"}]
+    for wrong, message in [
+        ([], "expected a list of chat messages"),
+        (["a"], "expected messages like"),
+        ([{"role": "user"}], "expected messages like"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "message 0: expected role and content to be text.*list"),
+    ]:
+        with pytest.raises(ValueError, match=f"row 3: {message}"):
+            check_messages(wrong, "row 3")
+
+
+def test_truncate_by_hand():
+    ids = [1, 2, 3, 4, 5]
+    assert truncate(ids, 3, "left") == [3, 4, 5]
+    assert truncate(ids, 3, "right") == [1, 2, 3]
+    assert truncate(ids, 3, "middle") == [1, 4, 5]
+    assert truncate(ids, 4, "middle") == [1, 2, 4, 5]
+    assert truncate(ids, 1, "middle") == [5]
+    assert truncate(ids, 5, "middle") == ids
+    with pytest.raises(ValueError, match="expected left, right or middle"):
+        truncate(ids, 2, "up")
+
+
+def test_encode_adds_special_tokens_only_where_asked(chat_tokenizer):
+    assert encode(chat_tokenizer, [], add_special_tokens=False) == []
+    ids = encode(chat_tokenizer, ["<|im_start|>"], add_special_tokens=False)
+    assert ids == [[chat_tokenizer.convert_tokens_to_ids("<|im_start|>")]]
+
+
+def test_token_table():
+    table = TokenTable()
+    rows = [[1, 2, 3], [], [70000]]
+    for row in rows:
+        table.append(row)
+    assert len(table) == 3
+    assert [table[i] for i in range(3)] == rows
+    assert [table[i] for i in (-1, -2, -3)] == rows[::-1]

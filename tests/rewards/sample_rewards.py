@@ -1,0 +1,108 @@
+"""Reward functions as users write them, good and bad: loaded by path, also in worker processes."""
+
+import asyncio
+import os
+import re
+import threading
+import time
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str == ground_truth)
+
+
+def plugin(sampled_response, reference_answer):
+    return sampled_response == reference_answer
+
+
+def with_extras(data_source, solution_str, ground_truth, extra_info):
+    right = solution_str == ground_truth
+    return {"score": 2.0 * right - 1.0, "acc": right, "length": len(solution_str)}
+
+
+def weighted(data_source, solution_str, ground_truth, extra_info=None, *, weight, **kwargs):
+    return weight * float(solution_str == ground_truth)
+
+
+def raises_on_b(data_source, solution_str, ground_truth, extra_info=None):
+    if "b" in solution_str:
+        raise KeyError("no such thing as b")
+    return 1.0
+
+
+def gives(data_source, solution_str, ground_truth, extra_info):
+    """Returns whatever the row carries."""
+    return extra_info["gives"]
+
+
+def hangs_on_b(data_source, solution_str, ground_truth, extra_info=None):
+    if "b" in solution_str:
+        time.sleep(1000)
+    return 1.0
+
+
+def swallows_everything(data_source, solution_str, ground_truth):
+    try:
+        while "b" in solution_str:
+            time.sleep(1000)
+    except:  # noqa: E722 (that is the point)
+        return 0.5
+    return 1.0
+
+
+def backtracks(data_source, solution_str, ground_truth):
+    return float(re.fullmatch(r"(a*)*c", "a" * 40) is not None)
+
+
+def dies_on_b(data_source, solution_str, ground_truth):
+    if "b" in solution_str:
+        os._exit(7)
+    return 1.0
+
+
+async def slow_judge(data_source, solution_str, ground_truth):
+    await asyncio.sleep(0.2)
+    return float(solution_str == ground_truth)
+
+
+async def bad_judge(data_source, solution_str, ground_truth):
+    if "b" in solution_str:
+        await asyncio.sleep(1000)
+    if "d" in solution_str:
+        time.sleep(1000)  # never gives the loop back
+    await asyncio.sleep(0.01)
+    return 1.0
+
+
+def batch(data_sources, solution_strs, ground_truths, extra_infos):
+    longest = max(map(len, solution_strs))
+    return [{"score": float(s == g), "share": len(s) / longest} for s, g in zip(solution_strs, ground_truths)]
+
+
+def batch_too_short(data_sources, solution_strs, ground_truths, extra_infos):
+    return [1.0]
+
+
+def which_process(x):
+    return os.getpid(), threading.current_thread() is threading.main_thread()
+
+
+def spin(x):
+    while True:
+        pass
+
+
+def fill_memory(x):
+    return len(bytearray(1 << 31))
+
+
+def chatter(x):
+    print("a" * 100)
+
+
+def sleep(x):
+    time.sleep(1000)
+
+
+def inverse(x):
+    return 1 / x

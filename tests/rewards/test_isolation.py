@@ -1,0 +1,166 @@
+"""Calls in processes that can be killed: each limit ends the call it should, and nothing but that call."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from verl.registry import import_module
+from verl.rewards.isolation import Call, DeadlineExceeded, Limits, ProcessPool, address_of, interrupt_after
+
+SAMPLES = import_module(str(Path(__file__).with_name("sample_rewards.py")))
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = ProcessPool(2)
+    yield pool
+    pool.close()
+
+
+def call(name, x=0):
+    return Call(address_of(vars(SAMPLES)[name]), {"x": x})
+
+
+def test_a_call_runs_in_another_process_in_its_main_thread(pool):
+    pid, in_main_thread = pool.run(call("which_process"), Limits()).value
+    assert pid != os.getpid() and in_main_thread
+
+
+@pytest.mark.parametrize(
+    "name, limits, failure",
+    [
+        ("sleep", Limits(wall_seconds=0.3), "did not end within 0.3 s"),
+        ("spin", Limits(wall_seconds=0.3), "did not end within 0.3 s"),
+        ("spin", Limits(cpu_seconds=0.1), "used more than 0.1 s of processor time"),
+        ("fill_memory", Limits(memory_bytes=1 << 28), "used more than 256 MiB of memory"),
+    ],
+)
+def test_each_limit_ends_the_call(pool, name, limits, failure):
+    begun = time.monotonic()
+    outcome = pool.run(call(name), limits)
+    assert failure in outcome.failure and outcome.over_limit
+    assert time.monotonic() - begun < 5
+    assert pool.run(call("inverse", 4), Limits(wall_seconds=5)).value == 0.25
+
+
+def test_output_is_shown_here_up_to_its_limit(pool, capsys):
+    pool.run(call("chatter"), Limits(output_bytes=30))
+    shown = capsys.readouterr().out
+    assert shown.count("a") < 40 and "71 more characters of output were dropped" in shown
+
+
+def test_an_exception_comes_back_with_its_traceback(pool):
+    outcome = pool.run(call("inverse", 0), Limits())
+    assert outcome.failure == "raised ZeroDivisionError: division by zero" and not outcome.over_limit
+    assert "return 1 / x" in str(outcome.cause) and "sample_rewards.py" in str(outcome.cause)
+
+
+def test_calls_keep_their_positions_and_one_hanging_call_stops_no_other(pool):
+    calls = [call("inverse", x) if x != 3 else call("sleep") for x in range(1, 9)]
+    outcomes = dict(pool.map(calls, Limits(wall_seconds=0.5)))
+    assert "did not end" in outcomes.pop(2).failure
+    assert {i: o.value for i, o in outcomes.items()} == {i: 1 / (i + 1) for i in range(8) if i != 2}
+
+
+def test_a_worker_that_was_ended_while_idle_is_replaced():
+    pool = ProcessPool(1)
+    worker = pool.run(call("which_process"), Limits()).value[0]
+    os.kill(worker, signal.SIGKILL)
+    time.sleep(0.2)
+    assert pool.run(call("inverse", 2), Limits()).value == 0.5
+    pool.close()
+
+
+def test_closing_the_iterator_kills_what_is_busy(pool):
+    begun = time.monotonic()
+    answers = pool.map([call("sleep"), call("inverse", 1), call("sleep")], Limits(wall_seconds=60))
+    assert next(answers)[0] == 1
+    answers.close()
+    assert [o.value for _, o in pool.map([call("inverse", 1)] * 2, Limits())] == [1.0, 1.0]
+    assert time.monotonic() - begun < 10
+
+
+def test_several_threads_share_the_workers(pool):
+    found = {}
+
+    def work(k):
+        found[k] = [o.value for _, o in sorted(pool.map([call("inverse", k + 1)] * 20, Limits()), key=lambda p: p[0])]
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert found == {k: [1 / (k + 1)] * 20 for k in range(4)}
+
+
+def test_arguments_that_cannot_travel_are_named(pool):
+    outcome = pool.run(Call(address_of(SAMPLES.inverse), {"x": lambda: 1}), Limits())
+    assert "arguments that cannot be sent" in outcome.failure
+
+
+def inner_function():
+    def inside(x):
+        return x
+
+    return inside
+
+
+@pytest.mark.parametrize("func", [lambda x: x, inner_function(), print, Path.exists])
+def test_what_has_no_address_is_refused(func):
+    with pytest.raises(ValueError, match="cannot be called in another process"):
+        address_of(func)
+
+
+def test_the_alarm_interrupts_and_leaves_no_trace():
+    def handler(*_):
+        raise AssertionError("the alarm of the test rang")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 50.0)
+    try:
+        with pytest.raises(DeadlineExceeded):
+            interrupt_after(0.2, lambda: time.sleep(1000))
+        assert interrupt_after(5.0, lambda: 7) == 7
+        assert 45 < signal.getitimer(signal.ITIMER_REAL)[0] < 50
+        assert signal.getsignal(signal.SIGALRM) is handler
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_worker_does_not_outlive_its_parent(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import os, sys, threading, time\n"
+        "from verl.registry import import_module\n"
+        "from verl.rewards.isolation import *\n"
+        f"samples = import_module({SAMPLES.__file__!r})\n"
+        "pool = ProcessPool(1)\n"
+        "print(pool.run(Call(address_of(samples.which_process), {'x': 0}), Limits()).value[0], flush=True)\n"
+        "threading.Thread(target=pool.run, args=(Call(address_of(samples.sleep), {'x': 0}), Limits())).start()\n"
+        "time.sleep(0.5)\n"
+        "os._exit(0)\n"
+    )
+    worker = int(subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60).stdout)
+    for _ in range(50):
+        if not _alive(worker):
+            return
+        time.sleep(0.1)
+    raise AssertionError("the worker goes on without its parent")
+
+
+def _alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # Without anyone to collect it, an ended process stays in the table as a zombie.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -1,0 +1,274 @@
+"""Multiple choice, code by its tests, form and length, and several rewards with weights."""
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from verl.rewards import resolve_reward_function
+from verl.rewards.choice import extract_choice, multiple_choice
+from verl.rewards.code_tests import code_reward, extract_code, same_output
+from verl.rewards.formats import format_reward, length_reward
+
+SAMPLES = str(Path(__file__).with_name("sample_rewards.py"))
+
+# ---- multiple choice ------------------------------------------------------------------------------------------------
+
+CHOICES = [
+    ("B", "B"),
+    ("b", "B"),
+    (" B.", "B"),
+    ("(B)", "B"),
+    ("B) Paris", "B"),
+    ("**B**", "B"),
+    ("B. Paris, because it is the capital", "B"),
+    ("The answer is B", "B"),
+    ("The answer is B.", "B"),
+    ("The answer is (B).", "B"),
+    ("The answer is **(B)**.", "B"),
+    ("The correct answer is option B", "B"),
+    ("Answer: B", "B"),
+    ("**Answer:** B", "B"),
+    ("Answer: (B) Paris", "B"),
+    ("ANSWER: B", "B"),
+    ("the answer is b", "B"),
+    ("The answer must be A, not B", "A"),
+    ("A is wrong. C is wrong. The answer is D because it fits", "D"),
+    ("The answer is A because of this", "A"),
+    ("I first thought the answer is A, but the answer is C.", "C"),
+    ("I choose C", "C"),
+    ("I would pick option C here", "C"),
+    ("So the right choice is C.", "C"),
+    (r"so \boxed{D}", "D"),
+    (r"so \boxed{\text{D}}", "D"),
+    (r"so \boxed{\text{(D)}}", "D"),
+    (r"\boxed{D. 42}", "D"),
+    ("<think>A or B?</think><answer>B</answer>", "B"),
+    ("#### C", "C"),
+    ("Let us see.\nA. no\nB. no\nC. yes\n\nC", "C"),
+    ("Because of that it is (C)", "C"),
+    ("A dog has four legs", None),
+    ("It's unclear", None),
+    ("I do not know", None),
+    ("", None),
+    ("The answer is Z", None),
+]
+
+
+@pytest.mark.parametrize("text, letter", CHOICES)
+def test_the_letter_that_a_reader_would_take(text, letter):
+    assert extract_choice(text) == letter
+
+
+def test_letters_end_with_the_choices_and_their_texts_count():
+    cities = ["Rome", "Paris", "Bern"]
+    assert extract_choice("The answer is D", cities) is None
+    assert extract_choice("The answer is Paris.", cities) == "B"
+    assert extract_choice("paris", cities) == "B"
+
+
+@pytest.mark.parametrize("truth", ["B", "(b)", 1])
+def test_the_reference_is_a_letter_or_a_position(truth):
+    assert multiple_choice("mmlu", "The answer is B", truth) == {"score": 1.0, "acc": 1.0, "pred": "B"}
+    assert multiple_choice("mmlu", "The answer is C", truth)["score"] == 0.0
+
+
+@pytest.mark.parametrize("truth", [None, "", "BC", 11, True, "?"])
+def test_another_reference_is_an_error(truth):
+    with pytest.raises(ValueError, match="must be one of A to J"):
+        multiple_choice("mmlu", "B", truth)
+
+
+@pytest.mark.parametrize(
+    "piece", ["answer ", "answer: ", "(", "A", "A.", "answer" + " " * 5, "* ", "\\boxed{", "<answer>"]
+)
+def test_no_text_takes_long(piece):
+    begun = time.perf_counter()
+    extract_choice(piece * (200_000 // len(piece)))
+    assert time.perf_counter() - begun < 1.0
+
+
+# ---- code -----------------------------------------------------------------------------------------------------------
+
+
+def answer(code):
+    return f"We do it like this:\n```python\n{code}\n```\nThat is all."
+
+
+INPUTS = {"inputs": ["1\n", "2\n", "3\n"], "outputs": ["2\n", "4\n", "6\n"]}
+CALLS = {"fn_name": "double", "inputs": [[1], [2], [3]], "outputs": [2, [4], "6"]}
+ASSERTS = {"test_list": ["assert double(1) == 2", "assert double(3) == 6"]}
+CHECK = {"test": "def check(candidate):\n    assert candidate(2) == 4", "entry_point": "double"}
+PROGRAM, FUNCTION = "print(2 * int(input()))", "def double(x):\n    return 2 * x"
+
+
+@pytest.mark.parametrize(
+    "code, tests",
+    [(PROGRAM, INPUTS), (PROGRAM, json.dumps(INPUTS)), (FUNCTION, CALLS), (FUNCTION, ASSERTS), (FUNCTION, CHECK)]
+    + [(FUNCTION, ASSERTS["test_list"]), (FUNCTION, "assert double(1) == 2")]
+    + [("class Solution:\n    def double(self, x):\n        return 2 * x", CALLS)],
+)
+def test_a_right_program_passes(code, tests):
+    assert code_reward("apps", answer(code), tests) == {"score": 1.0, "acc": 1.0, "passed": 1.0}
+
+
+@pytest.mark.parametrize(
+    "code, tests",
+    [("print(3 * int(input()))", INPUTS), ("print(2 *", INPUTS), ("def double(x):\n    return x", ASSERTS)]
+    + [("def double(x):\n    return str(2 * x)", CALLS), ("def triple(x):\n    return 2 * x", CALLS)]
+    # ways to pass without being right
+    + [("import sys\nsys.exit(0)", ASSERTS), ("import os\nos._exit(0)", ASSERTS), ("import os\nos._exit(0)", CALLS)]
+    + [("open('passed', 'w').write('yes')\nraise SystemExit", ASSERTS)],
+)
+def test_a_wrong_program_fails(code, tests):
+    assert code_reward("apps", answer(code), tests)["score"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "code", ["print(2 * int(input()) if input is None else 2)", "x = int(input())\nprint(2 if x < 2 else 0)"]
+)
+def test_a_share_of_the_tests(code):
+    assert code_reward("apps", answer(code), INPUTS, partial=True)["score"] == pytest.approx(1 / 3)
+
+
+def test_a_call_that_fails_leaves_those_before_it():
+    code = "def double(x):\n    return 2 * x if x < 3 else 1 / 0"
+    assert code_reward("apps", answer(code), CALLS, partial=True)["score"] == pytest.approx(2 / 3)
+
+
+HOSTILE = {
+    "for ever": "while True: pass",
+    "asleep": "import time\ntime.sleep(1000)",
+    "9**9**9": "9**9**9",
+    "memory": "x = bytearray(1 << 33)",
+    "output": "while True: print('a' * 100000)",
+    "children": "import subprocess\nsubprocess.Popen(['sleep', '1000'])\nprint('x' * 10)",
+    "nesting": "print('[' * 100000)",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_programs_end_in_time(name):
+    begun = time.monotonic()
+    found = []
+    score = lambda: found.append(code_reward("apps", answer(HOSTILE[name]), INPUTS, timeout=1.0)["score"])  # noqa: E731
+    thread = threading.Thread(target=score)
+    thread.start()
+    thread.join(20)
+    assert found == [0.0] and time.monotonic() - begun < 10
+
+
+def test_results_that_are_no_json_are_wrong_not_errors():
+    code = "import builtins, json\njson.dumps = lambda x: '[' * 100000\ndef double(x):\n    return x"
+    assert code_reward("apps", answer(code), CALLS)["score"] == 0.0
+
+
+@pytest.mark.parametrize("tests", [None, {}, {"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []}, [], 3])
+def test_tests_in_no_known_form_are_an_error(tests):
+    with pytest.raises(ValueError, match="the ground truth must be"):
+        code_reward("apps", answer(PROGRAM), tests)
+
+
+@pytest.mark.parametrize(
+    "text, code",
+    [
+        ("```python\na\n```\nand\n```py\nb\n```", "b\n"),
+        ("```\na\n```", "a\n"),
+        ("no fence", "no fence"),
+        ("```python\na = 1\nb = 2", "a = 1\nb = 2"),
+    ],
+)
+def test_the_last_block_is_the_program(text, code):
+    assert extract_code(text) == code
+
+
+@pytest.mark.parametrize(
+    "found, expected, same",
+    [("1 2\n3\n", "1 2 \n3", True), ("1.0000001", "1.0", True), ("1", "2", False), ("1\n2", "1 2", False)]
+    + [("yes", "YES", False), ("0.5", "0.6", False), ("10", "1e1", False), ("", "", True)],
+)
+def test_outputs_are_compared_by_line_and_word(found, expected, same):
+    assert same_output(found, expected) is same
+
+
+# ---- form and length ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, score",
+    [
+        ("<think>a</think><answer>b</answer>", 1.0),
+        ("  <think>\na\n</think>\n\n<answer>b</answer>\n", 1.0),
+        ("<think></think><answer>b</answer>", 0.0),
+        ("<answer>b</answer><think>a</think>", 0.0),
+        ("<think>a</think> so <answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b</answer> bye", 0.0),
+        ("<think>a</think><answer>b", 0.0),
+        ("<think>a</think><think>a</think><answer>b</answer>", 0.0),
+        ("<think>a<answer>b</think></answer>", 0.0),
+        ("b", 0.0),
+    ],
+)
+def test_format(text, score):
+    assert format_reward("x", text, None) == score
+
+
+def test_format_with_other_tags():
+    assert format_reward("x", "<plan>a</plan>", None, tags=["plan"]) == 1.0
+
+
+@pytest.mark.parametrize("length, score", [(0, 1.0), (100, 1.0), (150, 0.75), (200, 0.5), (300, 0.0), (900, 0.0)])
+def test_length(length, score):
+    assert length_reward("x", "", None, {"response_length": length}, free=100, limit=300) == score
+
+
+def test_length_counts_words_where_no_tokens_are_known():
+    assert length_reward("x", "one two three", None, limit=6) == 0.5
+
+
+# ---- several rewards ------------------------------------------------------------------------------------------------
+
+
+def weighted(*rewards):
+    function = resolve_reward_function(registered="weighted", reward_kwargs={"rewards": list(rewards)})
+    return lambda text, truth, source="gsm8k": function(
+        data_source=source, solution_str=text, ground_truth=truth, extra_info={"response_length": 50}
+    )
+
+
+def test_the_sum_of_rewards_and_each_of_them():
+    score = weighted(
+        {"name": "data_source"},
+        {"name": "format", "weight": 0.2, "kwargs": {"tags": ["answer"]}},
+        {"name": "length", "weight": -0.1, "label": "short", "kwargs": {"limit": 100}},
+        {"path": SAMPLES, "name": "compute_score", "weight": 2},
+    )
+    found = score("<answer>#### 7</answer>", "7")
+    assert found.pop("score") == pytest.approx(1.0 + 0.2 - 0.1 * 0.5 + 0.0)
+    assert found == {"acc": 1.0, "pred": "7", "data_source": 1.0, "format": 1.0, "short": 0.5, "compute_score": 0.0}
+    assert score(r"\boxed{7}", "7", "math")["score"] == pytest.approx(1.0 - 0.05)
+
+
+@pytest.mark.parametrize(
+    "rewards, message",
+    [
+        ([], "at least one"),
+        ([{"name": "formt"}], "did you mean 'format'"),
+        ([{"name": "format", "wieght": 1}], "did you mean 'weight'"),
+        ([{"name": "format"}, {"name": "format"}], "two rewards are called 'format'"),
+        ([{"path": SAMPLES, "name": "slow_judge"}], "is async"),
+        ([{"path": SAMPLES, "name": "batch"}], "takes lists"),
+    ],
+)
+def test_impossible_sums_are_refused(rewards, message):
+    with pytest.raises(ValueError, match=message):
+        weighted(*rewards)("7", "7")
+
+
+def test_a_part_without_a_score_is_named(tmp_path):
+    path = tmp_path / "none.py"
+    path.write_text("def f(solution_str, ground_truth, **kwargs):\n    pass\n")
+    with pytest.raises(ValueError, match=r"reward 'f', f\(\) at .*none.py:1, returned None"):
+        weighted({"path": str(path), "name": "f"})("7", "7")

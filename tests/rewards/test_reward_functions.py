@@ -1,0 +1,215 @@
+"""How a reward function is found, recognised by its parameters, and chosen by data source."""
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl.rewards import (
+    REWARD_FUNCTION_REGISTRY,
+    RULES_BY_DATA_SOURCE,
+    ScoreFunction,
+    default_compute_score,
+    register_data_source,
+    register_reward,
+    resolve_reward_function,
+)
+from verl.rewards.accuracy import accuracy_reward
+from verl.rewards.isolation import Outcome
+from verl.rewards.results import read_outcome
+from verl.rewards.sources import rule_for
+
+SAMPLES = str(Path(__file__).with_name("sample_rewards.py"))
+
+
+def score(function, solution="7", truth="7", source="gsm8k", extra=None):
+    return function(data_source=source, solution_str=solution, ground_truth=truth, extra_info=extra)
+
+
+def test_both_forms_are_called_alike():
+    row = resolve_reward_function(SAMPLES, "compute_score")
+    plugin = resolve_reward_function(SAMPLES, "plugin")
+    assert (row.form, plugin.form) == ("row", "plugin")
+    assert score(row) == score(plugin) == 1
+    assert score(row, "8") == score(plugin, "8") == 0
+
+
+def test_the_name_may_be_left_out_and_parameters_come_in_any_order():
+    assert resolve_reward_function(SAMPLES).name == "compute_score"
+    f = ScoreFunction(lambda ground_truth, solution_str, *, data_source, extra_info: (data_source, extra_info))
+    assert score(f, extra={"k": 1}) == ("gsm8k", {"k": 1})
+
+
+def test_kwargs_fill_further_parameters():
+    assert score(resolve_reward_function(SAMPLES, "weighted", reward_kwargs={"weight": 3.0})) == 3.0
+    assert score(ScoreFunction(lambda solution_str, ground_truth, **kwargs: sorted(kwargs))) == [
+        "data_source",
+        "extra_info",
+    ]
+
+
+class Judge:
+    def __init__(self, bonus):
+        self.bonus = bonus
+
+    def __call__(self, data_source, solution_str, ground_truth):
+        return self.bonus
+
+    def method(self, sampled_response, reference_answer):
+        return self.bonus
+
+
+def test_objects_methods_and_partials_are_functions_too():
+    assert score(ScoreFunction(Judge(2))) == 2
+    assert score(ScoreFunction(Judge(3).method)) == 3
+    weighted = resolve_reward_function(SAMPLES, "weighted", reward_kwargs={"weight": 1}).func
+    assert score(ScoreFunction(functools.partial(weighted, weight=4))) == 4
+    assert "Judge() at" in ScoreFunction(Judge(2)).where or "Judge.__call__() at" in ScoreFunction(Judge(2)).where
+
+
+@pytest.mark.parametrize(
+    "func",
+    [
+        lambda solution, truth: 1,
+        lambda prompt, response: 1,
+        lambda: 1,
+        lambda **kwargs: 1,
+        lambda solution_str, ground_truth: 1,
+        lambda data_source, solution_str, ground_truth, extra_info, tokenizer: 1,
+        lambda sampled_response, reference_answer, data_source, solution_str, ground_truth: 1,
+        lambda data_source, solution_str, ground_truth, /: 1,
+    ],
+)
+def test_a_wrong_signature_is_refused_with_both(func):
+    with pytest.raises(ValueError) as error:
+        ScoreFunction(func)
+    message = str(error.value)
+    assert "compute_score(data_source, solution_str, ground_truth, extra_info)" in message
+    assert "f(sampled_response, reference_answer)" in message
+    assert "found:" in message and "test_reward_functions.py" in message
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"path": "no/such/file.py"}, "no file"),
+        ({"path": SAMPLES, "name": "compute_scor"}, "did you mean 'compute_score'"),
+        ({"path": SAMPLES, "name": "os"}, "must be callable"),
+        ({"path": SAMPLES, "name": "weighted"}, "nothing fills in weight"),
+        ({"path": SAMPLES, "reward_kwargs": {"wieght": 1}}, "no parameter 'wieght'"),
+        ({"path": SAMPLES, "reward_kwargs": {"ground_truth": 1}}, "may not set ground_truth"),
+        ({"registered": "acuracy_reward"}, "did you mean 'accuracy_reward'"),
+        ({"registered": "gsm8k", "path": SAMPLES}, "give one of them"),
+        ({"name": "my_score"}, "without custom_reward_function.path"),
+        ({"reward_kwargs": {"weight": 1}}, "without a reward function"),
+    ],
+)
+def test_what_cannot_be_resolved_is_said(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_reward_function(**arguments)
+
+
+def test_registering_checks_the_signature():
+    with pytest.raises(ValueError, match="wrong signature"):
+        register_reward("bad")(lambda x: 1)
+    assert "bad" not in REWARD_FUNCTION_REGISTRY
+
+
+# name -> ground truth, an answer that earns 1, one that earns 0, further parameters
+EXAMPLES = {
+    "code": ("assert f() == 7", "def f(): return 7", "def f(): return 8", {}),
+    "format": ("", "<answer>7</answer>", "7", {"tags": ["answer"]}),
+    "length": ("", "", "seven words " * 7, {"limit": 14}),
+    "multiple_choice": ("C", "C", "D", {}),
+    "weighted": ("7", "#### 7", "#### 8", {"rewards": [{"name": "gsm8k"}]}),
+}
+
+
+@pytest.mark.parametrize("name", sorted(REWARD_FUNCTION_REGISTRY))
+def test_every_registered_function_keeps_the_contract(name):
+    truth, right, wrong, kwargs = EXAMPLES.get(name, ("7", "#### 7", "#### 8", {}))
+    function = resolve_reward_function(registered=name, reward_kwargs=kwargs)
+    assert function.form in ("row", "plugin") and function.func.__doc__
+    scores = [read_outcome(Outcome(score(function, text, truth)))[0] for text in (right, wrong)]
+    assert scores == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "source, rule",
+    [
+        ("openai/gsm8k", "gsm8k_strict"),
+        ("openai/gsm8k_socratic", "gsm8k_strict"),
+        ("math", "math_reward"),
+        ("math_dapo", "math_reward"),
+        ("math500", "math_reward"),
+        ("MATH", "math_reward"),
+        ("aime2024", "math_reward"),
+        ("DigitalLearningGmbH/MATH-lighteval", "math_reward"),
+        ("HuggingFaceH4/MATH-500", "math_reward"),
+    ],
+)
+def test_data_sources_choose_their_rule(source, rule):
+    assert rule_for(source).name == rule
+    assert resolve_reward_function().for_data_source(source).name == rule
+
+
+@pytest.mark.parametrize("source", ["mathvista", "my/set", "", None])
+def test_an_unknown_data_source_is_named_with_the_ways_out(source):
+    with pytest.raises(ValueError) as error:
+        default_compute_score(source, "7", "7")
+    for part in (repr(source), "openai/gsm8k", "custom_reward_function.path", "register_data_source"):
+        assert part in str(error.value)
+
+
+def test_a_data_source_can_be_registered(monkeypatch):
+    monkeypatch.setattr("verl.rewards.sources.RULES_BY_DATA_SOURCE", dict(RULES_BY_DATA_SOURCE))
+    register_data_source("my/set", lambda sampled_response, reference_answer: 0.25)
+    register_data_source("my/set_hard", lambda data_source, solution_str, ground_truth: 0.75)
+    found = [default_compute_score(s, "7", "7") for s in ("my/set", "my/set-2", "my/set_hard/x")]
+    assert found == [0.25, 0.25, 0.75]
+    with pytest.raises(ValueError, match="no reward rule"):
+        default_compute_score("my/settings", "7", "7")
+
+
+@pytest.mark.parametrize(
+    "response, reference, right",
+    [
+        ("dcba", "dcba", True),
+        (" dcba\n", "dcba", True),
+        ("dcba", "abcd", False),
+        ("abc dcba", "dcba", False),
+        ("The answer is dcba.", "dcba", True),
+        ("Answer: Paris", "paris", True),
+        ("It is Paris, not London", "Paris", False),
+        ("The answer is 1,000.", "1000", True),
+        ("#### 72", 72, True),
+        ("#### 72\nin 3 steps", "72", True),
+        ("I count 3, 4, 5", 5.0, True),
+        ("I count 3, 4, 5", "4", False),
+        ("007", "007", True),
+        ("7", "007", False),
+        ("<think>4 or 5</think><answer> 5 </answer>", "5", True),
+        ("<think>5</think><answer>4</answer>", "5", False),
+        ("", "7", False),
+    ],
+)
+def test_accuracy_reward(response, reference, right):
+    assert accuracy_reward(response, reference) == float(right)
+
+
+@pytest.mark.parametrize("reference", [None, "", " "])
+def test_accuracy_reward_wants_a_reference(reference):
+    with pytest.raises(ValueError, match="reference answer is empty"):
+        accuracy_reward("7", reference)
+
+
+def test_the_rules_are_light():
+    """A worker process that runs one rule must not pay for torch."""
+    code = (
+        "import sys, verl.rewards.resolve, verl.rewards.isolation_worker; "
+        "print([m for m in ('torch', 'transformers', 'sympy', 'ray') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr

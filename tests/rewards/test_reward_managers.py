@@ -1,0 +1,407 @@
+"""The managers: where the reward stands, what a failing function does, and that rows never mix."""
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from verl.protocol import DataProto
+from verl.registry import load_object
+from verl.rewards import (
+    REWARD_MANAGER_REGISTRY,
+    RewardError,
+    RewardManager,
+    load_reward_manager,
+    register_reward_manager,
+)
+
+SAMPLES = str(Path(__file__).with_name("sample_rewards.py"))
+LETTERS = {letter: i for i, letter in enumerate("?$.abcdef0123456789 #")}  # ? unknown, $ padding, . end
+PAD, EOS = LETTERS["$"], LETTERS["."]
+WIDTH = 6
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    model = Tokenizer(models.WordLevel(LETTERS, unk_token="?"))
+    model.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    model.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=model, unk_token="?", pad_token="$", eos_token=".")
+
+
+def make_batch(answers, truths=None, extra_infos=None, sources=None, chosen=None):
+    """Answers as text, one letter per token, "." ends: prompts "ab" left-padded to 3, responses right-padded to 6."""
+    count = len(answers)
+    responses = torch.full((count, WIDTH), PAD)
+    mask = torch.zeros(count, WIDTH, dtype=torch.int64)
+    for i, answer in enumerate(answers):
+        responses[i, : len(answer)] = torch.tensor([LETTERS[c] for c in answer], dtype=torch.int64)
+        mask[i, : len(answer)] = 1
+    prompts = torch.tensor([[PAD, LETTERS["a"], LETTERS["b"]]]).repeat(count, 1)
+    attention = torch.cat([torch.tensor([[0, 1, 1]]).repeat(count, 1), mask], 1)
+    tensors = {"prompts": prompts, "responses": responses, "attention_mask": attention}
+    tensors["response_mask"] = mask if chosen is None else torch.tensor(chosen)
+    truths = [a.rstrip(".") for a in answers] if truths is None else truths
+    return DataProto.from_dict(
+        tensors,
+        {
+            "data_source": sources or ["test"] * count,
+            "reward_model": [{"style": "rule", "ground_truth": t} for t in truths],
+            "extra_info": extra_infos or [{"index": 100 + i} for i in range(count)],
+            "uid": [f"u{i}" for i in range(count)],
+        },
+    )
+
+
+def manager_for(tokenizer, name, manager="naive", **kwargs):
+    return load_reward_manager(
+        tokenizer, manager=manager, function_path=SAMPLES, function_name=name, manager_kwargs=kwargs
+    )
+
+
+def test_the_score_stands_at_the_last_token(tokenizer):
+    batch = make_batch(["abc.", "cd", "a", "abcdef"], truths=["abc", "cd", "b", "abcdef"])
+    reward = manager_for(tokenizer, "compute_score")(batch)
+    expected = torch.zeros(4, WIDTH)
+    expected[0, 3] = expected[1, 1] = expected[3, 5] = 1.0
+    assert reward.dtype == torch.float32 and torch.equal(reward, expected)
+
+
+def test_the_score_stands_at_the_last_token_of_the_policy(tokenizer):
+    """Row 0 ends in two tokens of a tool, row 1 has a tool's token in between."""
+    batch = make_batch(["abcd", "abc"], chosen=[[1, 1, 0, 0, 0, 0], [1, 0, 1, 0, 0, 0]])
+    reward = manager_for(tokenizer, "compute_score")(batch)
+    assert reward.nonzero().tolist() == [[0, 1], [1, 2]]
+
+
+def test_an_empty_response_is_scored_at_position_0_and_counted(tokenizer):
+    result = manager_for(tokenizer, "compute_score")(make_batch(["", "ab"]), return_dict=True)
+    assert result["reward_tensor"].nonzero().tolist() == [[0, 0], [1, 1]]
+    assert result["metrics"] == {"reward/failed_rows": 0.0, "reward/empty_responses": 1.0}
+
+
+def test_works_without_a_response_mask(tokenizer):
+    batch = make_batch(["abc."]).drop(["response_mask"])
+    assert manager_for(tokenizer, "compute_score")(batch).nonzero().tolist() == [[0, 3]]
+
+
+def test_extra_values_are_kept_per_row(tokenizer):
+    batch = make_batch(["abc.", "cd"], truths=["abc", "x"])
+    result = manager_for(tokenizer, "with_extras")(batch, return_dict=True)
+    assert result["reward_tensor"].sum(1).tolist() == [1.0, -1.0]
+    assert result["reward_extra_info"] == {"acc": [True, False], "length": [3, 2]}
+
+
+def test_functions_know_the_length_in_tokens(tokenizer):
+    batch = make_batch(["abc.", ""], extra_infos=[{"index": 1}, None])
+    scored = load_reward_manager(tokenizer, registered_function="length", reward_kwargs={"limit": 8})
+    assert scored(batch).sum(1).tolist() == [0.5, 1.0]
+
+
+def test_rows_of_several_sources_may_have_different_extra_values(tokenizer):
+    batch = make_batch(["#### 7", "abc"], extra_infos=[{"gives": 1}, {"gives": {"score": 0, "kind": "x"}}])
+    result = manager_for(tokenizer, "gives")(batch, return_dict=True)
+    assert result["reward_extra_info"] == {"acc": [1.0, 0.0], "kind": [None, "x"]}
+
+
+@pytest.mark.parametrize("manager, function", [("naive", "with_extras"), ("prime", "with_extras"), ("batch", "batch")])
+def test_rewards_follow_their_rows_in_any_order(tokenizer, manager, function):
+    answers = ["abc.", "cd", "", "abcdef", "a", "bb"]
+    batch = make_batch(answers, truths=["abc", "x", "", "abcdef", "b", "bb"])
+    scored = manager_for(tokenizer, function, manager)
+    whole = scored(batch, return_dict=True)
+    for order in ([5, 4, 3, 2, 1, 0], [2, 0, 5, 1, 3, 4]):
+        shuffled = scored(batch[np.array(order)], return_dict=True)
+        assert torch.equal(shuffled["reward_tensor"], whole["reward_tensor"][order])
+        for name, values in whole["reward_extra_info"].items():
+            assert shuffled["reward_extra_info"][name] == [values[i] for i in order]
+
+
+def test_all_ways_of_calling_give_the_same(tokenizer):
+    batch = make_batch(["abc.", "cd", "e"], truths=["abc", "x", "e"])
+    rewards = [manager_for(tokenizer, "compute_score", manager)(batch) for manager in ("naive", "dapo", "prime")]
+    rewards.append(manager_for(tokenizer, "batch", "batch")(batch))
+    rewards.append(manager_for(tokenizer, "slow_judge")(batch))
+    for reward in rewards[1:]:
+        assert torch.equal(reward, rewards[0])
+
+
+# ---- failing functions ----------------------------------------------------------------------------------------------
+
+NOT_SCORES = [
+    (None, "returned None"),
+    (float("nan"), "returned nan"),
+    (float("inf"), "returned inf"),
+    (10**400, "returned inf"),
+    ("1.0", "returned str '1.0'"),
+    ([1.0], "returned list"),
+    (1j, "returned complex"),
+    (np.array([1.0]), r"returned an array of shape \(1,\)"),
+    (torch.zeros(2, 3), r"returned an array of shape \(2, 3\)"),
+    ({"acc": 1}, "a dict without \"score\": it has 'acc'"),
+    ({"score": None}, 'a dict whose "score" is None'),
+]
+SCORES = [True, 1, 1.0, np.float32(1), np.int64(1), np.bool_(True), np.array(1.0), torch.tensor(1.0), {"score": True}]
+
+
+@pytest.mark.parametrize("value", SCORES, ids=repr)
+def test_every_kind_of_number_is_a_score(tokenizer, value):
+    assert manager_for(tokenizer, "gives")(make_batch(["ab"], extra_infos=[{"gives": value}])).sum() == 1.0
+
+
+@pytest.mark.parametrize("value, phrase", NOT_SCORES, ids=lambda v: repr(v)[:20])
+def test_anything_else_is_an_error_that_names_function_and_row(tokenizer, value, phrase):
+    batch = make_batch(["abc", "de"], extra_infos=[{"gives": 1}, {"gives": value, "index": 17}])
+    with pytest.raises(RewardError, match=phrase) as error:
+        manager_for(tokenizer, "gives")(batch)
+    for part in (f"gives() at {SAMPLES}:", "row 1 of 2", "'test'", "'u1'", "index 17", "response: 'de'", "truth: 'de'"):
+        assert part in str(error.value)
+    assert isinstance(error.value, ValueError)
+
+
+@pytest.mark.parametrize("manager", ["naive", "prime"])
+def test_an_exception_is_chained_to_its_traceback(tokenizer, manager):
+    with pytest.raises(RewardError, match="raised KeyError: 'no such thing as b'") as error:
+        manager_for(tokenizer, "raises_on_b", manager)(make_batch(["a", "ab"]))
+    cause = error.value.__cause__
+    assert isinstance(cause, KeyError) if manager == "naive" else "in raises_on_b" in str(cause)
+
+
+@pytest.mark.parametrize("manager", ["naive", "prime"])
+def test_counted_rows_get_the_failure_score(tokenizer, manager, caplog):
+    scored = manager_for(tokenizer, "raises_on_b", manager, on_error="count", failure_score=-0.5)
+    result = scored(make_batch(["a", "ab", "cb", "d"]), return_dict=True)
+    assert result["reward_tensor"].sum(1).tolist() == [1.0, -0.5, -0.5, 1.0]
+    assert result["reward_extra_info"]["acc"] == [1.0, 0.0, 0.0, 1.0]
+    assert result["metrics"]["reward/failed_rows"] == 2.0
+    assert caplog.text.count("no such thing as b") >= 1 and "in raises_on_b" in caplog.text
+    assert "2 of 4 rows have no score of their own" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "manager, function", [("naive", "hangs_on_b"), ("prime", "hangs_on_b"), ("prime", "swallows_everything")]
+)
+def test_a_hanging_row_is_named(tokenizer, manager, function):
+    begun = time.monotonic()
+    with pytest.raises(RewardError, match=rf"{function}\(\) at .* did not end within 0\.3 s(.|\n)*row 1 of 3"):
+        manager_for(tokenizer, function, manager, timeout=0.3)(make_batch(["a", "ab", "c"]))
+    assert time.monotonic() - begun < 10
+
+
+def test_a_function_that_swallows_the_alarm_does_not_hang_either(tokenizer):
+    reward = manager_for(tokenizer, "swallows_everything", timeout=0.2)(make_batch(["ab"]))
+    assert reward.sum() == 0.5
+
+
+def test_a_regular_expression_that_backtracks_for_ever_is_interrupted(tokenizer):
+    with pytest.raises(RewardError, match=r"did not end within 0\.3 s"):
+        manager_for(tokenizer, "backtracks", timeout=0.3)(make_batch(["a"]))
+
+
+@pytest.mark.parametrize("where", ["main thread", "thread", "event loop"])
+def test_the_run_goes_on_after_a_hanging_row(tokenizer, where):
+    scored = manager_for(tokenizer, "hangs_on_b", timeout=0.3, on_error="count")
+    batch = make_batch(["a", "ab", "c", "b"])
+    found = []
+    if where == "thread":
+        thread = threading.Thread(target=lambda: found.append(scored(batch)))
+        thread.start()
+        thread.join()
+    elif where == "event loop":
+        asyncio.run(asyncio.to_thread(lambda: found.append(scored(batch))))
+    else:
+        found.append(scored(batch))
+    assert found[0].sum(1).tolist() == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_a_function_that_ends_its_process_is_an_error_of_its_row(tokenizer):
+    scored = manager_for(tokenizer, "dies_on_b", "prime", on_error="count", num_processes=2)
+    assert scored(make_batch(["a", "b", "c", "d"])).sum(1).tolist() == [1.0, 0.0, 1.0, 1.0]
+
+
+def test_a_function_without_address_has_no_deadline_outside_the_main_thread(tokenizer):
+    scored = REWARD_MANAGER_REGISTRY["naive"](tokenizer, lambda solution_str, ground_truth, **_: 1.0)
+    found = []
+
+    def run():
+        try:
+            scored(make_batch(["a"]))
+        except ValueError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert "outside of the main thread" in found[0] and "timeout=null" in found[0]
+    assert scored(make_batch(["a"])).sum() == 1.0
+
+
+# ---- async functions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inside_a_loop", [False, True])
+def test_async_rows_run_side_by_side(tokenizer, inside_a_loop):
+    scored, batch = manager_for(tokenizer, "slow_judge"), make_batch(["a"] * 20)
+
+    async def call():
+        return scored(batch)
+
+    begun = time.monotonic()
+    reward = asyncio.run(call()) if inside_a_loop else scored(batch)
+    assert reward.sum() == 20.0 and time.monotonic() - begun < 2.0  # one after the other: 4 s
+
+
+def test_async_rows_have_deadlines_even_when_one_blocks_the_loop(tokenizer):
+    scored = manager_for(tokenizer, "bad_judge", timeout=0.3, on_error="count", max_concurrency=2)
+    result = scored(make_batch(["a", "b", "c", "d", "e", "f"]), return_dict=True)
+    assert result["reward_tensor"].sum(1).tolist() == [1.0, 0.0, 1.0, 0.0, 1.0, 1.0]
+    assert result["metrics"]["reward/failed_rows"] == 2.0
+
+
+# ---- batch, dapo, prime ---------------------------------------------------------------------------------------------
+
+
+def test_batch_calls_once_with_lists(tokenizer):
+    result = manager_for(tokenizer, "batch", "batch")(make_batch(["ab", "abcd"], ["ab", "x"]), return_dict=True)
+    assert result["reward_tensor"].sum(1).tolist() == [1.0, 0.0]
+    assert result["reward_extra_info"]["share"] == [0.5, 1.0]
+
+
+def test_batch_wants_one_entry_per_row(tokenizer):
+    with pytest.raises(RewardError, match="returned 1 entries: expected a list with one entry for each of 2 rows"):
+        manager_for(tokenizer, "batch_too_short", "batch")(make_batch(["ab", "abcd"]))
+
+
+def test_forms_and_managers_must_fit(tokenizer):
+    with pytest.raises(ValueError, match=r"takes lists, .* use reward_manager=batch"):
+        manager_for(tokenizer, "batch", "naive")
+    with pytest.raises(ValueError, match=r"takes one answer, .* use reward_manager=naive"):
+        manager_for(tokenizer, "compute_score", "batch")
+
+
+def test_dapo_takes_off_for_long_answers(tokenizer):
+    """max 6, buffer 4: free up to 2 tokens, then -1/4 * 0.5 per token; lengths 1 2 3 6."""
+    buffer = {"enable": True, "len": 4, "penalty_factor": 0.5, "log": True}
+    scored = manager_for(tokenizer, "compute_score", "dapo", max_resp_len=6, overlong_buffer=buffer)
+    batch = make_batch(["a", "ab", "abc", "abcde."], truths=["a", "ab", "x", "abcde"])
+    result = scored(batch, return_dict=True)
+    assert result["reward_tensor"].sum(1).tolist() == [1.0, 1.0, -0.125, 0.5]
+    assert result["reward_extra_info"] == {
+        "acc": [1.0, 1.0, 0.0, 1.0],
+        "overlong_reward": [0.0, 0.0, -0.125, -0.5],
+        "overlong": [False, False, True, True],
+    }
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"overlong_buffer": {"enable": True, "len": 4}}, "max_resp_len"),
+        ({"overlong_buffer": {"enable": True, "len": 0}, "max_resp_len": 6}, "0 < len"),
+        ({"overlong_buffer": {"enable": True, "len": 7}, "max_resp_len": 6}, "len=7"),
+        ({"overlong_buffer": {"enabled": True}}, "did you mean 'enable'"),
+    ],
+)
+def test_dapo_refuses_an_impossible_buffer(tokenizer, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        manager_for(tokenizer, "compute_score", "dapo", **kwargs)
+
+
+def test_prime_refuses_a_function_that_workers_cannot_import(tokenizer):
+    with pytest.raises(ValueError, match="cannot be called in another process"):
+        REWARD_MANAGER_REGISTRY["prime"](tokenizer, lambda solution_str, ground_truth, **_: 1.0)
+
+
+# ---- set-up ---------------------------------------------------------------------------------------------------------
+
+
+def test_rules_are_chosen_row_by_row(tokenizer):
+    batch = make_batch(["#### 7", "7", "#### 7"], truths=["7.0", "7", "8"], sources=["openai/gsm8k", "math", "gsm8k"])
+    assert load_reward_manager(tokenizer)(batch).sum(1).tolist() == [1.0, 1.0, 0.0]
+
+
+def test_an_unknown_data_source_ends_the_run_whatever_the_policy(tokenizer):
+    with pytest.raises(ValueError, match="no reward rule for data_source 'test'"):
+        load_reward_manager(tokenizer, manager_kwargs={"on_error": "count"})(make_batch(["a"]))
+
+
+def test_missing_columns_and_ground_truths_are_named(tokenizer):
+    scored = manager_for(tokenizer, "compute_score")
+    with pytest.raises(ValueError, match="no column 'reward_model'"):
+        scored(make_batch(["a"]).drop(["reward_model"]))
+    with pytest.raises(ValueError, match="row 0: expected a mapping with 'ground_truth'"):
+        scored(make_batch(["a"]).replace(reward_model=[{"style": "rule"}]))
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"manager": "naif"}, "did you mean 'naive'"),
+        ({"manager_kwargs": {"time_out": 3}}, "did you mean 'timeout'"),
+        ({"manager_kwargs": {"timeout": 0}}, "timeout: expected seconds above 0"),
+        ({"manager_kwargs": {"failure_score": float("nan")}}, "failure_score: expected a finite number"),
+        ({"manager_kwargs": {"on_error": "ignore"}}, "expected 'raise' or 'count'"),
+        ({"manager": "compute_score", "manager_path": SAMPLES}, "expected a subclass of RewardManager"),
+    ],
+)
+def test_wrong_configuration_is_refused(tokenizer, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        load_reward_manager(tokenizer, **kwargs)
+
+
+def test_a_manager_of_ones_own_by_path(tokenizer, tmp_path):
+    path = tmp_path / "constant.py"
+    path.write_text(
+        "import torch\n"
+        "from verl.rewards import RewardManager\n"
+        "class Constant(RewardManager):\n"
+        "    def __init__(self, tokenizer, compute_score, *, value, **kwargs):\n"
+        "        super().__init__(tokenizer, compute_score, **kwargs)\n"
+        "        self.value = value\n"
+        "    def __call__(self, data, return_dict=False):\n"
+        "        return torch.full(data.column('responses').shape, self.value)\n"
+    )
+    scored = load_reward_manager(
+        tokenizer,
+        manager="Constant",
+        manager_path=str(path),
+        manager_kwargs={"value": 0.25, "timeout": 3.0},
+        function_path=SAMPLES,
+    )
+    assert isinstance(scored, RewardManager) and (scored(make_batch(["a"])) == 0.25).all() and scored.timeout == 3.0
+    with pytest.raises(ValueError, match="did you mean 'value'"):
+        load_reward_manager(
+            tokenizer, manager="Constant", manager_path=str(path), manager_kwargs={"valeu": 1}, function_path=SAMPLES
+        )
+
+
+def test_only_managers_are_registered():
+    with pytest.raises(ValueError, match="expected a subclass of RewardManager"):
+        register_reward_manager("mine")(int)
+
+
+@pytest.mark.parametrize("name", sorted(REWARD_MANAGER_REGISTRY))
+def test_every_registered_manager_keeps_the_contract(tokenizer, name):
+    function = load_object(SAMPLES, "batch" if name == "batch" else "compute_score")
+    scored = REWARD_MANAGER_REGISTRY[name](tokenizer, function)
+    batch = make_batch(["abc.", "cd"], truths=["abc", "x"])
+    reward, full = scored(batch), scored(batch, return_dict=True)
+    assert reward.shape == (2, WIDTH) and reward.dtype == torch.float32
+    assert torch.equal(full["reward_tensor"], reward) and full["reward_extra_info"]["acc"] == [1.0, 0.0]
+
+
+def test_some_rows_of_each_source_are_printed(tokenizer, capsys):
+    batch = make_batch(["a.", "b", "c"], sources=["one", "one", "two"])
+    scored = load_reward_manager(tokenizer, function_path=SAMPLES, num_examine=1)
+    scored(batch)
+    shown = capsys.readouterr().out
+    assert shown.count("[response]") == 2 and "[response] a\n" in shown and "[response] c\n" in shown
+    assert "[prompt] ab\n" in shown and "[score] 1\n" in shown and "[data_source] two" in shown
+    load_reward_manager(tokenizer, function_path=SAMPLES)(batch)
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,67 @@
+"""Roles on devices, as pure functions."""
+
+import pytest
+
+from verl.single_controller.placement import ResourcePool, place_roles, pools_by_name, visible_devices
+
+ROLES = ["actor", "ref", "critic", "reward"]
+
+
+def test_everything_together_by_default():
+    found = place_roles(ROLES, {"actor_devices": None, "critic_devices": None}, nnodes=2, devices_per_node=4)
+    assert len(set(map(id, found.values()))) == 1
+    assert found["critic"] == ResourcePool("actor", (4, 4), tuple(range(8))) and found["critic"].world_size == 8
+
+
+def test_roles_apart():
+    found = place_roles(ROLES, {"actor_devices": [0, 1], "critic_devices": [2, 3]}, nnodes=1, devices_per_node=4)
+    assert found["actor"] is found["ref"] is found["reward"] and found["actor"].devices == (0, 1)
+    assert found["critic"] == ResourcePool("critic", (2,), (2, 3))
+
+
+def test_the_same_devices_in_another_order_are_the_same_pool():
+    found = place_roles(["actor", "critic"], {"actor_devices": [1, 0], "critic_devices": [0, 1]}, 1, 2)
+    assert found["actor"] is found["critic"] and found["actor"].devices == (0, 1)
+
+
+def test_devices_of_several_nodes():
+    found = place_roles(["actor", "critic"], {"actor_devices": [0, 1, 2], "critic_devices": [7, 5]}, 4, 2)
+    assert found["actor"].processes_per_node == (2, 1)
+    assert found["critic"].processes_per_node == (1, 1) and found["critic"].devices == (5, 7)
+
+
+@pytest.mark.parametrize(
+    "placement, message",
+    [
+        ({"actor_devices": [0, 4]}, r"placement.actor_devices: expected different numbers from 0 to 3 .*\[0, 4\]"),
+        ({"actor_devices": [1, 1]}, r"found \[1, 1\]"),
+        ({"actor_devices": []}, r"found \[\]"),
+        (
+            {"actor_devices": [0, 1], "critic_devices": [1, 2]},
+            r"critic on devices \[1, 2\] and actor on \[0, 1\] share",
+        ),
+        ({"critic_devices": [3]}, r"critic on devices \[3\] and actor on \[0, 1, 2, 3\] share some"),
+        ({"critc_devices": [3]}, "no role 'critc': did you mean 'critic'"),
+    ],
+)
+def test_impossible_placements_are_refused(placement, message):
+    with pytest.raises(ValueError, match=message):
+        place_roles(ROLES, placement, nnodes=1, devices_per_node=4)
+
+
+def test_pools_by_name():
+    found = pools_by_name({"main": [8, 8], "small": [2]}, {"actor": "main", "ref": "main", "critic": "small"})
+    assert found["actor"] is found["ref"] and found["actor"].world_size == 16 and found["critic"].world_size == 2
+    with pytest.raises(ValueError, match="role 'actor': no resource pool is called 'man': did you mean 'main'"):
+        pools_by_name({"main": [1]}, {"actor": "man"})
+    with pytest.raises(ValueError, match="no role uses the resource pool 'spare'"):
+        pools_by_name({"main": [1], "spare": [1]}, {"actor": "main"})
+    with pytest.raises(ValueError, match="at least one process on each of its nodes"):
+        pools_by_name({"main": [1, 0]}, {"actor": "main"})
+
+
+def test_devices_are_counted_among_the_visible_ones():
+    assert visible_devices([0, 2], None) == "0,2"
+    assert visible_devices([1], "4, 7") == "7" and visible_devices([0], "GPU-a,GPU-b") == "GPU-a"
+    with pytest.raises(ValueError, match="GPU 2 was asked for, but CUDA_VISIBLE_DEVICES='4,7' shows 2"):
+        visible_devices([2], "4,7")

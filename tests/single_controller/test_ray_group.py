@@ -1,0 +1,54 @@
+"""Worker groups of Ray actors: calls, and batches by reference. What goes wrong is in `test_ray_cluster.py`."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import verl
+from verl.protocol import DataProto
+from verl.single_controller import WorkerSpec
+from verl.single_controller.placement import ResourcePool
+from verl.single_controller.remote_tensor import RemoteTensor
+
+ray = pytest.importorskip("ray")
+
+from verl.single_controller.ray_group import colocate  # noqa: E402
+
+WORKERS = str(Path(__file__).with_name("pool_workers.py"))
+
+
+@pytest.fixture
+def one_node(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(verl.__file__).parents[1]))
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def large(rows: int) -> DataProto:
+    x = torch.arange(rows)[:, None].expand(rows, 20_000).contiguous()
+    return DataProto.from_dict({"x": x}, {"uid": list(range(rows))}, {"step": 1})
+
+
+def test_calls_and_batches_by_reference(one_node):
+    groups = colocate(
+        {"actor": WorkerSpec((WORKERS, "Echo")), "critic": WorkerSpec((WORKERS, "Echo"), {"tp": 2})},
+        ResourcePool("two", (2,)),
+        timeout=60,
+    )
+    with groups["actor"] as actor, groups["critic"] as critic:
+        facts = actor.facts()
+        assert [(f["RANK"], f["LOCAL_RANK"], f["WORLD_SIZE"]) for f in facts] == [("0", "0", "2"), ("1", "1", "2")]
+        assert [f["pid"] for f in critic.facts()] == [f["pid"] for f in facts], "colocated roles share processes"
+        assert actor.all_reduce(2.0) == [6.0, 6.0]
+        small = actor.rows(DataProto.from_dict({"x": torch.arange(1, 6)}))
+        assert small.batch["x"].tolist() == [1, 2, 3, 4, 5] and small.batch["rank"].tolist() == [0, 0, 0, 1, 1]
+
+        out = actor.rows(large(8))
+        assert type(out.batch["x"]) is RemoteTensor and type(out.batch["rank"]) is torch.Tensor
+        turned = out.reorder([7, 6, 5, 4, 3, 2, 1, 0]).drop(["rank"])
+        again = critic.rows(turned.union(DataProto.from_dict({"y": torch.ones(8)})))  # each row goes to the other rank
+        assert again.batch["x"][:, 7].tolist() == [7, 6, 5, 4, 3, 2, 1, 0] and again.meta_info == {"step": 1}
+        assert out.batch["x"].is_remote and out.batch["x"]._copy is None, "the controller has not seen it"
+        assert actor.total(turned.select(["x"])) == {"x": 3.5 * 20_000}

@@ -1,0 +1,52 @@
+"""What an import costs: `import verl` loads nothing heavy, and no module needs an optional package to be loaded."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+HEAVY = {"torch", "transformers", "tensordict", "numpy", "ray", "vllm", "sglang", "megatron", "datasets", "pandas"}
+OPTIONAL = {"ray", "vllm", "sglang", "megatron", "liger_kernel", "matplotlib", "wandb", "mlflow", "swanlab"}
+
+#: modules that are the adapter of an optional package and nothing else
+ADAPTERS = {"verl.single_controller.ray_group", "verl.trainer.ray_trainer"}
+
+
+def python(program: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_verl_is_light():
+    program = "import json, sys, verl; print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+    assert HEAVY & set(json.loads(python(program))) == set()
+
+
+def test_names_of_the_package_are_found_at_use():
+    assert python("import verl; print(verl.DataFlow.__module__, 'DataProto' in dir(verl))").split() == [
+        "verl.dataflow",
+        "True",
+    ]
+
+
+def test_every_module_loads_without_the_optional_packages():
+    program = """
+import importlib, json, pkgutil, sys
+import verl
+
+blocked, skipped = json.loads(sys.argv[1])
+
+for name in blocked:
+    sys.modules[name] = None  # what Python takes for "not installed"
+for module in pkgutil.walk_packages(verl.__path__, "verl."):
+    if module.name not in skipped and not module.name.endswith("__main__"):
+        try:
+            importlib.import_module(module.name)
+        except Exception as error:
+            print(f"{module.name}: {type(error).__name__}: {error}")
+"""
+    assert python(program, json.dumps([sorted(OPTIONAL), sorted(ADAPTERS)])) == ""

@@ -1,0 +1,152 @@
+"""DataProto on disk, in another process, on another device; and what its operations cost."""
+
+import os
+import pickle
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from verl import DataProto, DataProtoValidationError
+from verl.utils.equality import same
+
+
+def numbered(rows: int) -> DataProto:
+    """A batch with columns of every kind."""
+    number = torch.arange(rows)
+    return DataProto.from_dict(
+        {"flat": number, "wide": (number[:, None] * 10 + torch.arange(3)).double(), "flag": number % 2 == 0},
+        {"name": [f"row{i}" for i in range(rows)], "ids": [[i, i + 1] for i in range(rows)]},
+        {"temperature": 0.7},
+    )
+
+
+def assert_equal(a: DataProto, b: DataProto) -> None:
+    assert len(a) == len(b) and a.columns == b.columns and a.meta_info == b.meta_info
+    assert all(same(a.column(c), b.column(c)) for c in a.columns)
+
+
+def test_save_and_load_round_trip(tmp_path):
+    batch = numbered(5).union(DataProto.from_dict({"half": torch.tensor([1.5, float("nan"), -0.0, 2, 3]).bfloat16()}))
+    batch.save(tmp_path / "new" / "batch.pt")
+    loaded = DataProto.load(tmp_path / "new" / "batch.pt")
+    assert_equal(loaded, batch)
+    assert loaded.batch["half"].dtype == torch.bfloat16 and loaded.non_tensor_batch["ids"][4] == [4, 5]
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["batch.pt"]
+
+
+def test_save_and_load_of_little(tmp_path):
+    for batch in (DataProto(), numbered(3).select([], []), numbered(3)[[]], DataProto(meta_info={"k": [1]})):
+        batch.save(tmp_path / "b.pt")
+        assert_equal(DataProto.load(tmp_path / "b.pt"), batch)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
+def test_a_torn_file_is_refused_by_name(tmp_path, share):
+    path = tmp_path / "batch.pt"
+    numbered(50).save(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(DataProtoValidationError, match=r"batch\.pt: expected a batch written by DataProto\.save"):
+        DataProto.load(path)
+
+
+def test_a_damaged_file_is_refused_by_name(tmp_path):
+    """One byte in the middle of the numbers: they would be read as other numbers."""
+    path = tmp_path / "batch.pt"
+    DataProto.from_dict({"x": torch.arange(10_000)}).save(path)
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 255
+    path.write_bytes(damaged)
+    with pytest.raises(DataProtoValidationError, match=r"batch\.pt: .*damaged file"):
+        DataProto.load(path)
+
+
+def test_another_file_is_refused_by_name(tmp_path):
+    torch.save({"step": 3}, tmp_path / "trainer.pt")
+    (tmp_path / "notes.txt").write_text("not a batch")
+    np.savez(tmp_path / "numbers.npz", x=np.zeros(2))
+    for name in ("trainer.pt", "notes.txt", "numbers.npz"):
+        with pytest.raises(DataProtoValidationError, match=name):
+            DataProto.load(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        DataProto.load(tmp_path / "absent.pt")
+
+
+def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path):
+    numbered(2).save(tmp_path / "batch.pt")
+    unpicklable = DataProto.from_dict(non_tensors={"f": [lambda: 0, lambda: 1]})
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        unpicklable.save(tmp_path / "batch.pt")
+    assert_equal(DataProto.load(tmp_path / "batch.pt"), numbered(2))
+    assert os.listdir(tmp_path) == ["batch.pt"]
+
+
+def test_a_piece_takes_only_its_own_rows_along(tmp_path):
+    """A slice is a view: pickling it with its whole storage would send every chunk to every worker."""
+    whole = DataProto.from_dict({"x": torch.zeros(1000, 1000)})
+    piece = whole[10:12]
+    assert len(pickle.dumps(piece)) < 20_000
+    piece.save(tmp_path / "piece.pt")
+    assert (tmp_path / "piece.pt").stat().st_size < 20_000
+
+
+def test_what_travels_leaves_the_graph_behind():
+    batch = DataProto.from_dict({"x": torch.ones(2, requires_grad=True) * 2})
+    assert not pickle.loads(pickle.dumps(batch)).batch["x"].requires_grad
+
+
+def test_to_a_device_keeps_objects_and_facts():
+    assert_equal(numbered(2).to(torch.device("cpu")), numbered(2))
+    moved = numbered(2).to("meta")
+    assert moved.batch["wide"].device.type == "meta" and moved.non_tensor_batch["name"].tolist() == ["row0", "row1"]
+    assert moved[[1]].batch["wide"].shape == (1, 3)
+
+
+# ---- cost -----------------------------------------------------------------------------------------------------------
+
+
+def milliseconds(call, repetitions: int) -> float:
+    """The best of several runs: what it costs when nothing else uses the machine."""
+    best = float("inf")
+    for _ in range(repetitions):
+        start = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - start)
+    return best * 1e3
+
+
+def test_operations_cost_little():
+    """512 rows x 20 columns: measured 0.01 to 0.3 ms on one core; the limits leave room for slow machines."""
+    rows = 512
+    batch = DataProto.from_dict(
+        {f"t{i}": torch.zeros(rows, 16) for i in range(15)},
+        {f"o{i}": [{"row": j} for j in range(rows)] for i in range(5)},
+    )
+    prompts, other = batch[:64], DataProto.from_dict({f"u{i}": torch.zeros(rows, 16) for i in range(5)})
+    order = torch.randperm(rows)
+    calls = {
+        "union": lambda: batch.union(other),
+        "select": lambda: batch.select(["t1"], ["o1"]),
+        "index": lambda: batch[order],
+        "repeat": lambda: prompts.repeat(8),
+        "chunk": lambda: batch.chunk(8),
+    }
+    costs = {name: milliseconds(call, 20) for name, call in calls.items()}
+    assert max(costs.values()) < 3, costs
+
+
+def test_thousands_of_columns_cost_in_proportion():
+    """3,000 columns: a few milliseconds; anything quadratic in the columns takes a second."""
+    batch = DataProto.from_dict({f"c{i}": torch.zeros(4) for i in range(3000)})
+    calls = {
+        "union": lambda: batch.union(batch),
+        "drop": lambda: batch.drop(["c7"]),
+        "select": lambda: batch.select(["c7", "c8"]),
+        "index": lambda: batch[[1, 0]],
+        "rename": lambda: batch.rename("c7", "d7"),
+        "concat": lambda: DataProto.concat([batch, batch]),
+    }
+    costs = {name: milliseconds(call, 3) for name, call in calls.items()}
+    assert max(costs.values()) < 150, costs

@@ -1,0 +1,59 @@
+"""A tiny policy that already knows a little of a tiny task, made once for all tests of trainers."""
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from examples.quickstart.tiny_model import tiny_model
+
+REWARD = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """The share of an answer's characters that are letters: what a random model does sometimes."""
+    return sum(c.isalpha() for c in solution_str) / max(len(solution_str), 1)
+'''
+
+
+def make_tiny(folder: Path) -> Path:
+    """Write model/, train.jsonl (24 rows), test.jsonl (6 rows) and reward.py into a folder."""
+    tiny_model("llama", folder / "model", seed=0)
+    draw = Random(0)
+    for name, rows in (("train", 24), ("test", 6)):
+        texts = ["".join(draw.choice("abcdefghij") for _ in range(draw.randint(2, 4))) for _ in range(rows)]
+        lines = [json.dumps({"prompt": f"{text}=", "answer": text}) for text in texts]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+def run_settings(tiny: Path, run: Path) -> list[str]:
+    """Overrides of a run of 4 prompts x 2 answers: 6 steps an epoch."""
+    return [
+        f"data.train_files={tiny / 'train.jsonl'}",
+        f"data.val_files={tiny / 'test.jsonl'}",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=8",
+        "data.max_response_length=6",
+        f"actor_rollout_ref.model.path={tiny / 'model'}",
+        "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "critic.optim.lr=1e-3",
+        f"custom_reward_function.path={tiny / 'reward.py'}",
+        f"trainer.default_local_dir={run}",
+        "trainer.logger=[jsonl]",
+        "trainer.val_before_train=false",
+    ]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    """The folder that `make_tiny` writes."""
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def settings(tiny, tmp_path) -> list[str]:
+    """The overrides of `run_settings`; the run goes to tmp_path / "run"."""
+    return run_settings(tiny, tmp_path / "run")

@@ -1,0 +1,96 @@
+"""A run that was stopped and resumed gives the numbers of one that was not, to the last digit."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from verl.trainer.local_trainer import LocalPPOTrainer
+
+
+def metrics_of(folder: Path) -> dict[int, dict[str, float]]:
+    """step -> everything that was logged of it, except what a clock measured."""
+    found: dict[int, dict[str, float]] = {}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        clock = ("time", "timing_s/", "perf/throughput", "perf/time", "rollout/tokens_per_second")
+        kept = {name: value for name, value in record.items() if not name.startswith(clock)}
+        found.setdefault(record["step"], {}).update(kept)
+    return found
+
+
+ALGORITHMS = {
+    "grpo": ["algorithm.adv_estimator=grpo"],
+    # everything that has state: critic, reference, adaptive KL, cosine schedule, shuffled mini-batches, two epochs
+    "ppo": [
+        "algorithm.adv_estimator=gae",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_ctrl.horizon=100",
+        "actor_rollout_ref.actor.shuffle=true",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=2",
+        "actor_rollout_ref.actor.optim.total_training_steps=9",
+    ],
+}
+
+
+@pytest.mark.parametrize("stop", [4, 6])  # inside an epoch of 6 steps, and on its boundary
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_resumed_is_bit_equal_to_uninterrupted(algorithm, stop, settings, tmp_path):
+    run = tmp_path / "run"
+    chosen = [*settings, *ALGORITHMS[algorithm], "trainer.save_freq=2", "trainer.test_freq=4"]
+    LocalPPOTrainer(overrides=[*chosen, "trainer.total_training_steps=8"]).fit()
+    straight = metrics_of(run)
+    assert sorted(straight) == list(range(1, 9))
+    shutil.rmtree(run)
+    LocalPPOTrainer(overrides=[*chosen, f"trainer.total_training_steps={stop}"]).fit()
+    LocalPPOTrainer(overrides=[*chosen, "trainer.total_training_steps=8"]).fit()
+    resumed = metrics_of(run)
+    for step in range(1, 9):
+        if step != stop:  # there the short run validated, being at its end
+            assert resumed[step] == straight[step], step
+        else:
+            assert resumed[step].items() >= straight[step].items()
+
+
+def test_a_finished_run_says_that_there_is_nothing_to_do(settings, caplog):
+    chosen = [*settings, "algorithm.adv_estimator=grpo", "trainer.total_training_steps=2", "trainer.save_freq=2"]
+    LocalPPOTrainer(overrides=chosen).fit()
+    trainer = LocalPPOTrainer(overrides=chosen)
+    trainer.fit()
+    assert trainer.global_step == 2
+    assert "nothing to train" in caplog.text
+
+
+def test_a_checkpoint_is_kept_whole_and_changed_settings_are_named(settings, tmp_path, caplog):
+    chosen = [*settings, "algorithm.adv_estimator=grpo", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2"]
+    LocalPPOTrainer(overrides=[*chosen, "trainer.total_training_steps=3"]).fit()
+    run = tmp_path / "run"
+    assert sorted(p.name for p in run.glob("global_step_*")) == ["global_step_2", "global_step_3"]
+    assert (run / "global_step_3" / "actor" / "huggingface" / "tokenizer.json").is_file()
+    weights = run / "global_step_3" / "actor" / "huggingface" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-7])
+    trainer = LocalPPOTrainer(
+        overrides=[*chosen, "trainer.total_training_steps=4", "actor_rollout_ref.actor.optim.lr=2e-3"]
+    )
+    trainer.fit()
+    assert "global_step_3" in caplog.text  # refused by name
+    assert "actor_rollout_ref.actor.optim.lr: 0.001 -> 0.002" in caplog.text
+    assert sorted(p.name for p in run.glob("global_step_*"))[-1] == "global_step_4"
+
+
+def test_resuming_with_another_model_is_refused(settings, tiny, tmp_path):
+    from examples.quickstart.tiny_model import tiny_model
+
+    chosen = [*settings, "algorithm.adv_estimator=grpo", "trainer.save_freq=1"]
+    LocalPPOTrainer(overrides=[*chosen, "trainer.total_training_steps=1"]).fit()
+    other = tiny_model("llama", tmp_path / "other", seed=0, size="mini")
+    before = sorted(p.name for p in (tmp_path / "run").iterdir())
+    with pytest.raises(ValueError, match="another model"):
+        LocalPPOTrainer(
+            overrides=[*chosen, "trainer.total_training_steps=2", f"actor_rollout_ref.model.path={other}"]
+        ).fit()
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == before
