@@ -117,7 +117,9 @@ def test_resuming_a_fine_tuning():
 
 
 def test_what_is_not_built_is_refused_by_name():
-    config = load(f"{ROLLOUT}name=vllm", f"{ROLLOUT}tensor_model_parallel_size=2", f"{ACTOR}fsdp_config.param_offload=true")
+    config = load(
+        f"{ROLLOUT}name=vllm", f"{ROLLOUT}tensor_model_parallel_size=2", f"{ACTOR}fsdp_config.param_offload=true"
+    )
     built = {"rollout.name": {"hf", "native"}, "tensor_model_parallel_size": {1}}
     with pytest.raises(ConfigError) as error:
         check_available(config, built)
