@@ -12,7 +12,7 @@ from verl.config.errors import ConfigError, Problem, in_words
 from verl.config.node import Leaf, Tree, flatten, leaves
 
 BUILT: dict[str, set[Any]] = {
-    "rollout.name": {"hf"},
+    "rollout.name": {"hf", "native"},
     "strategy": {"fsdp", "fsdp2"},
     "backend": {"local", "ray"},
     "tensor_model_parallel_size": {1},
