@@ -1,1 +1,1 @@
-"""Published methods as edits of the flow, each in a folder with its settings, a run script and its paper."""
+"""Recipes: published methods and evaluations, each in a folder of its own."""

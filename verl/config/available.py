@@ -12,7 +12,7 @@ from verl.config.errors import ConfigError, Problem, in_words
 from verl.config.node import Leaf, Tree, flatten, leaves
 
 BUILT: dict[str, set[Any]] = {
-    "rollout.name": {"hf"},
+    "rollout.name": {"hf", "native"},
     "strategy": {"fsdp", "fsdp2"},
     "backend": {"local", "ray"},
     "tensor_model_parallel_size": {1},
@@ -53,7 +53,7 @@ NOT_BUILT: dict[str, str] = {
 
 NO_EFFECT: dict[tuple[str, str], tuple[str, ...]] = {
     ("rollout.name", "hf"): (
-        "rollout.dtype",
+        "actor_rollout_ref.rollout.dtype",
         "gpu_memory_utilization",
         "enforce_eager",
         "free_cache_engine",

@@ -34,8 +34,7 @@ class HFRollout(RolloutEngine):
     """Generates with a HuggingFace causal language model in this process; usually the trainer's own module.
 
     max_rows: rows per `generate` call at most (key/value memory). compute_dtype: of the forward pass, where it is not
-    that of the parameters. replica: the module is this engine's own, a copy of sharded weights: `sleep` frees its
-    parameters and `load_weights` must fill them after `wake`.
+    that of the parameters.
     """
 
     def __init__(
@@ -44,15 +43,12 @@ class HFRollout(RolloutEngine):
         pad_token_id: int,
         max_rows: int = 1024,
         compute_dtype: torch.dtype | None = None,
-        replica: bool = False,
     ):
         self.module = module
         self.pad_token_id = pad_token_id
         self.max_rows = max_rows
         self.autocast_to = None if compute_dtype == module.dtype else compute_dtype
         self.stats = RolloutStats()
-        self.shapes = {name: p.shape for name, p in module.named_parameters()} if replica else {}
-        self.sleep()
 
     @torch.no_grad()
     def generate(
@@ -121,13 +117,7 @@ class HFRollout(RolloutEngine):
                 present[name].copy_(tensor)
 
     def sleep(self) -> None:
-        """Free the parameters of a replica; nothing else is kept between calls."""
-        for name in self.shapes:
-            parameter = self.module.get_parameter(name)
-            parameter.data = parameter.data.new_empty(0)
+        """Nothing is kept between calls."""
 
     def wake(self) -> None:
-        """Make room for the parameters of a replica, to be filled by `load_weights`."""
-        for name, shape in self.shapes.items():
-            parameter = self.module.get_parameter(name)
-            parameter.data = parameter.data.new_empty(shape)
+        """Nothing is kept between calls."""

@@ -45,8 +45,13 @@ def run(build: "Callable[[], Trainer]") -> int:
     try:
         trainer = build()
     except (ValueError, ImportError, FileNotFoundError) as error:
-        notes = vars(error).get("__notes__", [])
-        print("\n  ".join([f"error: {error}", *notes]), file=sys.stderr)
-        return 1
+        return complain(error)
     trainer.fit()
     return 0
+
+
+def complain(error: Exception) -> int:
+    """Print an error of the set-up, with its notes and without a stack; the exit status that goes with it."""
+    notes = vars(error).get("__notes__", [])
+    print("\n  ".join([f"error: {error}", *notes]), file=sys.stderr)
+    return 1

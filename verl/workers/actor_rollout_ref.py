@@ -56,7 +56,7 @@ class ActorRolloutWorker(Worker):
         model = model_config(config.model, section, device, self.local_rank)
         optimizer = optimizer_config(config.actor.optim, total_training_steps)
         self.engine: TrainEngine = make_engine(model, section, optimizer, self.world_size)
-        self.rollout: RolloutEngine = make_rollout(self.engine, pad_token_id, config.rollout.max_num_seqs)
+        self.rollout: RolloutEngine = make_rollout(self.engine, config.rollout, pad_token_id)
         self.version = 0  # of the weights: the number of updates
 
     # ---- generating ---------------------------------------------------------------------------------------------

@@ -9,8 +9,10 @@ from verl.engines.base import MicroBatching, OptimizerConfig
 from verl.engines.fsdp import FSDPEngine, ShardingConfig
 from verl.engines.hf import HFEngine
 from verl.engines.model import ModelConfig, load_module
-from verl.rollout.base import SamplingParams
+from verl.rollout.base import RolloutEngine, SamplingParams
 from verl.rollout.hf import HFRollout
+from verl.rollout.native import NativeRollout
+from verl.rollout.replica import ReplicaRollout
 from verl.utils.device import resolve_device, resolve_dtype
 
 
@@ -64,15 +66,24 @@ def make_engine(
     return FSDPEngine(config, optimizer, sharding)
 
 
-def make_rollout(engine: HFEngine, pad_token_id: int, max_rows: int) -> HFRollout:
+def make_rollout(engine: HFEngine, config: tree_rollout.RolloutConfig, pad_token_id: int) -> RolloutEngine:
     """Generation on the engine's own module where that is whole, on a replica of the shards otherwise."""
-    config = engine.config
-    options = {"pad_token_id": pad_token_id, "max_rows": max_rows, "compute_dtype": config.compute_dtype}
     if engine.whole:
-        return HFRollout(engine.module, **options)
-    module = load_module(dataclasses.replace(config, model_dtype=config.compute_dtype, random_init=True))
-    module.requires_grad_(False)
-    return HFRollout(module, replica=True, **options)
+        return _rollout_on(engine.module, engine.config.compute_dtype, config, pad_token_id)
+    narrow = dataclasses.replace(engine.config, model_dtype=engine.config.compute_dtype, random_init=True)
+    module = load_module(narrow).requires_grad_(False)
+    return ReplicaRollout(_rollout_on(module, narrow.compute_dtype, config, pad_token_id), module)
+
+
+def _rollout_on(
+    module: torch.nn.Module, dtype: torch.dtype, config: tree_rollout.RolloutConfig, pad_token_id: int
+) -> RolloutEngine:
+    """The engine that `rollout.name` asks for. dtype: of its forward pass."""
+    if config.name == "native":
+        own = next(module.parameters()).dtype
+        kept = None if dtype == own else dtype
+        return NativeRollout(module, pad_token_id=pad_token_id, dtype=kept, max_rows=config.max_num_seqs)
+    return HFRollout(module, pad_token_id, max_rows=config.max_num_seqs, compute_dtype=dtype)
 
 
 def micro_batching(rows: int | None, dynamic: bool, tokens: int) -> MicroBatching:
