@@ -1,6 +1,7 @@
 """Lists of token ids -> the padded tensors that every batch of this project is made of."""
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -127,10 +128,8 @@ def _pad(
             f"build_sequences: the {what} of row {lengths.index(longest)} has {longest} tokens, "
             f"more than the width of {width}; truncate it first or raise the limit"
         )
+    column, length = torch.arange(width), torch.tensor(lengths)[:, None]
+    real = column >= width - length if left else column < length
     values = torch.full((len(rows), width), fill, dtype=torch.int64)
-    real = torch.zeros((len(rows), width), dtype=torch.int64)
-    for i, (row, length) in enumerate(zip(rows, lengths)):
-        span = slice(width - length, width) if left else slice(0, length)
-        values[i, span] = torch.as_tensor(row, dtype=torch.int64)
-        real[i, span] = 1
-    return values, real
+    values[real] = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int64)  # row after row, as the mask reads
+    return values, real.long()

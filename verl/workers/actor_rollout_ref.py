@@ -90,8 +90,7 @@ class ActorRolloutWorker(Worker):
             response_width=response_width,
         )
         log_probs = torch.zeros(columns["responses"].shape)
-        for row, answer in enumerate(answers):
-            log_probs[row, : len(answer.log_probs)] = torch.tensor(answer.log_probs)
+        log_probs[columns["response_mask"].bool()] = torch.tensor([p for a in answers for p in a.log_probs])
         cut = sum(a.finish_reason == "length" for a in answers)
         tokens = sum(len(a.token_ids) for a in answers)
         metrics = {
