@@ -7,6 +7,7 @@ actor/
 
 import io
 import pickle
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,9 @@ class DistributedCheckpoint(WeightSource):
         entry = self._tensors[name]
         whole = torch.empty(entry.size, dtype=entry.properties.dtype)
         try:
-            dcp.load({_PREFIX + name: whole}, storage_reader=self._reader, no_dist=True)
+            with warnings.catch_warnings():  # that this is one process alone is meant
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.load({_PREFIX + name: whole}, storage_reader=self._reader, no_dist=True)
         except CheckpointException as error:
             raise ValueError(f"{self.folder}: {name} cannot be read, a file is damaged: {error}") from error
         return whole

@@ -144,9 +144,9 @@ def _rebuild_wrapper(*args: Any) -> None:
     raise pickle.UnpicklingError("a tensor subclass outside torch.distributed")
 
 
-def _attribute(owner: type, name: str) -> str:
-    """Members of enumerations are pickled as getattr(class, name)."""
-    return f"{owner.__name__}.{name}"
+def _attribute(owner: type, name: str) -> type:
+    """Classes within classes, and members of enumerations, are pickled as getattr(class, name)."""
+    return type(f"{owner.__name__}.{name}", (_Record,), {})
 
 
 _ALLOWED: dict[tuple[str, str], Any] = {
