@@ -47,7 +47,7 @@ def warm_up(model: Path, data: Path, out: Path, steps: int, seed: int) -> Path:
             f"data.train_files={data / 'sft.parquet'}",
             "data.train_batch_size=64",
             "data.max_length=32",
-            "optim.lr=2e-3",
+            "optim.lr=1e-3",
         "optim.lr_warmup_steps=20",
             f"trainer.total_training_steps={steps}",
             f"trainer.save_freq={steps}",

@@ -117,14 +117,17 @@ def test_resuming_a_fine_tuning():
 
 
 def test_what_is_not_built_is_refused_by_name():
-    config = load(f"{ROLLOUT}name=vllm", "trainer.nnodes=2", f"{ACTOR}fsdp_config.param_offload=true")
-    built = {"rollout.name": {"hf", "native"}, "nnodes": {1}}
+    config = load(
+        f"{ROLLOUT}name=vllm", f"{ROLLOUT}tensor_model_parallel_size=2", f"{ACTOR}fsdp_config.param_offload=true"
+    )
+    built = {"rollout.name": {"hf", "native"}, "tensor_model_parallel_size": {1}}
     with pytest.raises(ConfigError) as error:
         check_available(config, built)
     assert [str(problem) for problem in error.value.problems] == [
         "actor_rollout_ref.actor.fsdp_config.param_offload: true is not built yet: " + NOT_BUILT["param_offload"],
         "actor_rollout_ref.rollout.name: 'vllm' (text) is not built yet: use hf, native",
-        "trainer.nnodes: 2 is not built yet: " + INSTEAD["nnodes"],
+        "actor_rollout_ref.rollout.tensor_model_parallel_size: 2 is not built yet: "
+        + INSTEAD["tensor_model_parallel_size"],
     ]
     check_available(load())
     check_available(load(tree=SFTConfig))

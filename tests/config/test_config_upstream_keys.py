@@ -162,6 +162,7 @@ OURS = {
     "actor_rollout_ref.ref.fsdp_config.dtype",
     "actor_rollout_ref.ref.fsdp_config.model_dtype",
     "actor_rollout_ref.rollout.dtype",
+    "actor_rollout_ref.rollout.max_num_seqs",
     "actor_rollout_ref.rollout.tensor_model_parallel_size",
     "critic.fsdp.dtype",
     "critic.fsdp.model_dtype",

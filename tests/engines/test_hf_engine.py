@@ -18,7 +18,8 @@ from transformers import (
 
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching, OptimizerConfig
-from verl.engines.hf import HFEngine, load_weights, lr_multiplier
+from verl.engines.checkpoint import load_weights
+from verl.engines.hf import HFEngine, lr_multiplier
 from verl.engines.model import ModelConfig
 from verl.protocol import DataProto
 from verl.workers.objectives import aggregation, policy_objective, value_objective

@@ -68,6 +68,15 @@ def test_calls_keep_their_positions_and_one_hanging_call_stops_no_other(pool):
     assert {i: o.value for i, o in outcomes.items()} == {i: 1 / (i + 1) for i in range(8) if i != 2}
 
 
+def test_a_worker_that_was_ended_while_idle_is_replaced():
+    pool = ProcessPool(1)
+    worker = pool.run(call("which_process"), Limits()).value[0]
+    os.kill(worker, signal.SIGKILL)
+    time.sleep(0.2)
+    assert pool.run(call("inverse", 2), Limits()).value == 0.5
+    pool.close()
+
+
 def test_closing_the_iterator_kills_what_is_busy(pool):
     begun = time.monotonic()
     answers = pool.map([call("sleep"), call("inverse", 1), call("sleep")], Limits(wall_seconds=60))

@@ -345,6 +345,7 @@ def test_missing_columns_and_ground_truths_are_named(tokenizer):
         ({"manager": "naif"}, "did you mean 'naive'"),
         ({"manager_kwargs": {"time_out": 3}}, "did you mean 'timeout'"),
         ({"manager_kwargs": {"timeout": 0}}, "timeout: expected seconds above 0"),
+        ({"manager_kwargs": {"failure_score": float("nan")}}, "failure_score: expected a finite number"),
         ({"manager_kwargs": {"on_error": "ignore"}}, "expected 'raise' or 'count'"),
         ({"manager": "compute_score", "manager_path": SAMPLES}, "expected a subclass of RewardManager"),
     ],

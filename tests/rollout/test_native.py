@@ -1,6 +1,7 @@
 """The native engine's schedule: nothing is lost, cut or repeated, and a row's answer is its own."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -71,6 +72,14 @@ def test_rows_are_what_they_are_alone_whatever_the_cache_holds(module, case):
         assert engine.generate(prompts, params, sample_ids, limits) == answers, "a used cache must not show"
 
 
+def test_large_models_compute_on_their_parameters_and_small_ones_on_turned_copies_alike(module, monkeypatch):
+    params = SamplingParams(12, (), temperature=0)
+    expected = NativeRollout(module, pad_token_id=0).generate([[1, 2], [3]], params)
+    monkeypatch.setattr("verl.rollout.native.read_decoder", partial(read_decoder, turn_limit=0))
+    answers = NativeRollout(module, pad_token_id=0).generate([[1, 2], [3]], params)
+    assert [a.token_ids for a in answers] == [a.token_ids for a in expected]
+
+
 def test_sampled_log_probs_are_those_of_the_module(module):
     params = SamplingParams(20, (), temperature=0.7, top_k=9)
     prompts = [[1, 2, 3], [4], [5, 6]]
@@ -116,7 +125,7 @@ def test_training_goes_on_with_the_parameters_that_generate(module):
 def test_joint_products_share_the_parameters_memory_also_after_they_moved(module):
     attention = module.model.layers[0].self_attn
     for _ in range(2):
-        qkv = read_decoder(module).layers[0].qkv.weight
+        qkv = read_decoder(module, turn_limit=0).layers[0].qkv.matrix.t()
         assert qkv.data_ptr() == attention.q_proj.weight.data_ptr()
         assert qkv.untyped_storage().data_ptr() == attention.v_proj.weight.untyped_storage().data_ptr()
         with torch.no_grad():

@@ -4,6 +4,8 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
+import threading
 import time
 
 import torch
@@ -64,6 +66,31 @@ class Echo(Worker):
         return tensor.item()
 
 
+class OnGpu(Worker):
+    """Uses GPU LOCAL_RANK of those that its process sees."""
+
+    def __init__(self):
+        torch.cuda.set_device(self.local_rank)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def gpu(self) -> tuple[str, str]:
+        return os.environ["CUDA_VISIBLE_DEVICES"], str(torch.cuda.get_device_properties("cuda").uuid)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def all_reduce(self) -> float:
+        """The sum of rank + 1 over the ranks, by NCCL."""
+        dist.init_process_group("nccl")
+        tensor = torch.tensor([self.rank + 1.0], device="cuda")
+        dist.all_reduce(tensor)
+        return tensor.item()
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def double(self, batch: DataProto) -> DataProto:
+        """Columns that lie on the GPU, one of them a view of another."""
+        x = batch.batch["x"].to("cuda") * 2
+        return DataProto.from_dict({"y": x, "head": x[:, :1]})
+
+
 class Trouble(Worker):
     """Goes wrong on one rank while the others wait for it."""
 
@@ -105,7 +132,11 @@ class Trouble(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def give_a_lock(self) -> object:
-        return __import__("threading").Lock()
+        return threading.Lock()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def leave(self, status: int) -> None:
+        sys.exit(status)
 
 
 def read_the_file(name: str) -> str:

@@ -133,6 +133,13 @@ def test_metrics_of_a_batch_are_merged():
     assert out.meta_info["metrics"] == {"len": 10.0 / 3}
 
 
+def test_timing_of_a_batch_is_that_of_the_slowest_rank():
+    worker = lambda rank, b: DataProto(meta_info={"timing": {"load": 1.0 + rank, "run": 5.0 - rank}})  # noqa: E731
+    for n, expected in [(1, {"load": 1.0, "run": 5.0}), (2, {"load": 2.0, "run": 5.0})]:
+        out = run(Registered(Dispatch.DP_COMPUTE_PROTO), Layout.grid(dp=n), worker, rows(4))
+        assert out.meta_info["timing"] == expected
+
+
 def test_metrics_merge_exactly():
     """The mean over uneven groups is total / count, not the mean of the groups' means (which would be 5.5 here)."""
     pieces = [{"loss": (3.0, 3), "grad_norm": 0.25}, {"loss": (10.0, 1), "grad_norm": 0.25}]

@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -79,16 +81,21 @@ def test_the_ranks_meet_by_the_environment(pair):
     assert pair["actor"].all_reduce(2.0) == [6.0, 6.0]  # 2 * 1 + 2 * 2
 
 
+def test_calls_from_several_threads_do_not_cross(pair):
+    """Each rank gets the calls in the same order; in different orders these collectives would give wrong sums."""
+
+    def reduce_many(value: float) -> list:
+        return [pair["actor"].all_reduce(value) for _ in range(20)]
+
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(reduce_many, [1.0, 10.0, 100.0]))
+    assert found == [[[3.0, 3.0]] * 20, [[30.0, 30.0]] * 20, [[300.0, 300.0]] * 20]
+
+
 def test_what_cannot_be_sent_is_refused_before_it_is_sent(pair):
     with pytest.raises(TypeError, match="cannot pickle"):
-        pair["actor"].echo(threading_lock())
+        pair["actor"].echo(threading.Lock())
     assert pair["actor"].echo("still there") == ["still there"] * 2
-
-
-def threading_lock():
-    import threading
-
-    return threading.Lock()
 
 
 def test_an_exception_on_one_rank_stops_the_others():
@@ -159,12 +166,12 @@ if sys.argv[2] == "killed":
 
 
 @pytest.mark.parametrize("how", ["killed", pytest.param("ends", marks=pytest.mark.slow)])
-def test_no_process_outlives_the_controller(tmp_path, how):
+def test_no_process_outlives_the_controller(tmp_path, monkeypatch, how):
     """Neither the worker nor what it started."""
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, tmp_path / "script.py", WORKERS, how]
-    env = {**os.environ, "PYTHONPATH": str(Path(verl.__file__).parents[1])}
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, timeout=60)
+    monkeypatch.setenv("PYTHONPATH", str(Path(verl.__file__).parents[1]), prepend=os.pathsep)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == (-signal.SIGKILL if how == "killed" else 0)
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2 and all(gone(pid) for pid in pids)

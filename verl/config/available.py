@@ -12,18 +12,14 @@ from verl.config.errors import ConfigError, Problem, in_words
 from verl.config.node import Leaf, Tree, flatten, leaves
 
 BUILT: dict[str, set[Any]] = {
-    "rollout.name": {"hf"},
+    "rollout.name": {"hf", "native"},
     "strategy": {"fsdp", "fsdp2"},
-    "backend": {"local"},
-    "n_gpus_per_node": {1},
-    "nnodes": {1},
+    "backend": {"local", "ray"},
     "tensor_model_parallel_size": {1},
 }
 """End of a dotted key -> the words that work."""
 
 INSTEAD: dict[str, str] = {
-    "n_gpus_per_node": "one process is what there is so far: use 1, and CUDA_VISIBLE_DEVICES to choose the GPU",
-    "nnodes": "one host is what there is so far: use 1",
     "tensor_model_parallel_size": "one device holds the whole model so far: use 1",
 }
 """End of a dotted key -> what to do, where the list of words does not say it."""
@@ -38,16 +34,11 @@ NOT_BUILT: dict[str, str] = {
     "use_fused_kernels": "log-probs are computed in chunks already: use false",
     "param_offload": _ONE_DEVICE,
     "optimizer_offload": _ONE_DEVICE,
-    "offload_policy": _ONE_DEVICE,
-    "fsdp_size": _ONE_DEVICE,
-    "reshard_after_forward": _ONE_DEVICE,
     "ulysses_sequence_parallel_size": _ONE_DEVICE,
     "override_optimizer_config": "set the keys of optim",
     "checkpoint.async_save": "checkpoints are written before the next step: use false",
     "actor_rollout_ref.hybrid_engine": "policy and rollout live in one process: use true",
-    "data.gen_batch_size": "it belongs to algorithm.filter_groups: leave it null",
     "data.validation_shuffle": "the order of validation rows changes no result: use false",
-    "algorithm.filter_groups.enable": "use false",
     "algorithm.rollout_correction.rollout_is": _SAMPLER_GAP,
     "algorithm.rollout_correction.rollout_rs": _SAMPLER_GAP,
     "algorithm.rollout_correction.bypass_mode": _SAMPLER_GAP,
@@ -56,20 +47,16 @@ NOT_BUILT: dict[str, str] = {
     "reward.sandbox_fusion.url": "code is not run by a service: leave it null",
     "trainer.log_val_generations": "use trainer.validation_data_dir, which keeps all of them",
     "trainer.overlap": "operators run one after another: use false",
-    "placement.actor_devices": _ONE_DEVICE,
-    "placement.ref_devices": _ONE_DEVICE,
-    "placement.critic_devices": _ONE_DEVICE,
-    "placement.reward_devices": _ONE_DEVICE,
+    "placement.reward_devices": "rewards are computed by functions: leave it out",
 }
 """End of a dotted key -> what to do instead of setting it to anything but its default."""
 
 NO_EFFECT: dict[tuple[str, str], tuple[str, ...]] = {
     ("rollout.name", "hf"): (
-        "rollout.dtype",
+        "actor_rollout_ref.rollout.dtype",
         "gpu_memory_utilization",
         "enforce_eager",
         "free_cache_engine",
-        "max_num_seqs",
         "max_num_batched_tokens",
         "max_model_len",
         "enable_chunked_prefill",

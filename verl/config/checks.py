@@ -21,7 +21,7 @@ def check_tree(config: Tree) -> list[Problem]:
     """Everything that does not fit together in a configuration, whatever is in it."""
     match config:
         case Config():
-            parts = (_batches, _sampling, _kl, _losses, _rewards)
+            parts = (_batches, _ranks, _sampling, _groups, _kl, _losses, _rewards)
             return [*_resume(config.trainer), *(problem for part in parts for problem in part(config))]
         case SFTConfig():
             return [*_resume(config.trainer), *_custom_class(config.data)]
@@ -54,6 +54,22 @@ def _batches(config: Config) -> Iterator[Problem]:
                 "data.train_batch_size",
                 f"{batch} is not a multiple of {prefix}ppo_mini_batch_size {mini}: use a mini-batch of "
                 f"{_divisors_near(batch, mini)}, or a batch of {batches}",
+            )
+
+
+def _ranks(config: Config) -> Iterator[Problem]:
+    """Every rank gets the same number of rows of each mini-batch."""
+    trainer, n = config.trainer, config.actor_rollout_ref.rollout.n
+    for role, prefix, mini in (
+        ("actor", _ACTOR, config.actor_rollout_ref.actor.ppo_mini_batch_size),
+        ("critic", "critic.", config.critic.ppo_mini_batch_size),
+    ):
+        devices = config.placement.model_dump()[f"{role}_devices"] or config.placement.actor_devices
+        ranks = len(devices) if devices else trainer.nnodes * trainer.n_gpus_per_node
+        if mini * n % ranks:
+            yield Problem(
+                f"{prefix}ppo_mini_batch_size",
+                f"{mini} prompts x {n} samples are {mini * n} responses, which do not divide over {ranks} ranks",
             )
 
 
@@ -92,6 +108,21 @@ def _sampling(config: Config) -> Iterator[Problem]:
         if here != there:
             what = f"found {here}, but data.max_{name}_length is {there}: set data.max_{name}_length alone"
             yield Problem(f"{_ROLLOUT}{name}_length", what)
+
+
+def _groups(config: Config) -> Iterator[Problem]:
+    enabled, n = config.algorithm.filter_groups.enable, config.actor_rollout_ref.rollout.n
+    if enabled and n < 2:
+        yield Problem(
+            _ROLLOUT + "n",
+            f"found {n}, but algorithm.filter_groups keeps the prompts whose answers differ: use 2 or more",
+        )
+    size = config.data.gen_batch_size
+    if size is not None and size != config.data.train_batch_size and not enabled:
+        yield Problem(
+            "data.gen_batch_size",
+            f"found {size}, which changes nothing without algorithm.filter_groups.enable=true: leave it null",
+        )
 
 
 def _kl(config: Config) -> Iterator[Problem]:

@@ -33,7 +33,7 @@ class SamplingConfig(Node):
     gpu_memory_utilization: float = key(0.5, "share of the GPU's memory for the engine", gt=0, le=1)
     enforce_eager: bool = key(False, "no CUDA graphs")
     free_cache_engine: bool = key(True, "give the engine's memory back during the update")
-    max_num_seqs: int = key(256, "rows generated at the same time", ge=1)
+    max_num_seqs: int = key(1024, "rows generated at the same time", ge=1)
     max_num_batched_tokens: int = key(8192, "tokens in one pass of the engine", ge=1)
     max_model_len: int | None = key(None, "longest prompt and answer together; null: what the lengths need", ge=1)
     enable_chunked_prefill: bool = key(True, "read long prompts in pieces")

@@ -18,12 +18,10 @@ from verl.data.tokenization import (
     CHUNK,
     ROUND_TRIPS,
     TokenTable,
-    as_chat_or_text,
     check_round_trips,
-    encode,
-    encode_plain_prompts,
+    encode_prompts,
     prepare_tokenizer,
-    render_chats,
+    read_prompt,
     truncate,
 )
 from verl.protocol import DataProto
@@ -108,15 +106,7 @@ class RLHFDataset(Dataset):
 
     def _prompt(self, row: Mapping[str, Any], where: str) -> Prompt:
         """Messages where the prompt goes through the chat template, text where it does not."""
-        prompt = as_chat_or_text(
-            row[self.settings.prompt_key], self.settings.prompt_format, self._has_template(), where
-        )
-        if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
-            raise ValueError(
-                f"{where}: the prompt ends with an assistant message, so the answer would be part of the question; "
-                "end it with the user's message"
-            )
-        return prompt
+        return read_prompt(row[self.settings.prompt_key], self.settings.prompt_format, self._has_template(), where)
 
     def _has_template(self) -> bool:
         return self.settings.chat_template is not None or self.tokenizer.chat_template is not None
@@ -155,31 +145,13 @@ class RLHFDataset(Dataset):
         return self._prompt(row, where)
 
     def _encode(self, prompts: list[Prompt], first: int) -> list[list[int]]:
-        def where(i: int) -> str:
-            return self.rows.where(first + i)
-
-        chats = [i for i, prompt in enumerate(prompts) if not isinstance(prompt, str)]
-        plain = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
-        if chats and not self._has_template():
-            raise ValueError(
-                f"{where(chats[0])}: the prompt is a chat, but the tokenizer has no chat template: use the tokenizer "
-                "of an instruction-tuned model, give data.chat_template, or give the prompts as plain text"
-            )
-        rendered = render_chats(
+        return encode_prompts(
             self.tokenizer,
-            [prompts[i] for i in chats],
-            add_generation_prompt=True,
+            prompts,
+            lambda i: self.rows.where(first + i),
             chat_template=self.settings.chat_template,
             template_kwargs=self.settings.apply_chat_template_kwargs,
-            where=lambda k: where(chats[k]),
         )
-        encoded: list[list[int]] = [[]] * len(prompts)
-        for i, ids in zip(chats, encode(self.tokenizer, rendered, add_special_tokens=False)):
-            encoded[i] = ids
-        plain_prompts = [prompts[i] for i in plain]
-        for i, ids in zip(plain, encode_plain_prompts(self.tokenizer, plain_prompts, lambda k: where(plain[k]))):
-            encoded[i] = ids
-        return encoded
 
     def _report_overlong(self, overlong: dict[int, int], count: int) -> None:
         settings = self.settings

@@ -78,6 +78,8 @@ class TrainEngine(ABC):
 
     #: the parameters' module; the in-process rollout generates with it
     module: torch.nn.Module
+    #: whether this process holds all weights, so that a rollout can run on the module itself
+    whole: bool
 
     @abstractmethod
     def infer(
@@ -101,6 +103,10 @@ class TrainEngine(ABC):
     @abstractmethod
     def sum_over_ranks(self, values: list[float]) -> list[float]:
         """Each value summed over the data-parallel ranks: the counts of a mini-batch that is spread over them."""
+
+    @abstractmethod
+    def max_over_ranks(self, values: list[float]) -> list[float]:
+        """The largest of each value over the ranks: widths that all must agree on."""
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:

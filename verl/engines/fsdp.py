@@ -3,12 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -80,7 +77,7 @@ class FSDPEngine(HFEngine):
     def _plan(self, lengths: list[int], micro: MicroBatching) -> list[list[int]]:
         """As many micro-batches on every rank as on the one that needs most: the layers are gathered together."""
         pieces = plan(lengths, micro)
-        (count,) = reduce_values([float(len(pieces))], dist.ReduceOp.MAX, self.config.device, None)
+        (count,) = self.max_over_ranks([float(len(pieces))])
         return split_to(pieces, int(count))
 
     def _backward(self, loss: torch.Tensor) -> None:
@@ -95,7 +92,12 @@ class FSDPEngine(HFEngine):
     def sum_over_ranks(self, values: list[float]) -> list[float]:
         return reduce_values(values, dist.ReduceOp.SUM, self.config.device, None)
 
+    def max_over_ranks(self, values: list[float]) -> list[float]:
+        return reduce_values(values, dist.ReduceOp.MAX, self.config.device, None)
+
     # ---- weights ------------------------------------------------------------------------------------------------
+
+    whole = False
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(HuggingFace name, full tensor): gathered one at a time, on every rank. All ranks must iterate together."""
@@ -103,42 +105,14 @@ class FSDPEngine(HFEngine):
             full = p.detach()
             yield name, full.full_tensor() if isinstance(full, DTensor) else full
 
-    def save(self, folder: Path, contents: tuple[str, ...]) -> None:
-        """Shards by torch.distributed.checkpoint, which another number of ranks can load; config in `huggingface/`."""
-        folder = Path(folder)
-        dcp.save(self._state(contents), checkpoint_id=folder / "shards")
+    def _save_huggingface(self, folder: Path, contents: tuple[str, ...]) -> None:
         full = {name: tensor.cpu() for name, tensor in self.weights()} if "hf_model" in contents else None
-        if dist.get_rank() == 0:
-            if full is not None:
-                self.module.save_pretrained(folder / "huggingface", state_dict=full)
-            else:
-                self.module.config.save_pretrained(folder / "huggingface")
+        if self.is_first and full is not None:
+            self.module.save_pretrained(folder, state_dict=full)
+        elif self.is_first:
+            self.module.config.save_pretrained(folder)
         dist.barrier()
 
-    def load(self, folder: Path, contents: tuple[str, ...]) -> None:
-        state = self._state(contents)
-        try:
-            dcp.load(state, checkpoint_id=Path(folder) / "shards")
-        except RuntimeError as error:
-            raise ValueError(f"{folder} holds another model, or lacks what load_contents names: {error}") from error
-        set_state_dict(
-            self.model,
-            [self.optimizer] if "optimizer" in contents else [],
-            model_state_dict=state.get("model", {}),
-            optim_state_dict=state.get("optimizer", {}),
-            options=StateDictOptions(strict="model" in contents),
-        )
-        if "extra" in contents:
-            self.schedule.load_state_dict(state["extra"]["schedule"])
-
-    def _state(self, contents: tuple[str, ...]) -> dict[str, Any]:
-        optimizers = [self.optimizer] if "optimizer" in contents else []
-        model, optimizer = get_state_dict(self.model, optimizers)
-        state: dict[str, Any] = {}
-        if "model" in contents:
-            state["model"] = model
-        if "optimizer" in contents:
-            state["optimizer"] = optimizer
-        if "extra" in contents:
-            state["extra"] = {"schedule": self.schedule.state_dict()}
-        return state
+    @property
+    def is_first(self) -> bool:
+        return dist.get_rank() == 0

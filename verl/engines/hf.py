@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from verl.engines import checkpoint
 from verl.engines.base import MicroBatching, Objective, OptimizerConfig, Tensors, TrainEngine
 from verl.engines.metrics import MetricSums
 from verl.engines.micro_batch import ModelInput, build_input, plan, row_lengths
@@ -118,67 +119,61 @@ class HFEngine(TrainEngine):
     def sum_over_ranks(self, values: list[float]) -> list[float]:
         return list(values)
 
+    def max_over_ranks(self, values: list[float]) -> list[float]:
+        return list(values)
+
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter((name, p.detach()) for name, p in self.module.named_parameters())
 
+    #: whether this process holds the weights whole
+    whole = True
+
     def save(self, folder: Path, contents: tuple[str, ...]) -> None:
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        if {"model", "hf_model"} & set(contents):
-            self.module.save_pretrained(folder / "huggingface")
-        else:
-            self.module.config.save_pretrained(folder / "huggingface")
+        self._save_huggingface(folder / "huggingface", contents)
+        shards: dict[str, Any] = {}
+        if "model" in contents and not self.whole:
+            shards["model"] = checkpoint.model_state(self.model)
         if "optimizer" in contents:
-            torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
-        if "extra" in contents:
+            shards["optimizer"] = checkpoint.optimizer_state(self.model, self.optimizer)
+        checkpoint.save_shards(folder, shards)
+        if "extra" in contents and self.is_first:
             torch.save({"schedule": self.schedule.state_dict()}, folder / "extra.pt")
+
+    def _save_huggingface(self, folder: Path, contents: tuple[str, ...]) -> None:
+        """Config, and the weights if the contents ask for them."""
+        if {"model", "hf_model"} & set(contents):
+            self.module.save_pretrained(folder)
+        else:
+            self.module.config.save_pretrained(folder)
 
     def load(self, folder: Path, contents: tuple[str, ...]) -> None:
         folder = Path(folder)
         if "model" in contents:
-            load_weights(self.module, folder / "huggingface")
+            checkpoint.load_model(folder, self.model, self.module)
         if "optimizer" in contents:
-            self.optimizer.load_state_dict(_read(folder / "optimizer.pt", self.config.device))
+            checkpoint.load_optimizer(folder, self.model, self.optimizer)
         if "extra" in contents:
-            self.schedule.load_state_dict(_read(folder / "extra.pt", torch.device("cpu"))["schedule"])
+            self.schedule.load_state_dict(_read(folder / "extra.pt")["schedule"])
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes what all ranks know."""
+        return True
 
 
 def _columns(batch: DataProto, names: tuple[str, ...]) -> Tensors:
     return {name: batch.column(name) for name in names}
 
 
-def _read(path: Path, device: torch.device) -> Any:
+def _read(path: Path) -> Any:
     if not path.is_file():
         raise ValueError(
             f"the checkpoint has no {path.name} (looked at {path}); was it saved without it (save_contents)?"
         )
-    return torch.load(path, map_location=device, weights_only=True)
-
-
-def load_weights(module: torch.nn.Module, folder: Path) -> None:
-    """Copy the safetensors of a HuggingFace folder into `module`, every parameter exactly once."""
-    from safetensors.torch import load_file
-
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"the checkpoint has no weights: no *.safetensors in {folder}")
-    saved = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    present = dict(module.named_parameters(remove_duplicate=False))
-    tied = {id(p) for name, p in present.items() if name in saved}
-    missing = [name for name, p in present.items() if name not in saved and id(p) not in tied]
-    unknown = sorted(set(saved) - set(present) - {name for name, _ in module.named_buffers()})
-    shapes = [n for n in saved if n in present and saved[n].shape != present[n].shape]
-    if missing or unknown or shapes:
-        raise ValueError(
-            f"{folder} holds another model than {type(module).__name__} here: "
-            f"missing {missing[:3]}, unknown {unknown[:3]}, of other shape {shapes[:3]}"
-        )
-    with torch.no_grad():
-        for name, tensor in saved.items():
-            if name in present:
-                present[name].copy_(tensor)
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def lr_multiplier(config: OptimizerConfig) -> Callable[[int], float]:

@@ -99,31 +99,48 @@ def late(seconds: float, cause: BaseException | None = None) -> Outcome:
     return Outcome(failure=f"did not end within {seconds:g} s and was stopped", cause=cause, over_limit=True)
 
 
-def interrupt_after(seconds: float, call: Callable[[], Any]) -> Any:
-    """`call()`, interrupted by DeadlineExceeded after `seconds`. In the main thread only (Python's rule for signals).
+@contextlib.contextmanager
+def alarm() -> Iterator[Callable[[float, Callable[[], Any]], Any]]:
+    """A function `interrupt(seconds, call)`: `call()`, interrupted by DeadlineExceeded after `seconds`.
 
-    An alarm that someone else had set is put back with the time that is left of it.
+    In the main thread only (Python's rule for signals). The handler is set once for many calls; an alarm that someone
+    else had set is put back at the end, with the time that is left of it.
     """
-    armed = True
+    limit: float | None = None  # of the call under way
 
     def ring(signum, frame):
-        if armed:
-            raise DeadlineExceeded(f"not done after {seconds:g} s")
+        if limit is not None:
+            raise DeadlineExceeded(f"not done after {limit:g} s")
+
+    def interrupt(seconds: float, call: Callable[[], Any]) -> Any:
+        nonlocal limit
+        limit = seconds
+        try:
+            # It rings again every second: a bare `except:` swallows the first ring, not all of them.
+            signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+            try:
+                return call()
+            finally:
+                limit = None
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
     begun = time.monotonic()
     handler = signal.signal(signal.SIGALRM, ring)
-    # It rings again every second: a bare `except:` swallows the first ring, not all of them.
-    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, 0)
     try:
-        try:
-            return call()
-        finally:
-            armed = False
+        yield interrupt
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         if left:
             signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - begun), 1e-3), interval)
+
+
+def interrupt_after(seconds: float, call: Callable[[], Any]) -> Any:
+    """One call under an `alarm`."""
+    with alarm() as interrupt:
+        return interrupt(seconds, call)
 
 
 class _Worker:
@@ -154,7 +171,7 @@ class _Worker:
             self._send()
 
     def hear(self) -> Outcome | None:
-        """Read one message; the answer if the call has ended by it. A dead worker: EOFError or OSError."""
+        """Read one message; the outcome if the call has ended by it. EOFError, ConnectionResetError: it is dead."""
         kind, *parts = pickle.loads(self.connection.recv_bytes())
         if kind == "ready":
             self.ready = True
@@ -170,13 +187,16 @@ class _Worker:
         return None
 
     def overdue(self) -> Outcome:
-        """The answer of a call that was stopped at its deadline."""
+        """The outcome of a call that was stopped at its deadline."""
         if self._phase == "start":
             return Outcome(failure=f"could not be loaded in another process within {START_SECONDS:g} s")
         return late(self._limits.wall_seconds)
 
     def dead(self) -> Outcome:
-        """The answer of a call whose process ended without one."""
+        """The outcome of a call whose process ended without one."""
+        # It has closed its end and is about to be gone: its own status says why, not that of a kill.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5.0)
         status = self.kill()
         if status == -signal.SIGXCPU:
             phrase = f"used more than {self._limits.cpu_seconds:g} s of processor time and was stopped"
@@ -250,10 +270,10 @@ class ProcessPool:
 
     def run(self, call: Call, limits: Limits) -> Outcome:
         """One call; waits for its end."""
-        return next(answer for _, answer in self.map([call], limits))
+        return next(outcome for _, outcome in self.map([call], limits))
 
     def map(self, calls: Sequence[Call], limits: Limits) -> Iterator[tuple[int, Outcome]]:
-        """(position, answer) of every call, in the order in which they end.
+        """(position, outcome) of every call, in the order in which they end.
 
         The clock of a call starts when the worker calls the function: starting and importing have a limit of their own.
         Workers that are still busy when the iterator is closed are killed.
@@ -288,7 +308,8 @@ class ProcessPool:
                 return
             wait_for_one = False
             try:
-                worker = slot or _Worker()
+                # One that was ended from outside while it was idle is replaced.
+                worker = slot if slot is not None and slot.process.poll() is None else _Worker()
             except OSError:
                 self._slots.put(None)
                 raise
@@ -307,12 +328,12 @@ class ProcessPool:
         for connection in wait(list(busy), timeout):
             worker = busy[connection]
             try:
-                answer, alive = worker.hear(), True
+                outcome, alive = worker.hear(), True
             except (EOFError, ConnectionResetError):
-                answer, alive = worker.dead(), False
-            if answer is not None:
+                outcome, alive = worker.dead(), False
+            if outcome is not None:
                 self._give_back(busy, worker, alive)
-                yield worker.number, answer
+                yield worker.number, outcome
         for worker in [w for w in busy.values() if w.deadline <= time.monotonic()]:
             self._give_back(busy, worker, alive=False)
             yield worker.number, worker.overdue()

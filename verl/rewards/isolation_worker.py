@@ -69,23 +69,25 @@ class BoundedOutput(io.TextIOBase):
 @contextlib.contextmanager
 def limited(limits: Limits):
     """Real time, processor time and memory of this process, counted from here. Memory is limited on Linux only."""
+    bounds = {}
+    if limits.cpu_seconds is not None:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        bounds[resource.RLIMIT_CPU] = int(usage.ru_utime + usage.ru_stime + limits.cpu_seconds) + 1
+    if limits.memory_bytes is not None and sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        bounds[resource.RLIMIT_AS] = pages * resource.getpagesize() + limits.memory_bytes
+    before = {kind: resource.getrlimit(kind) for kind in bounds}
+    for kind, soft in bounds.items():
+        resource.setrlimit(kind, (soft, before[kind][1]))
     if limits.wall_seconds is not None:
         # The parent keeps this deadline. The alarm, which nobody handles, ends the process should the parent be gone.
         signal.setitimer(signal.ITIMER_REAL, limits.wall_seconds + 30.0)
-    if limits.cpu_seconds is not None:
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        used = int(usage.ru_utime + usage.ru_stime + limits.cpu_seconds) + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (used, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    if limits.memory_bytes is not None and sys.platform == "linux":
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + limits.memory_bytes, hard))
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
-        resource.setrlimit(resource.RLIMIT_CPU, (resource.getrlimit(resource.RLIMIT_CPU)[1],) * 2)
+        for kind, limit in before.items():
+            resource.setrlimit(kind, limit)
 
 
 def answer(connection: Connection, address: tuple[str, str, str], limits: Limits, arguments: bytes) -> tuple:

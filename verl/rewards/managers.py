@@ -10,6 +10,7 @@ does not depend on the others, nor on their order.
 """
 
 import logging
+import math
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -76,6 +77,8 @@ class RewardManager(ABC):
             raise ValueError(f"reward manager: on_error: expected 'raise' or 'count', found {on_error!r}")
         if timeout is not None and timeout <= 0:
             raise ValueError(f"reward manager: timeout: expected seconds above 0, or null for none, found {timeout!r}")
+        if not math.isfinite(failure_score):
+            raise ValueError(f"reward manager: failure_score: expected a finite number, found {failure_score!r}")
         if max_concurrency < 1:
             raise ValueError(f"reward manager: max_concurrency: expected at least 1, found {max_concurrency!r}")
         function = compute_score if isinstance(compute_score, ScoreFunction) else ScoreFunction(compute_score)
@@ -128,12 +131,12 @@ class NaiveRewardManager(RewardManager):
 
     def outcomes(self, rows: Sequence[Row]) -> Generator[tuple[int, ScoreFunction, Outcome]]:
         """Score the rows; yields (position, the function that scored it, outcome), in any order."""
-        by_function: dict[int, tuple[ScoreFunction, list[int]]] = {}
+        by_source: dict[str, list[int]] = {}
         for i, row in enumerate(rows):
-            function = self.compute_score.for_data_source(row.data_source)
-            by_function.setdefault(id(function), (function, []))[1].append(i)
-        for function, positions in by_function.values():
-            chosen = [rows[i] for i in positions]
+            by_source.setdefault(row.data_source, []).append(i)
+        functions = {source: self.compute_score.for_data_source(source) for source in by_source}
+        for source, positions in by_source.items():
+            function, chosen = functions[source], [rows[i] for i in positions]
             for k, outcome in call_rows(function, chosen, self.timeout, self.pool, self.max_concurrency):
                 yield positions[k], function, outcome
 

@@ -25,6 +25,8 @@ RULES_BY_DATA_SOURCE: dict[str, ScoreFunction] = {
             "math-ai/aime24",
             "math-ai/aime25",
             "numina",
+            "minerva_math",
+            "olympiadbench",
         ],
         multiple_choice: [
             "cais/mmlu",

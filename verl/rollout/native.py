@@ -180,7 +180,7 @@ class _Batch:
         self.params = params
         self.decoder = decoder
         self.waiting = deque(range(len(rows)))
-        self.device = decoder.decoder.head.device
+        self.device = decoder.decoder.embedding.device
         self.slots = min(decoder.cache.slots, len(rows))
         self.width = max(row.limit for row in rows)
         self.tokens = torch.zeros(len(rows) * self.width, dtype=torch.int64, device=self.device)
@@ -189,11 +189,12 @@ class _Batch:
         self.state = torch.zeros(_SAMPLE + 1, self.slots, dtype=torch.int64, device=self.device)
         self.uniforms = torch.zeros(self.slots, _BLOCK_STEPS, dtype=torch.float64, device=self.device)
         self.column = 0  # of uniforms: the numbers that the next token takes
+        self.stops = () if params.ignore_eos else frozenset(params.stop_token_ids)
         self.is_stop = torch.zeros(decoder.decoder.vocab_size, dtype=torch.bool, device=self.device)
-        if not params.ignore_eos:
-            self.is_stop[list(params.stop_token_ids)] = True
+        self.is_stop[list(self.stops)] = True
         self.active = 0
-        self.longest = 0
+        self.longest = 0  # 1 + the largest position of an active row
+        self.due = 0  # steps until the first active row has all its tokens
         self.steps = 0
 
     def run(self) -> list[Generation]:
@@ -228,7 +229,7 @@ class _Batch:
             self.uniforms[slots] = self._random(state[_SAMPLE], state[_STEP] + 1 - self.column)
         self.active += count
         self._take(logits[[group_of[slot] for slot in range(slots.start, slots.stop)]], slots)
-        self.longest = int(self.state[_POSITION, : self.active].max()) + 1 if self.active else 0
+        self._retire(slots)
 
     def _random(self, sample_ids: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
         """(B, _BLOCK_STEPS) uniforms of positions first (B,) and on."""
@@ -246,11 +247,14 @@ class _Batch:
             self._check()
         logits = self.decoder.step(self.state[_TOKEN, live], self.state[_POSITION, live], self.longest)
         self.longest += 1
+        self.due -= 1
         self.steps += 1
-        self._take(logits, live)
+        tokens = self._take(logits, live)
+        if self.due == 0 or (self.stops and bool(self.is_stop[tokens].any())):
+            self._retire(live)
 
-    def _take(self, logits: torch.Tensor, slots: slice) -> None:
-        """Draw a token for each row of `slots`, write it down, and let finished rows go."""
+    def _take(self, logits: torch.Tensor, slots: slice) -> torch.Tensor:
+        """Draw a token for each row of `slots` and write it down. Returns the tokens."""
         state = self.state[:, slots]
         tokens, log_probs = choose(logits, self.params, self.uniforms[slots, self.column])
         state[_TOKEN] = tokens
@@ -258,21 +262,24 @@ class _Batch:
         out = state[_OUT]
         self.tokens.index_copy_(0, out, tokens)
         self.log_probs.index_copy_(0, out, log_probs)
-        finished = (self.is_stop[tokens] | (out == state[_LAST])).nonzero()
-        if len(finished):
-            self._retire([slots.start + i for i in finished[:, 0].tolist()])
+        return tokens
 
-    def _retire(self, finished: list[int]) -> None:
-        """Free slots; the last rows move into the holes, so that active rows stay the first ones."""
+    def _retire(self, slots: slice) -> None:
+        """Free those of `slots` whose rows ended; the last rows move into the holes, so active rows stay the first."""
+        state = self.state[:, slots]
+        ended = (self.is_stop[state[_TOKEN]] | (state[_OUT] == state[_LAST])).nonzero()[:, 0] + slots.start
         rows, steps = self.state[_ROW].tolist(), self.state[_STEP].tolist()
-        for slot in reversed(finished):
+        for slot in reversed(ended.tolist()):
             self.lengths[rows[slot]] = steps[slot] + 1
             self.active -= 1
             if slot != self.active:
                 self.decoder.cache.move(self.active, slot)
                 self.state[:, slot] = self.state[:, self.active]
                 self.uniforms[slot] = self.uniforms[self.active]
-        self.longest = int(self.state[_POSITION, : self.active].max()) + 1 if self.active else 0
+        if self.active:
+            state = self.state[:, : self.active]
+            self.longest = int(state[_POSITION].max()) + 1
+            self.due = int((state[_LAST] - state[_OUT]).min())
 
     def _check(self) -> None:
         """Raises ValueError when an active row's last log-prob is not finite."""
@@ -284,8 +291,7 @@ class _Batch:
         tokens, log_probs = self.tokens.view(-1, self.width), self.log_probs.view(-1, self.width)
         check_finite(log_probs.sum(-1), [r.index for r in self.rows], [r.sample_id for r in self.rows])
         answers: list[Generation | None] = [None] * len(self.rows)
-        stops = () if self.params.ignore_eos else frozenset(self.params.stop_token_ids)
         for row, length, ids, lps in zip(self.rows, self.lengths, tokens.tolist(), log_probs.tolist()):
-            reason = "stop" if ids[length - 1] in stops else "length"
+            reason = "stop" if ids[length - 1] in self.stops else "length"
             answers[row.index] = Generation(ids[:length], lps[:length], reason)
         return answers

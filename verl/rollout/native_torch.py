@@ -8,7 +8,7 @@ columns a row sees; it is shared by all layers of one window.
 import torch
 from torch.nn import functional as F
 
-from verl.rollout.native_model import ACTIVATIONS, Decoder, Layer, rms_norm
+from verl.rollout.native_model import ACTIVATIONS, Decoder, Layer, Projection, rms_norm
 
 #: prompt tokens (padding with them) that are computed at once, except where one prompt is longer
 PREFILL_TOKENS = 16384
@@ -128,7 +128,7 @@ class TorchDecoder:
     def prefill(self, prompts: list[list[int]], slots: list[list[int]]) -> torch.Tensor:
         """Compute each of `prompts` once, with keys and values into its `slots`. Logits (len(prompts), V) float32."""
         order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-        logits = torch.empty(len(prompts), self.decoder.vocab_size, device=self.decoder.head.device)
+        logits = torch.empty(len(prompts), self.decoder.vocab_size, device=self.decoder.embedding.device)
         while order:
             count = _together([len(prompts[i]) for i in order])
             chosen, order = order[:count], order[count:]
@@ -136,7 +136,7 @@ class TorchDecoder:
         return logits
 
     def _prefill(self, prompts: list[list[int]], slots: list[list[int]]) -> torch.Tensor:
-        decoder, device = self.decoder, self.decoder.head.device
+        decoder, device = self.decoder, self.decoder.embedding.device
         count, width = len(prompts), max(map(len, prompts))
         # padding stands after a prompt: no query of the prompt sees it, and its columns stay masked until overwritten
         ids = torch.tensor([p + [p[-1]] * (width - len(p)) for p in prompts], device=device).view(-1)
@@ -149,7 +149,7 @@ class TorchDecoder:
         x = decoder.embed(ids)
         for index, (layer, stored) in enumerate(zip(decoder.layers, self.cache.layers)):
             qkv = self._qkv(layer, x, *tables[layer.rope]).view(count, width, -1, decoder.head_dim)
-            stored[target, :width] = qkv[source, :, decoder.heads :]
+            stored[:, :width].index_copy_(0, target, qkv[source, :, decoder.heads :])
             attended = self._attend_causally(qkv, layer.window)
             if index == len(decoder.layers) - 1:  # only the last token of a prompt matters from here on
                 x, attended = x[last], attended[last]
@@ -175,13 +175,15 @@ class TorchDecoder:
         return out.transpose(1, 2).reshape(-1, decoder.heads * decoder.head_dim)
 
 
-def _add(x: torch.Tensor, y: torch.Tensor, projection, post_norm: torch.Tensor | None, eps: float) -> torch.Tensor:
+def _add(
+    x: torch.Tensor, y: torch.Tensor, projection: Projection, post_norm: torch.Tensor | None, eps: float
+) -> torch.Tensor:
     """x + post_norm(projection(y)), in the memory of x."""
     if post_norm is not None:
         return x.add_(rms_norm(projection(y), post_norm, eps))
     if projection.bias is not None:
         x.add_(projection.bias)
-    return x.addmm_(y, projection.weight.t())
+    return x.addmm_(y, projection.matrix)
 
 
 def _together(lengths: list[int]) -> int:

@@ -11,8 +11,9 @@ from torch.nn import functional as F
 from verl.rollout.base import SamplingParams
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
-_BELOW_ONE = 1 - 2.0**-53  # times this, a float64 becomes the next smaller one
-#: above twice this many tokens, the one that was drawn is looked for in two levels: its block, then its place there
+_BELOW_ONE = 1 - 2.0**-53  # the largest float64 below one; times this, a number becomes the next smaller one
+#: in vocabularies above _LARGE, the token that was drawn is looked for in two levels: its block, then its place there
+_LARGE = 4096
 _BLOCK = 256
 
 
@@ -90,23 +91,22 @@ def choose(
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, V) weights, (B, 1) uniforms -> (B, 1) first index whose cumulative weight exceeds its share, (B, 1) total.
 
-    Never an index of weight 0: the target lies strictly below the total, and at an index that is the first to exceed it
-    the cumulative weight has grown.
+    Never an index of weight 0: a number below one times the total lies strictly below the total, and at an index that
+    is the first to exceed it the cumulative weight has grown.
     """
-    if weights.shape[-1] <= 2 * _BLOCK:
+    if weights.shape[-1] <= _LARGE:
         mass = weights.cumsum(-1, dtype=torch.float64)
         total = mass[:, -1:]
-        target = torch.minimum(uniforms * total, total * _BELOW_ONE)
-        return torch.searchsorted(mass, target, right=True).clamp_max_(weights.shape[-1] - 1), total
+        return torch.searchsorted(mass, uniforms * total, right=True).clamp_max_(weights.shape[-1] - 1), total
     blocks = F.pad(weights, (0, -weights.shape[-1] % _BLOCK)).view(len(weights), -1, _BLOCK)
     mass = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
     total = mass[:, -1:]
-    target = torch.minimum(uniforms * total, total * _BELOW_ONE)
+    target = uniforms * total
     block = torch.searchsorted(mass, target, right=True).clamp_max_(mass.shape[-1] - 1)
     upper = mass.gather(1, block)
     lower = torch.where(block > 0, mass.gather(1, (block - 1).clamp_min_(0)), 0.0)
     inside = blocks[torch.arange(len(weights), device=weights.device)[:, None], block][:, 0]
-    place, _ = _invert(inside, (target - lower) / (upper - lower))
+    place, _ = _invert(inside, ((target - lower) / (upper - lower)).clamp_max_(_BELOW_ONE))
     return block * _BLOCK + place, total
 
 

@@ -17,6 +17,9 @@ section 4.1) for any mesh.
 | DP_COMPUTE_PROTO   | its rows of every DataProto, the rest as it is  | the DataProtos of the dp groups, as one    |
 | DP_COMPUTE_METRIC  | the same, but the rows must divide evenly       | the metrics of the dp groups, merged       |
 | ND_COMPUTE         | as DP_COMPUTE_PROTO, over the mesh named `mesh` | the DataProtos of that mesh's dp groups    |
+
+DP_COMPUTE_PROTO fills up with copies of rows when the data-parallel size does not divide the batch, and takes their
+results away again. A method that sums over rows (an update) belongs in DP_COMPUTE_METRIC, which never does that.
 """
 
 import dataclasses
@@ -213,6 +216,8 @@ def _collect_rows(layout: Layout, results: list) -> DataProto | None:
     whole = DataProto.concat(pieces) if len(pieces) > 1 else pieces[0].copy()  # concat copies the memory
     if "metrics" in whole.meta_info:
         whole.meta_info["metrics"] = merge_metrics([a.meta_info.get("metrics", {}) for a in answers])
+    if "timing" in whole.meta_info:
+        whole.meta_info["timing"] = _slowest([a.meta_info.get("timing", {}) for a in answers])
     return whole
 
 
@@ -249,6 +254,12 @@ def merge_metrics(pieces: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         else:
             raise ValueError(f"metric {name!r}: expected numbers or pairs (sum, count), found {found}")
     return merged
+
+
+def _slowest(pieces: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Seconds by name: those of the slowest rank, for which the others wait."""
+    names = dict.fromkeys(name for piece in pieces for name in piece)
+    return {name: max(piece[name] for piece in pieces if name in piece) for name in names}
 
 
 def _agree(a: Real, b: Real) -> bool:

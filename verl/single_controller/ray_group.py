@@ -221,7 +221,7 @@ class RayPool:
         self._placement = _reserve(resources, use_gpu, start_timeout)
         self._ranks = _make_actors(resources, self._placement, use_gpu)
         try:
-            places = _meet(self._ranks, use_gpu)
+            places = _meet(self._ranks, use_gpu, start_timeout)
             refs = {
                 r.actor.start.remote(dict(specs), place, env): r.rank for r, (place, env) in zip(self._ranks, places)
             }
@@ -415,9 +415,13 @@ def _make_actors(resources: ResourcePool, group: PlacementGroup, use_gpu: bool) 
     return ranks
 
 
-def _meet(ranks: list[_Rank], use_gpu: bool) -> list[tuple[Place, dict[str, str]]]:
+def _meet(ranks: list[_Rank], use_gpu: bool, timeout: float) -> list[tuple[Place, dict[str, str]]]:
     """The place and the environment of each rank, from where Ray has put them."""
-    found = ray.get([r.actor.where.remote() for r in ranks])
+    try:
+        found = ray.get([r.actor.where.remote() for r in ranks], timeout=timeout)
+    except GetTimeoutError:
+        message = f"Ray has not started all {len(ranks)} processes after {timeout:g} s; its logs say why"
+        raise WorkerTimeout(message, "", "__init__", 0) from None
     _, _, master_addr, _, port = found[0]
     nodes = [node for _, node, *_ in found]
     places = []

@@ -6,10 +6,12 @@ Every registered method of the class becomes a method of the group: dispatch -> 
 
 import functools
 import inspect
+import os
 import socket
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from verl.registry import did_you_mean
@@ -36,13 +38,19 @@ class WorkerError(RuntimeError):
     @classmethod
     def of(cls, error: BaseException, role: str, method: str, rank: int) -> "WorkerError":
         """What the caller is told of an error of this process: text only, since it may not have the error's class."""
-        own = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without the executor's frame
-        text = "".join(traceback.format_exception(type(error), error, own))
+        stack = error.__traceback__
+        while stack is not None and stack.tb_next is not None and _is_executor(stack):
+            stack = stack.tb_next  # the worker's own code is what the user wants to see
+        text = "".join(traceback.format_exception(type(error), error, stack))
         return cls(f"{type(error).__name__}: {error}", role, method, rank, traceback=text)
 
     def __str__(self) -> str:
         where = f"{self.role}.{self.method}() on rank {self.rank} ({self.host}): {self.message}"
         return f"{where}\n\n{self.traceback.rstrip()}" if self.traceback else where
+
+
+def _is_executor(stack: TracebackType) -> bool:
+    return os.path.dirname(stack.tb_frame.f_code.co_filename) == os.path.dirname(__file__)
 
 
 class WorkerDied(WorkerError):

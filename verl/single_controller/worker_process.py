@@ -59,7 +59,7 @@ class WorkerHost:
 
     def serve(self, connection: socket.socket) -> None:
         """Answer messages until STOP."""
-        while (message := receive(connection)).kind is not Kind.STOP:
+        while (message := _next(connection)).kind is not Kind.STOP:
             kind, content = self.answer(message)
             try:
                 send(connection, kind, message.call_id, content)
@@ -69,6 +69,14 @@ class WorkerHost:
                 error.add_note("while the result was packed for the caller")
                 failure = (time.monotonic(), WorkerError.of(error, *self._doing, self.rank))
                 send(connection, Kind.FAILURE, message.call_id, failure)
+
+
+def _next(connection: socket.socket) -> Message:
+    """The next message; STOP when the parent is gone."""
+    try:
+        return receive(connection)
+    except EOFError:
+        return Message(Kind.STOP, 0, b"")
 
 
 def main() -> None:

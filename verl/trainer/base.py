@@ -3,6 +3,7 @@
 Everything that a user can get wrong is checked in the constructor, before a model is loaded.
 """
 
+import gc
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -102,14 +103,22 @@ class Trainer(ABC):
         trainer = self.config.trainer
         seed_everything(trainer.seed)
         self.announce()
-        self.init_workers()
         try:
+            self.init_workers()
             self.load()
+            # what is there by now stays to the end: the collector need not look through all of it at every step
+            gc.collect()
+            gc.freeze()
             with self._tracking() as tracking:
                 return self._fit(tracking)
         finally:
-            for group in set(self.roles.values()):
-                group.shutdown()
+            self.shutdown()
+
+    def shutdown(self) -> None:
+        """End the workers."""
+        gc.unfreeze()
+        for group in set(self.roles.values()):
+            group.shutdown()
 
     def _fit(self, tracking: Tracking) -> dict[str, float]:
         trainer = self.config.trainer

@@ -1,39 +1,43 @@
-"""LocalPPOTrainer: everything in this process. For laptops, notebooks and debuggers; a breakpoint just works."""
+"""LocalPPOTrainer: everything on this host, without Ray.
 
-from verl.single_controller import LocalWorkerGroup, WorkerSpec
-from verl.trainer.ppo_flow import needs_critic, needs_reference
+With one process (`trainer.n_gpus_per_node: 1`) all of it is *this* process: for laptops, notebooks and debuggers, where
+a breakpoint just works. With more, the roles live in as many processes of this host, which share each model.
+"""
+
+from typing import Any
+
+from verl.single_controller import colocate
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.trainer.setup import stop_token_ids
-from verl.workers.actor_rollout_ref import ActorRolloutWorker, RefWorker
-from verl.workers.critic import CriticWorker
+from verl.trainer.roles import pools_of, worker_specs
+from verl.trainer.setup import check_one_host, stop_token_ids
+from verl.utils.device import resolve_device
 
 
 class LocalPPOTrainer(PPOTrainer):
-    """Policy optimisation in one process.
+    """Policy optimisation on one host.
 
     >>> LocalPPOTrainer(config_path="./config.yaml", train_dataset=train_dataset).fit()
     """
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        check_one_host(self.config)
+
     def init_workers(self) -> None:
         config = self.config
-        policy, device = config.actor_rollout_ref, config.trainer.device
-        actor = WorkerSpec(
-            ActorRolloutWorker,
-            {
-                "config": policy,
-                "correction": config.algorithm.rollout_correction,
-                "device": device,
-                "total_training_steps": self.total_steps,
-                "response_length": policy.rollout.response_length,
-                "pad_token_id": self.tokenizer.pad_token_id,
-                "stop_token_ids": stop_token_ids(policy.model.path, self.tokenizer),
-            },
+        specs = worker_specs(
+            config,
+            total_steps=self.total_steps,
+            pad_token_id=self.tokenizer.pad_token_id,
+            stop_token_ids=stop_token_ids(config.actor_rollout_ref.model.path, self.tokenizer),
         )
-        # actor and rollout are one worker: generation runs on the very weights that are trained
-        self.roles["actor"] = self.roles["rollout"] = LocalWorkerGroup(actor, name="actor_rollout")
-        if needs_reference(config):
-            ref = WorkerSpec(RefWorker, {"config": policy, "device": device})
-            self.roles["ref"] = LocalWorkerGroup(ref, name="ref")
-        if needs_critic(config):
-            kwargs = {"config": config.critic, "device": device, "total_training_steps": self.total_steps}
-            self.roles["critic"] = LocalWorkerGroup(WorkerSpec(CriticWorker, kwargs), name="critic")
+        pools = pools_of(config, list(specs))
+        on_gpu = resolve_device(config.trainer.device).type == "cuda"
+        for placed in pools.values():
+            pool = placed[0][1]
+            # one process for everything is this one; several, or several pools, are processes of their own
+            alone = pool.world_size == 1 and len(pools) == 1
+            devices = pool.devices if on_gpu and not alone else None
+            roles = {role: specs[role] for role, _ in placed}
+            self.roles.update(colocate(roles, pool.world_size, devices=devices))
+        self.roles["rollout"] = self.roles["actor"]

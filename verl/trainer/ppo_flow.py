@@ -7,7 +7,8 @@ Which of the operators in brackets exist follows from what is asked for: an esti
 makes the critic's operators exist, one that names `reward_baselines` the greedy rollout. No list of algorithms is here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,11 @@ from verl.algorithms.kl import FixedKLController, apply_kl_penalty, get_kl_contr
 from verl.config import tree, tree_trainer
 from verl.data.files import PromptSource
 from verl.dataflow import DataFlow, Operator, Stateful
+from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.rewards import RewardManager
 from verl.single_controller import WorkerGroup
+from verl.utils.balance import balanced_partition
 from verl.utils.rng import fork_seed
 
 #: what `gen` adds to the prompts
@@ -231,24 +234,65 @@ def advantage(algorithm: tree_trainer.AlgorithmConfig) -> Callable[[DataProto], 
     return adv
 
 
-class Update:
-    """An update of the actor or the critic. mini_batch_rows: responses of one optimizer step, over all ranks.
+@dataclass(frozen=True)
+class UpdatePlan:
+    """How a batch is gone through. mini_batch_rows: responses of one optimizer step, over all ranks. epochs: passes.
 
-    warmup: training steps in which nothing is done (the critic learns first).
+    shuffle: each pass in an order of its own, by seed and step. warmup: training steps in which nothing is done (the
+    critic learns first).
     """
 
-    def __init__(self, update: Callable[[DataProto], dict[str, float]], mini_batch_rows: int, warmup: int = 0):
-        self.update = update
-        self.mini_batch_rows = mini_batch_rows
-        self.warmup = warmup
+    mini_batch_rows: int
+    epochs: int = 1
+    shuffle: bool = False
+    seed: int = 0
+    warmup: int = 0
+
+
+def arrange(lengths: Sequence[int], plan: UpdatePlan, ranks: int, seed: int) -> list[int]:
+    """Row numbers in the order in which one pass wants them, so that equal consecutive shares go to the ranks.
+
+    A mini-batch holds the same rows however many ranks there are: each rank gets its part of every mini-batch, parts
+    of about the same number of tokens, one mini-batch after another. lengths: tokens of each row.
+    """
+    rows = list(range(len(lengths)))
+    if plan.shuffle:
+        rows = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
+    if ranks == 1:
+        return rows
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for start in range(0, len(rows), plan.mini_batch_rows):
+        mini = rows[start : start + plan.mini_batch_rows]
+        for share, part in zip(shares, balanced_partition([lengths[i] for i in mini], ranks, equal_size=True)):
+            share += [mini[i] for i in part]
+    return [i for share in shares for i in share]
+
+
+class Update:
+    """An update of the actor or the critic: `method` of the role's workers, once for each pass."""
+
+    def __init__(self, roles: Roles, role: str, method: str, plan: UpdatePlan):
+        self.roles = roles
+        self.role = role
+        self.method = method
+        self.plan = plan
 
     def __call__(self, batch: DataProto) -> None:
-        step = batch.meta_info["global_step"]
-        if step <= self.warmup:
+        step, plan = batch.meta_info["global_step"], self.plan
+        if step <= plan.warmup:
             return
+        group = self.roles[self.role]
+        ranks = group.layout().dp_size
         rows = batch.select(None, [], [])
-        rows.meta_info = {"mini_batch_rows": self.mini_batch_rows, "global_step": step}
-        batch.meta_info["metrics"] = self.update(rows)
+        lengths = rows.batch["attention_mask"].sum(1).tolist()
+        sums = MetricSums()
+        for epoch in range(plan.epochs):
+            order = arrange(lengths, plan, ranks, fork_seed(plan.seed, step, epoch))
+            share = rows if order == list(range(len(order))) else rows[order]
+            facts = {"mini_batch_rows": plan.mini_batch_rows, "last_pass": epoch == plan.epochs - 1}
+            share.meta_info.update(facts)
+            sums.add(group.submit(self.method, share).get())
+        batch.meta_info["metrics"] = {name: total / count for name, (total, count) in sums.result().items()}
 
 
 def build_ppo_flow(
@@ -264,7 +308,6 @@ def build_ppo_flow(
     algorithm, actor, n = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
     asked = estimator_columns(algorithm)
     shuffle_seed = config.trainer.seed if algorithm.shuffle_rewards else None
-    actor_rows = actor.ppo_mini_batch_size * n
     flow = DataFlow()
 
     def add(name: str, func: Callable, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()) -> None:
@@ -302,12 +345,14 @@ def build_ppo_flow(
         add("kl", kl, reads=("old_log_probs", "ref_log_prob"), writes=("token_level_rewards",))
     add("adv", advantage(algorithm), reads=asked, writes=("advantages", "returns"))
     if "values" in asked:
-        critic_rows = config.critic.ppo_mini_batch_size * n
+        critic = config.critic
+        plan = UpdatePlan(critic.ppo_mini_batch_size * n, critic.ppo_epochs, critic.shuffle, critic.data_loader_seed)
         reads = (*SEQUENCES, "values", "returns", "response_mask")
-        add("update_critic", Update(lambda rows: roles["critic"].update_critic(rows), critic_rows), reads=reads)
+        add("update_critic", Update(roles, "critic", "update_critic", plan), reads=reads)
+    warmup = config.trainer.critic_warmup
+    plan = UpdatePlan(actor.ppo_mini_batch_size * n, actor.ppo_epochs, actor.shuffle, actor.data_loader_seed, warmup)
     reads = (*SEQUENCES, "old_log_probs", "advantages", "response_mask")
-    update = Update(lambda rows: roles["actor"].update_actor(rows), actor_rows, config.trainer.critic_warmup)
-    add("update_actor", update, reads=reads)
+    add("update_actor", Update(roles, "actor", "update_actor", plan), reads=reads)
     return flow
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from verl.algorithms.masked import masked_mean
 from verl.config import check_available, check_inputs, check_models, load_config, tree_sft
 from verl.data.files import PromptSource
 from verl.data.sft_dataset import SFTDataset, collate_sft
@@ -19,8 +20,8 @@ from verl.protocol import DataProto
 from verl.single_controller import LocalWorkerGroup, WorkerSpec
 from verl.trainer import setup
 from verl.trainer.base import Trainer
+from verl.utils.device import resolve_device
 from verl.utils.tracking import check_trackers
-from verl.workers.build import micro_batching, model_config, optimizer_config
 from verl.workers.sft import SFTWorker
 
 logger = logging.getLogger("verl.trainer")
@@ -85,15 +86,11 @@ class SFTTrainer(Trainer):
 
     def init_workers(self) -> None:
         config = self.config
-        data = config.data
-        micro = micro_batching(data.micro_batch_size_per_gpu, data.use_dynamic_bsz, data.max_token_len_per_gpu)
-        kwargs = {
-            "model": model_config(config.model, config.engine, config.trainer.device, local_rank=0),
-            "optimizer": optimizer_config(config.optim, self.total_steps),
-            "micro": micro,
-            "contents": tuple(config.checkpoint.save_contents),
-        }
-        self.roles["actor"] = LocalWorkerGroup(WorkerSpec(SFTWorker, kwargs), name="actor")
+        spec = WorkerSpec(SFTWorker, {"config": config, "total_training_steps": self.total_steps})
+        on_gpu = resolve_device(config.trainer.device).type == "cuda"
+        ranks = config.trainer.n_gpus_per_node
+        devices = range(ranks) if on_gpu and ranks > 1 else None
+        self.roles["actor"] = LocalWorkerGroup(spec, ranks, name="actor", devices=devices)
 
     def build_flow(self) -> DataFlow:
         def update(batch: DataProto) -> None:
@@ -117,7 +114,9 @@ class SFTTrainer(Trainer):
         if self.val_dataset is None:
             return {}
         batch = self.collate([self.val_dataset[i] for i in range(len(self.val_dataset))])
-        return self.roles["actor"].evaluate(batch)
+        asked = batch.select(["input_ids", "attention_mask", "position_ids", "responses"], [])
+        log_probs = self.roles["actor"].compute_log_prob(asked).batch["old_log_probs"]
+        return {"val/loss": -masked_mean(log_probs, batch.batch["response_mask"]).item()}
 
 
 def main(arguments: list[str] | None = None) -> int:

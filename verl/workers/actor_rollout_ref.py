@@ -1,6 +1,6 @@
 """The policy's workers: actor and rollout in one process on the same weights, and the reference."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,24 +9,21 @@ import torch
 from verl.config import tree, tree_trainer
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching, TrainEngine
-from verl.engines.hf import HFEngine
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
+from verl.registry import import_module
 from verl.rollout.base import RolloutEngine
-from verl.rollout.hf import HFRollout
 from verl.single_controller import Dispatch, Worker, register
 from verl.utils.rng import fork_seed
-from verl.workers.build import micro_batching, model_config, optimizer_config, sampling_params
+from verl.workers.build import (
+    make_engine,
+    make_rollout,
+    micro_batching,
+    model_config,
+    optimizer_config,
+    sampling_params,
+)
 from verl.workers.objectives import aggregation, policy_objective
-
-
-def mini_batches(batch: DataProto, rows: int, epochs: int, shuffle: bool, seed: int) -> Iterator[DataProto]:
-    """The mini-batches of an update: `epochs` passes, `rows` rows each (the last of a pass may be smaller)."""
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(epochs):
-        order = torch.randperm(len(batch), generator=generator) if shuffle else torch.arange(len(batch))
-        for chosen in order.split(rows):
-            yield batch[chosen]
 
 
 class ActorRolloutWorker(Worker):
@@ -41,6 +38,7 @@ class ActorRolloutWorker(Worker):
         config: tree.ActorRolloutRefConfig,
         *,
         correction: tree_trainer.RolloutCorrectionConfig,
+        imports: Sequence[str] = (),
         device: str,
         total_training_steps: int,
         response_length: int,
@@ -52,9 +50,14 @@ class ActorRolloutWorker(Worker):
         self.response_length = response_length
         self.pad_token_id = pad_token_id
         self.stop_token_ids = stop_token_ids
-        model = model_config(config.model, config.actor.fsdp_config, device, self.local_rank)
-        self.engine: TrainEngine = HFEngine(model, optimizer_config(config.actor.optim, total_training_steps))
-        self.rollout: RolloutEngine = HFRollout(self.engine.module, pad_token_id, compute_dtype=model.compute_dtype)
+        for address in imports:
+            import_module(address)
+        section = config.actor.fsdp_config
+        model = model_config(config.model, section, device, self.local_rank)
+        optimizer = optimizer_config(config.actor.optim, total_training_steps)
+        self.engine: TrainEngine = make_engine(model, section, optimizer, self.world_size)
+        self.rollout: RolloutEngine = make_rollout(self.engine, config.rollout, pad_token_id)
+        self.version = 0  # of the weights: the number of updates
 
     # ---- generating ---------------------------------------------------------------------------------------------
 
@@ -72,12 +75,22 @@ class ActorRolloutWorker(Worker):
             self.config.rollout, self.response_length, self.stop_token_ids, batch.meta_info["sampling"]
         )
         self.rollout.wake()
+        if not self.engine.whole:
+            self.rollout.load_weights(self.engine.weights(), self.version)
         answers = self.rollout.generate(prompts, params, sample_ids)
         self.rollout.sleep()
-        columns = build_sequences(prompts, [a.token_ids for a in answers], self.pad_token_id)
+        # the ranks' columns are joined, so they agree on the widths
+        widest = [float(max(map(len, prompts))), float(max(len(a.token_ids) for a in answers))]
+        prompt_width, response_width = (int(width) for width in self.engine.max_over_ranks(widest))
+        columns = build_sequences(
+            prompts,
+            [a.token_ids for a in answers],
+            self.pad_token_id,
+            prompt_width=prompt_width,
+            response_width=response_width,
+        )
         log_probs = torch.zeros(columns["responses"].shape)
-        for row, answer in enumerate(answers):
-            log_probs[row, : len(answer.log_probs)] = torch.tensor(answer.log_probs)
+        log_probs[columns["response_mask"].bool()] = torch.tensor([p for a in answers for p in a.log_probs])
         cut = sum(a.finish_reason == "length" for a in answers)
         tokens = sum(len(a.token_ids) for a in answers)
         metrics = {
@@ -106,22 +119,25 @@ class ActorRolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_actor(self, batch: DataProto) -> dict[str, Any]:
-        """`ppo_epochs` passes over this rank's rows in mini-batches; meta_info["mini_batch_rows"] rows each, over all
-        ranks; meta_info["global_step"] seeds the order."""
+        """One pass over this rank's rows, in the order that they have.
+
+        meta_info["mini_batch_rows"]: rows of one optimizer step, over all ranks. meta_info["last_pass"]: whether the
+        learning-rate schedule moves on afterwards (once a training step, however many passes that makes).
+        """
         actor = self.config.actor
         settings = {**self.correction.model_dump(), **actor.model_dump(), **actor.policy_loss.model_dump()}
         micro = micro_batching(
             actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
         )
-        rows = batch.meta_info["mini_batch_rows"] // self.world_size
-        seed = fork_seed(actor.data_loader_seed, batch.meta_info["global_step"])
         sums = MetricSums()
-        for mini in mini_batches(batch, rows, actor.ppo_epochs, actor.shuffle, seed):
+        for mini in batch.split(batch.meta_info["mini_batch_rows"] // self.world_size):
             agg = aggregation(actor.loss_agg_mode, mini.batch["response_mask"], self.engine, actor.loss_scale_factor)
             objective = policy_objective(actor.policy_loss.loss_mode, settings, agg)
             metrics = self.engine.train_batch(mini, objective, micro, temperature=self.config.rollout.temperature)
             sums.add({name if "/" in name else f"actor/{name}": value for name, value in metrics.items()})
-        return {**sums.result(), "actor/lr": self.engine.lr_step()}
+            self.version += 1
+        lr = {"actor/lr": self.engine.lr_step()} if batch.meta_info["last_pass"] else {}
+        return {**sums.result(), **lr}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str | Path) -> None:
@@ -139,7 +155,9 @@ class RefWorker(Worker):
 
     def __init__(self, config: tree.ActorRolloutRefConfig, *, device: str):
         self.config = config
-        self.engine = HFEngine(model_config(config.model, config.ref.fsdp_config, device, self.local_rank))
+        section = config.ref.fsdp_config
+        model = model_config(config.model, section, device, self.local_rank)
+        self.engine = make_engine(model, section, None, self.world_size)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:

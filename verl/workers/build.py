@@ -1,11 +1,18 @@
 """From the sections of the configuration to the plain values that engines and rollouts take."""
 
+import dataclasses
+
 import torch
 
 from verl.config import tree_model, tree_rollout
 from verl.engines.base import MicroBatching, OptimizerConfig
-from verl.engines.model import ModelConfig
-from verl.rollout.base import SamplingParams
+from verl.engines.fsdp import FSDPEngine, ShardingConfig
+from verl.engines.hf import HFEngine
+from verl.engines.model import ModelConfig, load_module
+from verl.rollout.base import RolloutEngine, SamplingParams
+from verl.rollout.hf import HFRollout
+from verl.rollout.native import NativeRollout
+from verl.rollout.replica import ReplicaRollout
 from verl.utils.device import resolve_device, resolve_dtype
 
 
@@ -47,6 +54,36 @@ def optimizer_config(optim: tree_model.OptimConfig, total_training_steps: int) -
         min_lr_ratio=optim.min_lr_ratio,
         num_cycles=optim.num_cycles,
     )
+
+
+def make_engine(
+    config: ModelConfig, engine: tree_model.EngineConfig, optimizer: OptimizerConfig | None, world_size: int
+) -> HFEngine:
+    """One process holds the model whole, several share it."""
+    if world_size == 1:
+        return HFEngine(config, optimizer)
+    sharding = ShardingConfig(engine.fsdp_size, engine.reshard_after_forward, engine.offload_policy)
+    return FSDPEngine(config, optimizer, sharding)
+
+
+def make_rollout(engine: HFEngine, config: tree_rollout.RolloutConfig, pad_token_id: int) -> RolloutEngine:
+    """Generation on the engine's own module where that is whole, on a replica of the shards otherwise."""
+    if engine.whole:
+        return _rollout_on(engine.module, engine.config.compute_dtype, config, pad_token_id)
+    narrow = dataclasses.replace(engine.config, model_dtype=engine.config.compute_dtype, random_init=True)
+    module = load_module(narrow).requires_grad_(False)
+    return ReplicaRollout(_rollout_on(module, narrow.compute_dtype, config, pad_token_id), module)
+
+
+def _rollout_on(
+    module: torch.nn.Module, dtype: torch.dtype, config: tree_rollout.RolloutConfig, pad_token_id: int
+) -> RolloutEngine:
+    """The engine that `rollout.name` asks for. dtype: of its forward pass."""
+    if config.name == "native":
+        own = next(module.parameters()).dtype
+        kept = None if dtype == own else dtype
+        return NativeRollout(module, pad_token_id=pad_token_id, dtype=kept, max_rows=config.max_num_seqs)
+    return HFRollout(module, pad_token_id, max_rows=config.max_num_seqs, compute_dtype=dtype)
 
 
 def micro_batching(rows: int | None, dynamic: bool, tokens: int) -> MicroBatching:

@@ -4,13 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import tree_actor
-from verl.engines.hf import HFEngine
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, Worker, register
-from verl.utils.rng import fork_seed
-from verl.workers.actor_rollout_ref import mini_batches
-from verl.workers.build import micro_batching, model_config, optimizer_config
+from verl.workers.build import make_engine, micro_batching, model_config, optimizer_config
 from verl.workers.objectives import aggregation, value_objective
 
 
@@ -20,7 +17,8 @@ class CriticWorker(Worker):
     def __init__(self, config: tree_actor.CriticConfig, *, device: str, total_training_steps: int):
         self.config = config
         model = model_config(config.model, config.fsdp, device, self.local_rank, kind="value")
-        self.engine = HFEngine(model, optimizer_config(config.optim, total_training_steps))
+        optimizer = optimizer_config(config.optim, total_training_steps)
+        self.engine = make_engine(model, config.fsdp, optimizer, self.world_size)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, batch: DataProto) -> DataProto:
@@ -33,20 +31,19 @@ class CriticWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_critic(self, batch: DataProto) -> dict[str, Any]:
-        """`ppo_epochs` passes in mini-batches, as the actor's update."""
+        """One pass over this rank's rows, as the actor's update."""
         config = self.config
         micro = micro_batching(
             config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu
         )
-        rows = batch.meta_info["mini_batch_rows"] // self.world_size
-        seed = fork_seed(config.data_loader_seed, batch.meta_info["global_step"])
         sums = MetricSums()
-        for mini in mini_batches(batch, rows, config.ppo_epochs, config.shuffle, seed):
+        for mini in batch.split(batch.meta_info["mini_batch_rows"] // self.world_size):
             agg = aggregation(config.loss_agg_mode, mini.batch["response_mask"], self.engine, config.loss_scale_factor)
             objective = value_objective(config.cliprange_value, config.value_loss_coef, agg)
             metrics = self.engine.train_batch(mini, objective, micro)
             sums.add({name if "/" in name else f"critic/{name}": value for name, value in metrics.items()})
-        return {**sums.result(), "critic/lr": self.engine.lr_step()}
+        lr = {"critic/lr": self.engine.lr_step()} if batch.meta_info["last_pass"] else {}
+        return {**sums.result(), **lr}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str | Path) -> None:

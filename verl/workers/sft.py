@@ -3,23 +3,24 @@
 from pathlib import Path
 from typing import Any
 
-from verl.algorithms.masked import masked_sum
-from verl.engines.base import MicroBatching, OptimizerConfig
-from verl.engines.hf import HFEngine
+from verl.config import tree_sft
 from verl.engines.metrics import MetricSums
-from verl.engines.model import ModelConfig
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, Worker, register
+from verl.workers.build import make_engine, micro_batching, model_config, optimizer_config
 from verl.workers.objectives import aggregation, sft_objective
 
 
 class SFTWorker(Worker):
-    """One model that learns by imitation. contents: what a checkpoint holds."""
+    """One model that learns by imitation."""
 
-    def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, micro: MicroBatching, contents: tuple[str, ...]):
-        self.engine = HFEngine(model, optimizer)
-        self.micro = micro
-        self.contents = contents
+    def __init__(self, config: tree_sft.SFTConfig, *, total_training_steps: int):
+        model = model_config(config.model, config.engine, config.trainer.device, self.local_rank)
+        optimizer = optimizer_config(config.optim, total_training_steps)
+        self.engine = make_engine(model, config.engine, optimizer, self.world_size)
+        data = config.data
+        self.micro = micro_batching(data.micro_batch_size_per_gpu, data.use_dynamic_bsz, data.max_token_len_per_gpu)
+        self.contents = tuple(config.checkpoint.save_contents)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update(self, batch: DataProto) -> dict[str, Any]:
@@ -30,12 +31,11 @@ class SFTWorker(Worker):
         sums.add({name if "/" in name else f"train/{name}": value for name, value in metrics.items()})
         return {**sums.result(), "train/lr": self.engine.lr_step()}
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
-    def evaluate(self, batch: DataProto) -> dict[str, Any]:
-        """The loss on the batch without an update: val/loss, mean over tokens."""
-        log_probs = self.engine.infer(batch, ("log_probs",), self.micro)["log_probs"]
-        mask = batch.batch["response_mask"]
-        return {"val/loss": (-masked_sum(log_probs, mask).item(), float(mask.sum()))}
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        """The column old_log_probs, of the current weights."""
+        found = self.engine.infer(batch, ("log_probs",), self.micro)
+        return DataProto.from_dict({"old_log_probs": found["log_probs"]})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str | Path) -> None:

@@ -1,0 +1,170 @@
+"""What does the single controller cost? Overhead per call, seconds per step and controller memory, one JSON line each.
+
+    python benchmarks/controller.py --rows 1024 8192 --tokens 2048 --ranks 2
+
+A step is the data movement of PPO with all computation left out: workers make columns of the right size and read those
+that the real ones read; reward and advantages run on the controller. `data` says how batches travel between groups:
+"reference" (large columns stay with the rank that made them), "controller" (everything comes to the controller and
+goes out again from there). Each measurement runs in a process of its own; `controller_peak_mib` is how far the resident
+memory of that process rose above what it was before the first step.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from verl.dataflow import DataFlow, Operator, Pipeline
+from verl.protocol import DataProto
+from verl.single_controller import Dispatch, LocalWorkerGroup, Worker, WorkerGroup, WorkerSpec, register
+from verl.single_controller.placement import ResourcePool
+from verl.single_controller.remote_tensor import RemoteTensor
+
+ROOT = Path(__file__).resolve().parents[1]
+EXECUTORS = {  # executor -> the ways that batches can travel
+    "in_process": ["controller"],
+    "processes": ["controller"],
+    "ray": ["reference", "controller"],
+}
+READ_BY_MODELS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
+
+
+class Synthetic(Worker):
+    """Makes and reads columns of the sizes of PPO, and computes nothing."""
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def nothing(self) -> None: ...
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate(self, batch: DataProto) -> DataProto:
+        rows, tokens = len(batch), batch.meta_info["tokens"]
+        long = {name: torch.ones(rows, tokens, dtype=torch.int64) for name in READ_BY_MODELS[:3]}
+        short = {name: torch.ones(rows, tokens // 2, dtype=torch.int64) for name in READ_BY_MODELS[3:]}
+        return DataProto.from_dict({**long, **short, "rollout_log_probs": torch.zeros(rows, tokens // 2)})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def infer(self, batch: DataProto) -> DataProto:
+        return DataProto.from_dict({batch.meta_info["column"]: torch.zeros(batch.batch["responses"].shape)})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def update(self, batch: DataProto) -> dict:
+        return {"rows": (float(len(batch)), 1)}
+
+
+def make_group(executor: str, ranks: int) -> WorkerGroup:
+    spec = WorkerSpec((__file__, "Synthetic"))
+    if executor == "in_process":
+        return LocalWorkerGroup(spec)
+    if executor == "processes":
+        return LocalWorkerGroup(spec, ranks)
+    import ray
+
+    from verl.single_controller.ray_group import RayWorkerGroup
+
+    ray.init(num_cpus=ranks, include_dashboard=False, log_to_driver=False)
+    return RayWorkerGroup(spec, ResourcePool("main", (ranks,)))
+
+
+def ppo_step(group: WorkerGroup, by_reference: bool) -> Pipeline:
+    """gen -> reward -> old_log_prob -> ref -> values -> adv -> update, as a flow."""
+
+    def arrive(result: DataProto) -> DataProto:
+        if by_reference:
+            return result
+        columns = {k: v.fetch() if isinstance(v, RemoteTensor) else v for k, v in result.tensors.items()}
+        return DataProto.from_dict(columns, result.non_tensor_batch, result.meta_info)
+
+    def infer(column: str) -> Operator:
+        def func(batch: DataProto) -> DataProto:
+            asked = batch.select(READ_BY_MODELS, [], [])
+            asked.meta_info["column"] = column
+            return arrive(group.infer(asked))
+
+        return Operator(column, func, writes=(column,))
+
+    def reward(batch: DataProto) -> dict:
+        return {"token_level_scores": batch.batch["response_mask"].float()}
+
+    def adv(batch: DataProto) -> dict:
+        advantages = batch.batch["token_level_scores"] - batch.batch["values"]
+        return {"advantages": advantages, "returns": advantages + batch.batch["values"]}
+
+    flow = DataFlow([Operator("gen", lambda batch: arrive(group.generate(batch)))])
+    flow.add_operator(Operator("reward", reward, writes=("token_level_scores",)))
+    for column in ("old_log_probs", "ref_log_prob", "values"):
+        flow.add_operator(infer(column))
+    flow.add_operator(Operator("adv", adv, writes=("advantages", "returns")))
+    flow.add_operator(Operator("update", lambda batch: group.update(batch) and None))
+    return flow.compile()
+
+
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def measure(executor: str, data: str, rows: int, tokens: int, ranks: int, steps: int) -> dict:
+    """One line: the best of `steps` steps, after one that is not counted."""
+    with make_group(executor, ranks) as group:
+        group.nothing()
+        start = time.perf_counter()
+        for _ in range(100):
+            group.nothing()
+        call = (time.perf_counter() - start) / 100
+        pipeline = ppo_step(group, data == "reference")
+        prompts = DataProto.from_dict({"row": torch.arange(rows)}, meta_info={"tokens": tokens})
+        before, best, size = peak_mib(), {}, 0
+        for step in range(steps + 1):
+            batch = pipeline.run(prompts)
+            size = batch.nbytes()
+            if step and (not best or sum(pipeline.timings.values()) < sum(best.values())):
+                best = dict(pipeline.timings)
+    return {
+        "benchmark": "controller",
+        "executor": executor,
+        "data": data,
+        "rows": rows,
+        "tokens": tokens,
+        "ranks": 1 if executor == "in_process" else ranks,
+        "batch_mib": round(size / 2**20),
+        "call_ms": round(call * 1e3, 3),
+        "seconds_per_step": round(sum(best.values()), 3),
+        "controller_peak_mib": round(peak_mib() - before),
+        "seconds": {name: round(s, 3) for name, s in best.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1024, 8192])
+    parser.add_argument("--tokens", type=int, default=2048, help="prompt and response together")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--executor", nargs="+", choices=list(EXECUTORS), default=list(EXECUTORS))
+    parser.add_argument("--data", choices=["reference", "controller"], help="this way only, in this process")
+    args = parser.parse_args()
+    if args.data is not None:
+        print(json.dumps(measure(args.executor[0], args.data, args.rows[0], args.tokens, args.ranks, args.steps)))
+        return
+    sizes = ["--tokens", str(args.tokens), "--ranks", str(args.ranks), "--steps", str(args.steps)]
+    for rows in args.rows:
+        for executor in args.executor:
+            for data in EXECUTORS[executor]:
+                one = ["--executor", executor, "--data", data, "--rows", str(rows)]
+                env = {**os.environ, "PYTHONPATH": str(ROOT)}
+                done = subprocess.run(
+                    [sys.executable, __file__, *one, *sizes], env=env, stdout=subprocess.PIPE, text=True
+                )
+                print(
+                    done.stdout.strip().splitlines()[-1] if done.returncode == 0 else json.dumps({"failed": one}),
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""RayPPOTrainer: the same flow, its workers Ray actors on the nodes of a cluster."""
+
+import ray
+
+from verl.single_controller.ray_group import colocate
+from verl.trainer.ppo_trainer import PPOTrainer
+from verl.trainer.roles import pools_of, worker_specs
+from verl.trainer.setup import stop_token_ids
+
+
+class RayPPOTrainer(PPOTrainer):
+    """Policy optimisation on a Ray cluster: nodes x processes in placement groups.
+
+    >>> RayPPOTrainer(config_path="./config.yaml", train_dataset=train_dataset).fit()
+
+    A running cluster is used (`ray.init` was called, or RAY_ADDRESS is set, or ray_kwargs.ray_init.address names it);
+    otherwise one is started on this host and ended after `fit`.
+    """
+
+    def init_workers(self) -> None:
+        config = self.config
+        self._started = not ray.is_initialized()
+        if self._started:
+            ray.init(**{"log_to_driver": True, "include_dashboard": False, **config.ray_kwargs.ray_init})
+        specs = worker_specs(
+            config,
+            total_steps=self.total_steps,
+            pad_token_id=self.tokenizer.pad_token_id,
+            stop_token_ids=stop_token_ids(config.actor_rollout_ref.model.path, self.tokenizer),
+        )
+        # this host may have no GPU where the nodes do
+        use_gpu = config.trainer.device == "cuda" or (
+            config.trainer.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0
+        )
+        for placed in pools_of(config, list(specs)).values():
+            roles = {role: specs[role] for role, _ in placed}
+            self.roles.update(colocate(roles, placed[0][1], use_gpu=use_gpu))
+        self.roles["rollout"] = self.roles["actor"]
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._started:
+            ray.shutdown()

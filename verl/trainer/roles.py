@@ -1,0 +1,46 @@
+"""Which workers a run has, and where they live: the same answer for every executor."""
+
+from verl.config import tree
+from verl.single_controller import WorkerSpec
+from verl.single_controller.placement import ResourcePool, place_roles
+from verl.trainer.ppo_flow import needs_critic, needs_reference
+from verl.workers.actor_rollout_ref import ActorRolloutWorker, RefWorker
+from verl.workers.critic import CriticWorker
+
+
+def worker_specs(
+    config: tree.Config, *, total_steps: int, pad_token_id: int, stop_token_ids: tuple[int, ...]
+) -> dict[str, WorkerSpec]:
+    """role -> its worker. Actor and rollout are one worker, `actor`: it generates with the weights that it trains."""
+    policy, device = config.actor_rollout_ref, config.trainer.device
+    specs = {
+        "actor": WorkerSpec(
+            ActorRolloutWorker,
+            {
+                "config": policy,
+                "correction": config.algorithm.rollout_correction,
+                "imports": tuple(config.imports),
+                "device": device,
+                "total_training_steps": total_steps,
+                "response_length": policy.rollout.response_length,
+                "pad_token_id": pad_token_id,
+                "stop_token_ids": stop_token_ids,
+            },
+        )
+    }
+    if needs_reference(config):
+        specs["ref"] = WorkerSpec(RefWorker, {"config": policy, "device": device})
+    if needs_critic(config):
+        kwargs = {"config": config.critic, "device": device, "total_training_steps": total_steps}
+        specs["critic"] = WorkerSpec(CriticWorker, kwargs)
+    return specs
+
+
+def pools_of(config: tree.Config, roles: list[str]) -> dict[str, list[tuple[str, ResourcePool]]]:
+    """Pool name -> the roles that live in it, with the pool: roles without devices of their own are with the actor."""
+    trainer = config.trainer
+    placed = place_roles(roles, config.placement.model_dump(), trainer.nnodes, trainer.n_gpus_per_node)
+    pools: dict[str, list[tuple[str, ResourcePool]]] = {}
+    for role, pool in placed.items():
+        pools.setdefault(pool.name, []).append((role, pool))
+    return pools
