@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+import runpy
+import shlex
 from fractions import Fraction
 from pathlib import Path
 
@@ -11,8 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from examples.quickstart.tasks import as_rl_rows, held_out_examples
+from examples.quickstart.tiny_model import tiny_model
 from recipe.r1.main_eval import main
 from recipe.r1.reward_score import final_part, reward_func
+from verl.config import load_config
+from verl.config.tree_offline import EvalConfig, GenerationConfig
+from verl.registry import load_object
+from verl.rewards import ScoreFunction
 from verl.utils.statistics import (
     bootstrap_intervals,
     bootstrap_means,
@@ -379,3 +387,48 @@ def test_r1_reward_by_data_source(source, truth, right, wrong):
 def test_r1_reward_of_an_unknown_source():
     with pytest.raises(ValueError, match="no reward rule for data_source 'nobody/knows'"):
         reward_func("nobody/knows", "1", "1")
+
+
+# ---- the page and the script ----------------------------------------------------------------------------------------
+
+
+def commands(page: str) -> list[list[str]]:
+    """The words of every command in the bash blocks of a page."""
+    blocks = [block.partition("```")[0] for block in page.split("```bash\n")[1:]]
+    return [shlex.split(line) for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+def test_commands_of_the_page(tmp_path, monkeypatch, capsys):
+    """Every command of the page, in its order, on models and prompts at the places that it names."""
+    for folder in ("examples", "recipe"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    monkeypatch.chdir(tmp_path)
+    quickstart = tmp_path / "outputs/quickstart/reverse-grpo"
+    for seed, step in enumerate(["sft/global_step_200", "rl/global_step_100"]):
+        tiny_model("llama", quickstart / step / "actor/huggingface", seed=seed)
+    (quickstart / "data").mkdir()
+    rows = pa.Table.from_pylist(as_rl_rows("reverse", held_out_examples("reverse")[:30]))
+    pq.write_table(rows, quickstart / "data/test.parquet")
+    found = commands((ROOT / "docs/generation_and_evaluation.md").read_text())
+    assert len(found) == 6
+    for python, minus_m, module, *arguments in found:
+        assert (python, minus_m) == ("python", "-m")
+        monkeypatch.setattr("sys.argv", [module, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        assert ended.value.code == 0, (module, capsys.readouterr())
+    report = json.loads((tmp_path / "outputs/after.eval.json").read_text())
+    assert report["comparison"]["overall"]["questions"] == 30 and report["evaluated"]["overall"]["answers"] == 240
+    assert "`evaluation.bootstrap_samples`" in capsys.readouterr().out
+
+
+def test_settings_of_the_script():
+    """Its keys are those of the two programs, and its sampling is the paper's."""
+    text = (ROOT / "recipe/r1/run_r1.sh").read_text()
+    lines = [line.split(" -m ")[1] for line in text.replace("\\\n", " ").splitlines() if " -m " in line]
+    (generation, *keys), (evaluation, *scoring) = ([w for w in shlex.split(line) if w != "$@"] for line in lines)
+    assert (generation, evaluation) == ("verl.trainer.main_generation", "recipe.r1.main_eval")
+    rollout = load_config(overrides=keys, tree=GenerationConfig).rollout
+    assert (rollout.temperature, rollout.top_p, rollout.response_length) == (0.6, 0.95, 32768)
+    custom = load_config(overrides=scoring, tree=EvalConfig).custom_reward_function
+    assert ScoreFunction(load_object(str(ROOT / custom.path), custom.name)).form == "row"

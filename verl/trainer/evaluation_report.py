@@ -174,10 +174,14 @@ def comparison_table(comparison: Comparison, confidence: float) -> Table:
         table.add_row(name, f"{found.questions:,}", "difference", f"{found.difference:+.4f}")
         if found.low is not None:
             table.add_row("", "", f"{confidence:.0%} interval", f"{found.low:+.4f} .. {found.high:+.4f}")
-        table.add_row("", "", "p, random signs", f"{found.p_value:.4f}")
+        table.add_row("", "", "p, random signs", _p(found.p_value))
         table.add_row("", "", "better, worse, equal", f"{found.wins:,}, {found.losses:,}, {found.ties:,}")
-        table.add_row("", "", "p, sign test", f"{found.sign_test_p:.4f}")
+        table.add_row("", "", "p, sign test", _p(found.sign_test_p))
     return table
+
+
+def _p(value: float) -> str:
+    return f"{value:.4f}" if value >= 1e-4 else "< 0.0001"
 
 
 def _table(*headings: str) -> Table:
