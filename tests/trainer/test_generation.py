@@ -15,7 +15,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from verl.config import load_config
+from verl.config.tree_offline import GenerationConfig
 from verl.data.rlhf_dataset import RLHFDataset
+from verl.protocol import DataProto
 from verl.rollout.base import SamplingParams
 from verl.rollout.hf import HFRollout
 from verl.trainer import main_generation
@@ -23,6 +26,7 @@ from verl.trainer.answer_parts import AnswerParts, Answers, changed, digest_of
 from verl.trainer.main_generation import GenerationRun, main
 from verl.utils.atomic import written_whole
 from verl.utils.rng import fork_seed
+from verl.workers.rollout import ROLLOUT_ENGINES, RolloutWorker
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,6 +123,23 @@ def test_columns_keep_their_types(keys, tmp_path):
         GenerationRun(overrides=[*given, f"data.output_path={tmp_path / 'x.jsonl'}"])
 
 
+def test_engines_of_the_worker_agree(tiny):
+    """The rollout-only worker with each engine that runs in its process: greedy answers of the same weights."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
+    prompts = [tokenizer(text)["input_ids"] for text in ("ab=", "cdefg=", "h=")]
+    columns = {"prompt_ids": prompts, "uid": ["0", "1", "2"], "sample_index": [0, 0, 0]}
+    found = {}
+    for name in ROLLOUT_ENGINES:
+        keys = [f"model.path={tiny / 'model'}", f"rollout.name={name}", "rollout.temperature=0"]
+        config = load_config(overrides=[*keys, "rollout.response_length=5"], tree=GenerationConfig)
+        ends = {"pad_token_id": tokenizer.pad_token_id, "stop_token_ids": (tokenizer.eos_token_id,)}
+        worker = RolloutWorker(config.model, config.rollout, device="cpu", **ends)
+        answers = worker.generate_responses(DataProto.from_dict(non_tensors=columns)).non_tensor_batch
+        found[name] = [ids.tolist() for ids in answers["response_ids"]], list(answers["finish_reason"])
+    assert set(found) == {"hf", "native"} and found["hf"] == found["native"]
+    assert all(len(ids) == 5 or reason == "stop" for ids, reason in zip(*found["hf"]))
+
+
 @pytest.mark.slow
 def test_two_processes_give_the_same_file(keys, tmp_path):
     one = GenerationRun(overrides=keys).run()
@@ -175,6 +196,7 @@ def test_a_finished_file_is_left_alone(tiny, keys, tmp_path, caplog):
         "rollout.top_p=1": "rollout.top_p: 0.95 -> 1.0",
         f"data.path={tiny / 'test.jsonl'}": "prompts (token ids)",
         "trainer.seed=7": "rollout.seed: 42 -> 7",
+        "rollout.dtype=bf16": "rollout.dtype: float32 -> bfloat16",
     }.items():
         with pytest.raises(ValueError, match="is there already, made with other settings") as error:
             GenerationRun(overrides=[*keys, other])
