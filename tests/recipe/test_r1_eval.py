@@ -398,6 +398,7 @@ def commands(page: str) -> list[list[str]]:
     return [shlex.split(line) for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 def test_commands_of_the_page(tmp_path, monkeypatch, capsys):
     """Every command of the page, in its order, on models and prompts at the places that it names."""
     for folder in ("examples", "recipe"):

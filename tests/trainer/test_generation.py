@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -150,27 +149,40 @@ def test_two_processes_give_the_same_file(keys, tmp_path):
 # ---- resume ---------------------------------------------------------------------------------------------------------
 
 
-def test_kill_9_and_resume_give_the_file_of_an_uninterrupted_run(tiny, keys, tmp_path, caplog):
-    slow = [*keys, "data.batch_size=1", "rollout.response_length=40"]
-    expected = GenerationRun(overrides=[*slow, f"data.output_path={tmp_path / 'whole.parquet'}"]).run().read_bytes()
-    out = tmp_path / "out.parquet"
-    command = [sys.executable, "-m", "verl.trainer.main_generation", *slow]
-    log = (tmp_path / "log").open("w")
-    process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    limit = time.monotonic() + 120
-    while len(parts := sorted(tmp_path.glob("out.parquet.parts/*/part-*.jsonl"))) < 3 and time.monotonic() < limit:
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, (tmp_path / "log").read_text()
-    assert parts, (tmp_path / "log").read_text()
-    assert not out.exists()
-    kept = len(list(tmp_path.glob("out.parquet.parts/*/part-*.jsonl")))
-    assert 3 <= kept < 24
+KILLED = """
+import os, signal, sys
+from verl.trainer.main_generation import main
+
+flush, calls = os.fsync, []
+
+def flush_or_die(file):
+    calls.append(file)
+    if len(calls) == 17:
+        os.kill(os.getpid(), signal.SIGKILL)
+    flush(file)
+
+os.fsync = flush_or_die
+main(sys.argv[1:])
+"""
+
+
+def test_kill_9_and_resume_give_the_file_of_an_uninterrupted_run(keys, tmp_path, caplog):
+    """Killed while a part is being written: two flushes went to the settings, two to each of seven parts."""
+    single = [*keys, "data.batch_size=1"]
+    expected = GenerationRun(overrides=[*single, f"data.output_path={tmp_path / 'whole.parquet'}"]).run().read_bytes()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", KILLED, *single]
+    killed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    left = sorted(path.name for path in tmp_path.glob("out.parquet*/*/*"))
+    assert left == [".part-00007.jsonl.draft", *(f"part-0000{i}.jsonl" for i in range(7)), "settings.json"]
+    assert not (tmp_path / "out.parquet").exists()
+    caplog.clear()
     with caplog.at_level("INFO", "verl"):
-        assert main(slow) == 0
-    assert f"going on: {kept} of 24 prompts are answered already" in caplog.text
-    assert caplog.text.count("[gen]") == 24 - kept
-    assert out.read_bytes() == expected
+        assert main(single) == 0
+    assert "going on: 7 of 24 prompts are answered already" in caplog.text
+    assert caplog.text.count("[gen]") == 24 - 7
+    assert (tmp_path / "out.parquet").read_bytes() == expected
 
 
 def test_stopped_before_the_output_needs_no_model(keys, tmp_path, monkeypatch):
