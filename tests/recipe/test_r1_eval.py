@@ -326,7 +326,7 @@ def test_other_questions_are_not_compared(answers, tmp_path, capsys):
         ("data.prompt_key=question", "no column 'question' (data.prompt_key)"),
         ("data.reward_model_key=truth", "no ground truth: expected a column 'truth'"),
         ("data.reward_model_key=prompt", "row 0 (the first is 0): expected {'ground_truth': ...} in column 'prompt'"),
-        ("data.response_key=data_source", "error: reward function"),
+        ("data.response_key=reward_model", "row 0 (the first is 0): expected a list of texts in column 'reward_model'"),
         ("data.compare_path=nowhere.parquet", "nowhere.parquet: expected a data file, found no such file"),
         ("evaluation.k=[1,5]", "pass@5 needs 5 answers to every question, found 4"),
         ("evaluation.k=[0]", "evaluation.k"),
@@ -334,19 +334,20 @@ def test_other_questions_are_not_compared(answers, tmp_path, capsys):
         ("custom_reward_function.path=nowhere.py", "no file 'nowhere.py'"),
         ("custom_reward_function.name=compute_scores", "did you mean 'compute_score'?"),
         ("custom_reward_function.name=which_process", "reward function with a wrong signature"),
-        ("custom_reward_function.path=null", "without custom_reward_function.path"),
+        ("custom_reward_function.path=null", "no reward rule for data_source 'sums'"),
         ("data.path=null", "data.path"),
         ("evaluation.output_path=/dev/null/x.json", "evaluation.output_path: the folder /dev/null cannot be made"),
     ],
 )
 def test_bad_settings_end_in_one_message(key, message, answers, capsys):
-    if key == "custom_reward_function.path=null":
-        message = "no reward rule for data_source"
-    elif key == "data.response_key=data_source":
-        key, message = "data.response_key=reward_model", "row 0 (the first is 0): expected a list of texts in column"
     evaluate(answers, key, status=1)
     error = capsys.readouterr().err
     assert message in error and error.startswith("error: ") and "Traceback" not in error
+
+
+def test_a_name_without_its_file(answers, capsys):
+    assert main([f"data.path={answers}", "custom_reward_function.name=reward_func"]) == 1
+    assert "'reward_func' without custom_reward_function.path" in capsys.readouterr().err
 
 
 def test_help(capsys):

@@ -8,7 +8,7 @@ import io
 import itertools
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -223,7 +223,7 @@ def _table(questions: Questions, responses: list[list[str]]) -> pa.Table:
     return questions.rows.to_table().slice(0, len(questions)).append_column(RESPONSES, column)
 
 
-def _lines(questions: Questions, responses: list[list[str]]):
+def _lines(questions: Questions, responses: list[list[str]]) -> Iterator[str]:
     for i, (row, texts) in enumerate(zip(questions.rows, responses)):
         try:
             yield json.dumps({**row, RESPONSES: texts}, ensure_ascii=False) + "\n"
