@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, full
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, DeepseekV3Config, Qwen2Config
 
 from examples.quickstart.tiny_model import char_tokenizer
+from verl.engines.base import OptimizerConfig
 from verl.engines.fsdp import FSDPEngine
 from verl.engines.hf import HFEngine
 from verl.engines.model import ModelConfig
@@ -107,6 +108,37 @@ def fsdp2(module: torch.nn.Module, *shape: int) -> dict:
     return fully_shard(module, mesh=mesh).state_dict()
 
 
+class Adapted(torch.nn.Module):
+    """A linear layer with LoRA matrices of rank 3, named as peft names them."""
+
+    def __init__(self, layer: torch.nn.Linear):
+        super().__init__()
+        rows, columns = layer.weight.shape
+        self.base_layer = layer
+        self.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(columns, 3, bias=False)})
+        self.lora_B = torch.nn.ModuleDict({"default": torch.nn.Linear(3, rows, bias=False)})
+
+
+def with_adapters(module: torch.nn.Module) -> torch.nn.Module:
+    """Adapters on two layers of every block, equal on all ranks, in the two modules that peft puts around a model."""
+    torch.manual_seed(1)
+    for block in module.model.layers:
+        block.self_attn.q_proj = Adapted(block.self_attn.q_proj)
+        block.mlp.down_proj = Adapted(block.mlp.down_proj)
+    outer = torch.nn.Module()
+    outer.base_model = torch.nn.Module()
+    outer.base_model.model = module
+    return outer
+
+
+def fsdp2_with_adapters(module: torch.nn.Module) -> dict:
+    outer = with_adapters(module)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in module.model.layers:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(outer, mesh=mesh).state_dict()
+
+
 def fsdp1(module: torch.nn.Module, with_mesh: bool, kind: StateDictType = StateDictType.SHARDED_STATE_DICT) -> dict:
     mesh = {"device_mesh": init_device_mesh("cpu", (dist.get_world_size(),))} if with_mesh else {}
     wrapped = FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=False, **mesh)
@@ -131,6 +163,7 @@ def on_rank(rank: int, world: int, port: int, root: Path) -> None:
     save_rank(root / "flat" / "actor", fsdp1(load(trained), False, StateDictType.LOCAL_STATE_DICT))
     save_rank(root / "value" / "critic", fsdp2(load(root / "critic", "value"), 2))
     save_rank(root / "moe" / "actor", fsdp2(load(root / "experts"), 2))
+    save_rank(root / "lora" / "actor", fsdp2_with_adapters(load(root / "base")))
     FSDPEngine(ModelConfig(str(trained))).save(root / "ours" / "actor", ("model",))
     FSDPEngine(ModelConfig(str(root / "critic"), kind="value")).save(root / "our value" / "critic", ("model",))
     dist.destroy_process_group()
@@ -148,9 +181,11 @@ def make_checkpoints(root: Path) -> None:
         finish(root / name / "actor", trained, base, world, 1 if "1" in name or name == "flat" else 2)
     # a critic whose config is still that of the language model
     finish(root / "value" / "critic", base, base, 2, 2)
+    finish(root / "lora" / "actor", base, base, 2, 2)
     finish(root / "moe" / "actor", root / "experts", None, 2, 2)
     make_plain(root)
-    HFEngine(ModelConfig(str(trained))).save(root / "one device" / "actor", ("model",))
+    one_device = HFEngine(ModelConfig(str(trained)), OptimizerConfig(lr=1e-3))
+    one_device.save(root / "one device" / "actor", ("model", "optimizer", "extra"))
     for name in ("ours", "one device"):
         char_tokenizer().save_pretrained(root / name / "actor" / "huggingface")
 
