@@ -3,8 +3,8 @@
     python tests/gpu/run_executors.py [--out benchmarks/results/executors_gpu.json]
 
 Part 1: three steps of grpo and ppo on a tiny model, float32 and bf16, by 1, 2 and 4 processes (NCCL), and with actor
-and critic in pools of their own. float32 must agree to 1e-3 of each metric (sums run in another order), bf16 to 0.15 (one
-device casts operation by operation, FSDP casts whole layers, so a few sampled tokens differ).
+and critic in pools of their own. float32 must agree to 1e-3 of each metric (sums run in another order), bf16 to 0.15
+(one device casts operation by operation, FSDP casts whole layers, so a few sampled tokens differ).
 Part 2: a step at the shape of Qwen2.5-0.5B with random weights, peak memory per GPU.
 Prints a table last; exits with 1 when numbers disagree.
 """

@@ -20,6 +20,7 @@ from verl.trainer.base import Trainer
 from verl.trainer.dynamic_sampling import sample_dynamically
 from verl.trainer.metrics import data_metrics, numeric_columns, validation_metrics
 from verl.trainer.ppo_flow import Prompts, build_ppo_flow, build_validation_flow, needs_critic
+from verl.trainer.rollout_correction import correct_rollout
 from verl.trainer.samples import dump_generations, generations, write_jsonl
 from verl.utils.tracking import check_trackers
 
@@ -84,7 +85,7 @@ class PPOTrainer(Trainer):
         flow = build_ppo_flow(self.config, prompts, self.roles, self.reward_manager)
         if self.config.algorithm.filter_groups.enable:
             sample_dynamically(flow, self.config, self.tokenizer.pad_token_id)
-        return flow
+        return correct_rollout(flow, self.config)
 
     def announce(self) -> None:
         rows = f"{len(self.val_dataset):,} rows" if self.val_dataset is not None else "none"
