@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType, fully_shard
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, DeepseekV3Config, Qwen2Config
 
 from examples.quickstart.tiny_model import char_tokenizer
@@ -139,9 +139,12 @@ def fsdp2_with_adapters(module: torch.nn.Module) -> dict:
     return fully_shard(outer, mesh=mesh).state_dict()
 
 
-def fsdp1(module: torch.nn.Module, with_mesh: bool, kind: StateDictType = StateDictType.SHARDED_STATE_DICT) -> dict:
-    mesh = {"device_mesh": init_device_mesh("cpu", (dist.get_world_size(),))} if with_mesh else {}
-    wrapped = FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=False, **mesh)
+def fsdp1(module: torch.nn.Module, *shape: int, kind: StateDictType = StateDictType.SHARDED_STATE_DICT) -> dict:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ddp", "fsdp")[-len(shape) :]) if shape else None
+    strategy = ShardingStrategy.HYBRID_SHARD if len(shape) == 2 else ShardingStrategy.FULL_SHARD
+    wrapped = FullyShardedDataParallel(
+        module, device_id=torch.device("cpu"), device_mesh=mesh, sharding_strategy=strategy, use_orig_params=False
+    )
     with FullyShardedDataParallel.state_dict_type(wrapped, kind):
         return wrapped.state_dict()
 
@@ -155,12 +158,13 @@ def on_rank(rank: int, world: int, port: int, root: Path) -> None:
     if world == 4:
         save_rank(root / "hsdp" / "actor", fsdp2(load(trained), 2, 2))
         save_rank(root / "fsdp2 of 4" / "actor", fsdp2(load(trained), 4))
+        save_rank(root / "fsdp1 hybrid" / "actor", fsdp1(load(trained), 2, 2))
         dist.destroy_process_group()
         return
     save_rank(root / "fsdp2" / "actor", fsdp2(load(trained), 2))
-    save_rank(root / "fsdp1" / "actor", fsdp1(load(trained), with_mesh=True))
-    save_rank(root / "fsdp1 without mesh" / "actor", fsdp1(load(trained), with_mesh=False))
-    save_rank(root / "flat" / "actor", fsdp1(load(trained), False, StateDictType.LOCAL_STATE_DICT))
+    save_rank(root / "fsdp1" / "actor", fsdp1(load(trained), 2))
+    save_rank(root / "fsdp1 without mesh" / "actor", fsdp1(load(trained)))
+    save_rank(root / "flat" / "actor", fsdp1(load(trained), kind=StateDictType.LOCAL_STATE_DICT))
     save_rank(root / "value" / "critic", fsdp2(load(root / "critic", "value"), 2))
     save_rank(root / "moe" / "actor", fsdp2(load(root / "experts"), 2))
     save_rank(root / "lora" / "actor", fsdp2_with_adapters(load(root / "base")))
@@ -176,7 +180,7 @@ def make_checkpoints(root: Path) -> None:
     for world in (2, 4):
         mp.start_processes(on_rank, (world, free_port(), root), nprocs=world, start_method="fork")
     base, trained = root / "base", root / "trained"
-    worlds = {"fsdp2": 2, "fsdp1": 2, "fsdp1 without mesh": 2, "flat": 2, "hsdp": 4, "fsdp2 of 4": 4}
+    worlds = {"fsdp2": 2, "fsdp1": 2, "fsdp1 without mesh": 2, "flat": 2, "hsdp": 4, "fsdp1 hybrid": 4, "fsdp2 of 4": 4}
     for name, world in worlds.items():
         finish(root / name / "actor", trained, base, world, 1 if "1" in name or name == "flat" else 2)
     # a critic whose config is still that of the language model

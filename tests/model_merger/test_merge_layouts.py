@@ -14,7 +14,8 @@ from verl.model_merger.fsdp import RankFiles
 from verl.model_merger.huggingface import Export, describe
 from verl.model_merger.merge import MergeOptions, compare, merge
 
-LAYOUTS = ["fsdp2", "fsdp2 of 4", "hsdp", "fsdp1", "fsdp1 without mesh", "one rank", "rows", "ours", "one device"]
+LAYOUTS = ["fsdp2", "fsdp2 of 4", "hsdp", "fsdp1", "fsdp1 without mesh", "fsdp1 hybrid", "one rank", "rows"]
+LAYOUTS += ["ours", "one device"]
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

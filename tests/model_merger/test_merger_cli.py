@@ -20,7 +20,7 @@ def test_merge_and_test(made, tmp_path, capsys):
     common = ["--backend", "fsdp", "--local_dir", str(made / "hsdp" / "actor")]
     assert main(["merge", *common, "--target_dir", str(tmp_path / "merged"), "--max_shard_size", "10KB"]) == 0
     assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 1
-    assert main(["test", *common, "--test_hf_dir", str(tmp_path / "merged")]) == 0
+    assert main(["test", *common, f"--test-hf-dir={tmp_path / 'merged'}"]) == 0
     assert "hold the same model" in capsys.readouterr().out
     assert main(["test", *common, "--test_hf_dir", str(made / "base")]) == 1
     assert "model.norm.weight differs by up to" in capsys.readouterr().out

@@ -102,11 +102,15 @@ def test_folders_of_another_kind(copied, made, tmp_path):
     assert_refused(root / "actor", r"has a config but no weights: the run saved without 'model'")
 
 
-def test_a_target_that_would_lose_the_checkpoint(copied):
+def test_a_target_that_would_lose_the_checkpoint_or_the_base_model(copied):
     root = copied("fsdp2")
     for target in (root, root / "actor"):
         with pytest.raises(ValueError, match="holds the checkpoint itself"):
             merge(MergeOptions(root / "actor", target, overwrite=True))
+    shutil.copytree(root / "actor" / "huggingface", root / "base")
+    save_file({"weight": torch.ones(1)}, root / "base" / "model.safetensors")
+    with pytest.raises(ValueError, match="is the model that training started from: choose another folder"):
+        merge(MergeOptions(root / "actor", root / "base", overwrite=True, base=str(root / "base")))
 
 
 # ---- weights --------------------------------------------------------------------------------------------------------

@@ -58,6 +58,8 @@ def merge(options: MergeOptions) -> Path:
     if options.adapter_dir is not None:
         _check_adapter_target(export, options)
     base = _base_folder(checkpoint, options.base)
+    if base is not None and base.resolve() == target:
+        raise ValueError(f"--target_dir {target} is the model that training started from: choose another folder")
     export.check_tied()
     with staged(target) as folder:
         model = export.model
