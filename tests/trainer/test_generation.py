@@ -326,6 +326,7 @@ def test_bad_settings_end_in_one_message(override, keys, capsys):
         ({"prompt": [{"role": "user", "content": "a"}]}, "line 2: the prompt is a chat, but the tokenizer has no chat"),
         ({"prompt": "é="}, "line 2: "),
         ({"prompt": "a=", "responses": ["b"]}, "there is a column 'responses' already"),
+        ({"prompt": "a=", "images": ["a.png"]}, "line 2: column 'images' holds images, video or audio"),
         ({"prompt": "a=", "answer": 7}, "cannot be written as parquet, use a file that ends with .jsonl: "),
         ({"prompt": "a=", "answer": "b", "extra_info": {}}, "use a file that ends with .jsonl: Cannot write struct"),
     ],
