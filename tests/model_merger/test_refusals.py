@@ -10,7 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from verl.model_merger.checkpoint import open_checkpoint
+from verl.model_merger.huggingface import Export, describe
+from verl.model_merger.lora import with_adapters_merged
 from verl.model_merger.merge import MergeOptions, compare, merge
+from verl.model_merger.verify import check_against_checkpoint
 from verl.utils.checkpoint_store import CheckpointStore, verify
 
 
@@ -245,3 +249,30 @@ def test_merging_into_a_checkpoint_leaves_it_resumable(saved, made):
     assert verify(saved) == saved
     CheckpointStore(saved.parent).prune_part("critic", 1)
     merge(MergeOptions(saved / "actor", saved.parent / "merged", base=str(made / "base")))
+
+
+# ---- the proof itself -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("layout", "name"), [("fsdp2", "model.norm.weight"), ("moe", "model.layers.1.mlp.experts.2")])
+def test_a_wrong_merge_would_be_found(layout, name, made, tmp_path):
+    """One value is off: too little, in an expert, for the logits to show it."""
+    merge(MergeOptions(made / layout / "actor", tmp_path / "merged"))
+    checkpoint = open_checkpoint(made / layout / "actor")
+    model = describe(checkpoint.config_folder, checkpoint.source.names(), False)
+    export = Export(checkpoint.source, model, None)
+    assert check_against_checkpoint(tmp_path / "merged", export) == 0
+    file = tmp_path / "merged" / "model.safetensors"
+    weights = load_file(file)
+    weights[name if name in weights else f"{name}.up_proj.weight"].view(-1)[3] += 1e-4
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"(norm.weight|experts.gate_up_proj) of the merged model is not that of the"):
+        check_against_checkpoint(tmp_path / "merged", export)
+
+
+def test_an_adapter_of_another_strength_would_be_found(made, tmp_path):
+    merge(MergeOptions(made / "lora" / "actor", tmp_path / "merged", lora_alpha=12))
+    source = with_adapters_merged(open_checkpoint(made / "lora" / "actor"), 12.1)
+    export = Export(source, describe(made / "lora" / "actor" / "huggingface", source.names(), False), None)
+    with pytest.raises(ValueError, match=r"proj.weight of the merged model is not that of the checkpoint"):
+        check_against_checkpoint(tmp_path / "merged", export)
