@@ -146,10 +146,6 @@ def _rewards(config: Config) -> Iterator[Problem]:
     if custom and registered:
         what = f"{registered!r}, but reward.custom_reward_function.path {custom!r} says what scores as well: keep one"
         yield Problem("reward.reward_function", what)
-    name = config.reward.custom_reward_function.name
-    if name != "compute_score" and not custom:
-        what = f"{name!r}, but reward.custom_reward_function.path does not say which file it is in: give the path too"
-        yield Problem("reward.custom_reward_function.name", what)
     manager = config.reward.reward_manager
     if (manager.source == "importlib") != (manager.module.path is not None):
         yield Problem("reward.reward_manager.module.path", "goes together with reward.reward_manager.source=importlib")
