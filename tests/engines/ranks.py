@@ -147,12 +147,7 @@ def run_on_ranks(world: int, function: Callable, *args: Any, **kwargs: Any) -> l
     with tempfile.TemporaryDirectory() as out:
         port, call = free_port(), functools.partial(function, *args, **kwargs)
         processes = [
-            context.Process(
-                target=_on_rank,
-                args=(rank, world, port, out, functools.partial(function, *args, **kwargs)),
-                daemon=True,
-            )
-            for rank in range(world)
+            context.Process(target=_on_rank, args=(rank, world, port, out, call), daemon=True) for rank in range(world)
         ]
         for process in processes:
             process.start()
