@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch.utils.data import Dataset
 
 from verl.algorithms.presets import PRESETS
@@ -121,8 +120,7 @@ class PPOTrainer(Trainer):
             prompts = collate_prompts([self.val_dataset[i] for i in rows]).replace(uid=[f"val:{i}" for i in rows])
             scored.append(self.validation.run(prompts))
             texts += generations(scored[-1], self.tokenizer)
-        columns = [numeric_columns(piece) for piece in scored]
-        variables = {name: torch.cat([torch.from_numpy(c[name]) for c in columns]).numpy() for name in columns[0]}
+        variables = numeric_columns(scored)
         sources, uids = (setup.joined(scored, name) for name in ("data_source", "uid"))
         folder = self.config.trainer.validation_data_dir
         if folder:

@@ -104,13 +104,15 @@ def load_tokenizer(model: tree_model.ModelConfig) -> Any:
 
 
 def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end an answer: the tokenizer's end token and those of the model's generation config."""
-    from transformers import GenerationConfig
+    """The ids that end an answer: the tokenizer's end token and those of the model's generation config (or config)."""
+    from transformers import AutoConfig, GenerationConfig
 
     ids = [tokenizer.eos_token_id]
     if (Path(model_path) / "generation_config.json").is_file() or not Path(model_path).is_dir():
         found = GenerationConfig.from_pretrained(model_path).eos_token_id
-        ids += found if isinstance(found, list) else [found] if found is not None else []
+    else:
+        found = AutoConfig.from_pretrained(model_path).eos_token_id
+    ids += found if isinstance(found, list) else [found] if found is not None else []
     return tuple(dict.fromkeys(ids))
 
 
