@@ -1,20 +1,19 @@
 """From a command line to a finished run: a mistake in the set-up ends as one message, not as a stack."""
 
-import logging
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from verl.trainer.base import Trainer
+if TYPE_CHECKING:  # a mistake in the configuration is told before the parts of a trainer have been imported
+    from verl.trainer.base import Trainer
 
-logger = logging.getLogger("verl")
 
-
-def build_trainer(config_path: str | None, overrides: Sequence[str]) -> Trainer:
+def build_trainer(config_path: str | None, overrides: Sequence[str]) -> "Trainer":
     """The trainer of trainer.backend: this host's processes, or a Ray cluster."""
     from verl.algorithms.presets import PRESETS
-    from verl.config import check_inputs, load_config
+    from verl.config import check_inputs, load_config, unavailable
 
-    config = load_config(config_path, overrides, presets=PRESETS, extra_checks=[check_inputs])
+    config = load_config(config_path, overrides, presets=PRESETS, extra_checks=[check_inputs, unavailable])
     if config.trainer.backend == "ray":
         from verl.trainer.ray_trainer import RayPPOTrainer
 
@@ -24,7 +23,7 @@ def build_trainer(config_path: str | None, overrides: Sequence[str]) -> Trainer:
     return LocalPPOTrainer(config)
 
 
-def run(build: Callable[[], Trainer]) -> int:
+def run(build: Callable[[], "Trainer"]) -> int:
     """Build a trainer and train; the exit status.
 
     Whatever a user can get wrong is found while building, before a model is loaded: one message, status 1. An error in
@@ -35,7 +34,7 @@ def run(build: Callable[[], Trainer]) -> int:
     setup_logging()
     try:
         trainer = build()
-    except (ValueError, ImportError, FileNotFoundError) as error:
+    except (ValueError, ImportError, SyntaxError, FileNotFoundError) as error:
         return complain(error)
     trainer.fit()
     return 0

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from verl.algorithms.presets import PRESETS
-from verl.config import batch_words, check_available, check_inputs, check_models, load_config, tree
+from verl.config import batch_words, check_available, check_inputs, check_models, load_config, tree, unavailable
 from verl.data.files import PromptSource
 from verl.data.rlhf_dataset import RLHFDataset, check_dataset, collate_prompts
 from verl.dataflow import DataFlow
@@ -20,7 +20,7 @@ from verl.trainer.base import Trainer
 from verl.trainer.metrics import data_metrics, numeric_columns, validation_metrics
 from verl.trainer.ppo_flow import Prompts, build_ppo_flow, build_validation_flow, needs_critic
 from verl.trainer.samples import dump_generations, generations, write_jsonl
-from verl.utils.tracking import check_trackers
+from verl.utils.tracking import check_trackers, setup_logging
 
 logger = logging.getLogger("verl.trainer")
 
@@ -45,10 +45,11 @@ class PPOTrainer(Trainer):
         reward_manager: RewardManager | None = None,
         tokenizer: Any = None,
     ):
+        setup_logging()
         if config is None:
             check = check_inputs if train_dataset is None else check_models
             base = setup.config_of_datasets(train_dataset, val_dataset)
-            config = load_config(config_path, overrides, base=base, presets=PRESETS, extra_checks=[check])
+            config = load_config(config_path, overrides, base=base, presets=PRESETS, extra_checks=[check, unavailable])
         check_available(config)
         setup.import_extensions(config)
         check_trackers(config.trainer.logger)
