@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,7 +14,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from verl.config import load_config
+from verl.config.tree_offline import GenerationConfig
 from verl.data.rlhf_dataset import RLHFDataset
+from verl.protocol import DataProto
 from verl.rollout.base import SamplingParams
 from verl.rollout.hf import HFRollout
 from verl.trainer import main_generation
@@ -23,6 +25,7 @@ from verl.trainer.answer_parts import AnswerParts, Answers, changed, digest_of
 from verl.trainer.main_generation import GenerationRun, main
 from verl.utils.atomic import written_whole
 from verl.utils.rng import fork_seed
+from verl.workers.rollout import ROLLOUT_ENGINES, RolloutWorker
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,6 +122,23 @@ def test_columns_keep_their_types(keys, tmp_path):
         GenerationRun(overrides=[*given, f"data.output_path={tmp_path / 'x.jsonl'}"])
 
 
+def test_engines_of_the_worker_agree(tiny):
+    """The rollout-only worker with each engine that runs in its process: greedy answers of the same weights."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
+    prompts = [tokenizer(text)["input_ids"] for text in ("ab=", "cdefg=", "h=")]
+    columns = {"prompt_ids": prompts, "uid": ["0", "1", "2"], "sample_index": [0, 0, 0]}
+    found = {}
+    for name in ROLLOUT_ENGINES:
+        keys = [f"model.path={tiny / 'model'}", f"rollout.name={name}", "rollout.temperature=0"]
+        config = load_config(overrides=[*keys, "rollout.response_length=5"], tree=GenerationConfig)
+        ends = {"pad_token_id": tokenizer.pad_token_id, "stop_token_ids": (tokenizer.eos_token_id,)}
+        worker = RolloutWorker(config.model, config.rollout, device="cpu", **ends)
+        answers = worker.generate_responses(DataProto.from_dict(non_tensors=columns)).non_tensor_batch
+        found[name] = [ids.tolist() for ids in answers["response_ids"]], list(answers["finish_reason"])
+    assert set(found) == {"hf", "native"} and found["hf"] == found["native"]
+    assert all(len(ids) == 5 or reason == "stop" for ids, reason in zip(*found["hf"]))
+
+
 @pytest.mark.slow
 def test_two_processes_give_the_same_file(keys, tmp_path):
     one = GenerationRun(overrides=keys).run()
@@ -129,27 +149,40 @@ def test_two_processes_give_the_same_file(keys, tmp_path):
 # ---- resume ---------------------------------------------------------------------------------------------------------
 
 
-def test_kill_9_and_resume_give_the_file_of_an_uninterrupted_run(tiny, keys, tmp_path, caplog):
-    slow = [*keys, "data.batch_size=1", "rollout.response_length=40"]
-    expected = GenerationRun(overrides=[*slow, f"data.output_path={tmp_path / 'whole.parquet'}"]).run().read_bytes()
-    out = tmp_path / "out.parquet"
-    command = [sys.executable, "-m", "verl.trainer.main_generation", *slow]
-    log = (tmp_path / "log").open("w")
-    process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    limit = time.monotonic() + 120
-    while len(parts := sorted(tmp_path.glob("out.parquet.parts/*/part-*.jsonl"))) < 3 and time.monotonic() < limit:
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, (tmp_path / "log").read_text()
-    assert parts, (tmp_path / "log").read_text()
-    assert not out.exists()
-    kept = len(list(tmp_path.glob("out.parquet.parts/*/part-*.jsonl")))
-    assert 3 <= kept < 24
+KILLED = """
+import os, signal, sys
+from verl.trainer.main_generation import main
+
+flush, calls = os.fsync, []
+
+def flush_or_die(file):
+    calls.append(file)
+    if len(calls) == 17:
+        os.kill(os.getpid(), signal.SIGKILL)
+    flush(file)
+
+os.fsync = flush_or_die
+main(sys.argv[1:])
+"""
+
+
+def test_kill_9_and_resume_give_the_file_of_an_uninterrupted_run(keys, tmp_path, caplog):
+    """Killed while a part is being written: two flushes went to the settings, two to each of seven parts."""
+    single = [*keys, "data.batch_size=1"]
+    expected = GenerationRun(overrides=[*single, f"data.output_path={tmp_path / 'whole.parquet'}"]).run().read_bytes()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", KILLED, *single]
+    killed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    left = sorted(path.name for path in tmp_path.glob("out.parquet*/*/*"))
+    assert left == [".part-00007.jsonl.draft", *(f"part-0000{i}.jsonl" for i in range(7)), "settings.json"]
+    assert not (tmp_path / "out.parquet").exists()
+    caplog.clear()
     with caplog.at_level("INFO", "verl"):
-        assert main(slow) == 0
-    assert f"going on: {kept} of 24 prompts are answered already" in caplog.text
-    assert caplog.text.count("[gen]") == 24 - kept
-    assert out.read_bytes() == expected
+        assert main(single) == 0
+    assert "going on: 7 of 24 prompts are answered already" in caplog.text
+    assert caplog.text.count("[gen]") == 24 - 7
+    assert (tmp_path / "out.parquet").read_bytes() == expected
 
 
 def test_stopped_before_the_output_needs_no_model(keys, tmp_path, monkeypatch):
@@ -175,6 +208,7 @@ def test_a_finished_file_is_left_alone(tiny, keys, tmp_path, caplog):
         "rollout.top_p=1": "rollout.top_p: 0.95 -> 1.0",
         f"data.path={tiny / 'test.jsonl'}": "prompts (token ids)",
         "trainer.seed=7": "rollout.seed: 42 -> 7",
+        "rollout.dtype=bf16": "rollout.dtype: float32 -> bfloat16",
     }.items():
         with pytest.raises(ValueError, match="is there already, made with other settings") as error:
             GenerationRun(overrides=[*keys, other])
@@ -292,6 +326,7 @@ def test_bad_settings_end_in_one_message(override, keys, capsys):
         ({"prompt": [{"role": "user", "content": "a"}]}, "line 2: the prompt is a chat, but the tokenizer has no chat"),
         ({"prompt": "é="}, "line 2: "),
         ({"prompt": "a=", "responses": ["b"]}, "there is a column 'responses' already"),
+        ({"prompt": "a=", "images": ["a.png"]}, "line 2: column 'images' holds images, video or audio"),
         ({"prompt": "a=", "answer": 7}, "cannot be written as parquet, use a file that ends with .jsonl: "),
         ({"prompt": "a=", "answer": "b", "extra_info": {}}, "use a file that ends with .jsonl: Cannot write struct"),
     ],

@@ -21,7 +21,7 @@ def check_tree(config: Tree) -> list[Problem]:
     """Everything that does not fit together in a configuration, whatever is in it."""
     match config:
         case Config():
-            parts = (_batches, _ranks, _sampling, _kl, _losses, _rewards)
+            parts = (_batches, _ranks, _sampling, _groups, _kl, _losses, _rewards)
             return [*_resume(config.trainer), *(problem for part in parts for problem in part(config))]
         case SFTConfig():
             return [*_resume(config.trainer), *_custom_class(config.data)]
@@ -108,6 +108,21 @@ def _sampling(config: Config) -> Iterator[Problem]:
         if here != there:
             what = f"found {here}, but data.max_{name}_length is {there}: set data.max_{name}_length alone"
             yield Problem(f"{_ROLLOUT}{name}_length", what)
+
+
+def _groups(config: Config) -> Iterator[Problem]:
+    enabled, n = config.algorithm.filter_groups.enable, config.actor_rollout_ref.rollout.n
+    if enabled and n < 2:
+        yield Problem(
+            _ROLLOUT + "n",
+            f"found {n}, but algorithm.filter_groups keeps the prompts whose answers differ: use 2 or more",
+        )
+    size = config.data.gen_batch_size
+    if size is not None and size != config.data.train_batch_size and not enabled:
+        yield Problem(
+            "data.gen_batch_size",
+            f"found {size}, which changes nothing without algorithm.filter_groups.enable=true: leave it null",
+        )
 
 
 def _kl(config: Config) -> Iterator[Problem]:

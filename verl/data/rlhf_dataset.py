@@ -22,6 +22,7 @@ from verl.data.tokenization import (
     encode_prompts,
     prepare_tokenizer,
     read_prompt,
+    refuse_media,
     truncate,
 )
 from verl.protocol import DataProto
@@ -139,7 +140,8 @@ class RLHFDataset(Dataset):
     def _check_row(self, row: Mapping[str, Any], index: int) -> Prompt:
         """Refuse a row that could not be used; its prompt otherwise."""
         where = self.rows.where(index)
-        _refuse_media(row, self.settings, where)
+        settings = self.settings
+        refuse_media(row, (settings.image_key, settings.video_key, settings.audio_key), where)
         _reward_model(row, where)
         self._data_source(row, index)
         return self._prompt(row, where)
@@ -221,15 +223,6 @@ def _reward_model(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     if reward_model["style"] == "rule" and missing:
         raise ValueError(f"{where}: the answer (column {column!r}) is missing: found {row[column]!r}")
     return reward_model
-
-
-def _refuse_media(row: Mapping[str, Any], settings: PromptSettings, where: str) -> None:
-    for key in (settings.image_key, settings.video_key, settings.audio_key):
-        if row.get(key) is not None and len(row[key]) > 0:
-            raise ValueError(
-                f"{where}: column {key!r} holds images, video or audio, which are not supported yet; "
-                "take the column out to train on the text alone"
-            )
 
 
 def _texts_of(prompt: Prompt) -> list[str]:

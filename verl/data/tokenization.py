@@ -140,6 +140,16 @@ def read_prompt(prompt: Any, prompt_format: str, has_template: bool, where: str)
     return read
 
 
+def refuse_media(row: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
+    """ValueError for a row that holds something in one of the columns `keys`: it would be left out without a word."""
+    for key in keys:
+        if row.get(key) is not None and len(row[key]) > 0:
+            raise ValueError(
+                f"{where}: column {key!r} holds images, video or audio, which are not supported yet; "
+                "take the column out to use the text alone"
+            )
+
+
 def encode_prompts(
     tokenizer: Any,
     prompts: Sequence[list[Message] | str],
@@ -157,7 +167,7 @@ def encode_prompts(
     if chats and chat_template is None and tokenizer.chat_template is None:
         raise ValueError(
             f"{where(chats[0])}: the prompt is a chat, but the tokenizer has no chat template: use the tokenizer "
-            "of an instruction-tuned model, give data.chat_template, or give the prompts as plain text"
+            "of an instruction-tuned model, set model.custom_chat_template, or give the prompts as plain text"
         )
     rendered = render_chats(
         tokenizer,

@@ -14,11 +14,11 @@ from verl.utils.statistics import PairedComparison, bootstrap_intervals, compare
 
 @dataclass(frozen=True)
 class Figure:
-    """A mean over questions and its bootstrap interval."""
+    """A mean over questions and its bootstrap interval; of a single question there is none."""
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,11 @@ def figures_of(scored: Sequence[ScoredQuestion], settings: EvaluationConfig) -> 
     columns[f"avg@{max(ks)}"] = np.array([s.right[: max(ks)].mean() for s in scored])
     columns["score"] = np.array([s.scores.mean() for s in scored])
     values = np.stack(list(columns.values()), 1)
-    intervals = bootstrap_intervals(
-        values, confidence=settings.confidence, samples=settings.bootstrap_samples, seed=settings.seed
-    )
+    intervals = [(None, None)] * len(columns)
+    if len(scored) > 1:
+        intervals = bootstrap_intervals(
+            values, confidence=settings.confidence, samples=settings.bootstrap_samples, seed=settings.seed
+        ).tolist()
     return Figures(
         questions=len(scored),
         answers=int(n.sum()),
@@ -61,7 +63,7 @@ def figures_of(scored: Sequence[ScoredQuestion], settings: EvaluationConfig) -> 
         failed=sum(s.failed for s in scored),
         graded=any((s.scores != s.right).any() for s in scored),
         metrics={
-            name: Figure(float(value), float(low), float(high))
+            name: Figure(float(value), low, high)
             for name, value, (low, high) in zip(columns, values.mean(0), intervals)
         },
     )
@@ -149,24 +151,50 @@ def compare(
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def figures_table(evaluated: Evaluated, title: str, confidence: float) -> Table:
+def figures_table(evaluated: Evaluated, confidence: float) -> Table:
     """A block of lines for every data source; the last one is of all questions where there are several sources."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("data source", overflow="fold")
-    for heading in ("questions", "answers", "metric", "value", f"{confidence:.0%} interval"):
-        table.add_column(heading, justify="left" if heading == "metric" else "right", no_wrap=True)
-    blocks = dict(evaluated.sources)
-    if len(blocks) > 1:
-        blocks["all"] = evaluated.overall
-    for name, figures in blocks.items():
+    table = _table("data source", "questions", "answers", "metric", "value", f"{confidence:.0%} interval")
+    for name, figures in _with_overall(evaluated.sources, evaluated.overall).items():
         table.add_section()
         head = (name, f"{figures.questions:,}", f"{figures.answers:,}")
         for metric, figure in _shown(figures):
-            table.add_row(*head, metric, f"{figure.value:.4f}", f"{figure.low:.4f} .. {figure.high:.4f}")
+            interval = "" if figure.low is None else f"{figure.low:.4f} .. {figure.high:.4f}"
+            table.add_row(*head, metric, f"{figure.value:.4f}", interval)
             head = ("", "", "")
         if figures.failed:
             table.add_row("", "", "not scored", f"{figures.failed:,}", "")
     return table
+
+
+def comparison_table(comparison: Comparison, confidence: float) -> Table:
+    """A block for every data source, and one of all questions where there are several."""
+    table = _table("data source", "questions", "accuracy", "data.path - data.compare_path")
+    for name, found in _with_overall(comparison.sources, comparison.overall).items():
+        table.add_section()
+        table.add_row(name, f"{found.questions:,}", "difference", f"{found.difference:+.4f}")
+        if found.low is not None:
+            table.add_row("", "", f"{confidence:.0%} interval", f"{found.low:+.4f} .. {found.high:+.4f}")
+        table.add_row("", "", "p, random signs", _p(found.p_value))
+        table.add_row("", "", "better, worse, equal", f"{found.wins:,}, {found.losses:,}, {found.ties:,}")
+        table.add_row("", "", "p, sign test", _p(found.sign_test_p))
+    return table
+
+
+def _p(value: float) -> str:
+    return f"{value:.4f}" if value >= 1e-4 else "< 0.0001"
+
+
+def _table(*headings: str) -> Table:
+    """Words to the left, numbers to the right; only the name of a data source may be broken."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in headings:
+        words = heading in ("data source", "metric", "accuracy")
+        table.add_column(heading, justify="left" if words else "right", no_wrap=heading != "data source")
+    return table
+
+
+def _with_overall(sources: dict, overall: object) -> dict:
+    return {**sources, "all": overall} if len(sources) > 1 else sources
 
 
 def _shown(figures: Figures) -> list[tuple[str, Figure]]:
@@ -177,20 +205,3 @@ def _shown(figures: Figures) -> list[tuple[str, Figure]]:
         for name, figure in figures.metrics.items()
         if not (single and "@" in name) and (name != "score" or figures.graded)
     ]
-
-
-def comparison_table(comparison: Comparison, confidence: float) -> Table:
-    """A line for every data source, and one for all questions where there are several."""
-    table = Table(title="accuracy: data.path - data.compare_path", title_justify="left", box=box.SIMPLE_HEAD)
-    table.pad_edge = False
-    table.add_column("data source", overflow="fold")
-    for heading in ("difference", f"{confidence:.0%} interval", "p", "better", "worse", "equal", "sign test p"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    lines = dict(comparison.sources)
-    if len(lines) > 1:
-        lines["all"] = comparison.overall
-    for name, c in lines.items():
-        interval = f"{c.low:+.4f} .. {c.high:+.4f}"
-        counts = (f"{c.wins:,}", f"{c.losses:,}", f"{c.ties:,}")
-        table.add_row(name, f"{c.difference:+.4f}", interval, f"{c.bootstrap_p:.4f}", *counts, f"{c.sign_test_p:.4f}")
-    return table

@@ -8,7 +8,7 @@ import io
 import itertools
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from verl.data.tokenization import (
     encode_prompts,
     prepare_tokenizer,
     read_prompt,
+    refuse_media,
 )
 from verl.dataflow import DataFlow, Operator
 from verl.protocol import DataProto
@@ -38,6 +39,8 @@ logger = logging.getLogger("verl.trainer")
 
 RESPONSES = "responses"
 """The column of the answers."""
+
+_MEDIA = ("images", "videos", "audios")
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ def _encode(
     """Token ids of the prompts of some rows."""
     data, indices = config.data, [index for index, _ in chunk]
     has_template = tokenizer.chat_template is not None
+    for index, row in chunk:
+        refuse_media(row, _MEDIA, rows.where(index))
     prompts = [
         read_prompt(row[data.prompt_key], data.prompt_format, has_template, rows.where(index)) for index, row in chunk
     ]
@@ -223,7 +228,7 @@ def _table(questions: Questions, responses: list[list[str]]) -> pa.Table:
     return questions.rows.to_table().slice(0, len(questions)).append_column(RESPONSES, column)
 
 
-def _lines(questions: Questions, responses: list[list[str]]):
+def _lines(questions: Questions, responses: list[list[str]]) -> Iterator[str]:
     for i, (row, texts) in enumerate(zip(questions.rows, responses)):
         try:
             yield json.dumps({**row, RESPONSES: texts}, ensure_ascii=False) + "\n"

@@ -1,29 +1,37 @@
 """From a command line to a finished run: a mistake in the set-up ends as one message, not as a stack."""
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # a mistake in the configuration is told before the parts of a trainer have been imported
+from omegaconf import OmegaConf
+
+from verl.registry import load_object
+
+if TYPE_CHECKING:
     from verl.trainer.base import Trainer
 
 
-def build_trainer(config_path: str | None, overrides: Sequence[str]) -> "Trainer":
-    """The trainer of trainer.backend: this host's processes, or a Ray cluster."""
+def read_recipe(path: Path | None) -> dict[str, Any]:
+    """The settings of a recipe's YAML file, which stand below the user's; nothing without a recipe."""
+    return OmegaConf.to_container(OmegaConf.load(path), resolve=False) if path is not None else {}
+
+
+def build_trainer(
+    config_path: str | None, overrides: Sequence[str], trainers: Mapping[str, tuple[str, str]], recipe: Path | None
+) -> "Trainer":
+    """The trainer of trainer.backend: this host's processes, or a Ray cluster. Arguments as those of main_ppo."""
     from verl.algorithms.presets import PRESETS
     from verl.config import check_inputs, load_config, unavailable
 
-    config = load_config(config_path, overrides, presets=PRESETS, extra_checks=[check_inputs, unavailable])
-    if config.trainer.backend == "ray":
-        from verl.trainer.ray_trainer import RayPPOTrainer
-
-        return RayPPOTrainer(config)
-    from verl.trainer.local_trainer import LocalPPOTrainer
-
-    return LocalPPOTrainer(config)
+    base = read_recipe(recipe)
+    checks = [check_inputs, unavailable]
+    config = load_config(config_path, overrides, base=base, presets=PRESETS, extra_checks=checks)
+    return load_object(*trainers[config.trainer.backend])(config)
 
 
-def run(build: Callable[[], "Trainer"]) -> int:
+def run(build: "Callable[[], Trainer]") -> int:
     """Build a trainer and train; the exit status.
 
     Whatever a user can get wrong is found while building, before a model is loaded: one message, status 1. An error in

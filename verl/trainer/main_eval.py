@@ -94,7 +94,8 @@ class Evaluation:
         for name, files, part in zip(("evaluated", "compared_with"), paths, scored):
             evaluated = evaluate(part, settings)
             report[name] = {"files": files, **asdict(evaluated)}
-            console().print(figures_table(evaluated, ", ".join(files), settings.confidence))
+            console().print(", ".join(files), markup=False, highlight=False, soft_wrap=True)
+            console().print(figures_table(evaluated, settings.confidence))
         if len(scored) > 1:
             comparison = compare(*scored, settings)
             report["comparison"] = asdict(comparison)

@@ -22,7 +22,7 @@ from verl.trainer.generation_flow import Questions, build_generation_flow, check
 from verl.trainer.launch import complain
 from verl.trainer.main_ppo import split_arguments
 from verl.trainer.setup import load_tokenizer, stop_token_ids
-from verl.utils.device import resolve_device
+from verl.utils.device import resolve_device, resolve_dtype
 from verl.utils.log import setup_logging
 from verl.workers.rollout import RolloutWorker
 
@@ -107,7 +107,7 @@ class GenerationRun:
         check_available(config)
         for address in config.imports:
             import_module(address)
-        resolve_device(config.trainer.device)
+        self.dtype = resolve_dtype(config.rollout.dtype, resolve_device(config.trainer.device))
         self.config = config
         self.roles: dict[str, WorkerGroup] = {}
         self.output = Path(config.data.output_path)
@@ -127,6 +127,7 @@ class GenerationRun:
         """All that the answers depend on, by name: the settings, the input files, the prompts, the model's files."""
         kept = {key: value for key, value in to_flat_dict(self.config).items() if key not in _OTHER_SETTINGS}
         return kept | {
+            "rollout.dtype": str(self.dtype).removeprefix("torch."),
             "data.path (contents)": [_checksum(path) for path in self.config.data.path],
             "prompts (token ids)": self.questions.digest(),
             "model.path (files)": _model_files(self.config.model.path),

@@ -103,7 +103,7 @@ class SFTTrainer(Trainer):
 
     def announce(self) -> None:
         logger.info("model: %s", self.config.model.path)
-        logger.info("data: %s; %d steps", self.source.describe(), self.total_steps)
+        logger.info("data: %s; steps: %d", self.source.describe(), self.total_steps)
 
     def step_metrics(self, batch: DataProto) -> dict[str, float]:
         return {"train/tokens": float(batch.batch["response_mask"].sum())}

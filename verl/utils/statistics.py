@@ -69,15 +69,16 @@ def bootstrap_intervals(
 class PairedComparison:
     """Two models on the same questions.
 
-    difference: mean of (first - second), with its interval low..high. bootstrap_p: two-sided, of the hypothesis that
-    the mean difference is 0. wins, losses, ties: questions on which the first is better, worse, or equal.
+    difference: mean of (first - second), with its bootstrap interval low..high (None for a single question). p_value:
+    two-sided, by random signs. wins, losses, ties: questions on which the first is better, worse, or equal.
     sign_test_p: exact, two-sided, of the hypothesis that a win is as likely as a loss.
     """
 
+    questions: int
     difference: float
-    low: float
-    high: float
-    bootstrap_p: float
+    low: float | None
+    high: float | None
+    p_value: float
     wins: int
     losses: int
     ties: int
@@ -89,23 +90,41 @@ def compare_paired(
 ) -> PairedComparison:
     """Compare the scores of two models question by question. first, second: (Q,), the same questions in one order."""
     differences = np.asarray(first, dtype=np.float64) - np.asarray(second, dtype=np.float64)
-    mean = float(differences.mean())
-    means = bootstrap_means(differences[:, None], samples, seed)[:, 0]
-    tail = 50 * (1 - confidence)
-    low, high = np.percentile(means, [tail, 100 - tail])
-    # Centred on the hypothesis: how often is a mean that is 0 in truth as far off as the one found? Never p = 0.
-    as_far = np.abs(means - mean) >= abs(mean) - 1e-12
+    options = {"samples": samples, "seed": seed}
+    low, high = None, None
+    if len(differences) > 1:
+        low, high = bootstrap_intervals(differences[:, None], confidence=confidence, **options)[0].tolist()
     wins, losses = int((differences > 1e-12).sum()), int((differences < -1e-12).sum())
     return PairedComparison(
-        difference=mean,
-        low=float(low),
-        high=float(high),
-        bootstrap_p=float((1 + as_far.sum()) / (1 + samples)),
+        questions=len(differences),
+        difference=float(differences.mean()),
+        low=low,
+        high=high,
+        p_value=sign_flip_test(differences, **options),
         wins=wins,
         losses=losses,
         ties=len(differences) - wins - losses,
         sign_test_p=sign_test(wins, losses),
     )
+
+
+def sign_flip_test(differences: np.ndarray, *, samples: int = 10_000, seed: int = 0) -> float:
+    """The two-sided p-value of a mean difference (Fisher's randomisation test for pairs).
+
+    If the two models were the same, each difference might as well have had the other sign: p is the share of random
+    signs that take the mean at least as far from 0 as it is, the signs found among them, so p is never 0. It holds for
+    few questions too, where a bootstrap p-value does not. differences: (Q,).
+    """
+    differences = np.sort(differences)  # questions in another order give the same figure
+    found = abs(differences.mean())
+    random = np.random.default_rng(seed)
+    as_far, left = 1, samples
+    while left:
+        size = min(left, max(1, _DRAWS // len(differences)))
+        signs = random.integers(0, 2, (size, len(differences))) * 2 - 1
+        as_far += int((np.abs(signs @ differences) / len(differences) >= found - 1e-12).sum())
+        left -= size
+    return as_far / (samples + 1)
 
 
 def sign_test(wins: int, losses: int) -> float:
