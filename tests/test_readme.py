@@ -38,7 +38,7 @@ def test_the_estimator_the_loss_and_the_reward_of_the_readme_train(settings, tmp
     mine, reward = tmp_path / "my_ideas.py", tmp_path / "my_reward.py"
     mine.write_text(block("best_of_group") + "\n" + block('register_policy_loss("plain")'))
     reward.write_text(block("def compute_score"))
-    chosen = [s for s in settings if not s.startswith("custom_reward_function")]
+    chosen = [s for s in settings if not s.startswith("reward.custom_reward_function")]
     metrics = LocalPPOTrainer(
         overrides=[
             *chosen,

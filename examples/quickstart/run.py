@@ -78,9 +78,10 @@ def rl_overrides(args: argparse.Namespace, model: Path, data: Path, out: Path) -
         "actor_rollout_ref.actor.ppo_mini_batch_size=32",
         "actor_rollout_ref.actor.optim.lr=3e-4",
         "actor_rollout_ref.actor.use_kl_loss=false",
+        "actor_rollout_ref.ref.enable=true",  # only to show how far the policy has moved from where it began
         "critic.model.enable_gradient_checkpointing=false",
         "critic.optim.lr=1e-3",
-        f"custom_reward_function.path={SCORER}",
+        f"reward.custom_reward_function.path={SCORER}",
         f"trainer.total_training_steps={args.steps}",
         f"trainer.test_freq={args.steps}",
         f"trainer.save_freq={args.steps}",

@@ -9,6 +9,7 @@ set -euo pipefail
 MODEL=${MODEL:?set MODEL to a HuggingFace model: a folder or an id}
 DATA=${DATA:?set DATA to a .parquet or .jsonl file with data_source, prompt and reward_model}
 OUT=${OUT:-outputs/r1}
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 "${PYTHON:-python}" -m verl.trainer.main_generation \
     data.path="$DATA" \
@@ -27,5 +28,5 @@ exec "${PYTHON:-python}" -m recipe.r1.main_eval \
     data.path="$OUT/answers.parquet" \
     data.prompt_key=prompt \
     data.response_key=responses \
-    custom_reward_function.path=recipe/r1/reward_score.py \
+    custom_reward_function.path="$HERE/reward_score.py" \
     custom_reward_function.name=reward_func

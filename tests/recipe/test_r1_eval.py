@@ -3,8 +3,11 @@
 import itertools
 import json
 import math
+import os
 import runpy
 import shlex
+import subprocess
+import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -424,13 +427,37 @@ def test_commands_of_the_page(tmp_path, monkeypatch, capsys):
     assert "`evaluation.bootstrap_samples`" in capsys.readouterr().out
 
 
-def test_settings_of_the_script():
-    """Its keys are those of the two programs, and its sampling is the paper's."""
-    text = (ROOT / "recipe/r1/run_r1.sh").read_text()
-    lines = [line.split(" -m ")[1] for line in text.replace("\\\n", " ").splitlines() if " -m " in line]
-    (generation, *keys), (evaluation, *scoring) = ([w for w in shlex.split(line) if w != "$@"] for line in lines)
-    assert (generation, evaluation) == ("verl.trainer.main_generation", "recipe.r1.main_eval")
-    rollout = load_config(overrides=keys, tree=GenerationConfig).rollout
-    assert (rollout.temperature, rollout.top_p, rollout.response_length) == (0.6, 0.95, 32768)
-    custom = load_config(overrides=scoring, tree=EvalConfig).custom_reward_function
-    assert ScoreFunction(load_object(str(ROOT / custom.path), custom.name)).form == "row"
+def run_script(folder: Path, python: str | Path, *keys: str) -> str:
+    """What recipe/r1/run_r1.sh prints, run from a folder that is not the project's."""
+    places = {"MODEL": "model", "DATA": "test.parquet", "OUT": "out", "PYTHON": str(python), "PYTHONPATH": str(ROOT)}
+    command = ["bash", str(ROOT / "recipe/r1/run_r1.sh"), *keys]
+    done = subprocess.run(command, env=os.environ | places, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_commands_of_the_script(tmp_path):
+    """Its keys are those of the two programs, its sampling is the paper's, and the end of the line counts."""
+    printer = tmp_path / "print_arguments"
+    printer.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$*"\n')
+    printer.chmod(0o755)
+    lines = [line.split() for line in run_script(tmp_path, printer, "data.n_samples=64").splitlines()]
+    assert [line[:2] for line in lines] == [["-m", "verl.trainer.main_generation"], ["-m", "recipe.r1.main_eval"]]
+    generation = load_config(overrides=lines[0][2:], tree=GenerationConfig)
+    sampling = generation.rollout
+    assert (sampling.temperature, sampling.top_p, sampling.response_length) == (0.6, 0.95, 32768)
+    assert generation.data.n_samples == 64
+    evaluation = load_config(overrides=lines[1][2:], tree=EvalConfig)
+    assert evaluation.data.path == [generation.data.output_path]
+    custom = evaluation.custom_reward_function
+    assert ScoreFunction(load_object(custom.path, custom.name)).form == "row"
+
+
+@pytest.mark.slow
+def test_the_script_answers_and_evaluates(tmp_path):
+    tiny_model("llama", tmp_path / "model")
+    rows = [{"data_source": "openai/gsm8k", "prompt": "1+1=", "reward_model": {"ground_truth": "2"}}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "test.parquet")
+    run_script(tmp_path, sys.executable, "rollout.response_length=4")
+    report = json.loads((tmp_path / "out/answers.eval.json").read_text())
+    assert report["evaluated"]["overall"]["answers"] == 8 and "avg@8" in report["evaluated"]["overall"]["metrics"]

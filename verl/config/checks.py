@@ -58,14 +58,20 @@ def _batches(config: Config) -> Iterator[Problem]:
 
 
 def _ranks(config: Config) -> Iterator[Problem]:
-    """Every rank gets the same number of rows of each mini-batch."""
-    trainer, n = config.trainer, config.actor_rollout_ref.rollout.n
-    for role, prefix, mini in (
-        ("actor", _ACTOR, config.actor_rollout_ref.actor.ppo_mini_batch_size),
-        ("critic", "critic.", config.critic.ppo_mini_batch_size),
+    """Every data-parallel rank gets the same number of rows of each mini-batch."""
+    trainer, n, actor = config.trainer, config.actor_rollout_ref.rollout.n, config.actor_rollout_ref.actor
+    for role, prefix, mini, engine, section in (
+        ("actor", _ACTOR, actor.ppo_mini_batch_size, actor.fsdp_config, "fsdp_config"),
+        ("critic", "critic.", config.critic.ppo_mini_batch_size, config.critic.fsdp, "fsdp"),
     ):
         devices = config.placement.model_dump()[f"{role}_devices"] or config.placement.actor_devices
         ranks = len(devices) if devices else trainer.nnodes * trainer.n_gpus_per_node
+        sharing = engine.ulysses_sequence_parallel_size
+        if ranks % sharing:
+            key = f"{prefix}{section}.ulysses_sequence_parallel_size"
+            yield Problem(key, f"{sharing} ranks are to share a sequence, which does not divide the {ranks} ranks")
+            continue
+        ranks //= sharing
         if mini * n % ranks:
             yield Problem(
                 f"{prefix}ppo_mini_batch_size",

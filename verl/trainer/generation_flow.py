@@ -1,6 +1,6 @@
 """Generation without training as a flow, and what it reads and writes.
 
-    prompts -> repeat -> gen -> decode -> write
+prompts -> repeat -> gen -> decode -> write
 """
 
 import hashlib

@@ -138,6 +138,11 @@ def load_rewards(config: tree.Config, tokenizer: Any) -> RewardManager:
     """The reward manager that the `reward` section describes."""
     reward = config.reward
     function, manager = reward.custom_reward_function, reward.reward_manager
+    if function.name != "compute_score" and not function.path:
+        raise ValueError(
+            f"reward.custom_reward_function.name is {function.name!r}, but reward.custom_reward_function.path does not "
+            "say which file it is in: give the path too"
+        )
     return load_reward_manager(
         tokenizer=tokenizer,
         manager=manager.name,
