@@ -72,7 +72,7 @@ def reward(complaint, tmp_path) -> Callable[..., str]:
 
     def run(body: str, *overrides: str, takes: str = "data_source, solution_str, ground_truth, extra_info=None") -> str:
         (tmp_path / "reward.py").write_text(f"def compute_score({takes}):\n    {body}\n")
-        return complaint(f"custom_reward_function.path={tmp_path / 'reward.py'}", *overrides)
+        return complaint(f"reward.custom_reward_function.path={tmp_path / 'reward.py'}", *overrides)
 
     return run
 
@@ -234,13 +234,13 @@ def test_a_reward_function_that_cannot_score(reward, tmp_path, body, message):
 
 
 def test_a_reward_function_that_is_not_there_or_fits_nothing(complaint, reward, tmp_path):
-    assert "no file 'nowhere.py'" in complaint("custom_reward_function.path=nowhere.py")
+    assert "no file 'nowhere.py'" in complaint("reward.custom_reward_function.path=nowhere.py")
     assert "defines no 'compute_scores': did you mean 'compute_score'?" in complaint(
-        "custom_reward_function.name=compute_scores"
+        "reward.custom_reward_function.name=compute_scores"
     )
-    shown = complaint("custom_reward_function.path=null", "reward_function=acuracy_reward")
+    shown = complaint("reward.custom_reward_function.path=null", "reward_function=acuracy_reward")
     assert "no reward function is called 'acuracy_reward': did you mean 'accuracy_reward'?" in shown
-    assert "no reward rule for data_source 'jsonl'; known:" in complaint("custom_reward_function.path=null")
+    assert "no reward rule for data_source 'jsonl'; known:" in complaint("reward.custom_reward_function.path=null")
     shown = reward("return 1.0", takes="a, b")
     assert "wrong signature" in shown and "compute_score(a, b) at " in shown and "f(sampled_response, " in shown
 
@@ -264,7 +264,7 @@ def test_lists_of_a_wrong_length(reward, body, found):
 )
 def test_a_file_of_ones_own_that_cannot_be_imported(complaint, tmp_path, text, message):
     (tmp_path / "reward.py").write_text(text)
-    shown = complaint(f"custom_reward_function.path={tmp_path / 'reward.py'}")
+    shown = complaint(f"reward.custom_reward_function.path={tmp_path / 'reward.py'}")
     assert message in shown and f"raised while {tmp_path / 'reward.py'} was imported" in shown
 
 

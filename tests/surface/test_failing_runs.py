@@ -28,7 +28,7 @@ def parse(text):
 
 def failing_reward(tmp_path, settings):
     (tmp_path / "reward.py").write_text(REWARD)
-    return [*settings, f"custom_reward_function.path={tmp_path / 'reward.py'}", "trainer.total_training_steps=3"]
+    return [*settings, f"reward.custom_reward_function.path={tmp_path / 'reward.py'}", "trainer.total_training_steps=3"]
 
 
 def test_an_exception_in_a_reward_function_keeps_its_stack(settings, tmp_path):
