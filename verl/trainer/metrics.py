@@ -33,6 +33,7 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
         **_spread("prompt_length", prompt_mask.sum(1).float()),
         "response/aborted_ratio": (lengths == 0).float().mean().item(),
     }
+    metrics |= _group_metrics(columns["token_level_scores"].sum(1), batch.non_tensor_batch["uid"])
     if "values" in columns:
         metrics |= _spread("critic/values", columns["values"][mask.bool()])
         unexplained = masked_var(columns["returns"] - columns["values"], mask) / (
@@ -44,6 +45,17 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
         log_ratio = columns["ref_log_prob"] - columns["old_log_probs"]
         metrics["actor/ref_kl"] = masked_mean(log_ratio.exp() - log_ratio - 1, mask).item()
     return metrics
+
+
+def _group_metrics(scores: torch.Tensor, uid: np.ndarray) -> dict[str, float]:
+    """The share of prompts whose answers all have the same score: a comparison of answers learns nothing from these."""
+    groups: dict[str, list[float]] = defaultdict(list)
+    for score, key in zip(scores.tolist(), uid):
+        groups[str(key)].append(score)
+    several = [values for values in groups.values() if len(values) > 1]
+    if not several:
+        return {}
+    return {"reward/tied_groups": sum(min(values) == max(values) for values in several) / len(several)}
 
 
 def timing_metrics(timings: Mapping[str, float], tokens: int, world_size: int) -> dict[str, float]:

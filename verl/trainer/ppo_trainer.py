@@ -75,6 +75,7 @@ class PPOTrainer(Trainer):
             shuffle=config.data.shuffle,
             collate=collate_prompts,
         )
+        self._said_tied = False
         super().__init__(config, source, tokenizer)
         n = config.actor_rollout_ref.rollout.val_kwargs.n
         self.validation = build_validation_flow(self.roles, self.reward_manager, n).compile(
@@ -100,7 +101,15 @@ class PPOTrainer(Trainer):
         folder = self.config.trainer.rollout_data_dir
         if folder:
             dump_generations(folder, self.global_step, batch, self.tokenizer)
-        return data_metrics(batch)
+        metrics = data_metrics(batch)
+        if metrics.get("reward/tied_groups") == 1.0 and not self._said_tied:
+            self._said_tied = True
+            logger.warning(
+                "step %d: all answers to each prompt have the same score, so there is nothing to learn from comparing "
+                "them; is the task too hard or too easy for this model, or the reward not what you mean?",
+                self.global_step,
+            )
+        return metrics
 
     def validate(self) -> dict[str, float]:
         """Answers to every validation prompt, scored: val-core/<source>/acc/mean@N and its relatives."""
