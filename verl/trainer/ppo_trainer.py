@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch.utils.data import Dataset
 
 from verl.algorithms.presets import PRESETS
-from verl.config import batch_words, check_available, check_inputs, check_models, load_config, tree
+from verl.config import batch_words, check_available, check_inputs, check_models, load_config, tree, unavailable
 from verl.data.files import PromptSource
 from verl.data.rlhf_dataset import RLHFDataset, check_dataset, collate_prompts
 from verl.dataflow import DataFlow
@@ -21,7 +21,7 @@ from verl.trainer.metrics import data_metrics, numeric_columns, validation_metri
 from verl.trainer.ppo_flow import Prompts, build_ppo_flow, build_validation_flow, needs_critic
 from verl.trainer.rollout_correction import correct_rollout
 from verl.trainer.samples import dump_generations, generations, write_jsonl
-from verl.utils.tracking import check_trackers
+from verl.utils.tracking import check_trackers, setup_logging
 
 logger = logging.getLogger("verl.trainer")
 
@@ -48,10 +48,11 @@ class PPOTrainer(Trainer):
         reward_manager: RewardManager | None = None,
         tokenizer: Any = None,
     ):
+        setup_logging()
         if config is None:
             check = check_inputs if train_dataset is None else check_models
             base = setup.base_config(self.recipe, train_dataset, val_dataset)
-            config = load_config(config_path, overrides, base=base, presets=PRESETS, extra_checks=[check])
+            config = load_config(config_path, overrides, base=base, presets=PRESETS, extra_checks=[check, unavailable])
         check_available(config)
         setup.import_extensions(config)
         check_trackers(config.trainer.logger)
@@ -90,7 +91,7 @@ class PPOTrainer(Trainer):
     def announce(self) -> None:
         rows = f"{len(self.val_dataset):,} rows" if self.val_dataset is not None else "none"
         logger.info("model: %s", self.config.actor_rollout_ref.model.path)
-        logger.info("algorithm: %s, %d steps", self.config.algorithm.adv_estimator, self.total_steps)
+        logger.info("algorithm: %s; steps: %d", self.config.algorithm.adv_estimator, self.total_steps)
         logger.info("batch: %s", batch_words(self.config, critic=needs_critic(self.config)))
         logger.info("data: %s; validation: %s", self.source.describe(), rows)
         logger.info("flow: %s", " -> ".join(op.name for op in self.pipeline.operators))
