@@ -1,6 +1,5 @@
 """From a command line to a finished run: a mistake in the set-up ends as one message, not as a stack."""
 
-import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from verl.config import Config, check_inputs, load_config
+from verl.config import Config, check_inputs, load_config, unavailable
 from verl.registry import load_object
 
 if TYPE_CHECKING:
     from verl.trainer.base import Trainer
-
-logger = logging.getLogger("verl")
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,9 @@ def build_trainer(
     """The trainer of trainer.backend: this host's processes, or a Ray cluster. Arguments as those of main_ppo."""
     from verl.algorithms.presets import PRESETS
 
+    checks = [check_inputs, unavailable]
     config = load_config(
-        config_path, overrides, base=recipe.read(), presets=PRESETS, tree=recipe.tree, extra_checks=[check_inputs]
+        config_path, overrides, base=recipe.read(), presets=PRESETS, tree=recipe.tree, extra_checks=checks
     )
     return load_object(*trainers[config.trainer.backend])(config)
 
@@ -58,7 +56,7 @@ def run(build: "Callable[[], Trainer]") -> int:
     setup_logging()
     try:
         trainer = build()
-    except (ValueError, ImportError, FileNotFoundError) as error:
+    except (ValueError, ImportError, SyntaxError, FileNotFoundError) as error:
         return complain(error)
     trainer.fit()
     return 0

@@ -79,7 +79,8 @@ def _print_config(path: str | None, overrides: list[str], recipe: "Recipe") -> i
     from verl.config import dump_config, load_config
 
     try:
-        print(dump_config(load_config(path, overrides, base=recipe.read(), presets=PRESETS, tree=recipe.tree)))
+        config = load_config(path, overrides, base=recipe.read(), presets=PRESETS, tree=recipe.tree)
+        print(dump_config(config, everything=True))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -39,6 +39,8 @@ GENERATED = (
     "response_mask",
     "rollout_log_probs",
 )
+#: names that values beside a score cannot have: reward_<name> is a column or a metric of something else
+RESERVED_EXTRAS = {"model", "baselines", "failed_rows", "empty_responses", "greedy_mean", "tied_groups"}
 #: what a forward pass over whole sequences reads
 SEQUENCES = ("input_ids", "attention_mask", "position_ids", "responses")
 
@@ -130,6 +132,9 @@ class Reward:
     def __call__(self, batch: DataProto) -> DataProto:
         scored = self.manager(batch, return_dict=True)
         scores, extra = scored["reward_tensor"], scored["reward_extra_info"]
+        taken = sorted({*extra} & RESERVED_EXTRAS)
+        if taken:
+            raise ValueError(f"the reward function returns the value {taken[0]!r}, a name that is in use: rename it")
         metrics = dict(scored["metrics"])
         if self.shuffle_seed is not None:
             scores = self._dealt_out(scores, batch)
