@@ -21,7 +21,7 @@ DONE, LIVE, BROKEN = 0, 1, 2
 _STEP, _START, _LIMIT, _OUT = (tl.constexpr(i) for i in (STEP, START, LIMIT, OUT))
 _TOKEN, _POSITION, _STATUS = (tl.constexpr(i) for i in (TOKEN, POSITION, STATUS))
 _DONE, _LIVE, _BROKEN = (tl.constexpr(i) for i in (DONE, LIVE, BROKEN))
-_BELOW_ONE = tl.constexpr(1 - 2.0**-53)
+_BELOW_ONE = tl.constexpr(1 - 2.0**-24)
 
 
 @triton.jit
@@ -255,7 +255,7 @@ def draw_token(
         block = tl.minimum(tl.sum(((cumulative <= target) & (j < NB)).to(tl.int32), 0), NB - 1)
         lower = tl.sum(tl.where(j < block, mass, 0.0), 0)
         share = (target - lower) / tl.sum(tl.where(j == block, mass, 0.0), 0)
-        share = tl.minimum(tl.maximum(share, 0.0), _BELOW_ONE)
+        share = tl.where(share < 1, tl.maximum(share, 0.0), _BELOW_ONE)  # rounding may have made it 1
         c = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(row + c, mask=c < V, other=float("-inf")).to(tl.float32)
         if SOFTCAP:

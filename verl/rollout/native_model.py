@@ -383,10 +383,10 @@ def _rope(rotary: nn.Module, config, layer_type: str | None) -> tuple[Rope, tupl
             "which keys in a cache cannot follow; use rollout.name=hf"
         )
     prefix = "" if layer_type is None else f"{layer_type}_"
-    frequencies = rotary.get_buffer(f"{prefix}inv_freq")
+    frequencies = getattr(rotary, f"{prefix}inv_freq")
     if kind == "longrope":
         # above this length every position would change its frequencies, those of cached keys too
         original = parameters["original_max_position_embeddings"]
         limit = min(limit, (original, "longrope's original_max_position_embeddings: longer needs rollout.name=hf"))
-        frequencies = rotary.get_buffer(f"{prefix}original_inv_freq")
-    return Rope(frequencies, vars(rotary)[f"{prefix}attention_scaling"]), limit
+        frequencies = getattr(rotary, f"{prefix}original_inv_freq")
+    return Rope(frequencies, getattr(rotary, f"{prefix}attention_scaling")), limit

@@ -82,7 +82,7 @@ class Layers:
         while order:
             count = _together([len(prompts[i]) for i in order])
             chosen, order = order[:count], order[count:]
-            logits[chosen] = self._prompts(chosen, [prompts[i] for i in chosen], store)
+            logits[self._upload(chosen)] = self._prompts(chosen, [prompts[i] for i in chosen], store)
         return logits
 
     def _prompts(self, chosen: list[int], prompts: list[list[int]], store: Store) -> torch.Tensor:
