@@ -43,6 +43,7 @@ def good() -> DataProto:
         "attention_mask": attention,
         "position_ids": positions,
         "response_mask": chosen,
+        "loss_mask": chosen,
         "reward_baselines": torch.zeros(B),
     }
     floats = {k: torch.full((B, T), float("nan")) for k, c in COLUMNS.items() if (c.dims, c.dtype) == ("B T", "float")}

@@ -44,6 +44,7 @@ COLUMNS: dict[str, Column] = {
     "attention_mask": Column("B P+T", "mask", "1 where a token is there"),
     "position_ids": Column("B P+T", "int64", "position of each token in its row, from 0"),
     "response_mask": Column("B T", "mask", "1 where the policy chose the token (tool output, padding: 0)"),
+    "loss_mask": Column("B T", "mask", "the response_mask of the updates, where it is another one"),
     "rollout_log_probs": Column("B T", "float", "log-probs as reported by the engine that sampled"),
     "old_log_probs": Column("B T", "float", "log-probs of the policy before this update, by the training engine"),
     "ref_log_prob": Column("B T", "float", "log-probs of the reference policy"),

@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Tokenizer,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from verl.registry import did_you_mean
 
@@ -124,6 +125,7 @@ def tiny_model(
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.generation_config = GenerationConfig(**special_ids)
     out_dir = Path(out_dir)
+    disable_progress_bar()
     model.save_pretrained(out_dir)
     made.save_pretrained(out_dir)
     _check_reload(made, out_dir)

@@ -42,9 +42,7 @@ def test_ray_actors_on_two_gpus(monkeypatch):
     ray = pytest.importorskip("ray")
     from verl.single_controller.ray_group import RayWorkerGroup
 
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(Path(verl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    )
+    monkeypatch.setenv("PYTHONPATH", str(Path(verl.__file__).parents[1]), prepend=os.pathsep)
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         with RayWorkerGroup(SPEC, ResourcePool("gpus", (2,)), use_gpu=True, timeout=120) as group:

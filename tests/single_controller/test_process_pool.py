@@ -166,12 +166,12 @@ if sys.argv[2] == "killed":
 
 
 @pytest.mark.parametrize("how", ["killed", pytest.param("ends", marks=pytest.mark.slow)])
-def test_no_process_outlives_the_controller(tmp_path, how):
+def test_no_process_outlives_the_controller(tmp_path, monkeypatch, how):
     """Neither the worker nor what it started."""
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, tmp_path / "script.py", WORKERS, how]
-    env = {**os.environ, "PYTHONPATH": str(Path(verl.__file__).parents[1])}
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, timeout=60)
+    monkeypatch.setenv("PYTHONPATH", str(Path(verl.__file__).parents[1]), prepend=os.pathsep)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == (-signal.SIGKILL if how == "killed" else 0)
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2 and all(gone(pid) for pid in pids)

@@ -31,17 +31,14 @@ def spec(name: str, **kwargs) -> WorkerSpec:
 @pytest.fixture(scope="module")
 def cluster():
     """Two nodes on this host, of 2 CPUs each."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = str(Path(verl.__file__).parents[1])
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    nodes.add_node(num_cpus=2)
-    ray.init(address=nodes.address, log_to_driver=False)
-    yield nodes
-    ray.shutdown()
-    nodes.shutdown()
-    os.environ.pop("PYTHONPATH")
-    if before is not None:
-        os.environ["PYTHONPATH"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(verl.__file__).parents[1]), prepend=os.pathsep)
+        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        nodes.add_node(num_cpus=2)
+        ray.init(address=nodes.address, log_to_driver=False)
+        yield nodes
+        ray.shutdown()
+        nodes.shutdown()
 
 
 def large(rows: int) -> DataProto:

@@ -1,5 +1,6 @@
 """Worker groups of Ray actors: calls, and batches by reference. What goes wrong is in `test_ray_cluster.py`."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ WORKERS = str(Path(__file__).with_name("pool_workers.py"))
 
 @pytest.fixture
 def one_node(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(verl.__file__).parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(verl.__file__).parents[1]), prepend=os.pathsep)
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()

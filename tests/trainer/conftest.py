@@ -40,7 +40,7 @@ def run_settings(tiny: Path, run: Path) -> list[str]:
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         "actor_rollout_ref.actor.optim.lr=1e-3",
         "critic.optim.lr=1e-3",
-        f"custom_reward_function.path={tiny / 'reward.py'}",
+        f"reward.custom_reward_function.path={tiny / 'reward.py'}",
         f"trainer.default_local_dir={run}",
         "trainer.logger=[jsonl]",
         "trainer.val_before_train=false",

@@ -25,7 +25,6 @@ INSTEAD: dict[str, str] = {
 """End of a dotted key -> what to do, where the list of words does not say it."""
 
 _ONE_DEVICE = "one device holds everything so far: leave it out"
-_SAMPLER_GAP = "the gap between sampler and trainer is only measured so far: leave it out"
 
 NOT_BUILT: dict[str, str] = {
     "lora_rank": "all weights are trained: use 0",
@@ -38,12 +37,7 @@ NOT_BUILT: dict[str, str] = {
     "override_optimizer_config": "set the keys of optim",
     "checkpoint.async_save": "checkpoints are written before the next step: use false",
     "actor_rollout_ref.hybrid_engine": "policy and rollout live in one process: use true",
-    "data.gen_batch_size": "it belongs to algorithm.filter_groups: leave it null",
     "data.validation_shuffle": "the order of validation rows changes no result: use false",
-    "algorithm.filter_groups.enable": "use false",
-    "algorithm.rollout_correction.rollout_is": _SAMPLER_GAP,
-    "algorithm.rollout_correction.rollout_rs": _SAMPLER_GAP,
-    "algorithm.rollout_correction.bypass_mode": _SAMPLER_GAP,
     "algorithm.use_pf_ppo": "use false",
     "reward.reward_model.enable": "score by a function: reward.custom_reward_function.path",
     "reward.sandbox_fusion.url": "code is not run by a service: leave it null",
@@ -55,7 +49,7 @@ NOT_BUILT: dict[str, str] = {
 
 NO_EFFECT: dict[tuple[str, str], tuple[str, ...]] = {
     ("rollout.name", "hf"): (
-        "rollout.dtype",
+        "actor_rollout_ref.rollout.dtype",
         "gpu_memory_utilization",
         "enforce_eager",
         "free_cache_engine",

@@ -21,7 +21,7 @@ def check_tree(config: Tree) -> list[Problem]:
     """Everything that does not fit together in a configuration, whatever is in it."""
     match config:
         case Config():
-            parts = (_batches, _ranks, _sampling, _kl, _losses, _rewards)
+            parts = (_batches, _ranks, _sampling, _groups, _kl, _losses, _rewards)
             return [*_resume(config.trainer), *(problem for part in parts for problem in part(config))]
         case SFTConfig():
             return [*_resume(config.trainer), *_custom_class(config.data)]
@@ -110,6 +110,21 @@ def _sampling(config: Config) -> Iterator[Problem]:
             yield Problem(f"{_ROLLOUT}{name}_length", what)
 
 
+def _groups(config: Config) -> Iterator[Problem]:
+    enabled, n = config.algorithm.filter_groups.enable, config.actor_rollout_ref.rollout.n
+    if enabled and n < 2:
+        yield Problem(
+            _ROLLOUT + "n",
+            f"found {n}, but algorithm.filter_groups keeps the prompts whose answers differ: use 2 or more",
+        )
+    size = config.data.gen_batch_size
+    if size is not None and size != config.data.train_batch_size and not enabled:
+        yield Problem(
+            "data.gen_batch_size",
+            f"found {size}, which changes nothing without algorithm.filter_groups.enable=true: leave it null",
+        )
+
+
 def _kl(config: Config) -> Iterator[Problem]:
     use = config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
     if use and config.actor_rollout_ref.ref.enable is False:
@@ -131,6 +146,10 @@ def _rewards(config: Config) -> Iterator[Problem]:
     if custom and registered:
         what = f"{registered!r}, but reward.custom_reward_function.path {custom!r} says what scores as well: keep one"
         yield Problem("reward.reward_function", what)
+    name = config.reward.custom_reward_function.name
+    if name != "compute_score" and not custom:
+        what = f"{name!r}, but reward.custom_reward_function.path does not say which file it is in: give the path too"
+        yield Problem("reward.custom_reward_function.name", what)
     manager = config.reward.reward_manager
     if (manager.source == "importlib") != (manager.module.path is not None):
         yield Problem("reward.reward_manager.module.path", "goes together with reward.reward_manager.source=importlib")

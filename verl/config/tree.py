@@ -70,7 +70,10 @@ class Config(Tree):
 
     @classmethod
     def settle(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """A batch smaller than the default mini-batch is one mini-batch, so nobody must set both."""
+        """What nobody must say twice: a small batch is one mini-batch, and bypass_mode has a loss of that name."""
+        loss, bypass = "actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.rollout_correction.bypass_mode"
+        if loss not in given and given.get(bypass) in (True, "true", "True"):
+            given = given | {loss: "bypass_mode"}
         batch = given.get("data.train_batch_size")
         batch = int(batch) if isinstance(batch, str) and batch.isdigit() else batch
         mini = "actor_rollout_ref.actor.ppo_mini_batch_size"

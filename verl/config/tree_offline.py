@@ -1,11 +1,14 @@
 """The configurations of generation (`GenerationConfig`) and of evaluation (`EvalConfig`) without training."""
 
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from verl.config.dialects import OFFLINE
 from verl.config.known_keys import EVAL_KNOWN, GENERATION_KNOWN
 from verl.config.node import FilePath, FilePaths, Node, Texts, Tree, key, part
-from verl.config.tree_model import ModelConfig
+from verl.config.tree_data import CustomRewardFunctionConfig
+from verl.config.tree_model import ModelConfig, Precision
 from verl.config.tree_rollout import SamplingConfig
 
 
@@ -19,12 +22,14 @@ class GenerationDataConfig(Node):
     batch_size: int = key(128, "prompts that are answered and written together", ge=1)
     max_samples: int = key(-1, "use this many rows; -1: all", ge=-1)
     output_path: FilePath | None = key(None, "file of the answers: .parquet or .jsonl")
+    apply_chat_template_kwargs: dict[str, Any] = key({}, "arguments of the chat template, such as enable_thinking")
 
 
 class GenerationRolloutConfig(SamplingConfig):
     """`rollout`: sampling."""
 
     seed: int = key(42, "seed of sampling", follows="${trainer.seed}", ge=0)
+    dtype: Precision = key("auto", "dtype of the model; auto: fp32 on a CPU, bf16 on a GPU")
 
 
 class OfflineTrainerConfig(Node):
@@ -58,13 +63,26 @@ class EvalDataConfig(Node):
     response_key: str = key("responses", "column of the answers, one list per row")
     data_source_key: str = key("data_source", "column that chooses the reward function")
     reward_model_key: str = key("reward_model", "column with the ground truth")
+    compare_path: FilePaths = key([], "answers of another model to the same prompts, to compare with")
 
 
 class EvalRewardConfig(Node):
-    """`custom_reward_function`: what scores an answer."""
+    """`reward`: what an answer may cost, and what becomes of one that cannot be scored."""
 
-    path: FilePath | None = key(None, "Python file or module with the reward function; null: data_source chooses")
-    name: str = key("compute_score", "name of the function in it")
+    timeout: float | None = key(300.0, "seconds for one answer; null: no limit", gt=0)
+    on_error: Literal["raise", "count"] = key("raise", "an answer that cannot be scored: stop, or count it as wrong")
+    num_processes: int | None = key(None, "processes that score; null: as many as cores, at most 16", ge=1)
+
+
+class EvaluationConfig(Node):
+    """`evaluation`: the figures."""
+
+    k: list[Annotated[int, Field(ge=1)]] = key([], "the k of pass@k; empty: 1, 2, 4 ... answers per prompt")
+    right_from: float = key(1.0, "an answer is right when its `acc`, else its score, is at least this")
+    confidence: float = key(0.95, "share of bootstrap samples that an interval holds", gt=0, lt=1)
+    bootstrap_samples: int = key(10_000, "data sets drawn for the intervals and p-values", ge=100)
+    seed: int = key(42, "seed of the bootstrap", ge=0)
+    output_path: FilePath | None = key(None, "JSON file of all figures; null: beside data.path, .eval.json at its end")
 
 
 class EvalConfig(Tree):
@@ -73,5 +91,7 @@ class EvalConfig(Tree):
     known: ClassVar = EVAL_KNOWN
 
     data: EvalDataConfig = part(EvalDataConfig, "answers")
-    custom_reward_function: EvalRewardConfig = part(EvalRewardConfig, "what scores an answer")
+    custom_reward_function: CustomRewardFunctionConfig = part(CustomRewardFunctionConfig, "what scores an answer")
+    reward: EvalRewardConfig = part(EvalRewardConfig, "limits of scoring")
+    evaluation: EvaluationConfig = part(EvaluationConfig, "the figures")
     imports: Texts = key([], "Python files or modules that are imported first: one's own code")

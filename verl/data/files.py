@@ -44,6 +44,9 @@ class _ParquetPart:
     def where(self, row: int) -> str:
         return f"{self.path}, row {row} (the first is 0)"
 
+    def to_table(self) -> pa.Table:
+        return self.table
+
 
 class _JsonPart:
     """The rows of one file of JSON objects, one a line or all in a list. A key that a row lacks is None in that row."""
@@ -102,6 +105,12 @@ class _JsonPart:
         place = self.places[row]
         return f"{self.path}, row {place} (the first is 0)" if self.is_list else f"{self.path}, line {place}"
 
+    def to_table(self) -> pa.Table:
+        try:
+            return pa.Table.from_pylist(self.rows)
+        except pa.ArrowException as error:
+            raise ValueError(f"{self.path}: its values do not fit into one type a column: {error}") from error
+
 
 _READERS = {".parquet": _ParquetPart, ".jsonl": _JsonPart, ".json": _JsonPart}
 
@@ -135,6 +144,18 @@ class Rows(Sequence):
         """File and row (or line) as a user finds it there."""
         part, local = self._locate(row)
         return part.where(local)
+
+    def to_table(self) -> pa.Table:
+        """All rows as an Arrow table; columns of parquet files keep their types.
+
+        Raises ValueError for JSON values that do not fit into one type a column, or files that differ in their types.
+        """
+        tables = [part.to_table().select(self.columns) for part in self.parts]
+        try:
+            return pa.concat_tables(tables, promote_options="permissive")
+        except pa.ArrowException as error:
+            names = ", ".join(str(part.path) for part in self.parts)
+            raise ValueError(f"{names}: columns of one name differ in their types: {error}") from error
 
     def file_type(self, row: int) -> str:
         """The ending of the file that a row came from: "parquet", "jsonl" or "json"."""

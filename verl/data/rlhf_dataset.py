@@ -18,12 +18,11 @@ from verl.data.tokenization import (
     CHUNK,
     ROUND_TRIPS,
     TokenTable,
-    as_chat_or_text,
     check_round_trips,
-    encode,
-    encode_plain_prompts,
+    encode_prompts,
     prepare_tokenizer,
-    render_chats,
+    read_prompt,
+    refuse_media,
     truncate,
 )
 from verl.protocol import DataProto
@@ -108,15 +107,7 @@ class RLHFDataset(Dataset):
 
     def _prompt(self, row: Mapping[str, Any], where: str) -> Prompt:
         """Messages where the prompt goes through the chat template, text where it does not."""
-        prompt = as_chat_or_text(
-            row[self.settings.prompt_key], self.settings.prompt_format, self._has_template(), where
-        )
-        if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
-            raise ValueError(
-                f"{where}: the prompt ends with an assistant message, so the answer would be part of the question; "
-                "end it with the user's message"
-            )
-        return prompt
+        return read_prompt(row[self.settings.prompt_key], self.settings.prompt_format, self._has_template(), where)
 
     def _has_template(self) -> bool:
         return self.settings.chat_template is not None or self.tokenizer.chat_template is not None
@@ -149,37 +140,20 @@ class RLHFDataset(Dataset):
     def _check_row(self, row: Mapping[str, Any], index: int) -> Prompt:
         """Refuse a row that could not be used; its prompt otherwise."""
         where = self.rows.where(index)
-        _refuse_media(row, self.settings, where)
+        settings = self.settings
+        refuse_media(row, (settings.image_key, settings.video_key, settings.audio_key), where)
         _reward_model(row, where)
         self._data_source(row, index)
         return self._prompt(row, where)
 
     def _encode(self, prompts: list[Prompt], first: int) -> list[list[int]]:
-        def where(i: int) -> str:
-            return self.rows.where(first + i)
-
-        chats = [i for i, prompt in enumerate(prompts) if not isinstance(prompt, str)]
-        plain = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
-        if chats and not self._has_template():
-            raise ValueError(
-                f"{where(chats[0])}: the prompt is a chat, but the tokenizer has no chat template: use the tokenizer "
-                "of an instruction-tuned model, give data.chat_template, or give the prompts as plain text"
-            )
-        rendered = render_chats(
+        return encode_prompts(
             self.tokenizer,
-            [prompts[i] for i in chats],
-            add_generation_prompt=True,
+            prompts,
+            lambda i: self.rows.where(first + i),
             chat_template=self.settings.chat_template,
             template_kwargs=self.settings.apply_chat_template_kwargs,
-            where=lambda k: where(chats[k]),
         )
-        encoded: list[list[int]] = [[]] * len(prompts)
-        for i, ids in zip(chats, encode(self.tokenizer, rendered, add_special_tokens=False)):
-            encoded[i] = ids
-        plain_prompts = [prompts[i] for i in plain]
-        for i, ids in zip(plain, encode_plain_prompts(self.tokenizer, plain_prompts, lambda k: where(plain[k]))):
-            encoded[i] = ids
-        return encoded
 
     def _report_overlong(self, overlong: dict[int, int], count: int) -> None:
         settings = self.settings
@@ -247,15 +221,6 @@ def _reward_model(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     if reward_model["style"] == "rule" and missing:
         raise ValueError(f"{where}: the answer (column {column!r}) is missing: found {row[column]!r}")
     return reward_model
-
-
-def _refuse_media(row: Mapping[str, Any], settings: PromptSettings, where: str) -> None:
-    for key in (settings.image_key, settings.video_key, settings.audio_key):
-        if row.get(key) is not None and len(row[key]) > 0:
-            raise ValueError(
-                f"{where}: column {key!r} holds images, video or audio, which are not supported yet; "
-                "take the column out to train on the text alone"
-            )
 
 
 def _texts_of(prompt: Prompt) -> list[str]:

@@ -1,9 +1,15 @@
 """Lists of token ids -> the padded tensors that every batch of this project is made of."""
 
 from collections.abc import Sequence
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from verl.columns import COLUMNS
+from verl.protocol import DataProto
 
 
 def build_sequences(
@@ -68,6 +74,37 @@ def position_ids_of(attention_mask: Tensor) -> Tensor:
     return (attention_mask.cumsum(dim=-1) - 1).clamp_min(0)
 
 
+def concat_sequences(pieces: Sequence[DataProto], pad_token_id: int) -> DataProto:
+    """The rows of batches that were generated one after another, padded to the widest prompt and response of them all.
+
+    Columns of the table are padded as `build_sequences` pads: ids by `pad_token_id`, everything else by zeros. An
+    object column that a piece lacks (a value that the reward function did not give there) is None in its rows. Facts
+    (`meta_info`) are left behind: they speak of one piece.
+    """
+    prompt_width, response_width = (max(piece.column(name).shape[1] for piece in pieces) for name in _IDS[:2])
+    objects = list(dict.fromkeys(name for piece in pieces for name in piece.non_tensor_batch))
+    widened = []
+    for piece in pieces:
+        left = prompt_width - piece.column("prompts").shape[1]
+        right = response_width - piece.column("responses").shape[1]
+        tensors = {name: _widened(name, value, left, right, pad_token_id) for name, value in piece.tensors.items()}
+        if "position_ids" in tensors:
+            tensors["position_ids"] = position_ids_of(tensors["attention_mask"])
+        nothing = np.full(len(piece), None, dtype=object)
+        widened.append(DataProto(tensors, {name: piece.non_tensor_batch.get(name, nothing) for name in objects}))
+    return DataProto.concat(widened)
+
+
+_IDS = ("prompts", "responses", "input_ids")
+
+
+def _widened(name: str, values: Tensor, left: int, right: int, pad_token_id: int) -> Tensor:
+    """A column with `left` more prompt and `right` more response positions, as many as its kind has of them."""
+    dims = COLUMNS[name].dims if name in COLUMNS else "B"
+    sides = (left if "P" in dims else 0, right if "T" in dims else 0)
+    return pad(values, sides, value=pad_token_id if name in _IDS else 0) if any(sides) else values
+
+
 def _check_masks(response_ids: Sequence[Sequence[int]], response_masks: Sequence[Sequence[int]]) -> None:
     if len(response_masks) != len(response_ids):
         raise ValueError(f"build_sequences: {len(response_ids)} responses but {len(response_masks)} response masks")
@@ -91,10 +128,8 @@ def _pad(
             f"build_sequences: the {what} of row {lengths.index(longest)} has {longest} tokens, "
             f"more than the width of {width}; truncate it first or raise the limit"
         )
+    column, length = torch.arange(width), torch.tensor(lengths)[:, None]
+    real = column >= width - length if left else column < length
     values = torch.full((len(rows), width), fill, dtype=torch.int64)
-    real = torch.zeros((len(rows), width), dtype=torch.int64)
-    for i, (row, length) in enumerate(zip(rows, lengths)):
-        span = slice(width - length, width) if left else slice(0, length)
-        values[i, span] = torch.as_tensor(row, dtype=torch.int64)
-        real[i, span] = 1
-    return values, real
+    values[real] = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int64)  # row after row, as the mask reads
+    return values, real.long()

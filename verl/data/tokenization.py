@@ -129,6 +129,62 @@ def as_chat_or_text(prompt: Any, prompt_format: str, has_template: bool, where: 
     return messages
 
 
+def read_prompt(prompt: Any, prompt_format: str, has_template: bool, where: str) -> list[Message] | str:
+    """`as_chat_or_text` of a prompt that is to be answered: a chat must not end with an answer already."""
+    read = as_chat_or_text(prompt, prompt_format, has_template, where)
+    if not isinstance(read, str) and read[-1]["role"] == "assistant":
+        raise ValueError(
+            f"{where}: the prompt ends with an assistant message, so the answer would be part of the question; "
+            "end it with the user's message"
+        )
+    return read
+
+
+def refuse_media(row: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
+    """ValueError for a row that holds something in one of the columns `keys`: it would be left out without a word."""
+    for key in keys:
+        if row.get(key) is not None and len(row[key]) > 0:
+            raise ValueError(
+                f"{where}: column {key!r} holds images, video or audio, which are not supported yet; "
+                "take the column out to use the text alone"
+            )
+
+
+def encode_prompts(
+    tokenizer: Any,
+    prompts: Sequence[list[Message] | str],
+    where: Callable[[int], str],
+    *,
+    chat_template: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[list[int]]:
+    """Token ids of prompts as `read_prompt` gives them, ready to be answered: chats by the template, texts as they are.
+
+    Raises ValueError for a chat without a template, and what `render_chats` and `encode_plain_prompts` raise.
+    """
+    chats = [i for i, prompt in enumerate(prompts) if not isinstance(prompt, str)]
+    plain = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
+    if chats and chat_template is None and tokenizer.chat_template is None:
+        raise ValueError(
+            f"{where(chats[0])}: the prompt is a chat, but the tokenizer has no chat template: use the tokenizer "
+            "of an instruction-tuned model, set model.custom_chat_template, or give the prompts as plain text"
+        )
+    rendered = render_chats(
+        tokenizer,
+        [prompts[i] for i in chats],
+        add_generation_prompt=True,
+        chat_template=chat_template,
+        template_kwargs=template_kwargs,
+        where=lambda k: where(chats[k]),
+    )
+    encoded: list[list[int]] = [[]] * len(prompts)
+    for i, ids in zip(chats, encode(tokenizer, rendered, add_special_tokens=False)):
+        encoded[i] = ids
+    for i, ids in zip(plain, encode_plain_prompts(tokenizer, [prompts[i] for i in plain], lambda k: where(plain[k]))):
+        encoded[i] = ids
+    return encoded
+
+
 def encode_plain_prompts(tokenizer: Any, prompts: Sequence[str], where: Callable[[int], str]) -> list[list[int]]:
     """Token ids of prompts that go through no chat template, with the bos token where the tokenizer adds one."""
     encoded = encode(tokenizer, prompts, add_special_tokens=True)

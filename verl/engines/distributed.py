@@ -17,7 +17,8 @@ def init_process_group(device: torch.device, timeout: float = 600.0) -> None:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(f"a sharded engine needs the variables {missing}: a launcher or a worker group sets them")
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    # gloo too on GPUs: shards that were moved to host memory are gathered and saved from there
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))

@@ -57,8 +57,8 @@ class ModelInput:
 
     def scatter(self, values: torch.Tensor) -> torch.Tensor:
         """(S,) values of the selected states -> (b, T), 0 elsewhere."""
-        flat = values.new_zeros(self.shape[0] * self.shape[1])
-        return flat.index_copy(0, self.slots, values).view(self.shape)
+        width = self.shape[1]
+        return values.new_zeros(self.shape).index_put((self.slots // width, self.slots % width), values)
 
 
 def row_lengths(attention_mask: torch.Tensor) -> list[int]:

@@ -46,11 +46,12 @@ def read_answers(data: DataProto, tokenizer: Any, reward_fn_key: str) -> Answers
         raise DataProtoValidationError("column 'responses': expected at least one token position, found width 0")
     present = data.column("attention_mask").cpu()[:, -width:].bool()
     chosen = present & data.column("response_mask").cpu().bool() if "response_mask" in data else present
-    ids = [row[mask].tolist() for row, mask in zip(responses, present)]
+    lengths = present.sum(1)
+    flat, ends = responses[present].tolist(), lengths.cumsum(0).tolist()
+    ids = [flat[end - length : end] for end, length in zip(ends, lengths.tolist())]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     steps = torch.arange(1, width + 1)
     positions = (chosen * steps).amax(1).sub(1).clamp(min=0)
-    lengths = present.sum(1)
     return Answers(
         rows=_rows(data, texts, lengths.tolist(), reward_fn_key),
         lengths=lengths,

@@ -14,6 +14,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 from verl.rewards.functions import ScoreFunction
 from verl.rewards.isolation import (
@@ -23,7 +24,7 @@ from verl.rewards.isolation import (
     Outcome,
     ProcessPool,
     address_of,
-    interrupt_after,
+    alarm,
     late,
     shared_pool,
 )
@@ -55,20 +56,21 @@ def arguments(function: ScoreFunction, row: Row) -> dict:
 
 
 def _call_here(function: ScoreFunction, rows: Sequence[Row], timeout: float | None) -> Iterator[tuple[int, Outcome]]:
-    for position, row in enumerate(rows):
-        given = arguments(function, row)
-        try:
-            if timeout is None:
-                value = function.func(**given)
+    with alarm() if timeout is not None else nullcontext() as interrupt:
+        for position, row in enumerate(rows):
+            given = arguments(function, row)
+            try:
+                if interrupt is None:
+                    value = function.func(**given)
+                else:
+                    value = interrupt(timeout, lambda given=given: function.func(**given))
+            except DeadlineExceeded as error:
+                outcome = late(timeout, error)
+            except Exception as error:  # whatever a user's function raises is this row's error
+                outcome = Outcome.raised(error)
             else:
-                value = interrupt_after(timeout, lambda given=given: function.func(**given))
-        except DeadlineExceeded as error:
-            outcome = late(timeout, error)
-        except Exception as error:  # whatever a user's function raises is this row's error
-            outcome = Outcome.raised(error)
-        else:
-            outcome = Outcome(value)
-        yield position, outcome
+                outcome = Outcome(value)
+            yield position, outcome
 
 
 def _call_in(

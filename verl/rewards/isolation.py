@@ -99,31 +99,48 @@ def late(seconds: float, cause: BaseException | None = None) -> Outcome:
     return Outcome(failure=f"did not end within {seconds:g} s and was stopped", cause=cause, over_limit=True)
 
 
-def interrupt_after(seconds: float, call: Callable[[], Any]) -> Any:
-    """`call()`, interrupted by DeadlineExceeded after `seconds`. In the main thread only (Python's rule for signals).
+@contextlib.contextmanager
+def alarm() -> Iterator[Callable[[float, Callable[[], Any]], Any]]:
+    """A function `interrupt(seconds, call)`: `call()`, interrupted by DeadlineExceeded after `seconds`.
 
-    An alarm that someone else had set is put back with the time that is left of it.
+    In the main thread only (Python's rule for signals). The handler is set once for many calls; an alarm that someone
+    else had set is put back at the end, with the time that is left of it.
     """
-    armed = True
+    limit: float | None = None  # of the call under way
 
     def ring(signum, frame):
-        if armed:
-            raise DeadlineExceeded(f"not done after {seconds:g} s")
+        if limit is not None:
+            raise DeadlineExceeded(f"not done after {limit:g} s")
+
+    def interrupt(seconds: float, call: Callable[[], Any]) -> Any:
+        nonlocal limit
+        limit = seconds
+        try:
+            # It rings again every second: a bare `except:` swallows the first ring, not all of them.
+            signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+            try:
+                return call()
+            finally:
+                limit = None
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
     begun = time.monotonic()
     handler = signal.signal(signal.SIGALRM, ring)
-    # It rings again every second: a bare `except:` swallows the first ring, not all of them.
-    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, 0)
     try:
-        try:
-            return call()
-        finally:
-            armed = False
+        yield interrupt
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         if left:
             signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - begun), 1e-3), interval)
+
+
+def interrupt_after(seconds: float, call: Callable[[], Any]) -> Any:
+    """One call under an `alarm`."""
+    with alarm() as interrupt:
+        return interrupt(seconds, call)
 
 
 class _Worker:

@@ -3,6 +3,7 @@
 Everything that a user can get wrong is checked in the constructor, before a model is loaded.
 """
 
+import gc
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -105,6 +106,9 @@ class Trainer(ABC):
         try:
             self.init_workers()
             self.load()
+            # what is there by now stays to the end: the collector need not look through all of it at every step
+            gc.collect()
+            gc.freeze()
             with self._tracking() as tracking:
                 return self._fit(tracking)
         finally:
@@ -112,6 +116,7 @@ class Trainer(ABC):
 
     def shutdown(self) -> None:
         """End the workers."""
+        gc.unfreeze()
         for group in set(self.roles.values()):
             group.shutdown()
 

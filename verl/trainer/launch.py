@@ -2,29 +2,38 @@
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from verl.trainer.base import Trainer
+from omegaconf import OmegaConf
+
+from verl.registry import load_object
+
+if TYPE_CHECKING:
+    from verl.trainer.base import Trainer
 
 logger = logging.getLogger("verl")
 
 
-def build_trainer(config_path: str | None, overrides: Sequence[str]) -> Trainer:
-    """The trainer of trainer.backend: this host's processes, or a Ray cluster."""
+def read_recipe(path: Path | None) -> dict[str, Any]:
+    """The settings of a recipe's YAML file, which stand below the user's; nothing without a recipe."""
+    return OmegaConf.to_container(OmegaConf.load(path), resolve=False) if path is not None else {}
+
+
+def build_trainer(
+    config_path: str | None, overrides: Sequence[str], trainers: Mapping[str, tuple[str, str]], recipe: Path | None
+) -> "Trainer":
+    """The trainer of trainer.backend: this host's processes, or a Ray cluster. Arguments as those of main_ppo."""
     from verl.algorithms.presets import PRESETS
     from verl.config import check_inputs, load_config
 
-    config = load_config(config_path, overrides, presets=PRESETS, extra_checks=[check_inputs])
-    if config.trainer.backend == "ray":
-        from verl.trainer.ray_trainer import RayPPOTrainer
-
-        return RayPPOTrainer(config)
-    from verl.trainer.local_trainer import LocalPPOTrainer
-
-    return LocalPPOTrainer(config)
+    base = read_recipe(recipe)
+    config = load_config(config_path, overrides, base=base, presets=PRESETS, extra_checks=[check_inputs])
+    return load_object(*trainers[config.trainer.backend])(config)
 
 
-def run(build: Callable[[], Trainer]) -> int:
+def run(build: "Callable[[], Trainer]") -> int:
     """Build a trainer and train; the exit status.
 
     Whatever a user can get wrong is found while building, before a model is loaded: one message, status 1. An error in
@@ -36,8 +45,13 @@ def run(build: Callable[[], Trainer]) -> int:
     try:
         trainer = build()
     except (ValueError, ImportError, FileNotFoundError) as error:
-        notes = vars(error).get("__notes__", [])
-        print("\n  ".join([f"error: {error}", *notes]), file=sys.stderr)
-        return 1
+        return complain(error)
     trainer.fit()
     return 0
+
+
+def complain(error: Exception) -> int:
+    """Print an error of the set-up, with its notes and without a stack; the exit status that goes with it."""
+    notes = vars(error).get("__notes__", [])
+    print("\n  ".join([f"error: {error}", *notes]), file=sys.stderr)
+    return 1

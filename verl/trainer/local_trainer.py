@@ -39,5 +39,5 @@ class LocalPPOTrainer(PPOTrainer):
             alone = pool.world_size == 1 and len(pools) == 1
             devices = pool.devices if on_gpu and not alone else None
             roles = {role: specs[role] for role, _ in placed}
-            self.roles.update(colocate(roles, pool.world_size, devices=devices))
+            self.roles.update(colocate(roles, pool.world_size, timeout=config.trainer.worker_timeout, devices=devices))
         self.roles["rollout"] = self.roles["actor"]

@@ -5,6 +5,16 @@ be written with or without a leading `--` or `+`.
 """
 
 import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+Address = tuple[str, str]
+
+TRAINERS: dict[str, Address] = {
+    "local": ("verl.trainer.local_trainer", "LocalPPOTrainer"),
+    "ray": ("verl.trainer.ray_trainer", "RayPPOTrainer"),
+}
+"""trainer.backend -> module and class of the trainer."""
 
 HELP = """usage: python -m verl.trainer.main_ppo [--config FILE.yaml] key=value ...
 
@@ -38,8 +48,13 @@ def split_arguments(arguments: list[str]) -> tuple[str | None, list[str], set[st
     return path, overrides, flags
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run; returns the exit status."""
+def main(
+    arguments: list[str] | None = None, trainers: Mapping[str, Address] = TRAINERS, recipe: Path | None = None
+) -> int:
+    """Run; returns the exit status.
+
+    trainers: trainer.backend -> module and class of the trainer. recipe: a YAML file below the user's settings.
+    """
     try:
         path, overrides, flags = split_arguments(sys.argv[1:] if arguments is None else arguments)
     except ValueError as error:
@@ -49,18 +64,19 @@ def main(arguments: list[str] | None = None) -> int:
         print(HELP)
         return 0
     if "--print-config" in flags:
-        return _print_config(path, overrides)
+        return _print_config(path, overrides, recipe)
     from verl.trainer.launch import build_trainer, run
 
-    return run(lambda: build_trainer(path, overrides))
+    return run(lambda: build_trainer(path, overrides, trainers, recipe))
 
 
-def _print_config(path: str | None, overrides: list[str]) -> int:
+def _print_config(path: str | None, overrides: list[str], recipe: Path | None) -> int:
     from verl.algorithms.presets import PRESETS
     from verl.config import dump_config, load_config
+    from verl.trainer.launch import read_recipe
 
     try:
-        print(dump_config(load_config(path, overrides, presets=PRESETS)))
+        print(dump_config(load_config(path, overrides, base=read_recipe(recipe), presets=PRESETS)))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

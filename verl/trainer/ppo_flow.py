@@ -5,6 +5,7 @@
 
 Which of the operators in brackets exist follows from what is asked for: an estimator whose signature names `values`
 makes the critic's operators exist, one that names `reward_baselines` the greedy rollout. No list of algorithms is here.
+Edits of this flow: `dynamic_sampling` and `rollout_correction`, in the files of these names; recipes have further ones.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -269,7 +270,10 @@ def arrange(lengths: Sequence[int], plan: UpdatePlan, ranks: int, seed: int) -> 
 
 
 class Update:
-    """An update of the actor or the critic: `method` of the role's workers, once for each pass."""
+    """An update of the actor or the critic: `method` of the role's workers, once for each pass.
+
+    Where the batch has a `loss_mask`, the tokens outside it are left out of the update.
+    """
 
     def __init__(self, roles: Roles, role: str, method: str, plan: UpdatePlan):
         self.roles = roles
@@ -284,6 +288,8 @@ class Update:
         group = self.roles[self.role]
         ranks = group.layout().dp_size
         rows = batch.select(None, [], [])
+        if "loss_mask" in rows:
+            rows = rows.drop("loss_mask").replace(response_mask=rows.batch["loss_mask"])
         lengths = rows.batch["attention_mask"].sum(1).tolist()
         sums = MetricSums()
         for epoch in range(plan.epochs):

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import Dataset
@@ -17,8 +17,10 @@ from verl.protocol import DataProto
 from verl.rewards import RewardManager
 from verl.trainer import setup
 from verl.trainer.base import Trainer
+from verl.trainer.dynamic_sampling import sample_dynamically
 from verl.trainer.metrics import data_metrics, numeric_columns, validation_metrics
 from verl.trainer.ppo_flow import Prompts, build_ppo_flow, build_validation_flow, needs_critic
+from verl.trainer.rollout_correction import correct_rollout
 from verl.trainer.samples import dump_generations, generations, write_jsonl
 from verl.utils.tracking import check_trackers
 
@@ -33,6 +35,8 @@ class PPOTrainer(Trainer):
     """
 
     saved_roles = ("actor", "critic")
+    #: of a subclass: a YAML file whose settings stand below those that the user gives
+    recipe: ClassVar[Path | None] = None
 
     def __init__(
         self,
@@ -47,7 +51,7 @@ class PPOTrainer(Trainer):
     ):
         if config is None:
             check = check_inputs if train_dataset is None else check_models
-            base = setup.config_of_datasets(train_dataset, val_dataset)
+            base = setup.base_config(self.recipe, train_dataset, val_dataset)
             config = load_config(config_path, overrides, base=base, presets=PRESETS, extra_checks=[check])
         check_available(config)
         setup.import_extensions(config)
@@ -78,7 +82,10 @@ class PPOTrainer(Trainer):
 
     def build_flow(self) -> DataFlow:
         prompts = Prompts(self.source, lambda: self.global_step)
-        return build_ppo_flow(self.config, prompts, self.roles, self.reward_manager)
+        flow = build_ppo_flow(self.config, prompts, self.roles, self.reward_manager)
+        if self.config.algorithm.filter_groups.enable:
+            sample_dynamically(flow, self.config, self.tokenizer.pad_token_id)
+        return correct_rollout(flow, self.config)
 
     def announce(self) -> None:
         rows = f"{len(self.val_dataset):,} rows" if self.val_dataset is not None else "none"

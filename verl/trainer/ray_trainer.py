@@ -34,7 +34,7 @@ class RayPPOTrainer(PPOTrainer):
         )
         for placed in pools_of(config, list(specs)).values():
             roles = {role: specs[role] for role, _ in placed}
-            self.roles.update(colocate(roles, placed[0][1], use_gpu=use_gpu))
+            self.roles.update(colocate(roles, placed[0][1], use_gpu=use_gpu, timeout=config.trainer.worker_timeout))
         self.roles["rollout"] = self.roles["actor"]
 
     def shutdown(self) -> None:

@@ -17,15 +17,18 @@ from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
 from verl.registry import import_module
 from verl.rewards import RewardManager, load_reward_manager
+from verl.trainer.launch import read_recipe
 from verl.trainer.ppo_flow import needs_critic
 
 logger = logging.getLogger("verl.trainer")
 
 
-def config_of_datasets(train: Dataset | None, val: Dataset | None) -> dict[str, Any]:
-    """What datasets that are given as objects say about the configuration: their files."""
-    given = {"train_files": train, "val_files": val}
-    return {"data": {key: list(d.data_files) for key, d in given.items() if isinstance(d, RLHFDataset)}}
+def base_config(recipe: Path | None, train: Dataset | None, val: Dataset | None) -> dict[str, Any]:
+    """What stands below the user's own settings: those of a recipe's YAML file, and the files of datasets that are
+    given as objects."""
+    given = {"data.train_files": train, "data.val_files": val}
+    files = {key: list(d.data_files) for key, d in given.items() if isinstance(d, RLHFDataset)}
+    return read_recipe(recipe) | files
 
 
 def check_one_host(config: tree.Config) -> None:

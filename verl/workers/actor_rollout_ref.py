@@ -14,6 +14,7 @@ from verl.protocol import DataProto
 from verl.registry import import_module
 from verl.rollout.base import RolloutEngine
 from verl.single_controller import Dispatch, Worker, register
+from verl.utils.device import peak_memory
 from verl.utils.rng import fork_seed
 from verl.workers.build import (
     make_engine,
@@ -54,6 +55,7 @@ class ActorRolloutWorker(Worker):
             import_module(address)
         section = config.actor.fsdp_config
         model = model_config(config.model, section, device, self.local_rank)
+        self.device = model.device
         optimizer = optimizer_config(config.actor.optim, total_training_steps)
         self.engine: TrainEngine = make_engine(model, section, optimizer, self.world_size)
         self.rollout: RolloutEngine = make_rollout(self.engine, config.rollout, pad_token_id)
@@ -90,8 +92,7 @@ class ActorRolloutWorker(Worker):
             response_width=response_width,
         )
         log_probs = torch.zeros(columns["responses"].shape)
-        for row, answer in enumerate(answers):
-            log_probs[row, : len(answer.log_probs)] = torch.tensor(answer.log_probs)
+        log_probs[columns["response_mask"].bool()] = torch.tensor([p for a in answers for p in a.log_probs])
         cut = sum(a.finish_reason == "length" for a in answers)
         tokens = sum(len(a.token_ids) for a in answers)
         metrics = {
@@ -138,7 +139,9 @@ class ActorRolloutWorker(Worker):
             sums.add({name if "/" in name else f"actor/{name}": value for name, value in metrics.items()})
             self.version += 1
         lr = {"actor/lr": self.engine.lr_step()} if batch.meta_info["last_pass"] else {}
-        return {**sums.result(), **lr}
+        (peak,) = self.engine.max_over_ranks([peak_memory(self.device) / 2**30])
+        memory = {"perf/max_memory_allocated_gb": peak} if self.device.type == "cuda" else {}
+        return {**sums.result(), **lr, **memory}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str | Path) -> None:

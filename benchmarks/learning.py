@@ -1,0 +1,213 @@
+"""How fast does each algorithm learn a small task, and how far does it come? One JSON line a run, one an algorithm.
+
+    python benchmarks/learning.py --task reverse --algorithms grpo dapo --seeds 1 2 3 --out outputs/learning
+
+Every seed has a model and data of its own, the same for all algorithms: a tiny model of random weights, taught the form
+of the task by imitation (examples/quickstart), then 64 prompts x 8 answers a step, lr 3e-4, two updates a step, right
+is 1 and wrong is 0, no KL. `accuracy` is greedy, on 500 unseen prompts, every 10 steps; `responses` are all that were
+generated for training, those that were filtered out too. --shuffle-rewards is the control: nothing can be learnt.
+OUT/<task>-<algorithm>.png shows the curves of all seeds.
+"""
+
+import argparse
+import json
+import logging
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from examples.quickstart.run import SCORER, WARM_UP_STEPS, warm_up
+from examples.quickstart.tasks import TASKS, write_task
+from examples.quickstart.tiny_model import tiny_model
+from recipe.dapo import LocalDAPOTrainer
+from verl.algorithms.presets import PRESETS
+from verl.trainer.base import StepReport
+from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.trainer.ppo_trainer import PPOTrainer
+from verl.utils.curves import moving_mean
+
+TEST_FREQ = 10
+PROMPTS, ANSWERS = 64, 8
+
+
+@dataclass(frozen=True)
+class Method:
+    """Who trains, and what the method needs beside the common settings."""
+
+    trainer: type[PPOTrainer] = LocalPPOTrainer
+    settings: tuple[str, ...] = ()
+
+
+RECIPES: dict[str, Method] = {
+    "dapo": Method(LocalDAPOTrainer, ("reward.reward_kwargs.overlong_buffer.enable=false",)),
+}
+#: what a preset needs beside its name
+FURTHER: dict[str, tuple[str, ...]] = {
+    "drgrpo": ("actor_rollout_ref.actor.loss_scale_factor=8",),
+    "gdpo": ("algorithm.gdpo_reward_keys=[acc]",),
+}
+
+
+def method_of(name: str) -> Method:
+    """A recipe, or the trainer under the preset of that name."""
+    return RECIPES.get(name) or Method(settings=(f"algorithm.name={name}", *FURTHER.get(name, ())))
+
+
+@dataclass
+class Curve:
+    """One run. accuracy: [responses generated so far, greedy accuracy]; reward: mean of all answers of each step."""
+
+    task: str
+    algorithm: str
+    seed: int
+    reward: list[float] = field(default_factory=list)
+    accuracy: list[tuple[int, float]] = field(default_factory=list)
+    responses: int = 0
+    seconds: float = 0.0
+
+    def responses_to(self, threshold: float) -> int | None:
+        """Responses after which the accuracy was at the threshold; None when it never was."""
+        return next((responses for responses, accuracy in self.accuracy if accuracy >= threshold), None)
+
+
+def overrides(task: str, model: Path, data: Path, out: Path, steps: int, seed: int) -> list[str]:
+    """The common settings."""
+    return [
+        "algorithm.use_kl_in_reward=false",
+        "actor_rollout_ref.actor.use_kl_loss=false",
+        f"data.train_files={data / 'train.parquet'}",
+        f"data.val_files={data / 'test.parquet'}",
+        f"data.train_batch_size={PROMPTS}",
+        "data.max_prompt_length=16",
+        "data.max_response_length=" + ("8" if task != "digits" else "12"),
+        f"actor_rollout_ref.model.path={model}",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=false",
+        f"actor_rollout_ref.rollout.n={ANSWERS}",
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=false",
+        "actor_rollout_ref.rollout.val_kwargs.temperature=0",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}",
+        "actor_rollout_ref.actor.optim.lr=3e-4",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
+        "actor_rollout_ref.actor.optim.weight_decay=0.01",
+        "critic.model.enable_gradient_checkpointing=false",
+        "critic.optim.lr=1e-3",
+        f"reward.custom_reward_function.path={SCORER}",
+        f"trainer.total_training_steps={steps}",
+        f"trainer.test_freq={TEST_FREQ}",
+        f"trainer.seed={seed}",
+        f"trainer.default_local_dir={out}",
+        "trainer.logger=[jsonl]",
+        "trainer.resume_mode=disable",
+    ]
+
+
+def learn(method: Method, curve: Curve, settings: list[str]) -> None:
+    """Train; fills the curve."""
+    start = time.perf_counter()
+    trainer = method.trainer(overrides=[*settings, *method.settings])
+
+    def record(report: StepReport) -> None:
+        metrics = report.metrics
+        prompts = int(metrics.get("filter_groups/prompts", PROMPTS))
+        curve.responses += prompts * trainer.config.actor_rollout_ref.rollout.n
+        curve.reward.append(metrics.get("filter_groups/acc_mean", metrics["critic/score/mean"]))
+        if report.step % TEST_FREQ == 0 or report.step == report.total_steps:
+            accuracy = metrics[f"val-core/{curve.task}/acc/mean@1"]
+            curve.accuracy.append((curve.responses, accuracy))
+
+    trainer.on_step.append(record)
+    trainer.fit()
+    curve.seconds = time.perf_counter() - start
+
+
+def prepared(task: str, seed: int, steps: int, out: Path) -> tuple[Path, Path]:
+    """Model after imitation, and data, of a seed; made once."""
+    folder = out / f"{task}-seed{seed}"
+    warm = folder / "warm"
+    if not (warm / "config.json").is_file():
+        shutil.rmtree(folder, ignore_errors=True)
+        imitation = WARM_UP_STEPS[task]
+        model = tiny_model("llama", folder / "model", seed=seed, size="mini" if task == "countdown" else "tiny")
+        write_task(task, folder / "data", rows=PROMPTS * steps, sft_rows=64 * imitation, seed=seed)
+        shutil.copytree(warm_up(model, folder / "data", folder / "sft", imitation, seed), warm)
+    return warm, folder / "data"
+
+
+def summary(curves: list[Curve], threshold: float) -> dict[str, object]:
+    """Median and range over the seeds."""
+
+    def spread(of: Callable[[Curve], float | None]) -> list[float | None]:
+        values = [of(curve) for curve in curves]
+        if any(value is None for value in values):
+            return [None, None, None]
+        return [round(value, 3) for value in (statistics.median(values), min(values), max(values))]
+
+    return {
+        "task": curves[0].task,
+        "algorithm": curves[0].algorithm,
+        "seeds": len(curves),
+        "first_reward": spread(lambda c: statistics.mean(c.reward[:10])),
+        "last_reward": spread(lambda c: statistics.mean(c.reward[-10:])),
+        "accuracy": spread(lambda c: c.accuracy[-1][1]),
+        f"responses_to_{threshold}": spread(lambda c: c.responses_to(threshold)),
+        "seconds": spread(lambda c: c.seconds),
+    }
+
+
+def draw(curves: list[Curve], path: Path) -> None:
+    """Reward over steps, accuracy over responses, a line for each seed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.4, 3.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for curve in curves:
+        left.plot(moving_mean(curve.reward), label=f"seed {curve.seed}")
+        right.plot(*zip(*curve.accuracy), marker="o", markersize=3)
+    left.set(title=f"{curves[0].algorithm} on {curves[0].task}: reward, mean of 10", xlabel="step", ylim=(0, 1))
+    right.set(title="greedy accuracy, 500 unseen prompts", xlabel="responses generated", ylim=(0, 1))
+    for axis in (left, right):
+        axis.grid(alpha=0.25)
+    left.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=sorted(TASKS), default="reverse")
+    parser.add_argument("--algorithms", nargs="+", default=["grpo"], choices=sorted({*PRESETS, *RECIPES}))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--threshold", type=float, default=0.9, help="accuracy that responses are counted to")
+    parser.add_argument("--out", type=Path, default=Path("outputs/learning"))
+    parser.add_argument("--shuffle-rewards", action="store_true", help="the control: nothing can be learnt")
+    parser.add_argument("--override", nargs="*", default=[], metavar="key=value", help="any key of the configuration")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    logging.getLogger("verl").setLevel(logging.WARNING)
+    for name in args.algorithms:
+        curves = []
+        for seed in args.seeds:
+            model, data = prepared(args.task, seed, args.steps, args.out)
+            run = args.out / f"{args.task}-{name}-seed{seed}"
+            settings = overrides(args.task, model, data, run, args.steps, seed) + args.override
+            if args.shuffle_rewards:
+                settings.append("algorithm.shuffle_rewards=true")
+            curve = Curve(args.task, name, seed)
+            learn(method_of(name), curve, settings)
+            curves.append(curve)
+            print(json.dumps(asdict(curve) | {"reward": [round(r, 3) for r in curve.reward]}), flush=True)
+        print(json.dumps(summary(curves, args.threshold)), flush=True)
+        draw(curves, args.out / f"{args.task}-{name}.png")
+
+
+if __name__ == "__main__":
+    main()

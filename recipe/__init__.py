@@ -1,0 +1,1 @@
+"""Recipes: published methods and evaluations, each in a folder of its own."""

@@ -1,0 +1,28 @@
+"""Checkpoints of every layout, made once."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory) -> Path:
+    """The folder that `layouts.py` fills; not to be changed."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    program = [sys.executable, str(Path(__file__).with_name("layouts.py")), str(root)]
+    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return root
+
+
+@pytest.fixture
+def copied(made, tmp_path):
+    """name of a layout -> a copy of its folder that a test may damage."""
+    return lambda name: Path(shutil.copytree(made / name, tmp_path / "copy"))

@@ -1,0 +1,174 @@
+"""Checkpoints to merge, written by torch and by this project's engines on real ranks (gloo).
+
+A program of its own, which forks its ranks: they need not import everything again, and nothing of a test is in them.
+"""
+
+import json
+import os
+import shutil
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, DeepseekV3Config, Qwen2Config
+
+from examples.quickstart.tiny_model import char_tokenizer
+from verl.engines.fsdp import FSDPEngine
+from verl.engines.hf import HFEngine
+from verl.engines.model import ModelConfig
+from verl.single_controller.worker import free_port
+
+# 37 rows do not divide by 2 or 4
+QWEN = Qwen2Config(
+    vocab_size=37,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+)
+
+# experts, which transformers keeps in one tensor in memory; a persistent buffer (the correction of the router)
+DEEPSEEK = DeepseekV3Config(
+    vocab_size=37,
+    hidden_size=16,
+    intermediate_size=24,
+    moe_intermediate_size=8,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+    q_lora_rank=8,
+    kv_lora_rank=8,
+    qk_rope_head_dim=4,
+    qk_nope_head_dim=4,
+    v_head_dim=8,
+    max_position_embeddings=64,
+    tie_word_embeddings=False,
+)
+
+
+def make_models(root: Path) -> None:
+    """Folders base/, trained/, critic/ and experts/: HuggingFace models, the first three of one architecture."""
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(QWEN)
+    base.save_pretrained(root / "base")
+    with torch.no_grad():
+        for p in base.parameters():
+            p.add_(0.01 * torch.randn_like(p))
+    base.save_pretrained(root / "trained")
+    critic = AutoModelForTokenClassification.from_pretrained(root / "base", num_labels=1)
+    torch.nn.init.normal_(critic.score.weight)
+    critic.save_pretrained(root / "critic")
+    experts = AutoModelForCausalLM.from_config(DEEPSEEK)
+    torch.nn.init.normal_(experts.model.layers[1].mlp.gate.e_score_correction_bias)
+    experts.save_pretrained(root / "experts")
+    for name in ("base", "trained", "critic", "experts"):
+        char_tokenizer().save_pretrained(root / name)
+
+
+def load(folder: Path, kind: str = "causal_lm") -> torch.nn.Module:
+    auto = {"causal_lm": AutoModelForCausalLM, "value": AutoModelForTokenClassification}[kind]
+    return auto.from_pretrained(folder, dtype=torch.float32)
+
+
+def finish(actor: Path, model: Path, base: Path | None, world: int, fsdp_version: int | None) -> None:
+    """What lies beside rank files: config (which names the base model), tokenizer, fsdp_config.json."""
+    shutil.copytree(model, actor / "huggingface", ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+    config = json.loads((model / "config.json").read_text())
+    if base is not None:
+        config["_name_or_path"] = str(base)
+    (actor / "huggingface" / "config.json").write_text(json.dumps(config))
+    if fsdp_version is not None:
+        (actor / "fsdp_config.json").write_text(json.dumps({"FSDP_version": fsdp_version, "world_size": world}))
+
+
+def save_rank(actor: Path, state: dict) -> None:
+    actor.mkdir(parents=True, exist_ok=True)
+    torch.save(state, actor / f"model_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt")
+
+
+def fsdp2(module: torch.nn.Module, *shape: int) -> dict:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ddp", "fsdp")[-len(shape) :])
+    for layer in module.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(module, mesh=mesh).state_dict()
+
+
+def fsdp1(module: torch.nn.Module, with_mesh: bool, kind: StateDictType = StateDictType.SHARDED_STATE_DICT) -> dict:
+    mesh = {"device_mesh": init_device_mesh("cpu", (dist.get_world_size(),))} if with_mesh else {}
+    wrapped = FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=False, **mesh)
+    with FullyShardedDataParallel.state_dict_type(wrapped, kind):
+        return wrapped.state_dict()
+
+
+def on_rank(rank: int, world: int, port: int, root: Path) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["LOCAL_RANK"] = str(rank)
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    trained = root / "trained"
+    if world == 4:
+        save_rank(root / "hsdp" / "actor", fsdp2(load(trained), 2, 2))
+        save_rank(root / "fsdp2 of 4" / "actor", fsdp2(load(trained), 4))
+        dist.destroy_process_group()
+        return
+    save_rank(root / "fsdp2" / "actor", fsdp2(load(trained), 2))
+    save_rank(root / "fsdp1" / "actor", fsdp1(load(trained), with_mesh=True))
+    save_rank(root / "fsdp1 without mesh" / "actor", fsdp1(load(trained), with_mesh=False))
+    save_rank(root / "flat" / "actor", fsdp1(load(trained), False, StateDictType.LOCAL_STATE_DICT))
+    save_rank(root / "value" / "critic", fsdp2(load(root / "critic", "value"), 2))
+    save_rank(root / "moe" / "actor", fsdp2(load(root / "experts"), 2))
+    FSDPEngine(ModelConfig(str(trained))).save(root / "ours" / "actor", ("model",))
+    FSDPEngine(ModelConfig(str(root / "critic"), kind="value")).save(root / "our value" / "critic", ("model",))
+    dist.destroy_process_group()
+
+
+def make_checkpoints(root: Path) -> None:
+    """Every layout, of the models of `make_models`, each in a folder of its name."""
+    torch.set_num_threads(1)
+    make_models(root)
+    for world in (2, 4):
+        mp.start_processes(on_rank, (world, free_port(), root), nprocs=world, start_method="fork")
+    base, trained = root / "base", root / "trained"
+    worlds = {"fsdp2": 2, "fsdp1": 2, "fsdp1 without mesh": 2, "flat": 2, "hsdp": 4, "fsdp2 of 4": 4}
+    for name, world in worlds.items():
+        finish(root / name / "actor", trained, base, world, 1 if "1" in name or name == "flat" else 2)
+    # a critic whose config is still that of the language model
+    finish(root / "value" / "critic", base, base, 2, 2)
+    finish(root / "moe" / "actor", root / "experts", None, 2, 2)
+    make_plain(root)
+    HFEngine(ModelConfig(str(trained))).save(root / "one device" / "actor", ("model",))
+    for name in ("ours", "one device"):
+        char_tokenizer().save_pretrained(root / name / "actor" / "huggingface")
+
+
+def make_plain(root: Path) -> None:
+    """Plain tensors: of one rank; rows of two ranks, with the buffers whole on each; the same of the experts."""
+    states = {name: dict(load(root / name).state_dict()) for name in ("trained", "experts")}
+    for name, model, world in (("one rank", "trained", 1), ("rows", "trained", 2), ("moe rows", "experts", 2)):
+        actor = root / name / "actor"
+        actor.mkdir(parents=True)
+        for rank in range(world):
+            share = {
+                key: value if key.endswith("correction_bias") else value.chunk(world)[rank].clone()
+                for key, value in states[model].items()
+            }
+            torch.save(share, actor / f"model_world_size_{world}_rank_{rank}.pt")
+        finish(actor, root / model, root / "base" if model == "trained" else None, world, None)
+
+
+if __name__ == "__main__":
+    make_checkpoints(Path(sys.argv[1]))

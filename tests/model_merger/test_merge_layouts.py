@@ -1,0 +1,110 @@
+"""Whatever wrote a checkpoint, its merge is the model that was trained, tensor by tensor."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+
+from verl.model_merger.merge import MergeOptions, compare, merge
+
+LAYOUTS = ["fsdp2", "fsdp2 of 4", "hsdp", "fsdp1", "fsdp1 without mesh", "one rank", "rows", "ours", "one device"]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_merges_to_the_model_that_was_trained(layout, made, tmp_path):
+    merge(MergeOptions(made / layout / "actor", tmp_path / "merged"))
+    assert_same(tensors(tmp_path / "merged"), tensors(made / "trained"))
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged")("abc=").input_ids
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.float32
+    assert compare("fsdp", made / layout / "actor", made / "trained", None, False) == []
+
+
+@pytest.mark.parametrize("layout", ["value", "our value"])
+def test_a_critic_keeps_its_value_head_whatever_its_config_says(layout, made, tmp_path):
+    merge(MergeOptions(made / layout / "critic", tmp_path / "merged"))
+    assert_same(tensors(tmp_path / "merged"), tensors(made / "critic"))
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen2ForTokenClassification"] and len(config["id2label"]) == 1
+    assert AutoModelForTokenClassification.from_pretrained(tmp_path / "merged").score.weight.shape == (1, 16)
+
+
+@pytest.mark.parametrize("layout", ["moe", "moe rows"])
+def test_experts_are_split_as_on_disk_and_buffers_of_every_rank_are_not_joined(layout, made, tmp_path):
+    merge(MergeOptions(made / layout / "actor", tmp_path / "merged"))
+    found = tensors(tmp_path / "merged")
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in found
+    assert found["model.layers.1.mlp.gate.e_score_correction_bias"].shape == (4,)
+    assert_same(found, tensors(made / "experts"))
+
+
+def test_weights_named_as_on_disk_by_an_older_transformers_merge(made, tmp_path):
+    actor = tmp_path / "actor"
+    (actor / "huggingface").mkdir(parents=True)
+    (actor / "huggingface" / "config.json").write_bytes((made / "experts" / "config.json").read_bytes())
+    torch.save(tensors(made / "experts"), actor / "model_world_size_1_rank_0.pt")
+    merge(MergeOptions(actor, tmp_path / "merged"))
+    assert_same(tensors(tmp_path / "merged"), tensors(made / "experts"))
+
+
+def test_many_files_have_an_index(made, tmp_path):
+    merge(MergeOptions(made / "fsdp2" / "actor", tmp_path / "merged", max_shard_bytes=4000))
+    files = sorted(path.name for path in (tmp_path / "merged").glob("*.safetensors"))
+    assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    assert_same(tensors(tmp_path / "merged"), tensors(made / "trained"))
+    trained = AutoModelForCausalLM.from_pretrained(made / "trained").state_dict()
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict(), trained)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_another_dtype_is_the_rounded_model_and_config_says_so(dtype, made, tmp_path):
+    merge(MergeOptions(made / "fsdp2" / "actor", tmp_path / "merged", dtype=dtype))
+    of = getattr(torch, dtype)
+    assert_same(tensors(tmp_path / "merged"), {name: t.to(of) for name, t in tensors(made / "trained").items()})
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").dtype == of
+    assert compare("fsdp", made / "fsdp2" / "actor", tmp_path / "merged", None, False) == []
+
+
+def test_the_target_may_be_the_config_folder_of_the_checkpoint(copied, made):
+    actor = copied("fsdp2") / "actor"
+    before = {path.name for path in (actor / "huggingface").iterdir()}
+    for _ in range(2):  # again replaces what the first has written
+        merge(MergeOptions(actor, actor / "huggingface"))
+        assert_same(tensors(actor / "huggingface"), tensors(made / "trained"))
+    assert {path.name for path in (actor / "huggingface").iterdir()} == before | {"model.safetensors"}
+    assert not list(actor.glob(".*"))
+
+
+def test_a_checkpoint_of_one_device_is_a_model_where_it_lies(copied, caplog):
+    actor = copied("one device") / "actor"
+    before = {path: path.stat().st_mtime_ns for path in actor.rglob("*")}
+    with caplog.at_level("INFO", "verl"):
+        merge(MergeOptions(actor, actor / "huggingface"))
+    assert "a HuggingFace model already: verified, nothing written" in caplog.text
+    assert {path: path.stat().st_mtime_ns for path in actor.rglob("*")} == before
+    with pytest.raises(ValueError, match="is the checkpoint itself"):
+        merge(MergeOptions(actor, actor / "huggingface", dtype="bfloat16"))
+
+
+def test_files_of_the_user_stay_in_a_target_that_is_overwritten(made, tmp_path):
+    target = tmp_path / "merged"
+    target.mkdir()
+    (target / "NOTES.md").write_text("mine")
+    (target / "model-00001-of-00002.safetensors").write_text("old")
+    with pytest.raises(ValueError, match=r"is not empty: choose another, or say --overwrite"):
+        merge(MergeOptions(made / "fsdp2" / "actor", target))
+    merge(MergeOptions(made / "fsdp2" / "actor", target, overwrite=True))
+    assert (target / "NOTES.md").read_text() == "mine"
+    assert_same(tensors(target), tensors(made / "trained"))

@@ -1,0 +1,463 @@
+"""Evaluation: figures against enumeration and tables made by hand; functions that hang, die or lie; two files."""
+
+import itertools
+import json
+import math
+import os
+import runpy
+import shlex
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from examples.quickstart.tasks import as_rl_rows, held_out_examples
+from examples.quickstart.tiny_model import tiny_model
+from recipe.r1.main_eval import main
+from recipe.r1.reward_score import final_part, reward_func
+from verl.config import load_config
+from verl.config.tree_offline import EvalConfig, GenerationConfig
+from verl.registry import load_object
+from verl.rewards import ScoreFunction
+from verl.utils.statistics import (
+    bootstrap_intervals,
+    bootstrap_means,
+    compare_paired,
+    pass_at_k,
+    sign_flip_test,
+    sign_test,
+)
+
+ROOT = Path(__file__).parents[2]
+REWARDS = ROOT / "tests/rewards/sample_rewards.py"
+
+# ---- pass@k ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", range(1, 8))
+def test_pass_at_k_is_the_share_of_choices_with_a_right_answer(n):
+    for c, k in itertools.product(range(n + 1), range(1, n + 1)):
+        choices = list(itertools.combinations([1] * c + [0] * (n - c), k))
+        share = sum(map(any, choices)) / len(choices)
+        assert pass_at_k(np.array([c]), np.array([n]), k)[0] == pytest.approx(share, abs=1e-14), (n, c, k)
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k"), [(8, 1, 8), (200, 3, 100), (10_000, 1, 1), (10_000, 7, 999), (100_000, 50, 20_000), (100, 60, 50)]
+)
+def test_pass_at_k_of_large_numbers_is_exact(n, c, k):
+    exact = 1 - Fraction(math.comb(n - c, k), math.comb(n, k))
+    assert pass_at_k(np.array([c]), np.array([n]), k)[0] == pytest.approx(float(exact), rel=1e-12)
+
+
+def test_pass_at_k_of_many_questions():
+    c, n = np.array([0, 1, 4, 1, 2]), np.array([4, 4, 4, 2, 8])
+    # 1 - C(3,2)/C(4,2) = 1/2; all right; 1 - C(1,2)/C(2,2) = 1; 1 - C(6,2)/C(8,2) = 1 - 15/28
+    assert pass_at_k(c, n, 2) == pytest.approx([0, 1 / 2, 1, 1, 13 / 28])
+    assert pass_at_k(c, n, 1) == pytest.approx(c / n)
+    with pytest.raises(ValueError, match="from 1 to the 2 answers"):
+        pass_at_k(c, n, 3)
+    with pytest.raises(ValueError, match="between 0 and n right answers"):
+        pass_at_k(np.array([3]), np.array([2]), 1)
+
+
+# ---- bootstrap ------------------------------------------------------------------------------------------------------
+
+
+def test_bootstrap_draws_every_data_set_as_often_as_it_should():
+    """All 4**4 data sets of four questions, counted; four standard deviations of room for each mean."""
+    values, samples = [0.0, 0.5, 2.0, 3.0], 20_000
+    exact: dict[float, float] = {}
+    for drawn in itertools.product(values, repeat=4):
+        exact[sum(drawn) / 4] = exact.get(sum(drawn) / 4, 0) + 1 / 256
+    means = bootstrap_means(np.array(values)[:, None], samples, seed=3)[:, 0]
+    found = {mean: np.isclose(means, mean).mean() for mean in exact}
+    assert sum(found.values()) == pytest.approx(1)
+    for mean, chance in exact.items():
+        assert abs(found[mean] - chance) < 4 * math.sqrt(chance * (1 - chance) / samples), mean
+
+
+def test_intervals_of_a_large_sample_are_the_normal_ones():
+    right = np.repeat([0.0, 1.0], [160, 240])[:, None]
+    (low, high), *_ = bootstrap_intervals(right, confidence=0.9, seed=1)
+    half = 1.645 * math.sqrt(0.6 * 0.4 / 400)
+    assert (0.6 - low, high - 0.6) == pytest.approx((half, half), rel=0.06)
+
+
+def test_figures_depend_on_the_seed_and_not_on_the_order():
+    random = np.random.default_rng(0)
+    values = np.stack([random.random(50), random.integers(0, 2, 50)], 1)
+    intervals = bootstrap_intervals(values, seed=5)
+    assert (bootstrap_intervals(values[random.permutation(50)], seed=5) == intervals).all()
+    assert (bootstrap_intervals(values, seed=6) != intervals).any()
+    assert (bootstrap_intervals(np.ones((9, 1))) == 1).all()
+
+
+def test_columns_are_drawn_together():
+    values = np.random.default_rng(0).random((30, 1)) * [1, -2]
+    means = bootstrap_means(values, 100, seed=0)
+    assert means[:, 1] == pytest.approx(-2 * means[:, 0])
+
+
+# ---- two models -----------------------------------------------------------------------------------------------------
+
+
+def test_sign_test_is_the_binomial_sum():
+    for wins, losses in itertools.product(range(12), repeat=2):
+        n = wins + losses
+        exact = min(1, 2 * sum(math.comb(n, i) for i in range(min(wins, losses) + 1)) / 2**n)
+        assert sign_test(wins, losses) == pytest.approx(exact), (wins, losses)
+    n = 3000
+    exact = 2 * Fraction(sum(math.comb(n, i) for i in range(1401)), 2**n)
+    assert sign_test(1600, 1400) == pytest.approx(float(exact), rel=1e-9)
+
+
+def test_paired_comparison_is_that_of_all_data_sets_and_all_signs():
+    first, second = np.array([1.0, 1.0, 0.5, 1.0]), np.array([0.0, 0.5, 1.0, 1.0])
+    found = compare_paired(first, second, samples=20_000, seed=2)
+    differences = [1.0, 0.5, -0.5, 0.0]
+    signed = [sum(s * d for s, d in zip(signs, differences)) / 4 for signs in itertools.product((1, -1), repeat=4)]
+    assert found.p_value == pytest.approx(sum(abs(mean) >= 0.25 for mean in signed) / 16, abs=0.015)
+    assert (found.difference, found.wins, found.losses, found.ties) == (0.25, 2, 1, 1)
+    assert found.sign_test_p == 1.0
+    means = [sum(drawn) / 4 for drawn in itertools.product(differences, repeat=4)]
+    assert (found.low, found.high) == pytest.approx(tuple(np.percentile(means, [2.5, 97.5])), abs=0.1)
+
+
+def test_a_few_questions_prove_nothing():
+    """All questions better by the same: the bootstrap sees no spread, so it must not be what p comes from."""
+    for questions, p in ((1, 1.0), (2, 0.5), (4, 0.125)):
+        found = compare_paired(np.ones(questions), np.full(questions, 0.75))
+        assert found.p_value == pytest.approx(p, abs=0.02) and found.sign_test_p == pytest.approx(p)
+
+
+def test_p_values_of_equal_models_are_uniform():
+    random = np.random.default_rng(0)
+    p = [sign_flip_test(random.normal(size=12), samples=400) for _ in range(300)]
+    assert 0.02 < np.mean(np.array(p) <= 0.05) < 0.09 and 0.42 < np.mean(np.array(p) <= 0.5) < 0.58
+
+
+def test_paired_comparison_sees_what_unpaired_intervals_hide():
+    """Questions differ much, the models little and always in one direction."""
+    hard = np.linspace(0, 1, 60)
+    found = compare_paired(np.clip(hard + 0.05, 0, 1), hard, seed=0)
+    assert found.low > 0.03 and found.p_value < 1e-3 and found.sign_test_p < 1e-6
+    assert np.ptp(bootstrap_intervals(hard[:, None])[0]) > 0.1
+    same = compare_paired(hard, hard)
+    assert (same.difference, same.p_value, same.sign_test_p, same.ties) == (0, 1, 1, 60)
+
+
+# ---- a file, from rows to the table ---------------------------------------------------------------------------------
+
+# what is right: (source, [1 where the answer equals the ground truth])
+TABLE = [("sums", [1, 0, 0, 0]), ("words", [1, 1, 1, 1]), ("sums", [0, 0, 0, 0]), ("sums", [1, 1, 0, 1])]
+
+
+def write_answers(path: Path, table=TABLE, wrong: str = "no", reverse: bool = False) -> Path:
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"question {i}"}],
+            "data_source": source,
+            "reward_model": {"style": "rule", "ground_truth": f"yes {i}"},
+            "responses": [f"yes {i}" if right else wrong for right in rights],
+        }
+        for i, (source, rights) in enumerate(table)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows[::-1] if reverse else rows), path)
+    return path
+
+
+@pytest.fixture
+def answers(tmp_path) -> Path:
+    return write_answers(tmp_path / "answers.parquet")
+
+
+def evaluate(path: Path, *keys: str, function: str = "compute_score", status: int = 0) -> dict:
+    reward = [f"custom_reward_function.path={REWARDS}", f"custom_reward_function.name={function}"]
+    assert main([f"data.path={path}", *reward, "reward.num_processes=2", *keys]) == status
+    out = path.with_suffix(".eval.json")
+    return json.loads(out.read_text()) if status == 0 else {}
+
+
+def values(figures: dict) -> dict[str, float]:
+    return {name: figure["value"] for name, figure in figures["metrics"].items()}
+
+
+def test_figures_of_a_table_made_by_hand(answers, capsys):
+    report = evaluate(answers)["evaluated"]
+    # sums: 1, 0 and 3 of 4 are right; pass@2: 1 - C(3,2)/C(4,2) = 1/2, 0, 1 - C(1,2)/C(4,2) = 1
+    sums = {"accuracy": 1 / 3, "pass@1": 1 / 3, "pass@2": 1 / 2, "pass@4": 2 / 3, "avg@4": 1 / 3, "score": 1 / 3}
+    assert values(report["sources"]["sums"]) == pytest.approx(sums)
+    assert set(values(report["sources"]["words"]).values()) == {1.0}
+    assert report["sources"]["words"]["metrics"]["accuracy"]["low"] is None, "one question has no interval"
+    every = {"accuracy": 1 / 2, "pass@1": 1 / 2, "pass@2": 5 / 8, "pass@4": 3 / 4, "avg@4": 1 / 2, "score": 1 / 2}
+    assert values(report["overall"]) == pytest.approx(every)
+    counts = {"questions": 3, "answers": 12, "fewest_answers": 4, "most_answers": 4, "failed": 0, "graded": False}
+    assert {k: v for k, v in report["sources"]["sums"].items() if k != "metrics"} == counts
+    # the 27 data sets of three questions: 2.5 % of the means lie at or below 0 ( (1/3)**3 = 3.7 % )
+    accuracy = report["sources"]["sums"]["metrics"]["accuracy"]
+    assert (accuracy["low"], accuracy["high"]) == pytest.approx((0.0, 0.75))
+    shown = capsys.readouterr().out
+    assert "sums" in shown and "pass@2" in shown and "0.6250" in shown and "0.0000 .. 0.7500" in shown
+
+
+def test_k_of_ones_own_and_answers_of_different_number(tmp_path):
+    path = write_answers(tmp_path / "a.parquet", [("a", [1, 0, 1]), ("a", [0, 1]), ("b", [1, 0, 0, 0, 1, 1])])
+    report = evaluate(path, "evaluation.k=[2]")["evaluated"]
+    expected = {"accuracy": (2 / 3 + 1 / 2) / 2, "pass@2": 1.0, "avg@2": 1 / 2, "score": (2 / 3 + 1 / 2) / 2}
+    assert values(report["sources"]["a"]) == pytest.approx(expected)
+    assert values(report["sources"]["b"])["pass@2"] == pytest.approx(1 - 3 / 15)
+    default = evaluate(path)["evaluated"]
+    assert [k for k in default["sources"]["b"]["metrics"] if "pass" in k] == ["pass@1", "pass@2", "pass@4", "pass@6"]
+    assert [k for k in default["overall"]["metrics"] if "pass" in k] == ["pass@1", "pass@2"]
+
+
+def test_the_same_seed_gives_the_same_file(answers):
+    evaluate(answers)
+    first = answers.with_suffix(".eval.json").read_bytes()
+    assert evaluate(answers) == json.loads(first) and answers.with_suffix(".eval.json").read_bytes() == first
+
+
+@pytest.mark.parametrize("function", ["plugin", "with_extras", "batch", "slow_judge"])
+def test_functions_of_every_form(function, answers):
+    report = evaluate(answers, function=function)["evaluated"]
+    assert values(report["sources"]["sums"])["accuracy"] == pytest.approx(1 / 3)
+    if function == "with_extras":  # scores of 1 and -1 beside an acc of their own
+        assert report["overall"]["graded"] and values(report["overall"])["score"] == pytest.approx(0)
+
+
+def test_what_counts_as_right(tmp_path):
+    rewards = tmp_path / "graded.py"
+    rewards.write_text("def half(sampled_response, reference_answer):\n    return 0.5\n")
+    path = write_answers(tmp_path / "a.parquet")
+    keys = [f"custom_reward_function.path={rewards}", "custom_reward_function.name=half"]
+    assert values(evaluate(path, *keys)["evaluated"]["overall"])["accuracy"] == 0
+    assert values(evaluate(path, *keys, "evaluation.right_from=0.5")["evaluated"]["overall"])["accuracy"] == 1
+
+
+def test_rules_by_data_source_and_rows_with_an_answer_column(tmp_path):
+    path = tmp_path / "a.jsonl"
+    rows = [
+        {"prompt": "1+1", "data_source": "openai/gsm8k", "answer": "2", "responses": ["so\n#### 2", "#### 3"]},
+        {"prompt": "x", "data_source": "lighteval/MATH", "answer": "\\frac12", "responses": ["\\boxed{0.5}", "1"]},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main([f"data.path={path}"]) == 0
+    report = json.loads((tmp_path / "a.eval.json").read_text())["evaluated"]
+    assert {name: values(f)["accuracy"] for name, f in report["sources"].items()} == {
+        "lighteval/MATH": 0.5,
+        "openai/gsm8k": 0.5,
+    }
+
+
+# ---- hostile functions ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", ["hangs_on_b", "swallows_everything", "dies_on_b", "raises_on_b"])
+def test_hostile_functions_cannot_hold_it(function, tmp_path, capsys):
+    """One answer holds the letter; the function hangs, hides its hanging, ends its process or raises."""
+    path = write_answers(tmp_path / "a.parquet", [("a", [1, 1]), ("a", [1, 0])], wrong="b")
+    report = evaluate(path, "reward.timeout=1", "reward.on_error=count", function=function)["evaluated"]
+    assert report["overall"]["failed"] == 1
+    assert values(report["overall"])["accuracy"] == pytest.approx(3 / 4)
+    assert "not scored" in capsys.readouterr().out
+    evaluate(path, "reward.timeout=1", function=function, status=1)
+    error = capsys.readouterr().err
+    assert f"error: reward function {function}() at " in error
+    assert "a.parquet, row 1 (the first is 0), answer 1" in error
+
+
+def test_a_regular_expression_that_never_ends(answers, capsys):
+    evaluate(answers, "reward.timeout=1", function="backtracks", status=1)
+    assert "did not end within 1 s and was stopped" in capsys.readouterr().err
+
+
+def test_a_function_that_scores_nothing_is_an_error_even_when_errors_are_counted(tmp_path, capsys):
+    rewards = tmp_path / "broken.py"
+    rewards.write_text("def compute_score(data_source, solution_str, ground_truth):\n    return None\n")
+    path = write_answers(tmp_path / "a.parquet")
+    evaluate(path, f"custom_reward_function.path={rewards}", "reward.on_error=count", status=1)
+    assert "returned None: expected a number" in capsys.readouterr().err
+    assert not path.with_suffix(".eval.json").exists()
+
+
+def test_an_acc_that_is_no_number(tmp_path, capsys):
+    rewards = tmp_path / "broken.py"
+    rewards.write_text("def f(sampled_response, reference_answer):\n    return {'score': 1, 'acc': 'yes'}\n")
+    keys = [f"custom_reward_function.path={rewards}", "custom_reward_function.name=f"]
+    evaluate(write_answers(tmp_path / "a.parquet"), *keys, status=1)
+    assert "returned a dict whose \"acc\" is 'yes': expected a number" in capsys.readouterr().err
+
+
+# ---- two files ------------------------------------------------------------------------------------------------------
+
+
+def test_comparison_of_two_files_in_different_order(answers, tmp_path, capsys):
+    table = [("sums", [0, 0, 0, 0]), ("words", [1, 1, 1, 0]), ("sums", [0, 0, 0, 0]), ("sums", [0, 1, 0, 0])]
+    other = write_answers(tmp_path / "other.parquet", table, reverse=True)
+    report = evaluate(answers, f"data.compare_path={other}")
+    assert values(report["compared_with"]["overall"])["accuracy"] == pytest.approx((0 + 3 / 4 + 0 + 1 / 4) / 4)
+    overall, sums = report["comparison"]["overall"], report["comparison"]["sources"]["sums"]
+    assert overall["difference"] == pytest.approx((1 / 4 + 1 / 4 + 0 + 1 / 2) / 4)
+    assert [overall[name] for name in ("wins", "losses", "ties", "sign_test_p")] == [3, 0, 1, pytest.approx(0.25)]
+    assert sums["difference"] == pytest.approx((1 / 4 + 0 + 1 / 2) / 3)
+    shown = capsys.readouterr().out
+    assert "+0.2500" in shown and "3, 0, 1" in shown
+    mirrored = evaluate(other, f"data.compare_path={answers}")["comparison"]["overall"]
+    assert mirrored["difference"] == -overall["difference"] and mirrored["losses"] == 3
+
+
+def test_other_questions_are_not_compared(answers, tmp_path, capsys):
+    other = write_answers(tmp_path / "other.parquet", [*TABLE, ("sums", [1, 1, 1, 1])])
+    evaluate(answers, f"data.compare_path={other}", status=1)
+    assert "0 of 4 are only in data.path, 1 of 5 only in data.compare_path" in capsys.readouterr().err
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("data.path=nowhere.parquet", "there is no file 'nowhere.parquet'"),
+        ("data.response_key=response", "no column 'response' (data.response_key): did you mean 'responses'?"),
+        ("data.prompt_key=question", "no column 'question' (data.prompt_key)"),
+        ("data.reward_model_key=truth", "no ground truth: expected a column 'truth'"),
+        ("data.reward_model_key=prompt", "row 0 (the first is 0): expected {'ground_truth': ...} in column 'prompt'"),
+        ("data.response_key=reward_model", "row 0 (the first is 0): expected a list of texts in column 'reward_model'"),
+        ("data.compare_path=nowhere.parquet", "nowhere.parquet: expected a data file, found no such file"),
+        ("evaluation.k=[1,5]", "pass@5 needs 5 answers to every question, found 4"),
+        ("evaluation.k=[0]", "evaluation.k"),
+        ("evaluation.confidence=95", "expected a number > 0 and < 1"),
+        ("custom_reward_function.path=nowhere.py", "no file 'nowhere.py'"),
+        ("custom_reward_function.name=compute_scores", "did you mean 'compute_score'?"),
+        ("custom_reward_function.name=which_process", "reward function with a wrong signature"),
+        ("custom_reward_function.path=null", "no reward rule for data_source 'sums'"),
+        ("data.path=null", "data.path"),
+        ("evaluation.output_path=/dev/null/x.json", "evaluation.output_path: the folder /dev/null cannot be made"),
+    ],
+)
+def test_bad_settings_end_in_one_message(key, message, answers, capsys):
+    evaluate(answers, key, status=1)
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("error: ") and "Traceback" not in error
+
+
+def test_a_name_without_its_file(answers, capsys):
+    assert main([f"data.path={answers}", "custom_reward_function.name=reward_func"]) == 1
+    assert "'reward_func' without custom_reward_function.path" in capsys.readouterr().err
+
+
+def test_help(capsys):
+    assert main(["--help"]) == 0 and "data.compare_path" in capsys.readouterr().out
+
+
+# ---- the reward of reasoning models ---------------------------------------------------------------------------------
+
+
+def test_thoughts_are_no_answer():
+    assert final_part("<think>\nIs it 7? No.\n</think>\n\nIt is 8.") == "It is 8."
+    assert final_part("Is it 7? No.\n</think>It is 8.") == "It is 8.", "the template had opened the thoughts"
+    assert final_part("<think> 7") is None
+    assert final_part("It is 8.") == "It is 8."
+
+
+@pytest.mark.parametrize(
+    ("source", "truth", "right", "wrong"),
+    [
+        ("openai/gsm8k", "8", "#### 8", "#### 7"),
+        ("Maxwell-Jia/AIME_2024", "204", "so \\boxed{204}", "\\boxed{205}"),
+        ("opencompass/cnmo2024_en", "\\frac{1}{2}", "\\boxed{0.5}", "\\boxed{2}"),
+        ("HuggingFaceH4/MATH-500", "x+1", "\\boxed{1+x}", "\\boxed{x-1}"),
+        ("Idavidrein/gpqa", "C", "The answer is C", "The answer is D"),
+    ],
+)
+def test_r1_reward_by_data_source(source, truth, right, wrong):
+    def score(text: str) -> float:
+        found = reward_func(source, text, truth)
+        return found["score"] if isinstance(found, dict) else found
+
+    assert score(f"<think>{wrong}</think>{right}") == 1
+    assert score(f"<think>{right}</think>{wrong}") == 0
+    assert score(f"<think>{right}") == 0
+    assert score(right) == 1
+
+
+def test_r1_reward_of_an_unknown_source():
+    with pytest.raises(ValueError, match="no reward rule for data_source 'nobody/knows'"):
+        reward_func("nobody/knows", "1", "1")
+
+
+# ---- the page and the script ----------------------------------------------------------------------------------------
+
+
+def commands(page: str) -> list[list[str]]:
+    """The words of every command in the bash blocks of a page."""
+    blocks = [block.partition("```")[0] for block in page.split("```bash\n")[1:]]
+    return [shlex.split(line) for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_commands_of_the_page(tmp_path, monkeypatch, capsys):
+    """Every command of the page, in its order, on models and prompts at the places that it names."""
+    for folder in ("examples", "recipe"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    monkeypatch.chdir(tmp_path)
+    quickstart = tmp_path / "outputs/quickstart/reverse-grpo"
+    for seed, step in enumerate(["sft/global_step_200", "rl/global_step_100"]):
+        tiny_model("llama", quickstart / step / "actor/huggingface", seed=seed)
+    (quickstart / "data").mkdir()
+    rows = pa.Table.from_pylist(as_rl_rows("reverse", held_out_examples("reverse")[:30]))
+    pq.write_table(rows, quickstart / "data/test.parquet")
+    found = commands((ROOT / "docs/generation_and_evaluation.md").read_text())
+    assert len(found) == 6
+    for python, minus_m, module, *arguments in found:
+        assert (python, minus_m) == ("python", "-m")
+        monkeypatch.setattr("sys.argv", [module, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        assert ended.value.code == 0, (module, capsys.readouterr())
+    report = json.loads((tmp_path / "outputs/after.eval.json").read_text())
+    assert report["comparison"]["overall"]["questions"] == 30 and report["evaluated"]["overall"]["answers"] == 240
+    assert "`evaluation.bootstrap_samples`" in capsys.readouterr().out
+
+
+def run_script(folder: Path, python: str | Path, *keys: str) -> str:
+    """What recipe/r1/run_r1.sh prints, run from a folder that is not the project's."""
+    places = {"MODEL": "model", "DATA": "test.parquet", "OUT": "out", "PYTHON": str(python), "PYTHONPATH": str(ROOT)}
+    command = ["bash", str(ROOT / "recipe/r1/run_r1.sh"), *keys]
+    done = subprocess.run(command, env=os.environ | places, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_commands_of_the_script(tmp_path):
+    """Its keys are those of the two programs, its sampling is the paper's, and the end of the line counts."""
+    printer = tmp_path / "print_arguments"
+    printer.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$*"\n')
+    printer.chmod(0o755)
+    lines = [line.split() for line in run_script(tmp_path, printer, "data.n_samples=64").splitlines()]
+    assert [line[:2] for line in lines] == [["-m", "verl.trainer.main_generation"], ["-m", "recipe.r1.main_eval"]]
+    generation = load_config(overrides=lines[0][2:], tree=GenerationConfig)
+    sampling = generation.rollout
+    assert (sampling.temperature, sampling.top_p, sampling.response_length) == (0.6, 0.95, 32768)
+    assert generation.data.n_samples == 64
+    evaluation = load_config(overrides=lines[1][2:], tree=EvalConfig)
+    assert evaluation.data.path == [generation.data.output_path]
+    custom = evaluation.custom_reward_function
+    assert ScoreFunction(load_object(custom.path, custom.name)).form == "row"
+
+
+@pytest.mark.slow
+def test_the_script_answers_and_evaluates(tmp_path):
+    tiny_model("llama", tmp_path / "model")
+    rows = [{"data_source": "openai/gsm8k", "prompt": "1+1=", "reward_model": {"ground_truth": "2"}}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "test.parquet")
+    run_script(tmp_path, sys.executable, "rollout.response_length=4")
+    report = json.loads((tmp_path / "out/answers.eval.json").read_text())
+    assert report["evaluated"]["overall"]["answers"] == 8 and "avg@8" in report["evaluated"]["overall"]["metrics"]

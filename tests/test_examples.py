@@ -1,0 +1,96 @@
+"""Every script of examples/ and recipe/: bash reads its command line, its configuration is loaded, its flow compiled.
+
+No model is loaded: a trainer does all this before.
+"""
+
+import importlib
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from examples.quickstart.tiny_model import tiny_model
+from recipe.dapo import LocalDAPOTrainer, main_dapo
+from verl.registry import load_object
+from verl.trainer import main_ppo
+from verl.trainer.base import Trainer
+from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.trainer.sft_trainer import SFTTrainer
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted(path for folder in ("examples", "recipe") for path in (ROOT / folder).rglob("*.sh"))
+TRAINS_NOTHING = {ROOT / "recipe/r1/run_r1.sh"}  # its commands are tested in tests/recipe/test_r1_eval.py
+
+#: the module that a script runs -> the trainer that it builds
+TRAINERS: dict[str, Callable[..., Trainer]] = {
+    "verl.trainer.main_ppo": LocalPPOTrainer,
+    "verl.trainer.sft_trainer": SFTTrainer,
+    "recipe.dapo.main_dapo": LocalDAPOTrainer,
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """What the scripts ask for: a model, and rows as examples/data_preprocess writes them."""
+    home = tmp_path_factory.mktemp("home")
+    tiny_model("llama", home / "model", seed=0)
+    (home / "model" / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "1+1="}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+        "extra_info": {"index": 0, "question": "1+1=", "answer": "#### 2"},
+    }
+    for name in ("train", "test"):
+        pq.write_table(pa.Table.from_pylist([row] * 512), home / f"{name}.parquet")
+    (home / "print_arguments").write_text('#!/usr/bin/env bash\nprintf "%s\\0" "$@"\n')
+    (home / "print_arguments").chmod(0o755)
+    return home
+
+
+def command_of(script: Path, home: Path, *further: str) -> tuple[str, list[str]]:
+    """The module that a script runs, and the arguments that it gives to it."""
+    places = {"MODEL": str(home / "model"), "DATA": str(home), "PYTHON": str(home / "print_arguments")}
+    done = subprocess.run(
+        ["bash", str(script), *further], env=os.environ | places, capture_output=True, text=True, check=True
+    )
+    dash_m, module, *arguments = done.stdout.rstrip("\0").split("\0")
+    assert dash_m == "-m"
+    return module, arguments
+
+
+@pytest.mark.parametrize(
+    "script", [path for path in SCRIPTS if path not in TRAINS_NOTHING], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_the_script_builds_a_trainer(script, home, tmp_path, monkeypatch):
+    assert os.access(script, os.X_OK)
+    module, arguments = command_of(script, home, f"trainer.default_local_dir={tmp_path}", "trainer.logger=[jsonl]")
+    assert importlib.util.find_spec(module)
+    path, overrides, flags = main_ppo.split_arguments(arguments)
+    assert not flags
+    monkeypatch.chdir(tmp_path)  # what a script names must not depend on the folder it is started in
+    trainer = TRAINERS[module](config_path=path, overrides=overrides)
+    assert trainer.pipeline.operators and trainer.roles == {}
+    assert trainer.config.trainer.default_local_dir == str(tmp_path)  # the end of the command line counts
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_script_says_what_it_needs(script):
+    bare = {key: value for key, value in os.environ.items() if key not in ("MODEL", "DATA")}
+    done = subprocess.run(["bash", str(script)], env=bare, capture_output=True, text=True)
+    assert done.returncode != 0 and "set MODEL to" in done.stderr
+
+
+@pytest.mark.parametrize("module", [main_ppo, main_dapo], ids=lambda module: module.__name__)
+def test_the_commands_know_their_trainers(module):
+    recipes = set()
+    for address in module.TRAINERS.values():
+        cls = load_object(*address)
+        assert issubclass(cls, Trainer)
+        recipes.add(cls.recipe)
+    assert len(recipes) == 1  # the same method, whoever executes it

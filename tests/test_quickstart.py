@@ -1,0 +1,55 @@
+"""The quickstart as a stranger runs it; and, slowly, that each of its algorithms learns and shuffled rewards do not."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "examples" / "quickstart" / "run.py"
+
+
+def quickstart(out: Path, *more: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(SCRIPT), "--out", str(out), *more]
+    return subprocess.run(command, capture_output=True, text=True, cwd=out.parent, timeout=280)
+
+
+def moving_means(out: Path) -> tuple[float, float]:
+    """Mean reward of the first and of the last ten steps."""
+    records = [json.loads(line) for line in (out / "rl" / "metrics.jsonl").read_text().splitlines()]
+    scores = [record["critic/score/mean"] for record in records if "critic/score/mean" in record]
+    return sum(scores[:10]) / 10, sum(scores[-10:]) / 10
+
+
+def test_a_short_run_shows_and_leaves_what_it_promises(tmp_path):
+    done = quickstart(tmp_path / "run", "--steps", "4")
+    assert done.returncode == 0, done.stderr
+    assert "in 4 steps of grpo" in done.stdout
+    for shown in ("score", "acc", "length", "kl", "entropy", "tok/s", "ETA", "[gen]", "[update_actor]"):
+        assert shown in done.stdout, shown
+    assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
+    folder = tmp_path / "run" / "rl" / "global_step_4" / "actor" / "huggingface"
+    assert str(folder) in done.stdout.replace("\n", "")
+    assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() == 103_232
+    assert AutoTokenizer.from_pretrained(folder).decode([4, 5]) == "ab"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "rloo", "remax", "reinforce_plus_plus", "drgrpo"])
+def test_every_algorithm_learns(algorithm, tmp_path):
+    done = quickstart(tmp_path / "run", "--algorithm", algorithm)
+    assert done.returncode == 0, done.stderr
+    first, last = moving_means(tmp_path / "run")
+    assert first <= 0.70
+    assert last >= 0.85
+
+
+@pytest.mark.slow
+def test_shuffled_rewards_teach_nothing(tmp_path):
+    done = quickstart(tmp_path / "run", "--shuffle-rewards")
+    assert done.returncode == 0, done.stderr
+    first, last = moving_means(tmp_path / "run")
+    assert last <= first

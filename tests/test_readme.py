@@ -1,0 +1,69 @@
+"""The code of the README runs as printed."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def block(word: str) -> str:
+    (found,) = [b for b in BLOCKS if word in b]
+    return found
+
+
+def test_the_flow_of_the_readme_runs():
+    done = subprocess.run([sys.executable, "-c", block("flow.compile()")], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3
+    assert all("x" in line and "y" in line for line in lines)
+
+
+@pytest.fixture
+def settings(tmp_path):
+    from tests.trainer.conftest import make_tiny, run_settings
+
+    return run_settings(make_tiny(tmp_path), tmp_path / "run")
+
+
+def test_the_estimator_the_loss_and_the_reward_of_the_readme_train(settings, tmp_path):
+    from verl.trainer.local_trainer import LocalPPOTrainer
+
+    mine, reward = tmp_path / "my_ideas.py", tmp_path / "my_reward.py"
+    mine.write_text(block("best_of_group") + "\n" + block('register_policy_loss("plain")'))
+    reward.write_text(block("def compute_score"))
+    chosen = [s for s in settings if not s.startswith("reward.custom_reward_function")]
+    metrics = LocalPPOTrainer(
+        overrides=[
+            *chosen,
+            f"imports=[{mine}]",
+            "algorithm.adv_estimator=best_of_group",
+            "actor_rollout_ref.actor.policy_loss.loss_mode=plain",
+            f"reward.custom_reward_function.path={reward}",
+            "trainer.total_training_steps=1",
+        ]
+    ).fit()
+    assert metrics["actor/ratio"] == pytest.approx(1, abs=0.2)
+
+
+def test_the_operator_of_the_readme_is_in_the_flow(settings):
+    names: dict = {}
+    exec(block("class MyTrainer"), names)
+    trainer = names["MyTrainer"](overrides=[*settings, "algorithm.name=grpo", "trainer.total_training_steps=1"])
+    order = [op.name for op in trainer.pipeline.operators]
+    assert order.index("clip") == order.index("adv") - 1
+    assert trainer.fit()["timing_s/clip"] >= 0
+
+
+def test_every_path_in_the_tree_is_there():
+    tree = README.split("## The tree")[1].split("```")[1]
+    for line in tree.strip().splitlines():
+        name = line.split()[0]
+        folder = ROOT / "verl" if line.startswith("  ") else ROOT
+        assert (folder / name).exists(), name

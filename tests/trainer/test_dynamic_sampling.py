@@ -1,0 +1,185 @@
+"""Dynamic sampling: which groups are held and released, worked by hand; no prompt is lost; state; errors."""
+
+import io
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from verl.config import load_config
+from verl.data.sequences import build_sequences
+from verl.dataflow import HOLD, DataFlow, Operator
+from verl.protocol import DataProto
+from verl.trainer.dynamic_sampling import sample_dynamically
+from verl.trainer.ppo_flow import GENERATED, Prompts, repeat
+
+
+class Numbers:
+    """A source of the prompts 0, 1, 2 ..., `size` at a time, as `PromptSource` is one."""
+
+    def __init__(self, size: int):
+        self.size, self.next = size, 0
+
+    def __call__(self) -> DataProto:
+        numbers = list(range(self.next, self.next + self.size))
+        self.next += self.size
+        return DataProto(None, {"uid": [f"0:{i}" for i in numbers], "prompt_ids": [[1] * (i % 3 + 1) for i in numbers]})
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+def numbers_of(batch: DataProto) -> list[int]:
+    return [int(uid.split(":")[1]) for uid in batch.non_tensor_batch["uid"]]
+
+
+class Scripted:
+    """A flow whose prompt i scores 0 on every answer, but 1 on the second one where `differs(i)`. Widths vary."""
+
+    def __init__(self, differs, groups=3, size=4, limit=0, metric="acc", n=2):
+        overrides = [
+            f"data.train_batch_size={groups}",
+            f"data.gen_batch_size={size}",
+            f"actor_rollout_ref.rollout.n={n}",
+            "algorithm.filter_groups.enable=true",
+            f"algorithm.filter_groups.metric={metric}",
+            f"algorithm.filter_groups.max_num_gen_batches={limit}",
+        ]
+        self.differs = differs
+        self.asked: list[list[int]] = []
+        self.source = Numbers(groups)
+        prompts = Prompts(self.source, lambda: 7)
+        flow = DataFlow(
+            [
+                Operator("prompts", prompts, writes=("prompt_ids", "uid")),
+                Operator("repeat", repeat(n)),
+                Operator("gen", self.gen, writes=GENERATED[:-1]),
+                Operator("reward", self.reward, writes=("token_level_rewards",)),
+                Operator("out", lambda batch: None),
+            ]
+        )
+        self.pipeline = sample_dynamically(flow, load_config(overrides=overrides), pad_token_id=9).compile()
+
+    def gen(self, batch):
+        found = numbers_of(batch)
+        self.asked.append(list(dict.fromkeys(found)))
+        answers = [[i + 1] * (1 + i % 4) for i in found]
+        return build_sequences(list(batch.non_tensor_batch["prompt_ids"]), answers, 9)
+
+    def reward(self, batch):
+        right = [float(self.differs(i) and k == 1) for i, k in zip(numbers_of(batch), batch.column("sample_index"))]
+        rewards = torch.zeros(batch.batch["responses"].shape)
+        rewards[:, 0] = torch.tensor(right) * 2
+        return DataProto({"token_level_rewards": rewards}, {"reward_acc": right})
+
+    def step(self) -> DataProto:
+        batch = HOLD
+        while batch is HOLD:
+            batch = self.pipeline.run()
+        return batch
+
+
+def test_the_right_groups_are_held_and_released():
+    run = Scripted({1, 4, 5, 7, 8, 9, 10, 11, 14, 15}.__contains__)
+    assert run.pipeline.run() is HOLD  # 0 1 2 3: only 1 differs
+    first = run.pipeline.run()  # 4 5 6 7: enough, with 7 to spare
+    assert numbers_of(first) == [1, 1, 4, 4, 5, 5]
+    assert first.column("sample_index").tolist() == [0, 1] * 3
+    assert first.meta_info["global_step"] == 7
+    assert first.meta_info["metrics"] == {
+        "filter_groups/passes": 2,
+        "filter_groups/prompts": 8,
+        "filter_groups/kept_share": 4 / 8,
+        "filter_groups/prompts_put_back": 1,
+        "filter_groups/acc_mean": 4 / 16,
+    }
+    assert numbers_of(run.step()) == [7, 7, 8, 8, 9, 9]  # 7 goes out again, before 8 9 10
+    assert numbers_of(run.step()) == [10, 10, 11, 11, 14, 14]
+    # the third step kept 2 of 4 and missed 1: 2 prompts more were expected to do, and 15 is put back
+    assert run.asked == [[0, 1, 2, 3], [4, 5, 6, 7], [7, 8, 9, 10], [10, 11, 12, 13], [14, 15]]
+
+
+def test_rows_of_several_passes_are_padded_alike():
+    run = Scripted({1, 6, 7}.__contains__)
+    batch = run.step()
+    prompts = [[1] * (i % 3 + 1) for i in numbers_of(batch)]
+    answers = [[i + 1] * (1 + i % 4) for i in numbers_of(batch)]
+    expected = build_sequences(prompts, answers, 9, prompt_width=3, response_width=4)
+    for name, column in expected.items():
+        assert torch.equal(batch.batch[name], column), name
+    assert batch.batch["token_level_rewards"].sum(1).tolist() == [0, 2] * 3
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_prompt_is_lost(seed):
+    draw = Random(seed)
+    differs = {i for i in range(3000) if draw.random() < draw.choice([0.2, 0.5, 0.9])}
+    groups, size = draw.randint(1, 6), draw.randint(1, 8)
+    run = Scripted(differs.__contains__, groups=groups, size=size, n=draw.choice([2, 3]))
+    trained = []
+    for _ in range(8):
+        found = numbers_of(run.step())
+        assert len(set(found)) == groups
+        trained += dict.fromkeys(found)
+        assert max(map(len, run.asked)) <= size
+    assert len(trained) == len(set(trained)) and set(trained) <= differs
+    queue = run.pipeline.operators[0].func
+    waiting = numbers_of(queue.waiting)
+    dropped = set(range(run.source.next)) - set(trained) - set(waiting)
+    assert not dropped & differs  # what is neither trained on nor waiting had answers that were all alike
+    assert not set(waiting) & set(trained) and len(waiting) == len(set(waiting))
+
+
+def test_state_in_the_middle_of_held_groups():
+    differs = {1, 6, 9, 10, 13, 17, 18, 20}.__contains__
+    straight = Scripted(differs)
+    assert straight.pipeline.run() is HOLD
+    file = io.BytesIO()
+    torch.save(straight.pipeline.state_dict(), file)
+    file.seek(0)
+    resumed = Scripted(differs)
+    resumed.pipeline.load_state_dict(torch.load(file, weights_only=False))
+    for _ in range(2):
+        a, b = straight.step(), resumed.step()
+        assert a.columns == b.columns and a.meta_info["metrics"] == b.meta_info["metrics"]
+        for name in a.columns:
+            assert np.array_equal(np.asarray(a.column(name)), np.asarray(b.column(name))), name
+    assert straight.asked[1:] == resumed.asked
+
+
+def test_reward_as_the_metric():
+    run = Scripted({0, 2, 3}.__contains__, metric="reward")
+    batch = run.step()
+    assert numbers_of(batch) == [0, 0, 2, 2, 3, 3]
+    assert batch.meta_info["metrics"]["filter_groups/reward_mean"] == 2 * 3 / 8
+
+
+def test_giving_up_says_what_was_found_and_what_to_do():
+    run = Scripted({5}.__contains__, limit=3)
+    assert run.pipeline.run() is HOLD
+    assert run.pipeline.run() is HOLD
+    message = r"only 1 of 3 groups .* after 12 prompts \(3 generations of 4; mean acc 0.0417\).*max_num_gen_batches"
+    with pytest.raises(ValueError, match=message):
+        run.pipeline.run()
+
+
+def test_the_limit_counts_prompts_so_that_small_passes_do_not_use_it_up():
+    run = Scripted({0, 1, 40}.__contains__, size=8, limit=6)
+    assert numbers_of(run.step())[-1] == 40
+    assert [len(asked) for asked in run.asked] == [8, 4, 6, 8, 8, 8]  # of 48 prompts
+
+
+def test_a_metric_that_is_not_there():
+    with pytest.raises(ValueError, match=r"metric=accc.*acc"):
+        Scripted({1}.__contains__, metric="accc").pipeline.run()
+
+
+def test_settings_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"rollout\.n.*found 1"):
+        load_config(overrides=["algorithm.filter_groups.enable=true"])
+    with pytest.raises(ValueError, match=r"gen_batch_size.*changes nothing"):
+        load_config(overrides=["data.gen_batch_size=12"])

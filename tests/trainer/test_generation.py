@@ -1,0 +1,346 @@
+"""main_generation: the right answers to the right rows, in a file that is the same however often the run was killed."""
+
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from verl.config import load_config
+from verl.config.tree_offline import GenerationConfig
+from verl.data.rlhf_dataset import RLHFDataset
+from verl.protocol import DataProto
+from verl.rollout.base import SamplingParams
+from verl.rollout.hf import HFRollout
+from verl.trainer import main_generation
+from verl.trainer.answer_parts import AnswerParts, Answers, changed, digest_of
+from verl.trainer.main_generation import GenerationRun, main
+from verl.utils.atomic import written_whole
+from verl.utils.rng import fork_seed
+from verl.workers.rollout import ROLLOUT_ENGINES, RolloutWorker
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def keys(tiny, tmp_path) -> list[str]:
+    """Three answers to each of 24 prompts, 5 prompts to a part."""
+    return [
+        f"data.path={tiny / 'train.jsonl'}",
+        "data.n_samples=3",
+        "data.batch_size=5",
+        f"data.output_path={tmp_path / 'out.parquet'}",
+        f"model.path={tiny / 'model'}",
+        "rollout.temperature=0.6",
+        "rollout.top_p=0.95",
+        "rollout.response_length=6",
+    ]
+
+
+def rows_of(path: Path) -> list[dict]:
+    if path.suffix == ".jsonl":
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    return pq.read_table(path).to_pylist()
+
+
+# ---- the answers ----------------------------------------------------------------------------------------------------
+
+
+def test_answers_are_those_of_the_model_row_by_row(tiny, keys, tmp_path):
+    """Each answer again, alone: its prompt tokenized here, its random numbers from its row and its number."""
+    out = GenerationRun(overrides=keys).run()
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
+    engine = HFRollout(AutoModelForCausalLM.from_pretrained(tiny / "model"), tokenizer.pad_token_id)
+    params = SamplingParams(6, (tokenizer.eos_token_id,), temperature=0.6, top_p=0.95, seed=42)
+    rows, inputs = rows_of(out), rows_of(tiny / "train.jsonl")
+    assert [{k: row[k] for k in ("prompt", "answer")} for row in rows] == inputs
+    tokens, cut = 0, 0
+    for number, row in enumerate(rows):
+        ids = tokenizer(row["prompt"])["input_ids"]
+        alone = [engine.generate([ids], params, [fork_seed(str(number), i)])[0] for i in range(3)]
+        assert row["responses"] == [tokenizer.decode(a.token_ids, skip_special_tokens=True) for a in alone]
+        tokens += sum(len(a.token_ids) for a in alone)
+        cut += sum(tokenizer.eos_token_id not in a.token_ids for a in alone)
+    facts = json.loads((tmp_path / "out.parquet.settings.json").read_text())
+    assert {k: v for k, v in facts.items() if k != "settings"} == {
+        "prompts": 24,
+        "answers": 72,
+        "tokens": tokens,
+        "cut": cut,
+    }
+    assert 0 < cut < 72, "both kinds of answers are needed for this test"
+    assert len({text for row in rows for text in row["responses"]}) > 60, "samples differ"
+
+
+def test_greedy_answers_and_prompts_as_in_training(tiny, keys):
+    run = GenerationRun(overrides=[*keys, "rollout.temperature=0", "data.n_samples=1", "rollout.top_p=1"])
+    trained_on = RLHFDataset(tiny / "train.jsonl", run.tokenizer)
+    assert [run.questions.prompt_ids[i] for i in range(24)] == [item["prompt_ids"] for item in trained_on]
+    model = AutoModelForCausalLM.from_pretrained(tiny / "model")
+    for row in rows_of(run.run())[:5]:
+        ids = torch.tensor([run.tokenizer(row["prompt"])["input_ids"]])
+        for _ in range(6):
+            best = model(ids).logits[0, -1].argmax()
+            if best == run.tokenizer.eos_token_id:
+                break
+            ids = torch.cat([ids, best.view(1, 1)], 1)
+        assert row["responses"] == [run.tokenizer.decode(ids[0, len(row["prompt"]) :], skip_special_tokens=True)]
+
+
+def test_parts_do_not_change_the_answers(keys, tmp_path):
+    whole = GenerationRun(overrides=[*keys, "data.batch_size=1000"]).run()
+    other = tmp_path / "other.jsonl"
+    GenerationRun(overrides=[*keys, "data.batch_size=7", f"data.output_path={other}"]).run()
+    assert rows_of(other) == rows_of(whole)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "other.jsonl",
+        "other.jsonl.settings.json",
+        "out.parquet",
+        "out.parquet.settings.json",
+    ], "parts are deleted"
+
+
+def test_columns_keep_their_types(keys, tmp_path):
+    when = pa.array([datetime.datetime(2024, 1, 2, tzinfo=datetime.UTC)] * 3, pa.timestamp("us", tz="UTC"))
+    columns = {"question": ["ab=", "cd=", "ef="], "small": pa.array([1, 2, None], pa.int8()), "when": when}
+    for name in ("a", "b"):
+        pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+    files = f"data.path=[{tmp_path / 'a.parquet'},{tmp_path / 'b.parquet'}]"
+    given = [*keys, files, "data.prompt_key=question", "data.max_samples=4"]
+    table = pq.read_table(GenerationRun(overrides=given).run())
+    assert table.select(list(columns)).equals(pa.table(columns | {"when": when}).take([0, 1, 2, 0]))
+    assert table.schema.field("responses").type == pa.list_(pa.string())
+    with pytest.raises(ValueError, match=r"a\.parquet, row 0 .*cannot be written as JSON.*datetime.*\.parquet"):
+        GenerationRun(overrides=[*given, f"data.output_path={tmp_path / 'x.jsonl'}"])
+
+
+def test_engines_of_the_worker_agree(tiny):
+    """The rollout-only worker with each engine that runs in its process: greedy answers of the same weights."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
+    prompts = [tokenizer(text)["input_ids"] for text in ("ab=", "cdefg=", "h=")]
+    columns = {"prompt_ids": prompts, "uid": ["0", "1", "2"], "sample_index": [0, 0, 0]}
+    found = {}
+    for name in ROLLOUT_ENGINES:
+        keys = [f"model.path={tiny / 'model'}", f"rollout.name={name}", "rollout.temperature=0"]
+        config = load_config(overrides=[*keys, "rollout.response_length=5"], tree=GenerationConfig)
+        ends = {"pad_token_id": tokenizer.pad_token_id, "stop_token_ids": (tokenizer.eos_token_id,)}
+        worker = RolloutWorker(config.model, config.rollout, device="cpu", **ends)
+        answers = worker.generate_responses(DataProto.from_dict(non_tensors=columns)).non_tensor_batch
+        found[name] = [ids.tolist() for ids in answers["response_ids"]], list(answers["finish_reason"])
+    assert set(found) == {"hf", "native"} and found["hf"] == found["native"]
+    assert all(len(ids) == 5 or reason == "stop" for ids, reason in zip(*found["hf"]))
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_same_file(keys, tmp_path):
+    one = GenerationRun(overrides=keys).run()
+    given = [*keys, "trainer.n_gpus_per_node=2", f"data.output_path={tmp_path / 'two.parquet'}"]
+    assert rows_of(GenerationRun(overrides=given).run()) == rows_of(one)
+
+
+# ---- resume ---------------------------------------------------------------------------------------------------------
+
+
+KILLED = """
+import os, signal, sys
+from verl.trainer.main_generation import main
+
+flush, calls = os.fsync, []
+
+def flush_or_die(file):
+    calls.append(file)
+    if len(calls) == 17:
+        os.kill(os.getpid(), signal.SIGKILL)
+    flush(file)
+
+os.fsync = flush_or_die
+main(sys.argv[1:])
+"""
+
+
+def test_kill_9_and_resume_give_the_file_of_an_uninterrupted_run(keys, tmp_path, caplog):
+    """Killed while a part is being written: two flushes went to the settings, two to each of seven parts."""
+    single = [*keys, "data.batch_size=1"]
+    expected = GenerationRun(overrides=[*single, f"data.output_path={tmp_path / 'whole.parquet'}"]).run().read_bytes()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", KILLED, *single]
+    killed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    left = sorted(path.name for path in tmp_path.glob("out.parquet*/*/*"))
+    assert left == [".part-00007.jsonl.draft", *(f"part-0000{i}.jsonl" for i in range(7)), "settings.json"]
+    assert not (tmp_path / "out.parquet").exists()
+    caplog.clear()
+    with caplog.at_level("INFO", "verl"):
+        assert main(single) == 0
+    assert "going on: 7 of 24 prompts are answered already" in caplog.text
+    assert caplog.text.count("[gen]") == 24 - 7
+    assert (tmp_path / "out.parquet").read_bytes() == expected
+
+
+def test_stopped_before_the_output_needs_no_model(keys, tmp_path, monkeypatch):
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(main_generation, "write_output", killed)
+        with pytest.raises(KeyboardInterrupt):
+            GenerationRun(overrides=keys).run()
+    run = GenerationRun(overrides=keys)
+    assert len(rows_of(run.run())) == 24
+    assert run.roles == {}, "no model was loaded"
+
+
+def test_a_finished_file_is_left_alone(tiny, keys, tmp_path, caplog):
+    out = GenerationRun(overrides=keys).run()
+    before = out.read_bytes()
+    with caplog.at_level("INFO", "verl"):
+        assert main(keys) == 0
+    assert "nothing to do" in caplog.text
+    for other, said in {
+        "rollout.top_p=1": "rollout.top_p: 0.95 -> 1.0",
+        f"data.path={tiny / 'test.jsonl'}": "prompts (token ids)",
+        "trainer.seed=7": "rollout.seed: 42 -> 7",
+        "rollout.dtype=bf16": "rollout.dtype: float32 -> bfloat16",
+    }.items():
+        with pytest.raises(ValueError, match="is there already, made with other settings") as error:
+            GenerationRun(overrides=[*keys, other])
+        assert said in str(error.value)
+    (tmp_path / "out.parquet.settings.json").unlink()
+    with pytest.raises(ValueError, match="is there already, its settings are not known: name another file"):
+        GenerationRun(overrides=keys)
+    assert out.read_bytes() == before
+
+
+def test_weights_written_anew_are_another_model(keys, tmp_path, tiny):
+    copy = tmp_path / "model"
+    copy.mkdir()
+    for file in (tiny / "model").iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    given = [*keys, f"model.path={copy}"]
+    first = GenerationRun(overrides=given).settings()
+    assert GenerationRun(overrides=given).settings() == first
+    weights = copy / "model.safetensors"
+    os.utime(weights, ns=(0, weights.stat().st_mtime_ns + 1))
+    assert "model.path (files)" in changed(first, GenerationRun(overrides=given).settings())
+
+
+def make_parts(tmp_path, **settings) -> AnswerParts:
+    return AnswerParts(tmp_path / "o.parquet", settings, rows=5, rows_per_part=2, n=2)
+
+
+def answers(rows: range) -> list[Answers]:
+    return [Answers([f"{row}\u2028a\n", "ü"], [3, 1], ["stop", "length"]) for row in rows]
+
+
+def test_parts_that_are_damaged_are_made_again(tmp_path, caplog):
+    parts = make_parts(tmp_path, t=1)
+    parts.open()
+    assert parts.missing() == [0, 1, 2]
+    for part in parts.missing():
+        parts.write(part, answers(parts.rows_of(part)))
+    assert [len(parts.rows_of(part)) for part in range(3)] == [2, 2, 1]
+    assert parts.missing() == [] and parts.read() == answers(range(5))
+    middle = parts.folder / "part-00001.jsonl"
+    whole = middle.read_text()
+    for damage in (whole[:-20], whole.splitlines()[0] + "\n", "", whole.replace('"tokens"', '"token"')):
+        middle.write_text(damage)
+        assert parts.missing() == [1]
+    assert "part-00001.jsonl is damaged" in caplog.text and "part-00001.jsonl is not whole" in caplog.text
+
+
+def test_parts_of_other_settings_are_named_and_stay(tmp_path, caplog):
+    other = make_parts(tmp_path, temperature=1.0)
+    other.open()
+    mine = make_parts(tmp_path, temperature=0.6)
+    mine.open()
+    assert "holds answers made with other settings (temperature: 1.0 -> 0.6)" in caplog.text
+    assert mine.folder != other.folder
+    mine.delete()
+    assert other.folder.is_dir()
+    other.delete()
+    assert not other.folder.parent.exists()
+
+
+def test_digest_depends_on_every_value_and_not_on_the_order():
+    assert digest_of({"a": 1, "b": 2}) == digest_of({"b": 2, "a": 1})
+    assert len({digest_of({"a": value}) for value in (1, 1.5, "1", None, True, [1])}) == 6
+
+
+def test_a_file_is_whole_or_not_there(tmp_path):
+    path = tmp_path / "x"
+    with pytest.raises(OSError), written_whole(path) as draft:
+        draft.write_text("half")
+        raise OSError("no space left")
+    assert list(tmp_path.iterdir()) == []
+    path.write_text("old")
+    with written_whole(path) as draft:
+        draft.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+BAD = {
+    "data.output_path=null": "data.output_path (override 'data.output_path=null'): missing, expected a file that ends",
+    "data.output_path=out.csv": "found 'out.csv', expected a file that ends with .parquet or .jsonl",
+    "rollout.temperature=0": "found 3 with rollout.temperature 0, which gives the same answer 3 times",
+    "data.batchsize=3": "data.batch_size",
+    "data.n_samples=0": "data.n_samples",
+    "data.path=nowhere.parquet": "there is no file 'nowhere.parquet'",
+    "data.prompt_key=question": "no column 'question' for the prompt (data.prompt_key)",
+    "data.max_samples=0": "nothing to answer of the 24 rows",
+    "rollout.prompt_length=4": "prompts are longer than 4 tokens, the first: ",
+    "model.path=./nowhere": "there is no folder './nowhere'",
+    "model.path=null": "model.path (override 'model.path=null'): missing",
+    "rollout.name=sglang": "not built yet",
+    "trainer.backend=ray": "ray does not generate without training yet: use local",
+    "trainer.nnodes=2": "generation runs on one host",
+    "trainer.device=cuda": "device 'cuda' was asked for",
+    "imports=nowhere.py": "no file 'nowhere.py'",
+}
+
+
+@pytest.mark.parametrize("override", BAD)
+def test_bad_settings_end_in_one_message(override, keys, capsys):
+    if override == "trainer.device=cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert main([*keys, override]) == 1
+    error = capsys.readouterr().err
+    assert BAD[override] in error and error.startswith("error: ") and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": ""}, "line 2: the prompt is empty"),
+        ({"prompt": [{"role": "user"}]}, "line 2: expected messages like"),
+        ({"prompt": [{"role": "user", "content": "a"}]}, "line 2: the prompt is a chat, but the tokenizer has no chat"),
+        ({"prompt": "é="}, "line 2: "),
+        ({"prompt": "a=", "responses": ["b"]}, "there is a column 'responses' already"),
+        ({"prompt": "a=", "images": ["a.png"]}, "line 2: column 'images' holds images, video or audio"),
+        ({"prompt": "a=", "answer": 7}, "cannot be written as parquet, use a file that ends with .jsonl: "),
+        ({"prompt": "a=", "answer": "b", "extra_info": {}}, "use a file that ends with .jsonl: Cannot write struct"),
+    ],
+)
+def test_bad_rows_end_in_one_message(row, message, keys, tmp_path, capsys):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("".join(json.dumps(r) + "\n" for r in ({"prompt": "a=", "answer": "a"}, row)))
+    assert main([*keys, f"data.path={bad}"]) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("error: ") and "Traceback" not in error
+
+
+def test_help_and_print_config(keys, capsys):
+    assert main(["--help"]) == 0
+    assert "python -m verl.cli.config --of generation" in capsys.readouterr().out
+    assert main([*keys, "--print-config"]) == 0
+    assert "n_samples: 3" in capsys.readouterr().out

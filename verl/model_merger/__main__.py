@@ -1,0 +1,90 @@
+"""The command line: python -m verl.model_merger merge | test."""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+_EPILOG = """\
+examples:
+  python -m verl.model_merger merge --backend fsdp \\
+      --local_dir checkpoints/gsm8k/global_step_410/actor --target_dir merged/gsm8k-410
+  python -m verl.model_merger test --backend fsdp \\
+      --local_dir checkpoints/gsm8k/global_step_410/actor --test_hf_dir merged/gsm8k-410
+"""
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?B?)", text.strip().upper())
+    if match is None or match[2] not in _UNITS:
+        raise argparse.ArgumentTypeError(f"expected a size like 5GB or 500MB, found {text!r}")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def parser() -> argparse.ArgumentParser:
+    """What may be said on the command line."""
+    top = argparse.ArgumentParser(
+        prog="python -m verl.model_merger",
+        description="From the checkpoint of a training run to a HuggingFace model, verified.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = top.add_subparsers(dest="command", required=True)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--backend", choices=("fsdp", "megatron"), required=True, help="the engine that trained")
+    common.add_argument("--local_dir", type=Path, required=True, help="the checkpoint: .../global_step_N/actor")
+    common.add_argument(
+        "--lora_alpha", type=float, help="of the training run, where the checkpoint with LoRA adapters does not say it"
+    )
+    common.add_argument("--trust_remote_code", action="store_true", help="run the model's own code, if it brings some")
+
+    merge = commands.add_parser(
+        "merge", parents=[common], help="write the model of a checkpoint as a HuggingFace folder"
+    )
+    merge.add_argument("--target_dir", type=Path, required=True, help="the folder to write")
+    merge.add_argument(
+        "--dtype",
+        choices=("keep", "float32", "bfloat16", "float16"),
+        default="keep",
+        help="of the weights; keep (the default): as in the checkpoint",
+    )
+    merge.add_argument("--max_shard_size", type=_bytes, default="5GB", help="largest weight file; default 5GB")
+    merge.add_argument(
+        "--base", help="the model that training started from, to see that the result differs; default: as recorded"
+    )
+    merge.add_argument("--allow_unchanged", action="store_true", help="write a result that equals that model, too")
+    merge.add_argument("--overwrite", action="store_true", help="replace the weights in a target that is not empty")
+    merge.add_argument("--adapter_dir", type=Path, help="write the LoRA adapters there, too, in peft's format")
+
+    test = commands.add_parser("test", parents=[common], help="compare a checkpoint with a HuggingFace folder")
+    test.add_argument("--test_hf_dir", type=Path, required=True, help="the folder to compare with")
+    return top
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; 0 when all is well, 1 for a refusal or a difference, which is printed."""
+    given = parser().parse_args(arguments)
+    # after the arguments are read, so that --help and mistakes are answered at once
+    from verl.model_merger.merge import MergeOptions, compare, merge
+    from verl.utils.log import setup_logging
+
+    setup_logging()
+    try:
+        if given.command == "test":
+            faults = compare(
+                given.backend, given.local_dir, given.test_hf_dir, given.lora_alpha, given.trust_remote_code
+            )
+            print("\n".join(faults) if faults else f"{given.local_dir} and {given.test_hf_dir} hold the same model")
+            return 1 if faults else 0
+        options = {name: value for name, value in vars(given).items() if name != "command"}
+        merge(MergeOptions(max_shard_bytes=options.pop("max_shard_size"), **options))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

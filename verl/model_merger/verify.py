@@ -1,0 +1,93 @@
+"""Proof that a merged folder is the model of the checkpoint, and not the one that training started from."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.model_merger.huggingface import Export, build, refuse_faults
+from verl.model_merger.safetensors_folder import SafetensorsFolder, has_weights
+from verl.model_merger.source import same_bits
+
+logger = logging.getLogger("verl.model_merger")
+
+#: share of the largest logit by which two passes over equal weights may differ, for the order of additions is not fixed
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+
+
+def check_against_checkpoint(folder: Path, export: Export) -> float:
+    """Load the folder with transformers and compare it with the checkpoint's weights, put together a second time.
+
+    Every tensor, and the logits of a few tokens. One model is in memory at a time.
+
+    Returns:
+        The largest difference of two logits.
+
+    Raises:
+        ValueError: weights that the model lacks or does not know, another tensor, other logits.
+    """
+    module, faults = build(export.model, folder, None, export.main_dtype)
+    refuse_faults(export.model, faults)
+    found = _logits(module)
+    del module
+    again = export.again()
+    _compare_tensors(SafetensorsFolder(folder), again, exact=export.source.exact)
+    module, faults = build(export.model, None, again, export.main_dtype)
+    refuse_faults(export.model, faults)
+    expected = _logits(module)
+    difference = (found - expected).abs().max().item()
+    if not difference <= _TOLERANCE[export.main_dtype] * expected.abs().max().item():
+        raise ValueError(
+            f"the logits of the merged model differ from the checkpoint's by up to {difference:.3g} "
+            f"(they reach {expected.abs().max().item():.3g}): the merge is wrong, nothing was written"
+        )
+    return difference
+
+
+def _logits(module: Any) -> torch.Tensor:
+    """Of two rows of tokens from all over the vocabulary, (2, 16, V) or (2, 16, labels), float32."""
+    vocabulary = module.get_input_embeddings().weight.shape[0]
+    ids = (torch.arange(32) * 7919 + 1) % vocabulary
+    with torch.no_grad():
+        return module.eval()(input_ids=ids.view(2, 16)).logits.float()
+
+
+def _compare_tensors(written: SafetensorsFolder, expected: dict[str, torch.Tensor], exact: bool) -> None:
+    """Those that have one name in memory and on disk; the others are compared by their logits alone."""
+    for name in written.names():
+        if name not in expected:
+            continue
+        found = written.read(name)
+        spacing = 0.0 if exact else 2 * torch.finfo(found.dtype).eps
+        if not (same_bits(found, expected[name]) if exact else torch.allclose(found, expected[name], spacing, spacing)):
+            raise ValueError(f"{name} of the merged model is not that of the checkpoint: the merge is wrong")
+
+
+def local_folder(name: str) -> Path | None:
+    """Where a model with safetensors lies on this machine: a folder, or in HuggingFace's cache. Nothing is fetched."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(name, local_files_only=True))
+        except (LocalEntryNotFoundError, HFValidationError):  # not there; not a name of the hub either
+            return None
+    return folder if has_weights(folder) else None
+
+
+def first_difference(written: SafetensorsFolder, base: SafetensorsFolder) -> str | None:
+    """The first tensor that the base model lacks or has with other values; None when the models are the same.
+
+    The base is rounded to the dtype of the merged model first.
+    """
+    of_base = set(base.names())
+    for name in written.names():
+        if name not in of_base:
+            return name
+        tensor = written.read(name)
+        if not same_bits(tensor, base.read(name).to(tensor.dtype)):
+            return name
+    return None

@@ -1,0 +1,135 @@
+"""Writing a HuggingFace folder: safetensors files with an index, complete or not there at all."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from verl.model_merger.safetensors_folder import INDEX, SINGLE_FILE
+from verl.model_merger.source import TensorInfo
+
+#: files of a HuggingFace folder that hold weights, of whatever format
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
+
+
+@contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """An empty folder beside `target` to fill; it takes the place of `target` when the block ends.
+
+    Files that were in `target` stay in it, except weights and what the new folder brings itself. When the block fails,
+    `target` is as it was. What a killed process left behind is removed by the next call.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.with_name(f".{target.name}.merging")
+    replaced = target.with_name(f".{target.name}.replaced")
+    if replaced.exists() and not target.exists():  # killed between the two renames below
+        replaced.rename(target)
+    for left in (draft, replaced):
+        if left.exists():
+            shutil.rmtree(left)
+    draft.mkdir()
+    try:
+        yield draft
+        if target.exists():
+            _carry_over(target, draft)
+        _flush(draft)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    if target.exists():
+        target.rename(replaced)
+    draft.rename(target)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def _carry_over(old: Path, new: Path) -> None:
+    weights = set(weight_files(old))
+    for path in old.rglob("*"):
+        copy = new / path.relative_to(old)
+        if path.is_file() and path not in weights and not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, copy)
+
+
+def _flush(folder: Path) -> None:
+    """Make every file and name durable before the folder gets its name."""
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of the folder that hold weights."""
+    return sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
+
+
+def write_weights(
+    folder: Path, plan: Mapping[str, TensorInfo], tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int
+) -> None:
+    """Write the tensors into files of at most `max_bytes` (one tensor at least), holding one file in memory at a time.
+
+    plan: shape and dtype of every tensor, in the order in which they come.
+    """
+    sizes = {name: info.meta().numel() * info.dtype.itemsize for name, info in plan.items()}
+    files: list[list[str]] = []
+    filled = max_bytes
+    for name, size in sizes.items():
+        if filled + size > max_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += size
+    stream = iter(tensors)
+    weight_map = {}
+    for number, names in enumerate(files, start=1):
+        file = SINGLE_FILE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
+        held = {name: tensor.contiguous() for name, (_, tensor) in zip(names, _checked(stream, names))}
+        save_file(held, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    if len(files) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
+        write_json(folder / INDEX, index)
+
+
+def _checked(stream: Iterator[tuple[str, torch.Tensor]], names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """As many items of the stream as there are names."""
+    for expected in names:
+        name, tensor = next(stream)
+        assert name == expected, f"planned {expected}, found {name}"
+        yield name, tensor
+
+
+def write_config(source: Path, folder: Path, architecture: str, dtype: torch.dtype, num_labels: int | None) -> None:
+    """Copy config and tokenizer, and say in the config what the result is.
+
+    Only what must change is changed: written by transformers anew, the file would be one that older releases misread.
+    num_labels: of a critic, else None.
+    """
+    weights = set(weight_files(source))
+    for path in source.iterdir():
+        if path.is_file() and path not in weights:
+            shutil.copy2(path, folder / path.name)
+    config: dict[str, Any] = json.loads((source / "config.json").read_text())
+    changed = dict(config)
+    changed["architectures"] = [architecture]
+    changed["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    if num_labels is not None and len(config.get("id2label", ())) != num_labels:
+        changed["id2label"] = {str(i): f"LABEL_{i}" for i in range(num_labels)}
+        changed["label2id"] = {label: int(i) for i, label in changed["id2label"].items()}
+    if changed != config:
+        write_json(folder / "config.json", changed)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Indented, ending with a newline, as HuggingFace writes its files."""
+    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,93 @@
+"""Correction of the gap between the sampler's and the trainer's probabilities, as an edit of the flow.
+
+    three policies    ... old_log_prob -> rollout_correction -> [ref] -> [values] -> adv -> update_actor
+    two (bypass)      ... old_log_prob (a copy of what the sampler reported) -> ... -> adv -> update_actor
+
+With three, the sampler's policy, the trainer's before the update and the current one, the operator `rollout_correction`
+adds the weights `rollout_is_weights` and the mask `loss_mask`. Rewards, baselines and advantages are made with the mask
+as it was: a rejected answer still says how good its prompt's answers are, and a reward stands on the last token, which
+may be one of those that go. Only the updates leave the rejected tokens out.
+
+With two, nothing is recomputed, and the loss `bypass_mode` compares the current policy with the sampler's.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+
+from verl.algorithms.policy_losses import get_policy_loss_fn
+from verl.algorithms.rollout_correction import compute_rollout_correction_and_rejection_mask, parse_rejections
+from verl.config import ConfigError, Problem, tree, tree_trainer
+from verl.dataflow import DataFlow, Operator
+from verl.protocol import DataProto
+
+_KEY = "algorithm.rollout_correction."
+_MODES = ("rollout_is", "rollout_rs")
+_LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+
+
+def rollout_correction(correction: tree_trainer.RolloutCorrectionConfig) -> Callable[[DataProto], DataProto]:
+    """Weights and mask of the gap, as far as they are asked for, and its metrics (rollout_corr/*)."""
+
+    def correct(batch: DataProto) -> DataProto:
+        columns = batch.tensors
+        weights, kept, metrics = compute_rollout_correction_and_rejection_mask(
+            columns["old_log_probs"],
+            columns["rollout_log_probs"],
+            columns["response_mask"],
+            rollout_is=correction.rollout_is,
+            rollout_is_threshold=correction.rollout_is_threshold,
+            rollout_is_batch_normalize=correction.rollout_is_batch_normalize,
+            rollout_rs=correction.rollout_rs,
+            rollout_rs_threshold=correction.rollout_rs_threshold,
+        )
+        found = {"loss_mask": kept} if correction.rollout_rs is not None else {}
+        found |= {"rollout_is_weights": weights} if weights is not None else {}
+        return DataProto.from_dict(found, meta_info={"metrics": metrics})
+
+    return correct
+
+
+def sampled_log_probs(batch: DataProto) -> dict:
+    """Bypass: the sampler's own log-probs are the old ones."""
+    return {"old_log_probs": batch.batch["rollout_log_probs"]}
+
+
+def correct_rollout(flow: DataFlow, config: tree.Config) -> DataFlow:
+    """The edit that `algorithm.rollout_correction` asks for; none without it. Raises ConfigError for what cannot be."""
+    correction = config.algorithm.rollout_correction
+    problems = list(_problems(config))
+    if problems:
+        raise ConfigError(problems)
+    reads = ("rollout_log_probs", "response_mask")
+    if correction.bypass_mode:
+        return flow.replace("old_log_prob", Operator("old_log_prob", sampled_log_probs, reads, ("old_log_probs",)))
+    writes = ("rollout_is_weights",) * (correction.rollout_is is not None)
+    writes += ("loss_mask",) * (correction.rollout_rs is not None)
+    if not writes:
+        return flow
+    operator = Operator("rollout_correction", rollout_correction(correction), ("old_log_probs", *reads), writes)
+    return flow.insert_after("old_log_prob", operator)
+
+
+def _problems(config: tree.Config) -> Iterator[Problem]:
+    correction, loss = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if correction.rollout_rs is not None:
+        try:
+            parse_rejections(correction.rollout_rs, correction.rollout_rs_threshold)
+        except ValueError as error:
+            yield Problem(_KEY + "rollout_rs", str(error))
+    asked = [name for name, value in correction.model_dump().items() if name in _MODES and value is not None]
+    if correction.bypass_mode:
+        asked += ["loss_type"] if correction.loss_type != "ppo_clip" else []
+        if asked and loss != "bypass_mode":
+            yield Problem(_LOSS, f"{loss!r}, but {_KEY}{asked[0]} in bypass mode is done by the loss bypass_mode")
+        if correction.rollout_is is not None and correction.loss_type == "ppo_clip":
+            what = "the ratio of ppo_clip is the importance weight already in bypass mode: leave it null"
+            yield Problem(_KEY + "rollout_is", what)
+        if correction.rollout_is_batch_normalize:
+            what = "true, but in bypass mode there are no weights of a whole batch: use false"
+            yield Problem(_KEY + "rollout_is_batch_normalize", what)
+    elif loss == "bypass_mode":
+        yield Problem(_KEY + "bypass_mode", f"false, but {_LOSS} is bypass_mode: use true, or another loss")
+    elif correction.rollout_is and "rollout_is_weights" not in inspect.signature(get_policy_loss_fn(loss)).parameters:
+        yield Problem(_KEY + "rollout_is", f"the loss {loss!r} takes no rollout_is_weights: leave it null")

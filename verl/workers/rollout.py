@@ -1,0 +1,86 @@
+"""The worker that only generates: a model and a rollout engine, no optimizer."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from verl.config.tree_model import ModelConfig as ModelSection
+from verl.config.tree_offline import GenerationRolloutConfig
+from verl.engines.model import ModelConfig, load_module
+from verl.protocol import DataProto
+from verl.registry import import_module
+from verl.rollout.base import RolloutEngine, SamplingParams
+from verl.rollout.hf import HFRollout
+from verl.rollout.native import NativeRollout
+from verl.single_controller import Dispatch, Worker, register
+from verl.utils.device import resolve_device, resolve_dtype
+from verl.utils.rng import fork_seed
+
+ROLLOUT_ENGINES: dict[str, type[RolloutEngine]] = {"hf": HFRollout, "native": NativeRollout}
+"""`rollout.name` -> the engine, for those that generate with the module they are given."""
+
+
+class RolloutWorker(Worker):
+    """Answers prompts with a model that nobody trains.
+
+    model, rollout: the sections of the configuration. The weights are loaded in `rollout.dtype`; auto is bf16 on a GPU
+    and fp32 on a CPU. imports: files or modules of the user's, which may define the model. stop_token_ids: the ends of
+    an answer.
+    """
+
+    def __init__(
+        self,
+        model: ModelSection,
+        rollout: GenerationRolloutConfig,
+        *,
+        imports: Sequence[str] = (),
+        device: str,
+        pad_token_id: int,
+        stop_token_ids: tuple[int, ...],
+    ):
+        for address in imports:
+            import_module(address)
+        on = resolve_device(device, self.local_rank)
+        dtype = resolve_dtype(rollout.dtype, on)
+        module = load_module(
+            ModelConfig(
+                path=model.path,
+                device=on,
+                model_dtype=dtype,
+                compute_dtype=dtype,
+                use_remove_padding=False,
+                trust_remote_code=model.trust_remote_code,
+                override_config=tuple(model.override_config.items()),
+            )
+        )
+        self.engine: RolloutEngine = ROLLOUT_ENGINES[rollout.name](
+            module, pad_token_id=pad_token_id, max_rows=rollout.max_num_seqs
+        )
+        self.params = SamplingParams(
+            max_tokens=rollout.response_length,
+            stop_token_ids=stop_token_ids,
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            seed=rollout.seed,
+            ignore_eos=rollout.ignore_eos,
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_responses(self, batch: DataProto) -> DataProto:
+        """One answer per row, without padding: answers may be long, and nothing here computes on them.
+
+        Reads the columns prompt_ids, uid and sample_index (which sample of its prompt a row is). Gives the columns
+        response_ids (int32 arrays, the end token among them) and finish_reason ("stop" or "length").
+        """
+        rows = zip(batch.non_tensor_batch["uid"], batch.non_tensor_batch["sample_index"])
+        sample_ids = [fork_seed(str(uid), int(index)) for uid, index in rows]
+        self.engine.wake()
+        answers = self.engine.generate(list(batch.non_tensor_batch["prompt_ids"]), self.params, sample_ids)
+        self.engine.sleep()
+        return DataProto.from_dict(
+            non_tensors={
+                "response_ids": [np.array(answer.token_ids, dtype=np.int32) for answer in answers],
+                "finish_reason": [answer.finish_reason for answer in answers],
+            }
+        )
