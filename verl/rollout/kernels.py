@@ -44,6 +44,37 @@ def _rotated(start, offsets, mask, weight, weight_offsets, cos, sin, d, eps, D: 
     return x * cos[None, :] + y * sin[None, :]
 
 
+@triton.jit
+def _new_token(row, at, store, qk_norm, h, cos, sin, d, eps, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
+               R: tl.constexpr, NORM: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
+    """Key (1, DP) and value (DP,) of head h, rotated; put into the cache at `at` if `store`."""
+    inside = d < D
+    head = (HQ + h + tl.arange(0, 1)[:, None]) * D
+    k = _rotated(row, head, inside[None, :], qk_norm, head, cos, sin, d, eps, D, R, NORM).to(row.dtype.element_ty)
+    v = tl.load(row + (HQ + HK + h) * D + d, mask=inside, other=0.0)
+    if store:
+        tl.store(at + d[None, :], k, mask=inside[None, :])
+        tl.store(at + HK * PAGE * D + d, v, mask=inside)
+    return k, v
+
+
+@triton.jit
+def _add_page(q, at, mask, seen, highest, weight, total, scale, softcap, to_values, SOFTCAP: tl.constexpr,
+              PRECISION: tl.constexpr):  # fmt: skip
+    """The running softmax sum (maximum (GP,), weight (GP,), total (GP, DP)) with one page of keys at `at` added."""
+    k = tl.load(at, mask=mask, other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if SOFTCAP:
+        scores = _softcap(scores, softcap)
+    scores = tl.where(seen[None, :], scores, -1e30)
+    higher = tl.maximum(highest, tl.max(scores, 1))
+    shares = tl.exp(scores - higher[:, None])
+    shrink = tl.exp(highest - higher)
+    v = tl.load(at + to_values, mask=mask, other=0.0)
+    total = total * shrink[:, None] + tl.dot(shares.to(v.dtype), v, input_precision=PRECISION)
+    return higher, weight * shrink + tl.sum(shares, 1), total
+
+
 @triton.jit(do_not_specialize=["slots", "table_width", "splits"])
 def attend(
     qkv, pages, table, state, cos, sin, qk_norm, out, partial, scale, eps, softcap, slots, table_width, splits,
@@ -70,27 +101,18 @@ def attend(
     q = _rotated(row, heads, real, qk_norm, heads, c, sn, d, eps, D, R, NORM).to(out.dtype.element_ty)
 
     # the new token: its key and value go to the cache, and the sum begins with it
-    one = tl.arange(0, 1)[:, None]
-    key_head = (HQ + h + one) * D
-    new_k = _rotated(row, key_head, inside[None, :], qk_norm, key_head, c, sn, d, eps, D, R, NORM)
-    new_k = new_k.to(out.dtype.element_ty)
-    new_v = tl.load(row + (HQ + HK + h) * D + d, mask=inside, other=0.0)
+    first = s == 0
+    new_page = tl.load(table + b * table_width + n // PAGE).to(tl.int64)
+    new_at = pages + ((new_page * 2 * HK + h) * PAGE + n % PAGE) * D
+    new_k, new_v = _new_token(row, new_at, first, qk_norm, h, c, sn, d, eps, HQ, HK, D, R, NORM, PAGE)
     score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1) * scale
     if SOFTCAP:
         score = _softcap(score, softcap)
-    first = s == 0
-    if first:
-        page = tl.load(table + b * table_width + n // PAGE).to(tl.int64)
-        at = pages + ((page * 2 * HK + h) * PAGE + n % PAGE) * D
-        tl.store(at + d[None, :], new_k, mask=inside[None, :])
-        tl.store(at + HK * PAGE * D + d, new_v, mask=inside)
     highest = tl.where(first, score, -1e30)
     weight = tl.where(first, 1.0, 0.0) + tl.zeros([GP], tl.float32)
     total = tl.where(first, new_v.to(tl.float32), 0.0)[None, :] + tl.zeros([GP, DP], tl.float32)
 
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(n - WINDOW + 1, 0) // PAGE
+    begin = tl.maximum(n - WINDOW + 1, 0) // PAGE if WINDOW > 0 else 0
     end = (n + PAGE - 1) // PAGE
     span = (end - begin + splits - 1) // splits
     low = begin + s * span
@@ -103,26 +125,17 @@ def attend(
         seen = position < n
         if WINDOW > 0:
             seen &= position > n - WINDOW
-        k = tl.load(at, mask=seen[:, None] & inside[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        if SOFTCAP:
-            scores = _softcap(scores, softcap)
-        scores = tl.where(seen[None, :], scores, -1e30)
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        shares = tl.exp(scores - higher[:, None])
-        shrink = tl.exp(highest - higher)
-        v = tl.load(at + HK * PAGE * D, mask=seen[:, None] & inside[None, :], other=0.0)
-        total = total * shrink[:, None] + tl.dot(shares.to(v.dtype), v, input_precision=PRECISION)
-        weight = weight * shrink + tl.sum(shares, 1)
-        highest = higher
+        highest, weight, total = _add_page(
+            q, at, seen[:, None] & inside[None, :], seen, highest, weight, total, scale, softcap, HK * PAGE * D,
+            SOFTCAP, PRECISION,
+        )  # fmt: skip
     if SPLIT:
-        at = partial + (((b * HK + h) * splits + s) * GP + g) * (DP + 2)
-        tl.store(at[:, None] + d[None, :], total)
-        tl.store(at + DP, highest)
-        tl.store(at + DP + 1, weight)
+        piece = partial + (((b * HK + h) * splits + s) * GP + g) * (DP + 2)
+        tl.store(piece[:, None] + d[None, :], total)
+        tl.store(piece + DP, highest)
+        tl.store(piece + DP + 1, weight)
     else:
-        total = total / weight[:, None]
-        tl.store(out + b * HQ * D + heads + d[None, :], total.to(out.dtype.element_ty), mask=real)
+        tl.store(out + b * HQ * D + heads + d[None, :], (total / weight[:, None]).to(q.dtype), mask=real)
 
 
 @triton.jit(do_not_specialize=["slots", "splits"])
