@@ -29,7 +29,7 @@ def plan_rows(
     limits: Sequence[int] | None,
     decoder: Decoder,
 ) -> list[Row]:
-    """The rows in the order of their work: longest first, samples of one prompt side by side. Raises ValueError."""
+    """The rows in the order of their work: samples of one prompt side by side, longest first. Raises ValueError."""
     for name, values in (("sample_ids", sample_ids), ("limits", limits)):
         if values is not None and len(values) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts need as many {name}, found {len(values)}")
@@ -51,4 +51,8 @@ def plan_rows(
                 f"{decoder.max_positions} positions ({decoder.max_positions_reason}); shorten the prompt or the "
                 "response"
             )
-    return sorted(rows, key=lambda row: (-row.length, row.prompt))
+    longest: dict[tuple[int, ...], int] = {}
+    for row in rows:
+        prompt = tuple(row.prompt)
+        longest[prompt] = max(row.length, longest.get(prompt, 0))
+    return sorted(rows, key=lambda row: (-longest[tuple(row.prompt)], row.prompt, -row.limit))
