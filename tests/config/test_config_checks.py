@@ -87,6 +87,8 @@ def test_inputs_are_named_and_there(tmp_path):
     data = tmp_path / "a.jsonl"
     data.write_text("{}\n")
     good = [f"data.train_files={data}", f"actor_rollout_ref.model.path={tmp_path}"]
+    assert "has no config.json" in problem_of(*good, extra_checks=[check_inputs])
+    (tmp_path / "config.json").write_text("{}")
     load(*good, extra_checks=[check_inputs])
     load(good[0], "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B", extra_checks=[check_inputs])
     message = problem_of(good[0], "actor_rollout_ref.model.path=./nowhere", extra_checks=[check_inputs])
@@ -112,19 +114,28 @@ def test_inputs_of_the_other_trees(tree, keys):
     assert [problem.key for problem in error.value.problems] == keys
 
 
+def test_ranks_that_share_sequences_must_divide_the_ranks_and_share_rows():
+    sharing = f"{ACTOR}fsdp_config.ulysses_sequence_parallel_size"
+    assert "3 ranks are to share a sequence" in problem_of(f"{sharing}=3", "trainer.n_gpus_per_node=4")
+    odd = ("data.train_batch_size=6", f"{ACTOR}ppo_mini_batch_size=3", "trainer.n_gpus_per_node=2")
+    even = "critic.ppo_mini_batch_size=6"
+    assert "3 responses, which do not divide over 2 ranks" in problem_of(*odd, even)
+    load(*odd, even, f"{sharing}=2")
+
+
 def test_resuming_a_fine_tuning():
     assert "trainer.resume_mode=resume_path" in problem_of("trainer.resume_from_path=x", tree=SFTConfig)
 
 
 def test_what_is_not_built_is_refused_by_name():
     config = load(
-        f"{ROLLOUT}name=vllm", f"{ROLLOUT}tensor_model_parallel_size=2", f"{ACTOR}fsdp_config.param_offload=true"
+        f"{ROLLOUT}name=vllm", f"{ROLLOUT}tensor_model_parallel_size=2", "actor_rollout_ref.model.use_liger=true"
     )
     built = {"rollout.name": {"hf", "native"}, "tensor_model_parallel_size": {1}}
     with pytest.raises(ConfigError) as error:
         check_available(config, built)
     assert [str(problem) for problem in error.value.problems] == [
-        "actor_rollout_ref.actor.fsdp_config.param_offload: true is not built yet: " + NOT_BUILT["param_offload"],
+        "actor_rollout_ref.model.use_liger: true is not built yet: " + NOT_BUILT["use_liger"],
         "actor_rollout_ref.rollout.name: 'vllm' (text) is not built yet: use hf, native",
         "actor_rollout_ref.rollout.tensor_model_parallel_size: 2 is not built yet: "
         + INSTEAD["tensor_model_parallel_size"],

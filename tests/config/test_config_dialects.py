@@ -157,7 +157,7 @@ def test_the_executor_keeps_its_name():
 )
 def test_older_names_are_understood_and_said_aloud(old, key, value, caplog):
     with caplog.at_level(logging.WARNING, "verl.config"):
-        config = load_config(overrides=[old])
+        config = load_config(overrides=[old, "trainer.n_gpus_per_node=2"])
     assert to_flat_dict(config)[key] == value
     assert "is an older name of" in caplog.text
 

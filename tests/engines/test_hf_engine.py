@@ -277,3 +277,15 @@ def test_bf16_computes_in_bf16_and_keeps_float32_masters(tmp_path):
     exact = expected_log_probs(path, 1.0)
     gap = (found - exact).abs()[make_batch().batch["response_mask"].bool()]
     assert 1e-5 < gap.max() < 0.5
+
+
+def test_further_arguments_reach_the_optimizer_and_unknown_ones_are_refused(tmp_path):
+    path = save_model(FAMILIES["llama"], tmp_path)
+    engine = HFEngine(ModelConfig(path), OptimizerConfig(further=(("amsgrad", True), ("eps", 1e-5))))
+    (group,) = engine.optimizer.param_groups
+    assert (group["amsgrad"], group["eps"]) == (True, 1e-5)
+    for name in ("momentum", "lr"):
+        with pytest.raises(
+            ValueError, match=rf"override_optimizer_config: \['{name}'\] .*expected some of \['amsgrad'"
+        ):
+            HFEngine(ModelConfig(path), OptimizerConfig(further=((name, 0.9),)))

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType, fully_shard
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, DeepseekV3Config, Qwen2Config
 
 from examples.quickstart.tiny_model import char_tokenizer
+from verl.engines.base import OptimizerConfig
 from verl.engines.fsdp import FSDPEngine
 from verl.engines.hf import HFEngine
 from verl.engines.model import ModelConfig
@@ -107,9 +108,43 @@ def fsdp2(module: torch.nn.Module, *shape: int) -> dict:
     return fully_shard(module, mesh=mesh).state_dict()
 
 
-def fsdp1(module: torch.nn.Module, with_mesh: bool, kind: StateDictType = StateDictType.SHARDED_STATE_DICT) -> dict:
-    mesh = {"device_mesh": init_device_mesh("cpu", (dist.get_world_size(),))} if with_mesh else {}
-    wrapped = FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=False, **mesh)
+class Adapted(torch.nn.Module):
+    """A linear layer with LoRA matrices of rank 3, named as peft names them."""
+
+    def __init__(self, layer: torch.nn.Linear):
+        super().__init__()
+        rows, columns = layer.weight.shape
+        self.base_layer = layer
+        self.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(columns, 3, bias=False)})
+        self.lora_B = torch.nn.ModuleDict({"default": torch.nn.Linear(3, rows, bias=False)})
+
+
+def with_adapters(module: torch.nn.Module) -> torch.nn.Module:
+    """Adapters on two layers of every block, equal on all ranks, in the two modules that peft puts around a model."""
+    torch.manual_seed(1)
+    for block in module.model.layers:
+        block.self_attn.q_proj = Adapted(block.self_attn.q_proj)
+        block.mlp.down_proj = Adapted(block.mlp.down_proj)
+    outer = torch.nn.Module()
+    outer.base_model = torch.nn.Module()
+    outer.base_model.model = module
+    return outer
+
+
+def fsdp2_with_adapters(module: torch.nn.Module) -> dict:
+    outer = with_adapters(module)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in module.model.layers:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(outer, mesh=mesh).state_dict()
+
+
+def fsdp1(module: torch.nn.Module, *shape: int, kind: StateDictType = StateDictType.SHARDED_STATE_DICT) -> dict:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ddp", "fsdp")[-len(shape) :]) if shape else None
+    strategy = ShardingStrategy.HYBRID_SHARD if len(shape) == 2 else ShardingStrategy.FULL_SHARD
+    wrapped = FullyShardedDataParallel(
+        module, device_id=torch.device("cpu"), device_mesh=mesh, sharding_strategy=strategy, use_orig_params=False
+    )
     with FullyShardedDataParallel.state_dict_type(wrapped, kind):
         return wrapped.state_dict()
 
@@ -123,14 +158,16 @@ def on_rank(rank: int, world: int, port: int, root: Path) -> None:
     if world == 4:
         save_rank(root / "hsdp" / "actor", fsdp2(load(trained), 2, 2))
         save_rank(root / "fsdp2 of 4" / "actor", fsdp2(load(trained), 4))
+        save_rank(root / "fsdp1 hybrid" / "actor", fsdp1(load(trained), 2, 2))
         dist.destroy_process_group()
         return
     save_rank(root / "fsdp2" / "actor", fsdp2(load(trained), 2))
-    save_rank(root / "fsdp1" / "actor", fsdp1(load(trained), with_mesh=True))
-    save_rank(root / "fsdp1 without mesh" / "actor", fsdp1(load(trained), with_mesh=False))
-    save_rank(root / "flat" / "actor", fsdp1(load(trained), False, StateDictType.LOCAL_STATE_DICT))
+    save_rank(root / "fsdp1" / "actor", fsdp1(load(trained), 2))
+    save_rank(root / "fsdp1 without mesh" / "actor", fsdp1(load(trained)))
+    save_rank(root / "flat" / "actor", fsdp1(load(trained), kind=StateDictType.LOCAL_STATE_DICT))
     save_rank(root / "value" / "critic", fsdp2(load(root / "critic", "value"), 2))
     save_rank(root / "moe" / "actor", fsdp2(load(root / "experts"), 2))
+    save_rank(root / "lora" / "actor", fsdp2_with_adapters(load(root / "base")))
     FSDPEngine(ModelConfig(str(trained))).save(root / "ours" / "actor", ("model",))
     FSDPEngine(ModelConfig(str(root / "critic"), kind="value")).save(root / "our value" / "critic", ("model",))
     dist.destroy_process_group()
@@ -143,14 +180,16 @@ def make_checkpoints(root: Path) -> None:
     for world in (2, 4):
         mp.start_processes(on_rank, (world, free_port(), root), nprocs=world, start_method="fork")
     base, trained = root / "base", root / "trained"
-    worlds = {"fsdp2": 2, "fsdp1": 2, "fsdp1 without mesh": 2, "flat": 2, "hsdp": 4, "fsdp2 of 4": 4}
+    worlds = {"fsdp2": 2, "fsdp1": 2, "fsdp1 without mesh": 2, "flat": 2, "hsdp": 4, "fsdp1 hybrid": 4, "fsdp2 of 4": 4}
     for name, world in worlds.items():
         finish(root / name / "actor", trained, base, world, 1 if "1" in name or name == "flat" else 2)
     # a critic whose config is still that of the language model
     finish(root / "value" / "critic", base, base, 2, 2)
+    finish(root / "lora" / "actor", base, base, 2, 2)
     finish(root / "moe" / "actor", root / "experts", None, 2, 2)
     make_plain(root)
-    HFEngine(ModelConfig(str(trained))).save(root / "one device" / "actor", ("model",))
+    one_device = HFEngine(ModelConfig(str(trained)), OptimizerConfig(lr=1e-3))
+    one_device.save(root / "one device" / "actor", ("model", "optimizer", "extra"))
     for name in ("ours", "one device"):
         char_tokenizer().save_pretrained(root / name / "actor" / "huggingface")
 

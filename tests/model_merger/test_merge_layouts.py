@@ -1,6 +1,7 @@
 """Whatever wrote a checkpoint, its merge is the model that was trained, tensor by tensor."""
 
 import json
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
+from verl.model_merger.checkpoint import open_checkpoint
+from verl.model_merger.fsdp import RankFiles
+from verl.model_merger.huggingface import Export, describe
 from verl.model_merger.merge import MergeOptions, compare, merge
 
-LAYOUTS = ["fsdp2", "fsdp2 of 4", "hsdp", "fsdp1", "fsdp1 without mesh", "one rank", "rows", "ours", "one device"]
+LAYOUTS = ["fsdp2", "fsdp2 of 4", "hsdp", "fsdp1", "fsdp1 without mesh", "fsdp1 hybrid", "one rank", "rows"]
+LAYOUTS += ["ours", "one device"]
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -108,3 +113,46 @@ def test_files_of_the_user_stay_in_a_target_that_is_overwritten(made, tmp_path):
     merge(MergeOptions(made / "fsdp2" / "actor", target, overwrite=True))
     assert (target / "NOTES.md").read_text() == "mine"
     assert_same(tensors(target), tensors(made / "trained"))
+
+
+def test_rank_files_of_older_releases_of_torch_are_read(copied, made, tmp_path):
+    """torch 2.4 had DTensor under another name, and meshes without the fields by which newer ones keep their layout."""
+    actor = copied("hsdp") / "actor"
+    names = {b"torch.distributed.tensor\nDTensor": b"torch.distributed._tensor.api\nDTensor"}
+    names |= {b"\x07\x00\x00\x00_layout": b"\x07\x00\x00\x00_gonelt", b"_rank_map": b"_gone_map"}
+    for file in sorted(actor.glob("*.pt")):
+        with zipfile.ZipFile(file) as archive:
+            entries = {entry: archive.read(entry) for entry in archive.namelist()}
+        with zipfile.ZipFile(file, "w") as archive:
+            for entry, content in entries.items():
+                for new, old in names.items() if entry.endswith("data.pkl") else ():
+                    assert new in content
+                    content = content.replace(new, old)
+                archive.writestr(entry, content)
+    merge(MergeOptions(actor, tmp_path / "merged"))
+    assert_same(tensors(tmp_path / "merged"), tensors(made / "trained"))
+
+
+def test_only_the_tensors_of_a_layer_are_in_hand(made):
+    """Read before the first is given: those of one group, not those of the model."""
+    checkpoint = open_checkpoint(made / "fsdp2" / "actor")
+    model = describe(checkpoint.config_folder, checkpoint.source.names(), False)
+    reads = []
+
+    class Counted(RankFiles):
+        def read(self, name):
+            reads.append(name)
+            return super().read(name)
+
+    export = Export(Counted(checkpoint.folder), model, None)
+    assert reads == []
+    in_hand = [len(reads) - given for given, _ in enumerate(export.tensors())]
+    assert len(reads) == 26 and max(in_hand) == 12  # two layers of 12, the embedding and the last norm
+
+
+def test_how_answers_end_is_taken_from_the_base_model(copied, made, tmp_path):
+    actor = copied("fsdp2") / "actor"
+    (actor / "huggingface" / "generation_config.json").unlink()
+    merge(MergeOptions(actor, tmp_path / "merged"))
+    expected = (made / "base" / "generation_config.json").read_text()
+    assert (tmp_path / "merged" / "generation_config.json").read_text() == expected

@@ -24,17 +24,12 @@ INSTEAD: dict[str, str] = {
 }
 """End of a dotted key -> what to do, where the list of words does not say it."""
 
-_ONE_DEVICE = "one device holds everything so far: leave it out"
 
 NOT_BUILT: dict[str, str] = {
     "lora_rank": "all weights are trained: use 0",
     "lora_adapter_path": "start from a merged model in model.path",
     "use_liger": "use false",
     "use_fused_kernels": "log-probs are computed in chunks already: use false",
-    "param_offload": _ONE_DEVICE,
-    "optimizer_offload": _ONE_DEVICE,
-    "ulysses_sequence_parallel_size": _ONE_DEVICE,
-    "override_optimizer_config": "set the keys of optim",
     "checkpoint.async_save": "checkpoints are written before the next step: use false",
     "actor_rollout_ref.hybrid_engine": "policy and rollout live in one process: use true",
     "data.validation_shuffle": "the order of validation rows changes no result: use false",

@@ -58,14 +58,20 @@ def _batches(config: Config) -> Iterator[Problem]:
 
 
 def _ranks(config: Config) -> Iterator[Problem]:
-    """Every rank gets the same number of rows of each mini-batch."""
-    trainer, n = config.trainer, config.actor_rollout_ref.rollout.n
-    for role, prefix, mini in (
-        ("actor", _ACTOR, config.actor_rollout_ref.actor.ppo_mini_batch_size),
-        ("critic", "critic.", config.critic.ppo_mini_batch_size),
+    """Every data-parallel rank gets the same number of rows of each mini-batch."""
+    trainer, n, actor = config.trainer, config.actor_rollout_ref.rollout.n, config.actor_rollout_ref.actor
+    for role, prefix, mini, engine, section in (
+        ("actor", _ACTOR, actor.ppo_mini_batch_size, actor.fsdp_config, "fsdp_config"),
+        ("critic", "critic.", config.critic.ppo_mini_batch_size, config.critic.fsdp, "fsdp"),
     ):
         devices = config.placement.model_dump()[f"{role}_devices"] or config.placement.actor_devices
         ranks = len(devices) if devices else trainer.nnodes * trainer.n_gpus_per_node
+        sharing = engine.ulysses_sequence_parallel_size
+        if ranks % sharing:
+            key = f"{prefix}{section}.ulysses_sequence_parallel_size"
+            yield Problem(key, f"{sharing} ranks are to share a sequence, which does not divide the {ranks} ranks")
+            continue
+        ranks //= sharing
         if mini * n % ranks:
             yield Problem(
                 f"{prefix}ppo_mini_batch_size",
@@ -146,10 +152,6 @@ def _rewards(config: Config) -> Iterator[Problem]:
     if custom and registered:
         what = f"{registered!r}, but reward.custom_reward_function.path {custom!r} says what scores as well: keep one"
         yield Problem("reward.reward_function", what)
-    name = config.reward.custom_reward_function.name
-    if name != "compute_score" and not custom:
-        what = f"{name!r}, but reward.custom_reward_function.path does not say which file it is in: give the path too"
-        yield Problem("reward.custom_reward_function.name", what)
     manager = config.reward.reward_manager
     if (manager.source == "importlib") != (manager.module.path is not None):
         yield Problem("reward.reward_manager.module.path", "goes together with reward.reward_manager.source=importlib")
@@ -186,14 +188,17 @@ def check_inputs(config: Tree) -> Iterator[Problem]:
 
 
 def check_models(config: Tree) -> Iterator[Problem]:
-    """For `extra_checks`: the model is named, and a model that is written like a local path is there."""
+    """For `extra_checks`: the model is named, and the folders to read a model or a checkpoint from are there."""
     values = flatten(config.model_dump(), type(config))
     paths = {key: values[key] for key in _MODELS if key in values}
     first = next(iter(paths))
     if paths[first] is None:
         yield Problem(first, "missing: give the folder or the HuggingFace id of the model")
     for path in dict.fromkeys(paths.values()):
-        yield from _folder(next(key for key in paths if paths[key] == path), path)
+        yield from _model(next(key for key in paths if paths[key] == path), path)
+    checkpoint = values.get("trainer.resume_from_path")
+    if checkpoint and not Path(checkpoint).is_dir():
+        yield Problem("trainer.resume_from_path", f"there is no folder {checkpoint!r}")
 
 
 def check_data(config: Tree) -> Iterator[Problem]:
@@ -207,9 +212,15 @@ def check_data(config: Tree) -> Iterator[Problem]:
         yield from _files(key, paths)
 
 
-def _folder(key: str, path: str | None) -> Iterator[Problem]:
-    """A model that is written like a local path must be there; another name is an id of a hub."""
-    if path and path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().is_dir():
+def _model(key: str, path: str | None) -> Iterator[Problem]:
+    """A model that is written like a local path must be there; a name that no folder has is an id of a hub."""
+    if not path:
+        return
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            yield Problem(key, f"{path!r} has no config.json: give the folder of a HuggingFace model")
+    elif path.startswith(("/", "./", "../", "~")):
         yield Problem(key, f"there is no folder {path!r}")
 
 

@@ -3,10 +3,12 @@
 The model runs over (1, N) tokens of many rows; attention must not cross from row to row. Where there is no
 variable-length kernel, queries, keys and values alone are laid out right-padded for the built-in causal attention,
 which needs no mask then: a padding position is after every real one of its row.
+
+Where ranks share the tokens (`sequence_parallel`), they trade them for heads around it.
 """
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from verl.engines.micro_batch import Packing
@@ -54,6 +56,27 @@ def packed_attention(
     """Causal attention inside each row. query (1, H, N, D), key and value (1, K, N, D) -> (1, N, H, D)."""
     if s_aux is not None:
         raise ValueError("attention sinks are not known to the packed attention: set model.use_remove_padding=false")
+    options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
+    if packing.ranks is None:
+        return _attend(query, key, value, packing, **options), None
+    ranks, heads = packing.ranks, query.shape[1]
+    key, value = ranks.spread_heads(key, heads), ranks.spread_heads(value, heads)
+    q, k, v = ranks.tokens_to_heads(query, key, value)
+    tokens, filled = packing.slots.numel(), q.shape[2]
+    out = _attend(*(x[:, :, :tokens] for x in (q, k, v)), packing, **options)
+    return ranks.heads_to_tokens(pad(out, (0, 0, 0, 0, 0, filled - tokens))), None
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Packing,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """The attention of all tokens of some heads; shapes as `packed_attention`."""
     q, k, v = (_unpack(x, packing) for x in (query, key, value))
     length = packing.max_length
     windowed = sliding_window is not None and sliding_window < length
@@ -67,7 +90,7 @@ def packed_attention(
         )
     b, heads, _, dim = out.shape
     flat = out.transpose(1, 2).reshape(b * length, heads, dim)
-    return flat[packing.slots][None], None
+    return flat[packing.slots][None]
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -7,6 +7,7 @@ counts of the whole mini-batch*, so that the pieces add up.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ class OptimizerConfig:
     """AdamW and its schedule. Steps of the schedule are counted by `lr_step` (one a training step).
 
     lr_scheduler_type: "constant" or "cosine" (to min_lr_ratio * lr over total_training_steps, num_cycles half-waves);
-    both after lr_warmup_steps of linear warm-up.
+    both after lr_warmup_steps of linear warm-up. further: other arguments of torch.optim.AdamW.
     """
 
     lr: float = 1e-6
@@ -71,6 +72,7 @@ class OptimizerConfig:
     total_training_steps: int = -1
     min_lr_ratio: float = 0.0
     num_cycles: float = 0.5
+    further: tuple[tuple[str, Any], ...] = ()
 
 
 class TrainEngine(ABC):
@@ -78,8 +80,20 @@ class TrainEngine(ABC):
 
     #: the parameters' module; the in-process rollout generates with it
     module: torch.nn.Module
-    #: whether this process holds all weights, so that a rollout can run on the module itself
+    #: whether the module's parameters are all weights, so that a rollout can run on the module itself
     whole: bool
+    #: which part of the rows this rank has, of how many
+    dp_rank: int = 0
+    dp_size: int = 1
+    #: its place among the ranks that have the same rows
+    inner_rank: int = 0
+
+    @abstractmethod
+    def loaded(self, optimizer: bool = False) -> AbstractContextManager[None]:
+        """A phase in which the weights (and the optimizer's state) are on the device, wherever they are outside of it.
+
+        Every method below takes care of that itself; a phase around several calls spares the moves between them.
+        """
 
     @abstractmethod
     def infer(
@@ -102,11 +116,14 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def sum_over_ranks(self, values: list[float]) -> list[float]:
-        """Each value summed over the data-parallel ranks: the counts of a mini-batch that is spread over them."""
+        """Each value summed over the data-parallel ranks: the counts of a mini-batch that is spread over them.
+
+        Ranks that have the same rows count them once.
+        """
 
     @abstractmethod
     def max_over_ranks(self, values: list[float]) -> list[float]:
-        """The largest of each value over the ranks: widths that all must agree on."""
+        """The largest of each value over all ranks: widths that all must agree on."""
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:

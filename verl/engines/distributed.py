@@ -1,10 +1,11 @@
-"""The process group of an engine that spans ranks: who it is, and small sums over it."""
+"""The process group of an engine that spans ranks, and what is summed or gathered over it."""
 
 import os
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 
 def init_process_group(device: torch.device, timeout: float = 600.0) -> None:
@@ -17,7 +18,7 @@ def init_process_group(device: torch.device, timeout: float = 600.0) -> None:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(f"a sharded engine needs the variables {missing}: a launcher or a worker group sets them")
-    # gloo too on GPUs: shards that were moved to host memory are gathered and saved from there
+    # tensors in host memory (offloaded gradients, checkpoints) are reduced too
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -31,3 +32,20 @@ def reduce_values(
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op, group)
     return tensor.tolist()
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor gathered from its shards, on every rank (all must ask together); a whole one as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of all gradients as one vector, shards of the ranks included: a number, the same on every rank.
+
+    Gradients may be spread over different meshes, which one reduction cannot span: each gives its own sum.
+    """
+    by_mesh: dict[object, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_mesh.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
+    norms = [full_tensor(torch.nn.utils.get_total_norm(group)) for group in by_mesh.values()]
+    return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]

@@ -1,20 +1,28 @@
-"""The training engine of several ranks: parameters, gradients and optimizer state sharded by FSDP2 (`fully_shard`)."""
+"""The training engine of several ranks: parameters, gradients and optimizer state sharded by FSDP2 (`fully_shard`).
 
+Every rank holds its shard of each parameter. What a rank computes is its own rows of a batch, or, with sequence
+parallelism, its own tokens of the rows that a few ranks share.
+"""
+
+import dataclasses
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from verl.engines.base import MicroBatching, OptimizerConfig
+from verl.engines.base import MicroBatching, OptimizerConfig, Tensors
+from verl.engines.checkpoint import copy_into
 from verl.engines.distributed import init_process_group, reduce_values
 from verl.engines.hf import HFEngine
-from verl.engines.micro_batch import plan, split_to
-from verl.engines.model import ModelConfig
+from verl.engines.micro_batch import ModelInput, plan, split_to
+from verl.engines.model import ModelConfig, empty_module, load_checked
+from verl.engines.offload import HOST, OffloadConfig
+from verl.engines.sequence_parallel import SequenceRanks
 
 
 @dataclass(frozen=True)
@@ -24,28 +32,68 @@ class ShardingConfig:
     fsdp_size: ranks that share one copy of the parameters, -1 for all; fewer gives copies of shards (HSDP).
     reshard_after_forward: free the gathered parameters of a layer between its forward and backward pass (ZeRO-3);
     otherwise keep them (ZeRO-2). offload: keep shards in host memory and bring each layer to the device when it runs.
+    sequence_parallel: neighbouring ranks that share the tokens of the same rows.
     """
 
     fsdp_size: int = -1
     reshard_after_forward: bool = True
     offload: bool = False
+    sequence_parallel: int = 1
 
 
 class FSDPEngine(HFEngine):
-    """Every rank holds 1/shard of each parameter, and its own rows of each batch."""
+    """Every rank holds its shard of each parameter."""
+
+    whole = False
 
     def __init__(
         self,
         config: ModelConfig,
         optimizer: OptimizerConfig | None = None,
         sharding: ShardingConfig | None = None,
-        module: torch.nn.Module | None = None,
+        offload: OffloadConfig | None = None,
     ):
+        """Raises ValueError for sizes that do not divide, besides what HFEngine raises."""
         self.sharding = sharding or ShardingConfig()
+        self.sequence_ranks: SequenceRanks | None = None
         init_process_group(config.device)
-        super().__init__(config, optimizer, module)
+        self._share_rows(config)
+        if self.sharding.offload:  # FSDP keeps the shards in host memory all the time
+            offload = None
+        super().__init__(config, optimizer, offload=offload)
 
-    # ---- spreading the model ------------------------------------------------------------------------------------
+    @property
+    def is_first(self) -> bool:
+        return dist.get_rank() == 0
+
+    # ---- spreading rows and model -------------------------------------------------------------------------------
+
+    def _share_rows(self, config: ModelConfig) -> None:
+        """Which ranks have the same rows, and which ranks have the others."""
+        world, size = dist.get_world_size(), self.sharding.sequence_parallel
+        if world % size:
+            raise ValueError(f"ulysses_sequence_parallel_size {size} does not divide the {world} ranks")
+        self.dp_rank, self.inner_rank = divmod(dist.get_rank(), size)
+        self.dp_size = world // size
+        self._dp_group = dist.group.WORLD
+        if size == 1:
+            return
+        if not config.use_remove_padding:
+            raise ValueError("sequence parallelism splits packed rows: set model.use_remove_padding=true")
+        mesh = init_device_mesh(config.device.type, (self.dp_size, size), mesh_dim_names=("dp", "sequence"))
+        self._dp_group = mesh.get_group("dp")
+        self.sequence_ranks = SequenceRanks(mesh.get_group("sequence"), self.inner_rank, size)
+
+    def _build(self) -> torch.nn.Module:
+        """Parameters without memory on every rank; the first one's host has a whole copy until they are filled."""
+        config = dataclasses.replace(self.config, device=HOST)
+        self._source = load_checked(config) if self.is_first else None
+        module = empty_module(config)
+        if self._source is not None and self._source.can_generate():
+            module.generation_config = self._source.generation_config  # belongs to what a checkpoint exports
+        if self.sequence_ranks is not None:
+            self.sequence_ranks.check_heads(module.config.num_attention_heads)
+        return module
 
     def _distribute(self) -> None:
         """Shard every decoder layer, then the rest (embedding, last norm and projection) as one more unit."""
@@ -54,56 +102,78 @@ class FSDPEngine(HFEngine):
         if world % shard:
             raise ValueError(f"fsdp_size {shard} does not divide the {world} ranks")
         shape, names = ((world,), ("shard",)) if shard == world else ((world // shard, shard), ("replicate", "shard"))
-        self.mesh = init_device_mesh(self.config.device.type, shape, mesh_dim_names=names)
-        narrow = self.config.compute_dtype != self.config.model_dtype
+        on_gpu, narrow = self.config.device.type == "cuda", self.config.compute_dtype != self.config.model_dtype
         options = {
-            "mesh": self.mesh,
+            "mesh": init_device_mesh(self.config.device.type, shape, mesh_dim_names=names),
             "reshard_after_forward": self.sharding.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=self.config.compute_dtype if narrow else None,
                 reduce_dtype=torch.float32 if narrow else None,  # gradients are summed in full precision
                 cast_forward_inputs=False,
             ),
-            "offload_policy": CPUOffloadPolicy() if self.sharding.offload else OffloadPolicy(),
+            "offload_policy": CPUOffloadPolicy(on_gpu) if self.sharding.offload else OffloadPolicy(),
         }
         layer_classes = set(self.module._no_split_modules or ())
         for layer in self.module.modules():
             if type(layer).__name__ in layer_classes:
                 fully_shard(layer, **options)
         fully_shard(self.model, **options)
+        self._fill()
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        """Hand the first rank's parameters and buffers to all, one after another, so that none is whole for long."""
+        device = self.config.device
+        self.model.to_empty(device=HOST if self.sharding.offload else device)
+        for name, buffer in self.module.named_buffers():  # FSDP keeps these where the layers compute
+            owner, _, last = name.rpartition(".")
+            setattr(self.module.get_submodule(owner), last, buffer.to(device))
+        source = _named_tensors(self._source) if self._source is not None else None
+        for name, tensor in _named_tensors(self.module).items():
+            if source is not None:
+                whole = source[name].to(device, tensor.dtype)
+            else:
+                whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            dist.broadcast(whole, 0)
+            copy_into(tensor, whole)
+        self._source = None
+
+    @contextmanager
+    def loaded(self, optimizer: bool = False) -> Iterator[None]:
+        with super().loaded(optimizer):
+            yield
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # what a forward pass left gathered would pass for the parameters
 
     # ---- what ranks must agree on -------------------------------------------------------------------------------
 
     def _plan(self, lengths: list[int], micro: MicroBatching) -> list[list[int]]:
-        """As many micro-batches on every rank as on the one that needs most: the layers are gathered together."""
+        """As many micro-batches on every rank as on the one that needs most: the layers are gathered together.
+
+        A budget of tokens is one rank's; ranks that share rows have as many budgets together.
+        """
+        if micro.tokens is not None:
+            micro = MicroBatching(tokens=micro.tokens * self.sharding.sequence_parallel)
         pieces = plan(lengths, micro)
         (count,) = self.max_over_ranks([float(len(pieces))])
         return split_to(pieces, int(count))
+
+    def _input(self, columns: Tensors, rows: list[int] | None) -> ModelInput:
+        whole = super()._input(columns, rows)
+        return whole if self.sequence_ranks is None else whole.share_of(self.sequence_ranks)
 
     def _backward(self, loss: torch.Tensor) -> None:
         # FSDP takes the mean of the gradients over the ranks; an objective's shares add up, so their sum is wanted
         (loss * dist.get_world_size()).backward()
 
-    def _clip_gradient(self, limit: float) -> float:
-        parameters = [p for p in self.module.parameters() if p.grad is not None]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
-        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
-
     def sum_over_ranks(self, values: list[float]) -> list[float]:
-        return reduce_values(values, dist.ReduceOp.SUM, self.config.device, None)
+        return reduce_values(values, dist.ReduceOp.SUM, self.config.device, self._dp_group)
 
     def max_over_ranks(self, values: list[float]) -> list[float]:
-        return reduce_values(values, dist.ReduceOp.MAX, self.config.device, None)
+        return reduce_values(values, dist.ReduceOp.MAX, self.config.device, dist.group.WORLD)
 
     # ---- weights ------------------------------------------------------------------------------------------------
-
-    whole = False
-
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HuggingFace name, full tensor): gathered one at a time, on every rank. All ranks must iterate together."""
-        for name, p in self.module.named_parameters():
-            full = p.detach()
-            yield name, full.full_tensor() if isinstance(full, DTensor) else full
 
     def _save_huggingface(self, folder: Path, contents: tuple[str, ...]) -> None:
         full = {name: tensor.cpu() for name, tensor in self.weights()} if "hf_model" in contents else None
@@ -113,6 +183,7 @@ class FSDPEngine(HFEngine):
             self.module.config.save_pretrained(folder)
         dist.barrier()
 
-    @property
-    def is_first(self) -> bool:
-        return dist.get_rank() == 0
+
+def _named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, each once."""
+    return dict(module.named_parameters()) | dict(module.named_buffers())

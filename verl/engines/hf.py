@@ -1,9 +1,12 @@
 """The training engine of one device: a HuggingFace causal language model, or a critic on the same trunk."""
 
+import inspect
 import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,11 @@ import torch
 
 from verl.engines import checkpoint
 from verl.engines.base import MicroBatching, Objective, OptimizerConfig, Tensors, TrainEngine
+from verl.engines.distributed import full_tensor, gradient_norm
 from verl.engines.metrics import MetricSums
 from verl.engines.micro_batch import ModelInput, build_input, plan, row_lengths
-from verl.engines.model import ModelConfig, TokenModel, load_module
+from verl.engines.model import ModelConfig, TokenModel, checked, load_checked
+from verl.engines.offload import OffloadConfig, OnDevice, move_optimizer
 from verl.protocol import DataProto
 
 logger = logging.getLogger("verl.engines")
@@ -24,14 +29,22 @@ _READS = ("input_ids", "attention_mask", "position_ids", "responses")
 class HFEngine(TrainEngine):
     """One device, one model. Parameters in model_dtype (float32 masters), compute in compute_dtype."""
 
+    #: whether the module's parameters are all weights
+    whole = True
+
     def __init__(
-        self, config: ModelConfig, optimizer: OptimizerConfig | None = None, module: torch.nn.Module | None = None
+        self,
+        config: ModelConfig,
+        optimizer: OptimizerConfig | None = None,
+        module: torch.nn.Module | None = None,
+        offload: OffloadConfig | None = None,
     ):
         """optimizer: None builds a model for inference only. module: a ready model instead of loading one."""
+        offload = offload or OffloadConfig()
         self.config = config
-        self.module = module if module is not None else load_module(config)
-        self.model = TokenModel(self.module, config)
         self.optimizer_config = optimizer
+        self.module = self._build() if module is None else checked(module, config.kind)
+        self.model = TokenModel(self.module, config)
         self.module.train(optimizer is not None and config.gradient_checkpointing)
         self.module.requires_grad_(optimizer is not None)
         if optimizer is not None and config.gradient_checkpointing:
@@ -39,17 +52,26 @@ class HFEngine(TrainEngine):
                 warnings.simplefilter("ignore", FutureWarning)
                 self.module.gradient_checkpointing_enable({"use_reentrant": False})
         self._distribute()
-        if optimizer is None:
-            return
-        self.optimizer = torch.optim.AdamW(
-            self.module.parameters(),
-            lr=optimizer.lr,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-            fused=config.device.type == "cuda" or None,
-        )
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lr_multiplier(optimizer))
+        self._weights_used: AbstractContextManager[None] = nullcontext()
+        self._optimizer_used: AbstractContextManager[None] = nullcontext()
+        if optimizer is not None:
+            self.optimizer = make_optimizer(optimizer, self.module, config.device)
+            self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lr_multiplier(optimizer))
+            if offload.optimizer:
+                self._optimizer_used = OnDevice(partial(move_optimizer, self.optimizer), config.device)
+        if offload.params:
+            self._weights_used = OnDevice(self.model.to, config.device)
+
+    def _build(self) -> torch.nn.Module:
+        return load_checked(self.config)
+
+    def _distribute(self) -> None:
+        """Spread the model over ranks; one device holds it whole."""
+
+    @contextmanager
+    def loaded(self, optimizer: bool = False) -> Iterator[None]:
+        with self._weights_used, self._optimizer_used if optimizer else nullcontext():
+            yield
 
     # ---- computing ----------------------------------------------------------------------------------------------
 
@@ -59,7 +81,7 @@ class HFEngine(TrainEngine):
         columns = _columns(batch, _READS)
         lengths = row_lengths(columns["attention_mask"])
         found = {name: torch.zeros(columns["responses"].shape, dtype=torch.float32) for name in outputs}
-        with torch.no_grad():
+        with self.loaded(), torch.no_grad():
             for rows in self._plan(lengths, micro):
                 model_input = self._input(columns, rows)
                 for name, values in self.model(model_input, outputs, temperature).items():
@@ -72,17 +94,15 @@ class HFEngine(TrainEngine):
         columns = batch.tensors
         lengths = row_lengths(columns["attention_mask"])
         sums = MetricSums()
-        self.optimizer.zero_grad(set_to_none=True)
-        for rows in self._plan(lengths, micro):
-            share = {name: values[rows].to(self.config.device) for name, values in columns.items()}
-            outputs = self.model(self._input(share, None), objective.needs, temperature)
-            loss, metrics = objective.loss(outputs, share)
-            self._backward(loss)
-            sums.add(metrics, rows=len(rows))
-        return sums.result() | self._step()
-
-    def _distribute(self) -> None:
-        """Spread the model over ranks; one device holds it whole."""
+        with self.loaded(optimizer=True):
+            self.optimizer.zero_grad(set_to_none=True)
+            for rows in self._plan(lengths, micro):
+                share = {name: values[rows].to(self.config.device) for name, values in columns.items()}
+                outputs = self.model(self._input(share, None), objective.needs, temperature)
+                loss, metrics = objective.loss(outputs, share)
+                self._backward(loss)
+                sums.add(metrics, rows=len(rows))
+            return sums.result() | self._step()
 
     def _plan(self, lengths: list[int], micro: MicroBatching) -> list[list[int]]:
         return plan(lengths, micro)
@@ -90,22 +110,20 @@ class HFEngine(TrainEngine):
     def _backward(self, loss: torch.Tensor) -> None:
         loss.backward()
 
-    def _clip_gradient(self, limit: float) -> float:
-        """Scale the gradient down to the norm `limit`; the norm before."""
-        parameters = [p for p in self.module.parameters() if p.grad is not None]
-        return torch.nn.utils.clip_grad_norm_(parameters, limit).item()
-
     def _step(self) -> dict[str, float]:
         """Clip, and step unless the gradient is broken."""
-        limit = self.optimizer_config.clip_grad
-        norm = self._clip_gradient(limit if limit is not None else math.inf)
-        if not math.isfinite(norm):
-            logger.warning("the gradient's norm is %s: this update is skipped", norm)
+        parameters = [p for p in self.module.parameters() if p.grad is not None]
+        assert parameters, "no parameter got a gradient: the loss does not depend on the model"
+        norm = gradient_norm([p.grad for p in parameters])
+        if not torch.isfinite(norm):
+            logger.warning("the gradient's norm is %s: this update is skipped", norm.item())
             self.optimizer.zero_grad(set_to_none=True)
-            return {"grad_norm": norm, "grad_skipped": 1.0}
+            return {"grad_norm": norm.item(), "grad_skipped": 1.0}
+        if self.optimizer_config.clip_grad is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.optimizer_config.clip_grad, norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return {"grad_norm": norm, "grad_skipped": 0.0}
+        return {"grad_norm": norm.item(), "grad_skipped": 0.0}
 
     def _input(self, columns: Tensors, rows: list[int] | None) -> ModelInput:
         chosen = {k: columns[k] if rows is None else columns[k][rows].to(self.config.device) for k in _READS}
@@ -125,20 +143,20 @@ class HFEngine(TrainEngine):
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter((name, p.detach()) for name, p in self.module.named_parameters())
-
-    #: whether this process holds the weights whole
-    whole = True
+        with self.loaded():
+            for name, parameter in self.module.named_parameters():
+                yield name, full_tensor(parameter.detach())
 
     def save(self, folder: Path, contents: tuple[str, ...]) -> None:
         folder = Path(folder)
-        self._save_huggingface(folder / "huggingface", contents)
-        shards: dict[str, Any] = {}
-        if "model" in contents and not self.whole:
-            shards["model"] = checkpoint.model_state(self.model)
-        if "optimizer" in contents:
-            shards["optimizer"] = checkpoint.optimizer_state(self.model, self.optimizer)
-        checkpoint.save_shards(folder, shards)
+        with self.loaded(optimizer=True):
+            self._save_huggingface(folder / "huggingface", contents)
+            shards: dict[str, Any] = {}
+            if "model" in contents and not self.whole:
+                shards["model"] = checkpoint.model_state(self.model)
+            if "optimizer" in contents:
+                shards["optimizer"] = checkpoint.optimizer_state(self.model, self.optimizer)
+            checkpoint.save_shards(folder, shards)
         if "extra" in contents and self.is_first:
             torch.save({"schedule": self.schedule.state_dict()}, folder / "extra.pt")
 
@@ -151,17 +169,39 @@ class HFEngine(TrainEngine):
 
     def load(self, folder: Path, contents: tuple[str, ...]) -> None:
         folder = Path(folder)
-        if "model" in contents:
-            checkpoint.load_model(folder, self.model, self.module)
-        if "optimizer" in contents:
-            checkpoint.load_optimizer(folder, self.model, self.optimizer)
+        with self.loaded(optimizer=True):
+            if "model" in contents:
+                checkpoint.load_model(folder, self.model, self.module)
+            if "optimizer" in contents:
+                checkpoint.load_optimizer(folder, self.model, self.optimizer)
         if "extra" in contents:
             self.schedule.load_state_dict(_read(folder / "extra.pt")["schedule"])
+            # the rate of the next step by this run's schedule, which may end at another step than the saved one
+            schedule = self.schedule
+            rates = [lr * factor(schedule.last_epoch) for lr, factor in zip(schedule.base_lrs, schedule.lr_lambdas)]
+            for group, rate in zip(self.optimizer.param_groups, rates):
+                group["lr"] = rate
+            schedule._last_lr = rates
 
     @property
     def is_first(self) -> bool:
         """Whether this rank writes what all ranks know."""
         return True
+
+
+def make_optimizer(config: OptimizerConfig, module: torch.nn.Module, device: torch.device) -> torch.optim.AdamW:
+    """AdamW over the parameters that are trained. Raises ValueError for an argument that it does not have."""
+    named = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
+    further = dict(config.further)
+    known = set(inspect.signature(torch.optim.AdamW).parameters) - {"params", "lr", "betas", "weight_decay"}
+    if not set(further) <= known:
+        raise ValueError(
+            f"override_optimizer_config: {sorted(set(further) - known)} are not further arguments of AdamW; expected "
+            f"some of {sorted(known)} (lr, betas and weight_decay have keys of their own beside it)"
+        )
+    if device.type == "cuda" and "foreach" not in further:
+        named["fused"] = True
+    return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], **named | further)
 
 
 def _columns(batch: DataProto, names: tuple[str, ...]) -> Tensors:

@@ -4,11 +4,14 @@ Either way the model's hidden states become one list of *selected* states: the o
 the last projection, the log-probs and their gradients are computed for response tokens only.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
 from verl.engines.base import MicroBatching, Tensors
+from verl.engines.sequence_parallel import SequenceRanks
 from verl.utils.balance import token_budget_micro_batches
 
 
@@ -17,12 +20,14 @@ class Packing:
     """Where the rows of a packed sequence lie. N tokens of b rows, the longest of L tokens.
 
     slots: (N,) index of each token in the (b * L) right-padded layout. lengths: (b,). cu_seqlens: (b+1,) int32.
+    ranks: those that share the N tokens; None where this process computes them all.
     """
 
     lengths: torch.Tensor
     cu_seqlens: torch.Tensor
     slots: torch.Tensor
     max_length: int
+    ranks: SequenceRanks | None = None
 
     @property
     def rows(self) -> int:
@@ -31,7 +36,7 @@ class Packing:
     @classmethod
     def of(cls, lengths: torch.Tensor) -> "Packing":
         longest = int(lengths.max())
-        starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        starts = pad(lengths.cumsum(0), (1, 0))
         row = torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)
         within = torch.arange(row.numel(), device=lengths.device) - starts[row]
         return cls(lengths, starts.to(torch.int32), row * longest + within, longest)
@@ -59,6 +64,22 @@ class ModelInput:
         """(S,) values of the selected states -> (b, T), 0 elsewhere."""
         width = self.shape[1]
         return values.new_zeros(self.shape).index_put((self.slots // width, self.slots % width), values)
+
+    def share_of(self, ranks: SequenceRanks) -> "ModelInput":
+        """One rank's part of a packed input: its run of tokens (filled up at the very end), and the states in it."""
+        total = self.input_ids.shape[1]
+        tokens = -(-total // ranks.size)
+        fill, start = tokens * ranks.size - total, ranks.rank * tokens
+        own = (self.states >= start) & (self.states < start + tokens)
+        return dataclasses.replace(
+            self,
+            input_ids=pad(self.input_ids, (0, fill))[:, start : start + tokens],
+            position_ids=pad(self.position_ids, (0, fill))[:, start : start + tokens],
+            packing=dataclasses.replace(self.packing, ranks=ranks),
+            states=self.states[own] - start,
+            targets=self.targets[own],
+            slots=self.slots[own],
+        )
 
 
 def row_lengths(attention_mask: torch.Tensor) -> list[int]:

@@ -12,6 +12,7 @@ from verl.engines import attention
 from verl.engines.base import Tensors
 from verl.engines.logits import token_statistics
 from verl.engines.micro_batch import ModelInput
+from verl.registry import did_you_mean
 
 logger = logging.getLogger("verl.engines")
 
@@ -40,6 +41,23 @@ class ModelConfig:
 
 def load_module(config: ModelConfig) -> nn.Module:
     """The model of `config`, dropout off. Raises ValueError that names the path when it cannot be loaded."""
+    auto, hf, build = _recipe(config)
+    if config.random_init:
+        module = auto.from_config(hf, dtype=config.model_dtype, **build)
+    else:
+        module = _from_pretrained(auto, config, hf, build)
+    return module.to(config.device)
+
+
+def empty_module(config: ModelConfig) -> nn.Module:
+    """The model of `config` without memory behind its parameters and buffers (device "meta")."""
+    auto, hf, build = _recipe(config)
+    with torch.device("meta"):
+        return auto.from_config(hf, dtype=config.model_dtype, **build)
+
+
+def _recipe(config: ModelConfig) -> tuple[Any, Any, dict[str, Any]]:
+    """The Auto class, the HuggingFace config and the arguments that `config` is built with."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
     from transformers.utils.logging import disable_progress_bar
 
@@ -51,6 +69,10 @@ def load_module(config: ModelConfig) -> nn.Module:
         raise ValueError(f"no HuggingFace model at {config.path!r}: {error}") from error
     # dropout would make the log-probs of one and the same weights differ from pass to pass
     off = {k: 0.0 for k in hf.to_dict() if "dropout" in k or k in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
+    known = hf.to_dict()
+    for name in dict(config.override_config):
+        if name not in known:
+            raise ValueError(f"override_config: the model's configuration has no {name!r}: {did_you_mean(name, known)}")
     for name, value in {**off, **dict(config.override_config)}.items():
         setattr(hf, name, value)
     if config.kind == "value":
@@ -58,11 +80,7 @@ def load_module(config: ModelConfig) -> nn.Module:
     build: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     if config.use_remove_padding:
         build["attn_implementation"] = attention.NAME
-    if config.random_init:
-        module = auto.from_config(hf, **build).to(config.model_dtype)
-    else:
-        module = _from_pretrained(auto, config, hf, build)
-    return module.to(config.device)
+    return auto, hf, build
 
 
 def _from_pretrained(auto: Any, config: ModelConfig, hf: Any, build: dict[str, Any]) -> nn.Module:
@@ -93,11 +111,7 @@ def _from_pretrained(auto: Any, config: ModelConfig, hf: Any, build: dict[str, A
 
 
 def trunk_and_head(module: nn.Module, kind: str) -> tuple[nn.Module, Callable]:
-    """The decoder that gives hidden states, and the function from them to logits or values.
-
-    Raises ValueError for an architecture whose logits are not its last projection of the hidden states (and, where the
-    config says so, their soft-capping): log-probs computed here would silently be others than the model's.
-    """
+    """The decoder that gives hidden states, and the function from them to logits or values."""
     trunk = module.base_model
     if kind == "value":
         return trunk, module.score
@@ -108,18 +122,35 @@ def trunk_and_head(module: nn.Module, kind: str) -> tuple[nn.Module, Callable]:
         logits = projection(states)
         return softcap * torch.tanh(logits / softcap) if softcap is not None else logits
 
-    with torch.no_grad():
-        ids = torch.arange(min(4, module.config.vocab_size), device=module.device)[None]
-        implementation = module.config._attn_implementation
-        module.set_attn_implementation("eager")
-        expected, ours = module(ids).logits, head(trunk(ids).last_hidden_state)
-        module.set_attn_implementation(implementation)
+    return trunk, head
+
+
+def load_checked(config: ModelConfig) -> nn.Module:
+    """`load_module`, and `checked`."""
+    return checked(load_module(config), config.kind)
+
+
+@torch.no_grad()
+def checked(module: nn.Module, kind: str) -> nn.Module:
+    """The module, if the logits of `trunk_and_head` are its own.
+
+    Raises ValueError for an architecture whose logits are not its last projection of the hidden states (and, where the
+    config says so, their soft-capping): log-probs computed here would silently be others than the model's.
+    """
+    if kind == "value":
+        return module
+    trunk, head = trunk_and_head(module, kind)
+    ids = torch.arange(min(4, module.config.vocab_size), device=module.device)[None]
+    implementation = module.config._attn_implementation
+    module.set_attn_implementation("eager")
+    expected, ours = module(ids).logits, head(trunk(ids).last_hidden_state)
+    module.set_attn_implementation(implementation)
     if not torch.allclose(expected.float(), ours.float(), rtol=1e-3, atol=1e-4):
         raise ValueError(
             f"{type(module).__name__} changes its logits after the last projection in a way this engine does not know; "
             "its log-probs would be wrong here"
         )
-    return trunk, head
+    return module
 
 
 class TokenModel(nn.Module):
@@ -140,7 +171,7 @@ class TokenModel(nn.Module):
     def forward(self, model_input: ModelInput, outputs: tuple[str, ...], temperature: float) -> Tensors:
         """Each asked output, (b, T), float32 (float64 for a float64 model), 0 outside the response."""
         extra = {"packing": model_input.packing} if model_input.packing is not None else {}
-        with torch.autocast(self.module.device.type, self.autocast_to, enabled=self.autocast_to is not None):
+        with torch.autocast(model_input.input_ids.device.type, self.autocast_to, enabled=self.autocast_to is not None):
             hidden = self.trunk_of()(
                 input_ids=model_input.input_ids,
                 attention_mask=model_input.attention_mask,
@@ -155,7 +186,9 @@ class TokenModel(nn.Module):
                 found = {"values": self.head(states)[:, 0]}
             else:
                 found = token_statistics(states, model_input.targets, self.head, self.vocab_size, outputs, temperature)
-        return {
+        scattered = {
             name: model_input.scatter(values if values.dtype == torch.float64 else values.float())
             for name, values in found.items()
         }
+        ranks = model_input.packing.ranks if model_input.packing is not None else None
+        return scattered if ranks is None else {k: ranks.sum_of_shares(v) for k, v in scattered.items()}

@@ -63,9 +63,15 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _underscores(word: str) -> str:
+    """`--local-dir=x` is `--local_dir=x`."""
+    name, equals, value = word.partition("=")
+    return (f"--{name[2:].replace('-', '_')}" if name.startswith("--") else name) + equals + value
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; 0 when all is well, 1 for a refusal or a difference, which is printed."""
-    given = parser().parse_args(arguments)
+    given = parser().parse_args([_underscores(word) for word in (sys.argv[1:] if arguments is None else arguments)])
     # after the arguments are read, so that --help and mistakes are answered at once
     from verl.model_merger.merge import MergeOptions, compare, merge
     from verl.utils.log import setup_logging

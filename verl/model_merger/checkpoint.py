@@ -47,21 +47,13 @@ class Checkpoint:
     def base_models(self) -> list[str]:
         """The model that training started from, as the checkpoint names it: paths or HuggingFace ids."""
         config = json.loads((self.config_folder / "config.json").read_text())
-        settings = self.settings()
-        keys = {"actor": ("actor_rollout_ref.model.path", "model.path"), "critic": ("critic.model.path",)}
-        named = [config.get("_name_or_path"), *(_dig(settings, key) for key in keys.get(self.folder.name, ()))]
+        run_config = self.folder.parent / "config.yaml"  # this project's checkpoints: the settings of the run
+        settings = yaml.safe_load(run_config.read_text()) if run_config.is_file() else {}
+        # a critic starts from the policy's model where it has none of its own; supervised training has one section
+        sections = [settings.get("critic", {})] if self.folder.name == "critic" else []
+        sections += [settings.get("actor_rollout_ref", {}), settings]
+        named = [config.get("_name_or_path"), *(section.get("model", {}).get("path") for section in sections)]
         return [name for name in named if name]
-
-    def settings(self) -> dict[str, Any]:
-        """The configuration of the run, where the checkpoint holds it; else empty."""
-        path = self.folder.parent / "config.yaml"
-        return yaml.safe_load(path.read_text()) if path.is_file() else {}
-
-
-def _dig(settings: dict[str, Any], key: str) -> Any:
-    for part in key.split("."):
-        settings = settings.get(part) or {} if isinstance(settings, dict) else {}
-    return settings or None
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

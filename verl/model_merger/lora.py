@@ -65,12 +65,9 @@ def find_settings(checkpoint: Checkpoint, alpha: float | None) -> LoraSettings:
 
 def _recorded_alpha(checkpoint: Checkpoint, path: Path, config: dict[str, Any]) -> float:
     meta = checkpoint.folder / "lora_train_meta.json"
-    section = {"actor": "actor_rollout_ref", "critic": "critic"}.get(checkpoint.folder.name, "")
-    model = checkpoint.settings().get(section, {}).get("model", {})
     found = {
         str(path): config.get("lora_alpha"),
         str(meta): json.loads(meta.read_text()).get("lora_alpha") if meta.is_file() else None,
-        str(checkpoint.folder.parent / "config.yaml"): model.get("lora_alpha") if model.get("lora_rank") else None,
     }
     positive = {where: value for where, value in found.items() if value}
     if len(set(positive.values())) != 1:

@@ -2,6 +2,7 @@
 
 import filecmp
 import logging
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,11 +58,14 @@ def merge(options: MergeOptions) -> Path:
     if options.adapter_dir is not None:
         _check_adapter_target(export, options)
     base = _base_folder(checkpoint, options.base)
+    if base is not None and base.resolve() == target:
+        raise ValueError(f"--target_dir {target} is the model that training started from: choose another folder")
     export.check_tied()
     with staged(target) as folder:
         model = export.model
         labels = model.config.num_labels if "score.weight" in model.shapes else None
         write_config(checkpoint.config_folder, folder, type(model.module).__name__, export.main_dtype, labels)
+        _add_generation_config(folder, base, labels)
         _check_recorded_files(target, folder, checkpoint)
         write_weights(folder, export.plan, export.tensors(), options.max_shard_bytes)
         if not options.allow_unchanged:
@@ -159,6 +163,13 @@ def _check_recorded_files(target: Path, folder: Path, checkpoint: Checkpoint) ->
                 f"{old} belongs to the checkpoint and would change (another dtype or architecture); the run could not "
                 "be resumed from it: give another --target_dir"
             )
+
+
+def _add_generation_config(folder: Path, base: Path | None, num_labels: int | None) -> None:
+    """Take how a language model ends its answers from its base, where the trainer did not write it down."""
+    name = "generation_config.json"
+    if num_labels is None and base is not None and not (folder / name).is_file() and (base / name).is_file():
+        shutil.copy2(base / name, folder / name)
 
 
 # ---- the base model -------------------------------------------------------------------------------------------------

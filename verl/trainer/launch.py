@@ -1,6 +1,5 @@
 """From a command line to a finished run: a mistake in the set-up ends as one message, not as a stack."""
 
-import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,8 +12,6 @@ from verl.registry import load_object
 if TYPE_CHECKING:
     from verl.trainer.base import Trainer
 
-logger = logging.getLogger("verl")
-
 
 def read_recipe(path: Path | None) -> dict[str, Any]:
     """The settings of a recipe's YAML file, which stand below the user's; nothing without a recipe."""
@@ -26,10 +23,11 @@ def build_trainer(
 ) -> "Trainer":
     """The trainer of trainer.backend: this host's processes, or a Ray cluster. Arguments as those of main_ppo."""
     from verl.algorithms.presets import PRESETS
-    from verl.config import check_inputs, load_config
+    from verl.config import check_inputs, load_config, unavailable
 
     base = read_recipe(recipe)
-    config = load_config(config_path, overrides, base=base, presets=PRESETS, extra_checks=[check_inputs])
+    checks = [check_inputs, unavailable]
+    config = load_config(config_path, overrides, base=base, presets=PRESETS, extra_checks=checks)
     return load_object(*trainers[config.trainer.backend])(config)
 
 
@@ -44,7 +42,7 @@ def run(build: "Callable[[], Trainer]") -> int:
     setup_logging()
     try:
         trainer = build()
-    except (ValueError, ImportError, FileNotFoundError) as error:
+    except (ValueError, ImportError, SyntaxError, FileNotFoundError) as error:
         return complain(error)
     trainer.fit()
     return 0

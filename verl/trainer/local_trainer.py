@@ -22,6 +22,9 @@ class LocalPPOTrainer(PPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         check_one_host(self.config)
+        trainer = self.config.trainer
+        # of the last process: fewer GPUs than processes are found out now
+        self.on_gpu = resolve_device(trainer.device, trainer.n_gpus_per_node - 1).type == "cuda"
 
     def init_workers(self) -> None:
         config = self.config
@@ -32,12 +35,11 @@ class LocalPPOTrainer(PPOTrainer):
             stop_token_ids=stop_token_ids(config.actor_rollout_ref.model.path, self.tokenizer),
         )
         pools = pools_of(config, list(specs))
-        on_gpu = resolve_device(config.trainer.device).type == "cuda"
         for placed in pools.values():
             pool = placed[0][1]
             # one process for everything is this one; several, or several pools, are processes of their own
             alone = pool.world_size == 1 and len(pools) == 1
-            devices = pool.devices if on_gpu and not alone else None
+            devices = pool.devices if self.on_gpu and not alone else None
             roles = {role: specs[role] for role, _ in placed}
             self.roles.update(colocate(roles, pool.world_size, timeout=config.trainer.worker_timeout, devices=devices))
         self.roles["rollout"] = self.roles["actor"]

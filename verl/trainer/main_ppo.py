@@ -76,7 +76,7 @@ def _print_config(path: str | None, overrides: list[str], recipe: Path | None) -
     from verl.trainer.launch import read_recipe
 
     try:
-        print(dump_config(load_config(path, overrides, base=read_recipe(recipe), presets=PRESETS)))
+        print(dump_config(load_config(path, overrides, base=read_recipe(recipe), presets=PRESETS), everything=True))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -18,6 +18,7 @@ import torch
 from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.binding import bind_arguments, required_columns
 from verl.algorithms.kl import FixedKLController, apply_kl_penalty, get_kl_controller
+from verl.algorithms.policy_losses import get_policy_loss_fn
 from verl.config import tree, tree_trainer
 from verl.data.files import PromptSource
 from verl.dataflow import DataFlow, Operator, Stateful
@@ -38,6 +39,8 @@ GENERATED = (
     "response_mask",
     "rollout_log_probs",
 )
+#: names that values beside a score cannot have: reward_<name> is a column or a metric of something else
+RESERVED_EXTRAS = {"model", "baselines", "failed_rows", "empty_responses", "greedy_mean", "tied_groups"}
 #: what a forward pass over whole sequences reads
 SEQUENCES = ("input_ids", "attention_mask", "position_ids", "responses")
 
@@ -85,6 +88,17 @@ def needs_reference(config: tree.Config) -> bool:
     return bool(policy.ref.enable) or config.algorithm.use_kl_in_reward or policy.actor.use_kl_loss
 
 
+def loss_columns(config: tree.Config) -> tuple[str, ...]:
+    """The columns that the actor's loss asks for, the reference's among them where a KL is in the loss."""
+    actor = config.actor_rollout_ref.actor
+    loss = get_policy_loss_fn(actor.policy_loss.loss_mode)
+    settings = {**actor.model_dump(), **actor.policy_loss.model_dump(), "loss_agg_mode": actor.loss_agg_mode}
+    # what a loss calls by other names than the batch does; the current log-probs come from the model
+    columns = {"old_log_prob": "old_log_probs", "rollout_log_prob": "rollout_log_probs", "log_prob": "response_mask"}
+    asked = tuple(columns.get(name, name) for name in required_columns(loss, settings))
+    return (*asked, "ref_log_prob") if actor.use_kl_loss else asked
+
+
 def repeat(n: int) -> Callable[[DataProto], DataProto]:
     """Every prompt n times, side by side, with the column sample_index: 0 .. n-1 within a prompt."""
 
@@ -118,6 +132,9 @@ class Reward:
     def __call__(self, batch: DataProto) -> DataProto:
         scored = self.manager(batch, return_dict=True)
         scores, extra = scored["reward_tensor"], scored["reward_extra_info"]
+        taken = sorted({*extra} & RESERVED_EXTRAS)
+        if taken:
+            raise ValueError(f"the reward function returns the value {taken[0]!r}, a name that is in use: rename it")
         metrics = dict(scored["metrics"])
         if self.shuffle_seed is not None:
             scores = self._dealt_out(scores, batch)
@@ -194,7 +211,10 @@ def values(roles: Roles) -> Callable[[DataProto], DataProto]:
 
 
 class KLInReward(Stateful):
-    """reward_t = score_t - coefficient * KL_t; the coefficient may be steered, so it is state."""
+    """reward_t <- reward_t - coefficient * KL_t; the coefficient may be steered, so it is state.
+
+    It takes from the rewards as they are then, so that what an operator before it did to them stays.
+    """
 
     def __init__(self, controller: FixedKLController, kind: str):
         self.controller = controller
@@ -204,7 +224,7 @@ class KLInReward(Stateful):
         columns = batch.tensors
         coefficient = self.controller.value
         rewards, kl = apply_kl_penalty(
-            columns["token_level_scores"],
+            columns["token_level_rewards"],
             columns["old_log_probs"],
             columns["ref_log_prob"],
             columns["response_mask"],
@@ -348,7 +368,8 @@ def build_ppo_flow(
         add("values", values(roles), reads=SEQUENCES, writes=("values",))
     if algorithm.use_kl_in_reward:
         kl = KLInReward(get_kl_controller(**algorithm.kl_ctrl.model_dump()), algorithm.kl_penalty)
-        add("kl", kl, reads=("old_log_probs", "ref_log_prob"), writes=("token_level_rewards",))
+        reads = ("token_level_rewards", "old_log_probs", "ref_log_prob", "response_mask")
+        add("kl", kl, reads=reads, writes=("token_level_rewards",))
     add("adv", advantage(algorithm), reads=asked, writes=("advantages", "returns"))
     if "values" in asked:
         critic = config.critic
@@ -357,8 +378,8 @@ def build_ppo_flow(
         add("update_critic", Update(roles, "critic", "update_critic", plan), reads=reads)
     warmup = config.trainer.critic_warmup
     plan = UpdatePlan(actor.ppo_mini_batch_size * n, actor.ppo_epochs, actor.shuffle, actor.data_loader_seed, warmup)
-    reads = (*SEQUENCES, "old_log_probs", "advantages", "response_mask")
-    add("update_actor", Update(roles, "actor", "update_actor", plan), reads=reads)
+    reads = dict.fromkeys((*SEQUENCES, "old_log_probs", "advantages", "response_mask", *loss_columns(config)))
+    add("update_actor", Update(roles, "actor", "update_actor", plan), reads=tuple(reads))
     return flow
 
 

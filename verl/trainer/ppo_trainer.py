@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch.utils.data import Dataset
 
 from verl.algorithms.presets import PRESETS
-from verl.config import batch_words, check_available, check_inputs, check_models, load_config, tree
+from verl.config import batch_words, check_available, check_inputs, check_models, load_config, tree, unavailable
 from verl.data.files import PromptSource
 from verl.data.rlhf_dataset import RLHFDataset, check_dataset, collate_prompts
 from verl.dataflow import DataFlow
@@ -22,7 +21,7 @@ from verl.trainer.metrics import data_metrics, numeric_columns, validation_metri
 from verl.trainer.ppo_flow import Prompts, build_ppo_flow, build_validation_flow, needs_critic
 from verl.trainer.rollout_correction import correct_rollout
 from verl.trainer.samples import dump_generations, generations, write_jsonl
-from verl.utils.tracking import check_trackers
+from verl.utils.tracking import check_trackers, setup_logging
 
 logger = logging.getLogger("verl.trainer")
 
@@ -49,10 +48,11 @@ class PPOTrainer(Trainer):
         reward_manager: RewardManager | None = None,
         tokenizer: Any = None,
     ):
+        setup_logging()
         if config is None:
             check = check_inputs if train_dataset is None else check_models
             base = setup.base_config(self.recipe, train_dataset, val_dataset)
-            config = load_config(config_path, overrides, base=base, presets=PRESETS, extra_checks=[check])
+            config = load_config(config_path, overrides, base=base, presets=PRESETS, extra_checks=[check, unavailable])
         check_available(config)
         setup.import_extensions(config)
         check_trackers(config.trainer.logger)
@@ -74,6 +74,7 @@ class PPOTrainer(Trainer):
             shuffle=config.data.shuffle,
             collate=collate_prompts,
         )
+        self._said_tied = False
         super().__init__(config, source, tokenizer)
         n = config.actor_rollout_ref.rollout.val_kwargs.n
         self.validation = build_validation_flow(self.roles, self.reward_manager, n).compile(
@@ -90,7 +91,7 @@ class PPOTrainer(Trainer):
     def announce(self) -> None:
         rows = f"{len(self.val_dataset):,} rows" if self.val_dataset is not None else "none"
         logger.info("model: %s", self.config.actor_rollout_ref.model.path)
-        logger.info("algorithm: %s, %d steps", self.config.algorithm.adv_estimator, self.total_steps)
+        logger.info("algorithm: %s; steps: %d", self.config.algorithm.adv_estimator, self.total_steps)
         logger.info("batch: %s", batch_words(self.config, critic=needs_critic(self.config)))
         logger.info("data: %s; validation: %s", self.source.describe(), rows)
         logger.info("flow: %s", " -> ".join(op.name for op in self.pipeline.operators))
@@ -99,7 +100,15 @@ class PPOTrainer(Trainer):
         folder = self.config.trainer.rollout_data_dir
         if folder:
             dump_generations(folder, self.global_step, batch, self.tokenizer)
-        return data_metrics(batch)
+        metrics = data_metrics(batch)
+        if metrics.get("reward/tied_groups") == 1.0 and not self._said_tied:
+            self._said_tied = True
+            logger.warning(
+                "step %d: all answers to each prompt have the same score, so there is nothing to learn from comparing "
+                "them; is the task too hard or too easy for this model, or the reward not what you mean?",
+                self.global_step,
+            )
+        return metrics
 
     def validate(self) -> dict[str, float]:
         """Answers to every validation prompt, scored: val-core/<source>/acc/mean@N and its relatives."""
@@ -112,8 +121,7 @@ class PPOTrainer(Trainer):
             prompts = collate_prompts([self.val_dataset[i] for i in rows]).replace(uid=[f"val:{i}" for i in rows])
             scored.append(self.validation.run(prompts))
             texts += generations(scored[-1], self.tokenizer)
-        columns = [numeric_columns(piece) for piece in scored]
-        variables = {name: torch.cat([torch.from_numpy(c[name]) for c in columns]).numpy() for name in columns[0]}
+        variables = numeric_columns(scored)
         sources, uids = (setup.joined(scored, name) for name in ("data_source", "uid"))
         folder = self.config.trainer.validation_data_dir
         if folder:

@@ -1,7 +1,7 @@
 """The policy's workers: actor and rollout in one process on the same weights, and the reference."""
 
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.registry import import_module
 from verl.rollout.base import RolloutEngine
-from verl.single_controller import Dispatch, Worker, register
+from verl.single_controller import Coordinates, Dispatch, register
 from verl.utils.device import peak_memory
 from verl.utils.rng import fork_seed
 from verl.workers.build import (
@@ -24,10 +24,11 @@ from verl.workers.build import (
     optimizer_config,
     sampling_params,
 )
+from verl.workers.engine_worker import EngineWorker
 from verl.workers.objectives import aggregation, policy_objective
 
 
-class ActorRolloutWorker(Worker):
+class ActorRolloutWorker(EngineWorker):
     """Generates with the policy, gives its log-probs, and updates it.
 
     config: the `actor_rollout_ref` section. correction: `algorithm.rollout_correction`, for losses that read it.
@@ -47,6 +48,7 @@ class ActorRolloutWorker(Worker):
         stop_token_ids: tuple[int, ...],
     ):
         self.config = config
+        self.checkpoint = config.actor.checkpoint
         self.correction = correction
         self.response_length = response_length
         self.pad_token_id = pad_token_id
@@ -61,9 +63,13 @@ class ActorRolloutWorker(Worker):
         self.rollout: RolloutEngine = make_rollout(self.engine, config.rollout, pad_token_id)
         self.version = 0  # of the weights: the number of updates
 
+    def layout(self, mesh: str | None = None) -> Coordinates:
+        """The mesh "rollout" is generation's: each rank answers prompts of its own, whatever it shares in training."""
+        return Coordinates(dp=self.rank) if mesh == "rollout" else super().layout(mesh)
+
     # ---- generating ---------------------------------------------------------------------------------------------
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=Dispatch.ND_COMPUTE, mesh="rollout")
     def generate_sequences(self, batch: DataProto) -> DataProto:
         """One answer per row.
 
@@ -79,7 +85,8 @@ class ActorRolloutWorker(Worker):
         self.rollout.wake()
         if not self.engine.whole:
             self.rollout.load_weights(self.engine.weights(), self.version)
-        answers = self.rollout.generate(prompts, params, sample_ids)
+        with self.engine.loaded() if self.engine.whole else nullcontext():
+            answers = self.rollout.generate(prompts, params, sample_ids)
         self.rollout.sleep()
         # the ranks' columns are joined, so they agree on the widths
         widest = [float(max(map(len, prompts))), float(max(len(a.token_ids) for a in answers))]
@@ -132,29 +139,21 @@ class ActorRolloutWorker(Worker):
             actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
         )
         sums = MetricSums()
-        for mini in batch.split(batch.meta_info["mini_batch_rows"] // self.world_size):
-            agg = aggregation(actor.loss_agg_mode, mini.batch["response_mask"], self.engine, actor.loss_scale_factor)
-            objective = policy_objective(actor.policy_loss.loss_mode, settings, agg)
-            metrics = self.engine.train_batch(mini, objective, micro, temperature=self.config.rollout.temperature)
-            sums.add({name if "/" in name else f"actor/{name}": value for name, value in metrics.items()})
-            self.version += 1
+        with self.engine.loaded(optimizer=True):
+            for mini in batch.split(batch.meta_info["mini_batch_rows"] // self.engine.dp_size):
+                mask = mini.batch["response_mask"]
+                agg = aggregation(actor.loss_agg_mode, mask, self.engine, actor.loss_scale_factor)
+                objective = policy_objective(actor.policy_loss.loss_mode, settings, agg)
+                metrics = self.engine.train_batch(mini, objective, micro, self.config.rollout.temperature)
+                sums.add({name if "/" in name else f"actor/{name}": value for name, value in metrics.items()})
+                self.version += 1
         lr = {"actor/lr": self.engine.lr_step()} if batch.meta_info["last_pass"] else {}
         (peak,) = self.engine.max_over_ranks([peak_memory(self.device) / 2**30])
         memory = {"perf/max_memory_allocated_gb": peak} if self.device.type == "cuda" else {}
         return {**sums.result(), **lr, **memory}
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: str | Path) -> None:
-        """Write the policy, its optimizer and schedule under `folder`."""
-        self.engine.save(Path(folder), tuple(self.config.actor.checkpoint.save_contents))
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, folder: str | Path) -> None:
-        """Restore what `save_checkpoint` wrote."""
-        self.engine.load(Path(folder), tuple(self.config.actor.checkpoint.load_contents))
-
-
-class RefWorker(Worker):
+class RefWorker(EngineWorker):
     """The reference policy: the weights that training started from."""
 
     def __init__(self, config: tree.ActorRolloutRefConfig, *, device: str):

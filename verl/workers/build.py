@@ -8,7 +8,8 @@ from verl.config import tree_model, tree_rollout
 from verl.engines.base import MicroBatching, OptimizerConfig
 from verl.engines.fsdp import FSDPEngine, ShardingConfig
 from verl.engines.hf import HFEngine
-from verl.engines.model import ModelConfig, load_module
+from verl.engines.model import ModelConfig, empty_module
+from verl.engines.offload import OffloadConfig
 from verl.rollout.base import RolloutEngine, SamplingParams
 from verl.rollout.hf import HFRollout
 from verl.rollout.native import NativeRollout
@@ -53,25 +54,40 @@ def optimizer_config(optim: tree_model.OptimConfig, total_training_steps: int) -
         total_training_steps=total,
         min_lr_ratio=optim.min_lr_ratio,
         num_cycles=optim.num_cycles,
+        further=tuple((optim.override_optimizer_config or {}).items()),
     )
 
 
 def make_engine(
     config: ModelConfig, engine: tree_model.EngineConfig, optimizer: OptimizerConfig | None, world_size: int
 ) -> HFEngine:
-    """One process holds the model whole, several share it."""
-    if world_size == 1:
-        return HFEngine(config, optimizer)
-    sharding = ShardingConfig(engine.fsdp_size, engine.reshard_after_forward, engine.offload_policy)
-    return FSDPEngine(config, optimizer, sharding)
+    """One process holds the model whole, several share it.
+
+    Raises ValueError for a setting that needs several processes where there is one.
+    """
+    offload = OffloadConfig(engine.param_offload, engine.optimizer_offload)
+    if world_size > 1:
+        sharding = ShardingConfig(
+            engine.fsdp_size, engine.reshard_after_forward, engine.offload_policy, engine.ulysses_sequence_parallel_size
+        )
+        return FSDPEngine(config, optimizer, sharding, offload)
+    if engine.offload_policy:
+        raise ValueError("offload_policy is FSDP's, which needs several processes: with one, use param_offload")
+    if engine.ulysses_sequence_parallel_size > 1:
+        size = engine.ulysses_sequence_parallel_size
+        raise ValueError(f"ulysses_sequence_parallel_size is {size}, but there is one process: use 1")
+    return HFEngine(config, optimizer, offload=offload)
 
 
 def make_rollout(engine: HFEngine, config: tree_rollout.RolloutConfig, pad_token_id: int) -> RolloutEngine:
     """Generation on the engine's own module where that is whole, on a replica of the shards otherwise."""
     if engine.whole:
         return _rollout_on(engine.module, engine.config.compute_dtype, config, pad_token_id)
-    narrow = dataclasses.replace(engine.config, model_dtype=engine.config.compute_dtype, random_init=True)
-    module = load_module(narrow).requires_grad_(False)
+    narrow = dataclasses.replace(engine.config, model_dtype=engine.config.compute_dtype)
+    module = empty_module(narrow).to_empty(device=narrow.device).requires_grad_(False)
+    module.tie_weights()  # each got memory of its own
+    for name, buffer in engine.module.named_buffers():
+        module.get_buffer(name).copy_(buffer)
     return ReplicaRollout(_rollout_on(module, narrow.compute_dtype, config, pad_token_id), module)
 
 

@@ -1,21 +1,22 @@
 """The critic's worker: values, and their update."""
 
-from pathlib import Path
 from typing import Any
 
 from verl.config import tree_actor
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
-from verl.single_controller import Dispatch, Worker, register
+from verl.single_controller import Dispatch, register
 from verl.workers.build import make_engine, micro_batching, model_config, optimizer_config
+from verl.workers.engine_worker import EngineWorker
 from verl.workers.objectives import aggregation, value_objective
 
 
-class CriticWorker(Worker):
+class CriticWorker(EngineWorker):
     """A value for every response token. config: the `critic` section."""
 
     def __init__(self, config: tree_actor.CriticConfig, *, device: str, total_training_steps: int):
         self.config = config
+        self.checkpoint = config.checkpoint
         model = model_config(config.model, config.fsdp, device, self.local_rank, kind="value")
         optimizer = optimizer_config(config.optim, total_training_steps)
         self.engine = make_engine(model, config.fsdp, optimizer, self.world_size)
@@ -37,20 +38,12 @@ class CriticWorker(Worker):
             config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu
         )
         sums = MetricSums()
-        for mini in batch.split(batch.meta_info["mini_batch_rows"] // self.world_size):
-            agg = aggregation(config.loss_agg_mode, mini.batch["response_mask"], self.engine, config.loss_scale_factor)
-            objective = value_objective(config.cliprange_value, config.value_loss_coef, agg)
-            metrics = self.engine.train_batch(mini, objective, micro)
-            sums.add({name if "/" in name else f"critic/{name}": value for name, value in metrics.items()})
+        with self.engine.loaded(optimizer=True):
+            for mini in batch.split(batch.meta_info["mini_batch_rows"] // self.engine.dp_size):
+                mask = mini.batch["response_mask"]
+                agg = aggregation(config.loss_agg_mode, mask, self.engine, config.loss_scale_factor)
+                objective = value_objective(config.cliprange_value, config.value_loss_coef, agg)
+                metrics = self.engine.train_batch(mini, objective, micro)
+                sums.add({name if "/" in name else f"critic/{name}": value for name, value in metrics.items()})
         lr = {"critic/lr": self.engine.lr_step()} if batch.meta_info["last_pass"] else {}
         return {**sums.result(), **lr}
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: str | Path) -> None:
-        """Write the critic, its optimizer and schedule under `folder`."""
-        self.engine.save(Path(folder), tuple(self.config.checkpoint.save_contents))
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, folder: str | Path) -> None:
-        """Restore what `save_checkpoint` wrote."""
-        self.engine.load(Path(folder), tuple(self.config.checkpoint.load_contents))

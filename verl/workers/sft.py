@@ -1,17 +1,17 @@
 """The worker of supervised fine-tuning: imitates the response tokens of its rows."""
 
-from pathlib import Path
 from typing import Any
 
 from verl.config import tree_sft
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
-from verl.single_controller import Dispatch, Worker, register
+from verl.single_controller import Dispatch, register
 from verl.workers.build import make_engine, micro_batching, model_config, optimizer_config
+from verl.workers.engine_worker import EngineWorker
 from verl.workers.objectives import aggregation, sft_objective
 
 
-class SFTWorker(Worker):
+class SFTWorker(EngineWorker):
     """One model that learns by imitation."""
 
     def __init__(self, config: tree_sft.SFTConfig, *, total_training_steps: int):
@@ -20,7 +20,7 @@ class SFTWorker(Worker):
         self.engine = make_engine(model, config.engine, optimizer, self.world_size)
         data = config.data
         self.micro = micro_batching(data.micro_batch_size_per_gpu, data.use_dynamic_bsz, data.max_token_len_per_gpu)
-        self.contents = tuple(config.checkpoint.save_contents)
+        self.checkpoint = config.checkpoint
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update(self, batch: DataProto) -> dict[str, Any]:
@@ -36,13 +36,3 @@ class SFTWorker(Worker):
         """The column old_log_probs, of the current weights."""
         found = self.engine.infer(batch, ("log_probs",), self.micro)
         return DataProto.from_dict({"old_log_probs": found["log_probs"]})
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: str | Path) -> None:
-        """Write the model, its optimizer and schedule under `folder`."""
-        self.engine.save(Path(folder), self.contents)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, folder: str | Path) -> None:
-        """Restore what `save_checkpoint` wrote."""
-        self.engine.load(Path(folder), self.contents)

@@ -1,0 +1,175 @@
+"""Tests over several ranks: a tiny model, a batch with a loss, and real processes that form a gloo group."""
+
+import functools
+import multiprocessing
+import multiprocessing.connection
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig, Qwen2Config
+
+from verl.data.sequences import build_sequences
+from verl.engines.base import MicroBatching, OptimizerConfig
+from verl.engines.fsdp import FSDPEngine, ShardingConfig
+from verl.engines.hf import HFEngine
+from verl.engines.model import ModelConfig
+from verl.protocol import DataProto
+from verl.single_controller.worker import free_port
+from verl.workers.objectives import aggregation, policy_objective, value_objective
+
+VOCABULARY = 32
+ROWS = 8
+OPTIMIZER = OptimizerConfig(lr=1e-2, lr_scheduler_type="cosine", total_training_steps=9)
+SETTINGS = {
+    "clip_ratio": 0.2,
+    "entropy_coeff": 0.01,
+    "use_kl_loss": True,
+    "kl_loss_coef": 0.1,
+    "kl_loss_type": "low_var_kl",
+}
+
+
+def qwen2(heads: int = 4, kv_heads: int = 2) -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
+
+
+def save_model(config: PretrainedConfig, folder: Path, kind: str = "causal_lm") -> str:
+    """A random model with weights large enough for a wrong position to show."""
+    torch.manual_seed(0)
+    config.num_labels = 1
+    auto = AutoModelForCausalLM if kind == "causal_lm" else AutoModelForTokenClassification
+    model = auto.from_config(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.2)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def make_batch(rows: int = ROWS) -> DataProto:
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(1, 9, (rows, 2), generator=generator).tolist()
+    ids = [[torch.randint(1, VOCABULARY, (n,), generator=generator).tolist() for n in pair] for pair in lengths]
+    columns = build_sequences([p for p, _ in ids], [r for _, r in ids], pad_token_id=0)
+    shape = columns["responses"].shape
+    names = ("old_log_probs", "ref_log_prob", "advantages", "values", "returns")
+    noise = {name: torch.randn(shape, generator=generator) for name in names}
+    return DataProto.from_dict(columns | {k: v * 0.1 - 3.4 if "log" in k else v for k, v in noise.items()})
+
+
+def train(engine: HFEngine, batch: DataProto, micro: MicroBatching, steps: int = 2) -> dict[str, Any]:
+    """Updates on one and the same batch; the metrics of the last."""
+    metrics = {}
+    for _ in range(steps):
+        agg = aggregation("token-mean", batch.batch["response_mask"], engine, None)
+        if engine.config.kind == "value":
+            objective = value_objective(0.5, 1.0, agg)
+        else:
+            objective = policy_objective("vanilla", SETTINGS, agg)
+        metrics = engine.train_batch(batch, objective, micro)
+        engine.lr_step()
+    return metrics
+
+
+def share_of(engine: HFEngine, batch: DataProto) -> DataProto:
+    """The rows of the engine's data-parallel rank."""
+    return batch.chunk(engine.dp_size)[engine.dp_rank]
+
+
+def results(engine: HFEngine, batch: DataProto, micro: MicroBatching, steps: int = 2) -> dict[str, Any]:
+    """What engines are compared by: metrics and weights after two updates, and the outputs then."""
+    batch = share_of(engine, batch)
+    metrics = train(engine, batch, micro, steps)
+    output = "values" if engine.config.kind == "value" else "log_probs"
+    outputs = engine.infer(batch, (output,), micro)[output]
+    return {"weights": dict(engine.weights()), "metrics": metrics, "outputs": outputs, "dp_rank": engine.dp_rank}
+
+
+def assert_same(ranks: list[dict[str, Any]], expected: dict[str, Any], atol: float = 2e-5) -> None:
+    """Every rank has the weights, and the data-parallel ranks together the metrics and outputs, of one device.
+
+    atol: of the weights after the updates. Adam divides by the gradient's size, so where a gradient is nearly 0 its
+    float32 noise is blown up; in float64 (1e-9) nothing of that is left to hide a mistake.
+    """
+    for rank in ranks:
+        assert rank["weights"].keys() == expected["weights"].keys()
+        for name, value in expected["weights"].items():
+            assert torch.allclose(rank["weights"][name], value, rtol=1e-5, atol=atol), name
+        assert abs(rank["metrics"]["grad_norm"] - expected["metrics"]["grad_norm"]) < 1e-4
+    by_share = {rank["dp_rank"]: rank for rank in reversed(ranks)}  # one rank of those that have the same rows
+    shares = [by_share[i] for i in sorted(by_share)]
+    for name, (total, count) in ((k, v) for k, v in expected["metrics"].items() if isinstance(v, tuple)):
+        found = [sum(share["metrics"][name][i] for share in shares) for i in (0, 1)]
+        assert abs(found[0] / found[1] - total / count) < 1e-4, name
+    outputs = torch.cat([share["outputs"] for share in shares])
+    assert torch.allclose(outputs, expected["outputs"], rtol=1e-4, atol=1e-4)
+    for rank in ranks:  # those that share rows all have what they are
+        assert torch.equal(rank["outputs"], by_share[rank["dp_rank"]]["outputs"])
+
+
+def _on_rank(rank: int, world: int, port: int, out: str, function: Callable) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    try:
+        result = function()
+    except BaseException:
+        Path(out, f"error{rank}.txt").write_text(traceback.format_exc())
+        os._exit(1)  # the other ranks may wait for this one in a collective
+    torch.save(result, Path(out, f"rank{rank}.pt"))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def run_on_ranks(world: int, function: Callable, *args: Any, **kwargs: Any) -> list[Any]:
+    """function(*args, **kwargs) in `world` processes with the variables of a launcher; its results in rank order.
+
+    Raises AssertionError with the traceback of the ranks that fail. The processes are forked from a server that has
+    imported what they need.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.engines.ranks", "transformers.models.qwen2.modeling_qwen2", "peft"])
+    with tempfile.TemporaryDirectory() as out:
+        port, call = free_port(), functools.partial(function, *args, **kwargs)
+        processes = [
+            context.Process(target=_on_rank, args=(rank, world, port, out, call), daemon=True) for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        while any(p.is_alive() for p in processes) and not any(p.exitcode for p in processes):
+            multiprocessing.connection.wait([p.sentinel for p in processes if p.is_alive()])
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+        errors = [path.read_text() for path in sorted(Path(out).glob("error*.txt"))]
+        assert not errors and not any(p.exitcode for p in processes), "\n".join(errors) or "a process died"
+        return [torch.load(Path(out, f"rank{rank}.pt"), weights_only=False) for rank in range(world)]
+
+
+def engine_on_rank(path: str, sharding: ShardingConfig, micro: MicroBatching, **config: Any) -> dict[str, Any]:
+    """For `run_on_ranks`: the results of a sharded engine."""
+    return results(FSDPEngine(ModelConfig(path, **config), OPTIMIZER, sharding), make_batch(), micro)
+
+
+FLOAT64 = {"model_dtype": torch.float64, "compute_dtype": torch.float64}
+
+
+def engine_alone(path: str, **config: Any) -> dict[str, Any]:
+    """The results of one device."""
+    return results(HFEngine(ModelConfig(path, **config), OPTIMIZER), make_batch(), MicroBatching())

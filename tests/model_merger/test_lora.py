@@ -1,0 +1,191 @@
+"""Adapters are added with the strength they were trained with, or not at all."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from tests.model_merger.layouts import load, with_adapters
+from verl.model_merger.merge import MergeOptions, merge
+
+ALPHA, RANK = 12.0, 3
+ADAPTED = ("self_attn.q_proj", "mlp.down_proj")
+
+
+def merged_by_hand(base: Path, scale: float) -> dict[str, torch.Tensor]:
+    """W + scale * sum over k of B[:, k] A[k, :], in double precision."""
+    adapted = with_adapters(load(base)).base_model.model.state_dict()
+    expected = load_file(base / "model.safetensors")
+    for layer in range(2):
+        for module in ADAPTED:
+            name = f"model.layers.{layer}.{module}"
+            a, b = (adapted[f"{name}.lora_{x}.default.weight"].double() for x in "AB")
+            change = sum(b[:, k, None] * a[None, k] for k in range(RANK))
+            assert change.abs().max() > 0.01
+            expected[f"{name}.weight"] = (expected[f"{name}.weight"].double() + scale * change).float()
+    return expected
+
+
+def assert_close(folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    found = load_file(folder / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-7)
+
+
+def record(actor: Path, **settings) -> None:
+    """peft's adapter_config.json beside the shards."""
+    (actor / "lora_adapter").mkdir(exist_ok=True)
+    (actor / "lora_adapter" / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": RANK, **settings})
+    )
+
+
+@pytest.mark.parametrize("where", ["adapter_config.json", "lora_train_meta.json", "command line"])
+def test_alpha_is_found_where_trainers_write_it(where, copied, made, tmp_path):
+    actor = copied("lora") / "actor"
+    options = {}
+    if where == "adapter_config.json":
+        record(actor, lora_alpha=ALPHA)
+    elif where == "lora_train_meta.json":
+        record(actor, lora_alpha=0)  # what a faulty export left behind does not count
+        (actor / where).write_text(json.dumps({"r": RANK, "lora_alpha": ALPHA, "task_type": "CAUSAL_LM"}))
+    else:
+        options = {"lora_alpha": ALPHA}
+    merge(MergeOptions(actor, tmp_path / "merged", **options))
+    assert_close(tmp_path / "merged", merged_by_hand(made / "base", ALPHA / RANK))
+
+
+def test_without_alpha_nothing_is_guessed(copied, tmp_path):
+    actor = copied("lora") / "actor"
+    for settings in ({}, {"lora_alpha": 0}):
+        record(actor, **settings)
+        with pytest.raises(
+            ValueError, match=r"depends on lora_alpha, and it is not recorded in any of .*--lora_alpha N"
+        ):
+            merge(MergeOptions(actor, tmp_path / "merged"))
+    record(actor, lora_alpha=16)
+    (actor / "lora_train_meta.json").write_text('{"lora_alpha": 32}')
+    with pytest.raises(ValueError, match=r"different values of it: .*16.*32"):
+        merge(MergeOptions(actor, tmp_path / "merged"))
+    with pytest.raises(ValueError, match="--lora_alpha is -1"):
+        merge(MergeOptions(actor, tmp_path / "merged", lora_alpha=-1))
+
+
+def test_alpha_for_a_checkpoint_without_adapters_is_refused(made, tmp_path):
+    with pytest.raises(ValueError, match="--lora_alpha is given, but the checkpoint holds no LoRA adapters"):
+        merge(MergeOptions(made / "fsdp2" / "actor", tmp_path / "merged", lora_alpha=16))
+    with pytest.raises(ValueError, match="--adapter_dir is given, but the checkpoint holds no LoRA adapters"):
+        merge(MergeOptions(made / "fsdp2" / "actor", tmp_path / "merged", adapter_dir=tmp_path / "adapter"))
+
+
+def test_rank_stabilized_adapters_are_divided_by_the_root_of_the_rank(copied, made, tmp_path):
+    actor = copied("lora") / "actor"
+    record(actor, lora_alpha=ALPHA, use_rslora=True)
+    merge(MergeOptions(actor, tmp_path / "merged"))
+    assert_close(tmp_path / "merged", merged_by_hand(made / "base", ALPHA / RANK**0.5))
+
+
+@pytest.mark.parametrize("setting", [{"use_dora": True}, {"alpha_pattern": {"q_proj": 4}}])
+def test_other_kinds_of_adapters_are_refused(setting, copied, tmp_path):
+    actor = copied("lora") / "actor"
+    record(actor, lora_alpha=ALPHA, **setting)
+    with pytest.raises(ValueError, match=f"uses {next(iter(setting))}"):
+        merge(MergeOptions(actor, tmp_path / "merged"))
+
+
+def plain_checkpoint(actor: Path, model: torch.nn.Module, state: dict[str, torch.Tensor]) -> Path:
+    (actor / "huggingface").mkdir(parents=True)
+    model.config.save_pretrained(actor / "huggingface")
+    torch.save(state, actor / "model_world_size_1_rank_0.pt")
+    return actor
+
+
+def test_untrained_adapters_are_refused(made, tmp_path):
+    adapted = with_adapters(load(made / "base"))
+    state = {name: torch.zeros_like(t) if "lora_B" in name else t for name, t in adapted.state_dict().items()}
+    actor = plain_checkpoint(tmp_path / "actor", adapted.base_model.model, state)
+    with pytest.raises(ValueError, match="the LoRA adapters are all zero"):
+        merge(MergeOptions(actor, tmp_path / "merged", lora_alpha=ALPHA))
+
+
+def test_weights_that_are_stored_transposed(tmp_path):
+    """GPT-2 keeps (in, out); peft says so by fan_in_fan_out. c_proj is square: its shape would not tell."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=2, n_positions=32))
+    state = {f"base_model.model.{name}": tensor for name, tensor in model.state_dict().items()}
+    inner = "base_model.model.transformer.h.0.attn.c_proj"
+    state[f"{inner}.base_layer.weight"] = weight = state.pop(f"{inner}.weight")
+    state[f"{inner}.base_layer.bias"] = state.pop(f"{inner}.bias")
+    state[f"{inner}.lora_A.default.weight"] = a = torch.randn(2, 8)
+    state[f"{inner}.lora_B.default.weight"] = b = torch.randn(8, 2)
+    actor = plain_checkpoint(tmp_path / "actor", model, state)
+    record(actor, lora_alpha=4, fan_in_fan_out=True)
+    merge(MergeOptions(actor, tmp_path / "merged"))
+    found = load_file(tmp_path / "merged" / "model.safetensors")["transformer.h.0.attn.c_proj.weight"]
+    torch.testing.assert_close(found, weight + 2 * (b @ a).T)
+
+
+def test_a_head_that_was_trained_whole_beside_adapters(made, tmp_path):
+    model = load(made / "critic", "value")
+    state = {f"base_model.model.{n}": t for n, t in with_adapters(model).base_model.model.state_dict().items()}
+    head = torch.randn(1, 16)
+    for part in ("weight", "bias"):
+        old = state.pop(f"base_model.model.score.{part}")
+        state[f"base_model.model.score.original_module.{part}"] = old
+        state[f"base_model.model.score.modules_to_save.default.{part}"] = head if part == "weight" else old
+    actor = plain_checkpoint(tmp_path / "critic", model, state)
+    merge(MergeOptions(actor, tmp_path / "merged", lora_alpha=ALPHA, adapter_dir=tmp_path / "adapter"))
+    assert torch.equal(load_file(tmp_path / "merged" / "model.safetensors")["score.weight"], head)
+    exported = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert torch.equal(exported["base_model.model.score.weight"], head)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["modules_to_save"] == ["score"] and config["task_type"] == "TOKEN_CLS"
+
+
+def export(copied, tmp_path: Path, **settings) -> Path:
+    actor = copied("lora") / "actor"
+    if settings:
+        record(actor, **settings)
+    merge(MergeOptions(actor, tmp_path / "merged", lora_alpha=ALPHA, adapter_dir=tmp_path / "adapter"))
+    return tmp_path / "adapter"
+
+
+def test_the_exported_adapter_says_what_it_is(copied, made, tmp_path):
+    folder = export(copied, tmp_path)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["lora_alpha"] == ALPHA and config["r"] == RANK
+    assert config["base_model_name_or_path"] == str(made / "base")
+    assert config["target_modules"] == sorted(f"model.layers.{i}.{module}" for i in range(2) for module in ADAPTED)
+    names = {f"base_model.model.{m}.lora_{x}.weight" for m in config["target_modules"] for x in "AB"}
+    assert load_file(folder / "adapter_model.safetensors").keys() == names
+
+
+def test_the_runs_own_adapter_config_is_kept_but_for_a_wrong_alpha(copied, tmp_path):
+    folder = export(copied, tmp_path, lora_alpha=0, target_modules=["q_proj", "down_proj"], lora_dropout=0.1)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert (config["lora_alpha"], config["lora_dropout"]) == (ALPHA, 0.1)
+    assert config["target_modules"] == ["q_proj", "down_proj"]
+
+
+def test_what_peft_saves_is_merged_as_peft_merges_it(made, tmp_path):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", init_lora_weights=False, use_rslora=True)
+    model = peft.get_peft_model(load(made / "base"), config)
+    actor = plain_checkpoint(tmp_path / "actor", model.base_model.model, model.state_dict())
+    model.save_pretrained(actor / "lora_adapter")
+    merge(MergeOptions(actor, tmp_path / "merged"))
+    expected = model.merge_and_unload().state_dict()
+    assert_close(tmp_path / "merged", {name: t for name, t in expected.items() if name != "lm_head.weight"})
+
+
+def test_peft_makes_the_same_model_of_the_exported_adapter(copied, made, tmp_path):
+    peft = pytest.importorskip("peft")
+    folder = export(copied, tmp_path)
+    found = peft.PeftModel.from_pretrained(load(made / "base"), folder).merge_and_unload().state_dict()
+    for name, tensor in load(tmp_path / "merged").state_dict().items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,93 @@
+"""The target is as it was or whole and new, whatever happens in between; weights come in files of a limited size."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from verl.model_merger.source import TensorInfo, join, place
+from verl.model_merger.writing import staged, write_config, write_weights
+
+
+def test_a_failure_leaves_the_target_as_it_was(tmp_path):
+    target = tmp_path / "model"
+    target.mkdir()
+    (target / "model.safetensors").write_text("old")
+    with pytest.raises(RuntimeError, match="disk"), staged(target) as folder:
+        (folder / "model.safetensors").write_text("new")
+        raise RuntimeError("disk")
+    assert (target / "model.safetensors").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_a_killed_process_left_behind_is_mended(tmp_path):
+    (tmp_path / ".model.replaced").mkdir()  # killed between taking the old away and putting the new in its place
+    (tmp_path / ".model.replaced" / "notes").write_text("old")
+    (tmp_path / ".model.merging").mkdir()
+    (tmp_path / ".model.merging" / "model.safetensors").write_text("half")
+    with staged(tmp_path / "model") as folder:
+        assert list(folder.iterdir()) == []
+        (folder / "model.safetensors").write_text("new")
+    assert {path.name: path.read_text() for path in (tmp_path / "model").iterdir()} == {
+        "notes": "old",
+        "model.safetensors": "new",
+    }
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_only_weights_of_before_are_replaced(tmp_path):
+    target = tmp_path / "model"
+    (target / "original").mkdir(parents=True)
+    for name in ("pytorch_model.bin", "model-00001-of-00002.safetensors", "model.safetensors.index.json"):
+        (target / name).write_text("old")
+    (target / "original" / "params.json").write_text("kept")
+    with staged(target) as folder:
+        (folder / "model.safetensors").write_text("new")
+    files = {path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()}
+    assert files == {"model.safetensors", "original/params.json"}
+
+
+def test_files_are_filled_up_to_the_limit(tmp_path):
+    tensors = {name: torch.full((size,), size, dtype=torch.float32) for name, size in (("a", 3), ("b", 7), ("c", 2))}
+    plan = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    write_weights(tmp_path, plan, tensors.items(), max_bytes=20)  # 12, 28 and 8 bytes: one tensor at least
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 48
+    assert list(index["weight_map"]) == ["a", "b", "c"] and len(set(index["weight_map"].values())) == 3
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / file)[name], tensors[name])
+
+
+def test_the_config_is_changed_only_where_it_must_be(tmp_path):
+    """Keys that this release of transformers would rename or drop stay: another release reads them."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "in").mkdir()
+    config = {"architectures": ["LlamaForCausalLM"], "rope_theta": 5e5, "torch_dtype": "float32", "mine": [1, None]}
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "in" / "model.safetensors").write_text("weights")
+    write_config(tmp_path / "in", tmp_path / "out", "LlamaForCausalLM", torch.float32, None)
+    assert (tmp_path / "out" / "config.json").read_text() == json.dumps(config)  # not a byte
+    write_config(tmp_path / "in", tmp_path / "out", "LlamaForTokenClassification", torch.bfloat16, 1)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == config | {
+        "architectures": ["LlamaForTokenClassification"],
+        "torch_dtype": "bfloat16",
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+    }
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_blocks_in_two_dimensions():
+    whole = torch.arange(15.0).view(3, 5)
+    blocks = [((i, j), whole[i : i + 2, j : j + 3]) for i in (0, 2) for j in (3, 0)]
+    assert torch.equal(join(blocks), whole)
+    named = [(f"file {k}", offset, block) for k, (offset, block) in enumerate(blocks)]
+    info = TensorInfo((3, 5), torch.float32)
+    assert torch.equal(place("w", info, [*named, named[0]]), whole)  # a copy is no gap
+    with pytest.raises(ValueError, match=r"w: the pieces have 12 elements, expected are 15"):
+        place("w", info, named[:3])
+    with pytest.raises(ValueError, match=r"w differs between file 0 and other"):
+        place("w", info, [*named, ("other", *[named[0][1], named[0][2] + 1])])
+    with pytest.raises(ValueError, match=r"file 0: its piece of w at \(2, 3\) does not fit"):
+        place("w", info, [("file 0", (2, 3), blocks[0][1])])

@@ -1,0 +1,278 @@
+"""What is not a whole checkpoint, or not the model that was trained, is refused by name, and nothing is written."""
+
+import json
+import pickle
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from verl.model_merger.checkpoint import open_checkpoint
+from verl.model_merger.huggingface import Export, describe
+from verl.model_merger.lora import with_adapters_merged
+from verl.model_merger.merge import MergeOptions, compare, merge
+from verl.model_merger.verify import check_against_checkpoint
+from verl.utils.checkpoint_store import CheckpointStore, verify
+
+
+def assert_refused(actor: Path, message: str, **options) -> None:
+    target = actor.parent / "merged"
+    with pytest.raises(ValueError, match=message):
+        merge(MergeOptions(actor, target, **options))
+    assert not target.exists() and not list(actor.parent.glob(".*"))
+
+
+def change(file: Path, edit) -> None:
+    """Apply `edit` to what a rank file holds, and save it again."""
+    torch.save(edit(torch.load(file, weights_only=True)), file)
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_missing_ranks_are_named(copied):
+    actor = copied("fsdp2 of 4") / "actor"
+    for rank in (1, 3):
+        (actor / f"model_world_size_4_rank_{rank}.pt").unlink()
+    assert_refused(actor, r"lacks model_world_size_4_rank_1.pt, model_world_size_4_rank_3.pt: 2 of 4 rank files")
+
+
+def test_files_of_two_runs_and_a_config_of_another(copied, made):
+    actor = copied("fsdp2") / "actor"
+    (actor / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 8}')
+    assert_refused(actor, r"says world_size 8, but the files are those of 2 ranks")
+    shutil.copy(made / "hsdp" / "actor" / "model_world_size_4_rank_0.pt", actor)
+    assert_refused(actor, r"files of runs with 2 and 4 ranks")
+
+
+@pytest.mark.parametrize("keep", [0, 1000, -1])
+def test_a_torn_file(copied, keep):
+    file = copied("fsdp2") / "actor" / "model_world_size_2_rank_1.pt"
+    file.write_bytes(file.read_bytes()[:keep])
+    assert_refused(file.parent, r"model_world_size_2_rank_1.pt is torn or no file of torch.save")
+
+
+def test_a_single_changed_byte(copied):
+    file = copied("fsdp2") / "actor" / "model_world_size_2_rank_0.pt"
+    with zipfile.ZipFile(file) as archive:
+        entry = max(archive.infolist(), key=lambda info: info.file_size)
+        stored = archive.read(entry)
+    content = file.read_bytes()
+    assert content.count(stored) == 1
+    place = content.index(stored) + len(stored) // 2
+    file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    assert_refused(file.parent, rf"model_world_size_2_rank_0.pt is damaged: the checksum of its entry {entry.filename}")
+
+
+def test_a_file_that_would_run_code(copied):
+    file = copied("one rank") / "actor" / "model_world_size_1_rank_0.pt"
+    torch.save({"weight": pickle.Unpickler}, file)
+    assert_refused(file.parent, r"it names pickle.Unpickler, which has no place among weights")
+
+
+def test_flat_parameters_are_refused(made, tmp_path):
+    with pytest.raises(ValueError, match=r"flattened parameters \(.*flat_param"):
+        merge(MergeOptions(made / "flat" / "actor", tmp_path / "merged"))
+
+
+def test_a_lost_and_a_torn_file_of_our_shards(copied):
+    actor = copied("ours") / "actor"
+    (file, other) = sorted((actor / "shards").glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-100])
+    assert_refused(actor, rf"{file.name} is torn")
+    other.unlink()
+    assert_refused(actor, rf"lacks {other.name}: 1 of 2 files")
+    (actor / "shards" / ".metadata").unlink()
+    assert_refused(actor, r"is not a whole checkpoint: its file .metadata")
+
+
+def test_folders_of_another_kind(copied, made, tmp_path):
+    root = copied("fsdp2")
+    assert_refused(tmp_path / "nowhere", r"no folder .*nowhere")
+    assert_refused(root, r"is a whole checkpoint: name the part to merge, .*/actor")
+    assert_refused(root / "actor" / "huggingface", r"is no checkpoint: expected one of")
+    (tmp_path / "run" / "global_step_7").mkdir(parents=True)
+    assert_refused(tmp_path / "run", r"is a run: name one checkpoint .*global_step_7/actor")
+    (tmp_path / "mega" / "dist_ckpt").mkdir(parents=True)
+    assert_refused(tmp_path / "mega", r"is a checkpoint of Megatron .* use --backend megatron")
+    assert_refused(root / "actor", r"the Megatron engine is not part of this release", backend="megatron")
+    shutil.copytree(made / "trained", tmp_path / "model")
+    assert_refused(tmp_path / "model", r"is a HuggingFace model: there is nothing to merge")
+    for file in (root / "actor").glob("*.pt"):
+        file.unlink()
+    assert_refused(root / "actor", r"has a config but no weights: the run saved without 'model'")
+
+
+def test_a_target_that_would_lose_the_checkpoint_or_the_base_model(copied):
+    root = copied("fsdp2")
+    for target in (root, root / "actor"):
+        with pytest.raises(ValueError, match="holds the checkpoint itself"):
+            merge(MergeOptions(root / "actor", target, overwrite=True))
+    shutil.copytree(root / "actor" / "huggingface", root / "base")
+    save_file({"weight": torch.ones(1)}, root / "base" / "model.safetensors")
+    with pytest.raises(ValueError, match="is the model that training started from: choose another folder"):
+        merge(MergeOptions(root / "actor", root / "base", overwrite=True, base=str(root / "base")))
+
+
+# ---- weights --------------------------------------------------------------------------------------------------------
+
+
+def test_copies_that_differ(copied):
+    actor = copied("hsdp") / "actor"
+    file = actor / "model_world_size_4_rank_3.pt"
+    state = torch.load(file, weights_only=True)
+    state["model.norm.weight"].to_local()[0] += 1
+    torch.save(state, file)
+    assert_refused(
+        actor, r"model.norm.weight differs between model_world_size_4_rank_1.pt and model_world_size_4_rank_3.pt"
+    )
+
+
+def test_copies_of_different_steps(copied):
+    actor = copied("moe rows") / "actor"
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    change(actor / "model_world_size_2_rank_1.pt", lambda state: state | {name: state[name] + 1})
+    assert_refused(
+        actor, rf"{name} differs between model_world_size_2_rank_0.pt and model_world_size_2_rank_1.pt.*not of one step"
+    )
+
+
+def test_ranks_that_hold_different_tensors(copied):
+    actor = copied("rows") / "actor"
+    change(actor / "model_world_size_2_rank_1.pt", lambda state: {k: v for k, v in state.items() if "norm" not in k})
+    assert_refused(actor, r"rank_1.pt and model_world_size_2_rank_0.pt hold different tensors.*layernorm")
+
+
+def test_weights_that_are_not_those_of_the_config(copied):
+    file = copied("one rank") / "actor" / "model_world_size_1_rank_0.pt"
+    change(file, lambda state: {k: v for k, v in state.items() if "q_proj.weight" not in k})
+    assert_refused(file.parent, r"not those of Qwen2ForCausalLM .*missing: model.layers.0.self_attn.q_proj.weight")
+    change(
+        file, lambda state: state | {f"model.layers.{i}.self_attn.q_proj.weight": torch.ones(16, 16) for i in (0, 1)}
+    )
+    change(file, lambda state: state | {"model.norm.weight": torch.ones(5)})
+    assert_refused(file.parent, r"model.norm.weight has the shape \(5,\), the model's is \(16,\)")
+    change(file, lambda state: state | {"model.norm.weight": torch.ones(16), "v_head.weight": torch.ones(1, 16)})
+    assert_refused(file.parent, r"unknown to the model: v_head.weight", base=None)
+
+
+def test_weights_that_are_not_finite(copied):
+    file = copied("one rank") / "actor" / "model_world_size_1_rank_0.pt"
+    change(file, lambda state: state | {"model.norm.weight": torch.full((16,), torch.nan)})
+    assert_refused(file.parent, r"model.norm.weight has values that are NaN or infinite")
+
+
+def test_tied_weights_that_differ(copied):
+    file = copied("one rank") / "actor" / "model_world_size_1_rank_0.pt"
+    change(file, lambda state: state | {"lm_head.weight": state["lm_head.weight"] + 1})
+    assert_refused(file.parent, r"lm_head.weight and model.embed_tokens.weight differ, but config.json says")
+
+
+# ---- a model that was not trained -----------------------------------------------------------------------------------
+
+
+def test_the_base_model_again_is_refused_unless_allowed(copied, made, tmp_path):
+    actor = copied("one rank") / "actor"
+    base = load_file(made / "base" / "model.safetensors")
+    change(actor / "model_world_size_1_rank_0.pt", lambda state: {k: base[k] for k in state if k != "lm_head.weight"})
+    assert_refused(actor, r"equals the model that training started from, .*/base: the trained weights were never saved")
+    merge(MergeOptions(actor, tmp_path / "allowed", allow_unchanged=True))
+    assert load_file(tmp_path / "allowed" / "model.safetensors").keys() == base.keys()
+
+
+def test_training_that_rounding_undoes_is_refused(copied, made, tmp_path):
+    actor = copied("one rank") / "actor"
+    for folder in ("base", "rounded"):
+        shutil.copytree(made / "base", tmp_path / folder)
+    base = {name: t.bfloat16() for name, t in load_file(made / "base" / "model.safetensors").items()}
+    save_file(base, tmp_path / "base" / "model.safetensors")
+    change(
+        actor / "model_world_size_1_rank_0.pt",
+        lambda state: {k: base[k].float() * (1 + 2**-12) for k in state if k != "lm_head.weight"},
+    )
+    options = {"base": str(tmp_path / "base"), "dtype": "bfloat16"}
+    assert_refused(actor, r"lost by rounding to torch.bfloat16 \(then take --dtype float32\)", **options)
+    merge(MergeOptions(actor, tmp_path / "kept", base=str(tmp_path / "base")))
+
+
+def test_a_base_that_is_not_here(copied, caplog):
+    actor = copied("one rank") / "actor"
+    assert_refused(actor, r"--base no/such: no model with safetensors", base="no/such")
+    config = json.loads((actor / "huggingface" / "config.json").read_text())
+    (actor / "huggingface" / "config.json").write_text(json.dumps(config | {"_name_or_path": "no/such"}))
+    merge(MergeOptions(actor, actor.parent / "merged"))
+    assert "not compared with the model that training started from: ['no/such'] is not on this machine" in caplog.text
+
+
+def test_compare_names_what_differs(made):
+    faults = compare("fsdp", made / "fsdp2" / "actor", made / "base", None, False)
+    assert len(faults) == 26 and faults[0].startswith("model.embed_tokens.weight differs by up to 0.0")
+    faults = compare("fsdp", made / "fsdp2" / "actor", made / "critic", None, False)
+    assert f"score.weight is only in {made / 'critic'}" in faults
+
+
+# ---- a checkpoint of this project, with its manifest ----------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(made, tmp_path) -> Path:
+    """global_step_3 with an actor of two ranks and the configuration of the run."""
+    with CheckpointStore(tmp_path / "run").writing(3) as folder:
+        shutil.copytree(made / "ours" / "actor", folder / "actor")
+        (folder / "critic").mkdir()
+        (folder / "critic" / "extra.pt").write_text("x")
+        (folder / "config.yaml").write_text(f"actor_rollout_ref:\n  model:\n    path: {made / 'trained'}\n")
+    return tmp_path / "run" / "global_step_3"
+
+
+def test_the_configuration_of_the_run_names_the_base_model(saved):
+    assert_refused(saved / "actor", r"equals the model that training started from, .*/trained")
+
+
+def test_a_damaged_checkpoint_is_refused_by_its_manifest(saved):
+    file = sorted((saved / "actor" / "shards").glob("*.distcp"))[1]
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert_refused(saved / "actor", rf"global_step_3 is damaged: .*{file.name} holds something else than was written")
+
+
+def test_merging_into_a_checkpoint_leaves_it_resumable(saved, made):
+    target = saved / "actor" / "huggingface"
+    with pytest.raises(ValueError, match=r"config.json belongs to the checkpoint and would change"):
+        merge(MergeOptions(saved / "actor", target, dtype="bfloat16", allow_unchanged=True))
+    merge(MergeOptions(saved / "actor", target, allow_unchanged=True))
+    assert (target / "model.safetensors").is_file()
+    assert verify(saved) == saved
+    CheckpointStore(saved.parent).prune_part("critic", 1)
+    merge(MergeOptions(saved / "actor", saved.parent / "merged", base=str(made / "base")))
+
+
+# ---- the proof itself -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("layout", "name"), [("fsdp2", "model.norm.weight"), ("moe", "model.layers.1.mlp.experts.2")])
+def test_a_wrong_merge_would_be_found(layout, name, made, tmp_path):
+    """One value is off: too little, in an expert, for the logits to show it."""
+    merge(MergeOptions(made / layout / "actor", tmp_path / "merged"))
+    checkpoint = open_checkpoint(made / layout / "actor")
+    model = describe(checkpoint.config_folder, checkpoint.source.names(), False)
+    export = Export(checkpoint.source, model, None)
+    assert check_against_checkpoint(tmp_path / "merged", export) == 0
+    file = tmp_path / "merged" / "model.safetensors"
+    weights = load_file(file)
+    weights[name if name in weights else f"{name}.up_proj.weight"].view(-1)[3] += 1e-4
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"(norm.weight|experts.gate_up_proj) of the merged model is not that of the"):
+        check_against_checkpoint(tmp_path / "merged", export)
+
+
+def test_an_adapter_of_another_strength_would_be_found(made, tmp_path):
+    merge(MergeOptions(made / "lora" / "actor", tmp_path / "merged", lora_alpha=12))
+    source = with_adapters_merged(open_checkpoint(made / "lora" / "actor"), 12.1)
+    export = Export(source, describe(made / "lora" / "actor" / "huggingface", source.names(), False), None)
+    with pytest.raises(ValueError, match=r"proj.weight of the merged model is not that of the checkpoint"):
+        check_against_checkpoint(tmp_path / "merged", export)

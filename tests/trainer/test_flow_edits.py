@@ -1,0 +1,58 @@
+"""Edits of the PPO flow: what an operator before the KL does to rewards stays, and a missing column is found at once."""
+
+import pytest
+
+from verl import Operator
+from verl.trainer.local_trainer import LocalPPOTrainer
+
+
+def add_one(batch):
+    return {"token_level_rewards": batch.batch["token_level_rewards"] + batch.batch["response_mask"]}
+
+
+@pytest.mark.parametrize("kl", ["true", "false"])
+def test_rewards_that_were_edited_reach_the_estimator(kl, settings):
+    class Edited(LocalPPOTrainer):
+        def build_flow(self):
+            edit = Operator("edit", add_one, reads=("token_level_rewards",), writes=("token_level_rewards",))
+            return super().build_flow().insert_after("reward", edit)
+
+    seen = []
+    trainer = Edited(
+        overrides=[
+            *settings,
+            "algorithm.name=rloo",
+            f"algorithm.use_kl_in_reward={kl}",
+            "algorithm.kl_ctrl.kl_coef=1e-6",
+            "trainer.total_training_steps=1",
+        ]
+    )
+    trainer.on_step.append(lambda report: seen.append(report.batch.batch))
+    trainer.fit()
+    (batch,) = seen
+    added = (batch["token_level_rewards"] - batch["token_level_scores"])[batch["response_mask"].bool()]
+    assert added.tolist() == pytest.approx([1.0] * len(added), abs=1e-3)
+
+
+def test_a_flow_without_the_reference_that_its_loss_needs_does_not_compile(settings):
+    class Without(LocalPPOTrainer):
+        def build_flow(self):
+            return super().build_flow().remove("ref")
+
+    with pytest.raises(ValueError, match=r"'update_actor' reads 'ref_log_prob', which nobody writes"):
+        Without(overrides=[*settings, "algorithm.name=grpo", "actor_rollout_ref.actor.use_kl_loss=true"])
+
+
+def test_ties_in_every_group_are_said(settings, tmp_path, caplog):
+    flat = tmp_path / "flat.py"
+    flat.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n")
+    metrics = LocalPPOTrainer(
+        overrides=[
+            *settings,
+            "algorithm.name=grpo",
+            f"reward.custom_reward_function.path={flat}",
+            "trainer.total_training_steps=2",
+        ]
+    ).fit()
+    assert metrics["reward/tied_groups"] == 1.0
+    assert caplog.text.count("nothing to learn from comparing") == 1

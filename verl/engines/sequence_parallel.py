@@ -1,0 +1,91 @@
+"""Ulysses sequence parallelism: the tokens of packed rows are spread over the ranks of a group.
+
+Every rank runs the layers on its share of the tokens. Inside attention an all-to-all trades tokens for heads, so that
+a rank sees all tokens of some heads, and a second one trades back (Jacobs et al. 2023, arXiv 2309.14509).
+
+The outputs of all tokens are put together on every rank, which all compute the same loss. What flows back into a rank
+is the gradient of its own tokens, so the parameters' gradients of the ranks add up to that of one device.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+class _AllToAll(torch.autograd.Function):
+    """Slice i of the first dimension goes to rank i; the slices of all ranks come back in rank order."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        received = torch.empty_like(x)
+        dist.all_to_all_single(received, x, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _AllToAll.apply(gradient.contiguous(), ctx.group), None
+
+
+class _SumOfShares(torch.autograd.Function):
+    """The sum over the ranks; backwards each rank's own gradient, since every rank computes the same loss."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+@dataclass(frozen=True)
+class SequenceRanks:
+    """The ranks that share the tokens of the same rows. rank: this one's place among the `size` of them.
+
+    H query heads, K key/value heads, n tokens of one rank, N = size * n tokens of all, D head size.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    def sum_of_shares(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks of values that are 0 but for each rank's own tokens."""
+        return _SumOfShares.apply(values, self.group)
+
+    def tokens_to_heads(self, *states: torch.Tensor) -> list[torch.Tensor]:
+        """Each (1, H, n, D) of this rank's tokens -> (1, H / size, N, D) of this rank's heads, in one exchange."""
+        received = _AllToAll.apply(torch.cat([x.reshape(self.size, -1) for x in states], 1), self.group)
+        widths = [x.numel() // self.size for x in states]
+        heads = []
+        for x, part in zip(states, received.split(widths, 1)):
+            _, h, n, d = x.shape
+            by_rank = part.view(self.size, h // self.size, n, d)
+            heads.append(by_rank.transpose(0, 1).reshape(1, h // self.size, self.size * n, d))
+        return heads
+
+    def heads_to_tokens(self, states: torch.Tensor) -> torch.Tensor:
+        """(1, N, H / size, D) of this rank's heads -> (1, n, H, D) of this rank's tokens."""
+        _, total, heads, d = states.shape
+        received = _AllToAll.apply(states.reshape(self.size, total // self.size, heads, d), self.group)
+        return received.transpose(0, 1).reshape(1, total // self.size, self.size * heads, d)
+
+    def check_heads(self, heads: int) -> None:
+        """Raise ValueError when the ranks cannot share H query heads evenly."""
+        if heads % self.size:
+            raise ValueError(
+                f"ulysses_sequence_parallel_size {self.size} does not divide the model's {heads} attention heads"
+            )
+
+    def spread_heads(self, key: torch.Tensor, heads: int) -> torch.Tensor:
+        """Keys or values (1, K, n, D) with each head repeated as often as needed for the ranks to divide them.
+
+        heads: H; query head i still reads the head that it read before.
+        """
+        self.check_heads(heads)
+        return key.repeat_interleave(self.size // math.gcd(key.shape[1], self.size), 1)

@@ -1,0 +1,30 @@
+"""What the workers around a training engine have in common: where a rank sits, and checkpoints."""
+
+from pathlib import Path
+
+from verl.config.tree_model import CheckpointConfig
+from verl.engines.base import TrainEngine
+from verl.single_controller import Coordinates, Dispatch, Worker, register
+
+
+class EngineWorker(Worker):
+    """A worker with a training `engine`. checkpoint: what its checkpoints hold."""
+
+    engine: TrainEngine
+    checkpoint: CheckpointConfig
+
+    def layout(self, mesh: str | None = None) -> Coordinates:
+        """Rows are split over the engine's data-parallel ranks; ranks that share a sequence get the same rows."""
+        if mesh is None:
+            return Coordinates(dp=self.engine.dp_rank, tp=self.engine.inner_rank)
+        return super().layout(mesh)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: str | Path) -> None:
+        """Write the model, its optimizer and schedule under `folder`."""
+        self.engine.save(Path(folder), tuple(self.checkpoint.save_contents))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: str | Path) -> None:
+        """Restore what `save_checkpoint` wrote."""
+        self.engine.load(Path(folder), tuple(self.checkpoint.load_contents))
