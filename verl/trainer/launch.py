@@ -28,7 +28,12 @@ def build_trainer(
     base = read_recipe(recipe)
     checks = [check_inputs, unavailable]
     config = load_config(config_path, overrides, base=base, presets=PRESETS, extra_checks=checks)
-    return load_object(*trainers[config.trainer.backend])(config)
+    try:
+        trainer = load_object(*trainers[config.trainer.backend])
+    except ModuleNotFoundError as error:
+        error.add_note(f"trainer.backend={config.trainer.backend} needs it: pip install {error.name}")
+        raise
+    return trainer(config)
 
 
 def run(build: "Callable[[], Trainer]") -> int:
