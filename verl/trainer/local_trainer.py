@@ -8,8 +8,8 @@ from typing import Any
 
 from verl.single_controller import colocate
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.trainer.roles import pools_of, worker_specs
-from verl.trainer.setup import check_one_host, stop_token_ids
+from verl.trainer.roles import pools_of
+from verl.trainer.setup import check_one_host
 from verl.utils.device import resolve_device
 
 
@@ -28,12 +28,7 @@ class LocalPPOTrainer(PPOTrainer):
 
     def init_workers(self) -> None:
         config = self.config
-        specs = worker_specs(
-            config,
-            total_steps=self.total_steps,
-            pad_token_id=self.tokenizer.pad_token_id,
-            stop_token_ids=stop_token_ids(config.actor_rollout_ref.model.path, self.tokenizer),
-        )
+        specs = self.worker_specs()
         pools = pools_of(config, list(specs))
         for placed in pools.values():
             pool = placed[0][1]

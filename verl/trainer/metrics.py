@@ -23,27 +23,27 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
 
 
 def data_metrics(batch: DataProto) -> dict[str, float]:
-    """Scores, rewards, advantages, values and lengths of a finished training batch."""
+    """Scores, rewards and lengths of a finished training batch; advantages, returns, values, KL where it has them."""
     columns = batch.tensors
     mask, prompt_mask = columns["response_mask"], columns["attention_mask"][:, : columns["prompts"].shape[1]]
     lengths = columns["attention_mask"][:, -mask.shape[1] :].sum(1).float()
     metrics = {
         **_spread("critic/score", columns["token_level_scores"].sum(1)),
         **_spread("critic/rewards", columns["token_level_rewards"].sum(1)),
-        **_spread("critic/advantages", columns["advantages"][mask.bool()]),
-        **_spread("critic/returns", columns["returns"][mask.bool()]),
         **_spread("response_length", lengths),
         **_spread("prompt_length", prompt_mask.sum(1).float()),
         "response/aborted_ratio": (lengths == 0).float().mean().item(),
     }
     metrics |= _group_metrics(columns["token_level_scores"].sum(1), batch.non_tensor_batch["uid"])
+    for name in ("advantages", "returns", "values"):
+        if name in columns:
+            metrics |= _spread(f"critic/{name}", columns[name][mask.bool()])
     if "values" in columns:
-        metrics |= _spread("critic/values", columns["values"][mask.bool()])
         unexplained = masked_var(columns["returns"] - columns["values"], mask) / (
             masked_var(columns["returns"], mask) + 1e-5
         )
         metrics["critic/vf_explained_var"] = 1 - unexplained.item()
-    if "ref_log_prob" in columns:
+    if {"ref_log_prob", "old_log_probs"} <= columns.keys():
         # the k3 estimate of KL(policy, reference): never negative, unbiased
         log_ratio = columns["ref_log_prob"] - columns["old_log_probs"]
         metrics["actor/ref_kl"] = masked_mean(log_ratio.exp() - log_ratio - 1, mask).item()

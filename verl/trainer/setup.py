@@ -19,18 +19,17 @@ from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
 from verl.registry import import_module
 from verl.rewards import RewardManager, load_reward_manager
-from verl.trainer.launch import read_recipe
+from verl.trainer.launch import Recipe
 from verl.trainer.ppo_flow import needs_critic
 
 logger = logging.getLogger("verl.trainer")
 
 
-def base_config(recipe: Path | None, train: Dataset | None, val: Dataset | None) -> dict[str, Any]:
-    """What stands below the user's own settings: those of a recipe's YAML file, and the files of datasets that are
-    given as objects."""
+def base_config(recipe: Recipe, train: Dataset | None, val: Dataset | None) -> dict[str, Any]:
+    """What stands below the user's settings: those of the recipe, and the files of datasets given as objects."""
     given = {"data.train_files": train, "data.val_files": val}
     files = {key: list(d.data_files) for key, d in given.items() if isinstance(d, RLHFDataset)}
-    return read_recipe(recipe) | files
+    return recipe.read() | files
 
 
 def check_one_host(trainer: tree_trainer.TrainerConfig | tree_sft.SFTTrainerConfig) -> None:
