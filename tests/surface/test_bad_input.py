@@ -16,7 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors import SafetensorError
 
+from examples.quickstart.tiny_model import tiny_model
 from tests.trainer.conftest import run_settings
+from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.main_ppo import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,6 +123,10 @@ def test_as_a_process(unloadable, tmp_path):
         ([ACTOR + "policy_loss.loss_mode=vanila"], "no policy loss is called 'vanila': did you mean 'vanilla'?"),
         (["reward_model.reward_manager=naiv"], "no reward manager is called 'naiv': did you mean 'naive'?"),
         (["trainer.logger=[consol]"], "no tracker is called 'consol': did you mean 'console'?"),
+        # asked for, and not possible
+        (["trainer.val_only=true", "data.val_files=[]"], "trainer.val_only=true asks for validation, but there are no"),
+        (["trainer.test_freq=5", "data.val_files=[]"], "trainer.test_freq=5 asks for validation, but there are no"),
+        (["trainer.default_local_dir=pyproject.toml/run"], "pyproject.toml': it is a file"),
         # files and folders that are not there
         (["data.train_files=nowhere.parquet"], "data.train_files (override 'data.train_files=nowhere.parquet'): there"),
         (["data.val_files=[nowhere.parquet]"], "there is no file 'nowhere.parquet' (looked at "),
@@ -147,7 +153,7 @@ def test_settings(complaint, overrides, message):
         ("actor_rollout_ref.model.lora_rank=8", "8 is not built yet: all weights are trained: use 0"),
         ("reward_model.enable=true", "not built yet: score by a function"),
         (ROLLOUT + "multi_turn.enable=true", "only verl's default false is accepted here: answers of one turn"),
-        ("trainer.nnodes=2", "this trainer runs on one host: use trainer.backend=ray"),
+        ("trainer.nnodes=2", "this trainer runs on one host: set trainer.nnodes=1"),
     ],
 )
 def test_what_is_not_built_is_refused_with_what_to_use(complaint, override, message):
@@ -155,6 +161,11 @@ def test_what_is_not_built_is_refused_with_what_to_use(complaint, override, mess
     assert message in shown
     if "is not built yet" in shown:
         assert f"(override {override!r})" in shown  # in the words of the user
+
+
+def test_a_local_trainer_does_not_stand_in_for_ray(settings):
+    with pytest.raises(ValueError, match=r"trainer\.backend is ray, but this trainer does not use it"):
+        LocalPPOTrainer(overrides=[*settings, "trainer.backend=ray"])
 
 
 def test_a_gpu_that_is_not_there(complaint, monkeypatch):
@@ -275,6 +286,20 @@ def test_a_folder_without_a_model_or_a_tokenizer(complaint, unloadable, tmp_path
     assert "has no config.json: give the folder of a HuggingFace model" in shown
     shutil.copy(unloadable / "model" / "config.json", folder)
     assert f"no tokenizer: in '{folder}': " in complaint(f"actor_rollout_ref.model.path={folder}")
+
+
+def test_the_tokenizer_of_another_model(complaint, tmp_path):
+    tiny_model("qwen2", tmp_path / "other")
+    few = ["data.max_prompt_length=32", f"actor_rollout_ref.model.tokenizer_path={tmp_path / 'other'}"]
+    shown = complaint(*few)
+    assert "but the model '" in shown and "has the ids 0 to 31: use the tokenizer of this model" in shown
+
+
+def test_a_package_that_only_one_backend_needs(complaint, monkeypatch):
+    for module in ("verl.trainer.ray_trainer", "verl.single_controller.ray_group"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    assert "trainer.backend=ray needs it: pip install ray" in complaint("trainer.backend=ray")
 
 
 def test_a_dataset_class_that_is_none(complaint, tiny):

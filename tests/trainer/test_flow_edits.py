@@ -1,4 +1,4 @@
-"""Edits of the PPO flow: what an operator before the KL does to rewards stays, and a missing column is found at once."""
+"""Edits of the PPO flow: what an operator before the KL does to rewards stays; a missing column is found at once."""
 
 import pytest
 

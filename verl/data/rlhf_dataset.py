@@ -79,6 +79,11 @@ class RLHFDataset(Dataset):
     def __len__(self) -> int:
         return len(self._kept)
 
+    @property
+    def largest_token_id(self) -> int:
+        """The largest token id of all prompts: what the model's vocabulary must hold."""
+        return self._prompt_ids.largest
+
     def __getitem__(self, item: int) -> dict[str, Any]:
         index = self._kept[item]
         row = self.rows[index]

@@ -32,6 +32,11 @@ class TokenTable:
     def __len__(self) -> int:
         return len(self._ends)
 
+    @property
+    def largest(self) -> int:
+        """The largest id of all lists. Raises ValueError where there is none."""
+        return max(self._tokens)
+
     def __getitem__(self, row: int) -> list[int]:
         row = row + len(self) if row < 0 else row
         end = self._ends[row]

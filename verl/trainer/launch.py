@@ -42,7 +42,12 @@ def build_trainer(
     config = load_config(
         config_path, overrides, base=recipe.read(), presets=PRESETS, tree=recipe.tree, extra_checks=checks
     )
-    return load_object(*trainers[config.trainer.backend])(config)
+    try:
+        trainer = load_object(*trainers[config.trainer.backend])
+    except ModuleNotFoundError as error:
+        error.add_note(f"trainer.backend={config.trainer.backend} needs it: pip install {error.name}")
+        raise
+    return trainer(config)
 
 
 def run(build: "Callable[[], Trainer]") -> int:

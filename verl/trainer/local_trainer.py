@@ -21,8 +21,8 @@ class LocalPPOTrainer(PPOTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        check_one_host(self.config)
         trainer = self.config.trainer
+        check_one_host(trainer)
         # of the last process: fewer GPUs than processes are found out now
         self.on_gpu = resolve_device(trainer.device, trainer.n_gpus_per_node - 1).type == "cuda"
 

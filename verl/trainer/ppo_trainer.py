@@ -62,6 +62,7 @@ class PPOTrainer(Trainer):
         check_available(config)
         setup.import_extensions(config)
         check_trackers(config.trainer.logger)
+        setup.check_folder(config.trainer.default_local_dir)
         setup.check_critic_setting(config)
         setup.check_settings(config)
         setup.check_group_size(config)
@@ -71,6 +72,10 @@ class PPOTrainer(Trainer):
         self.train_dataset = train_dataset if train_dataset is not None else setup.load_dataset(config, tokenizer)
         self.val_dataset = val_dataset if val_dataset is not None else setup.load_val_dataset(config, tokenizer)
         check_dataset(self.train_dataset)
+        if self.val_dataset is not None:
+            check_dataset(self.val_dataset)
+        setup.check_validation(config.trainer, self.val_dataset)
+        setup.check_vocabulary(config.actor_rollout_ref.model, tokenizer, self.train_dataset)
         self.reward_manager = reward_manager if reward_manager is not None else setup.load_rewards(config, tokenizer)
         setup.try_rewards(self.reward_manager, self.train_dataset, tokenizer)
         source = PromptSource(

@@ -1,6 +1,7 @@
 """What a trainer prepares before a model is loaded."""
 
 import logging
+import os
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch.utils.data import Dataset
 from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.binding import missing_settings
 from verl.algorithms.policy_losses import get_policy_loss_fn
-from verl.config import ConfigError, check_critic, tree, tree_model
+from verl.config import ConfigError, check_critic, tree, tree_model, tree_sft, tree_trainer
 from verl.data.rlhf_dataset import RLHFDataset, collate_prompts, load_dataset_class
 from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
@@ -31,12 +32,55 @@ def base_config(recipe: Recipe, train: Dataset | None, val: Dataset | None) -> d
     return recipe.read() | files
 
 
-def check_one_host(config: tree.Config) -> None:
-    """Several hosts need Ray."""
-    if config.trainer.nnodes > 1:
+def check_one_host(trainer: tree_trainer.TrainerConfig | tree_sft.SFTTrainerConfig) -> None:
+    """Several hosts need Ray, and who asks for Ray does not get something else."""
+    if trainer.backend != "local":
         raise ValueError(
-            f"trainer.nnodes is {config.trainer.nnodes}, but this trainer runs on one host: use trainer.backend=ray "
-            "(or RayPPOTrainer), or trainer.nnodes=1"
+            f"trainer.backend is {trainer.backend}, but this trainer does not use it: set trainer.backend=local "
+            "(RayPPOTrainer is the one that does)"
+        )
+    if trainer.nnodes > 1:
+        raise ValueError(
+            f"trainer.nnodes is {trainer.nnodes}, but this trainer runs on one host: set trainer.nnodes=1 "
+            "(main_ppo with trainer.backend=ray, or RayPPOTrainer, runs on several)"
+        )
+
+
+def check_validation(trainer: tree_trainer.TrainerConfig | tree_sft.SFTTrainerConfig, dataset: Dataset | None) -> None:
+    """Validation that is asked for by name needs rows."""
+    asked = "trainer.val_only=true" if trainer.val_only else f"trainer.test_freq={trainer.test_freq}"
+    if dataset is None and (trainer.val_only or trainer.test_freq > 0):
+        raise ValueError(f"{asked} asks for validation, but there are no data.val_files: give them, or leave it out")
+
+
+def check_folder(path: str) -> None:
+    """Checkpoints and logs can be written to trainer.default_local_dir."""
+    folder = Path(path).resolve()
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        what = "nothing can be written there" if there.is_dir() else "it is a file"
+        raise ValueError(f"trainer.default_local_dir: expected a folder to write to, found {str(there)!r}: {what}")
+
+
+def check_vocabulary(model: tree_model.ModelConfig, tokenizer: Any, dataset: Dataset) -> None:
+    """The model has an embedding for every token that it will be given: the tokenizer is its own, or fits it.
+
+    Of a dataset of another class than RLHFDataset the first item is looked at.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    size = config.get_text_config().vocab_size
+    in_prompts = (
+        dataset.largest_token_id
+        if isinstance(dataset, RLHFDataset)
+        else max(collate_prompts([dataset[0]]).non_tensor_batch["prompt_ids"][0])
+    )
+    largest = max(in_prompts, tokenizer.pad_token_id, tokenizer.eos_token_id)
+    if largest >= size:
+        raise ValueError(
+            f"the tokenizer gives the token id {largest}, but the model {model.path!r} has the ids 0 to {size - 1}: "
+            "use the tokenizer of this model (actor_rollout_ref.model.tokenizer_path)"
         )
 
 

@@ -67,6 +67,8 @@ class SFTTrainer(Trainer):
             config = load_config(config_path, overrides, tree=tree_sft.SFTConfig, extra_checks=[check, unavailable])
         check_available(config)
         check_trackers(config.trainer.logger)
+        setup.check_one_host(config.trainer)
+        setup.check_folder(config.trainer.default_local_dir)
         # of the last process: fewer GPUs than processes are found out now
         self.on_gpu = resolve_device(config.trainer.device, config.trainer.n_gpus_per_node - 1).type == "cuda"
         tokenizer = tokenizer if tokenizer is not None else setup.load_tokenizer(config.model)
@@ -82,6 +84,7 @@ class SFTTrainer(Trainer):
             self.val_dataset = SFTDataset(
                 data.val_files, tokenizer, data.model_dump() | {"max_samples": data.val_max_samples}
             )
+        setup.check_validation(config.trainer, self.val_dataset)
         source = PromptSource(
             self.train_dataset, data.train_batch_size, seed=data.seed, shuffle=data.shuffle, collate=self.collate
         )
