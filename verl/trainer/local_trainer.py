@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.single_controller import colocate
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.trainer.roles import pools_of, worker_specs
+from verl.trainer.roles import pools_of, roles_of_actor, worker_specs
 from verl.trainer.setup import check_one_host, stop_token_ids
 from verl.utils.device import resolve_device
 
@@ -40,4 +40,4 @@ class LocalPPOTrainer(PPOTrainer):
             devices = pool.devices if on_gpu and not alone else None
             roles = {role: specs[role] for role, _ in placed}
             self.roles.update(colocate(roles, pool.world_size, timeout=config.trainer.worker_timeout, devices=devices))
-        self.roles["rollout"] = self.roles["actor"]
+        self.roles.update(dict.fromkeys(roles_of_actor(config), self.roles["actor"]))
