@@ -26,8 +26,11 @@ from examples.quickstart.run import SCORER, WARM_UP_STEPS, warm_up
 from examples.quickstart.tasks import TASKS, write_task
 from examples.quickstart.tiny_model import tiny_model
 from recipe.dapo import LocalDAPOTrainer
+from recipe.dpo import LocalDPOTrainer
+from recipe.prime import LocalPRIMETrainer
 from verl.algorithms.presets import PRESETS
 from verl.trainer.base import StepReport
+from verl.trainer.dynamic_sampling import PromptQueue
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.utils.curves import moving_mean
@@ -44,14 +47,24 @@ class Method:
     settings: tuple[str, ...] = ()
 
 
+_SPPO = ("algorithm.adv_estimator=sppo", "actor_rollout_ref.actor.policy_loss.loss_mode=sppo")
+_PRIME = ("prime.optim.lr=3e-4", "prime.ppo_mini_batch_size=32", f"actor_rollout_ref.rollout.n={ANSWERS}")
+_ALL = "prime.filter.enable=false"
 RECIPES: dict[str, Method] = {
     "dapo": Method(LocalDAPOTrainer, ("reward.reward_kwargs.overlong_buffer.enable=false",)),
+    "prime": Method(LocalPRIMETrainer, (*_PRIME, _ALL)),
+    "prime_filtered": Method(LocalPRIMETrainer, _PRIME),
+    "prime_outcome_only": Method(LocalPRIMETrainer, (*_PRIME, _ALL, "algorithm.reward_dpo_coef=0")),
+    "online_dpo": Method(LocalDPOTrainer),
+    "sppo": Method(settings=_SPPO),
 }
 #: what a preset needs beside its name
 FURTHER: dict[str, tuple[str, ...]] = {
     "drgrpo": ("actor_rollout_ref.actor.loss_scale_factor=8",),
     "gdpo": ("algorithm.gdpo_reward_keys=[acc]",),
 }
+#: the mean score of all answers, before any were left out; else critic/score/mean
+BEFORE_CHOICE = ("filter_groups/acc_mean", "prime/acc_mean")
 
 
 def method_of(name: str) -> Method:
@@ -112,11 +125,16 @@ def learn(method: Method, curve: Curve, settings: list[str]) -> None:
     start = time.perf_counter()
     trainer = method.trainer(overrides=[*settings, *method.settings])
 
+    prompts = trainer.pipeline.operators[0].func
+    asked = prompts.size if isinstance(prompts, PromptQueue) else PROMPTS
+
     def record(report: StepReport) -> None:
         metrics = report.metrics
-        prompts = int(metrics.get("filter_groups/prompts", PROMPTS))
+        prompts = int(metrics.get("filter_groups/prompts", asked))
         curve.responses += prompts * trainer.config.actor_rollout_ref.rollout.n
-        curve.reward.append(metrics.get("filter_groups/acc_mean", metrics["critic/score/mean"]))
+        curve.reward.append(
+            next((metrics[name] for name in BEFORE_CHOICE if name in metrics), metrics["critic/score/mean"])
+        )
         if report.step % TEST_FREQ == 0 or report.step == report.total_steps:
             accuracy = metrics[f"val-core/{curve.task}/acc/mean@1"]
             curve.accuracy.append((curve.responses, accuracy))

@@ -108,8 +108,9 @@ def import_module(address: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[name]
+        error.add_note(f"raised while {path} was imported")
         raise
     return module
 

@@ -1,8 +1,8 @@
 """python -m recipe.dapo.main_dapo key=value ...: DAPO, with dapo.yaml below the settings on the command line."""
 
 import sys
-from pathlib import Path
 
+from recipe.dapo.trainer import RECIPE
 from verl.trainer.main_ppo import main
 
 TRAINERS = {
@@ -11,4 +11,4 @@ TRAINERS = {
 }
 
 if __name__ == "__main__":
-    sys.exit(main(trainers=TRAINERS, recipe=Path(__file__).with_name("dapo.yaml")))
+    sys.exit(main(trainers=TRAINERS, recipe=RECIPE))

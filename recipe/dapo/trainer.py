@@ -13,14 +13,17 @@ from pathlib import Path
 
 from verl.config import ConfigError, Problem
 from verl.dataflow import DataFlow
+from verl.trainer.launch import Recipe
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.ppo_trainer import PPOTrainer
+
+RECIPE = Recipe("DAPO", Path(__file__).with_name("dapo.yaml"))
 
 
 class DAPO(PPOTrainer):
     """What makes a trainer one of DAPO; the other parent says who executes it."""
 
-    recipe = Path(__file__).with_name("dapo.yaml")
+    recipe = RECIPE
 
     def build_flow(self) -> DataFlow:
         if not self.config.algorithm.filter_groups.enable:

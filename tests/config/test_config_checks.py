@@ -87,6 +87,8 @@ def test_inputs_are_named_and_there(tmp_path):
     data = tmp_path / "a.jsonl"
     data.write_text("{}\n")
     good = [f"data.train_files={data}", f"actor_rollout_ref.model.path={tmp_path}"]
+    assert "has no config.json" in problem_of(*good, extra_checks=[check_inputs])
+    (tmp_path / "config.json").write_text("{}")
     load(*good, extra_checks=[check_inputs])
     load(good[0], "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B", extra_checks=[check_inputs])
     message = problem_of(good[0], "actor_rollout_ref.model.path=./nowhere", extra_checks=[check_inputs])

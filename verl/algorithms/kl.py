@@ -37,6 +37,8 @@ def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kind: str) -> t
         )
     logprob, ref_logprob = at_least_float32(logprob), at_least_float32(ref_logprob)
     if base == "full":
+        if logprob.dim() != 3:
+            raise ValueError(f"full needs logits (B, T, V), found log-probs of shape {tuple(logprob.shape)}: use k3")
         return full_kl(logprob, ref_logprob)
     value = _estimate(logprob - ref_logprob, _SYNONYMS.get(base, base))
     if not plus:

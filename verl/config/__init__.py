@@ -1,6 +1,6 @@
 """The configuration: one typed tree, read from YAML and `key=value` in any dialect."""
 
-from verl.config.available import BUILT, check_available
+from verl.config.available import BUILT, check_available, unavailable
 from verl.config.batch_words import batch_words
 from verl.config.checks import check_critic, check_data, check_inputs, check_models
 from verl.config.errors import ConfigError, Problem
@@ -24,4 +24,5 @@ __all__ = [
     "load_config",
     "reference_table",
     "to_flat_dict",
+    "unavailable",
 ]

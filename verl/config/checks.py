@@ -188,14 +188,17 @@ def check_inputs(config: Tree) -> Iterator[Problem]:
 
 
 def check_models(config: Tree) -> Iterator[Problem]:
-    """For `extra_checks`: the model is named, and a model that is written like a local path is there."""
+    """For `extra_checks`: the model is named, and the folders to read a model or a checkpoint from are there."""
     values = flatten(config.model_dump(), type(config))
     paths = {key: values[key] for key in _MODELS if key in values}
     first = next(iter(paths))
     if paths[first] is None:
         yield Problem(first, "missing: give the folder or the HuggingFace id of the model")
     for path in dict.fromkeys(paths.values()):
-        yield from _folder(next(key for key in paths if paths[key] == path), path)
+        yield from _model(next(key for key in paths if paths[key] == path), path)
+    checkpoint = values.get("trainer.resume_from_path")
+    if checkpoint and not Path(checkpoint).is_dir():
+        yield Problem("trainer.resume_from_path", f"there is no folder {checkpoint!r}")
 
 
 def check_data(config: Tree) -> Iterator[Problem]:
@@ -209,9 +212,15 @@ def check_data(config: Tree) -> Iterator[Problem]:
         yield from _files(key, paths)
 
 
-def _folder(key: str, path: str | None) -> Iterator[Problem]:
-    """A model that is written like a local path must be there; another name is an id of a hub."""
-    if path and path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().is_dir():
+def _model(key: str, path: str | None) -> Iterator[Problem]:
+    """A model that is written like a local path must be there; a name that no folder has is an id of a hub."""
+    if not path:
+        return
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            yield Problem(key, f"{path!r} has no config.json: give the folder of a HuggingFace model")
+    elif path.startswith(("/", "./", "../", "~")):
         yield Problem(key, f"there is no folder {path!r}")
 
 

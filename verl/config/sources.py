@@ -83,10 +83,12 @@ def read_overrides(overrides: Sequence[str]) -> tuple[Layer, list[Problem]]:
     for override in overrides:
         name, equals, text = override.partition("=")
         name = name.strip().removeprefix("--").lstrip("+").strip()
+        where = f"override {override!r}"
         if not equals or not name:
-            problems.append(Problem(override, "an override is written key=value, such as data.train_batch_size=64"))
+            what = "an override is written key=value, such as data.train_batch_size=64"
+            problems.append(Problem(override, what, where))
         elif name.startswith("~"):
-            problems.append(Problem(override, "keys cannot be removed; give the key a value, such as null"))
+            problems.append(Problem(override, "keys cannot be removed; give the key a value, such as null", where))
         else:
             try:
                 value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]
@@ -98,7 +100,7 @@ def read_overrides(overrides: Sequence[str]) -> tuple[Layer, list[Problem]]:
             values = flatten({name: value}) if isinstance(value, Mapping) else {name: value}
             for key, part in values.items():
                 layer.pop(key, None)
-                layer[key] = Given(key, part, f"override {override!r}", text.strip() if key == name else None)
+                layer[key] = Given(key, part, where, text.strip() if key == name else None)
     return layer, problems
 
 

@@ -17,7 +17,7 @@ LossAggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
 KLEstimator = Literal[
-    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full",
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
     "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
 ]  # fmt: skip
 
@@ -33,6 +33,7 @@ class PolicyLossConfig(Node):
     clip_cov_ub: float = key(5.0, "clip_cov: tokens above this covariance are never chosen")
     kl_cov_ratio: float = key(2e-4, "kl_cov: share of the tokens that receive the penalty", ge=0, le=1)
     ppo_kl_coef: float | None = key(None, "kl_cov: weight of the penalty; null: the published value", ge=0)
+    sppo_eta: float | None = key(None, "sppo: what the log-ratio is of an advantage of 1; null: 1", gt=0)
     dro_beta: float | None = key(None, "dro: weight of the quadratic term; the loss needs it", gt=0)
 
 

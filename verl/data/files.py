@@ -81,7 +81,8 @@ class _JsonPart:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f"{self.path}, line {number}: expected one JSON object a line: {error}") from error
+                what = f"expected one JSON object a line: {error.msg} at character {error.pos + 1}"
+                raise ValueError(f"{self.path}, line {number}: {what}") from error
             rows.append(self._check_object(row, len(rows)))
         return rows
 

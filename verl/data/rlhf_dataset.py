@@ -168,8 +168,10 @@ class RLHFDataset(Dataset):
                 "them out, or data.truncation to left, right or middle"
             )
         if not self._kept:
-            reason = f"; {found}, the shortest has {min(overlong.values()):,}" if overlong else ""
-            raise ValueError(f"{', '.join(self.data_files)}: no usable row is left of {count:,}{reason}")
+            what = f"{', '.join(self.data_files)}: no usable row is left of {count:,}"
+            if overlong:
+                what += f"; {found}, the shortest has {min(overlong.values()):,}: raise data.max_prompt_length"
+            raise ValueError(what)
         logger.info("%s %s", "filtered" if settings.filter_overlong_prompts else "truncated", found)
 
 

@@ -250,6 +250,12 @@ class HFEngine(TrainEngine):
                 checkpoint.load_optimizer(folder, self.model, self.optimizer)
         if "extra" in contents:
             self.schedule.load_state_dict(_read(folder / "extra.pt")["schedule"])
+            # the rate of the next step by this run's schedule, which may end at another step than the saved one
+            schedule = self.schedule
+            rates = [lr * factor(schedule.last_epoch) for lr, factor in zip(schedule.base_lrs, schedule.lr_lambdas)]
+            for group, rate in zip(self.optimizer.param_groups, rates):
+                group["lr"] = rate
+            schedule._last_lr = rates
 
 
 def make_optimizer(config: OptimizerConfig, module: torch.nn.Module, device: torch.device) -> torch.optim.AdamW:

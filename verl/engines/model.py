@@ -13,6 +13,7 @@ from verl.engines.base import Tensors
 from verl.engines.logits import token_statistics
 from verl.engines.lora import LoraConfig, add_adapters
 from verl.engines.micro_batch import ModelInput
+from verl.registry import did_you_mean
 
 logger = logging.getLogger("verl.engines")
 
@@ -73,6 +74,10 @@ def _recipe(config: ModelConfig) -> tuple[Any, Any, dict[str, Any]]:
         raise ValueError(f"no HuggingFace model at {config.path!r}: {error}") from error
     # dropout would make the log-probs of one and the same weights differ from pass to pass
     off = {k: 0.0 for k in hf.to_dict() if "dropout" in k or k in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
+    known = hf.to_dict()
+    for name in dict(config.override_config):
+        if name not in known:
+            raise ValueError(f"override_config: the model's configuration has no {name!r}: {did_you_mean(name, known)}")
     for name, value in {**off, **dict(config.override_config)}.items():
         setattr(hf, name, value)
     if config.kind == "value":

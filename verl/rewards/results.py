@@ -13,6 +13,8 @@ from verl.rewards.isolation import Outcome
 
 _NUMBERS = numbers.Real | Decimal | np.bool_
 
+_LARGEST = 3.4e38  # rewards travel as float32
+
 
 class RewardError(ValueError):
     """A reward function gave no usable score: names the function, its file and line, the row and its texts."""
@@ -111,6 +113,6 @@ def _number(value: Any, inside: str) -> float:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not math.isfinite(number):
-        raise BadOutcome(f"returned {inside}{number}: expected a finite number")
+    if not math.isfinite(number) or abs(number) > _LARGEST:
+        raise BadOutcome(f"returned {inside}{number}: expected a finite number (of float32)")
     return number

@@ -114,6 +114,8 @@ class Trainer(ABC):
         trainer = self.config.trainer
         seed_everything(trainer.seed)
         self.announce()
+        if trainer.save_freq <= 0 and not trainer.val_only:
+            logger.warning("the trained model will not be saved: trainer.save_freq is %d", trainer.save_freq)
         try:
             self.init_workers()
             self.load()

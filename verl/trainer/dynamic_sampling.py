@@ -104,7 +104,7 @@ class DynamicSampling(Stateful):
         self.so_far = Gathered()
 
     def __call__(self, batch: DataProto) -> Any:
-        values, groups = self._values(batch), _groups(batch)
+        values, groups = self._values(batch), group_rows(batch)
         differing = [rows for rows in groups if values[rows].min() < values[rows].max()]
         now = self.so_far
         now.passes += 1
@@ -158,7 +158,7 @@ class DynamicSampling(Stateful):
         """The first `num_groups` groups; the prompts of the others go back to the queue."""
         now, self.so_far, self.queue.size = self.so_far, Gathered(), self.pass_size
         together = concat_sequences(now.held, self.pad_token_id)
-        groups = _groups(together)
+        groups = group_rows(together)
         chosen, spare = groups[: self.num_groups], groups[self.num_groups :]
         if spare:
             self.queue.put_back(together[[rows[0] for rows in spare]])
@@ -179,7 +179,15 @@ class DynamicSampling(Stateful):
         self.so_far = Gathered(**state)
 
 
-def _groups(batch: DataProto) -> list[np.ndarray]:
+def queue_prompts(flow: DataFlow, size: int) -> PromptQueue:
+    """Let the flow's prompts come from a queue, which is returned."""
+    prompts = flow["prompts"]
+    queue = PromptQueue(prompts.func, size)
+    flow.replace("prompts", Operator("prompts", queue, writes=prompts.writes))
+    return queue
+
+
+def group_rows(batch: DataProto) -> list[np.ndarray]:
     """The rows of each prompt, in the order of their first rows."""
     rows: dict[str, list[int]] = {}
     for row, uid in enumerate(batch.non_tensor_batch["uid"]):
@@ -189,16 +197,14 @@ def _groups(batch: DataProto) -> list[np.ndarray]:
 
 def sample_dynamically(flow: DataFlow, config: tree.Config, pad_token_id: int) -> DataFlow:
     """The edit: `prompts` becomes a queue, and `filter_groups` stands behind `reward`."""
-    groups, prompts = config.algorithm.filter_groups, flow["prompts"]
+    groups = config.algorithm.filter_groups
     pass_size = config.data.gen_batch_size or config.data.train_batch_size
-    queue = PromptQueue(prompts.func, pass_size)
     keep = DynamicSampling(
-        queue,
+        queue_prompts(flow, pass_size),
         metric=groups.metric,
         num_groups=config.data.train_batch_size,
         pass_size=pass_size,
         max_passes=groups.max_num_gen_batches,
         pad_token_id=pad_token_id,
     )
-    flow.replace("prompts", Operator("prompts", queue, writes=prompts.writes))
     return flow.insert_after("reward", Operator("filter_groups", keep, reads=("uid", "token_level_rewards")))

@@ -1,35 +1,47 @@
 """From a command line to a finished run: a mistake in the set-up ends as one message, not as a stack."""
 
-import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
+from verl.config import Config, check_inputs, load_config, unavailable
 from verl.registry import load_object
 
 if TYPE_CHECKING:
     from verl.trainer.base import Trainer
 
-logger = logging.getLogger("verl")
 
+@dataclass(frozen=True)
+class Recipe:
+    """What a method adds to the configuration.
 
-def read_recipe(path: Path | None) -> dict[str, Any]:
-    """The settings of a recipe's YAML file, which stand below the user's; nothing without a recipe."""
-    return OmegaConf.to_container(OmegaConf.load(path), resolve=False) if path is not None else {}
+    name: as the method is called in messages. settings: a YAML file that stands below the user's settings. tree: the
+    keys, where the method has some of its own.
+    """
+
+    name: str | None = None
+    settings: Path | None = None
+    tree: type[Config] = Config
+
+    def read(self) -> dict[str, Any]:
+        """The settings of the file, interpolations not yet resolved."""
+        return OmegaConf.to_container(OmegaConf.load(self.settings), resolve=False) if self.settings else {}
 
 
 def build_trainer(
-    config_path: str | None, overrides: Sequence[str], trainers: Mapping[str, tuple[str, str]], recipe: Path | None
+    config_path: str | None, overrides: Sequence[str], trainers: Mapping[str, tuple[str, str]], recipe: Recipe
 ) -> "Trainer":
     """The trainer of trainer.backend: this host's processes, or a Ray cluster. Arguments as those of main_ppo."""
     from verl.algorithms.presets import PRESETS
-    from verl.config import check_inputs, load_config
 
-    base = read_recipe(recipe)
-    config = load_config(config_path, overrides, base=base, presets=PRESETS, extra_checks=[check_inputs])
+    checks = [check_inputs, unavailable]
+    config = load_config(
+        config_path, overrides, base=recipe.read(), presets=PRESETS, tree=recipe.tree, extra_checks=checks
+    )
     return load_object(*trainers[config.trainer.backend])(config)
 
 
@@ -44,7 +56,7 @@ def run(build: "Callable[[], Trainer]") -> int:
     setup_logging()
     try:
         trainer = build()
-    except (ValueError, ImportError, FileNotFoundError) as error:
+    except (ValueError, ImportError, SyntaxError, FileNotFoundError) as error:
         return complain(error)
     trainer.fit()
     return 0

@@ -8,8 +8,8 @@ from typing import Any
 
 from verl.single_controller import colocate
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.trainer.roles import pools_of, roles_of_actor, worker_specs
-from verl.trainer.setup import check_one_host, stop_token_ids
+from verl.trainer.roles import pools_of, roles_of_actor
+from verl.trainer.setup import check_one_host
 from verl.utils.device import resolve_device
 
 
@@ -22,22 +22,19 @@ class LocalPPOTrainer(PPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         check_one_host(self.config)
+        trainer = self.config.trainer
+        # of the last process: fewer GPUs than processes are found out now
+        self.on_gpu = resolve_device(trainer.device, trainer.n_gpus_per_node - 1).type == "cuda"
 
     def init_workers(self) -> None:
         config = self.config
-        specs = worker_specs(
-            config,
-            total_steps=self.total_steps,
-            pad_token_id=self.tokenizer.pad_token_id,
-            stop_token_ids=stop_token_ids(config.actor_rollout_ref.model.path, self.tokenizer),
-        )
+        specs = self.worker_specs()
         pools = pools_of(config, list(specs))
-        on_gpu = resolve_device(config.trainer.device).type == "cuda"
         for placed in pools.values():
             pool = placed[0][1]
             # one process for everything is this one; several, or several pools, are processes of their own
             alone = pool.world_size == 1 and len(pools) == 1
-            devices = pool.devices if on_gpu and not alone else None
+            devices = pool.devices if self.on_gpu and not alone else None
             roles = {role: specs[role] for role, _ in placed}
             self.roles.update(colocate(roles, pool.world_size, timeout=config.trainer.worker_timeout, devices=devices))
         self.roles.update(dict.fromkeys(roles_of_actor(config), self.roles["actor"]))

@@ -6,7 +6,10 @@ be written with or without a leading `--` or `+`.
 
 import sys
 from collections.abc import Mapping
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verl.trainer.launch import Recipe
 
 Address = tuple[str, str]
 
@@ -49,11 +52,11 @@ def split_arguments(arguments: list[str]) -> tuple[str | None, list[str], set[st
 
 
 def main(
-    arguments: list[str] | None = None, trainers: Mapping[str, Address] = TRAINERS, recipe: Path | None = None
+    arguments: list[str] | None = None, trainers: Mapping[str, Address] = TRAINERS, recipe: "Recipe | None" = None
 ) -> int:
     """Run; returns the exit status.
 
-    trainers: trainer.backend -> module and class of the trainer. recipe: a YAML file below the user's settings.
+    trainers: trainer.backend -> module and class of the trainer. recipe: what a method adds to the configuration.
     """
     try:
         path, overrides, flags = split_arguments(sys.argv[1:] if arguments is None else arguments)
@@ -63,20 +66,21 @@ def main(
     if flags & {"--help", "-h"}:
         print(HELP)
         return 0
+    from verl.trainer.launch import Recipe, build_trainer, run
+
+    recipe = recipe or Recipe()
     if "--print-config" in flags:
         return _print_config(path, overrides, recipe)
-    from verl.trainer.launch import build_trainer, run
-
     return run(lambda: build_trainer(path, overrides, trainers, recipe))
 
 
-def _print_config(path: str | None, overrides: list[str], recipe: Path | None) -> int:
+def _print_config(path: str | None, overrides: list[str], recipe: "Recipe") -> int:
     from verl.algorithms.presets import PRESETS
     from verl.config import dump_config, load_config
-    from verl.trainer.launch import read_recipe
 
     try:
-        print(dump_config(load_config(path, overrides, base=read_recipe(recipe), presets=PRESETS)))
+        config = load_config(path, overrides, base=recipe.read(), presets=PRESETS, tree=recipe.tree)
+        print(dump_config(config, everything=True))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

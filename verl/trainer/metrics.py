@@ -1,7 +1,8 @@
 """What a step and a validation report, under the names that the field's plots already use."""
 
+import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import torch
 
 from verl.algorithms.masked import masked_mean, masked_var
 from verl.protocol import DataProto
+
+logger = logging.getLogger("verl.trainer")
 
 
 def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
@@ -20,27 +23,27 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
 
 
 def data_metrics(batch: DataProto) -> dict[str, float]:
-    """Scores, rewards, advantages, values and lengths of a finished training batch."""
+    """Scores, rewards and lengths of a finished training batch; advantages, returns, values, KL where it has them."""
     columns = batch.tensors
     mask, prompt_mask = columns["response_mask"], columns["attention_mask"][:, : columns["prompts"].shape[1]]
     lengths = columns["attention_mask"][:, -mask.shape[1] :].sum(1).float()
     metrics = {
         **_spread("critic/score", columns["token_level_scores"].sum(1)),
         **_spread("critic/rewards", columns["token_level_rewards"].sum(1)),
-        **_spread("critic/advantages", columns["advantages"][mask.bool()]),
-        **_spread("critic/returns", columns["returns"][mask.bool()]),
         **_spread("response_length", lengths),
         **_spread("prompt_length", prompt_mask.sum(1).float()),
         "response/aborted_ratio": (lengths == 0).float().mean().item(),
     }
     metrics |= _group_metrics(columns["token_level_scores"].sum(1), batch.non_tensor_batch["uid"])
+    for name in ("advantages", "returns", "values"):
+        if name in columns:
+            metrics |= _spread(f"critic/{name}", columns[name][mask.bool()])
     if "values" in columns:
-        metrics |= _spread("critic/values", columns["values"][mask.bool()])
         unexplained = masked_var(columns["returns"] - columns["values"], mask) / (
             masked_var(columns["returns"], mask) + 1e-5
         )
         metrics["critic/vf_explained_var"] = 1 - unexplained.item()
-    if "ref_log_prob" in columns:
+    if {"ref_log_prob", "old_log_probs"} <= columns.keys():
         # the k3 estimate of KL(policy, reference): never negative, unbiased
         log_ratio = columns["ref_log_prob"] - columns["old_log_probs"]
         metrics["actor/ref_kl"] = masked_mean(log_ratio.exp() - log_ratio - 1, mask).item()
@@ -108,12 +111,24 @@ def validation_metrics(
     return metrics
 
 
-def numeric_columns(batch: DataProto) -> dict[str, np.ndarray]:
-    """`reward` and every reward_* column of numbers of a scored batch, (B,) float64."""
-    found: dict[str, np.ndarray] = {"reward": batch.batch["token_level_scores"].sum(1).double().numpy()}
-    for name, values in batch.non_tensor_batch.items():
-        if name.startswith("reward_") and name != "reward_model" and all(_is_number(v) for v in values):
-            found[name.removeprefix("reward_")] = values.astype(np.float64)
+def numeric_columns(batches: Sequence[DataProto]) -> dict[str, np.ndarray]:
+    """`reward` and every reward_* column of numbers of scored batches, one after another, (B,) float64.
+
+    A value that is a number in some rows only is left out, and named in the log.
+    """
+    scores = [batch.batch["token_level_scores"].sum(1).double().numpy() for batch in batches]
+    found: dict[str, np.ndarray] = {"reward": np.concatenate(scores)}
+    names = dict.fromkeys(name for batch in batches for name in batch.non_tensor_batch)
+    for name in names:
+        if not name.startswith("reward_") or name == "reward_model":
+            continue
+        values = [v for b in batches for v in b.non_tensor_batch.get(name, [None] * len(b))]
+        numbers = sum(_is_number(v) for v in values)
+        if numbers == len(values):
+            found[name.removeprefix("reward_")] = np.array(values, dtype=np.float64)
+        elif numbers:
+            short = name.removeprefix("reward_")
+            logger.warning("%r is a number in %d of %d rows only: it is not reported", short, numbers, len(values))
     return found
 
 

@@ -39,6 +39,8 @@ GENERATED = (
     "response_mask",
     "rollout_log_probs",
 )
+#: names that values beside a score cannot have: reward_<name> is a column or a metric of something else
+RESERVED_EXTRAS = {"model", "baselines", "failed_rows", "empty_responses", "greedy_mean", "tied_groups"}
 #: what a forward pass over whole sequences reads
 SEQUENCES = ("input_ids", "attention_mask", "position_ids", "responses")
 
@@ -130,6 +132,9 @@ class Reward:
     def __call__(self, batch: DataProto) -> DataProto:
         scored = self.manager(batch, return_dict=True)
         scores, extra = scored["reward_tensor"], scored["reward_extra_info"]
+        taken = sorted({*extra} & RESERVED_EXTRAS)
+        if taken:
+            raise ValueError(f"the reward function returns the value {taken[0]!r}, a name that is in use: rename it")
         metrics = dict(scored["metrics"])
         if self.shuffle_seed is not None:
             scores = self._dealt_out(scores, batch)
@@ -255,7 +260,7 @@ class UpdatePlan:
     """How a batch is gone through. mini_batch_rows: responses of one optimizer step, over all ranks. epochs: passes.
 
     shuffle: each pass in an order of its own, by seed and step. warmup: training steps in which nothing is done (the
-    critic learns first).
+    critic learns first). together: consecutive rows that are never parted (a pair is 2).
     """
 
     mini_batch_rows: int
@@ -263,13 +268,14 @@ class UpdatePlan:
     shuffle: bool = False
     seed: int = 0
     warmup: int = 0
+    together: int = 1
 
 
 def arrange(lengths: Sequence[int], plan: UpdatePlan, ranks: int, seed: int) -> list[int]:
-    """Row numbers in the order in which one pass wants them, so that equal consecutive shares go to the ranks.
+    """Units (rows, or rows that stay together) in the order of one pass, so that equal shares of it go to the ranks.
 
     A mini-batch holds the same rows however many ranks there are: each rank gets its part of every mini-batch, parts
-    of about the same number of tokens, one mini-batch after another. lengths: tokens of each row.
+    of about the same number of tokens, one mini-batch after another. lengths: tokens of each unit.
     """
     rows = list(range(len(lengths)))
     if plan.shuffle:
@@ -277,8 +283,9 @@ def arrange(lengths: Sequence[int], plan: UpdatePlan, ranks: int, seed: int) -> 
     if ranks == 1:
         return rows
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    for start in range(0, len(rows), plan.mini_batch_rows):
-        mini = rows[start : start + plan.mini_batch_rows]
+    size = plan.mini_batch_rows // plan.together
+    for start in range(0, len(rows), size):
+        mini = rows[start : start + size]
         for share, part in zip(shares, balanced_partition([lengths[i] for i in mini], ranks, equal_size=True)):
             share += [mini[i] for i in part]
     return [i for share in shares for i in share]
@@ -305,10 +312,11 @@ class Update:
         rows = batch.select(None, [], [])
         if "loss_mask" in rows:
             rows = rows.drop("loss_mask").replace(response_mask=rows.batch["loss_mask"])
-        lengths = rows.batch["attention_mask"].sum(1).tolist()
+        lengths = rows.batch["attention_mask"].sum(1).view(-1, plan.together).sum(1).tolist()
         sums = MetricSums()
         for epoch in range(plan.epochs):
-            order = arrange(lengths, plan, ranks, fork_seed(plan.seed, step, epoch))
+            units = arrange(lengths, plan, ranks, fork_seed(plan.seed, step, epoch))
+            order = [unit * plan.together + i for unit in units for i in range(plan.together)]
             share = rows if order == list(range(len(order))) else rows[order]
             facts = {"mini_batch_rows": plan.mini_batch_rows, "last_pass": epoch == plan.epochs - 1}
             share.meta_info.update(facts)

@@ -5,24 +5,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch.utils.data import Dataset
 
 from verl.algorithms.presets import PRESETS
-from verl.config import batch_words, check_available, check_inputs, check_models, load_config, tree
+from verl.config import batch_words, check_available, check_inputs, check_models, load_config, tree, unavailable
 from verl.data.files import PromptSource
 from verl.data.rlhf_dataset import RLHFDataset, check_dataset, collate_prompts
 from verl.dataflow import DataFlow
 from verl.protocol import DataProto
 from verl.rewards import RewardManager
+from verl.single_controller import WorkerSpec
 from verl.trainer import setup
 from verl.trainer.base import Trainer
 from verl.trainer.dynamic_sampling import sample_dynamically
+from verl.trainer.launch import Recipe
 from verl.trainer.metrics import data_metrics, numeric_columns, validation_metrics
 from verl.trainer.ppo_flow import Prompts, build_ppo_flow, build_validation_flow, needs_critic
+from verl.trainer.roles import worker_specs
 from verl.trainer.rollout_correction import correct_rollout
 from verl.trainer.samples import dump_generations, generations, write_jsonl
-from verl.utils.tracking import check_trackers
+from verl.utils.tracking import check_trackers, setup_logging
 
 logger = logging.getLogger("verl.trainer")
 
@@ -35,8 +37,8 @@ class PPOTrainer(Trainer):
     """
 
     saved_roles = ("actor", "critic")
-    #: of a subclass: a YAML file whose settings stand below those that the user gives
-    recipe: ClassVar[Path | None] = None
+    #: what a subclass adds to the configuration
+    recipe: ClassVar[Recipe] = Recipe()
 
     def __init__(
         self,
@@ -49,10 +51,14 @@ class PPOTrainer(Trainer):
         reward_manager: RewardManager | None = None,
         tokenizer: Any = None,
     ):
+        setup_logging()
         if config is None:
             check = check_inputs if train_dataset is None else check_models
             base = setup.base_config(self.recipe, train_dataset, val_dataset)
-            config = load_config(config_path, overrides, base=base, presets=PRESETS, extra_checks=[check])
+            tree_of_keys, checks = self.recipe.tree, [check, unavailable]
+            config = load_config(
+                config_path, overrides, base=base, presets=PRESETS, tree=tree_of_keys, extra_checks=checks
+            )
         check_available(config)
         setup.import_extensions(config)
         check_trackers(config.trainer.logger)
@@ -88,10 +94,20 @@ class PPOTrainer(Trainer):
             sample_dynamically(flow, self.config, self.tokenizer.pad_token_id)
         return correct_rollout(flow, self.config)
 
+    def worker_specs(self) -> dict[str, WorkerSpec]:
+        """role -> its worker; a subclass with a role of its own adds it."""
+        return worker_specs(
+            self.config,
+            total_steps=self.total_steps,
+            pad_token_id=self.tokenizer.pad_token_id,
+            stop_token_ids=setup.stop_token_ids(self.config.actor_rollout_ref.model.path, self.tokenizer),
+        )
+
     def announce(self) -> None:
         rows = f"{len(self.val_dataset):,} rows" if self.val_dataset is not None else "none"
         logger.info("model: %s", self.config.actor_rollout_ref.model.path)
-        logger.info("algorithm: %s, %d steps", self.config.algorithm.adv_estimator, self.total_steps)
+        method = self.recipe.name or self.config.algorithm.adv_estimator
+        logger.info("algorithm: %s; steps: %d", method, self.total_steps)
         logger.info("batch: %s", batch_words(self.config, critic=needs_critic(self.config)))
         logger.info("data: %s; validation: %s", self.source.describe(), rows)
         logger.info("flow: %s", " -> ".join(op.name for op in self.pipeline.operators))
@@ -121,8 +137,7 @@ class PPOTrainer(Trainer):
             prompts = collate_prompts([self.val_dataset[i] for i in rows]).replace(uid=[f"val:{i}" for i in rows])
             scored.append(self.validation.run(prompts))
             texts += generations(scored[-1], self.tokenizer)
-        columns = [numeric_columns(piece) for piece in scored]
-        variables = {name: torch.cat([torch.from_numpy(c[name]) for c in columns]).numpy() for name in columns[0]}
+        variables = numeric_columns(scored)
         sources, uids = (setup.joined(scored, name) for name in ("data_source", "uid"))
         folder = self.config.trainer.validation_data_dir
         if folder:

@@ -4,8 +4,7 @@ import ray
 
 from verl.single_controller.ray_group import colocate
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.trainer.roles import pools_of, roles_of_actor, worker_specs
-from verl.trainer.setup import stop_token_ids
+from verl.trainer.roles import pools_of, roles_of_actor
 
 
 class RayPPOTrainer(PPOTrainer):
@@ -22,12 +21,7 @@ class RayPPOTrainer(PPOTrainer):
         self._started = not ray.is_initialized()
         if self._started:
             ray.init(**{"log_to_driver": True, "include_dashboard": False, **config.ray_kwargs.ray_init})
-        specs = worker_specs(
-            config,
-            total_steps=self.total_steps,
-            pad_token_id=self.tokenizer.pad_token_id,
-            stop_token_ids=stop_token_ids(config.actor_rollout_ref.model.path, self.tokenizer),
-        )
+        specs = self.worker_specs()
         # this host may have no GPU where the nodes do
         use_gpu = config.trainer.device == "cuda" or (
             config.trainer.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0

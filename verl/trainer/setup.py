@@ -1,6 +1,7 @@
 """What a trainer prepares before a model is loaded."""
 
 import logging
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,18 +18,17 @@ from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
 from verl.registry import import_module
 from verl.rewards import RewardManager, load_reward_manager
-from verl.trainer.launch import read_recipe
+from verl.trainer.launch import Recipe
 from verl.trainer.ppo_flow import needs_critic
 
 logger = logging.getLogger("verl.trainer")
 
 
-def base_config(recipe: Path | None, train: Dataset | None, val: Dataset | None) -> dict[str, Any]:
-    """What stands below the user's own settings: those of a recipe's YAML file, and the files of datasets that are
-    given as objects."""
+def base_config(recipe: Recipe, train: Dataset | None, val: Dataset | None) -> dict[str, Any]:
+    """What stands below the user's settings: those of the recipe, and the files of datasets given as objects."""
     given = {"data.train_files": train, "data.val_files": val}
     files = {key: list(d.data_files) for key, d in given.items() if isinstance(d, RLHFDataset)}
-    return read_recipe(recipe) | files
+    return recipe.read() | files
 
 
 def check_one_host(config: tree.Config) -> None:
@@ -97,20 +97,23 @@ def load_tokenizer(model: tree_model.ModelConfig) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ValueError(f"no tokenizer at {path!r}: {error}") from error
+        where = f"in {path!r}" if Path(path).is_dir() else f"there is no folder {path!r}, and as a name of the hub"
+        raise ValueError(f"no tokenizer: {where}: {error}") from error
     if model.custom_chat_template is not None:
         tokenizer.chat_template = model.custom_chat_template
     return tokenizer
 
 
 def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end an answer: the tokenizer's end token and those of the model's generation config."""
-    from transformers import GenerationConfig
+    """The ids that end an answer: the tokenizer's end token and those of the model's generation config (or config)."""
+    from transformers import AutoConfig, GenerationConfig
 
     ids = [tokenizer.eos_token_id]
     if (Path(model_path) / "generation_config.json").is_file() or not Path(model_path).is_dir():
         found = GenerationConfig.from_pretrained(model_path).eos_token_id
-        ids += found if isinstance(found, list) else [found] if found is not None else []
+    else:
+        found = AutoConfig.from_pretrained(model_path).eos_token_id
+    ids += found if isinstance(found, list) else [found] if found is not None else []
     return tuple(dict.fromkeys(ids))
 
 
@@ -160,19 +163,23 @@ def load_rewards(config: tree.Config, tokenizer: Any) -> RewardManager:
 
 
 def try_rewards(manager: RewardManager, dataset: Dataset, tokenizer: Any) -> None:
-    """Score one made-up answer, the first row's ground truth: a reward function that cannot score fails here.
+    """Score two made-up answers to the first row, its ground truth and its prompt: one right, one wrong as a rule.
 
-    Not after the model is loaded and the first batch generated.
+    A reward function that cannot score fails here, not after the model is loaded and the first batch generated.
     """
     item = dataset[0]
+    prompts = collate_prompts([item, item])
     truth = str((item.get("reward_model") or {}).get("ground_truth", ""))
-    answer = tokenizer.encode(truth, add_special_tokens=False) or [tokenizer.eos_token_id]
-    prompts = collate_prompts([item])
-    columns = build_sequences(list(prompts.non_tensor_batch["prompt_ids"]), [answer], tokenizer.pad_token_id)
+    right = tokenizer.encode(truth, add_special_tokens=False) or [tokenizer.eos_token_id]
+    prompt_ids = list(prompts.non_tensor_batch["prompt_ids"])
+    columns = build_sequences(prompt_ids, [right, prompt_ids[0]], tokenizer.pad_token_id)
     try:
         manager(prompts.union(DataProto.from_dict(columns)), return_dict=True)
     except Exception as error:
-        error.add_note("found by a trial before training: the first row's ground truth was scored as an answer")
+        stack = traceback.extract_tb(error.__cause__.__traceback__) if error.__cause__ else []
+        for frame in stack[-1:]:
+            error.add_note(f"raised at {frame.filename}:{frame.lineno}: {frame.line}")
+        error.add_note("found by a trial before training: the first row's ground truth and prompt, scored as answers")
         raise
 
 

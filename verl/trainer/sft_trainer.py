@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from verl.algorithms.masked import masked_mean
-from verl.config import check_available, check_inputs, check_models, load_config, tree_sft
+from verl.config import check_available, check_inputs, check_models, load_config, tree_sft, unavailable
 from verl.data.files import PromptSource
 from verl.data.sft_dataset import SFTDataset, collate_sft
 from verl.dataflow import DataFlow, Operator, Stateful
@@ -21,7 +21,7 @@ from verl.single_controller import LocalWorkerGroup, WorkerSpec
 from verl.trainer import setup
 from verl.trainer.base import Trainer
 from verl.utils.device import resolve_device
-from verl.utils.tracking import check_trackers
+from verl.utils.tracking import check_trackers, setup_logging
 from verl.workers.sft import SFTWorker
 
 logger = logging.getLogger("verl.trainer")
@@ -61,11 +61,14 @@ class SFTTrainer(Trainer):
         val_dataset: Dataset | None = None,
         tokenizer: Any = None,
     ):
+        setup_logging()
         if config is None:
             check = check_inputs if train_dataset is None else check_models
-            config = load_config(config_path, overrides, tree=tree_sft.SFTConfig, extra_checks=[check])
+            config = load_config(config_path, overrides, tree=tree_sft.SFTConfig, extra_checks=[check, unavailable])
         check_available(config)
         check_trackers(config.trainer.logger)
+        # of the last process: fewer GPUs than processes are found out now
+        self.on_gpu = resolve_device(config.trainer.device, config.trainer.n_gpus_per_node - 1).type == "cuda"
         tokenizer = tokenizer if tokenizer is not None else setup.load_tokenizer(config.model)
         data = config.data
         self.collate: Callable[[list], DataProto] = lambda items: collate_sft(items, tokenizer.pad_token_id)
@@ -87,9 +90,8 @@ class SFTTrainer(Trainer):
     def init_workers(self) -> None:
         config = self.config
         spec = WorkerSpec(SFTWorker, {"config": config, "total_training_steps": self.total_steps})
-        on_gpu = resolve_device(config.trainer.device).type == "cuda"
         ranks = config.trainer.n_gpus_per_node
-        devices = range(ranks) if on_gpu and ranks > 1 else None
+        devices = range(ranks) if self.on_gpu and ranks > 1 else None
         self.roles["actor"] = LocalWorkerGroup(spec, ranks, name="actor", devices=devices)
 
     def build_flow(self) -> DataFlow:
@@ -101,7 +103,7 @@ class SFTTrainer(Trainer):
 
     def announce(self) -> None:
         logger.info("model: %s", self.config.model.path)
-        logger.info("data: %s; %d steps", self.source.describe(), self.total_steps)
+        logger.info("data: %s; steps: %d", self.source.describe(), self.total_steps)
 
     def step_metrics(self, batch: DataProto) -> dict[str, float]:
         return {"train/tokens": float(batch.batch["response_mask"].sum())}

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# REINFORCE++ with the mean of a prompt's answers as the baseline, on GSM8K in one process.
+#
+#   python examples/data_preprocess/gsm8k.py --local_dir FOLDER_WITH_JSONL --save_dir data/gsm8k
+#   MODEL=/path/to/model DATA=data/gsm8k bash examples/reinforce_plus_plus_trainer/run_gsm8k_baseline_local.sh [key=value ...]
+#
+# Any key may be set at the end of the line: `trainer.total_training_steps=5 data.train_batch_size=16`.
+set -euo pipefail
+MODEL=${MODEL:?set MODEL to a HuggingFace model: a folder or an id}
+DATA=${DATA:?set DATA to the folder with train.parquet and test.parquet}
+
+exec "${PYTHON:-python}" -m verl.trainer.main_ppo \
+    algorithm.adv_estimator=reinforce_plus_plus_baseline \
+    data.train_files="$DATA/train.parquet" \
+    data.val_files="$DATA/test.parquet" \
+    data.train_batch_size=64 \
+    data.max_prompt_length=512 \
+    data.max_response_length=256 \
+    data.filter_overlong_prompts=true \
+    actor_rollout_ref.model.path="$MODEL" \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=64 \
+    actor_rollout_ref.actor.use_dynamic_bsz=true \
+    actor_rollout_ref.actor.use_kl_loss=true \
+    actor_rollout_ref.actor.kl_loss_coef=0.001 \
+    actor_rollout_ref.actor.kl_loss_type=k2 \
+    actor_rollout_ref.rollout.n=8 \
+    trainer.project_name=gsm8k \
+    trainer.experiment_name=reinforce_plus_plus_baseline_local \
+    trainer.logger='["console","jsonl"]' \
+    trainer.total_epochs=1 \
+    trainer.test_freq=20 \
+    trainer.save_freq=20 \
+    "$@"

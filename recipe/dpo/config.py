@@ -1,0 +1,20 @@
+"""The keys that online DPO adds to the configuration: the section `dpo`."""
+
+from typing import Literal
+
+from verl.config.node import Node, key, part
+from verl.config.tree import Config
+
+
+class DPOSection(Node):
+    """`dpo`: the loss of a pair."""
+
+    beta: float = key(0.1, "how much a preference counts against the distance to the reference", gt=0)
+    loss_type: Literal["sigmoid", "ipo"] = key("sigmoid", "DPO, or IPO (a squared error, which does not saturate)")
+    label_smoothing: float = key(0.0, "sigmoid: share of preferences held to be wrong", ge=0, lt=0.5)
+
+
+class DPOConfig(Config):
+    """The root, with the section of DPO."""
+
+    dpo: DPOSection = part(DPOSection, "online DPO")

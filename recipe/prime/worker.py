@@ -1,0 +1,69 @@
+"""The worker of the implicit process reward model phi: its log-probs, and its update from outcomes."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recipe.prime.config import PrimeSection
+from verl.algorithms.prime import prime_loss
+from verl.config import tree
+from verl.engines.base import Objective, Tensors
+from verl.engines.metrics import MetricSums
+from verl.protocol import DataProto
+from verl.single_controller import Dispatch, Worker, register
+from verl.workers.build import make_engine, micro_batching, model_config, optimizer_config
+
+
+class ImplicitPRMWorker(Worker):
+    """config: the section `prime`. policy: the section `actor_rollout_ref`, whose model phi starts from."""
+
+    def __init__(
+        self, config: PrimeSection, policy: tree.ActorRolloutRefConfig, *, device: str, total_training_steps: int
+    ):
+        self.config = config
+        self.temperature = policy.rollout.temperature
+        self.micro = micro_batching(
+            config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu
+        )
+        model = model_config(policy.model, config.fsdp_config, device, self.local_rank)
+        optimizer = optimizer_config(config.optim, total_training_steps)
+        self.engine = make_engine(model, config.fsdp_config, optimizer, self.world_size)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_prm_log_prob(self, batch: DataProto) -> DataProto:
+        """The column prm_log_prob, at the temperature of the policy's and the reference's log-probs."""
+        found = self.engine.infer(batch, ("log_probs",), self.micro, temperature=self.temperature)
+        return DataProto.from_dict({"prm_log_prob": found["log_probs"]})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def update_prm(self, batch: DataProto) -> dict[str, Any]:
+        """One pass over this rank's rows in mini-batches, as the actor's update. Reads ref_log_prob and acc (B,)."""
+        sums = MetricSums()
+        for mini in batch.split(batch.meta_info["mini_batch_rows"] // self.world_size):
+            (num_sequences,) = self.engine.sum_over_ranks([float(len(mini))])
+            objective = prm_objective(self.config.beta, num_sequences)
+            metrics = self.engine.train_batch(mini, objective, self.micro, temperature=self.temperature)
+            sums.add({name if "/" in name else f"prm/{name}": value for name, value in metrics.items()})
+        lr = {"prm/lr": self.engine.lr_step()} if batch.meta_info["last_pass"] else {}
+        return {**sums.result(), **lr}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: str | Path) -> None:
+        """Write the model, its optimizer and schedule under `folder`."""
+        self.engine.save(Path(folder), tuple(self.config.checkpoint.save_contents))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: str | Path) -> None:
+        """Restore what `save_checkpoint` wrote."""
+        self.engine.load(Path(folder), tuple(self.config.checkpoint.load_contents))
+
+
+def prm_objective(beta: float, num_sequences: float) -> Objective:
+    """Cross-entropy of the sum of beta * (log phi - log ref) against the outcome; num_sequences of the mini-batch."""
+
+    def loss(outputs: Tensors, rows: Tensors) -> tuple[torch.Tensor, dict[str, Any]]:
+        log_ratio = outputs["log_probs"] - rows["ref_log_prob"]
+        return prime_loss(log_ratio, rows["acc"], rows["response_mask"], beta=beta, num_sequences=num_sequences)
+
+    return Objective(loss, ("log_probs",))

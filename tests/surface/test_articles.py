@@ -1,0 +1,179 @@
+"""What the articles print works as it is printed: the flow in ten lines, the local trainer, the YAML command line."""
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import verl
+from verl.trainer.local_trainer import LocalPPOTrainer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+LOCAL_CONFIG = """
+trainer:
+  project_name: my_project
+  experiment_name: local_ppo
+  n_gpus_per_node: 1
+  total_epochs: 1
+  save_freq: 6
+
+actor_rollout:
+  model_name_or_path: ./model
+  use_vllm: false
+
+critic:
+  model_name_or_path: ./model
+
+data:
+  train_files: ["./train.jsonl"]
+  max_prompt_length: 512
+"""
+
+# As printed; only the sizes are given beside the file, and the reward, since these rows are nobody's data set.
+LOCAL_SCRIPT = """
+from transformers import AutoTokenizer
+
+from verl.data.rlhf_dataset import RLHFDataset
+from verl.trainer.local_trainer import LocalPPOTrainer
+
+tokenizer = AutoTokenizer.from_pretrained("./model")
+train_dataset = RLHFDataset(data_files=["train.jsonl"], tokenizer=tokenizer, config={"max_prompt_length": 512})
+
+
+def look(batch):
+    print(sorted(batch.batch.keys()))
+
+
+class LookingTrainer(LocalPPOTrainer):
+    def build_flow(self):
+        return super().build_flow().insert_after("adv", look)
+
+
+few = ["data.train_batch_size=4", "data.max_response_length=6", "reward_function=accuracy_reward"]
+LookingTrainer(
+    config_path="./config.yaml", train_dataset=train_dataset, overrides=[*few, "use_reference_policy=true"]
+).fit()
+"""
+
+CLI_CONFIG = """
+algorithm:
+  name: ppo
+  clip_range: 0.2
+  value_loss_coef: 0.5
+
+model:
+  pretrain_model_path: ./model
+
+reward_function: {reward}
+
+data:
+  train_path: train.jsonl
+  batch_size_per_gpu: 12
+
+engine:
+  actor_type: fsdp
+  critic_type: fsdp
+  num_gpus: 1
+"""
+
+
+@pytest.fixture
+def workplace(tiny, tmp_path):
+    """A folder with ./model and train.jsonl (24 rows of prompt and answer), as the articles assume."""
+    (tmp_path / "model").symlink_to(tiny / "model")
+    (tmp_path / "train.jsonl").symlink_to(tiny / "train.jsonl")
+    return tmp_path
+
+
+def run(folder: Path, *command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def phases(shown: str) -> list[str]:
+    """The names in the lines `12:03:44 [gen] 1.24s`, in their order."""
+    return re.findall(r"^\d\d:\d\d:\d\d \[(\w+)\] \d+\.\d\ds", shown, re.MULTILINE)
+
+
+def test_a_loop_in_under_ten_lines():
+    from verl import DataFlow, Operator
+
+    flow = DataFlow()
+    flow.add_operator(Operator("rollout", lambda: {"answer": [3, 4, 5]}))
+    flow.add_operator(Operator("reward", lambda batch: {"score": batch.non_tensor_batch["answer"] % 2}, writes="score"))
+    flow.add_operator(Operator("update", lambda batch: print(sum(batch.non_tensor_batch["score"]))))
+    pipeline = flow.compile()
+    for _ in range(2):
+        batch = pipeline.run()
+    assert list(batch.non_tensor_batch["score"]) == [1, 0, 1]
+    assert list(pipeline.timings) == ["rollout", "reward", "update"]
+
+
+def test_the_local_trainer_in_a_plain_script(workplace):
+    (workplace / "config.yaml").write_text(LOCAL_CONFIG)
+    (workplace / "main.py").write_text(LOCAL_SCRIPT)
+    shown = run(workplace, "main.py")
+    step = ["prompts", "repeat", "gen", "reward", "old_log_prob", "ref", "values", "adv", "look"]
+    assert phases(shown) == [*step, "update_critic", "update_actor"] * 6 + ["save"]
+    assert shown.count("'advantages', 'attention_mask', 'entropys'") == 6  # what batch.batch.keys() holds by then
+    assert "24 rows: 6 steps of 4 an epoch" in shown
+    saved = workplace / "checkpoints" / "my_project" / "local_ppo" / "global_step_6"
+    assert (saved / "actor").is_dir() and (saved / "critic").is_dir()
+
+
+def test_a_program_with_its_own_logging_keeps_it(settings):
+    log, heard = logging.getLogger("verl"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    before, level = list(log.handlers), log.level
+    log.addHandler(handler)
+    log.setLevel(logging.WARNING)
+    try:
+        LocalPPOTrainer(overrides=[*settings, "trainer.total_training_steps=1"]).fit()
+        assert log.handlers == [*before, handler] and log.level == logging.WARNING
+        assert not any(line.startswith("[gen]") for line in heard)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+def test_the_command_line_of_a_yaml_file(workplace):
+    (workplace / "ppo_config.yaml").write_text(CLI_CONFIG.format(reward="accuracy_reward"))
+    few = ["data.max_response_length=6", "trainer.total_epochs=1", "trainer.logger=[console,jsonl]"]
+    shown = run(workplace, "-m", "verl.cli.train", "--config", "ppo_config.yaml", *few)
+    assert "12 prompts x 1 sample = 12 responses a step" in shown
+    expected = ["prompts", "repeat", "gen", "reward", "old_log_prob", "ref", "values", "kl", "adv"]
+    assert phases(shown) == [*expected, "update_critic", "update_actor"] * 2
+    lines = next(workplace.rglob("metrics.jsonl")).read_text().splitlines()
+    assert [json.loads(line)["reward/acc"] for line in lines] == [0.0, 0.0]  # a random model
+
+
+def test_a_reward_of_ones_own_as_a_plugin(workplace, steps, monkeypatch):
+    monkeypatch.chdir(workplace)
+    plugin = ROOT / "examples" / "reward_fn" / "similarity.py"
+    config = CLI_CONFIG.format(reward="similarity") + f"\nimports: [{plugin}]\n"
+    (workplace / "ppo_config.yaml").write_text(config)
+    few = ["data.max_response_length=6", "trainer.total_training_steps=1", "trainer.logger=[jsonl]"]
+    (step,) = steps("--config", "ppo_config.yaml", *few, "trainer.default_local_dir=run")
+    assert 0 < step["critic/score/mean"] < 1  # some letters of the reference are hit by chance
+    assert step["reward/acc"] == pytest.approx(step["critic/score/mean"])
+
+
+def test_check_env_has_its_three_names():
+    from verl.utils.env_check import check_env
+
+    assert verl.check_env is check_env

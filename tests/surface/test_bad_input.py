@@ -1,0 +1,282 @@
+"""What a user can get wrong ends in one message on stderr and status 1, before any model is loaded.
+
+The weights of the model in these tests cannot be read: a run that came to loading them would fail otherwise.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from safetensors import SafetensorError
+
+from tests.trainer.conftest import run_settings
+from verl.trainer.main_ppo import main
+
+ROOT = Path(__file__).resolve().parents[2]
+ROW = {"prompt": "ab=", "answer": "ba"}
+CHAT = [{"role": "user", "content": "ab="}]
+ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+TRIAL = "found by a trial before training"
+LISTS = "data_sources, solution_strs, ground_truths, extra_infos"
+
+
+@pytest.fixture(scope="module")
+def unloadable(tiny, tmp_path_factory) -> Path:
+    """The folder `tiny` with weights that cannot be read."""
+    folder = tmp_path_factory.mktemp("unloadable") / "tiny"
+    shutil.copytree(tiny, folder)
+    (folder / "model" / "model.safetensors").write_bytes(b"no weights")
+    return folder
+
+
+@pytest.fixture
+def complaint(unloadable, tmp_path, capsys) -> Callable[..., str]:
+    """What stands on stderr when a run with these settings is refused."""
+
+    def run(*overrides: str) -> str:
+        settings = [*run_settings(unloadable, tmp_path / "run"), "algorithm.adv_estimator=grpo"]
+        assert main([*settings, "trainer.total_training_steps=1", *overrides]) == 1
+        shown = capsys.readouterr().err
+        assert shown.startswith("error: ") and shown.count("error: ") == 1 and "Traceback" not in shown
+        assert not (tmp_path / "run").exists()
+        return shown
+
+    return run
+
+
+@pytest.fixture
+def train(complaint, tmp_path) -> Callable[..., str]:
+    """The same for training rows, written as parquet where they are tables and as they are where they are text."""
+
+    def run(rows: Sequence[dict] | str, *overrides: str, kind: str = "jsonl") -> str:
+        path = tmp_path / f"rows.{kind}"
+        if kind == "parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        else:
+            path.write_text(rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows))
+        return complaint(f"data.train_files={path}", *overrides)
+
+    return run
+
+
+@pytest.fixture
+def reward(complaint, tmp_path) -> Callable[..., str]:
+    """The same for a reward function with this body and signature."""
+
+    def run(body: str, *overrides: str, takes: str = "data_source, solution_str, ground_truth, extra_info=None") -> str:
+        (tmp_path / "reward.py").write_text(f"def compute_score({takes}):\n    {body}\n")
+        return complaint(f"reward.custom_reward_function.path={tmp_path / 'reward.py'}", *overrides)
+
+    return run
+
+
+def test_the_model_of_these_tests_cannot_be_loaded(unloadable, tmp_path):
+    settings = run_settings(unloadable, tmp_path / "run")
+    with pytest.raises(SafetensorError):
+        main([*settings, "algorithm.adv_estimator=grpo", "trainer.total_training_steps=1"])
+
+
+def test_as_a_process(unloadable, tmp_path):
+    settings = [*run_settings(unloadable, tmp_path / "run"), "data.train_batchsize=4", "data.max_prompt_length=long"]
+    done = subprocess.run(
+        [sys.executable, "-m", "verl.trainer.main_ppo", *settings],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "error: 2 problems in the configuration:\n"
+        "  1. data.train_batchsize (override 'data.train_batchsize=4'): unknown key; "
+        "did you mean data.train_batch_size?\n"
+        "  2. data.max_prompt_length (override 'data.max_prompt_length=long'): found 'long' (text), "
+        "expected a whole number >= 1\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        # keys and values
+        (["trainr.save_freq=4"], "unknown key; did you mean trainer.save_freq?"),
+        (["data.train_batch_size=four"], "found 'four' (text), expected a whole number >= 1"),
+        (["data.train_batch_size"], "an override is written key=value"),
+        ([ACTOR + "optim.lr_scheduler_type=cosin"], "expected one of constant, cosine; did you mean cosine?"),
+        # what does not fit together
+        ([ACTOR + "ppo_mini_batch_size=3"], "4 is not a multiple of " + ACTOR + "ppo_mini_batch_size 3"),
+        (["data.train_batch_size=64"], "a batch of 64 prompts needs as many rows, but the data set has 24"),
+        ([ROLLOUT + "n=1"], "adv_estimator=grpo compares the answers to one prompt: " + ROLLOUT + "n must be at least"),
+        # names that are misspelt
+        (["algorithm.adv_estimator=grop"], "no advantage estimator is called 'grop': did you mean 'grpo'?"),
+        (["algorithm.name=grop"], "there is no algorithm 'grop': did you mean 'grpo'?"),
+        ([ACTOR + "policy_loss.loss_mode=vanila"], "no policy loss is called 'vanila': did you mean 'vanilla'?"),
+        (["reward_model.reward_manager=naiv"], "no reward manager is called 'naiv': did you mean 'naive'?"),
+        (["trainer.logger=[consol]"], "no tracker is called 'consol': did you mean 'console'?"),
+        # files and folders that are not there
+        (["data.train_files=nowhere.parquet"], "data.train_files (override 'data.train_files=nowhere.parquet'): there"),
+        (["data.val_files=[nowhere.parquet]"], "there is no file 'nowhere.parquet' (looked at "),
+        (["actor_rollout_ref.model.path=./nowhere"], "there is no folder './nowhere'"),
+        (["imports=[nowhere.py]"], "no file 'nowhere.py' (looked at "),
+        (["imports=[no.such.module]"], "no module 'no.such.module'"),
+        (["trainer.resume_mode=resume_path", "trainer.resume_from_path=nowhere"], "there is no folder 'nowhere'"),
+    ],
+)
+def test_settings(complaint, overrides, message):
+    assert message in complaint(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (ROLLOUT + "name=vllm", "'vllm' (text) is not built yet: use hf"),
+        (ROLLOUT + "name=sglang", "'sglang' (text) is not built yet: use hf"),
+        ("actor_rollout.use_vllm=true", "'vllm' (text) is not built yet: use hf"),
+        (ACTOR + "strategy=megatron", "'megatron' (text) is not built yet: use fsdp"),
+        ("engine.actor_type=megatron", "'megatron' (text) is not built yet: use fsdp"),
+        ("engine.critic_type=megatron", "'megatron' (text) is not built yet: use fsdp"),
+        ("trainer.backend=megatron", "'megatron' (text) is not built yet: use fsdp"),
+        ("actor_rollout_ref.model.lora_rank=8", "8 is not built yet: all weights are trained: use 0"),
+        ("reward_model.enable=true", "not built yet: score by a function"),
+        (ROLLOUT + "multi_turn.enable=true", "only verl's default false is accepted here: answers of one turn"),
+        ("trainer.nnodes=2", "this trainer runs on one host: use trainer.backend=ray"),
+    ],
+)
+def test_what_is_not_built_is_refused_with_what_to_use(complaint, override, message):
+    shown = complaint(override)
+    assert message in shown
+    if "is not built yet" in shown:
+        assert f"(override {override!r})" in shown  # in the words of the user
+
+
+def test_a_gpu_that_is_not_there(complaint, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "device 'cuda' was asked for, but " in complaint("trainer.device=cuda")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"question": "ab=", "answer": "ba"}], "rows.jsonl: no column 'prompt' for the prompt (data.prompt_key)"),
+        ([{"prompt": "ab="}], "rows.jsonl: no answers to score against: expected a column 'reward_model'"),
+        ([ROW, {"prompt": "ab="}], "rows.jsonl, line 2: the answer (column 'answer') is missing: found None"),
+        ([ROW, {"prompt": "", "answer": "x"}], "rows.jsonl, line 2: the prompt is empty"),
+        ([{**ROW, "data_source": 3}], "rows.jsonl, line 1: expected a name in column 'data_source', found 3"),
+        ([{**ROW, "prompt": CHAT}], "rows.jsonl, line 1: the prompt is a chat, but the tokenizer has no chat template"),
+        ([{**ROW, "prompt": "Hi=="}], "rows.jsonl, line 1: the tokenizer loses text: 'Hi==' comes back as '<unk>"),
+        ([ROW, {**ROW, "prompt": "abcdefgh="}], "1 of 2 prompts longer than 8 tokens, the first: "),
+        ("", "rows.jsonl: the file holds no rows"),
+        ('{"prompt": "ab=", "answer": "ba"}\n{oops\n', "rows.jsonl, line 2: expected one JSON object a line: "),
+    ],
+)
+def test_rows(train, rows, message):
+    assert message in train(rows)
+
+
+def test_a_parquet_file_without_the_prompt(train):
+    rows = [{"question": "ab=", "reward_model": {"ground_truth": "ba"}}]
+    assert "rows.parquet: no column 'prompt' for the prompt (data.prompt_key): known: question, reward_model" in train(
+        rows, kind="parquet"
+    )
+
+
+def test_no_usable_row_is_left(train):
+    shown = train([ROW] * 5, "data.max_prompt_length=2", "data.filter_overlong_prompts=true")
+    expected = "no usable row is left of 5; 5 of 5 prompts longer than 2 tokens, the shortest has 3: raise data.max_pro"
+    assert expected in shown
+
+
+def test_validation_rows_are_looked_at_too(complaint, tmp_path):
+    (tmp_path / "val.jsonl").write_text('{"prompt": "ab=", "answer": null}\n')
+    assert "val.jsonl, line 1: the answer" in complaint(f"data.val_files={tmp_path / 'val.jsonl'}")
+
+
+def test_prompts_that_are_too_long_are_counted_where_that_is_asked_for(unloadable, tmp_path, caplog):
+    with pytest.raises(SafetensorError), caplog.at_level("INFO", "verl"):  # all is well but the weights
+        main(
+            [
+                *run_settings(unloadable, tmp_path / "run"),
+                "algorithm.adv_estimator=grpo",
+                "data.max_prompt_length=4",
+                "data.filter_overlong_prompts=true",
+            ]
+        )
+    lengths = [len(json.loads(line)["prompt"]) for line in (unloadable / "train.jsonl").read_text().splitlines()]
+    dropped = sum(length > 4 for length in lengths)
+    assert f"filtered {dropped} of 24 prompts longer than 4 tokens" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return 1 / 0", "compute_score() at {file}:1 raised ZeroDivisionError: division by zero"),
+        ("pass", "compute_score() at {file}:1 returned None: expected a number"),
+        ("return float('nan')", "returned nan: expected a finite number"),
+        ("return 'good'", "returned str 'good': expected a number"),
+        ("return [1.0, 0.0]", "returned list [1.0, 0.0]: expected a number"),
+        ("import numpy; return numpy.ones(3)", "returned an array of shape (3,): expected one number"),
+        ("return {'acc': 1.0}", "returned a dict without \"score\": it has 'acc'"),
+        ("return 1.0 if solution_str == ground_truth else None", "returned None"),  # only wrong answers show it
+    ],
+)
+def test_a_reward_function_that_cannot_score(reward, tmp_path, body, message):
+    shown = reward(body)
+    assert message.format(file=tmp_path / "reward.py") in shown and TRIAL in shown
+    assert ("reward.py:2: return 1 / 0" in shown) == ("1 / 0" in body)  # the line that raised
+
+
+def test_a_reward_function_that_is_not_there_or_fits_nothing(complaint, reward, tmp_path):
+    assert "no file 'nowhere.py'" in complaint("reward.custom_reward_function.path=nowhere.py")
+    assert "defines no 'compute_scores': did you mean 'compute_score'?" in complaint(
+        "reward.custom_reward_function.name=compute_scores"
+    )
+    shown = complaint("reward.custom_reward_function.path=null", "reward_function=acuracy_reward")
+    assert "no reward function is called 'acuracy_reward': did you mean 'accuracy_reward'?" in shown
+    assert "no reward rule for data_source 'jsonl'; known:" in complaint("reward.custom_reward_function.path=null")
+    shown = reward("return 1.0", takes="a, b")
+    assert "wrong signature" in shown and "compute_score(a, b) at " in shown and "f(sampled_response, " in shown
+
+
+def test_a_reward_function_of_lists(reward):
+    assert "takes lists, which NaiveRewardManager does not give: use reward_manager=batch" in reward(
+        "return [1.0] * len(solution_strs)", "reward_model.reward_manager=naive", takes=LISTS
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "found"), [("return 1.0", "float 1.0"), ("return [1.0] * (len(solution_strs) + 1)", "3 entries")]
+)
+def test_lists_of_a_wrong_length(reward, body, found):
+    shown = reward(body, "reward_model.reward_manager=batch", takes=LISTS)
+    assert f"returned {found}: expected a list with one entry for each of 2 rows" in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("def f(:", "invalid syntax (reward.py, line 1)"), ("import nothing_here", "'nothing_here'")]
+)
+def test_a_file_of_ones_own_that_cannot_be_imported(complaint, tmp_path, text, message):
+    (tmp_path / "reward.py").write_text(text)
+    shown = complaint(f"reward.custom_reward_function.path={tmp_path / 'reward.py'}")
+    assert message in shown and f"raised while {tmp_path / 'reward.py'} was imported" in shown
+
+
+def test_a_folder_without_a_model_or_a_tokenizer(complaint, unloadable, tmp_path):
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    shown = complaint(f"actor_rollout_ref.model.path={folder}")
+    assert "has no config.json: give the folder of a HuggingFace model" in shown
+    shutil.copy(unloadable / "model" / "config.json", folder)
+    assert f"no tokenizer: in '{folder}': " in complaint(f"actor_rollout_ref.model.path={folder}")
+
+
+def test_a_dataset_class_that_is_none(complaint, tiny):
+    shown = complaint(f"data.custom_cls.path={tiny / 'reward.py'}", "data.custom_cls.name=compute_score")
+    assert "is not a subclass of torch.utils.data.Dataset" in shown

@@ -1,0 +1,43 @@
+"""The configurations and reward functions under examples/ do what their heads say."""
+
+from pathlib import Path
+
+import pytest
+
+from verl.algorithms.presets import PRESETS
+from verl.config import load_config, unavailable
+from verl.registry import load_object
+from verl.rewards.functions import REWARD_FUNCTION_REGISTRY
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.mark.parametrize("path", sorted((EXAMPLES / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_configuration_loads_and_can_run(path):
+    config = load_config(path, presets=PRESETS)
+    assert unavailable(config) == []
+    assert config.data.train_files and config.actor_rollout_ref.model.path == "./models/policy"
+
+
+def test_the_short_forms_mean_what_they_say():
+    config = load_config(EXAMPLES / "configs" / "cli_ppo.yaml", presets=PRESETS)
+    assert config.actor_rollout_ref.actor.clip_ratio == config.actor_rollout_ref.actor.clip_ratio_low == 0.2
+    assert (config.critic.value_loss_coef, config.data.train_batch_size) == (0.5, 16)
+    assert config.reward.reward_function == "accuracy_reward" and config.algorithm.adv_estimator == "gae"
+
+
+def test_gsm8k_with_format():
+    score = load_object(str(EXAMPLES / "reward_fn" / "gsm8k_with_format.py"), "compute_score")
+    cases = {"so\n#### 1,234": 1.0, "#### 5 then #### 1234.0": 1.0, "#### 7": 0.1, "1234": 0.0, "#### ,": 0.0, "": 0.0}
+    for answer, expected in cases.items():
+        found = score("openai/gsm8k", answer, "1234")
+        assert found["score"] == expected, answer
+        assert found["acc"] == (expected == 1.0)
+    assert score("openai/gsm8k", "#### -3", "-3", {})["pred"] == "-3"
+
+
+def test_similarity():
+    similarity = load_object(str(EXAMPLES / "reward_fn" / "similarity.py"), "similarity")
+    assert REWARD_FUNCTION_REGISTRY["similarity"] is similarity
+    assert similarity("abcd", "abcd") == 1.0 and similarity("", "abcd") == 0.0
+    assert similarity("abxx", "abcd") == 0.5  # 2 x 2 letters that agree / (4 + 4)
