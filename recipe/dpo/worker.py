@@ -37,7 +37,7 @@ class DPOActorWorker(ActorRolloutWorker):
             actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
         )
         sums = MetricSums()
-        for mini in batch.split(batch.meta_info["mini_batch_rows"] // self.world_size):
+        for mini in batch.split(batch.meta_info["mini_batch_rows"] // self.engine.dp_size):
             log_probs = self.engine.infer(mini, ("log_probs",), micro, temperature=temperature)["log_probs"]
             (num_pairs,) = self.engine.sum_over_ranks([mini.batch["pair_weight"].sum().item() / 2])
             weights, metrics = sequence_weights(log_probs, mini.tensors, num_pairs, **self.dpo.model_dump())

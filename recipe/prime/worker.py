@@ -1,6 +1,5 @@
 """The worker of the implicit process reward model phi: its log-probs, and its update from outcomes."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,17 +10,19 @@ from verl.config import tree
 from verl.engines.base import Objective, Tensors
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
-from verl.single_controller import Dispatch, Worker, register
+from verl.single_controller import Dispatch, register
 from verl.workers.build import make_engine, micro_batching, model_config, optimizer_config
+from verl.workers.engine_worker import EngineWorker
 
 
-class ImplicitPRMWorker(Worker):
+class ImplicitPRMWorker(EngineWorker):
     """config: the section `prime`. policy: the section `actor_rollout_ref`, whose model phi starts from."""
 
     def __init__(
         self, config: PrimeSection, policy: tree.ActorRolloutRefConfig, *, device: str, total_training_steps: int
     ):
         self.config = config
+        self.checkpoint = config.checkpoint
         self.temperature = policy.rollout.temperature
         self.micro = micro_batching(
             config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu
@@ -40,23 +41,14 @@ class ImplicitPRMWorker(Worker):
     def update_prm(self, batch: DataProto) -> dict[str, Any]:
         """One pass over this rank's rows in mini-batches, as the actor's update. Reads ref_log_prob and acc (B,)."""
         sums = MetricSums()
-        for mini in batch.split(batch.meta_info["mini_batch_rows"] // self.world_size):
-            (num_sequences,) = self.engine.sum_over_ranks([float(len(mini))])
-            objective = prm_objective(self.config.beta, num_sequences)
-            metrics = self.engine.train_batch(mini, objective, self.micro, temperature=self.temperature)
-            sums.add({name if "/" in name else f"prm/{name}": value for name, value in metrics.items()})
+        with self.engine.loaded(optimizer=True):
+            for mini in batch.split(batch.meta_info["mini_batch_rows"] // self.engine.dp_size):
+                (num_sequences,) = self.engine.sum_over_ranks([float(len(mini))])
+                objective = prm_objective(self.config.beta, num_sequences)
+                metrics = self.engine.train_batch(mini, objective, self.micro, temperature=self.temperature)
+                sums.add({name if "/" in name else f"prm/{name}": value for name, value in metrics.items()})
         lr = {"prm/lr": self.engine.lr_step()} if batch.meta_info["last_pass"] else {}
         return {**sums.result(), **lr}
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: str | Path) -> None:
-        """Write the model, its optimizer and schedule under `folder`."""
-        self.engine.save(Path(folder), tuple(self.config.checkpoint.save_contents))
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, folder: str | Path) -> None:
-        """Restore what `save_checkpoint` wrote."""
-        self.engine.load(Path(folder), tuple(self.config.checkpoint.load_contents))
 
 
 def prm_objective(beta: float, num_sequences: float) -> Objective:

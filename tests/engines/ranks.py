@@ -25,6 +25,7 @@ from verl.workers.objectives import aggregation, policy_objective, value_objecti
 
 VOCABULARY = 32
 ROWS = 8
+UNEVEN = MicroBatching(tokens=18)  # cuts the ranks into different numbers of micro-batches
 OPTIMIZER = OptimizerConfig(lr=1e-2, lr_scheduler_type="cosine", total_training_steps=9)
 SETTINGS = {
     "clip_ratio": 0.2,

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.engines.ranks import (
     OPTIMIZER,
+    UNEVEN,
     assert_same,
     engine_alone,
     engine_on_rank,
@@ -24,7 +25,6 @@ from verl.engines.fsdp import FSDPEngine, ShardingConfig
 from verl.engines.hf import HFEngine
 from verl.engines.model import ModelConfig
 
-UNEVEN = MicroBatching(tokens=18)  # cuts the ranks into different numbers of micro-batches
 CONTENTS = ("model", "optimizer", "extra")
 
 

@@ -26,11 +26,8 @@ INSTEAD: dict[str, str] = {
 
 
 NOT_BUILT: dict[str, str] = {
-    "lora_rank": "all weights are trained: use 0",
-    "lora_adapter_path": "start from a merged model in model.path",
     "use_liger": "use false",
     "use_fused_kernels": "log-probs are computed in chunks already: use false",
-    "checkpoint.async_save": "checkpoints are written before the next step: use false",
     "actor_rollout_ref.hybrid_engine": "policy and rollout live in one process: use true",
     "data.validation_shuffle": "the order of validation rows changes no result: use false",
     "algorithm.use_pf_ppo": "use false",

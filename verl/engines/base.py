@@ -127,11 +127,29 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HuggingFace name, full tensor) of every parameter."""
+        """(HuggingFace name, full tensor) of every parameter, adapters merged in. All ranks iterate together."""
 
     @abstractmethod
-    def save(self, folder: Path, contents: tuple[str, ...]) -> None:
-        """Write `contents` (any of model, optimizer, extra, hf_model) under `folder`."""
+    def reference(self) -> AbstractContextManager[None]:
+        """A context in which `infer` asks the model that training started from.
+
+        Raises ValueError where all weights are trained and that model is gone; with adapters it is still there.
+        """
+
+    @abstractmethod
+    def save(self, folder: Path, contents: tuple[str, ...], background: bool = False) -> None:
+        """Write `contents` (any of model, optimizer, extra, hf_model) under `folder`.
+
+        background: return as soon as a copy is in host memory; `finish_save` waits for what is being written then.
+        """
+
+    @abstractmethod
+    def is_saved(self) -> bool:
+        """Whether nothing is being written in the background any more, well or not."""
+
+    @abstractmethod
+    def finish_save(self) -> None:
+        """Wait for what is being written in the background. Raises the error of a write that failed."""
 
     @abstractmethod
     def load(self, folder: Path, contents: tuple[str, ...]) -> None:

@@ -1,11 +1,14 @@
 """What an engine writes and reads: the same folder for one device and for many ranks, so that either loads the other's.
 
-huggingface/   config, and the weights when one process holds them all (or `hf_model` asks for them)
-shards/        torch.distributed.checkpoint: optimizer state, and the weights when they are sharded
-extra.pt       the learning-rate schedule
+huggingface/    config, and the weights when one process holds them all (or `hf_model` asks for them)
+lora_adapter/   the adapters, where these alone are trained
+shards/         torch.distributed.checkpoint: optimizer state, and the weights when they are sharded
+extra.pt        the learning-rate schedule
 """
 
 import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +25,56 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
-def save_shards(folder: Path, state: dict[str, Any]) -> None:
-    """Write nested state; every rank its own shards."""
+def save_shards(folder: Path, state: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
+    """Write nested state; every rank its own shards. group: through which the ranks agree, None for the default.
+
+    Raises OSError, on every rank, when one of them cannot write.
+    """
     if not state:
         return
-    with warnings.catch_warnings():  # torch remarks that without a process group it saves from this process alone
-        warnings.simplefilter("ignore", UserWarning)
-        dcp.save(state, checkpoint_id=folder / "shards", no_dist=not dist.is_initialized())
+    try:
+        with warnings.catch_warnings():  # torch remarks that without a process group it saves from this process alone
+            warnings.simplefilter("ignore", UserWarning)
+            dcp.save(state, checkpoint_id=folder / "shards", process_group=group, no_dist=not dist.is_initialized())
+    except dcp.api.CheckpointException as error:  # a BaseException, which would pass by handlers of errors
+        causes = {rank: f"{type(e).__name__}: {e}" for rank, (e, _) in error.failures.items()}
+        raise OSError(f"{folder / 'shards'} could not be written: {causes}") from error
+
+
+def host_copy(state: Any) -> Any:
+    """Nested state with every tensor copied to host memory, shards as shards: what is trained on may change then."""
+    if isinstance(state, dict):
+        return {name: host_copy(value) for name, value in state.items()}
+    if isinstance(state, DTensor):
+        local = state.to_local().to("cpu", copy=True)
+        layout = {"shape": state.shape, "stride": state.stride(), "run_check": False}
+        return DTensor.from_local(local, state.device_mesh, state.placements, **layout)
+    return state.to("cpu", copy=True) if isinstance(state, torch.Tensor) else state
+
+
+class BackgroundWriter:
+    """Writes in a thread of its own, one thing at a time. The interpreter does not end before it is done."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._write: Future[None] | None = None
+
+    def start(self, write: Callable[[], None]) -> None:
+        """Begin a write, after the one before."""
+        self.wait()
+        self._write = self._threads.submit(write)
+
+    def is_done(self) -> bool:
+        """Whether nothing is being written any more; `wait` tells whether it went well."""
+        return self._write is None or self._write.done()
+
+    def wait(self) -> None:
+        """Wait for the write under way. Raises its error, once."""
+        try:
+            if self._write is not None:
+                self._write.result()
+        finally:
+            self._write = None
 
 
 def load_shards(folder: Path, state: dict[str, Any]) -> None:

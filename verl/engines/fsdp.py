@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -172,16 +171,6 @@ class FSDPEngine(HFEngine):
 
     def max_over_ranks(self, values: list[float]) -> list[float]:
         return reduce_values(values, dist.ReduceOp.MAX, self.config.device, dist.group.WORLD)
-
-    # ---- weights ------------------------------------------------------------------------------------------------
-
-    def _save_huggingface(self, folder: Path, contents: tuple[str, ...]) -> None:
-        full = {name: tensor.cpu() for name, tensor in self.weights()} if "hf_model" in contents else None
-        if self.is_first and full is not None:
-            self.module.save_pretrained(folder, state_dict=full)
-        elif self.is_first:
-            self.module.config.save_pretrained(folder)
-        dist.barrier()
 
 
 def _named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

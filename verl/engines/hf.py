@@ -4,17 +4,20 @@ import inspect
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from verl.engines import checkpoint
 from verl.engines.base import MicroBatching, Objective, OptimizerConfig, Tensors, TrainEngine
+from verl.engines.checkpoint import BackgroundWriter
 from verl.engines.distributed import full_tensor, gradient_norm
+from verl.engines.lora import Adapters
 from verl.engines.metrics import MetricSums
 from verl.engines.micro_batch import ModelInput, build_input, plan, row_lengths
 from verl.engines.model import ModelConfig, TokenModel, checked, load_checked
@@ -28,9 +31,6 @@ _READS = ("input_ids", "attention_mask", "position_ids", "responses")
 
 class HFEngine(TrainEngine):
     """One device, one model. Parameters in model_dtype (float32 masters), compute in compute_dtype."""
-
-    #: whether the module's parameters are all weights
-    whole = True
 
     def __init__(
         self,
@@ -46,15 +46,22 @@ class HFEngine(TrainEngine):
         self.module = self._build() if module is None else checked(module, config.kind)
         self.model = TokenModel(self.module, config)
         self.module.train(optimizer is not None and config.gradient_checkpointing)
-        self.module.requires_grad_(optimizer is not None)
+        self.adapters = Adapters(self.module) if config.lora is not None else None
+        if self.adapters is None:
+            self.module.requires_grad_(optimizer is not None)
         if optimizer is not None and config.gradient_checkpointing:
             with warnings.catch_warnings():  # its new name is not known to every supported release of transformers
                 warnings.simplefilter("ignore", FutureWarning)
                 self.module.gradient_checkpointing_enable({"use_reentrant": False})
         self._distribute()
+        self._writer = BackgroundWriter()
+        self._writer_group: dist.ProcessGroup | None = None
         self._weights_used: AbstractContextManager[None] = nullcontext()
         self._optimizer_used: AbstractContextManager[None] = nullcontext()
         if optimizer is not None:
+            self._unproven = self.adapters is not None
+            if self.adapters is not None and self.is_first:
+                logger.info("adapters: %s", self.adapters.describe())
             self.optimizer = make_optimizer(optimizer, self.module, config.device)
             self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lr_multiplier(optimizer))
             if offload.optimizer:
@@ -121,9 +128,19 @@ class HFEngine(TrainEngine):
             return {"grad_norm": norm.item(), "grad_skipped": 1.0}
         if self.optimizer_config.clip_grad is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.optimizer_config.clip_grad, norm)
+        before = [p.detach().clone() for p in parameters] if self._unproven else []
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if before and norm > 0 and self.schedule.get_last_lr()[0] > 0:
+            self._check_change(parameters, before)
         return {"grad_norm": norm.item(), "grad_skipped": 0.0}
+
+    def _check_change(self, parameters: list[torch.nn.Parameter], before: list[torch.Tensor]) -> None:
+        """The first update of adapters must have changed them: training that changes nothing looks like training."""
+        changed = any(not torch.equal(full_tensor(p.detach()), full_tensor(old)) for p, old in zip(parameters, before))
+        if not changed:
+            raise RuntimeError("an update with a gradient changed none of the trained parameters")
+        self._unproven = False
 
     def _input(self, columns: Tensors, rows: list[int] | None) -> ModelInput:
         chosen = {k: columns[k] if rows is None else columns[k][rows].to(self.config.device) for k in _READS}
@@ -142,35 +159,92 @@ class HFEngine(TrainEngine):
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
+    @property
+    def whole(self) -> bool:
+        return self.adapters is None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes what all ranks know."""
+        return True
+
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         with self.loaded():
+            if self.adapters is not None:
+                yield from self.adapters.weights()
+                return
             for name, parameter in self.module.named_parameters():
                 yield name, full_tensor(parameter.detach())
 
-    def save(self, folder: Path, contents: tuple[str, ...]) -> None:
-        folder = Path(folder)
-        with self.loaded(optimizer=True):
-            self._save_huggingface(folder / "huggingface", contents)
-            shards: dict[str, Any] = {}
-            if "model" in contents and not self.whole:
-                shards["model"] = checkpoint.model_state(self.model)
-            if "optimizer" in contents:
-                shards["optimizer"] = checkpoint.optimizer_state(self.model, self.optimizer)
-            checkpoint.save_shards(folder, shards)
-        if "extra" in contents and self.is_first:
-            torch.save({"schedule": self.schedule.state_dict()}, folder / "extra.pt")
+    def reference(self) -> AbstractContextManager[None]:
+        if self.adapters is None:
+            raise ValueError("all weights are trained: the model that training started from is not there any more")
+        return self.adapters.reference()
 
-    def _save_huggingface(self, folder: Path, contents: tuple[str, ...]) -> None:
-        """Config, and the weights if the contents ask for them."""
-        if {"model", "hf_model"} & set(contents):
-            self.module.save_pretrained(folder)
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path, contents: tuple[str, ...], background: bool = False) -> None:
+        folder = Path(folder)
+        self._writer.wait()
+        with self.loaded(optimizer=True):
+            state = self._state(contents, checkpoint.host_copy if background else _on_host)
+        if not background:
+            self._write(folder, state)
+            return
+        if self._writer_group is None and dist.is_initialized():
+            self._writer_group = dist.new_group(backend="gloo")  # the default group is in use meanwhile
+        self._writer.start(partial(self._write, folder, state))
+
+    def is_saved(self) -> bool:
+        return self._writer.is_done()
+
+    def finish_save(self) -> None:
+        self._writer.wait()
+
+    def _state(self, contents: tuple[str, ...], keep: Callable[[Any], Any]) -> dict[str, Any]:
+        """What this rank writes: part -> its contents, each as `keep` makes it of what is in use."""
+        shards: dict[str, Any] = {}
+        known: dict[str, Any] = {"huggingface": {}}  # to all ranks, so the first one writes it
+        if "hf_model" in contents or ("model" in contents and self.whole):
+            known["huggingface"] = self._collect(self.weights(), keep) | _persistent_buffers(self.module, keep)
+        if "model" in contents and self.adapters is not None:
+            known["lora_adapter"] = self._collect(self.adapters.tensors(), keep)
+        elif "model" in contents and not self.whole:
+            shards["model"] = keep(checkpoint.model_state(self.model))
+        if "optimizer" in contents:
+            shards["optimizer"] = keep(checkpoint.optimizer_state(self.model, self.optimizer))
+        if "extra" in contents:
+            known["extra"] = {"schedule": self.schedule.state_dict()}
+        return {"shards": shards} | (known if self.is_first else {})
+
+    def _collect(self, tensors: Iterable[tuple[str, torch.Tensor]], keep: Callable[[Any], Any]) -> dict[str, Any]:
+        """Whole tensors, kept by the first rank; the others only help to gather them."""
+        kept = {}
+        for name, tensor in tensors:
+            if self.is_first:
+                kept[name] = keep(tensor)
+        return kept
+
+    def _write(self, folder: Path, state: dict[str, Any]) -> None:
+        checkpoint.save_shards(folder, state["shards"], self._writer_group)
+        if not self.is_first:
+            return
+        if state["huggingface"]:
+            self.module.save_pretrained(folder / "huggingface", state_dict=state["huggingface"])
         else:
-            self.module.config.save_pretrained(folder)
+            self.module.config.save_pretrained(folder / "huggingface")
+        if "lora_adapter" in state:
+            self.adapters.save(folder / "lora_adapter", state["lora_adapter"])
+        if "extra" in state:
+            torch.save(state["extra"], folder / "extra.pt")
 
     def load(self, folder: Path, contents: tuple[str, ...]) -> None:
         folder = Path(folder)
+        self._writer.wait()
         with self.loaded(optimizer=True):
-            if "model" in contents:
+            if "model" in contents and self.adapters is not None:
+                self.adapters.load(folder / "lora_adapter")
+            elif "model" in contents:
                 checkpoint.load_model(folder, self.model, self.module)
             if "optimizer" in contents:
                 checkpoint.load_optimizer(folder, self.model, self.optimizer)
@@ -182,11 +256,6 @@ class HFEngine(TrainEngine):
             for group, rate in zip(self.optimizer.param_groups, rates):
                 group["lr"] = rate
             schedule._last_lr = rates
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank writes what all ranks know."""
-        return True
 
 
 def make_optimizer(config: OptimizerConfig, module: torch.nn.Module, device: torch.device) -> torch.optim.AdamW:
@@ -202,6 +271,17 @@ def make_optimizer(config: OptimizerConfig, module: torch.nn.Module, device: tor
     if device.type == "cuda" and "foreach" not in further:
         named["fused"] = True
     return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], **named | further)
+
+
+def _persistent_buffers(module: torch.nn.Module, keep: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
+    """The buffers that belong to a model's files."""
+    filed = module.state_dict().keys()
+    return {name: keep(buffer) for name, buffer in module.named_buffers() if name in filed}
+
+
+def _on_host(state: Any) -> Any:
+    """A whole tensor in host memory; shards are written from where they are."""
+    return state.cpu() if isinstance(state, torch.Tensor) else state
 
 
 def _columns(batch: DataProto, names: tuple[str, ...]) -> Tensors:

@@ -11,6 +11,7 @@ from torch import nn
 from verl.engines import attention
 from verl.engines.base import Tensors
 from verl.engines.logits import token_statistics
+from verl.engines.lora import LoraConfig, add_adapters
 from verl.engines.micro_batch import ModelInput
 from verl.registry import did_you_mean
 
@@ -25,6 +26,7 @@ class ModelConfig:
     model_dtype: dtype of the parameters. compute_dtype: dtype of the forward pass (autocast when it differs).
     override_config: values set in the HuggingFace config. use_remove_padding: packed rows.
     random_init: weights from the config and the seed, nothing loaded (tests, benchmarks).
+    lora: adapters to train in place of the weights.
     """
 
     path: str
@@ -37,6 +39,7 @@ class ModelConfig:
     trust_remote_code: bool = False
     override_config: tuple[tuple[str, Any], ...] = ()
     random_init: bool = False
+    lora: LoraConfig | None = None
 
 
 def load_module(config: ModelConfig) -> nn.Module:
@@ -46,14 +49,16 @@ def load_module(config: ModelConfig) -> nn.Module:
         module = auto.from_config(hf, dtype=config.model_dtype, **build)
     else:
         module = _from_pretrained(auto, config, hf, build)
-    return module.to(config.device)
+    module = module.to(config.device)
+    return module if config.lora is None else add_adapters(module, config.lora, config.path)
 
 
 def empty_module(config: ModelConfig) -> nn.Module:
     """The model of `config` without memory behind its parameters and buffers (device "meta")."""
     auto, hf, build = _recipe(config)
     with torch.device("meta"):
-        return auto.from_config(hf, dtype=config.model_dtype, **build)
+        module = auto.from_config(hf, dtype=config.model_dtype, **build)
+        return module if config.lora is None else add_adapters(module, config.lora, config.path)
 
 
 def _recipe(config: ModelConfig) -> tuple[Any, Any, dict[str, Any]]:

@@ -8,6 +8,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,15 @@ class StepReport:
     batch: DataProto
 
 
+@dataclass(frozen=True)
+class _Saving:
+    """A checkpoint that is being written. start: of the save, by perf_counter. folder: seals it when it is closed."""
+
+    path: Path
+    start: float
+    folder: ExitStack
+
+
 class Trainer(ABC):
     """Owns fit, step, save and load; a subclass says what the flow is, who executes it, and how it is validated.
 
@@ -68,6 +78,7 @@ class Trainer(ABC):
         self.roles: dict[str, WorkerGroup] = {}
         self.on_step: list[Callable[[StepReport], None]] = []
         self.checkpoints = CheckpointStore(Path(config.trainer.default_local_dir), keep=None)
+        self._saving: _Saving | None = None
         self.pipeline: Pipeline = self.build_flow().compile()
 
     # ---- what a subclass says -----------------------------------------------------------------------------------
@@ -112,7 +123,12 @@ class Trainer(ABC):
             gc.collect()
             gc.freeze()
             with self._tracking() as tracking:
-                return self._fit(tracking)
+                metrics = self._fit(tracking)
+            self._publish_saved(wait=True)
+            return metrics
+        except BaseException as error:
+            self._rescue_saved(error)
+            raise
         finally:
             self.shutdown()
 
@@ -143,6 +159,7 @@ class Trainer(ABC):
     def _step(self, tracking: Tracking) -> dict[str, float]:
         """One training step: the flow until a batch comes out of it, then log, validate and save when it is time."""
         trainer = self.config.trainer
+        self._publish_saved(wait=False)
         self.global_step += 1
         timings: dict[str, float] = {}
         batch: Any = HOLD
@@ -187,9 +204,15 @@ class Trainer(ABC):
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def save(self) -> Path:
-        """Write `global_step_N`: the roles' weights and optimizers, the flow's state and every random state."""
-        start = time.perf_counter()
-        with self.checkpoints.writing(self.global_step) as folder:
+        """Write `global_step_N`: the roles' weights and optimizers, the flow's state and every random state.
+
+        Roles with checkpoint.async_save write on while training goes on. The checkpoint counts (it has its name, older
+        ones are deleted) when all is written: seen before each step, waited for by the next save and the end.
+        """
+        self._publish_saved(wait=True)
+        start, path = time.perf_counter(), self.checkpoints.path(self.global_step)
+        with ExitStack() as stack:
+            folder = stack.enter_context(self.checkpoints.writing(self.global_step))
             for role in self.saved_roles:
                 if role in self.roles:
                     self.roles[role].save_checkpoint(folder / role)
@@ -197,11 +220,34 @@ class Trainer(ABC):
             state = {"global_step": self.global_step, "flow": self.pipeline.state_dict(), "rng": rng_state()}
             torch.save(state | {"config": to_flat_dict(self.config)}, folder / "trainer.pt")
             (folder / "config.yaml").write_text(dump_config(self.config))
+            self._saving = _Saving(path, start, stack.pop_all())
+        self._publish_saved(wait=False)
+        if self._saving is not None:
+            logger.info("[save] %.2fs until training goes on; %s is being written", time.perf_counter() - start, path)
+        return path
+
+    def _publish_saved(self, wait: bool) -> None:
+        """Finish the checkpoint that is being written, if it is; wait: even if that takes time.
+
+        Raises the error of a role that could not write its part; the folder is gone then.
+        """
+        groups = [self.roles[role] for role in self.saved_roles if role in self.roles]
+        if self._saving is None or not (wait or all(all(group.is_checkpoint_written()) for group in groups)):
+            return
+        saving, self._saving = self._saving, None
+        with saving.folder:
+            for group in groups:
+                group.finish_checkpoint()
         for part, keep in self.checkpoints_to_keep().items():
             self.checkpoints.prune_part(part, keep)
-        path = self.checkpoints.path(self.global_step)
-        logger.info("[save] %.2fs %s", time.perf_counter() - start, path)
-        return path
+        logger.info("[save] %.2fs %s", time.perf_counter() - saving.start, saving.path)
+
+    def _rescue_saved(self, error: BaseException) -> None:
+        """A run that fails keeps the checkpoint that it was writing, if its workers can still finish it."""
+        try:
+            self._publish_saved(wait=True)
+        except Exception as second:
+            error.add_note(f"the checkpoint that was being written is lost, too: {second}")
 
     def checkpoints_to_keep(self) -> dict[str, int | None]:
         """Role -> how many of its newest checkpoints stay; None keeps all."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.single_controller import colocate
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.trainer.roles import pools_of
+from verl.trainer.roles import pools_of, roles_of_actor
 from verl.trainer.setup import check_one_host
 from verl.utils.device import resolve_device
 
@@ -37,4 +37,4 @@ class LocalPPOTrainer(PPOTrainer):
             devices = pool.devices if self.on_gpu and not alone else None
             roles = {role: specs[role] for role, _ in placed}
             self.roles.update(colocate(roles, pool.world_size, timeout=config.trainer.worker_timeout, devices=devices))
-        self.roles["rollout"] = self.roles["actor"]
+        self.roles.update(dict.fromkeys(roles_of_actor(config), self.roles["actor"]))

@@ -4,7 +4,7 @@ import ray
 
 from verl.single_controller.ray_group import colocate
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.trainer.roles import pools_of
+from verl.trainer.roles import pools_of, roles_of_actor
 
 
 class RayPPOTrainer(PPOTrainer):
@@ -29,7 +29,7 @@ class RayPPOTrainer(PPOTrainer):
         for placed in pools_of(config, list(specs)).values():
             roles = {role: specs[role] for role, _ in placed}
             self.roles.update(colocate(roles, placed[0][1], use_gpu=use_gpu, timeout=config.trainer.worker_timeout))
-        self.roles["rollout"] = self.roles["actor"]
+        self.roles.update(dict.fromkeys(roles_of_actor(config), self.roles["actor"]))
 
     def shutdown(self) -> None:
         super().shutdown()

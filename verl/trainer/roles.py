@@ -5,6 +5,7 @@ from verl.single_controller import WorkerSpec
 from verl.single_controller.placement import ResourcePool, place_roles
 from verl.trainer.ppo_flow import needs_critic, needs_reference
 from verl.workers.actor_rollout_ref import ActorRolloutWorker, RefWorker
+from verl.workers.build import has_adapters
 from verl.workers.critic import CriticWorker
 
 
@@ -28,12 +29,18 @@ def worker_specs(
             },
         )
     }
-    if needs_reference(config):
+    if needs_reference(config) and not has_adapters(policy.model):
         specs["ref"] = WorkerSpec(RefWorker, {"config": policy, "device": device})
     if needs_critic(config):
         kwargs = {"config": config.critic, "device": device, "total_training_steps": total_steps}
         specs["critic"] = WorkerSpec(CriticWorker, kwargs)
     return specs
+
+
+def roles_of_actor(config: tree.Config) -> tuple[str, ...]:
+    """The other roles that the actor's workers have: they generate, and with adapters they are the reference too."""
+    shares = needs_reference(config) and has_adapters(config.actor_rollout_ref.model)
+    return ("rollout", "ref") if shares else ("rollout",)
 
 
 def pools_of(config: tree.Config, roles: list[str]) -> dict[str, list[tuple[str, ResourcePool]]]:

@@ -124,6 +124,12 @@ class ActorRolloutWorker(EngineWorker):
         found["old_log_probs"] = found.pop("log_probs")
         return DataProto.from_dict(found)
 
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """The column ref_log_prob, where adapters are trained: the reference is the same model without them."""
+        with self.engine.reference():
+            return _ref_log_prob(self.engine, self.config, batch)
+
     # ---- training -----------------------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
@@ -165,9 +171,13 @@ class RefWorker(EngineWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """The column ref_log_prob."""
-        ref = self.config.ref
-        micro: MicroBatching = micro_batching(
-            ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu
-        )
-        found = self.engine.infer(batch, ("log_probs",), micro, temperature=self.config.rollout.temperature)
-        return DataProto.from_dict({"ref_log_prob": found["log_probs"]})
+        return _ref_log_prob(self.engine, self.config, batch)
+
+
+def _ref_log_prob(engine: TrainEngine, config: tree.ActorRolloutRefConfig, batch: DataProto) -> DataProto:
+    ref = config.ref
+    micro: MicroBatching = micro_batching(
+        ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu
+    )
+    found = engine.infer(batch, ("log_probs",), micro, temperature=config.rollout.temperature)
+    return DataProto.from_dict({"ref_log_prob": found["log_probs"]})

@@ -8,6 +8,7 @@ from verl.config import tree_model, tree_rollout
 from verl.engines.base import MicroBatching, OptimizerConfig
 from verl.engines.fsdp import FSDPEngine, ShardingConfig
 from verl.engines.hf import HFEngine
+from verl.engines.lora import LoraConfig
 from verl.engines.model import ModelConfig, empty_module
 from verl.engines.offload import OffloadConfig
 from verl.rollout.base import RolloutEngine, SamplingParams
@@ -26,18 +27,40 @@ def model_config(
 ) -> ModelConfig:
     """A model section and an engine section as an engine reads them."""
     on = resolve_device(device, local_rank)
+    compute_dtype, lora = resolve_dtype(engine.dtype, on), lora_config(model)
+    # what is trained stays float32 where nothing else is asked for: bf16 weights lose updates smaller than 2**-8 of
+    # them; the weights under adapters are not trained
+    model_dtype = torch.float32 if lora is None else compute_dtype
     return ModelConfig(
         path=model.path,
         kind=kind,
         device=on,
-        # masters stay float32 where nothing else is asked for: bf16 weights lose updates smaller than 2**-8 of them
-        model_dtype=torch.float32 if engine.model_dtype == "auto" else resolve_dtype(engine.model_dtype, on),
-        compute_dtype=resolve_dtype(engine.dtype, on),
+        model_dtype=model_dtype if engine.model_dtype == "auto" else resolve_dtype(engine.model_dtype, on),
+        compute_dtype=compute_dtype,
         gradient_checkpointing=model.enable_gradient_checkpointing,
         use_remove_padding=model.use_remove_padding,
         trust_remote_code=model.trust_remote_code,
         override_config=tuple(model.override_config.items()),
+        lora=lora,
     )
+
+
+def lora_config(model: tree_model.ModelConfig) -> LoraConfig | None:
+    """The adapters that a model section asks for, None when all weights are trained."""
+    if not has_adapters(model):
+        return None
+    return LoraConfig(
+        rank=model.lora_rank,
+        alpha=model.lora_alpha,
+        target_modules=tuple(model.target_modules),
+        exclude_modules=tuple(model.exclude_modules or ()),
+        adapter_path=model.lora_adapter_path,
+    )
+
+
+def has_adapters(model: tree_model.ModelConfig) -> bool:
+    """Whether adapters are trained, so that the model that training started from is still there."""
+    return model.lora_rank > 0 or model.lora_adapter_path is not None
 
 
 def optimizer_config(optim: tree_model.OptimConfig, total_training_steps: int) -> OptimizerConfig:
@@ -80,10 +103,10 @@ def make_engine(
 
 
 def make_rollout(engine: HFEngine, config: tree_rollout.RolloutConfig, pad_token_id: int) -> RolloutEngine:
-    """Generation on the engine's own module where that is whole, on a replica of the shards otherwise."""
+    """Generation on the engine's own module where that is whole, else on a replica of its weights."""
     if engine.whole:
         return _rollout_on(engine.module, engine.config.compute_dtype, config, pad_token_id)
-    narrow = dataclasses.replace(engine.config, model_dtype=engine.config.compute_dtype)
+    narrow = dataclasses.replace(engine.config, model_dtype=engine.config.compute_dtype, lora=None)
     module = empty_module(narrow).to_empty(device=narrow.device).requires_grad_(False)
     module.tie_weights()  # each got memory of its own
     for name, buffer in engine.module.named_buffers():

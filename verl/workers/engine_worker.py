@@ -21,8 +21,21 @@ class EngineWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str | Path) -> None:
-        """Write the model, its optimizer and schedule under `folder`."""
-        self.engine.save(Path(folder), tuple(self.checkpoint.save_contents))
+        """Write the model, its optimizer and schedule under `folder`.
+
+        With checkpoint.async_save the writing goes on after the return, until `finish_checkpoint`.
+        """
+        self.engine.save(Path(folder), tuple(self.checkpoint.save_contents), self.checkpoint.async_save)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def is_checkpoint_written(self) -> bool:
+        """Whether nothing is being written any more, well or not."""
+        return self.engine.is_saved()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def finish_checkpoint(self) -> None:
+        """Wait until everything is written; raises the error of what was not."""
+        self.engine.finish_save()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str | Path) -> None:

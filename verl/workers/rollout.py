@@ -6,6 +6,7 @@ import numpy as np
 
 from verl.config.tree_model import ModelConfig as ModelSection
 from verl.config.tree_offline import GenerationRolloutConfig
+from verl.engines.lora import merge_adapters
 from verl.engines.model import ModelConfig, load_module
 from verl.protocol import DataProto
 from verl.registry import import_module
@@ -15,6 +16,7 @@ from verl.rollout.native import NativeRollout
 from verl.single_controller import Dispatch, Worker, register
 from verl.utils.device import resolve_device, resolve_dtype
 from verl.utils.rng import fork_seed
+from verl.workers.build import lora_config
 
 ROLLOUT_ENGINES: dict[str, type[RolloutEngine]] = {"hf": HFRollout, "native": NativeRollout}
 """`rollout.name` -> the engine, for those that generate with the module they are given."""
@@ -42,6 +44,7 @@ class RolloutWorker(Worker):
             import_module(address)
         on = resolve_device(device, self.local_rank)
         dtype = resolve_dtype(rollout.dtype, on)
+        lora = lora_config(model) if model.lora_adapter_path is not None else None
         module = load_module(
             ModelConfig(
                 path=model.path,
@@ -51,8 +54,11 @@ class RolloutWorker(Worker):
                 use_remove_padding=False,
                 trust_remote_code=model.trust_remote_code,
                 override_config=tuple(model.override_config.items()),
+                lora=lora,
             )
         )
+        if lora is not None:
+            module = merge_adapters(module)
         self.engine: RolloutEngine = ROLLOUT_ENGINES[rollout.name](
             module, pad_token_id=pad_token_id, max_rows=rollout.max_num_seqs
         )

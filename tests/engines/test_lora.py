@@ -1,0 +1,248 @@
+"""LoRA: only adapters train, everybody else sees merged weights, and nothing of it can fail silently."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from tests.engines.ranks import (
+    FLOAT64,
+    OPTIMIZER,
+    UNEVEN,
+    assert_same,
+    make_batch,
+    qwen2,
+    results,
+    run_on_ranks,
+    save_model,
+    share_of,
+    train,
+)
+from verl.engines.base import MicroBatching, OptimizerConfig
+from verl.engines.fsdp import FSDPEngine, ShardingConfig
+from verl.engines.hf import HFEngine
+from verl.engines.lora import LoraConfig, merge_adapters
+from verl.engines.model import ModelConfig, load_module
+
+pytest.importorskip("peft")
+
+LORA = LoraConfig(rank=3, alpha=6)
+CONTENTS = ("model", "optimizer", "extra")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> str:
+    return save_model(qwen2(), tmp_path_factory.mktemp("model"))
+
+
+def by_hand(base: dict[str, torch.Tensor], adapter: Path, scale: float) -> dict[str, torch.Tensor]:
+    """Base weights with the adapters of a folder added, from the files alone."""
+    merged = {name: value.clone() for name, value in base.items()}
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for name, a in tensors.items():
+        if ".lora_A." in name:
+            b = tensors[name.replace(".lora_A.", ".lora_B.")]
+            target = name.removeprefix("base_model.model.").replace(".lora_A", "")
+            merged[target] = merged[target] + scale * sum(torch.outer(b[:, i], a[i]) for i in range(len(a)))
+    return merged
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float = 1e-6) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, atol=atol), name
+
+
+def test_new_adapters_change_nothing_and_training_changes_the_merged_weights(path, tmp_path):
+    base = dict(HFEngine(ModelConfig(path)).weights())
+    engine = HFEngine(ModelConfig(path, lora=LORA), OPTIMIZER)
+    assert not engine.whole  # a rollout on the module itself would take the weights without the adapters
+    assert_close(dict(engine.weights()), base, atol=0)
+    train(engine, make_batch(), MicroBatching(rows=3))
+    engine.save(tmp_path, (*CONTENTS, "hf_model"))
+    merged = dict(engine.weights())
+    assert_close(merged, by_hand(base, tmp_path / "lora_adapter", scale=6 / 3))
+    changed = {name for name in base if not torch.equal(base[name], merged[name])}
+    projections = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert changed == {name for name in base if name.split(".")[-2] in projections and name.endswith("weight")}
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface")
+    assert_close(dict(exported.named_parameters()), merged, atol=0)
+
+
+def test_log_probs_and_gradients_are_those_of_peft(path, tmp_path):
+    """The saved folder, read by peft on a model of its own, gives what the engine gives."""
+    from peft import PeftModel
+
+    engine = HFEngine(ModelConfig(path, lora=LORA), OPTIMIZER)
+    train(engine, make_batch(), MicroBatching())
+    engine.save(tmp_path, ("model",))
+    config = json.loads((tmp_path / "lora_adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (3, 6, path)
+    assert not (tmp_path / "shards").exists() and not list((tmp_path / "huggingface").glob("*.safetensors"))
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), tmp_path / "lora_adapter")
+    batch = make_batch()
+    found = engine.infer(batch, ("log_probs",), MicroBatching())["log_probs"]
+    width = batch.batch["responses"].shape[1]
+    for row in range(len(batch)):
+        kept = batch.batch["attention_mask"][row].bool()
+        ids, answer = batch.batch["input_ids"][row][kept], int(kept[-width:].sum())
+        logits = theirs(ids[None]).logits[0, -answer - 1 : -1].detach()
+        expected = logits.log_softmax(-1).gather(1, ids[-answer:, None])[:, 0]
+        assert torch.allclose(found[row, :answer], expected, atol=1e-5)
+
+
+def test_the_reference_is_the_model_that_training_started_from(path, tmp_path):
+    batch = make_batch()
+
+    def log_probs(engine: HFEngine) -> torch.Tensor:
+        return engine.infer(batch, ("log_probs",), MicroBatching())["log_probs"]
+
+    base = log_probs(HFEngine(ModelConfig(path)))
+    engine = HFEngine(ModelConfig(path, lora=LORA), OPTIMIZER)
+    train(engine, batch, MicroBatching())
+    with engine.reference():
+        assert torch.equal(log_probs(engine), base)
+    after = log_probs(engine)
+    assert (after - base).abs().max() > 0.05
+    engine.save(tmp_path, ("model",))
+    on = HFEngine(ModelConfig(path, lora=LoraConfig(adapter_path=str(tmp_path / "lora_adapter"))), OPTIMIZER)
+    assert torch.equal(log_probs(on), after)
+    train(on, batch, MicroBatching())
+    assert not torch.allclose(log_probs(on), after, atol=1e-3)
+    with on.reference():  # not the bare base model: training started from the adapters that it was given
+        assert torch.equal(log_probs(on), after)
+    with pytest.raises(ValueError, match="all weights are trained"):
+        HFEngine(ModelConfig(path), OPTIMIZER).reference()
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(path, tmp_path):
+    straight = HFEngine(ModelConfig(path, lora=LORA), OPTIMIZER)
+    train(straight, make_batch(), MicroBatching(), steps=2)
+    straight.save(tmp_path, CONTENTS)
+    train(straight, make_batch(), MicroBatching(), steps=2)
+    resumed = HFEngine(ModelConfig(path, lora=LORA), OPTIMIZER)
+    resumed.load(tmp_path, CONTENTS)
+    train(resumed, make_batch(), MicroBatching(), steps=2)
+    assert_close(dict(resumed.weights()), dict(straight.weights()), atol=0)
+    for other, message in ((LoraConfig(rank=3, alpha=5), "alpha 6"), (LoraConfig(2, 6), "rank 3")):
+        with pytest.raises(ValueError, match=message):
+            HFEngine(ModelConfig(path, lora=other), OPTIMIZER).load(tmp_path, CONTENTS)
+    fewer = LoraConfig(3, 6, target_modules=("q_proj",))
+    with pytest.raises(ValueError, match=r"holds other adapters than the model: missing \[\], unknown"):
+        HFEngine(ModelConfig(path, lora=fewer), OPTIMIZER).load(tmp_path, CONTENTS)
+
+
+def test_a_value_model_trains_its_head_too_and_peft_reads_it(tmp_path):
+    from peft import PeftModel
+
+    path = save_model(qwen2(), tmp_path / "model", "value")
+    engine = HFEngine(ModelConfig(path, kind="value", lora=LORA), OPTIMIZER)
+    names = [name for name, p in engine.module.named_parameters() if p.requires_grad and ".lora_" not in name]
+    assert names == ["score.weight", "score.bias"]
+    train(engine, make_batch(), MicroBatching())
+    engine.save(tmp_path / "out", CONTENTS)
+    adapter = tmp_path / "out" / "lora_adapter"
+    base = AutoModelForTokenClassification.from_pretrained(path)
+    theirs = PeftModel.from_pretrained(base, adapter).merge_and_unload()
+    assert_close(dict(theirs.named_parameters()), dict(engine.weights()))
+    other = HFEngine(ModelConfig(path, kind="value", lora=LORA), OPTIMIZER)
+    other.load(tmp_path / "out", CONTENTS)
+    assert_close(dict(other.weights()), dict(engine.weights()), atol=0)
+
+
+def test_excluded_modules_get_no_adapter_and_the_log_says_what_is_trained(path, caplog):
+    lora = LoraConfig(rank=2, target_modules=("q_proj", "v_proj"), exclude_modules=("layers.0.self_attn.q_proj",))
+    with caplog.at_level("INFO", "verl.engines"):
+        engine = HFEngine(ModelConfig(path, lora=lora), OPTIMIZER)
+    adapted = {name.split(".lora_")[0] for name, _ in engine.module.named_parameters() if ".lora_" in name}
+    assert adapted == {
+        f"model.layers.{name}" for name in ("1.self_attn.q_proj", "0.self_attn.v_proj", "1.self_attn.v_proj")
+    }
+    # q: 2 x (32 + 32), v: 2 x (32 + 16), twice
+    assert "rank 2 on 3 layers; 320 of " in caplog.text
+
+
+def test_a_module_with_merged_adapters_is_a_plain_one(path, tmp_path):
+    engine = HFEngine(ModelConfig(path, lora=LORA), OPTIMIZER)
+    train(engine, make_batch(), MicroBatching())
+    engine.save(tmp_path, ("model",))
+    lora = LoraConfig(adapter_path=str(tmp_path / "lora_adapter"))
+    merged = merge_adapters(load_module(ModelConfig(path, lora=lora)))
+    assert_close(dict(merged.named_parameters()), dict(engine.weights()))
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (LoraConfig(4, target_modules=("query",)), "query"),
+        (LoraConfig(4, target_modules=("lm_head",)), "the weight of lm_head is shared"),
+        (LoraConfig(4, target_modules=("embed_tokens",)), "embed_tokens is a Embedding, expected Linear"),
+        (LoraConfig(adapter_path="nowhere/at/all"), "nowhere/at/all"),
+    ],
+)
+def test_adapters_that_fit_nothing_are_refused(lora, message, path):
+    with pytest.raises(ValueError, match=message):
+        HFEngine(ModelConfig(path, lora=lora), OPTIMIZER)
+
+
+def test_other_sizes_than_the_given_adapters_are_refused(path, tmp_path):
+    HFEngine(ModelConfig(path, lora=LORA), OPTIMIZER).save(tmp_path, ("model",))
+    lora = LoraConfig(8, 16, adapter_path=str(tmp_path / "lora_adapter"))
+    with pytest.raises(ValueError, match=r"lora_rank and lora_alpha are \(8, 16\), those of .* \(3, 6\)"):
+        HFEngine(ModelConfig(path, lora=lora), OPTIMIZER)
+
+
+def test_an_update_that_changes_no_adapter_is_an_error(path, monkeypatch):
+    engine = HFEngine(ModelConfig(path, lora=LORA), OptimizerConfig(lr=1e-3, weight_decay=0.0))
+    monkeypatch.setattr(engine.optimizer, "step", lambda: None)
+    with pytest.raises(RuntimeError, match="changed none of the trained parameters"):
+        train(engine, make_batch(), MicroBatching(), steps=1)
+
+
+def test_adapters_on_16_bit_weights_are_trained_in_32(path):
+    config = ModelConfig(path, model_dtype=torch.bfloat16, compute_dtype=torch.bfloat16, lora=LORA)
+    engine = HFEngine(config, OptimizerConfig(lr=1e-6))
+    before = {name: p.detach().clone() for name, p in engine.module.named_parameters() if p.requires_grad}
+    assert {p.dtype for p in before.values()} == {torch.float32}
+    train(engine, make_batch(), MicroBatching())
+    now = dict(engine.module.named_parameters())
+    assert any(not torch.equal(now[name], p) for name, p in before.items())
+    assert {value.dtype for _, value in engine.weights()} == {torch.bfloat16}
+
+
+# ---- over ranks -------------------------------------------------------------------------------------------------
+
+
+def on_rank(path: str, sharding: ShardingConfig, out: Path, resume: Path | None, **config) -> dict:
+    engine = FSDPEngine(ModelConfig(path, lora=LORA, **config), OPTIMIZER, sharding)
+    with engine.reference():  # before anything else: what FSDP sets up in the first pass must not depend on it
+        first = engine.infer(share_of(engine, make_batch()), ("log_probs",), UNEVEN)["log_probs"]
+    if resume:
+        engine.load(resume, CONTENTS)
+    found = results(engine, make_batch(), UNEVEN)
+    with engine.reference():
+        assert torch.equal(engine.infer(share_of(engine, make_batch()), ("log_probs",), UNEVEN)["log_probs"], first)
+    engine.save(out, (*CONTENTS, "hf_model"))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "sharding"),
+    [
+        (2, ShardingConfig()),
+        (2, ShardingConfig(sequence_parallel=2, reshard_after_forward=False)),
+        pytest.param(4, ShardingConfig(fsdp_size=2, sequence_parallel=2), marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_give_the_numbers_of_one_device(world, sharding, path, tmp_path):
+    ranks = run_on_ranks(world, on_rank, path, sharding, tmp_path / "ranks", None, **FLOAT64)
+    alone = HFEngine(ModelConfig(path, lora=LORA, **FLOAT64), OPTIMIZER)
+    assert_same(ranks, results(alone, make_batch(), MicroBatching()), atol=1e-9)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "ranks" / "huggingface", dtype=torch.float64)
+    assert_close(dict(exported.named_parameters()), ranks[0]["weights"], atol=0)
+    # and one device goes on where the ranks stopped
+    alone.load(tmp_path / "ranks", CONTENTS)
+    assert_close(dict(alone.weights()), ranks[0]["weights"], atol=1e-15)
