@@ -210,6 +210,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
+    logging.basicConfig()  # to stderr: the lines of JSON stand alone on stdout
     logging.getLogger("verl").setLevel(logging.WARNING)
     for name in args.algorithms:
         curves = []
