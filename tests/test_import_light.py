@@ -11,7 +11,14 @@ HEAVY = {"torch", "transformers", "tensordict", "numpy", "ray", "vllm", "sglang"
 OPTIONAL = {"ray", "vllm", "sglang", "megatron", "liger_kernel", "matplotlib", "wandb", "mlflow", "swanlab"}
 
 #: modules that are the adapter of an optional package and nothing else
-ADAPTERS = {"verl.single_controller.ray_group", "verl.trainer.ray_trainer"}
+ADAPTERS = {
+    "verl.single_controller.ray_group",
+    "verl.trainer.ray_trainer",
+    # kernels for a GPU, written in Triton
+    "verl.rollout.kernels",
+    "verl.rollout.native_cuda",
+    "verl.rollout.native_paged",
+}
 
 
 def python(program: str, *arguments: str) -> str:

@@ -14,6 +14,7 @@ FAULTS = str(Path(__file__).resolve().parent / "fault_injection.py")
 
 def break_run(settings: list[str], monkeypatch, phase: str, kind: str, *more: str) -> tuple[WorkerError, float]:
     """The error of a run on two processes whose rank 1 fails, and the seconds from the fault's phase to the error."""
+    before = set(psutil.Process().children(recursive=True))  # what other tests keep running
     monkeypatch.setenv("VERL_TEST_FAULT", f"{phase}:{kind}")
     chosen = ["algorithm.name=grpo", "trainer.n_gpus_per_node=2", "trainer.save_freq=1", f"imports=[{FAULTS}]"]
     trainer = LocalPPOTrainer(overrides=[*settings, *chosen, "trainer.total_training_steps=1", *more])
@@ -28,7 +29,7 @@ def break_run(settings: list[str], monkeypatch, phase: str, kind: str, *more: st
         trainer.fit()
     seconds = time.monotonic() - start
     deadline = time.monotonic() + 10
-    while (left := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+    while (left := set(psutil.Process().children(recursive=True)) - before) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left, left
     return error.value, seconds

@@ -5,35 +5,24 @@ for all their samples, rows take the places of those that finished, and random n
 """
 
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
 from verl.rollout.base import Generation, RolloutEngine, RolloutStats, SamplingParams
 from verl.rollout.native_model import Decoder, check_supported, read_decoder
-from verl.rollout.native_torch import SlotCache, TorchDecoder
-from verl.rollout.sampling import check_finite, choose, uniform
+from verl.rollout.native_plan import Row, plan_rows
+from verl.rollout.native_slots import SlotBatch
+from verl.rollout.native_torch import PREFILL_TOKENS, SlotCache, TorchDecoder
 
-#: steps for which random numbers are made at once, and after which broken rows are looked for
-_BLOCK_STEPS = 32
+if TYPE_CHECKING:
+    from verl.rollout.native_cuda import CudaDecoder
+    from verl.rollout.native_paged import PagedBatch
 
-
-@dataclass(frozen=True)
-class Row:
-    """A row to generate: its place among the prompts, its prompt, its sample id, its response tokens at most."""
-
-    index: int
-    prompt: list[int]
-    sample_id: int
-    limit: int
-
-    @property
-    def length(self) -> int:
-        """Columns of the cache it can need: the last token is never fed back."""
-        return len(self.prompt) + self.limit - 1
+#: rows at once where the caller sets no limit: more make a step slower by as much as they add
+_MAX_ROWS = {"cpu": 512, "cuda": 2048}
 
 
 class NativeRollout(RolloutEngine):
@@ -41,7 +30,8 @@ class NativeRollout(RolloutEngine):
 
     module: whole (not sharded), on one device; its projections are laid out once so that joint products need no copy.
     dtype: None computes in the parameters' own. Another one keeps a copy of the weights in it, made anew by each call.
-    max_rows: rows at once at most. cache_bytes: memory for keys and values; None is a quarter of what is available.
+    max_rows: rows at once at most. cache_bytes: memory for keys and values; None is what the rows need, up to a quarter
+    of the free memory of a CPU or nine tenths of a GPU's.
     Raises ValueError for a module that it cannot run.
     """
 
@@ -51,17 +41,19 @@ class NativeRollout(RolloutEngine):
         *,
         pad_token_id: int,
         dtype: torch.dtype | None = None,
-        max_rows: int = 512,
+        max_rows: int | None = None,
         cache_bytes: int | None = None,
     ):
         check_supported(module)
         self.module = module
         self.pad_token_id = pad_token_id
         self.dtype = dtype
-        self.max_rows = max_rows
+        self.max_rows = max_rows if max_rows is not None else _MAX_ROWS.get(module.device.type, _MAX_ROWS["cpu"])
         self.cache_bytes = cache_bytes
         self.stats = RolloutStats()
+        self._decoder: Decoder | None = None
         self._cache: SlotCache | None = None
+        self._on_gpu: CudaDecoder | None = None
 
     def generate(
         self,
@@ -77,13 +69,13 @@ class NativeRollout(RolloutEngine):
         """
         start = time.perf_counter()
         self.stats = RolloutStats()
-        decoder = read_decoder(self.module, self.dtype)
+        decoder = self._decoder = read_decoder(self.module, self.dtype, reuse=self._decoder)
         rows = plan_rows(prompts, params, sample_ids, limits, decoder)
         if not rows:
             return []
         with torch.inference_mode():
-            batch = _Batch(rows, params, TorchDecoder(decoder, self._room(decoder, rows)))
             try:
+                batch = self._batch(rows, params, decoder)
                 answers = batch.run()
             except ValueError:
                 self.sleep()  # what broken weights left in the cache must not reach another row
@@ -92,6 +84,38 @@ class NativeRollout(RolloutEngine):
         self.stats.steps = batch.steps
         self.stats.seconds = time.perf_counter() - start
         return answers
+
+    def _batch(self, rows: list[Row], params: SamplingParams, decoder: Decoder) -> "SlotBatch | PagedBatch":
+        if decoder.embedding.device.type == "cuda":
+            return self._paged_batch(rows, params, decoder)
+        return SlotBatch(rows, params, TorchDecoder(decoder, self._room(decoder, rows)))
+
+    def _paged_batch(self, rows: list[Row], params: SamplingParams, decoder: Decoder) -> "PagedBatch":
+        """On a GPU: pages for as many of `rows` at once as fit, and graphs, kept from call to call."""
+        from verl.rollout import native_cuda, native_paged  # need triton, which only torch for GPUs brings
+
+        samples = native_paged.group_rows(rows)
+        slots = native_cuda.bucket_of(min(len(rows), self.max_rows, native_cuda.BUCKETS[-1]))
+        one = native_paged.pages_for_one(samples)
+        wanted = min(native_paged.pages_for(samples), one * slots)
+        longest = max(len(row.prompt) + row.limit for row in rows)
+        size = native_cuda.Size(slots, wanted, one, sum(row.limit for row in rows), longest)
+        if self._on_gpu is None or not self._on_gpu.arena.fits(size):
+            size = size.roomy()
+            self._on_gpu = None  # freed before the new one is made
+            page = native_cuda.page_bytes(decoder)
+            budget = self.cache_bytes if self.cache_bytes is not None else _free_gpu_bytes(decoder, slots)
+            if budget // page < one:
+                raise ValueError(
+                    f"the key/value cache has {max(0, budget):,} bytes, and one row of {longest} tokens needs "
+                    f"{one * page:,}: allow more memory, or fewer tokens"
+                )
+            arena = native_cuda.Arena(decoder, size, min(size.pages, budget // page))
+            self._on_gpu = native_cuda.CudaDecoder(decoder, arena)
+        elif self._on_gpu.addresses != native_cuda.addresses(decoder):
+            self._on_gpu = native_cuda.CudaDecoder(decoder, self._on_gpu.arena)
+        rows_at_once = min(self.max_rows, slots)
+        return native_paged.PagedBatch(samples, params, self._on_gpu, rows_at_once)
 
     def _room(self, decoder: Decoder, rows: list[Row]) -> SlotCache:
         """A cache for as many of `rows` at once as fit."""
@@ -128,170 +152,18 @@ class NativeRollout(RolloutEngine):
                     present[name].copy_(tensor)
 
     def sleep(self) -> None:
-        """Give back the key/value cache."""
-        self._cache = None
+        """Give back the key/value cache, the graphs and every copy of a weight."""
+        self._cache = self._decoder = self._on_gpu = None
 
     def wake(self) -> None:
         """Nothing: the cache is made by the next call that generates, for the rows it has."""
 
 
-def plan_rows(
-    prompts: Sequence[list[int]],
-    params: SamplingParams,
-    sample_ids: Sequence[int] | None,
-    limits: Sequence[int] | None,
-    decoder: Decoder,
-) -> list[Row]:
-    """The rows in the order of their work: longest first, samples of one prompt side by side. Raises ValueError."""
-    for name, values in (("sample_ids", sample_ids), ("limits", limits)):
-        if values is not None and len(values) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts need as many {name}, found {len(values)}")
-    sample_ids = range(len(prompts)) if sample_ids is None else sample_ids
-    limits = [params.max_tokens] * len(prompts) if limits is None else limits
-    rows = [Row(i, list(p), int(s), int(t)) for i, (p, s, t) in enumerate(zip(prompts, sample_ids, limits))]
-    for row in rows:
-        if not row.prompt:
-            raise ValueError(f"prompt {row.index} has no tokens")
-        if min(row.prompt) < 0 or max(row.prompt) >= decoder.vocab_size:
-            raise ValueError(f"prompt {row.index} has a token outside the vocabulary of {decoder.vocab_size}")
-        if not 1 <= row.limit <= params.max_tokens:
-            raise ValueError(
-                f"limit of row {row.index}: expected 1 to max_tokens={params.max_tokens}, found {row.limit}"
-            )
-        if len(row.prompt) + row.limit > decoder.max_positions:
-            raise ValueError(
-                f"row {row.index}: a prompt of {len(row.prompt)} and a response of {row.limit} tokens exceed "
-                f"{decoder.max_positions} positions ({decoder.max_positions_reason}); shorten the prompt or the "
-                "response"
-            )
-    return sorted(rows, key=lambda row: (-row.length, row.prompt))
-
-
-# what a slot knows of its row, one line of _Batch.state each; those of _MOVING grow by one with every token
-_TOKEN, _POSITION, _STEP, _OUT, _LAST, _ROW, _SAMPLE = range(7)
-_MOVING = slice(_POSITION, _OUT + 1)
-
-
-class _Batch:
-    """One generate call: rows waiting, rows in slots 0 .. active - 1, and the answers (len(rows), longest limit)."""
-
-    def __init__(self, rows: list[Row], params: SamplingParams, decoder: TorchDecoder):
-        self.rows = rows
-        self.params = params
-        self.decoder = decoder
-        self.waiting = deque(range(len(rows)))
-        self.device = decoder.decoder.embedding.device
-        self.slots = min(decoder.cache.slots, len(rows))
-        self.width = max(row.limit for row in rows)
-        self.tokens = torch.zeros(len(rows) * self.width, dtype=torch.int64, device=self.device)
-        self.log_probs = torch.zeros(len(rows) * self.width, dtype=torch.float32, device=self.device)
-        self.lengths = [0] * len(rows)
-        self.state = torch.zeros(_SAMPLE + 1, self.slots, dtype=torch.int64, device=self.device)
-        self.uniforms = torch.zeros(self.slots, _BLOCK_STEPS, dtype=torch.float64, device=self.device)
-        self.column = 0  # of uniforms: the numbers that the next token takes
-        self.stops = () if params.ignore_eos else frozenset(params.stop_token_ids)
-        self.is_stop = torch.zeros(decoder.decoder.vocab_size, dtype=torch.bool, device=self.device)
-        self.is_stop[list(self.stops)] = True
-        self.active = 0
-        self.longest = 0  # 1 + the largest position of an active row
-        self.due = 0  # steps until the first active row has all its tokens
-        self.steps = 0
-
-    def run(self) -> list[Generation]:
-        while self.waiting or self.active:
-            free = self.slots - self.active
-            # a few free slots are not worth a pass over new prompts: it costs as much as one over many
-            if self.waiting and (free >= max(1, self.slots // 8) or free >= len(self.waiting)):
-                self._admit(min(free, len(self.waiting)))
-            else:
-                self._step()
-        return self._answers()
-
-    def _admit(self, count: int) -> None:
-        """Give `count` waiting rows slots, compute their prompts and draw their first tokens."""
-        chosen = [self.waiting.popleft() for _ in range(count)]
-        rows = [self.rows[i] for i in chosen]
-        slots = slice(self.active, self.active + count)
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for slot, row in enumerate(rows, self.active):
-            groups.setdefault(tuple(row.prompt), []).append(slot)
-        logits = self.decoder.prefill([list(p) for p in groups], list(groups.values()))
-        group_of = {slot: g for g, members in enumerate(groups.values()) for slot in members}
-        self.state[:, slots] = torch.tensor(
-            [
-                [0, len(row.prompt) - 1, -1, i * self.width - 1, i * self.width + row.limit - 1, i, row.sample_id]
-                for i, row in zip(chosen, rows)
-            ],
-            device=self.device,
-        ).T
-        if not self.params.greedy:
-            state = self.state[:, slots]
-            self.uniforms[slots] = self._random(state[_SAMPLE], state[_STEP] + 1 - self.column)
-        self.active += count
-        self._take(logits[[group_of[slot] for slot in range(slots.start, slots.stop)]], slots)
-        self._retire(slots)
-
-    def _random(self, sample_ids: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-        """(B, _BLOCK_STEPS) uniforms of positions first (B,) and on."""
-        steps = torch.arange(_BLOCK_STEPS, device=self.device)
-        return uniform(self.params.seed, sample_ids[:, None], first[:, None] + steps)
-
-    def _step(self) -> None:
-        """One more token for every active row."""
-        live = slice(0, self.active)
-        self.column += 1
-        if self.column == _BLOCK_STEPS:
-            self.column = 0
-            if not self.params.greedy:
-                self.uniforms[live] = self._random(self.state[_SAMPLE, live], self.state[_STEP, live] + 1)
-            self._check()
-        logits = self.decoder.step(self.state[_TOKEN, live], self.state[_POSITION, live], self.longest)
-        self.longest += 1
-        self.due -= 1
-        self.steps += 1
-        tokens = self._take(logits, live)
-        if self.due == 0 or (self.stops and bool(self.is_stop[tokens].any())):
-            self._retire(live)
-
-    def _take(self, logits: torch.Tensor, slots: slice) -> torch.Tensor:
-        """Draw a token for each row of `slots` and write it down. Returns the tokens."""
-        state = self.state[:, slots]
-        tokens, log_probs = choose(logits, self.params, self.uniforms[slots, self.column])
-        state[_TOKEN] = tokens
-        state[_MOVING] += 1
-        out = state[_OUT]
-        self.tokens.index_copy_(0, out, tokens)
-        self.log_probs.index_copy_(0, out, log_probs)
-        return tokens
-
-    def _retire(self, slots: slice) -> None:
-        """Free those of `slots` whose rows ended; the last rows move into the holes, so active rows stay the first."""
-        state = self.state[:, slots]
-        ended = (self.is_stop[state[_TOKEN]] | (state[_OUT] == state[_LAST])).nonzero()[:, 0] + slots.start
-        rows, steps = self.state[_ROW].tolist(), self.state[_STEP].tolist()
-        for slot in reversed(ended.tolist()):
-            self.lengths[rows[slot]] = steps[slot] + 1
-            self.active -= 1
-            if slot != self.active:
-                self.decoder.cache.move(self.active, slot)
-                self.state[:, slot] = self.state[:, self.active]
-                self.uniforms[slot] = self.uniforms[self.active]
-        if self.active:
-            state = self.state[:, : self.active]
-            self.longest = int(state[_POSITION].max()) + 1
-            self.due = int((state[_LAST] - state[_OUT]).min())
-
-    def _check(self) -> None:
-        """Raises ValueError when an active row's last log-prob is not finite."""
-        state = self.state[:, : self.active]
-        rows = [self.rows[i] for i in state[_ROW].tolist()]
-        check_finite(self.log_probs[state[_OUT]], [r.index for r in rows], [r.sample_id for r in rows])
-
-    def _answers(self) -> list[Generation]:
-        tokens, log_probs = self.tokens.view(-1, self.width), self.log_probs.view(-1, self.width)
-        check_finite(log_probs.sum(-1), [r.index for r in self.rows], [r.sample_id for r in self.rows])
-        answers: list[Generation | None] = [None] * len(self.rows)
-        for row, length, ids, lps in zip(self.rows, self.lengths, tokens.tolist(), log_probs.tolist()):
-            reason = "stop" if ids[length - 1] in self.stops else "length"
-            answers[row.index] = Generation(ids[:length], lps[:length], reason)
-        return answers
+def _free_gpu_bytes(decoder: Decoder, slots: int) -> int:
+    """What a key/value cache may take: nine tenths of what is free, less what prefill and logits need beside it."""
+    device = decoder.embedding.device
+    free = torch.cuda.mem_get_info(device)[0]
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    wide = decoder.hidden_size + decoder.layers[0].gate_up.matrix.shape[1]
+    work = 12 * slots * decoder.vocab_size + 8 * PREFILL_TOKENS * wide
+    return int(0.9 * free) - work

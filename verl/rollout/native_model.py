@@ -134,7 +134,8 @@ class Decoder:
     """A decoder: embedding (V, H), layers, the last norm (H,), head H -> V, and the constants that its maths needs.
 
     scaling: factor on the attention scores. attention_softcap, final_softcap: c * tanh(x / c), or None.
-    max_positions: prompt plus response at most; max_positions_reason says what sets it.
+    max_positions: prompt plus response at most; max_positions_reason says what sets it. copies: the weights that are no
+    parameters, in the order of reading.
     """
 
     embedding: torch.Tensor
@@ -153,6 +154,7 @@ class Decoder:
     final_softcap: float | None
     max_positions: int
     max_positions_reason: str
+    copies: list[torch.Tensor]
 
     @property
     def vocab_size(self) -> int:
@@ -170,7 +172,7 @@ class Decoder:
         """(...) int64 -> (..., H)."""
         x = F.embedding(ids, self.embedding)
         if self.embedding_scale != 1:
-            x = x * torch.tensor(self.embedding_scale, dtype=x.dtype, device=x.device)  # rounded as the model does
+            x = x * self.embedding_scale
         return x
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
@@ -196,17 +198,24 @@ def check_supported(module: nn.Module) -> Family:
     return FAMILIES[name]
 
 
-def read_decoder(module: nn.Module, dtype: torch.dtype | None = None, turn_limit: int = TURN_LIMIT) -> Decoder:
+def read_decoder(
+    module: nn.Module,
+    dtype: torch.dtype | None = None,
+    turn_limit: int = TURN_LIMIT,
+    reuse: "Decoder | None" = None,
+) -> Decoder:
     """Read `module` (one of FAMILIES) as a Decoder on its own parameters.
 
     dtype: None computes in the parameters' dtype on the parameters themselves. Another one makes a copy of them in it,
-    which is as old as this call. Raises ValueError for an architecture, activation or rotary variant it does not know,
+    which is as old as this call. turn_limit: as TURN_LIMIT. reuse: an older reading; what is no parameter is made in
+    its memory. Raises ValueError for an architecture, activation or rotary variant it does not know,
     for wrapped projections (adapters, quantisation) and for sharded parameters.
     """
     family, config, trunk = check_supported(module), module.config, module.base_model
     head = module.lm_head.weight
     size = sum(p.numel() * p.element_size() for p in module.parameters())
-    reader = _Reader(family, head.dtype if dtype is None else dtype, head.device.type == "cpu" and size <= turn_limit)
+    turned = head.device.type == "cpu" and size <= turn_limit
+    reader = _Reader(family, head.dtype if dtype is None else dtype, turned, reuse.copies if reuse is not None else ())
     activation = config.to_dict()[family.activation]
     if activation not in ACTIVATIONS:
         raise ValueError(f"rollout.name=native: activation {activation!r} is unknown; known: {sorted(ACTIVATIONS)}")
@@ -227,11 +236,13 @@ def read_decoder(module: nn.Module, dtype: torch.dtype | None = None, turn_limit
         eps=config.rms_norm_eps,
         scaling=trunk.layers[0].self_attn.scaling,
         activation=activation,
-        embedding_scale=math.sqrt(config.hidden_size) if family.gemma else 1.0,
+        # rounded as the model rounds it
+        embedding_scale=float(torch.tensor(math.sqrt(config.hidden_size), dtype=reader.dtype)) if family.gemma else 1.0,
         attention_softcap=config.attn_logit_softcapping if family.softcaps else None,
         final_softcap=config.to_dict().get("final_logit_softcapping"),
         max_positions=max_positions,
         max_positions_reason=reason,
+        copies=reader.copies,
     )
 
 
@@ -250,7 +261,7 @@ def _layer(layer: nn.Module, config, reader: "_Reader", kind: str | None, rope: 
     qk_norm = None
     if family.qk_norm:
         per_head = [attention.q_norm] * config.num_attention_heads + [attention.k_norm] * config.num_key_value_heads
-        qk_norm = torch.stack([reader.norm(norm.weight) for norm in per_head])
+        qk_norm = reader.head_norms([norm.weight for norm in per_head])
     slides = family.window == "all" or kind == "sliding_attention"
     return Layer(
         qkv=qkv,
@@ -267,35 +278,53 @@ def _layer(layer: nn.Module, config, reader: "_Reader", kind: str | None, rope: 
     )
 
 
-@dataclass(frozen=True)
 class _Reader:
-    """How parameters are read: in a dtype, and turned to contiguous (in, out) copies or not."""
+    """How parameters are read: in a dtype, and turned to contiguous (in, out) copies or not.
 
-    family: Family
-    dtype: torch.dtype
-    turned: bool
+    old: tensors of an older reading; copies are made in their memory, in the order of reading, where they fit.
+    """
+
+    def __init__(self, family: Family, dtype: torch.dtype, turned: bool, old: Sequence[torch.Tensor]):
+        self.family = family
+        self.dtype = dtype
+        self.turned = turned
+        self.old = list(old)
+        self.copies: list[torch.Tensor] = []
+
+    def _copy(self, parts: list[torch.Tensor], dtype: torch.dtype, turned: bool = False) -> torch.Tensor:
+        """The parts (n_i, ...) as one new tensor (sum n_i, ...), or turned."""
+        joint = (parts[0] if len(parts) == 1 else torch.cat(parts)).detach()
+        joint = joint.t() if turned else joint
+        at = len(self.copies)
+        old = self.old[at] if at < len(self.old) else None
+        if old is None or (old.shape, old.dtype, old.device) != (joint.shape, dtype, joint.device):
+            old = torch.empty(joint.shape, dtype=dtype, device=joint.device)
+        self.copies.append(old.copy_(joint))
+        return old
 
     def tensor(self, parameter: torch.Tensor) -> torch.Tensor:
-        return parameter.detach().to(self.dtype)
+        return parameter.detach() if parameter.dtype == self.dtype else self._copy([parameter], self.dtype)
 
     def norm(self, weight: torch.Tensor) -> torch.Tensor:
         """The factor of an RMS norm. Gemma's 1 + w is formed in float32: bfloat16 would lose a small w."""
-        return 1 + weight.detach().float() if self.family.gemma else self.tensor(weight)
+        return self._copy([1 + weight.detach().float()], torch.float32) if self.family.gemma else self.tensor(weight)
+
+    def head_norms(self, weights: list[torch.Tensor]) -> torch.Tensor:
+        """One factor (D,) per head -> (heads, D)."""
+        rows = torch.stack([weight.detach() for weight in weights])
+        return self._copy([1 + rows.float()], torch.float32) if self.family.gemma else self._copy([rows], self.dtype)
 
     def projection(self, **linears: nn.Module) -> Projection:
         """Several projections of one input as one."""
         found = [_linear(name, linear) for name, linear in linears.items()]
         weights, biases = [f.weight for f in found], [f.bias for f in found if f.bias is not None]
-        if self.turned:
-            matrix = torch.cat([w.detach() for w in weights]).to(self.dtype).t().contiguous()
-        else:
-            matrix = self._joint(weights).t()
+        matrix = self._copy(weights, self.dtype, turned=True) if self.turned else self._joint(weights).t()
         return Projection(matrix, self._joint(biases) if biases else None)
 
     def _joint(self, parameters: list[nn.Parameter]) -> torch.Tensor:
         if self.dtype == parameters[0].dtype:
             return lay_together(parameters)
-        return torch.cat([p.detach() for p in parameters]).to(self.dtype)
+        return self._copy(parameters, self.dtype)
 
 
 def _linear(name: str, linear: nn.Module) -> nn.Linear:
@@ -354,10 +383,10 @@ def _rope(rotary: nn.Module, config, layer_type: str | None) -> tuple[Rope, tupl
             "which keys in a cache cannot follow; use rollout.name=hf"
         )
     prefix = "" if layer_type is None else f"{layer_type}_"
-    frequencies = rotary.get_buffer(f"{prefix}inv_freq")
+    frequencies = getattr(rotary, f"{prefix}inv_freq")
     if kind == "longrope":
         # above this length every position would change its frequencies, those of cached keys too
         original = parameters["original_max_position_embeddings"]
         limit = min(limit, (original, "longrope's original_max_position_embeddings: longer needs rollout.name=hf"))
-        frequencies = rotary.get_buffer(f"{prefix}original_inv_freq")
-    return Rope(frequencies, vars(rotary)[f"{prefix}attention_scaling"]), limit
+        frequencies = getattr(rotary, f"{prefix}original_inv_freq")
+    return Rope(frequencies, getattr(rotary, f"{prefix}attention_scaling")), limit

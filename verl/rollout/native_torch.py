@@ -5,6 +5,8 @@ so that a step takes views and gathers nothing. A mask (slots, L), kept up to da
 columns a row sees; it is shared by all layers of one window.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional as F
 
@@ -58,16 +60,120 @@ class SlotCache:
         return write
 
 
-class TorchDecoder:
-    """Runs a `Decoder` over a `SlotCache`. All inputs and outputs are on the decoder's device."""
+#: takes (layer, which prompts, keys and values (count, T, 2 HK, D)); T is that of the longest, what follows a prompt is
+#: of no meaning
+Store = Callable[[int, list[int], torch.Tensor], None]
+
+
+class Layers:
+    """The maths of a `Decoder` in plain torch, up to rotary tables of `length` positions. N tokens."""
+
+    def __init__(self, decoder: Decoder, length: int):
+        self.decoder = decoder
+        self.activation = ACTIVATIONS[decoder.activation]
+        self.tables = [rope.table(length, decoder.embedding.dtype) for rope in decoder.ropes]
+
+    # ---- whole prompts ------------------------------------------------------------------------------------------
+
+    def prompts(self, prompts: list[list[int]], store: Store) -> torch.Tensor:
+        """Compute `prompts` and hand their keys and values to `store`. Logits after each, (len(prompts), V) float32."""
+        order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+        logits = torch.empty(len(prompts), self.decoder.vocab_size, device=self.decoder.embedding.device)
+        while order:
+            count = _together([len(prompts[i]) for i in order])
+            chosen, order = order[:count], order[count:]
+            logits[self._upload(chosen)] = self._prompts(chosen, [prompts[i] for i in chosen], store)
+        return logits
+
+    def _prompts(self, chosen: list[int], prompts: list[list[int]], store: Store) -> torch.Tensor:
+        decoder = self.decoder
+        count, width = len(prompts), max(map(len, prompts))
+        # padding stands after a prompt: no query of the prompt sees it
+        ids = self._upload([p + [p[-1]] * (width - len(p)) for p in prompts]).view(-1)
+        last = self._upload([i * width + len(p) - 1 for i, p in enumerate(prompts)])
+        tables = [tuple(t[:width].repeat(count, 1)[:, None] for t in table) for table in self.tables]
+        x = decoder.embed(ids)
+        for index, layer in enumerate(decoder.layers):
+            qkv = self._qkv(layer, x, *tables[layer.rope]).view(count, width, -1, decoder.head_dim)
+            store(index, chosen, qkv[:, :, decoder.heads :])
+            attended = self._attend_causally(qkv, layer.window)
+            if index == len(decoder.layers) - 1:  # only the last token of a prompt matters from here on
+                x, attended = x[last], attended[last]
+            x = self._finish(layer, x, attended)
+        return decoder.logits(x)
+
+    def _upload(self, values: list) -> torch.Tensor:
+        """Integers (nested lists) as a tensor on the decoder's device."""
+        return torch.tensor(values, device=self.decoder.embedding.device)
+
+    # ---- parts of a layer ---------------------------------------------------------------------------------------
+
+    def _qkv(self, layer: Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """x (N, H), cos and sin (N, 1, R) -> (N, HQ + 2 HK, D): queries and keys normed and rotated."""
+        decoder = self.decoder
+        qkv = layer.qkv(rms_norm(x, layer.attention_norm, decoder.eps)).view(len(x), -1, decoder.head_dim)
+        qk = qkv[:, : decoder.heads + decoder.kv_heads]
+        if layer.qk_norm is not None:
+            wide = qk.to(layer.qk_norm.dtype)
+            qk.copy_(F.rms_norm(wide, wide.shape[-1:], None, decoder.eps).mul_(layer.qk_norm))
+        rotated, half = qk[..., : cos.shape[-1]], cos.shape[-1] // 2
+        swapped = torch.cat((rotated[..., half:], rotated[..., :half]), -1)
+        rotated.mul_(cos).addcmul_(swapped, sin)
+        return qkv
+
+    def _finish(self, layer: Layer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The rest of a layer: x (N, H) and attention's output (N, HQ D) -> (N, H). Overwrites x."""
+        eps = self.decoder.eps
+        x = _add(x, attended, layer.out, layer.attention_post_norm, eps)
+        gate, up = layer.gate_up(rms_norm(x, layer.mlp_norm, eps)).chunk(2, -1)
+        return _add(x, self.activation(gate).mul_(up), layer.down, layer.mlp_post_norm, eps)
+
+    def _attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        softcap, scaling = self.decoder.attention_softcap, self.decoder.scaling
+        if softcap is None:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+        scores = torch.matmul(q, k.transpose(-1, -2)).mul_(scaling / softcap).tanh_().mul_(softcap).add_(mask)
+        return torch.matmul(scores.softmax(-1, dtype=torch.float32).to(v.dtype), v)
+
+    def _attend_causally(self, qkv: torch.Tensor, window: int | None) -> torch.Tensor:
+        """qkv (b, T, HQ + 2 HK, D) -> (b T, HQ D)."""
+        decoder, width = self.decoder, qkv.shape[1]
+        sizes = (decoder.heads, decoder.kv_heads, decoder.kv_heads)
+        q, k, v = (part.transpose(1, 2) for part in qkv.split(sizes, 2))
+        plain = decoder.attention_softcap is None and (window is None or window >= width)
+        if plain:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=decoder.scaling, enable_gqa=True)
+        else:
+            at = torch.arange(width, device=q.device)
+            seen = at[:, None] >= at
+            if window is not None:
+                seen &= at > at[:, None] - window
+            mask = q.new_zeros(width, width).masked_fill_(~seen, float("-inf"))
+            group = decoder.heads // decoder.kv_heads
+            out = self._attention(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), mask)
+        return out.transpose(1, 2).reshape(-1, decoder.heads * decoder.head_dim)
+
+
+class TorchDecoder(Layers):
+    """Generates over a `SlotCache`. All inputs and outputs are on the decoder's device."""
 
     def __init__(self, decoder: Decoder, cache: SlotCache):
-        self.decoder = decoder
+        super().__init__(decoder, cache.length)
         self.cache = cache
-        self.activation = ACTIVATIONS[decoder.activation]
-        self.tables = [rope.table(cache.length, decoder.embedding.dtype) for rope in decoder.ropes]
 
-    # ---- one token of every row ---------------------------------------------------------------------------------
+    def prefill(self, prompts: list[list[int]], slots: list[list[int]]) -> torch.Tensor:
+        """Compute each of `prompts` once, with keys and values into its `slots`. Logits (len(prompts), V) float32."""
+        lengths = [len(prompt) for prompt, targets in zip(prompts, slots) for _ in targets]
+        everyone = [slot for targets in slots for slot in targets]
+        self.cache.open(self._upload(everyone), self._upload(lengths))
+
+        def store(layer: int, chosen: list[int], stored: torch.Tensor) -> None:
+            source = self._upload([i for i, c in enumerate(chosen) for _ in slots[c]])
+            target = self._upload([slot for c in chosen for slot in slots[c]])
+            # what follows a shorter prompt stays masked until it is overwritten
+            self.cache.layers[layer][:, : stored.shape[1]].index_copy_(0, target, stored[source])
+
+        return self.prompts(prompts, store)
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, longest: int) -> torch.Tensor:
         """tokens, positions: (B,) of rows 0 .. B - 1; longest: 1 + the largest position. Logits (B, V) float32."""
@@ -93,86 +199,6 @@ class TorchDecoder:
         q = queries.reshape(rows, kv_heads, heads // kv_heads, size)
         k, v = stored[:, :, :kv_heads].transpose(1, 2), stored[:, :, kv_heads:].transpose(1, 2)
         return self._attention(q, k, v, mask).reshape(rows, heads * size)
-
-    def _attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        softcap, scaling = self.decoder.attention_softcap, self.decoder.scaling
-        if softcap is None:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
-        scores = torch.matmul(q, k.transpose(-1, -2)).mul_(scaling / softcap).tanh_().mul_(softcap).add_(mask)
-        return torch.matmul(scores.softmax(-1, dtype=torch.float32).to(v.dtype), v)
-
-    # ---- parts of a layer, for one token a row and for whole prompts ----------------------------------------------
-
-    def _qkv(self, layer: Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x (N, H), cos and sin (N, 1, R) -> (N, HQ + 2 HK, D): queries and keys normed and rotated."""
-        decoder = self.decoder
-        qkv = layer.qkv(rms_norm(x, layer.attention_norm, decoder.eps)).view(len(x), -1, decoder.head_dim)
-        qk = qkv[:, : decoder.heads + decoder.kv_heads]
-        if layer.qk_norm is not None:
-            wide = qk.to(layer.qk_norm.dtype)
-            qk.copy_(F.rms_norm(wide, wide.shape[-1:], None, decoder.eps).mul_(layer.qk_norm))
-        rotated, half = qk[..., : cos.shape[-1]], cos.shape[-1] // 2
-        swapped = torch.cat((rotated[..., half:], rotated[..., :half]), -1)
-        rotated.mul_(cos).addcmul_(swapped, sin)
-        return qkv
-
-    def _finish(self, layer: Layer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The rest of a layer: x (N, H) and attention's output (N, HQ D) -> (N, H). Overwrites x."""
-        eps = self.decoder.eps
-        x = _add(x, attended, layer.out, layer.attention_post_norm, eps)
-        gate, up = layer.gate_up(rms_norm(x, layer.mlp_norm, eps)).chunk(2, -1)
-        return _add(x, self.activation(gate).mul_(up), layer.down, layer.mlp_post_norm, eps)
-
-    # ---- prompts ------------------------------------------------------------------------------------------------
-
-    def prefill(self, prompts: list[list[int]], slots: list[list[int]]) -> torch.Tensor:
-        """Compute each of `prompts` once, with keys and values into its `slots`. Logits (len(prompts), V) float32."""
-        order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-        logits = torch.empty(len(prompts), self.decoder.vocab_size, device=self.decoder.embedding.device)
-        while order:
-            count = _together([len(prompts[i]) for i in order])
-            chosen, order = order[:count], order[count:]
-            logits[chosen] = self._prefill([prompts[i] for i in chosen], [slots[i] for i in chosen])
-        return logits
-
-    def _prefill(self, prompts: list[list[int]], slots: list[list[int]]) -> torch.Tensor:
-        decoder, device = self.decoder, self.decoder.embedding.device
-        count, width = len(prompts), max(map(len, prompts))
-        # padding stands after a prompt: no query of the prompt sees it, and its columns stay masked until overwritten
-        ids = torch.tensor([p + [p[-1]] * (width - len(p)) for p in prompts], device=device).view(-1)
-        lengths = torch.tensor([len(p) for p in prompts], device=device)
-        last = torch.arange(0, count * width, width, device=device) + lengths - 1
-        source = torch.tensor([i for i, targets in enumerate(slots) for _ in targets], device=device)
-        target = torch.tensor([slot for targets in slots for slot in targets], device=device)
-        self.cache.open(target, lengths[source])
-        tables = [tuple(t[:width].repeat(count, 1)[:, None] for t in table) for table in self.tables]
-        x = decoder.embed(ids)
-        for index, (layer, stored) in enumerate(zip(decoder.layers, self.cache.layers)):
-            qkv = self._qkv(layer, x, *tables[layer.rope]).view(count, width, -1, decoder.head_dim)
-            stored[:, :width].index_copy_(0, target, qkv[source, :, decoder.heads :])
-            attended = self._attend_causally(qkv, layer.window)
-            if index == len(decoder.layers) - 1:  # only the last token of a prompt matters from here on
-                x, attended = x[last], attended[last]
-            x = self._finish(layer, x, attended)
-        return decoder.logits(x)
-
-    def _attend_causally(self, qkv: torch.Tensor, window: int | None) -> torch.Tensor:
-        """qkv (b, T, HQ + 2 HK, D) -> (b T, HQ D)."""
-        decoder, width = self.decoder, qkv.shape[1]
-        sizes = (decoder.heads, decoder.kv_heads, decoder.kv_heads)
-        q, k, v = (part.transpose(1, 2) for part in qkv.split(sizes, 2))
-        plain = decoder.attention_softcap is None and (window is None or window >= width)
-        if plain:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=decoder.scaling, enable_gqa=True)
-        else:
-            at = torch.arange(width, device=q.device)
-            seen = at[:, None] >= at
-            if window is not None:
-                seen &= at > at[:, None] - window
-            mask = q.new_zeros(width, width).masked_fill_(~seen, float("-inf"))
-            group = decoder.heads // decoder.kv_heads
-            out = self._attention(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), mask)
-        return out.transpose(1, 2).reshape(-1, decoder.heads * decoder.head_dim)
 
 
 def _add(

@@ -5,6 +5,8 @@ batch, on the number of processes, or on the order in which rows are served. The
 and have the same bits on every device. B rows, V vocabulary.
 """
 
+import math
+
 import torch
 from torch.nn import functional as F
 
@@ -29,9 +31,9 @@ def uniform(seed: int, sample_ids: torch.Tensor, position: int | torch.Tensor) -
 
     sample_ids: (B,) int64; position: a number or (B,) int64; or any two shapes that broadcast.
     """
-    whole = {"dtype": torch.int64, "device": sample_ids.device}
-    start = _mix(sample_ids * _GOLDEN + _mix(torch.as_tensor(seed, **whole)))
-    bits = _mix(start + (torch.as_tensor(position, **whole) + 1) * _GOLDEN)
+    # numbers become tensors, which wrap around, but stay on the host: nothing waits for a device
+    start = _mix(sample_ids * _GOLDEN + _mix(torch.as_tensor(seed, dtype=torch.int64)))
+    bits = _mix(start + (torch.as_tensor(position, dtype=torch.int64) + 1) * _GOLDEN)
     return ((bits >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 
 
@@ -59,7 +61,7 @@ def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         outside = _outside(ordered, params.top_p)
         logits = logits.masked_fill(torch.zeros_like(outside).scatter_(1, index, outside), excluded)
     if params.min_p > 0:
-        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + torch.tensor(params.min_p).log(), excluded)
+        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(params.min_p), excluded)
     return logits
 
 

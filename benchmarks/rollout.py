@@ -1,0 +1,344 @@
+"""How fast does each rollout engine generate? One JSON line per measurement, a table at the end.
+
+    python benchmarks/rollout.py --engines native,hf                       # this machine's CPU: three small models
+    python benchmarks/rollout.py --engines native,hf --suite h200          # one GPU: 0.5B to 7B
+    python benchmarks/rollout.py --shape 0.5B --rows 256 --prompt 128 --new 256 --lengths lognormal --samples 8
+
+Weights are random; every engine has the same ones, the same prompts and the same number of tokens to make for each row
+(no stop token). Engines take turns, `--repeats` times after one warm-up, in one process: seconds are the median, and
+ratios are of one run. Prefill is included. `floor` is what the device would need for the same work if it only read each
+weight once a step and every key and value once, or only did the arithmetic, whichever takes longer, at the speeds of
+copying and of matrix products measured in the same run.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from verl.rollout.base import SamplingParams  # noqa: E402
+from verl.rollout.native import NativeRollout  # noqa: E402
+
+
+def shape(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, vocabulary: int, tied: bool = True) -> dict:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 32768,
+    }
+
+
+SHAPES = {
+    "0.43M": shape(128, 256, 2, 4, 2, 553, tied=False),
+    "13M": shape(384, 1024, 8, 6, 2, 553),
+    "31M": shape(384, 1024, 8, 6, 2, 48000),
+    "0.5B": shape(896, 4864, 24, 14, 2, 151936),  # of Qwen2.5
+    "1.5B": shape(1536, 8960, 28, 12, 2, 151936),
+    "7B": shape(3584, 18944, 28, 28, 4, 152064, tied=False),
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is generated. rows: answers; samples: of each prompt. lengths: "even" (all `new`) or "lognormal" (sigma 1,
+    at most `new`, the median a quarter of it). sampling: options of SamplingParams."""
+
+    shape: str
+    rows: int
+    prompt: int
+    new: int
+    samples: int = 1
+    lengths: str = "even"
+    top_p: float = 1.0
+
+    def prompts(self) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(1)
+        vocabulary = SHAPES[self.shape]["vocab_size"]
+        distinct = torch.randint(vocabulary, (self.rows // self.samples, self.prompt), generator=generator).tolist()
+        return [prompt for prompt in distinct for _ in range(self.samples)]
+
+    def limits(self) -> list[int]:
+        if self.lengths == "even":
+            return [self.new] * self.rows
+        generator = torch.Generator().manual_seed(2)
+        drawn = torch.randn(self.rows, generator=generator).exp() * self.new / 4
+        return drawn.round().long().clamp(1, self.new).tolist()
+
+
+CPU_SUITE = [Work(name, 64, 16, 64) for name in ("0.43M", "13M", "31M")]
+CPU_SUITE += [Work("0.43M", 128, 64, 64, samples=8), Work("0.43M", 128, 16, 64, samples=8, lengths="lognormal")]
+H200_SUITE = [Work("0.5B", rows, 128, 256) for rows in (64, 256)]
+H200_SUITE += [Work("0.5B", rows, 128, 512) for rows in (512, 1024, 2048)]
+H200_SUITE += [
+    Work("0.5B", 512, 128, 512, samples=8),
+    Work("0.5B", 1024, 128, 2048, samples=8, lengths="lognormal"),
+    Work("0.5B", 256, 128, 256, top_p=0.95),
+    Work("1.5B", 256, 128, 256),
+    Work("7B", 256, 512, 512),
+]
+SUITES = {"cpu": CPU_SUITE, "h200": H200_SUITE}
+Engine = Callable[[list[list[int]], list[int], int], None]
+
+
+def native(module: torch.nn.Module, work: Work) -> Engine:
+    engine = NativeRollout(module, pad_token_id=0)
+
+    def run(prompts: list[list[int]], limits: list[int], seed: int) -> None:
+        params = SamplingParams(max(limits), (), seed=seed, ignore_eos=True, top_p=work.top_p)
+        answers = engine.generate(prompts, params, limits=limits)
+        assert [len(answer.token_ids) for answer in answers] == limits
+
+    return run
+
+
+def transformers_generate(module: torch.nn.Module, work: Work, **options) -> Engine:
+    """All rows go on to the longest one's length: `generate` knows no limit per row."""
+
+    def run(prompts: list[list[int]], limits: list[int], seed: int) -> None:
+        ids = torch.tensor(prompts, device=module.device)
+        config = GenerationConfig(
+            max_new_tokens=max(limits), do_sample=True, top_k=0, top_p=work.top_p, pad_token_id=0, **options
+        )
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            made = module.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        assert made.shape[1] == ids.shape[1] + max(limits)
+
+    return run
+
+
+def vllm(module: torch.nn.Module, work: Work) -> Engine:
+    """With weights of its own making: the speed is that of any weights."""
+    from vllm import LLM
+    from vllm import SamplingParams as VllmParams
+
+    folder = tempfile.mkdtemp()
+    module.config.architectures = [type(module).__name__]
+    module.config.save_pretrained(folder)
+    llm = LLM(
+        folder,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype=str(module.dtype).removeprefix("torch."),
+        max_model_len=work.prompt + work.new,
+        gpu_memory_utilization=0.6,
+    )
+
+    def run(prompts: list[list[int]], limits: list[int], seed: int) -> None:
+        params = [
+            VllmParams(max_tokens=n, ignore_eos=True, logprobs=0, seed=None, top_p=work.top_p, detokenize=False)
+            for n in limits
+        ]
+        made = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        assert [len(answer.outputs[0].token_ids) for answer in made] == limits
+
+    return run
+
+
+ENGINES: dict[str, Callable[[torch.nn.Module, Work], Engine]] = {
+    "native": native,
+    "hf": transformers_generate,
+    "hf-static": lambda module, work: transformers_generate(module, work, cache_implementation="static"),
+    "vllm": vllm,
+}
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(
+    function: Callable[[], object], device: torch.device, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    wait(device)
+    start = clock()
+    function()
+    wait(device)
+    return clock() - start
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What the device reaches: operations per second of a matrix product, bytes per second read plus written."""
+
+    flops: float
+    bytes: float
+
+
+def measure_speed(device: torch.device, dtype: torch.dtype) -> Speed:
+    n, size = (8192, 1 << 31) if device.type == "cuda" else (1024, 1 << 27)
+    a, b = torch.randn(n, n, device=device, dtype=dtype), torch.randn(n, n, device=device, dtype=dtype)
+    source = torch.ones(size // dtype.itemsize, device=device, dtype=dtype)
+    target = torch.empty_like(source)
+    products = [seconds_of(lambda: torch.mm(a, b), device) for _ in range(8)]
+    copies = [seconds_of(lambda: target.copy_(source), device) for _ in range(8)]
+    return Speed(2 * n**3 / min(products), 2 * size / min(copies))
+
+
+def floor_seconds(work: Work, module: torch.nn.Module, speed: Speed) -> float:
+    config, limits = module.config, work.limits()
+    width = module.dtype.itemsize
+    embedding = config.vocab_size * config.hidden_size
+    inner = sum(p.numel() for p in module.parameters()) - embedding * (1 if config.tie_word_embeddings else 2)
+    head_size = config.hidden_size // config.num_attention_heads
+    cached = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size * width
+    total = 2 * inner * work.prompt * work.rows / work.samples / speed.flops
+    for step in range(max(limits)):
+        rows = sum(limit > step for limit in limits)
+        arithmetic = 2 * (inner + embedding) * rows / speed.flops
+        memory = ((inner + embedding) * width + rows * (work.prompt + step) * cached) / speed.bytes
+        total += max(arithmetic, memory)
+    return total
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("transformers", "triton", "vllm"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def measure(work: Work, names: Sequence[str], args: argparse.Namespace, speed: Speed) -> list[dict]:
+    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    torch.manual_seed(0)
+    with device:
+        config = Qwen2Config(**SHAPES[work.shape], dtype=dtype)
+        module = Qwen2ForCausalLM._from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+    prompts, limits = work.prompts(), work.limits()
+    engines = {name: ENGINES[name](module, work) for name in names}
+    first = {name: seconds_of(lambda e=e: e(prompts, limits, 0), device) for name, e in engines.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    # processor time says less than a clock on the wall, and more on a machine that is shared
+    clock = time.process_time if args.cpu_time else time.perf_counter
+    for seed in range(1, args.repeats + 1):
+        for name, engine in engines.items():
+            seconds[name].append(seconds_of(lambda e=engine, s=seed: e(prompts, limits, s), device, clock))
+    floor = floor_seconds(work, module, speed)
+    lines = []
+    for name in names:
+        median = statistics.median(seconds[name])
+        lines.append(
+            {
+                "benchmark": "rollout",
+                "engine": name,
+                **asdict(work),
+                "parameters": sum(p.numel() for p in module.parameters()),
+                "tokens": sum(limits),
+                "tokens_per_second": round(sum(limits) / median),
+                "clock": "processor time" if args.cpu_time else "wall",
+                "seconds": round(median, 4),
+                "all_seconds": [round(s, 4) for s in seconds[name]],
+                "first_seconds": round(first[name], 3),
+                "times_floor": round(median / floor, 2),
+                "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu x {torch.get_num_threads()}",
+                "dtype": args.dtype,
+                "versions": versions(),
+                "command": " ".join(["python", *sys.argv]),
+            }
+        )
+    if device.type == "cuda":
+        del engines, module
+        torch.cuda.empty_cache()
+    return lines
+
+
+def table(lines: list[dict]) -> str:
+    rows = [["shape", "rows", "prompt+new", "samples", "lengths", "engine", "tok/s", "x floor", "native/this"]]
+    fast = {key(line): line["tokens_per_second"] for line in lines if line["engine"] == "native"}
+    for line in lines:
+        ratio = f"{fast[key(line)] / line['tokens_per_second']:.2f}" if key(line) in fast else ""
+        lengths = line["lengths"] + (f" top_p {line['top_p']}" if line["top_p"] < 1 else "")
+        rows.append(
+            [line["shape"], line["rows"], f"{line['prompt']}+{line['new']}", line["samples"], lengths, line["engine"]]
+            + [f"{line['tokens_per_second']:,}", line["times_floor"], ratio]
+        )
+    widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(str(cell).rjust(w) for cell, w in zip(row, widths)) for row in rows)
+
+
+def key(line: dict) -> tuple:
+    return tuple(line[name] for name in ("shape", "rows", "prompt", "new", "samples", "lengths", "top_p"))
+
+
+def profile(work: Work, args: argparse.Namespace) -> None:
+    """Where the native engine's time goes: the operations or kernels that take most."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    with device:
+        module = Qwen2ForCausalLM._from_config(Qwen2Config(**SHAPES[work.shape], dtype=dtype), dtype=dtype)
+    engine, prompts, limits = native(module, work), work.prompts(), work.limits()
+    engine(prompts, limits, 0)
+    activities = [ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU]
+    with record(activities=activities) as found:
+        engine(prompts, limits, 1)
+    print(found.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=25, max_name_column_width=70))
+
+
+def parse() -> argparse.Namespace:
+    gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", default="native,hf", help=f"of {', '.join(ENGINES)}, separated by commas")
+    parser.add_argument("--suite", choices=SUITES, help="a list of settings; the default without --shape")
+    parser.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=16)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=1, help="answers per prompt")
+    parser.add_argument("--lengths", choices=["even", "lognormal"], default="even")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="cuda" if gpu else "cpu")
+    parser.add_argument("--dtype", default="bfloat16" if gpu else "float32")
+    parser.add_argument("--threads", type=int, help="of the CPU")
+    parser.add_argument("--cpu-time", action="store_true", help="seconds of processor time, all threads together")
+    parser.add_argument("--profile", action="store_true", help="print where the time goes, too")
+    parser.add_argument("--out", type=Path, help="also append the lines to this file")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    one = Work(args.shape, args.rows, args.prompt, args.new, args.samples, args.lengths, args.top_p)
+    works = [one] if args.shape else SUITES[args.suite or ("h200" if args.device == "cuda" else "cpu")]
+    speed = measure_speed(torch.device(args.device), getattr(torch, args.dtype))
+    print(json.dumps({"benchmark": "device_speed", "tflops": speed.flops / 1e12, "gb_per_s": speed.bytes / 1e9}))
+    lines = []
+    for work in works:
+        for line in measure(work, args.engines.split(","), args, speed):
+            lines.append(line)
+            print(json.dumps(line), flush=True)
+            if args.out:
+                with args.out.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+        if args.profile:
+            profile(work, args)
+    print(table(lines))
+
+
+if __name__ == "__main__":
+    main()

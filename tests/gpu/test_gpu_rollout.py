@@ -1,0 +1,192 @@
+"""The native engine on a GPU, by paged kernels and graphs: the answers of transformers, and of each row alone."""
+
+import importlib.util
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+from verl.rollout.base import SamplingParams
+from verl.rollout.native import NativeRollout
+from verl.rollout.native_model import read_decoder
+from verl.rollout.sampling import draw
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+_file = Path(__file__).parents[1] / "rollout" / "test_native_families.py"
+_spec = importlib.util.spec_from_file_location("native_families", _file)
+families = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(families)
+
+# prompts that end before, at and after the end of a page of 64 tokens, and one twice
+LONG = [[(7 * i + n) % 90 + 3 for i in range(n)] for n in (1, 63, 64, 65, 130)]
+LONG.append(LONG[-1])
+
+
+def model(case: str, dtype: torch.dtype) -> torch.nn.Module:
+    module = families.model(case, dtype).cuda()
+    module.config.max_position_embeddings = 48 if case == "phi3-longrope" else 300
+    return module
+
+
+def log_probs(module: torch.nn.Module, prompt: list[int], response: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits = module(torch.tensor([prompt + response], device="cuda")).logits[0, len(prompt) - 1 : -1]
+    return logits.double().log_softmax(-1).gather(1, torch.tensor(response, device="cuda")[:, None])[:, 0].cpu()
+
+
+@pytest.mark.parametrize("case", families.CASES)
+def test_greedy_equals_transformers(case):
+    module = model(case, torch.float32)
+    prompts = families.PROMPTS if case == "phi3-longrope" else families.PROMPTS + LONG
+    answers = NativeRollout(module, pad_token_id=0).generate(prompts, SamplingParams(24, (), temperature=0))
+    config = GenerationConfig(max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=None)
+    for prompt, answer in zip(prompts, answers):
+        made = module.generate(torch.tensor([prompt], device="cuda"), generation_config=config)[0, len(prompt) :]
+        assert answer.token_ids == made.tolist()
+        expected = log_probs(module, prompt, answer.token_ids)
+        torch.testing.assert_close(torch.tensor(answer.log_probs).double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["qwen2", "qwen3", "gemma2"])
+def test_bfloat16_log_probs_are_near_the_forward_pass(case):
+    module = model(case, torch.bfloat16)
+    prompts = families.PROMPTS if case == "phi3-longrope" else families.PROMPTS + LONG
+    gaps = []
+    for prompt, answer in zip(prompts, NativeRollout(module, pad_token_id=0).generate(prompts, SamplingParams(24, ()))):
+        gaps.append((torch.tensor(answer.log_probs) - log_probs(module, prompt, answer.token_ids)).abs())
+    assert torch.cat(gaps).mean() < 0.08, "these tiny models have steep logits; real ones are 50 times nearer"
+
+
+def one_by_one(module, prompts, params, sample_ids, limits):
+    """Each row alone, by the module's own forward pass and no cache."""
+    found = []
+    for prompt, sample_id, limit in zip(prompts, sample_ids, limits):
+        ids, reason = list(prompt), "length"
+        for position in range(limit):
+            with torch.no_grad():
+                logits = module(torch.tensor([ids], device="cuda")).logits[:, -1]
+            token, _ = draw(logits, params, torch.tensor([sample_id], device="cuda"), position)
+            ids.append(int(token))
+            if ids[-1] in params.stop_token_ids:
+                reason = "stop"
+                break
+        found.append((ids[len(prompt) :], reason))
+    return found
+
+
+@pytest.fixture(scope="module")
+def small() -> torch.nn.Module:
+    torch.manual_seed(0)
+    shape = dict(vocab_size=29, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    module = Qwen2ForCausalLM(Qwen2Config(**shape, num_key_value_heads=2, max_position_embeddings=400)).cuda()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.mul_(8 if p.dim() > 1 else 1)
+    return module
+
+
+@pytest.mark.parametrize("case", range(4))
+def test_rows_are_what_they_are_alone_whatever_the_pages(small, case):
+    rng = random.Random(case)
+    distinct = [[rng.randrange(29) for _ in range(rng.choice([1, 5, 63, 64, 65, 128]))] for _ in range(6)]
+    prompts = [rng.choice(distinct) for _ in range(20)]
+    limits = [rng.randrange(1, 60) for _ in prompts]
+    sample_ids = rng.sample(range(1000), len(prompts))
+    params = SamplingParams(60, (3, 7), seed=case, temperature=1.3, top_k=5 if case == 2 else -1)
+    expected = one_by_one(small, prompts, params, sample_ids, limits)
+    page = 64 * read_decoder(small).cache_bytes_per_token()
+    for pages, max_rows in ((5, None), (17, None), (1000, 3), (1000, None)):
+        engine = NativeRollout(small, pad_token_id=0, cache_bytes=pages * page, max_rows=max_rows)
+        for _ in range(2):
+            answers = engine.generate(prompts, params, sample_ids, limits)
+            assert [(a.token_ids, a.finish_reason) for a in answers] == expected, (pages, max_rows)
+
+
+def test_long_rows_alone_split_their_keys_over_programs(small):
+    module = small
+    module.config.max_position_embeddings = 4000
+    prompt = [i % 29 for i in range(3000)]
+    answer = NativeRollout(module, pad_token_id=0).generate([prompt], SamplingParams(40, ()))[0]
+    expected = log_probs(module, prompt, answer.token_ids)
+    torch.testing.assert_close(torch.tensor(answer.log_probs).double(), expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("vocabulary", [29, 9001])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"top_p": 0.8}, {"top_k": 7}, {"min_p": 0.1}], ids=str)
+def test_first_tokens_have_the_models_distribution(vocabulary, options):
+    torch.manual_seed(0)
+    shape = dict(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2
+    )
+    module = Qwen2ForCausalLM(Qwen2Config(**shape, vocab_size=vocabulary)).cuda()
+    with torch.no_grad():
+        module.lm_head.weight.mul_(60)
+    count = 20_000
+    params = SamplingParams(2, (), **options)
+    answers = NativeRollout(module, pad_token_id=0).generate([[1, 2]] * count, params)
+    with torch.no_grad():
+        logits = module(torch.tensor([[1, 2]], device="cuda")).logits[:, -1]
+    from verl.rollout.sampling import filter_logits
+
+    exact = filter_logits(logits, params)[0].double().softmax(-1).cpu()
+    found = torch.bincount(torch.tensor([a.token_ids[0] for a in answers]), minlength=vocabulary).double()
+    assert (found[exact == 0] == 0).all()
+    often = exact * count > 5
+    degrees = int(often.sum()) - 1 + int((~often & (exact > 0)).any())
+    chi_square = ((found - exact * count) ** 2 / (exact * count))[often].sum()
+    chi_square += (found[~often].sum() - (rest := exact[~often].sum() * count)) ** 2 / rest.clamp_min(1e-9)
+    assert chi_square < degrees + 4 * (2 * degrees) ** 0.5 + 10
+    reported = torch.tensor([a.log_probs[0] for a in answers]).double()
+    expected = exact.log()[torch.tensor([a.token_ids[0] for a in answers])]
+    torch.testing.assert_close(reported, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_an_update_and_other_memory_are_seen_by_the_graphs(small):
+    engine = NativeRollout(small, pad_token_id=0)
+    params = SamplingParams(12, (), temperature=0)
+    prompts = [[1, 2, 3], [4, 5]]
+
+    def check() -> list[list[int]]:
+        answers = [a.token_ids for a in engine.generate(prompts, params)]
+        assert answers == [tokens for tokens, _ in one_by_one(small, prompts, params, [0, 1], [12, 12])]
+        return answers
+
+    before = check()
+    with torch.no_grad():
+        small.model.layers[0].mlp.down_proj.weight.mul_(-1)
+    assert check() != before
+    small.model.layers[0].self_attn.k_proj.weight.data = small.model.layers[0].self_attn.k_proj.weight.data.clone()
+    check()
+    engine.sleep()
+    check()
+
+
+def test_broken_weights_name_the_row(small):
+    torch.manual_seed(1)
+    broken = Qwen2ForCausalLM(small.config).cuda()
+    engine = NativeRollout(broken, pad_token_id=0)
+    with torch.no_grad():
+        broken.model.embed_tokens.weight[5] = float("nan")
+    for max_tokens in (1, 200):
+        with pytest.raises(ValueError, match=r"row 1 \(sample id 70\).*not finite"):
+            engine.generate([[1, 2], [1, 5]], SamplingParams(max_tokens, ()), [60, 70])
+
+
+def test_float32_masters_with_bfloat16_compute(small):
+    engine = NativeRollout(small, pad_token_id=0, dtype=torch.bfloat16)
+    prompts = [[1, 2, 3]] * 4
+    gaps = [
+        (torch.tensor(a.log_probs) - log_probs(small, p, a.token_ids)).abs()
+        for p, a in zip(prompts, engine.generate(prompts, SamplingParams(30, ())))
+    ]
+    assert torch.cat(gaps).mean() < 0.1
+    with torch.no_grad():
+        small.lm_head.weight.mul_(0.5)
+    gaps = [
+        (torch.tensor(a.log_probs) - log_probs(small, p, a.token_ids)).abs()
+        for p, a in zip(prompts, engine.generate(prompts, SamplingParams(30, ())))
+    ]
+    assert torch.cat(gaps).mean() < 0.1, "the copy was not made anew"

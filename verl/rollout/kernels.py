@@ -1,0 +1,295 @@
+"""Triton kernels of one decoding step over a paged key/value cache. B rows, V vocabulary, D head size.
+
+A row is decoded by a handful of launches a layer; what stands between two matrix products is one kernel. Sums and
+exponentials are float32; what is stored has the model's dtype.
+
+State of the rows, one line of int32 (FIELDS, slots) each: TOKEN and POSITION of the token to feed next; STEP, response
+tokens made so far; START, STEP when the uniforms were made; LIMIT, response tokens at most; OUT, where the
+answer begins in the flat buffers; STATUS. Rows that are not LIVE are left alone.
+
+Pages: (layers, pages, 2 HK, PAGE, D), keys of the HK heads, then values. table (slots, most pages of a row) int32.
+"""
+
+import triton
+import triton.language as tl
+
+PAGE = 64  # tokens of a page, and keys that one round of attention reads
+VOCABULARY_BLOCK = 4096
+TOKEN, POSITION, STEP, START, LIMIT, OUT, STATUS, FIELDS = range(8)
+DONE, LIVE, BROKEN = 0, 1, 2
+
+_STEP, _START, _LIMIT, _OUT = (tl.constexpr(i) for i in (STEP, START, LIMIT, OUT))
+_TOKEN, _POSITION, _STATUS = (tl.constexpr(i) for i in (TOKEN, POSITION, STATUS))
+_DONE, _LIVE, _BROKEN = (tl.constexpr(i) for i in (DONE, LIVE, BROKEN))
+_BELOW_ONE = tl.constexpr(1 - 2.0**-24)
+
+
+@triton.jit
+def _softcap(x, cap):
+    """cap * tanh(x / cap)."""
+    return cap - 2 * cap / (tl.exp(2 * x / cap) + 1)
+
+
+@triton.jit
+def _rotated(start, offsets, mask, weight, weight_offsets, cos, sin, d, eps, D: tl.constexpr, R: tl.constexpr,
+             NORM: tl.constexpr):  # fmt: skip
+    """Heads (N, D) at start + offsets (N, 1), normed and rotated, float32. cos, sin: (D,), 1 and 0 beyond R."""
+    partner = tl.where(d < R // 2, d + R // 2, tl.where(d < R, d - R // 2, d))
+    x = tl.load(start + offsets + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(start + offsets + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        x *= scale * tl.load(weight + weight_offsets + d[None, :], mask=mask, other=0.0).to(tl.float32)
+        y *= scale * tl.load(weight + weight_offsets + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+    return x * cos[None, :] + y * sin[None, :]
+
+
+@triton.jit
+def _new_token(row, at, store, qk_norm, h, cos, sin, d, eps, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
+               R: tl.constexpr, NORM: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
+    """Key (1, DP) and value (DP,) of head h, rotated; put into the cache at `at` if `store`."""
+    inside = d < D
+    head = (HQ + h + tl.arange(0, 1)[:, None]) * D
+    k = _rotated(row, head, inside[None, :], qk_norm, head, cos, sin, d, eps, D, R, NORM).to(row.dtype.element_ty)
+    v = tl.load(row + (HQ + HK + h) * D + d, mask=inside, other=0.0)
+    if store:
+        tl.store(at + d[None, :], k, mask=inside[None, :])
+        tl.store(at + HK * PAGE * D + d, v, mask=inside)
+    return k, v
+
+
+@triton.jit
+def _add_page(q, at, mask, seen, highest, weight, total, scale, softcap, to_values, SOFTCAP: tl.constexpr,
+              PRECISION: tl.constexpr):  # fmt: skip
+    """The running softmax sum (maximum (GP,), weight (GP,), total (GP, DP)) with one page of keys at `at` added."""
+    k = tl.load(at, mask=mask, other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if SOFTCAP:
+        scores = _softcap(scores, softcap)
+    scores = tl.where(seen[None, :], scores, -1e30)
+    higher = tl.maximum(highest, tl.max(scores, 1))
+    shares = tl.exp(scores - higher[:, None])
+    shrink = tl.exp(highest - higher)
+    v = tl.load(at + to_values, mask=mask, other=0.0)
+    total = total * shrink[:, None] + tl.dot(shares.to(v.dtype), v, input_precision=PRECISION)
+    return higher, weight * shrink + tl.sum(shares, 1), total
+
+
+@triton.jit(do_not_specialize=["slots", "table_width", "splits"])
+def attend(
+    qkv, pages, table, state, cos, sin, qk_norm, out, partial, scale, eps, softcap, slots, table_width, splits,
+    HQ: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    R: tl.constexpr, NORM: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
+    PAGE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention of one new token a row: norms and rotates its heads, stores its key and value, attends to all before.
+
+    Grid (B, HK, splits). qkv (B, (HQ + 2 HK) D); pages of this layer; cos, sin (positions, R); qk_norm (HQ + HK, D).
+    out (B, HQ D), or with SPLIT partial (B, HK, splits, GP, DP + 2) float32: the weighted sum, the maximum, the weight.
+    """
+    b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if tl.load(state + _STATUS * slots + b) != _LIVE:
+        return
+    n = tl.load(state + _POSITION * slots + b)
+    d, g = tl.arange(0, DP), tl.arange(0, GP)
+    inside = d < D
+    c = tl.load(cos + n * R + d, mask=d < R, other=1.0).to(tl.float32)
+    sn = tl.load(sin + n * R + d, mask=d < R, other=0.0).to(tl.float32)
+    row = qkv + b * (HQ + 2 * HK) * D
+    heads = (h * G + g)[:, None] * D
+    real = (g[:, None] < G) & inside[None, :]
+    q = _rotated(row, heads, real, qk_norm, heads, c, sn, d, eps, D, R, NORM).to(out.dtype.element_ty)
+
+    # the new token: its key and value go to the cache, and the sum begins with it
+    first = s == 0
+    new_page = tl.load(table + b * table_width + n // PAGE).to(tl.int64)
+    new_at = pages + ((new_page * 2 * HK + h) * PAGE + n % PAGE) * D
+    new_k, new_v = _new_token(row, new_at, first, qk_norm, h, c, sn, d, eps, HQ, HK, D, R, NORM, PAGE)
+    score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1) * scale
+    if SOFTCAP:
+        score = _softcap(score, softcap)
+    highest = tl.where(first, score, -1e30)
+    weight = tl.where(first, 1.0, 0.0) + tl.zeros([GP], tl.float32)
+    total = tl.where(first, new_v.to(tl.float32), 0.0)[None, :] + tl.zeros([GP, DP], tl.float32)
+
+    begin = tl.maximum(n - WINDOW + 1, 0) // PAGE if WINDOW > 0 else 0
+    end = (n + PAGE - 1) // PAGE
+    span = (end - begin + splits - 1) // splits
+    low = begin + s * span
+    high = tl.minimum(end, low + span)
+    column = tl.arange(0, PAGE)
+    for p in range(low, high):
+        page = tl.load(table + b * table_width + p).to(tl.int64)
+        at = pages + (page * 2 * HK + h) * PAGE * D + column[:, None] * D + d[None, :]
+        position = p * PAGE + column
+        seen = position < n
+        if WINDOW > 0:
+            seen &= position > n - WINDOW
+        highest, weight, total = _add_page(
+            q, at, seen[:, None] & inside[None, :], seen, highest, weight, total, scale, softcap, HK * PAGE * D,
+            SOFTCAP, PRECISION,
+        )  # fmt: skip
+    if SPLIT:
+        piece = partial + (((b * HK + h) * splits + s) * GP + g) * (DP + 2)
+        tl.store(piece[:, None] + d[None, :], total)
+        tl.store(piece + DP, highest)
+        tl.store(piece + DP + 1, weight)
+    else:
+        tl.store(out + b * HQ * D + heads + d[None, :], (total / weight[:, None]).to(q.dtype), mask=real)
+
+
+@triton.jit(do_not_specialize=["slots", "splits"])
+def combine(
+    partial, state, out, slots, splits, HQ: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr,
+):  # fmt: skip
+    """The pieces that `attend` left, joined. Grid (B, HQ). SP: a power of two, at least `splits`."""
+    b, head = tl.program_id(0), tl.program_id(1)
+    if tl.load(state + _STATUS * slots + b) != _LIVE:
+        return
+    s, d = tl.arange(0, SP), tl.arange(0, DP)
+    at = partial + (((b * HK + head // G) * splits + s) * GP + head % G) * (DP + 2)
+    there = s < splits
+    highest = tl.load(at + DP, mask=there, other=-1e30)
+    factor = tl.exp(highest - tl.max(highest, 0))
+    weight = tl.sum(tl.load(at + DP + 1, mask=there, other=0.0) * factor, 0)
+    parts = tl.load(at[:, None] + d[None, :], mask=there[:, None], other=0.0)
+    total = tl.sum(parts * factor[:, None], 0) / weight
+    tl.store(out + (b * HQ + head) * D + d, total.to(out.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def add_norm(
+    x, y, post_weight, weight, out, eps, H: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, POST: tl.constexpr
+):
+    """x (N, H) += y, or with POST the norm of y; out = the norm of x. Grid (N,)."""
+    at = tl.program_id(0) * H + tl.arange(0, BLOCK)
+    c = tl.arange(0, BLOCK)
+    mask = c < H
+    v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        added = tl.load(y + at, mask=mask, other=0.0).to(tl.float32)
+        if POST:
+            added *= tl.rsqrt(tl.sum(added * added, 0) / H + eps)
+            added *= tl.load(post_weight + c, mask=mask, other=0.0).to(tl.float32)
+            added = added.to(x.dtype.element_ty).to(tl.float32)
+        v = (v + added).to(x.dtype.element_ty).to(tl.float32)
+        tl.store(x + at, v.to(x.dtype.element_ty), mask=mask)
+    v *= tl.rsqrt(tl.sum(v * v, 0) / H + eps)
+    v *= tl.load(weight + c, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, v.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gate(gate_up, out, I: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
+    """gate_up (N, 2 I) -> out (N, I) = activation(gate) * up. Grid (N, I / BLOCK rounded up)."""
+    n, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = c < I
+    x = tl.load(gate_up + n * 2 * I + c, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + n * 2 * I + I + c, mask=mask, other=0.0).to(tl.float32)
+    if ACTIVATION == "silu":
+        x = x / (1 + tl.exp(-x))
+    elif ACTIVATION == "gelu":
+        x = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    else:  # gelu_pytorch_tanh; 1 + tanh(z) = 2 - 2 / (exp(2 z) + 1)
+        z = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        x = x * (1 - 1 / (tl.exp(2 * z) + 1))
+    tl.store(out + n * I + c, (x * up).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["first", "slots"])
+def scan_vocabulary(logits, state, parts, first, slots, inverse_temperature, softcap, V, BLOCK: tl.constexpr,
+                    NB: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
+    """Per row and block of the vocabulary: the maximum, the sum of exponentials over it, and where the maximum is.
+
+    Grid (B, NB). logits (B, V) of the slots `first` and on; parts (slots, NB, 3) float32.
+    """
+    b, j = tl.program_id(0), tl.program_id(1)
+    slot = first + b
+    if tl.load(state + _STATUS * slots + slot) != _LIVE:
+        return
+    c = j * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + b.to(tl.int64) * V + c, mask=c < V, other=float("-inf")).to(tl.float32)
+    if SOFTCAP:
+        x = tl.where(c < V, _softcap(x, softcap), float("-inf"))
+    x *= inverse_temperature
+    highest = tl.max(x, 0)
+    at = parts + (slot * NB + j) * 3
+    tl.store(at, highest)
+    tl.store(at + 1, tl.sum(tl.exp(x - highest), 0))  # NaN in x comes through here: a maximum may lose it
+    tl.store(at + 2, tl.argmax(x, 0).to(tl.float32))
+
+
+@triton.jit
+def _note(token, log_prob, state, out_tokens, out_log_probs, is_stop, slots, slot):
+    """Write down what was drawn for a slot, and advance it."""
+    step = tl.load(state + _STEP * slots + slot)
+    at = tl.load(state + _OUT * slots + slot) + step
+    tl.store(out_tokens + at, token)
+    tl.store(out_log_probs + at, log_prob)
+    tl.store(state + _TOKEN * slots + slot, token)
+    tl.store(state + _POSITION * slots + slot, tl.load(state + _POSITION * slots + slot) + 1)
+    tl.store(state + _STEP * slots + slot, step + 1)
+    finite = (log_prob <= 0.5) & (log_prob > -1e30)  # rounding may leave a log-prob just above 0
+    ended = (tl.load(is_stop + token) != 0) | (step + 1 >= tl.load(state + _LIMIT * slots + slot))
+    tl.store(state + _STATUS * slots + slot, tl.where(finite, tl.where(ended, _DONE, _LIVE), _BROKEN))
+
+
+@triton.jit(do_not_specialize=["first", "slots"])
+def draw_token(
+    logits, parts, uniforms, state, out_tokens, out_log_probs, is_stop, first, slots, inverse_temperature,
+    softcap, V, BLOCK: tl.constexpr, NB: tl.constexpr, NBP: tl.constexpr, SOFTCAP: tl.constexpr, GREEDY: tl.constexpr,
+):  # fmt: skip
+    """Draw a token by inversion of the cumulative distribution: first its block, then its place there. Grid (B,).
+
+    uniforms: (steps, slots) float64; a row reads line STEP - START. is_stop (V,) int8.
+    """
+    b = tl.program_id(0)
+    slot = first + b
+    if tl.load(state + _STATUS * slots + slot) != _LIVE:
+        return
+    j = tl.arange(0, NBP)
+    at = parts + (slot * NB + j) * 3
+    maxima = tl.load(at, mask=j < NB, other=-3e38)
+    highest = tl.max(maxima, 0)
+    mass = tl.load(at + 1, mask=j < NB, other=0.0).to(tl.float64) * tl.exp(maxima - highest).to(tl.float64)
+    total = tl.sum(mass, 0)
+    log_total = tl.log(total.to(tl.float32))
+    row = logits + b.to(tl.int64) * V
+    if GREEDY:
+        block = tl.min(tl.where(maxima == highest, j, NB - 1), 0)
+        place = tl.load(parts + (slot * NB + block) * 3 + 2).to(tl.int32)
+        token = tl.minimum(block * BLOCK + place, V - 1)
+        log_prob = -log_total
+    else:
+        line = tl.load(state + _STEP * slots + slot) - tl.load(state + _START * slots + slot)
+        target = tl.load(uniforms + line * slots + slot) * total
+        cumulative = tl.cumsum(mass, 0)
+        block = tl.minimum(tl.sum(((cumulative <= target) & (j < NB)).to(tl.int32), 0), NB - 1)
+        lower = tl.sum(tl.where(j < block, mass, 0.0), 0)
+        share = (target - lower) / tl.sum(tl.where(j == block, mass, 0.0), 0)
+        share = tl.where(share < 1, tl.maximum(share, 0.0), _BELOW_ONE)  # rounding may have made it 1
+        c = block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(row + c, mask=c < V, other=float("-inf")).to(tl.float32)
+        if SOFTCAP:
+            x = tl.where(c < V, _softcap(x, softcap), float("-inf"))
+        x *= inverse_temperature
+        inside = tl.cumsum(tl.exp(x - tl.max(x, 0)).to(tl.float64), 0)
+        place = tl.sum((inside <= share * tl.max(inside, 0)).to(tl.int32), 0)
+        token = tl.minimum(block * BLOCK + place, V - 1)
+        chosen = tl.load(row + token).to(tl.float32)
+        if SOFTCAP:
+            chosen = _softcap(chosen, softcap)
+        log_prob = chosen * inverse_temperature - highest - log_total
+    _note(token, log_prob, state, out_tokens, out_log_probs, is_stop, slots, slot)
+
+
+@triton.jit(do_not_specialize=["first", "slots"])
+def note_token(tokens, log_probs, state, out_tokens, out_log_probs, is_stop, first, slots):
+    """Write down tokens (B,) that were drawn elsewhere. Grid (B,)."""
+    b = tl.program_id(0)
+    slot = first + b
+    if tl.load(state + _STATUS * slots + slot) != _LIVE:
+        return
+    token, log_prob = tl.load(tokens + b).to(tl.int32), tl.load(log_probs + b)
+    _note(token, log_prob, state, out_tokens, out_log_probs, is_stop, slots, slot)
