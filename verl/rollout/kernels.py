@@ -114,9 +114,9 @@ def attend(
     each program; the last to arrive, by the counters arrived (slots, HK), joins them and leaves its counter at 0.
     """
     b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n = tl.load(state + _POSITION * slots + b)  # on its way while the status is
     if tl.load(state + _STATUS * slots + b) != _LIVE:
         return
-    n = tl.load(state + _POSITION * slots + b)
     d, g = tl.arange(0, DP), tl.arange(0, GP)
     inside = d < D
     c = tl.load(cos + n * R + d, mask=d < R, other=1.0).to(tl.float32)
