@@ -48,7 +48,12 @@ class Method:
 
 
 _SPPO = ("algorithm.adv_estimator=sppo", "actor_rollout_ref.actor.policy_loss.loss_mode=sppo")
-_PRIME = ("prime.optim.lr=3e-4", "prime.ppo_mini_batch_size=32", f"actor_rollout_ref.rollout.n={ANSWERS}")
+_PRIME = (
+    "prime.optim.lr=1e-4",
+    "prime.beta=0.5",
+    "prime.ppo_mini_batch_size=32",
+    f"actor_rollout_ref.rollout.n={ANSWERS}",
+)
 _ALL = "prime.filter.enable=false"
 RECIPES: dict[str, Method] = {
     "dapo": Method(LocalDAPOTrainer, ("reward.reward_kwargs.overlong_buffer.enable=false",)),
@@ -210,6 +215,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
+    logging.basicConfig()  # to stderr: the lines of JSON stand alone on stdout
     logging.getLogger("verl").setLevel(logging.WARNING)
     for name in args.algorithms:
         curves = []

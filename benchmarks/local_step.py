@@ -11,6 +11,7 @@ only the time inside the modules' own forward and backward passes and the optimi
 
 import argparse
 import json
+import logging
 import platform
 import statistics
 import sys
@@ -160,6 +161,8 @@ def main() -> None:
     parser.add_argument("--rollout", default="hf")
     parser.add_argument("--size", default="tiny", help="tiny has 103k parameters, mini 339k")
     args = parser.parse_args()
+    logging.basicConfig()  # to stderr: the line of JSON stands alone on stdout
+    logging.getLogger("verl").setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(measure(args, Path(folder))))
 

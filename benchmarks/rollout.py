@@ -92,6 +92,7 @@ H200_SUITE += [
     Work("0.5B", 256, 128, 256, top_p=0.95),
     Work("1.5B", 256, 128, 256),
     Work("7B", 256, 512, 512),
+    Work("7B", 256, 512, 512, samples=8),
 ]
 SUITES = {"cpu": CPU_SUITE, "h200": H200_SUITE}
 Engine = Callable[[list[list[int]], list[int], int], None]

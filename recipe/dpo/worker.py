@@ -5,11 +5,13 @@ allows. So the update has two passes: the first computes the log-prob of every a
 d loss / d log-prob; the second is a sum weighted by that, which may be cut in any way. The gradient is the same.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from recipe.dpo.config import DPOSection
+from verl.algorithms.policy_losses import LossAndMetrics
 from verl.algorithms.preference import dpo_loss, sequence_log_prob
 from verl.engines.base import Objective, Tensors
 from verl.engines.metrics import MetricSums
@@ -17,6 +19,8 @@ from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
 from verl.workers.actor_rollout_ref import ActorRolloutWorker
 from verl.workers.build import micro_batching
+
+Pairs = tuple[torch.Tensor, torch.Tensor]
 
 
 class DPOActorWorker(ActorRolloutWorker):
@@ -40,7 +44,7 @@ class DPOActorWorker(ActorRolloutWorker):
         for mini in batch.split(batch.meta_info["mini_batch_rows"] // self.engine.dp_size):
             log_probs = self.engine.infer(mini, ("log_probs",), micro, temperature=temperature)["log_probs"]
             (num_pairs,) = self.engine.sum_over_ranks([mini.batch["pair_weight"].sum().item() / 2])
-            weights, metrics = sequence_weights(log_probs, mini.tensors, num_pairs, **self.dpo.model_dump())
+            weights, metrics = sequence_weights(log_probs, mini.tensors, num_pairs, self.pair_loss)
             sums.add(metrics)
             found = self.engine.train_batch(
                 mini.replace(sequence_weight=weights), WEIGHTED_LOG_PROB, micro, temperature=temperature
@@ -50,19 +54,29 @@ class DPOActorWorker(ActorRolloutWorker):
         lr = {"actor/lr": self.engine.lr_step()} if batch.meta_info["last_pass"] else {}
         return {**sums.result(), **lr}
 
+    def pair_loss(self, policy: Pairs, reference: Pairs, lengths: Pairs, num_pairs: float) -> LossAndMetrics:
+        """The loss of N pairs, divided by num_pairs, those of the whole mini-batch. Override it for another one.
+
+        policy, reference: log-probs of the better and of the worse answers, (N,) each; lengths: their tokens.
+        """
+        return dpo_loss(*policy, *reference, num_pairs=num_pairs, **self.dpo.model_dump())
+
 
 def sequence_weights(
-    log_probs: torch.Tensor, rows: Tensors, num_pairs: float, **settings: Any
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """d loss / d (log-prob of each answer), (B,), and the metrics of `dpo_loss`.
+    log_probs: torch.Tensor, rows: Tensors, num_pairs: float, pair_loss: Callable[..., LossAndMetrics]
+) -> LossAndMetrics:
+    """d loss / d (log-prob of each answer), (B,), and the metrics of the loss.
 
     log_probs: (B, T), of the current policy. num_pairs: of the whole mini-batch, ties not counted. A tie gets 0.
     """
-    policy = sequence_log_prob(log_probs, rows["response_mask"]).requires_grad_()
-    reference = sequence_log_prob(rows["ref_log_prob"], rows["response_mask"])
-    real = rows["pair_weight"][0::2].bool()
-    pairs = (policy[0::2][real], policy[1::2][real], reference[0::2][real], reference[1::2][real])
-    loss, metrics = dpo_loss(*pairs, num_pairs=int(num_pairs), **settings)
+    mask, real = rows["response_mask"], rows["pair_weight"][0::2].bool()
+
+    def pairs(sequences: torch.Tensor) -> Pairs:
+        return sequences[0::2][real], sequences[1::2][real]
+
+    policy = sequence_log_prob(log_probs, mask).requires_grad_()
+    reference = sequence_log_prob(rows["ref_log_prob"], mask)
+    loss, metrics = pair_loss(pairs(policy), pairs(reference), pairs(mask.sum(-1)), num_pairs)
     (weights,) = torch.autograd.grad(loss, policy)
     return weights, {**metrics, "dpo/loss": (loss.detach() * num_pairs, real.sum())}
 

@@ -172,7 +172,7 @@ def test_broken_weights_name_the_row(small):
         broken.model.embed_tokens.weight[5] = float("nan")
     for max_tokens in (1, 200):
         with pytest.raises(ValueError, match=r"row 1 \(sample id 70\).*not finite"):
-            engine.generate([[1, 2], [1, 5]], SamplingParams(max_tokens, ()), [60, 70])
+            engine.generate([[1, 2], [1, 5]], SamplingParams(max_tokens, ()), [60, 70], [1, max_tokens])
 
 
 def test_float32_masters_with_bfloat16_compute(small):

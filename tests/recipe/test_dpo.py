@@ -55,7 +55,12 @@ def rows_by_hand(seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 def test_two_passes_have_the_gradient_of_one(loss_type):
     log_probs, rows = rows_by_hand()
     settings = {"beta": 0.3, "loss_type": loss_type, "label_smoothing": 0.0}
-    weights, metrics = sequence_weights(log_probs, rows, 3, **settings)
+
+    def pair_loss(policy, reference, lengths, num_pairs):
+        assert [side.tolist() for side in lengths] == [[3, 3, 3], [2, 2, 2]]
+        return dpo_loss(*policy, *reference, num_pairs=num_pairs, **settings)
+
+    weights, metrics = sequence_weights(log_probs, rows, 3, pair_loss)
     direct = log_probs.clone().requires_grad_()
     policy = (direct * rows["response_mask"]).sum(1)[[0, 1, 4, 5, 6, 7]]
     reference = (rows["ref_log_prob"] * rows["response_mask"]).sum(1)[[0, 1, 4, 5, 6, 7]]
@@ -68,7 +73,11 @@ def test_two_passes_have_the_gradient_of_one(loss_type):
 
 def test_a_mini_batch_of_ties_only_changes_nothing():
     log_probs, rows = rows_by_hand()
-    weights, metrics = sequence_weights(log_probs, rows | {"pair_weight": torch.zeros(8)}, 0, beta=0.1)
+
+    def pair_loss(policy, reference, lengths, num_pairs):
+        return dpo_loss(*policy, *reference, num_pairs=num_pairs)
+
+    weights, metrics = sequence_weights(log_probs, rows | {"pair_weight": torch.zeros(8)}, 0, pair_loss)
     assert weights.tolist() == [0] * 8 and metrics["dpo/loss"] == (0, 0)
 
 

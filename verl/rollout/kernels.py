@@ -75,22 +75,48 @@ def _add_page(q, at, mask, seen, highest, weight, total, scale, softcap, to_valu
     return higher, weight * shrink + tl.sum(shares, 1), total
 
 
+@triton.jit
+def _join(out, mask, pieces, arrived, s, splits, highest, weight, total, GP: tl.constexpr, DP: tl.constexpr):
+    """Leave the running sum of program s in pieces (splits, GP, DP + 2); the last to arrive stores the attention."""
+    g, d = tl.arange(0, GP), tl.arange(0, DP)
+    own = pieces + (s * GP + g) * (DP + 2)
+    tl.store(own[:, None] + d[None, :], total)
+    tl.store(own + DP, highest)
+    tl.store(own + DP + 1, weight)
+    tl.debug_barrier()
+    if tl.atomic_add(arrived, 1, sem="acq_rel") == splits - 1:
+        tl.store(arrived, 0)
+        highest = tl.full([GP], -1e30, tl.float32)
+        weight, total = tl.zeros([GP], tl.float32), tl.zeros([GP, DP], tl.float32)
+        for i in range(0, splits):
+            piece = pieces + (i * GP + g) * (DP + 2)  # others wrote it just now: not from the nearest cache
+            top = tl.load(piece + DP, cache_modifier=".cg")
+            higher = tl.maximum(highest, top)
+            shrink, share = tl.exp(highest - higher), tl.exp(top - higher)
+            part = tl.load(piece[:, None] + d[None, :], cache_modifier=".cg")
+            total = total * shrink[:, None] + part * share[:, None]
+            weight = weight * shrink + tl.load(piece + DP + 1, cache_modifier=".cg") * share
+            highest = higher
+        tl.store(out, (total / weight[:, None]).to(out.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["slots", "table_width", "splits"])
 def attend(
-    qkv, pages, table, state, cos, sin, qk_norm, out, partial, scale, eps, softcap, slots, table_width, splits,
+    qkv, pages, table, state, cos, sin, qk_norm, out, partial, arrived, scale, eps, softcap, slots, table_width, splits,
     HQ: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     R: tl.constexpr, NORM: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
     PAGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one new token a row: norms and rotates its heads, stores its key and value, attends to all before.
+    """Attention of a new token per row: norms and rotates its heads, stores key and value, attends to all before.
 
     Grid (B, HK, splits). qkv (B, (HQ + 2 HK) D); pages of this layer; cos, sin (positions, R); qk_norm (HQ + HK, D).
-    out (B, HQ D), or with SPLIT partial (B, HK, splits, GP, DP + 2) float32: the weighted sum, the maximum, the weight.
+    out (B, HQ D). With SPLIT, partial (B, HK, splits, GP, DP + 2) float32 holds the weighted sum, maximum and weight of
+    each program; the last to arrive, by the counters arrived (slots, HK), joins them and leaves its counter at 0.
     """
     b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n = tl.load(state + _POSITION * slots + b)  # on its way while the status is
     if tl.load(state + _STATUS * slots + b) != _LIVE:
         return
-    n = tl.load(state + _POSITION * slots + b)
     d, g = tl.arange(0, DP), tl.arange(0, GP)
     inside = d < D
     c = tl.load(cos + n * R + d, mask=d < R, other=1.0).to(tl.float32)
@@ -120,42 +146,36 @@ def attend(
     column = tl.arange(0, PAGE)
     for p in range(low, high):
         page = tl.load(table + b * table_width + p).to(tl.int64)
-        at = pages + (page * 2 * HK + h) * PAGE * D + column[:, None] * D + d[None, :]
+        key = pages + (page * 2 * HK + h) * PAGE * D + column[:, None] * D + d[None, :]
         position = p * PAGE + column
         seen = position < n
         if WINDOW > 0:
             seen &= position > n - WINDOW
         highest, weight, total = _add_page(
-            q, at, seen[:, None] & inside[None, :], seen, highest, weight, total, scale, softcap, HK * PAGE * D,
+            q, key, seen[:, None] & inside[None, :], seen, highest, weight, total, scale, softcap, HK * PAGE * D,
             SOFTCAP, PRECISION,
         )  # fmt: skip
+    at = out + b * HQ * D + heads + d[None, :]
     if SPLIT:
-        piece = partial + (((b * HK + h) * splits + s) * GP + g) * (DP + 2)
-        tl.store(piece[:, None] + d[None, :], total)
-        tl.store(piece + DP, highest)
-        tl.store(piece + DP + 1, weight)
+        pieces = partial + (b * HK + h) * splits * GP * (DP + 2)
+        _join(at, real, pieces, arrived + b * HK + h, s, splits, highest, weight, total, GP, DP)
     else:
-        tl.store(out + b * HQ * D + heads + d[None, :], (total / weight[:, None]).to(q.dtype), mask=real)
+        tl.store(at, (total / weight[:, None]).to(q.dtype), mask=real)
 
 
-@triton.jit(do_not_specialize=["slots", "splits"])
-def combine(
-    partial, state, out, slots, splits, HQ: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr,
-):  # fmt: skip
-    """The pieces that `attend` left, joined. Grid (B, HQ). SP: a power of two, at least `splits`."""
-    b, head = tl.program_id(0), tl.program_id(1)
-    if tl.load(state + _STATUS * slots + b) != _LIVE:
-        return
-    s, d = tl.arange(0, SP), tl.arange(0, DP)
-    at = partial + (((b * HK + head // G) * splits + s) * GP + head % G) * (DP + 2)
-    there = s < splits
-    highest = tl.load(at + DP, mask=there, other=-1e30)
-    factor = tl.exp(highest - tl.max(highest, 0))
-    weight = tl.sum(tl.load(at + DP + 1, mask=there, other=0.0) * factor, 0)
-    parts = tl.load(at[:, None] + d[None, :], mask=there[:, None], other=0.0)
-    total = tl.sum(parts * factor[:, None], 0) / weight
-    tl.store(out + (b * HQ + head) * D + d, total.to(out.dtype.element_ty), mask=d < D)
+@triton.jit
+def rotate(qkv, cos, sin, qk_norm, eps, HEADS: tl.constexpr, HQK: tl.constexpr, HP: tl.constexpr, D: tl.constexpr,
+           DP: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr):  # fmt: skip
+    """Norm and rotate the first HQK of HEADS heads of qkv (N, HEADS, D) in place; cos, sin (N, R). Grid (N,)."""
+    n = tl.program_id(0).to(tl.int64)
+    d, heads = tl.arange(0, DP), tl.arange(0, HP)[:, None]
+    c = tl.load(cos + n * R + d, mask=d < R, other=1.0).to(tl.float32)
+    s = tl.load(sin + n * R + d, mask=d < R, other=0.0).to(tl.float32)
+    mask = (heads < HQK) & (d < D)[None, :]
+    start = qkv + n * HEADS * D
+    x = _rotated(start, heads * D, mask, qk_norm, heads * D, c, s, d, eps, D, R, NORM)
+    tl.debug_barrier()  # all have read what others are about to overwrite
+    tl.store(start + heads * D + d[None, :], x.to(qkv.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -199,8 +219,8 @@ def gate(gate_up, out, I: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.cons
 
 @triton.jit(do_not_specialize=["first", "slots"])
 def scan_vocabulary(logits, state, parts, first, slots, inverse_temperature, softcap, V, BLOCK: tl.constexpr,
-                    NB: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
-    """Per row and block of the vocabulary: the maximum, the sum of exponentials over it, and where the maximum is.
+                    NB: tl.constexpr, SOFTCAP: tl.constexpr, GREEDY: tl.constexpr):  # fmt: skip
+    """Per row and block of the vocabulary: the maximum, the sum of exponentials over it; if GREEDY, where it is.
 
     Grid (B, NB). logits (B, V) of the slots `first` and on; parts (slots, NB, 3) float32.
     """
@@ -217,7 +237,8 @@ def scan_vocabulary(logits, state, parts, first, slots, inverse_temperature, sof
     at = parts + (slot * NB + j) * 3
     tl.store(at, highest)
     tl.store(at + 1, tl.sum(tl.exp(x - highest), 0))  # NaN in x comes through here: a maximum may lose it
-    tl.store(at + 2, tl.argmax(x, 0).to(tl.float32))
+    if GREEDY:
+        tl.store(at + 2, tl.argmax(x, 0).to(tl.float32))
 
 
 @triton.jit

@@ -48,6 +48,8 @@ CHUNK = 8
 #: programs of attention below which the keys of a row are split over several
 _ENOUGH_PROGRAMS = 512
 _MOST_SPLITS = 32
+#: how attention is launched: measured on an H200
+_ATTENTION = {"num_warps": 4, "num_stages": 3}
 
 
 def bucket_of(rows: int) -> int:
@@ -97,6 +99,7 @@ class Arena:
         self.log_probs = torch.zeros(size.answers, dtype=torch.float32, device=device)
         self.is_stop = torch.zeros(decoder.vocab_size, dtype=torch.int8, device=device)
         self.blocks = triton.cdiv(decoder.vocab_size, kernels.VOCABULARY_BLOCK)
+        self.arrived = torch.zeros(slots, decoder.kv_heads, dtype=torch.int32, device=device)
         self.parts = torch.zeros(slots, self.blocks, 3, dtype=torch.float32, device=device)
         self.tables = [rope.table(size.positions, like.dtype) for rope in decoder.ropes]
 
@@ -138,6 +141,14 @@ class CudaDecoder(Layers):
 
     def _upload(self, values: list) -> torch.Tensor:
         return upload(values, torch.int64, self.arena.pages.device)
+
+    def _rotate(self, layer: Layer, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        heads, size, rotated = qkv.shape[1], qkv.shape[2], self.decoder.heads + self.decoder.kv_heads
+        norm = layer.qk_norm if layer.qk_norm is not None else cos
+        kernels.rotate[(len(qkv),)](
+            qkv, cos, sin, norm, self.decoder.eps, HEADS=heads, HQK=rotated, HP=triton.next_power_of_2(rotated), D=size,
+            DP=triton.next_power_of_2(size), R=cos.shape[-1], NORM=layer.qk_norm is not None, num_warps=4,
+        )  # fmt: skip
 
     def _finish(self, layer: Layer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         h = torch.empty_like(x)
@@ -204,22 +215,17 @@ class CudaDecoder(Layers):
         shape |= {"D": size, "DP": max(16, triton.next_power_of_2(size))}
         splits = min(_MOST_SPLITS, max(1, _ENOUGH_PROGRAMS // (rows * kv_heads)), arena.width)
         out = qkv.new_empty(rows, heads * size)
-        partial = out
-        if splits > 1:
-            partial = qkv.new_empty(rows, kv_heads, splits, shape["GP"], shape["DP"] + 2, dtype=torch.float32)
+        pieces = (rows, kv_heads, splits, shape["GP"], shape["DP"] + 2) if splits > 1 else (1,)
+        partial = torch.empty(pieces, dtype=torch.float32, device=qkv.device)
         cos, sin = self.tables[layer.rope]
         norm = layer.qk_norm if layer.qk_norm is not None else cos
         softcap = decoder.attention_softcap
         kernels.attend[(rows, kv_heads, splits)](
-            qkv, pages, arena.table, arena.state, cos, sin, norm, out, partial, decoder.scaling, decoder.eps,
-            softcap or 1.0, arena.slots, arena.width, splits, **shape, R=cos.shape[1], NORM=layer.qk_norm is not None,
-            SOFTCAP=softcap is not None, WINDOW=layer.window or 0, SPLIT=splits > 1, PAGE=PAGE,
-            PRECISION=self.precision, num_warps=4, num_stages=3,
+            qkv, pages, arena.table, arena.state, cos, sin, norm, out, partial, arena.arrived, decoder.scaling,
+            decoder.eps, softcap or 1.0, arena.slots, arena.width, splits, **shape, R=cos.shape[1],
+            NORM=layer.qk_norm is not None, SOFTCAP=softcap is not None, WINDOW=layer.window or 0, SPLIT=splits > 1,
+            PAGE=PAGE, PRECISION=self.precision, **_ATTENTION,
         )  # fmt: skip
-        if splits > 1:
-            kernels.combine[(rows, heads)](
-                partial, arena.state, out, arena.slots, splits, **shape, SP=triton.next_power_of_2(splits), num_warps=2
-            )
         return out
 
     def _add_norm(self, x, y, post_norm, weight, out) -> torch.Tensor:
@@ -262,13 +268,14 @@ class CudaDecoder(Layers):
             return
         scale = 1.0 if params.greedy else 1 / params.temperature
         common = {"BLOCK": kernels.VOCABULARY_BLOCK, "NB": arena.blocks, "SOFTCAP": softcap is not None}
+        common["GREEDY"] = params.greedy
         sizes = (scale, softcap or 1.0, self.decoder.vocab_size)
         kernels.scan_vocabulary[(rows, arena.blocks)](
             logits, arena.state, arena.parts, first, arena.slots, *sizes, **common, num_warps=8
         )
         kernels.draw_token[(rows,)](
             logits, arena.parts, arena.uniforms, *answers, *sizes, **common, NBP=triton.next_power_of_2(arena.blocks),
-            GREEDY=params.greedy, num_warps=8,
+            num_warps=8,
         )  # fmt: skip
 
 

@@ -110,8 +110,13 @@ class Layers:
 
     def _qkv(self, layer: Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """x (N, H), cos and sin (N, 1, R) -> (N, HQ + 2 HK, D): queries and keys normed and rotated."""
+        qkv = layer.qkv(rms_norm(x, layer.attention_norm, self.decoder.eps)).view(len(x), -1, self.decoder.head_dim)
+        self._rotate(layer, qkv, cos, sin)
+        return qkv
+
+    def _rotate(self, layer: Layer, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Norm and rotate the queries and keys of qkv in place."""
         decoder = self.decoder
-        qkv = layer.qkv(rms_norm(x, layer.attention_norm, decoder.eps)).view(len(x), -1, decoder.head_dim)
         qk = qkv[:, : decoder.heads + decoder.kv_heads]
         if layer.qk_norm is not None:
             wide = qk.to(layer.qk_norm.dtype)
@@ -119,7 +124,6 @@ class Layers:
         rotated, half = qk[..., : cos.shape[-1]], cos.shape[-1] // 2
         swapped = torch.cat((rotated[..., half:], rotated[..., :half]), -1)
         rotated.mul_(cos).addcmul_(swapped, sin)
-        return qkv
 
     def _finish(self, layer: Layer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The rest of a layer: x (N, H) and attention's output (N, HQ D) -> (N, H). Overwrites x."""

@@ -212,7 +212,7 @@ def try_rewards(manager: RewardManager, dataset: Dataset, tokenizer: Any) -> Non
     A reward function that cannot score fails here, not after the model is loaded and the first batch generated.
     """
     item = dataset[0]
-    prompts = collate_prompts([item, item])
+    prompts = collate_prompts([item, item]).replace(uid=["trial", "trial"])
     truth = str((item.get("reward_model") or {}).get("ground_truth", ""))
     right = tokenizer.encode(truth, add_special_tokens=False) or [tokenizer.eos_token_id]
     prompt_ids = list(prompts.non_tensor_batch["prompt_ids"])

@@ -1,0 +1,53 @@
+"""docs/algorithms.md has every preset, recipe, loss and aggregation, and names none that does not exist."""
+
+import re
+from pathlib import Path
+
+from verl.algorithms.masked import LOSS_AGG_MODES
+from verl.algorithms.policy_losses import POLICY_LOSS_REGISTRY
+from verl.algorithms.presets import PRESET_NOTES, PRESETS
+from verl.config.node import leaves
+from verl.config.tree import Config
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "algorithms.md").read_text()
+
+
+def rows(title: str) -> list[list[str]]:
+    """The cells of the table under a heading."""
+    section = PAGE.split(f"## {title}")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def named(title: str) -> dict[str, list[str]]:
+    return {re.match(r"`(\w+)`", cells[0])[1]: cells for cells in rows(title)}
+
+
+def test_every_preset_has_its_line_and_its_paper():
+    tables = named("Advantages") | named("Policy losses")
+    assert set(tables) == set(PRESETS)
+    for name, cells in tables.items():
+        cited = re.findall(r"\d{4}\.\d{5}", PRESET_NOTES[name])
+        assert all(paper in cells[3] for paper in cited), name
+        assert len(cells) == 4 and cells[1] and cells[2], name
+
+
+def test_every_recipe_has_its_line():
+    folders = {re.search(r"\((.*?)\)", cells[0])[1] for cells in rows("Recipes")}
+    recipes = {path.parent.name for path in ROOT.glob("recipe/*/*.yaml")}
+    assert folders == {f"../recipe/{name}" for name in recipes}
+
+
+def test_every_loss_and_aggregation_is_named():
+    words = set(re.findall(r"`([\w+-]+)`", PAGE))
+    assert set(POLICY_LOSS_REGISTRY) <= words
+    assert set(LOSS_AGG_MODES) <= words
+
+
+def test_the_keys_are_there():
+    known = list(leaves(Config))
+    for cells in rows("What goes with any of them"):
+        for key in re.findall(r"`([\w.*]+)`", cells[0]):
+            name = key.replace("actor.", "actor_rollout_ref.actor.").rstrip("*")
+            assert any(k.startswith(name) for k in known), key

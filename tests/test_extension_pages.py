@@ -1,0 +1,140 @@
+"""Every block of docs/extend_*.md is run, from top to bottom, with a tiny model in place of the one that a reader has.
+
+    python, beginning with "# name.py"   written to that file; test_*.py is run
+    bash                                 run; commands that train get the tiny model and two steps at their end
+    text                                 each line must be in what the bash block before it printed
+    diff                                 applied to a copy of the package, which must still import
+"""
+
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.conftest import make_tiny, run_settings
+from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY
+from verl.algorithms.policy_losses import POLICY_LOSS_REGISTRY
+from verl.rewards import REWARD_FUNCTION_REGISTRY, REWARD_MANAGER_REGISTRY, RULES_BY_DATA_SOURCE
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted((ROOT / "docs").glob("extend_*.md"))
+BLOCK = re.compile(r"^```(python|bash|text|diff)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+STORES = [
+    POLICY_LOSS_REGISTRY._entries,
+    ADV_ESTIMATOR_REGISTRY._entries,
+    REWARD_FUNCTION_REGISTRY._entries,
+    REWARD_MANAGER_REGISTRY._entries,
+    RULES_BY_DATA_SOURCE,
+]
+BUILT_IN = [dict(store) for store in STORES]
+
+
+@pytest.fixture(autouse=True)
+def registries_as_they_were():
+    """What a page registers is gone after its test."""
+    yield
+    forget()
+
+
+def forget() -> None:
+    """Registries as in a process that has imported nothing of the user's yet."""
+    for store, entries in zip(STORES, BUILT_IN):
+        store.clear()
+        store.update(entries)
+
+
+class Reader:
+    """Does what a page says, in a folder of its own."""
+
+    def __init__(self, folder: Path, tiny: Path, capsys):
+        self.folder, self.tiny, self.capsys = folder, tiny, capsys
+        self.printed = ""
+        self.status = 0
+        self.trained = 0
+
+    def python(self, text: str) -> None:
+        name = re.match(r"# (\w+\.py)\n", text)
+        assert name, "a block of Python begins with the name of its file"
+        (self.folder / name[1]).write_text(text)
+        if name[1].startswith("test_"):
+            forget()
+            functions = runpy.run_path(str(self.folder / name[1]))
+            tests = [function for key, function in functions.items() if key.startswith("test_")]
+            assert tests
+            for test in tests:
+                test()
+
+    def bash(self, text: str) -> None:
+        self.printed, self.status = "", 0
+        for command in text.replace("\\\n", " ").strip().splitlines():
+            if command.startswith("python "):
+                self._train(shlex.split(command)[1:])
+            else:
+                subprocess.run(["bash", "-c", command], check=True, cwd=self.folder)
+
+    def _train(self, arguments: list[str]) -> None:
+        said = {argument.split("=")[0] for argument in arguments}
+        if "imports=[my_rules.py]" in arguments:  # rewards by name, or by data source
+            said.add("reward.custom_reward_function.path")
+        settings = run_settings(self.tiny, self.folder / f"run{self.trained}")
+        own = [setting for setting in settings if setting.split("=")[0] not in said]
+        own += ["trainer.total_training_steps=2", "trainer.resume_mode=disable", "data.filter_overlong_prompts=false"]
+        if arguments[:2] == ["-m", "verl.trainer.main_ppo"]:
+            script, rest = ROOT / "verl" / "trainer" / "main_ppo.py", arguments[2:]
+        else:
+            script, rest = self.folder / arguments[0], arguments[1:]
+        sys.argv = [str(script), *rest, *own]
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(script), run_name="__main__")
+        out, err = self.capsys.readouterr()
+        self.printed += out + err
+        self.status = ended.value.code
+        self.trained += 1
+
+    def text(self, text: str) -> None:
+        for line in text.strip().splitlines():
+            assert line.strip() in self.printed
+        self.status = 0  # where it failed, it was shown to
+
+    def diff(self, text: str) -> None:
+        shutil.copytree(ROOT / "verl", self.folder / "verl", ignore=shutil.ignore_patterns("__pycache__"))
+        subprocess.run(["git", "apply", "--unsafe-paths", "-"], input=text, text=True, check=True, cwd=self.folder)
+        added = re.search(r'\+@register_adv_est\("(\w+)"', text)[1]
+        code = f"from verl.algorithms.advantages import get_adv_estimator_fn as f; print(f({added!r}).__module__)"
+        done = subprocess.run([sys.executable, "-c", code], cwd=self.folder, capture_output=True, text=True)
+        assert done.stdout.strip() == "verl.algorithms.advantages", done.stderr
+        assert text.count("+++ ") == 1  # one file
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_page_runs_as_printed(page, tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for folder in ("examples", "recipe"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    reader = Reader(tmp_path, tiny, capsys)
+    blocks = BLOCK.findall(page.read_text())
+    for i, (kind, text) in enumerate(blocks):
+        getattr(reader, kind)(text)
+        expects_failure = i + 1 < len(blocks) and blocks[i + 1][0] == "text"
+        if kind == "bash" and not expects_failure:
+            assert reader.status == 0, reader.printed
+    assert reader.trained
+
+
+def test_all_pages_are_there():
+    names = ("loss", "estimator", "reward", "reward_manager", "dataset", "operator", "trainer")
+    assert {page.stem for page in PAGES} == {f"extend_{name}" for name in names}
