@@ -215,7 +215,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    logging.getLogger("verl").setLevel(logging.WARNING)
+    logging.getLogger("verl").setLevel(logging.ERROR)  # standard output is for the measurements
     for name in args.algorithms:
         curves = []
         for seed in args.seeds:
