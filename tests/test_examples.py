@@ -1,6 +1,6 @@
 """Every script of examples/ and recipe/: bash reads its command line, its configuration is loaded, its flow compiled.
 
-No model is loaded: a trainer does all this before.
+Those of reinforcement learning also train: two steps of a tiny model.
 """
 
 import importlib
@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from examples.quickstart.tiny_model import tiny_model
+from tests.trainer.conftest import REWARD
 from verl.registry import load_object
 from verl.trainer import main_ppo
 from verl.trainer.base import Trainer
@@ -23,6 +24,19 @@ RECIPES = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in so
            if "TRAINERS" in path.read_text()]  # fmt: skip
 SCRIPTS = sorted(path for folder in ("examples", "recipe") for path in (ROOT / folder).rglob("*.sh"))
 TRAINS_NOTHING = {ROOT / "recipe/r1/run_r1.sh"}  # its commands are tested in tests/recipe/test_r1_eval.py
+TRAINING = [path for path in SCRIPTS if path not in TRAINS_NOTHING and "sft" not in path.parts]
+#: what makes a run of two steps small
+SMALL = [
+    "data.train_batch_size=4",
+    "data.max_response_length=6",
+    "data.train_max_samples=32",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.rollout.n=2",
+    "trainer.val_before_train=false",
+    "trainer.test_freq=-1",
+    "trainer.save_freq=-1",
+    "trainer.total_training_steps=2",
+]
 
 
 def trainer_class(module: str) -> type[Trainer]:
@@ -47,9 +61,14 @@ def home(tmp_path_factory) -> Path:
     }
     for name in ("train", "test"):
         pq.write_table(pa.Table.from_pylist([row] * 512), home / f"{name}.parquet")
+    (home / "reward.py").write_text(REWARD)
     (home / "print_arguments").write_text('#!/usr/bin/env bash\nprintf "%s\\0" "$@"\n')
     (home / "print_arguments").chmod(0o755)
     return home
+
+
+def run_to(folder: Path) -> list[str]:
+    return [f"trainer.default_local_dir={folder}", "trainer.logger=[jsonl]"]
 
 
 def command_of(script: Path, home: Path, *further: str) -> tuple[str, list[str]]:
@@ -68,13 +87,24 @@ def command_of(script: Path, home: Path, *further: str) -> tuple[str, list[str]]
 )
 def test_the_script_builds_a_trainer(script, home, tmp_path, monkeypatch):
     assert os.access(script, os.X_OK)
-    module, arguments = command_of(script, home, f"trainer.default_local_dir={tmp_path}", "trainer.logger=[jsonl]")
+    module, arguments = command_of(script, home, *run_to(tmp_path))
     path, overrides, flags = main_ppo.split_arguments(arguments)
     assert not flags
     monkeypatch.chdir(tmp_path)  # what a script names must not depend on the folder it is started in
     trainer = trainer_class(module)(config_path=path, overrides=overrides)
     assert trainer.pipeline.operators and trainer.roles == {}
     assert trainer.config.trainer.default_local_dir == str(tmp_path)  # the end of the command line counts
+
+
+@pytest.mark.parametrize("script", TRAINING, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_script_trains(script, home, tmp_path):
+    further = [*run_to(tmp_path), *SMALL]
+    if script == ROOT / "recipe/dapo/run_gsm8k_local.sh":
+        further.append("reward.reward_kwargs.overlong_buffer.len=2")
+    module, arguments = command_of(script, home, f"reward.custom_reward_function.path={home / 'reward.py'}", *further)
+    path, overrides, _ = main_ppo.split_arguments(arguments)
+    trainer = trainer_class(module)(config_path=path, overrides=overrides)
+    assert trainer.fit()["training/global_step"] == 2
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,0 +1,50 @@
+"""The recipes on Ray, whose batches travel as references: the numbers of one process."""
+
+import pytest
+
+from recipe.dapo import LocalDAPOTrainer
+from recipe.dpo import LocalDPOTrainer
+from recipe.prime import LocalPRIMETrainer
+from tests.trainer.conftest import make_tiny, run_settings
+from verl.registry import load_object
+from verl.trainer.base import StepReport
+
+_OVERLONG = "reward.reward_kwargs.overlong_buffer.len=4"
+RECIPES = {
+    "dapo": (LocalDAPOTrainer, "RayDAPOTrainer", ["data.gen_batch_size=3", _OVERLONG]),
+    "dpo": (LocalDPOTrainer, "RayDPOTrainer", []),
+    "prime": (LocalPRIMETrainer, "RayPRIMETrainer", ["prime.filter.oversample_factor=2"]),
+}
+REMOTE = ["trainer.n_gpus_per_node=2", "trainer.backend=ray", "trainer.device=cpu", "ray_kwargs.ray_init.num_cpus=4"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def run(trainer_class: type, overrides: list[str]) -> list[list[float]]:
+    found: list[list[float]] = []
+    trainer = trainer_class(overrides=[*overrides, "trainer.total_training_steps=2", "trainer.resume_mode=disable"])
+
+    def record(report: StepReport) -> None:
+        found.append(
+            [report.metrics[name] for name in ("critic/score/mean", "response_length/mean", "actor/grad_norm")]
+        )
+
+    trainer.on_step.append(record)
+    trainer.fit()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_ray_gives_the_numbers_of_one_process(name, tiny, tmp_path):
+    pytest.importorskip("ray")
+    local, remote, further = RECIPES[name]
+    # a small step: those of AdamW amplify the rounding of sums
+    chosen = [*run_settings(tiny, tmp_path / "run"), *further, "actor_rollout_ref.actor.optim.lr=1e-5"]
+    expected = run(local, chosen)
+    found = run(load_object(f"recipe.{name}.ray_trainer", remote), [*chosen, *REMOTE])
+    for a, b in zip(found, expected, strict=True):
+        assert a == pytest.approx(b, rel=1e-3)
