@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Make the virtual environment $1 and install the project into it, with the build of torch that fits this machine:
+# Make the virtual environment $1 and install the project into it with the extras $2 (say plot,test), with the build of
+# torch that fits this machine:
 # the CPU build (no CUDA packages) where there is no NVIDIA GPU, the default build where there is one.
 # PYTHON=python3.12 chooses the interpreter, TORCH="torch==..." another torch (installed as it is written).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 venv=${1:-.venv}
+extras=${2:-plot,test}
 torch_version=2.13.0
 
 interpreter() {  # the first Python that is new enough; the one named in PYTHON first
@@ -59,5 +61,5 @@ fi
 # Nothing that is installed afterwards may replace the torch that is here.
 "$venv/bin/python" -c 'import importlib.metadata as m; print("torch==" + m.version("torch").split("+")[0])' >"$constraint"
 echo "Installing the project"
-pip install --quiet --constraint "$constraint" --editable ".[test,plot]"
+pip install --quiet --constraint "$constraint" --editable ".[$extras]"
 "$venv/bin/python" -c 'import torch; print("Ready: torch", torch.__version__, "with", "CUDA" if torch.cuda.is_available() else "CPU")'

@@ -150,7 +150,6 @@ def test_settings(complaint, overrides, message):
         ("engine.actor_type=megatron", "'megatron' (text) is not built yet: use fsdp"),
         ("engine.critic_type=megatron", "'megatron' (text) is not built yet: use fsdp"),
         ("trainer.backend=megatron", "'megatron' (text) is not built yet: use fsdp"),
-        ("actor_rollout_ref.model.lora_rank=8", "8 is not built yet: all weights are trained: use 0"),
         ("reward_model.enable=true", "not built yet: score by a function"),
         (ROLLOUT + "multi_turn.enable=true", "only verl's default false is accepted here: answers of one turn"),
         ("trainer.nnodes=2", "this trainer runs on one host: set trainer.nnodes=1"),
