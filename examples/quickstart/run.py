@@ -35,7 +35,7 @@ from verl.utils.tracking import setup_logging
 ALGORITHMS = ("grpo", "ppo", "rloo", "remax", "reinforce_plus_plus", "drgrpo")
 SCORER = str(Path(__file__).resolve().parent / "tasks.py")
 #: SFT steps that leave the model between knowing nothing and knowing all
-WARM_UP_STEPS = {"reverse": 200, "sort": 80, "countdown": 600, "digits": 200}
+WARM_UP_STEPS = {"reverse": 200, "sort": 80, "countdown3": 600, "digit": 200}
 SAMPLES_EVERY = 10
 
 
@@ -140,7 +140,7 @@ def main(given: list[str] | None = None) -> int:
     start = time.perf_counter()
     torch.set_num_threads(1)  # matrices this small gain nothing from more, and lose much on a busy machine
     shutil.rmtree(args.out, ignore_errors=True)
-    model = tiny_model("llama", args.out / "model", seed=args.seed, size="mini" if args.task == "countdown" else "tiny")
+    model = tiny_model("llama", args.out / "model", seed=args.seed, size="mini" if args.task == "countdown3" else "tiny")
     steps = WARM_UP_STEPS[args.task]
     data = write_task(args.task, args.out / "data", rows=64 * args.steps, sft_rows=64 * steps, seed=args.seed)
     console.print(f"made a random model and {64 * args.steps:,} prompts; now {steps} steps of imitation ...")
