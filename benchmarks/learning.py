@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.quickstart.run import SCORER, WARM_UP_STEPS, warm_up
+from examples.quickstart.run import CRITIC, MODEL_SIZE, SCORER, WARM_UP_STEPS, warm_up
 from examples.quickstart.tasks import TASKS, write_task
 from examples.quickstart.tiny_model import tiny_model
 from recipe.dapo import LocalDAPOTrainer
@@ -71,6 +71,7 @@ RECIPES: dict[str, Method] = {
 }
 #: what a preset needs beside its name
 FURTHER: dict[str, tuple[str, ...]] = {
+    "ppo": tuple(CRITIC),
     "drgrpo": ("actor_rollout_ref.actor.loss_scale_factor=8",),
     "gdpo": ("algorithm.gdpo_reward_keys=[acc]",),
 }
@@ -131,8 +132,6 @@ def overrides(task: str, model: Path, data: Path, out: Path, steps: int, seed: i
         "actor_rollout_ref.actor.optim.lr=3e-4",
         "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
         "actor_rollout_ref.actor.optim.weight_decay=0.01",
-        "critic.model.enable_gradient_checkpointing=false",
-        "critic.optim.lr=1e-3",
         f"reward.custom_reward_function.path={SCORER}",
         f"trainer.total_training_steps={steps}",
         f"trainer.test_freq={TEST_FREQ}",
@@ -173,7 +172,7 @@ def prepared(task: str, seed: int, steps: int, out: Path) -> tuple[Path, Path]:
     if not (warm / "config.json").is_file():
         shutil.rmtree(folder, ignore_errors=True)
         imitation = WARM_UP_STEPS[task]
-        model = tiny_model("llama", folder / "model", seed=seed, size="mini" if task == "countdown3" else "tiny")
+        model = tiny_model("llama", folder / "model", seed=seed, size=MODEL_SIZE[task])
         write_task(task, folder / "data", rows=PROMPTS * steps, sft_rows=64 * imitation, seed=seed)
         shutil.copytree(warm_up(model, folder / "data", folder / "sft", imitation, seed), warm)
     return warm, folder / "data"
