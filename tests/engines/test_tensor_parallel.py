@@ -67,6 +67,7 @@ def test_ranks_that_share_layers_give_the_numbers_of_one_device(model, kind, wor
     assert {rank["dp_rank"] for rank in ranks} == set(range(alike))
 
 
+@pytest.mark.slow
 def test_bf16_with_recomputed_layers_gives_the_numbers_of_sharding_alone(tmp_path):
     path = save_model(MODELS["qwen3"], tmp_path)
     mixed = {"compute_dtype": torch.bfloat16, "gradient_checkpointing": True}

@@ -67,7 +67,7 @@ def planned_layers(trunk: nn.Module, model: str) -> dict[str, str]:
 
 def _check_blocks(trunk: nn.Module, layers: Mapping[str, str], source: str) -> None:
     """Every parameter inside a block that is cut must be in the plan: its gradient would be one rank's part only."""
-    for block in {name.rpartition(".")[0] for name in layers}:
+    for block in dict.fromkeys(name.rpartition(".")[0] for name in layers):
         for parameter, _ in trunk.get_submodule(block).named_parameters():
             name = f"{block}.{parameter}".rpartition(".")[0]
             if name not in layers:
