@@ -2,11 +2,11 @@
 
     python benchmarks/learning.py --task reverse --algorithm grpo dapo --seeds 1 2 3 --out outputs/learning
 
-Every seed has a model and data of its own, the same for all algorithms: a tiny model of random weights, taught the form
-of the task by imitation (examples/quickstart), then 64 prompts x 8 answers a step, lr 3e-4, two updates a step, right
-is 1 and wrong is 0, no KL. `reward` is the mean reward of all sampled answers of a step; `responses` are all that were
-generated for training, those that were filtered out and greedy baselines too; `accuracy` is greedy, on 500 unseen
-prompts, every 10 steps. The threshold is reached when the mean of ten rewards is at it.
+All runs of a task start from one tiny model, taught the form of the task by imitation (examples/quickstart). A seed is
+that of the prompts, of their order and of sampling, the same for all algorithms. 64 prompts x 8 answers a step, lr
+3e-4, two updates a step, right is 1 and wrong is 0, no KL. `reward` is the mean reward of all sampled answers of a
+step; `responses` are all that were generated for training, those that were filtered out and greedy baselines too;
+`accuracy` is greedy, on 500 unseen prompts, every 10 steps. The threshold is reached when the mean of ten rewards is.
 
 --shuffle-rewards is the control: nothing can be learnt. OUT/runs.jsonl collects the lines of all runs, and what stands
 there is not run again; OUT/<task>-<algorithm>[-shuffled].png shows the curves.
@@ -40,6 +40,7 @@ from verl.utils.curves import WINDOW, moving_mean
 
 TEST_FREQ = 10
 PROMPTS, ANSWERS = 64, 8
+START_SEED = 1
 #: the mean reward that responses are counted to, and the steps of a run
 THRESHOLD = {"reverse": 0.85, "sort": 0.6, "countdown3": 0.55, "digit": 0.8}
 STEPS = {"reverse": 100, "sort": 100, "countdown3": 300, "digit": 100}
@@ -165,17 +166,16 @@ def learn(method: Method, curve: Curve, settings: list[str]) -> None:
     curve.seconds = round(time.perf_counter() - start, 1)
 
 
-def prepared(task: str, seed: int, steps: int, out: Path) -> tuple[Path, Path]:
-    """Model after imitation, and data, of a seed; made once."""
-    folder = out / f"{task}-seed{seed}"
-    warm = folder / "warm"
-    if not (warm / "config.json").is_file():
+def start_model(task: str, out: Path) -> Path:
+    """The model that all runs of a task start from: random weights, then imitation; made once."""
+    folder, imitation = out / f"{task}-start", WARM_UP_STEPS[task]
+    if not (folder / "warm").is_dir():
         shutil.rmtree(folder, ignore_errors=True)
-        imitation = WARM_UP_STEPS[task]
-        model = tiny_model("llama", folder / "model", seed=seed, size=MODEL_SIZE[task])
-        write_task(task, folder / "data", rows=PROMPTS * steps, sft_rows=64 * imitation, seed=seed)
-        shutil.copytree(warm_up(model, folder / "data", folder / "sft", imitation, seed), warm)
-    return warm, folder / "data"
+        model = tiny_model("llama", folder / "model", seed=START_SEED, size=MODEL_SIZE[task])
+        write_task(task, folder / "data", rows=PROMPTS * STEPS[task], sft_rows=64 * imitation, seed=START_SEED)
+        shutil.copytree(warm_up(model, folder / "data", folder / "sft", imitation, START_SEED), folder / "making")
+        (folder / "making").rename(folder / "warm")
+    return folder / "warm"
 
 
 def summary(curves: list[Curve], threshold: float) -> dict[str, object]:
@@ -247,7 +247,8 @@ def main() -> None:
             curve = Curve(args.task, name, seed, args.shuffle_rewards)
             known = {run.run: run for run in read_runs(args.out / "runs.jsonl")}
             if curve.run not in known:
-                model, data = prepared(args.task, seed, steps, args.out)
+                model = start_model(args.task, args.out)
+                data = write_task(args.task, args.out / f"{args.task}-seed{seed}", rows=PROMPTS * steps, seed=seed)
                 settings = overrides(args.task, model, data, args.out / f"{curve.title}-seed{seed}", steps, seed)
                 settings.append(f"algorithm.shuffle_rewards={str(args.shuffle_rewards).lower()}")
                 learn(method_of(name), curve, settings + args.override)
