@@ -15,6 +15,7 @@ there is not run again; OUT/<task>-<algorithm>[-shuffled].png shows the curves.
 import argparse
 import json
 import logging
+import math
 import shutil
 import statistics
 import sys
@@ -178,43 +179,46 @@ def start_model(task: str, out: Path) -> Path:
     return folder / "warm"
 
 
+def spread(curves: list[Curve], of: Callable[[Curve], float | None]) -> list[float | None]:
+    """Median, lowest and highest over the seeds. None, which stands for never, is above every number."""
+    values = sorted(math.inf if (value := of(curve)) is None else value for curve in curves)
+    found = (values[len(values) // 2], values[0], values[-1])
+    return [None if value == math.inf else round(value, 3) for value in found]
+
+
 def summary(curves: list[Curve], threshold: float) -> dict[str, object]:
-    """Median and range over the seeds; null where a run never came to the threshold."""
-
-    def spread(of: Callable[[Curve], float | None]) -> list[float | None]:
-        values = [of(curve) for curve in curves]
-        if any(value is None for value in values):
-            return [None, None, None]
-        return [round(value, 3) for value in (statistics.median(values), min(values), max(values))]
-
+    """[median, lowest, highest] over the seeds; null where a run never came to the threshold."""
     return {
         "task": curves[0].task,
         "algorithm": curves[0].algorithm,
         "shuffled": curves[0].shuffled,
         "seeds": sorted(curve.seed for curve in curves),
-        "first_reward": spread(lambda c: statistics.mean(c.reward[:WINDOW])),
-        "last_reward": spread(lambda c: statistics.mean(c.reward[-WINDOW:])),
-        "accuracy": spread(lambda c: c.accuracy[-1][1]),
-        f"responses_to_{threshold}": spread(lambda c: c.responses_to(threshold)),
-        "seconds": spread(lambda c: c.seconds),
+        "first_reward": spread(curves, lambda c: statistics.mean(c.reward[:WINDOW])),
+        "last_reward": spread(curves, lambda c: statistics.mean(c.reward[-WINDOW:])),
+        "accuracy": spread(curves, lambda c: c.accuracy[-1][1]),
+        f"responses_to_{threshold}": spread(curves, lambda c: c.responses_to(threshold)),
+        "seconds": spread(curves, lambda c: c.seconds),
     }
 
 
 def draw(curves: list[Curve], path: Path) -> None:
-    """Reward over steps, accuracy over responses, a line for each seed."""
+    """Reward over responses, greedy accuracy over steps: a line for each seed, and grey ones for the control."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.4, 3.2), layout="constrained")
+    figure = Figure(figsize=(8, 2.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     for curve in curves:
-        left.plot(moving_mean(curve.reward), label=f"seed {curve.seed}")
-        points = [(curve.responses[step - 1], accuracy) for step, accuracy in curve.accuracy]
-        right.plot(*zip(*points), marker="o", markersize=3)
-    left.set(title=f"{curves[0].title}: reward, mean of {WINDOW}", xlabel="step", ylim=(0, 1))
-    right.set(title="greedy accuracy, 500 unseen prompts", xlabel="responses generated", ylim=(0, 1))
+        look = {"color": "0.6", "linestyle": "--"} if curve.shuffled else {}
+        label = "shuffled rewards" if curve.shuffled else f"seed {curve.seed}"
+        left.plot(curve.responses, moving_mean(curve.reward), label=label, **look)
+        right.plot(*zip(*curve.accuracy), marker="o", markersize=3, **look)
+    name = f"{curves[0].algorithm} on {curves[0].task}"
+    left.set(title=f"{name}: reward, mean of {WINDOW} steps", xlabel="responses generated", ylim=(0, 1))
+    right.set(title="greedy accuracy, 500 unseen prompts", xlabel="step", ylim=(0, 1))
     for axis in (left, right):
         axis.grid(alpha=0.25)
-    left.legend(fontsize=8)
+        axis.title.set_size(10)
+    left.legend(fontsize=8, loc="lower right")
     figure.savefig(path, dpi=80)
 
 
