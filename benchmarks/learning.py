@@ -145,9 +145,9 @@ def overrides(task: str, model: Path, data: Path, out: Path, steps: int, seed: i
 
 
 def learn(method: Method, curve: Curve, settings: list[str]) -> None:
-    """Train; fills the curve."""
+    """Train; fills the curve. settings: all of them, the method's too."""
     start = time.perf_counter()
-    trainer = method.trainer(overrides=[*settings, *method.settings])
+    trainer = method.trainer(overrides=settings)
     operators = {op.name: op for op in trainer.pipeline.operators}
     source = operators["prompts"].func
     asked = source.size if isinstance(source, PromptQueue) else PROMPTS
@@ -255,7 +255,8 @@ def main() -> None:
                 data = write_task(args.task, args.out / f"{args.task}-seed{seed}", rows=PROMPTS * steps, seed=seed)
                 settings = overrides(args.task, model, data, args.out / f"{curve.title}-seed{seed}", steps, seed)
                 settings.append(f"algorithm.shuffle_rewards={str(args.shuffle_rewards).lower()}")
-                learn(method_of(name), curve, settings + args.override)
+                method = method_of(name)
+                learn(method, curve, [*settings, *method.settings, *args.override])
                 line = json.dumps(asdict(curve))
                 with (args.out / "runs.jsonl").open("a") as file:
                     file.write(line + "\n")

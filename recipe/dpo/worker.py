@@ -59,7 +59,8 @@ class DPOActorWorker(ActorRolloutWorker):
 
         policy, reference: log-probs of the better and of the worse answers, (N,) each; lengths: their tokens.
         """
-        return dpo_loss(*policy, *reference, num_pairs=num_pairs, **self.dpo.model_dump())
+        settings = self.dpo.model_dump(include={"beta", "loss_type", "label_smoothing"})
+        return dpo_loss(*policy, *reference, num_pairs=num_pairs, **settings)
 
 
 def sequence_weights(
