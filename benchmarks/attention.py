@@ -1,111 +1,87 @@
-"""Which attention for packed rows? Operations per second of torch's kernels, forward and backward, on one GPU.
+"""How fast is the attention kernel of a decoding step on a GPU, by launch options? A table, with the memory floor.
 
-    python benchmarks/attention.py
+    python benchmarks/attention.py                 # all combinations, a few seconds each to compile
+    python benchmarks/attention.py --warps 4 --stages 2,3,4
 
-`varlen`: all rows in one call. `row-*`: one call of scaled_dot_product_attention for each row, by the named backend;
-`-expanded` with the key heads repeated. Causal: half the square is counted; backward counts 2.5 times the forward pass.
+Every layer of a step has its own keys and values, so calls take turns over enough memory to miss the L2 cache. `floor`
+is the time to read the keys and values once at the speed of a copy measured in the same run.
 """
 
-import json
-import statistics
-import traceback
+import argparse
+import itertools
+import sys
+from pathlib import Path
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
-SHAPES = {  # rows, tokens of a row, heads, key heads, head size
-    "0.5B 640": (25, 640, 14, 2, 64),
-    "0.5B 4k": (4, 4096, 14, 2, 64),
-    "0.6B 640": (25, 640, 16, 8, 128),
-    "0.6B 4k": (4, 4096, 16, 8, 128),
-    "0.6B 16k": (1, 16384, 16, 8, 128),
-    "4B 64k": (1, 65536, 32, 8, 128),
-}
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+from rollout import SHAPES, aligned, measure_speed  # noqa: E402
 
+from verl.rollout import kernels, native_cuda  # noqa: E402
+from verl.rollout.native_model import read_decoder  # noqa: E402
 
-def varlen(q, k, v, rows: int, length: int) -> torch.Tensor:
-    starts = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=q.device)
-    return varlen_attn(q, k, v, starts, starts, length, length, window_size=(-1, 0))
+#: shape, rows, tokens of context
+CASES = [("0.5B", 64, 256), ("0.5B", 256, 256), ("0.5B", 1024, 384), ("0.5B", 256, 1536), ("7B", 256, 768)]
+LAYERS = 12
 
 
-def by_row(backend: SDPBackend, expanded: bool):
-    def attend(q, k, v, rows: int, length: int) -> torch.Tensor:
-        groups = q.shape[1] // k.shape[1]
-        if expanded:
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        parts = []
-        with sdpa_kernel(backend):
-            for pieces in zip(*(x.split(length) for x in (q, k, v))):
-                a, b, c = (x.transpose(0, 1)[None] for x in pieces)
-                out = scaled_dot_product_attention(a, b, c, is_causal=True, enable_gqa=groups > 1 and not expanded)
-                parts.append(out[0].transpose(0, 1))
-        return torch.cat(parts)
-
-    return attend
-
-
-KERNELS = {
-    "varlen": varlen,
-    "row-flash": by_row(SDPBackend.FLASH_ATTENTION, False),
-    "row-cudnn": by_row(SDPBackend.CUDNN_ATTENTION, False),
-    "row-cudnn-expanded": by_row(SDPBackend.CUDNN_ATTENTION, True),
-}
+def microseconds(run, count: int = 20) -> float:
+    """Of one of the LAYERS calls that `run` makes, by a graph of them."""
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    start.record()
+    for _ in range(count):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1000 / count / LAYERS
 
 
-def milliseconds(call) -> float:
-    times = []
-    for _ in range(6):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times[1:])
+@torch.inference_mode()
+def measure(name: str, rows: int, context: int, options: list[tuple[int, int]], bytes_per_second: float) -> list[list]:
+    config = Qwen2Config(**SHAPES[name] | {"num_hidden_layers": LAYERS, "vocab_size": 64})
+    with torch.device("cuda"):
+        decoder = read_decoder(Qwen2ForCausalLM._from_config(config, dtype=torch.bfloat16))
+    width = -(-context // kernels.PAGE)
+    size = native_cuda.Size(rows, rows * width, width, 1, width * kernels.PAGE)
+    arena = native_cuda.Arena(decoder, size, size.pages)
+    arena.pages.normal_()
+    arena.table.copy_(torch.randperm(rows * width, device="cuda").view(rows, width))
+    arena.state[kernels.POSITION] = context - 1
+    arena.state[kernels.STATUS] = kernels.LIVE
+    engine = native_cuda.CudaDecoder(decoder, arena)
+    qkv = torch.randn(rows, (decoder.heads + 2 * decoder.kv_heads) * decoder.head_dim, device="cuda").bfloat16()
 
+    def run() -> None:
+        for layer, pages in zip(decoder.layers, arena.pages):
+            engine._attend_pages(layer, qkv, pages)
 
-def measure(name: str, kernel: str) -> dict:
-    rows, length, heads, key_heads, head = SHAPES[name]
-    torch.manual_seed(0)
-    q, k, v = (
-        torch.randn(rows * length, h, head, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for h in (heads, key_heads, key_heads)
-    )
-    attend = KERNELS[kernel]
-    out = attend(q, k, v, rows, length)
-    g = torch.randn_like(out)
-    expected = varlen(q, k, v, rows, length)
-    wanted = torch.autograd.grad(expected, (q, k, v), g)
-    found = torch.autograd.grad(out, (q, k, v), g)
-    apart = max(((a - b).float().norm() / b.float().norm()).item() for a, b in zip((out, *found), (expected, *wanted)))
-    forward = milliseconds(lambda: attend(q, k, v, rows, length))
-
-    def both() -> None:
-        torch.autograd.grad(attend(q, k, v, rows, length), (q, k, v), g)
-
-    together = milliseconds(both)
-    flop = 4 * rows * heads * head * length * (length + 1) / 2
-    return {
-        "benchmark": "attention",
-        "shape": name,
-        "kernel": kernel,
-        "forward_ms": round(forward, 3),
-        "backward_ms": round(together - forward, 3),
-        "forward_tflops": round(flop / forward / 1e9, 1),
-        "backward_tflops": round(2.5 * flop / (together - forward) / 1e9, 1),
-        "apart_from_varlen": round(apart, 5),
-    }
+    floor = rows * context * 2 * decoder.kv_heads * decoder.head_dim * 2 / bytes_per_second * 1e6
+    lines = []
+    for warps, stages in options:
+        native_cuda._ATTENTION.update(num_warps=warps, num_stages=stages)
+        took = microseconds(run)
+        lines.append([name, rows, context, warps, stages, f"{took:.1f}", f"{floor:.1f}", f"{took / floor:.2f}"])
+    return lines
 
 
 def main() -> None:
-    for name in SHAPES:
-        for kernel in KERNELS:
-            try:
-                print(json.dumps(measure(name, kernel)), flush=True)
-            except Exception:  # a kernel that refuses a shape does not cost the others
-                traceback.print_exc()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--warps", default="1,2,4,8")
+    parser.add_argument("--stages", default="2,3,4")
+    args = parser.parse_args()
+    options = list(itertools.product(*([int(n) for n in text.split(",")] for text in (args.warps, args.stages))))
+    speed = measure_speed(torch.device("cuda"), torch.bfloat16).bytes
+    rows = [["shape", "rows", "context", "warps", "stages", "us", "floor us", "x floor"]]
+    for case in CASES:
+        rows += measure(*case, options, speed)
+        print(aligned([rows[0], *rows[-len(options) :]]), flush=True)
 
 
 if __name__ == "__main__":

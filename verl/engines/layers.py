@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 logger = logging.getLogger("verl.engines")
 
@@ -57,6 +58,8 @@ def _fuse(module: nn.Module) -> None:
 
 
 def _norm(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if isinstance(x, DTensor):  # a norm of heads that tensor parallelism spreads
+        return type(module).forward(module, x)
     from verl.engines.layer_kernels import RMSNorm
 
     return RMSNorm.apply(x, module.weight, module.variance_epsilon, compute_dtype(x, module.weight))
