@@ -234,7 +234,7 @@ class HFEngine(TrainEngine):
         if state["huggingface"]:
             self.module.save_pretrained(folder / "huggingface", state_dict=state["huggingface"])
         else:
-            self.module.config.save_pretrained(folder / "huggingface")
+            checkpoint.save_description(self.module, folder / "huggingface")
         if "lora_adapter" in state:
             self.adapters.save(folder / "lora_adapter", state["lora_adapter"])
         if "extra" in state:
