@@ -274,6 +274,10 @@ def table(lines: list[dict]) -> str:
             [line["shape"], line["rows"], f"{line['prompt']}+{line['new']}", line["samples"], lengths, line["engine"]]
             + [f"{line['tokens_per_second']:,}", line["times_floor"], ratio]
         )
+    return aligned(rows)
+
+
+def aligned(rows: list[list]) -> str:
     widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(str(cell).rjust(w) for cell, w in zip(row, widths)) for row in rows)
 
@@ -282,20 +286,34 @@ def key(line: dict) -> tuple:
     return tuple(line[name] for name in ("shape", "rows", "prompt", "new", "samples", "lengths", "top_p"))
 
 
-def profile(work: Work, args: argparse.Namespace) -> None:
-    """Where the native engine's time goes: the operations or kernels that take most."""
+def profile(work: Work, args: argparse.Namespace) -> str:
+    """Where the native engine's time goes: the operations or kernels that take most, in microseconds of one step.
+
+    A call's prefill and its hand-over to the host are spread over its steps.
+    """
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     with device:
         module = Qwen2ForCausalLM._from_config(Qwen2Config(**SHAPES[work.shape], dtype=dtype), dtype=dtype)
-    engine, prompts, limits = native(module, work), work.prompts(), work.limits()
-    engine(prompts, limits, 0)
-    activities = [ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU]
-    with record(activities=activities) as found:
-        engine(prompts, limits, 1)
-    print(found.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=25, max_name_column_width=70))
+    engine, prompts, limits = NativeRollout(module, pad_token_id=0), work.prompts(), work.limits()
+    params = SamplingParams(max(limits), (), ignore_eos=True, top_p=work.top_p)
+    engine.generate(prompts, params, limits=limits)
+    gpu = device.type == "cuda"
+    with record(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as found:
+        engine.generate(prompts, params, limits=limits)
+        wait(device)
+    steps = engine.stats.steps
+    spent = [(e.self_device_time_total if gpu else e.self_cpu_time_total, e.count, e.key) for e in found.key_averages()]
+    total = sum(time for time, _, _ in spent)
+    rows = [["us/step", "share", "calls/step", "us/call", "kernel" if gpu else "operation"]]
+    for took, count, name in sorted(spent, reverse=True)[:25]:
+        numbers = [f"{took / steps:.1f}", f"{took / total:.1%}", f"{count / steps:.1f}", f"{took / count:.2f}"]
+        rows.append([*numbers, name[:90]])
+    wall = engine.stats.seconds / steps * 1e6
+    title = f"{work.shape}, {work.rows} rows: {steps} steps of {wall:.0f} us, {total / steps:.0f} us of work in each"
+    return title + "\n" + aligned(rows)
 
 
 def parse() -> argparse.Namespace:
@@ -337,7 +355,7 @@ def main() -> None:
                 with args.out.open("a") as file:
                     file.write(json.dumps(line) + "\n")
         if args.profile:
-            profile(work, args)
+            print(profile(work, args), flush=True)
     print(table(lines))
 
 

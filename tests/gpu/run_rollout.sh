@@ -1,15 +1,46 @@
 #!/bin/bash
-# Everything about rollout that needs a GPU, by one command: correctness, then speed. Results go to $1 (a folder).
+# Everything about rollout that needs a GPU, by one command: correctness, then speed, then where the time goes. A part
+# that fails or takes too long does not cost the others. Results go to $1 (a folder); $2: "short" (about 3 minutes, two
+# settings) or "full" (about 10, all of them).
 #
-#     tests/gpu/run_rollout.sh results
+#     tests/gpu/run_rollout.sh results short
 set -u
 cd "$(dirname "$0")/../.."
 out=${1:?folder for the results}
+mode=${2:-full}
 mkdir -p "$out"
-export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
-parallel=$(python3 -c "import xdist" 2>/dev/null && echo "-n 6") # most of the time goes into compiling kernels
-python3 -m pytest -q $parallel --import-mode=importlib -o addopts= tests/gpu/test_gpu_rollout.py 2>&1 | tee "$out/correctness.log"
-passed=${PIPESTATUS[0]}
-python3 benchmarks/startup.py --repeats 2 | tee "$out/startup.json"
-python3 benchmarks/rollout.py --suite h200 --engines native --out "$out/rollout.jsonl" | tee "$out/rollout.log"
-exit "$passed"
+export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTHONPATH=".${PYTHONPATH:+:$PYTHONPATH}"
+codes=()
+
+part() { # seconds at most, name, command: its output is shown and kept in $out/name.log
+    local limit=$1 name=$2 start=$SECONDS
+    shift 2
+    echo "=== $name"
+    timeout -k 5 "$limit" "$@" 2>&1 | tee "$out/$name.log"
+    codes+=("$name: exit ${PIPESTATUS[0]}, $((SECONDS - start)) s")
+}
+
+nvidia-smi --query-gpu=name,driver_version,clocks.sm,memory.used --format=csv,noheader
+# most of the time of the tests goes into compiling kernels
+workers=$(python3 -c "import xdist" 2>/dev/null && echo "-n 8")
+part 110 correctness python3 -m pytest -q $workers --tb=short --import-mode=importlib -p no:cacheprovider -o addopts= -ra \
+    tests/gpu/test_gpu_rollout.py
+if [ "$mode" = short ]; then
+    part 60 0.5B python3 benchmarks/rollout.py --engines native --shape 0.5B --rows 256 --prompt 128 --new 256 --profile \
+        --out "$out/rollout.jsonl"
+    part 60 7B python3 benchmarks/rollout.py --engines native --shape 7B --rows 256 --prompt 512 --new 256 --repeats 2 \
+        --profile --out "$out/rollout.jsonl"
+    part 60 attention python3 benchmarks/attention.py --warps 2,4,8 --stages 2,4
+else
+    part 60 startup python3 benchmarks/startup.py --repeats 2
+    part 400 speed python3 benchmarks/rollout.py --suite h200 --engines native --profile --out "$out/rollout.jsonl"
+fi
+echo "=== all parts"
+printf '%s\n' "${codes[@]}"
+python3 - "$out/rollout.jsonl" <<'END'
+import json, sys
+print("   tok/s  x floor  seconds  first s  setting")
+for line in map(json.loads, open(sys.argv[1])):
+    setting = "{shape} {rows} rows {prompt}+{new} samples {samples} {lengths} top_p {top_p}".format(**line)
+    print("{tokens_per_second:8,} {times_floor:8} {seconds:8} {first_seconds:8} ".format(**line), setting)
+END

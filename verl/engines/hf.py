@@ -16,7 +16,7 @@ import torch.distributed as dist
 from verl.engines import checkpoint
 from verl.engines.base import MicroBatching, Objective, OptimizerConfig, Tensors, TrainEngine
 from verl.engines.checkpoint import BackgroundWriter
-from verl.engines.distributed import full_tensor, gradient_norm
+from verl.engines.distributed import clip_gradients, full_tensor, gradient_norm
 from verl.engines.lora import Adapters
 from verl.engines.metrics import MetricSums
 from verl.engines.micro_batch import ModelInput, build_input, plan, row_lengths
@@ -127,7 +127,7 @@ class HFEngine(TrainEngine):
             self.optimizer.zero_grad(set_to_none=True)
             return {"grad_norm": norm.item(), "grad_skipped": 1.0}
         if self.optimizer_config.clip_grad is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.optimizer_config.clip_grad, norm)
+            clip_gradients([p.grad for p in parameters], norm, self.optimizer_config.clip_grad)
         before = [p.detach().clone() for p in parameters] if self._unproven else []
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

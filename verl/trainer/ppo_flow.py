@@ -49,15 +49,22 @@ Roles = Mapping[str, WorkerGroup]
 
 
 class Prompts(Stateful):
-    """The source of training prompts, and the step that they are for in meta_info["global_step"]."""
+    """The source of training prompts.
 
-    def __init__(self, source: PromptSource, step: Callable[[], int]):
+    meta_info has the step that they are for (global_step), and what the strict check of token ids needs (vocab_size).
+    """
+
+    def __init__(self, source: PromptSource, step: Callable[[], int], vocab_size: int):
         self.source = source
         self.step = step
+        self.vocab_size = vocab_size
+
+    def facts(self) -> dict[str, Any]:
+        return {"global_step": self.step(), "vocab_size": self.vocab_size}
 
     def __call__(self) -> DataProto:
         batch = self.source()
-        batch.meta_info["global_step"] = self.step()
+        batch.meta_info.update(self.facts())
         return batch
 
     def state_dict(self) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class PPOTrainer(Trainer):
         if self.val_dataset is not None:
             check_dataset(self.val_dataset)
         setup.check_validation(config.trainer, self.val_dataset)
-        setup.check_vocabulary(config.actor_rollout_ref.model, tokenizer, self.train_dataset)
+        self.vocab_size = setup.check_model_fits(config, tokenizer, self.train_dataset)
         self.reward_manager = reward_manager if reward_manager is not None else setup.load_rewards(config, tokenizer)
         setup.try_rewards(self.reward_manager, self.train_dataset, tokenizer)
         source = PromptSource(
@@ -95,7 +95,7 @@ class PPOTrainer(Trainer):
         )
 
     def build_flow(self) -> DataFlow:
-        prompts = Prompts(self.source, lambda: self.global_step)
+        prompts = Prompts(self.source, lambda: self.global_step, self.vocab_size)
         flow = build_ppo_flow(self.config, prompts, self.roles, self.reward_manager)
         if self.config.algorithm.filter_groups.enable:
             sample_dynamically(flow, self.config, self.tokenizer.pad_token_id)
@@ -146,6 +146,7 @@ class PPOTrainer(Trainer):
         for start in range(0, len(self.val_dataset), size):
             rows = range(start, min(start + size, len(self.val_dataset)))
             prompts = collate_prompts([self.val_dataset[i] for i in rows]).replace(uid=[f"val:{i}" for i in rows])
+            prompts.meta_info["vocab_size"] = self.vocab_size
             scored.append(self.validation.run(prompts))
             texts += generations(scored[-1], self.tokenizer)
         variables = numeric_columns(scored)
