@@ -35,7 +35,6 @@ NOT_BUILT: dict[str, str] = {
     "reward.reward_model.enable": "score by a function: reward.custom_reward_function.path",
     "reward.sandbox_fusion.url": "code is not run by a service: leave it null",
     "trainer.log_val_generations": "use trainer.validation_data_dir, which keeps all of them",
-    "trainer.overlap": "operators run one after another: use false",
     "placement.reward_devices": "rewards are computed by functions: leave it out",
 }
 """End of a dotted key -> what to do instead of setting it to anything but its default."""

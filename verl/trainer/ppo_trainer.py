@@ -1,7 +1,7 @@
 """PPOTrainer: policy optimisation. Subclasses differ in who executes it (`init_workers`) alone."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ from verl.algorithms.presets import PRESETS
 from verl.config import batch_words, check_available, check_inputs, check_models, load_config, tree, unavailable
 from verl.data.files import PromptSource
 from verl.data.rlhf_dataset import RLHFDataset, check_dataset, collate_prompts
-from verl.dataflow import DataFlow
+from verl.dataflow import CONTROLLER, DataFlow
 from verl.protocol import DataProto
 from verl.rewards import RewardManager
 from verl.single_controller import WorkerSpec
@@ -89,6 +89,8 @@ class PPOTrainer(Trainer):
         )
         self._said_tied = False
         super().__init__(config, source, tokenizer)
+        if config.trainer.overlap:
+            self.pipeline.place_of = self.processes_of
         n = config.actor_rollout_ref.rollout.val_kwargs.n
         self.validation = build_validation_flow(self.roles, self.reward_manager, n).compile(
             inputs=("prompt_ids", "uid", "data_source", "reward_model")
@@ -109,6 +111,10 @@ class PPOTrainer(Trainer):
             pad_token_id=self.tokenizer.pad_token_id,
             stop_token_ids=setup.stop_token_ids(self.config.actor_rollout_ref.model.path, self.tokenizer),
         )
+
+    def processes_of(self, on: str) -> Hashable | None:
+        """The processes of a role, None for the controller's own."""
+        return None if on == CONTROLLER else self.roles[on].processes
 
     def announce(self) -> None:
         rows = f"{len(self.val_dataset):,} rows" if self.val_dataset is not None else "none"
