@@ -103,6 +103,11 @@ def missing_settings(fn: Callable, settings: Mapping[str, Any]) -> tuple[str, ..
     )
 
 
+def parameter_names(fn: Callable) -> set[str]:
+    """The names of all that `fn` may be given."""
+    return {parameter.name for parameter in _named_parameters(fn)}
+
+
 def _named_parameters(fn: Callable) -> list[inspect.Parameter]:
     parameters = list(inspect.signature(fn).parameters.values())
     nameless = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]

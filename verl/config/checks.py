@@ -183,6 +183,10 @@ def check_critic(config: Config, needed: bool) -> Iterator[Problem]:
         yield Problem("critic.enable", f"false, but algorithm.adv_estimator={estimator} reads values: leave it null")
     if enable is True and not needed:
         yield Problem("critic.enable", f"true, but algorithm.adv_estimator={estimator} reads no values: leave it null")
+    warmup = config.trainer.critic_warmup
+    if warmup and not needed:
+        what = f"{warmup}, but algorithm.adv_estimator={estimator} has no critic: nothing would learn then; use 0"
+        yield Problem("trainer.critic_warmup", what)
 
 
 def check_inputs(config: Tree) -> Iterator[Problem]:

@@ -129,7 +129,8 @@ def generate(roles: Roles, sampling: str) -> Callable[[DataProto], DataProto]:
 class Reward:
     """Scores of the answers, by the reward manager.
 
-    shuffle_seed: when given, the scores are dealt out to the rows at random (a control: nothing can be learnt then).
+    shuffle_seed: when given, what the reward function returns is dealt out to the rows at random: a control, in which
+    nothing can be learnt. The scores and all values beside them move together, so that no estimator sees the truth.
     """
 
     def __init__(self, manager: RewardManager, shuffle_seed: int | None = None):
@@ -144,7 +145,9 @@ class Reward:
             raise ValueError(f"the reward function returns the value {taken[0]!r}, a name that is in use: rename it")
         metrics = dict(scored["metrics"])
         if self.shuffle_seed is not None:
-            scores = self._dealt_out(scores, batch)
+            order = self._shuffled_rows(batch)
+            scores = _moved_to_the_end(scores[order], batch.batch["response_mask"])
+            extra = {name: [values[i] for i in order] for name, values in extra.items()}
         for name, values in extra.items():
             numbers = [float(v) for v in values if isinstance(v, bool | int | float | np.number)]
             if len(numbers) == len(values) and numbers:
@@ -154,13 +157,15 @@ class Reward:
         result.meta_info["metrics"] = metrics
         return result
 
-    def _dealt_out(self, scores: torch.Tensor, batch: DataProto) -> torch.Tensor:
-        """The same sums on other rows, each at its new row's last token."""
-        mask = batch.batch["response_mask"]
+    def _shuffled_rows(self, batch: DataProto) -> list[int]:
         seed = fork_seed(self.shuffle_seed, *map(str, batch.non_tensor_batch["uid"][:8]))
-        order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
-        last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(1)
-        return torch.zeros_like(scores).scatter(1, last[:, None], scores.sum(1)[order][:, None])
+        return torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def _moved_to_the_end(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The sum of each row of scores (B, T), at the last token of that row's response."""
+    last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(1)
+    return torch.zeros_like(scores).scatter(1, last[:, None], scores.sum(1)[:, None])
 
 
 def reward_baseline(roles: Roles, manager: RewardManager) -> Callable[[DataProto], DataProto]:

@@ -24,6 +24,7 @@ from verl.trainer.ppo_flow import Prompts, build_ppo_flow, build_validation_flow
 from verl.trainer.roles import worker_specs
 from verl.trainer.rollout_correction import correct_rollout
 from verl.trainer.samples import dump_generations, generations, write_jsonl
+from verl.trainer.unused_settings import warn_of_unused_settings
 from verl.utils.tracking import check_trackers, setup_logging
 
 logger = logging.getLogger("verl.trainer")
@@ -66,6 +67,7 @@ class PPOTrainer(Trainer):
         setup.check_critic_setting(config)
         setup.check_settings(config)
         setup.check_group_size(config)
+        warn_of_unused_settings(config)
         if tokenizer is None and isinstance(train_dataset, RLHFDataset):
             tokenizer = train_dataset.tokenizer
         tokenizer = tokenizer if tokenizer is not None else setup.load_tokenizer(config.actor_rollout_ref.model)
