@@ -48,7 +48,8 @@ def load_module(config: ModelConfig) -> nn.Module:
     """The model of `config`, dropout off. Raises ValueError that names the path when it cannot be loaded."""
     auto, hf, build = _recipe(config)
     if config.random_init:
-        module = auto.from_config(hf, dtype=config.model_dtype, **build)
+        with config.device:
+            module = auto.from_config(hf, dtype=config.model_dtype, **build)
     else:
         module = _from_pretrained(auto, config, hf, build)
     module = module.to(config.device)
