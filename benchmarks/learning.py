@@ -1,12 +1,15 @@
 """How fast does each algorithm learn a small task, and how far does it come? One JSON line a run, one an algorithm.
 
-    python benchmarks/learning.py --task reverse --algorithms grpo dapo --seeds 1 2 3 --out outputs/learning
+    python benchmarks/learning.py --task reverse --algorithm grpo dapo --seeds 1 2 3 --out outputs/learning
 
 Every seed has a model and data of its own, the same for all algorithms: a tiny model of random weights, taught the form
 of the task by imitation (examples/quickstart), then 64 prompts x 8 answers a step, lr 3e-4, two updates a step, right
-is 1 and wrong is 0, no KL. `accuracy` is greedy, on 500 unseen prompts, every 10 steps; `responses` are all that were
-generated for training, those that were filtered out too. --shuffle-rewards is the control: nothing can be learnt.
-OUT/<task>-<algorithm>.png shows the curves of all seeds.
+is 1 and wrong is 0, no KL. `reward` is the mean reward of all sampled answers of a step; `responses` are all that were
+generated for training, those that were filtered out and greedy baselines too; `accuracy` is greedy, on 500 unseen
+prompts, every 10 steps. The threshold is reached when the mean of ten rewards is at it.
+
+--shuffle-rewards is the control: nothing can be learnt. OUT/runs.jsonl collects the lines of all runs, and what stands
+there is not run again; OUT/<task>-<algorithm>[-shuffled].png shows the curves.
 """
 
 import argparse
@@ -22,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.quickstart.run import SCORER, WARM_UP_STEPS, warm_up
+from examples.quickstart.run import CRITIC, MODEL_SIZE, SCORER, WARM_UP_STEPS, warm_up
 from examples.quickstart.tasks import TASKS, write_task
 from examples.quickstart.tiny_model import tiny_model
 from recipe.dapo import LocalDAPOTrainer
@@ -33,10 +36,13 @@ from verl.trainer.base import StepReport
 from verl.trainer.dynamic_sampling import PromptQueue
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.utils.curves import moving_mean
+from verl.utils.curves import WINDOW, moving_mean
 
 TEST_FREQ = 10
 PROMPTS, ANSWERS = 64, 8
+#: the mean reward that responses are counted to, and the steps of a run
+THRESHOLD = {"reverse": 0.85, "sort": 0.6, "countdown3": 0.55, "digit": 0.8}
+STEPS = {"reverse": 100, "sort": 100, "countdown3": 300, "digit": 100}
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,7 @@ RECIPES: dict[str, Method] = {
 }
 #: what a preset needs beside its name
 FURTHER: dict[str, tuple[str, ...]] = {
+    "ppo": tuple(CRITIC),
     "drgrpo": ("actor_rollout_ref.actor.loss_scale_factor=8",),
     "gdpo": ("algorithm.gdpo_reward_keys=[acc]",),
 }
@@ -79,19 +86,31 @@ def method_of(name: str) -> Method:
 
 @dataclass
 class Curve:
-    """One run. accuracy: [responses generated so far, greedy accuracy]; reward: mean of all answers of each step."""
+    """One run. reward, responses: after each step; accuracy: [step, accuracy]; see the top of this file."""
 
     task: str
     algorithm: str
     seed: int
+    shuffled: bool = False
     reward: list[float] = field(default_factory=list)
+    responses: list[int] = field(default_factory=list)
     accuracy: list[tuple[int, float]] = field(default_factory=list)
-    responses: int = 0
     seconds: float = 0.0
 
+    @property
+    def run(self) -> tuple[str, str, int, bool]:
+        """What makes it a run of its own."""
+        return self.task, self.algorithm, self.seed, self.shuffled
+
+    @property
+    def title(self) -> str:
+        """<task>-<algorithm>[-shuffled]"""
+        return f"{self.task}-{self.algorithm}" + ("-shuffled" if self.shuffled else "")
+
     def responses_to(self, threshold: float) -> int | None:
-        """Responses after which the accuracy was at the threshold; None when it never was."""
-        return next((responses for responses, accuracy in self.accuracy if accuracy >= threshold), None)
+        """Responses after which the mean reward of ten steps was at the threshold; None when it never was."""
+        means = zip(self.responses[WINDOW - 1 :], moving_mean(self.reward, WINDOW)[WINDOW - 1 :])
+        return next((responses for responses, mean in means if mean >= threshold), None)
 
 
 def overrides(task: str, model: Path, data: Path, out: Path, steps: int, seed: int) -> list[str]:
@@ -103,7 +122,7 @@ def overrides(task: str, model: Path, data: Path, out: Path, steps: int, seed: i
         f"data.val_files={data / 'test.parquet'}",
         f"data.train_batch_size={PROMPTS}",
         "data.max_prompt_length=16",
-        "data.max_response_length=" + ("8" if task != "digits" else "12"),
+        "data.max_response_length=" + ("8" if task != "digit" else "12"),
         f"actor_rollout_ref.model.path={model}",
         "actor_rollout_ref.model.enable_gradient_checkpointing=false",
         f"actor_rollout_ref.rollout.n={ANSWERS}",
@@ -113,8 +132,6 @@ def overrides(task: str, model: Path, data: Path, out: Path, steps: int, seed: i
         "actor_rollout_ref.actor.optim.lr=3e-4",
         "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
         "actor_rollout_ref.actor.optim.weight_decay=0.01",
-        "critic.model.enable_gradient_checkpointing=false",
-        "critic.optim.lr=1e-3",
         f"reward.custom_reward_function.path={SCORER}",
         f"trainer.total_training_steps={steps}",
         f"trainer.test_freq={TEST_FREQ}",
@@ -129,24 +146,23 @@ def learn(method: Method, curve: Curve, settings: list[str]) -> None:
     """Train; fills the curve."""
     start = time.perf_counter()
     trainer = method.trainer(overrides=[*settings, *method.settings])
-
-    prompts = trainer.pipeline.operators[0].func
-    asked = prompts.size if isinstance(prompts, PromptQueue) else PROMPTS
+    operators = {op.name: op for op in trainer.pipeline.operators}
+    source = operators["prompts"].func
+    asked = source.size if isinstance(source, PromptQueue) else PROMPTS
+    answers = trainer.config.actor_rollout_ref.rollout.n + ("reward_baseline" in operators)
 
     def record(report: StepReport) -> None:
         metrics = report.metrics
         prompts = int(metrics.get("filter_groups/prompts", asked))
-        curve.responses += prompts * trainer.config.actor_rollout_ref.rollout.n
-        curve.reward.append(
-            next((metrics[name] for name in BEFORE_CHOICE if name in metrics), metrics["critic/score/mean"])
-        )
+        curve.responses.append(prompts * answers + (curve.responses[-1] if curve.responses else 0))
+        means = [metrics[name] for name in BEFORE_CHOICE if name in metrics]
+        curve.reward.append(round(means[0] if means else metrics["critic/score/mean"], 4))
         if report.step % TEST_FREQ == 0 or report.step == report.total_steps:
-            accuracy = metrics[f"val-core/{curve.task}/acc/mean@1"]
-            curve.accuracy.append((curve.responses, accuracy))
+            curve.accuracy.append((report.step, metrics[f"val-core/{curve.task}/acc/mean@1"]))
 
     trainer.on_step.append(record)
     trainer.fit()
-    curve.seconds = time.perf_counter() - start
+    curve.seconds = round(time.perf_counter() - start, 1)
 
 
 def prepared(task: str, seed: int, steps: int, out: Path) -> tuple[Path, Path]:
@@ -156,14 +172,14 @@ def prepared(task: str, seed: int, steps: int, out: Path) -> tuple[Path, Path]:
     if not (warm / "config.json").is_file():
         shutil.rmtree(folder, ignore_errors=True)
         imitation = WARM_UP_STEPS[task]
-        model = tiny_model("llama", folder / "model", seed=seed, size="mini" if task == "countdown" else "tiny")
+        model = tiny_model("llama", folder / "model", seed=seed, size=MODEL_SIZE[task])
         write_task(task, folder / "data", rows=PROMPTS * steps, sft_rows=64 * imitation, seed=seed)
         shutil.copytree(warm_up(model, folder / "data", folder / "sft", imitation, seed), warm)
     return warm, folder / "data"
 
 
 def summary(curves: list[Curve], threshold: float) -> dict[str, object]:
-    """Median and range over the seeds."""
+    """Median and range over the seeds; null where a run never came to the threshold."""
 
     def spread(of: Callable[[Curve], float | None]) -> list[float | None]:
         values = [of(curve) for curve in curves]
@@ -174,9 +190,10 @@ def summary(curves: list[Curve], threshold: float) -> dict[str, object]:
     return {
         "task": curves[0].task,
         "algorithm": curves[0].algorithm,
-        "seeds": len(curves),
-        "first_reward": spread(lambda c: statistics.mean(c.reward[:10])),
-        "last_reward": spread(lambda c: statistics.mean(c.reward[-10:])),
+        "shuffled": curves[0].shuffled,
+        "seeds": sorted(curve.seed for curve in curves),
+        "first_reward": spread(lambda c: statistics.mean(c.reward[:WINDOW])),
+        "last_reward": spread(lambda c: statistics.mean(c.reward[-WINDOW:])),
         "accuracy": spread(lambda c: c.accuracy[-1][1]),
         f"responses_to_{threshold}": spread(lambda c: c.responses_to(threshold)),
         "seconds": spread(lambda c: c.seconds),
@@ -191,22 +208,28 @@ def draw(curves: list[Curve], path: Path) -> None:
     left, right = figure.subplots(1, 2)
     for curve in curves:
         left.plot(moving_mean(curve.reward), label=f"seed {curve.seed}")
-        right.plot(*zip(*curve.accuracy), marker="o", markersize=3)
-    left.set(title=f"{curves[0].algorithm} on {curves[0].task}: reward, mean of 10", xlabel="step", ylim=(0, 1))
+        points = [(curve.responses[step - 1], accuracy) for step, accuracy in curve.accuracy]
+        right.plot(*zip(*points), marker="o", markersize=3)
+    left.set(title=f"{curves[0].title}: reward, mean of {WINDOW}", xlabel="step", ylim=(0, 1))
     right.set(title="greedy accuracy, 500 unseen prompts", xlabel="responses generated", ylim=(0, 1))
     for axis in (left, right):
         axis.grid(alpha=0.25)
     left.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=80)
+
+
+def read_runs(path: Path) -> list[Curve]:
+    """The runs of a file of JSON lines; none where there is no file."""
+    return [Curve(**json.loads(line)) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=sorted(TASKS), default="reverse")
-    parser.add_argument("--algorithms", nargs="+", default=["grpo"], choices=sorted({*PRESETS, *RECIPES}))
+    parser.add_argument("--algorithm", nargs="+", default=["grpo"], choices=sorted({*PRESETS, *RECIPES}))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--threshold", type=float, default=0.9, help="accuracy that responses are counted to")
+    parser.add_argument("--steps", type=int, help=f"default: {STEPS}")
+    parser.add_argument("--threshold", type=float, help=f"mean reward that responses are counted to: {THRESHOLD}")
     parser.add_argument("--out", type=Path, default=Path("outputs/learning"))
     parser.add_argument("--shuffle-rewards", action="store_true", help="the control: nothing can be learnt")
     parser.add_argument("--override", nargs="*", default=[], metavar="key=value", help="any key of the configuration")
@@ -216,21 +239,25 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     logging.basicConfig()  # to stderr: the lines of JSON stand alone on stdout
-    logging.getLogger("verl").setLevel(logging.WARNING)
-    for name in args.algorithms:
+    logging.getLogger("verl").setLevel(logging.ERROR)
+    steps = args.steps or STEPS[args.task]
+    for name in args.algorithm:
         curves = []
         for seed in args.seeds:
-            model, data = prepared(args.task, seed, args.steps, args.out)
-            run = args.out / f"{args.task}-{name}-seed{seed}"
-            settings = overrides(args.task, model, data, run, args.steps, seed) + args.override
-            if args.shuffle_rewards:
-                settings.append("algorithm.shuffle_rewards=true")
-            curve = Curve(args.task, name, seed)
-            learn(method_of(name), curve, settings)
-            curves.append(curve)
-            print(json.dumps(asdict(curve) | {"reward": [round(r, 3) for r in curve.reward]}), flush=True)
-        print(json.dumps(summary(curves, args.threshold)), flush=True)
-        draw(curves, args.out / f"{args.task}-{name}.png")
+            curve = Curve(args.task, name, seed, args.shuffle_rewards)
+            known = {run.run: run for run in read_runs(args.out / "runs.jsonl")}
+            if curve.run not in known:
+                model, data = prepared(args.task, seed, steps, args.out)
+                settings = overrides(args.task, model, data, args.out / f"{curve.title}-seed{seed}", steps, seed)
+                settings.append(f"algorithm.shuffle_rewards={str(args.shuffle_rewards).lower()}")
+                learn(method_of(name), curve, settings + args.override)
+                line = json.dumps(asdict(curve))
+                with (args.out / "runs.jsonl").open("a") as file:
+                    file.write(line + "\n")
+                print(line, flush=True)
+            curves.append(known.get(curve.run, curve))
+        print(json.dumps(summary(curves, args.threshold or THRESHOLD[args.task])), flush=True)
+        draw(curves, args.out / f"{curves[0].title}.png")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,9 @@ from verl.utils.tracking import setup_logging
 ALGORITHMS = ("grpo", "ppo", "rloo", "remax", "reinforce_plus_plus", "drgrpo")
 SCORER = str(Path(__file__).resolve().parent / "tasks.py")
 #: SFT steps that leave the model between knowing nothing and knowing all
-WARM_UP_STEPS = {"reverse": 200, "sort": 80, "countdown": 600, "digits": 200}
+WARM_UP_STEPS = {"reverse": 200, "sort": 80, "countdown3": 600, "digit": 200}
+MODEL_SIZE = {"reverse": "tiny", "sort": "tiny", "countdown3": "mini", "digit": "tiny"}
+CRITIC = ["critic.model.enable_gradient_checkpointing=false", "critic.optim.lr=1e-3"]
 SAMPLES_EVERY = 10
 
 
@@ -79,8 +81,7 @@ def rl_overrides(args: argparse.Namespace, model: Path, data: Path, out: Path) -
         "actor_rollout_ref.actor.optim.lr=3e-4",
         "actor_rollout_ref.actor.use_kl_loss=false",
         "actor_rollout_ref.ref.enable=true",  # only to show how far the policy has moved from where it began
-        "critic.model.enable_gradient_checkpointing=false",
-        "critic.optim.lr=1e-3",
+        *(CRITIC if args.algorithm == "ppo" else []),
         f"reward.custom_reward_function.path={SCORER}",
         f"trainer.total_training_steps={args.steps}",
         f"trainer.test_freq={args.steps}",
@@ -140,7 +141,7 @@ def main(given: list[str] | None = None) -> int:
     start = time.perf_counter()
     torch.set_num_threads(1)  # matrices this small gain nothing from more, and lose much on a busy machine
     shutil.rmtree(args.out, ignore_errors=True)
-    model = tiny_model("llama", args.out / "model", seed=args.seed, size="mini" if args.task == "countdown" else "tiny")
+    model = tiny_model("llama", args.out / "model", seed=args.seed, size=MODEL_SIZE[args.task])
     steps = WARM_UP_STEPS[args.task]
     data = write_task(args.task, args.out / "data", rows=64 * args.steps, sft_rows=64 * steps, seed=args.seed)
     console.print(f"made a random model and {64 * args.steps:,} prompts; now {steps} steps of imitation ...")

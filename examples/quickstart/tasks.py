@@ -2,8 +2,8 @@
 
     reverse     abc=            cba         benchmark LB-1
     sort        cab=            abc         the same strings, harder
-    countdown   3,1,2:7=        1+2*3       benchmark LB-2: an expression of all three numbers that gives the target
-    digits      2,4:3=          6,8,0       go on counting in equal steps, last digits only
+    countdown3  3,1,2:7=        1+2*3       benchmark LB-2: an expression of all three numbers that gives the target
+    digit       2,4:3=          6,8,0       go on counting in equal steps, last digits only
 
 python examples/quickstart/tasks.py reverse --out DIR --rows 4096
 
@@ -128,8 +128,8 @@ def score_digits(answer: str, ground_truth: str) -> float:
 TASKS = {
     "reverse": Task(draw_reverse, score_exact),
     "sort": Task(draw_sort, score_exact),
-    "countdown": Task(draw_countdown, score_countdown),
-    "digits": Task(draw_digits, score_digits),
+    "countdown3": Task(draw_countdown, score_countdown),
+    "digit": Task(draw_digits, score_digits),
 }
 
 

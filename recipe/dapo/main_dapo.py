@@ -11,4 +11,4 @@ TRAINERS = {
 }
 
 if __name__ == "__main__":
-    sys.exit(main(trainers=TRAINERS, recipe=RECIPE))
+    sys.exit(main(trainers=TRAINERS, recipe=RECIPE, program="recipe.dapo.main_dapo"))

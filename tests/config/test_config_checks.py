@@ -116,11 +116,16 @@ def test_inputs_of_the_other_trees(tree, keys):
 
 def test_ranks_that_share_sequences_must_divide_the_ranks_and_share_rows():
     sharing = f"{ACTOR}fsdp_config.ulysses_sequence_parallel_size"
-    assert "3 ranks are to share a sequence" in problem_of(f"{sharing}=3", "trainer.n_gpus_per_node=4")
+    assert "3 ranks are to share the same rows" in problem_of(f"{sharing}=3", "trainer.n_gpus_per_node=4")
+    both = (f"{sharing}=2", f"{ACTOR}fsdp_config.tensor_parallel_size=4", "trainer.n_gpus_per_node=4")
+    assert "8 ranks are to share the same rows" in problem_of(*both)
+    reference = "actor_rollout_ref.ref.fsdp_config.tensor_parallel_size=3"
+    assert "which does not divide the 4 ranks" in problem_of(reference, "trainer.n_gpus_per_node=4")
     odd = ("data.train_batch_size=6", f"{ACTOR}ppo_mini_batch_size=3", "trainer.n_gpus_per_node=2")
     even = "critic.ppo_mini_batch_size=6"
     assert "3 responses, which do not divide over 2 ranks" in problem_of(*odd, even)
     load(*odd, even, f"{sharing}=2")
+    load(*odd, even, f"{ACTOR}fsdp_config.tensor_parallel_size=2")
 
 
 def test_resuming_a_fine_tuning():

@@ -152,6 +152,12 @@ def test_the_executor_keeps_its_name():
         ),
         ("critic.model.fsdp_config.param_offload=true", "critic.fsdp.param_offload", True),
         ("critic.model.fsdp_config.strategy=fsdp2", "critic.strategy", "fsdp2"),
+        ("critic.model.fsdp_config.mixed_precision.param_dtype=bf16", "critic.fsdp.dtype", "bf16"),
+        (
+            "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp16",
+            "actor_rollout_ref.actor.fsdp_config.dtype",
+            "fp16",
+        ),
         ("actor_rollout_ref.model.external_lib=my.pkg", "imports", ["my.pkg"]),
     ],
 )

@@ -228,3 +228,28 @@ def test_true_is_not_one_and_zero_is_not_false():
     known = known_key("actor_rollout_ref.rollout.multi_turn.enable", KNOWN)
     assert known.accepts(False)
     assert not known.accepts(0)
+
+
+FSDP1 = {
+    "wrap_policy.min_num_params": (0, 1000, "every decoder layer is a unit"),
+    "wrap_policy.transformer_layer_cls_to_wrap": ("null", "[LlamaDecoderLayer]", "every decoder layer is a unit"),
+    "wrap_policy.disable": ("false", "true", "every decoder layer is a unit"),
+    "sharding_strategy": ("FULL_SHARD", "HYBRID_SHARD", "fsdp_size"),
+    "mixed_precision.reduce_dtype": ("fp32", "bf16", "gradients are summed in fp32"),
+    "mixed_precision.buffer_dtype": ("float32", "bf16", "buffers keep"),
+    "grad_offload": ("false", "true", "offload_policy=true"),
+    "cpu_offload": ("false", "true", "offload_policy"),
+    "use_orig_params": ("true", None, ""),
+    "forward_prefetch": ("true", None, ""),
+}
+
+
+@pytest.mark.parametrize("section", ["actor_rollout_ref.actor.fsdp_config", "critic.fsdp"])
+def test_keys_of_the_first_fsdp_are_mapped_or_refused_by_name(section):
+    load_config(overrides=[f"{section}.{name}={accepted}" for name, (accepted, _, _) in FSDP1.items()])
+    refused = {name: (value, advice) for name, (_, value, advice) in FSDP1.items() if value is not None}
+    with pytest.raises(ConfigError) as error:
+        load_config(overrides=[f"{section}.{name}={value}" for name, (value, _) in refused.items()])
+    told = {problem.key: problem.what for problem in error.value.problems}
+    assert told.keys() == {f"{section}.{name}" for name in refused}
+    assert all(advice in told[f"{section}.{name}"] for name, (_, advice) in refused.items())

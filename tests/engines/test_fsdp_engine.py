@@ -1,10 +1,11 @@
 """The sharded engine on real processes (gloo): the numbers of one device, on 1, 2 and 4 ranks."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tests.engines.ranks import (
     OPTIMIZER,
@@ -64,6 +65,26 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_is_a_huggingface_model(p
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "one" / "huggingface")
     for name, value in exported.named_parameters():
         assert torch.equal(value, resumed["weights"][name]), name
+
+
+def save(path: str, kind: str, out: Path) -> None:
+    FSDPEngine(ModelConfig(path, kind=kind), OPTIMIZER).save(out, CONTENTS)
+
+
+@pytest.mark.parametrize("kind", ["causal_lm", "value"])
+def test_the_huggingface_folder_beside_the_shards_describes_the_model_that_is_trained(kind, tmp_path):
+    """A critic that starts from a language model is none; a policy ends its answers where its model did."""
+    start = save_model(qwen2(), tmp_path / "start")
+    GenerationConfig(eos_token_id=[3, 5], do_sample=True, temperature=0.6).save_pretrained(start)
+    run_on_ranks(1, save, start, kind, tmp_path)
+    folder = tmp_path / "huggingface"
+    config = json.loads((folder / "config.json").read_text())
+    if kind == "value":
+        assert config["architectures"] == ["Qwen2ForTokenClassification"] and len(config["id2label"]) == 1
+        assert not (folder / "generation_config.json").exists()
+    else:
+        assert config["architectures"] == ["Qwen2ForCausalLM"]
+        assert GenerationConfig.from_pretrained(folder).eos_token_id == [3, 5]
 
 
 def weights_after_a_forward_pass(path: str) -> dict:

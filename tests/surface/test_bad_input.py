@@ -5,6 +5,7 @@ The weights of the model in these tests cannot be read: a run that came to loadi
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -292,6 +293,12 @@ def test_the_tokenizer_of_another_model(complaint, tmp_path):
     few = ["data.max_prompt_length=32", f"actor_rollout_ref.model.tokenizer_path={tmp_path / 'other'}"]
     shown = complaint(*few)
     assert "but the model '" in shown and "has the ids 0 to 31: use the tokenizer of this model" in shown
+
+
+def test_answers_that_are_longer_than_the_model_has_positions(complaint):
+    shown = complaint("data.max_response_length=9000", ROLLOUT + "name=hf")
+    assert "max_response_length=9000, but the model '" in shown and "positions (max_position_embeddings): set" in shown
+    assert re.search(r"set data.max_response_length=\d+, or leave out", shown)
 
 
 def test_a_package_that_only_one_backend_needs(complaint, monkeypatch):

@@ -2,6 +2,8 @@
 
 import pytest
 
+from verl.trainer.main_ppo import main
+
 DATASET = '''
 import json
 
@@ -106,3 +108,9 @@ def test_an_estimator_and_a_loss_by_import(settings, steps, tmp_path):
     )
     assert step["critic/advantages/min"] == step["critic/advantages/max"] == 2.0
     assert step["actor/pg_loss"] == pytest.approx(2 * step["actor/nll"], rel=1e-5)
+
+
+def test_the_help_names_the_program_that_was_asked(capsys):
+    assert main(["--help"], program="recipe.dapo.main_dapo") == 0
+    shown = capsys.readouterr().out
+    assert shown.count("python -m recipe.dapo.main_dapo ") == 2 and "main_ppo" not in shown

@@ -83,12 +83,17 @@ def mark(batch: DataProto) -> DataProto:
     return DataProto.from_dict({"response_mask": torch.full_like(mask, 3)})
 
 
+def beyond(batch: DataProto) -> DataProto:
+    return DataProto.from_dict({"responses": torch.full_like(batch.batch["responses"], 10_000)})
+
+
 @pytest.mark.parametrize(
     ("function", "column", "expected", "found"),
     [
         (spoil, "token_level_rewards", "finite", "nan"),
         (shorten, "token_level_rewards", "(B=8, T=6)", "(8, 5)"),
         (mark, "response_mask", "0 or 1", "3 at row 0"),
+        (beyond, "responses", "ids from 0 to", "10000 at row 0"),
     ],
 )
 def test_an_operator_that_writes_nonsense_is_named(settings, monkeypatch, function, column, expected, found):

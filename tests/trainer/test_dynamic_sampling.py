@@ -52,7 +52,7 @@ class Scripted:
         self.differs = differs
         self.asked: list[list[int]] = []
         self.source = Numbers(groups)
-        prompts = Prompts(self.source, lambda: 7)
+        prompts = Prompts(self.source, lambda: 7, vocab_size=100)
         flow = DataFlow(
             [
                 Operator("prompts", prompts, writes=("prompt_ids", "uid")),

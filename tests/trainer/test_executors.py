@@ -43,11 +43,19 @@ def compare(found: list[dict[str, float]], expected: list[dict[str, float]]) -> 
                  "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24"]),
         pytest.param("shuffled", ["trainer.n_gpus_per_node=2"], marks=pytest.mark.slow),
         ("grpo", ["trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"]),
+        ("grpo", ["trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2"]),
         pytest.param(
             "ppo",
             ["trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2",
              "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size=4",
              "critic.fsdp.ulysses_sequence_parallel_size=2"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(  # the roles share rows in different ways
+            "ppo",
+            ["trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2",
+             "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size=2",
+             "critic.fsdp.ulysses_sequence_parallel_size=2", "critic.fsdp.tensor_parallel_size=2"],
             marks=pytest.mark.slow,
         ),
         pytest.param(

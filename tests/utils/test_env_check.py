@@ -28,7 +28,7 @@ def test_this_machine_is_fit(capsys):
     text = capsys.readouterr().out
     assert report.ok and report["torch"].state == OK and report["other packages"].state == OK
     assert report.modes["local trainer, one process"] is None and report.modes["rollout.name=hf"] is None
-    names = ["Python", "torch", "transformers", "GPU", "FSDP2", "packed attention", "Ray", "vLLM", "SGLang", "Megatron"]
+    names = ["Python", "torch", "transformers", "GPU", "FSDP2", "packed attention", "Ray"]
     for name in [*names, "flash-attn", "disk", "open files", "NCCL variables"]:
         assert re.search(rf"^\[[✓✗!]\] {name}: ", text, re.MULTILINE), name
     assert "local trainer, one process      yes" in text and "Versions used side by side: Python" in text
@@ -98,6 +98,8 @@ def test_old_and_missing_packages(monkeypatch):
 def test_optional_packages_that_are_absent_are_no_fault():
     checks = check_optional(probes())
     assert {check.state for check in checks} == {NOTE} and all(check.fix.startswith("pip install") for check in checks)
+    found = [check.name for check in check_optional(probes(sglang=None), unused={"vLLM", "SGLang"})]
+    assert "vLLM" not in found and "SGLang" in found  # nothing uses vLLM, so nobody is told to install it
     assert check_fsdp2(probes(fsdp2="ImportError: x")).state == FAULT
     assert check_attention(probes(), gpu=True).found == "torch varlen_attn"
     assert check_attention(probes(varlen="ImportError: x", flash_attn=None), gpu=True).found == "flash-attn"

@@ -12,13 +12,13 @@ PRESET_NOTES: dict[str, str] = {}
 _ACTOR = "actor_rollout_ref.actor."
 _N = "actor_rollout_ref.rollout.n"
 
+_TOKEN_MEAN = {_ACTOR + "loss_agg_mode": "token-mean", _ACTOR + "entropy_coeff": 0.0}
 _PPO_CLIP = {
     _ACTOR + "policy_loss.loss_mode": "vanilla",
     _ACTOR + "clip_ratio_low": 0.2,
     _ACTOR + "clip_ratio_high": 0.2,
     _ACTOR + "clip_ratio_c": 3.0,
-    _ACTOR + "loss_agg_mode": "token-mean",
-    _ACTOR + "entropy_coeff": 0.0,
+    **_TOKEN_MEAN,
 }
 _NO_KL = {"algorithm.use_kl_in_reward": False, _ACTOR + "use_kl_loss": False}
 _KL_IN_REWARD = {
@@ -36,6 +36,7 @@ _KL_IN_LOSS = {
 _GRPO_ADVANTAGE = {"algorithm.adv_estimator": "grpo", "algorithm.norm_adv_by_std_in_grpo": True, _N: 8}
 # GRPO without KL: the ground on which papers compare policy losses.
 _PLAIN_GRPO = {**_GRPO_ADVANTAGE, **_PPO_CLIP, **_NO_KL}
+_UNCLIPPED_GRPO = {**_GRPO_ADVANTAGE, **_TOKEN_MEAN, **_NO_KL}
 
 
 def _preset(name: str, note: str, *parts: dict[str, object]) -> None:
@@ -155,7 +156,7 @@ _preset(
     "Chu et al. 2025 (2504.02546): plain policy gradient without ratio, KL or std; the batch is scaled up for groups "
     "without a difference. One update per batch.",
     {"algorithm.adv_estimator": "gpg", _N: 8},
-    _PPO_CLIP,
+    _TOKEN_MEAN,
     _NO_KL,
     _actor(policy_loss__loss_mode="gpg"),
 )
@@ -191,7 +192,7 @@ _preset(
 _preset(
     "sapo",
     "Gao et al. 2025 (2511.20347): a sigmoid gate in place of the clip, narrower for negative advantages.",
-    _PLAIN_GRPO,
+    _UNCLIPPED_GRPO,
     _actor(policy_loss__loss_mode="sapo", tau_pos=1.0, tau_neg=1.05, loss_agg_mode="seq-mean-token-mean"),
 )
 _preset(
@@ -222,7 +223,7 @@ _preset(
 _preset(
     "kl_cov",
     "Cui et al. 2025 (2505.22617): keeps the entropy up by a KL penalty on the tokens of highest covariance; no clip.",
-    _PLAIN_GRPO,
+    _UNCLIPPED_GRPO,
     _actor(policy_loss__loss_mode="kl_cov", policy_loss__kl_cov_ratio=2e-4, policy_loss__ppo_kl_coef=1.0),
 )
 _preset(

@@ -5,4 +5,4 @@ import sys
 from verl.trainer.main_ppo import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(program="verl.cli.train"))

@@ -4,7 +4,7 @@ from verl.config.available import BUILT, check_available, unavailable
 from verl.config.batch_words import batch_words
 from verl.config.checks import check_critic, check_data, check_inputs, check_models
 from verl.config.errors import ConfigError, Problem
-from verl.config.load import apply_preset, dump_config, load_config, to_flat_dict
+from verl.config.load import apply_preset, differences, dump_config, load_config, to_flat_dict
 from verl.config.reference import reference_table
 from verl.config.tree import Config
 
@@ -20,6 +20,7 @@ __all__ = [
     "check_data",
     "check_inputs",
     "check_models",
+    "differences",
     "dump_config",
     "load_config",
     "reference_table",

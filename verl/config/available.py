@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl.config.errors import ConfigError, Problem, in_words
+from verl.config.load import differences
 from verl.config.node import Leaf, Tree, flatten, leaves
 
 BUILT: dict[str, set[Any]] = {
@@ -34,7 +35,6 @@ NOT_BUILT: dict[str, str] = {
     "reward.reward_model.enable": "score by a function: reward.custom_reward_function.path",
     "reward.sandbox_fusion.url": "code is not run by a service: leave it null",
     "trainer.log_val_generations": "use trainer.validation_data_dir, which keeps all of them",
-    "trainer.overlap": "operators run one after another: use false",
     "placement.reward_devices": "rewards are computed by functions: leave it out",
 }
 """End of a dotted key -> what to do instead of setting it to anything but its default."""
@@ -59,8 +59,34 @@ NO_EFFECT: dict[tuple[str, str], tuple[str, ...]] = {
         *_OTHER_ENGINES,
     ),
     ("trainer.backend", "local"): ("ray_kwargs.ray_init", "ray_kwargs.timeline_json_file"),
+    ("algorithm.use_kl_in_reward", False): (
+        "algorithm.kl_penalty",
+        "algorithm.kl_ctrl.type",
+        "algorithm.kl_ctrl.kl_coef",
+        "algorithm.kl_ctrl.horizon",
+        "algorithm.kl_ctrl.target_kl",
+    ),
+    ("algorithm.kl_ctrl.type", "fixed"): ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
+    ("algorithm.filter_groups.enable", False): (
+        "algorithm.filter_groups.metric",
+        "algorithm.filter_groups.max_num_gen_batches",
+    ),
+    ("actor.use_kl_loss", False): ("actor.kl_loss_coef", "actor.kl_loss_type"),
+    **{
+        ("actor.loss_agg_mode", mode): ("actor.loss_scale_factor",)
+        for mode in ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean")
+    },
+    ("val_kwargs.do_sample", False): ("val_kwargs.top_k", "val_kwargs.top_p"),
+    ("actor.use_dynamic_bsz", True): ("actor.ppo_micro_batch_size_per_gpu",),
+    ("critic.use_dynamic_bsz", True): ("critic.ppo_micro_batch_size_per_gpu",),
+    ("actor_rollout_ref.model.lora_rank", 0): ("actor_rollout_ref.model.lora_alpha",),
+    ("actor.optim.lr_scheduler_type", "constant"): ("actor.optim.min_lr_ratio",),
+    ("critic.optim.lr_scheduler_type", "constant"): ("critic.optim.min_lr_ratio",),
 }
-"""(end of a key, its value) -> ends of the keys that change nothing then; who sets one is told so."""
+"""(end of a key, its value) -> ends of the keys that change nothing then; who sets one is told so.
+
+What an estimator or a loss does not ask for is known by its signature: verl/trainer/unused_settings.py.
+"""
 
 log = logging.getLogger("verl.config")
 
@@ -96,16 +122,15 @@ def check_available(config: Tree, built: Mapping[str, set[Any]] = BUILT) -> None
 
 
 def without_effect(config: Tree) -> list[str]:
-    """What is set and changes nothing with the chosen engine and backend."""
-    tree = type(config)
-    flat, notes = flatten(config.model_dump(), tree), []
+    """What is set and changes nothing beside the other settings; what merely follows another key is not named."""
+    chosen, flat = differences(config), flatten(config.model_dump(), type(config))
+    notes = {}
     for (choice, word), ends in NO_EFFECT.items():
-        if not any(matches(key, choice) and value == word for key, value in flat.items()):
-            continue
-        for key, leaf in leaves(tree).items():
-            if any(matches(key, end) for end in ends) and flat[key] != leaf.default:
-                notes.append(f"{key}: {in_words(flat[key])} changes nothing with {choice}: {word}")
-    return notes
+        if any(matches(key, choice) and value == word for key, value in flat.items()):
+            reason = f"changes nothing with {choice}: {word if isinstance(word, str) else in_words(word)}"
+            unused = [key for key in chosen if any(matches(key, end) for end in ends)]
+            notes |= {key: f"{key}: {in_words(flat[key])} {reason}" for key in unused}
+    return list(notes.values())
 
 
 def _not_among(word: Any, words: set[Any], end: str) -> str:

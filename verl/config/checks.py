@@ -59,20 +59,24 @@ def _batches(config: Config) -> Iterator[Problem]:
 
 def _ranks(config: Config) -> Iterator[Problem]:
     """Every data-parallel rank gets the same number of rows of each mini-batch."""
-    trainer, n, actor = config.trainer, config.actor_rollout_ref.rollout.n, config.actor_rollout_ref.actor
+    trainer, policy, n = config.trainer, config.actor_rollout_ref, config.actor_rollout_ref.rollout.n
     for role, prefix, mini, engine, section in (
-        ("actor", _ACTOR, actor.ppo_mini_batch_size, actor.fsdp_config, "fsdp_config"),
+        ("actor", _ACTOR, policy.actor.ppo_mini_batch_size, policy.actor.fsdp_config, "fsdp_config"),
+        ("ref", "actor_rollout_ref.ref.", None, policy.ref.fsdp_config, "fsdp_config"),
         ("critic", "critic.", config.critic.ppo_mini_batch_size, config.critic.fsdp, "fsdp"),
     ):
         devices = config.placement.model_dump()[f"{role}_devices"] or config.placement.actor_devices
         ranks = len(devices) if devices else trainer.nnodes * trainer.n_gpus_per_node
-        sharing = engine.ulysses_sequence_parallel_size
-        if ranks % sharing:
-            key = f"{prefix}{section}.ulysses_sequence_parallel_size"
-            yield Problem(key, f"{sharing} ranks are to share a sequence, which does not divide the {ranks} ranks")
+        sizes = {"ulysses_sequence_parallel_size": engine.ulysses_sequence_parallel_size}
+        sizes["tensor_parallel_size"] = engine.tensor_parallel_size
+        if ranks % engine.ranks_with_same_rows:
+            key = next(key for key, size in sizes.items() if size > 1)
+            words = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
+            what = f"{engine.ranks_with_same_rows} ranks are to share the same rows ({words})"
+            yield Problem(f"{prefix}{section}.{key}", f"{what}, which does not divide the {ranks} ranks")
             continue
-        ranks //= sharing
-        if mini * n % ranks:
+        ranks //= engine.ranks_with_same_rows
+        if mini is not None and mini * n % ranks:
             yield Problem(
                 f"{prefix}ppo_mini_batch_size",
                 f"{mini} prompts x {n} samples are {mini * n} responses, which do not divide over {ranks} ranks",
@@ -179,6 +183,10 @@ def check_critic(config: Config, needed: bool) -> Iterator[Problem]:
         yield Problem("critic.enable", f"false, but algorithm.adv_estimator={estimator} reads values: leave it null")
     if enable is True and not needed:
         yield Problem("critic.enable", f"true, but algorithm.adv_estimator={estimator} reads no values: leave it null")
+    warmup = config.trainer.critic_warmup
+    if warmup and not needed:
+        what = f"{warmup}, but algorithm.adv_estimator={estimator} has no critic: nothing would learn then; use 0"
+        yield Problem("trainer.critic_warmup", what)
 
 
 def check_inputs(config: Tree) -> Iterator[Problem]:

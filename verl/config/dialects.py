@@ -87,6 +87,10 @@ _OLDER = {
     _ARR + "actor.fsdp_config.strategy": _ARR + "actor.strategy",
     _ARR + "ref.fsdp_config.strategy": _ARR + "ref.strategy",
     "critic.fsdp.strategy": "critic.strategy",
+    _ARR + "actor.fsdp_config.mixed_precision.param_dtype": _ARR + "actor.fsdp_config.dtype",
+    _ARR + "ref.fsdp_config.mixed_precision.param_dtype": _ARR + "ref.fsdp_config.dtype",
+    "critic.fsdp.mixed_precision.param_dtype": "critic.fsdp.dtype",
+    "critic.model.fsdp_config.mixed_precision.param_dtype": "critic.fsdp.dtype",
     "critic.fsdp_config.*": "critic.fsdp.*",
     "critic.model.fsdp_config.*": "critic.fsdp.*",
     _ARR + "actor.ulysses_sequence_parallel_size": _ARR + "actor.fsdp_config.ulysses_sequence_parallel_size",
@@ -167,6 +171,8 @@ RL = Dialect(_SHORT, _OLDER, _COMPUTED)
 SFT = Dialect(
     older={
         "model.partial_pretrain": "model.path",
+        "model.fsdp_config.mixed_precision.param_dtype": "engine.dtype",
+        "engine.mixed_precision.param_dtype": "engine.dtype",
         "model.fsdp_config.*": "engine.*",
         "model.external_lib": "imports",
         "optim.warmup_style": "optim.lr_scheduler_type",

@@ -55,6 +55,8 @@ def _any(default: Any, *also: Any, instead: str = "leave it out") -> Known:
 
 
 _CHUNKED = "the entropy is always computed in chunks: leave it out"
+_LAYERS = "every decoder layer is a unit of its own, as the model names its class: leave it out"
+_FULL_SUMS = "gradients are summed in fp32, and buffers keep the dtype that the model gives them: leave it out"
 _NO_COMPILE = _any(True, False, instead="nothing is compiled: use false")
 _SEED = "one seed makes a run: use trainer.seed"
 _TEXT_ONLY = "only text is supported: leave it out"
@@ -75,7 +77,15 @@ ENGINE_KEYS = {
         "",
         "leave it out",
         {
-            "wrap_policy.min_num_params": 0,
+            "wrap_policy.min_num_params": Known(0, _LAYERS),
+            "wrap_policy.transformer_layer_cls_to_wrap": Known(None, _LAYERS),
+            "wrap_policy.disable": Known(False, _LAYERS),
+            "sharding_strategy": Known(
+                "FULL_SHARD", "use reshard_after_forward=false (SHARD_GRAD_OP), fsdp_size (HYBRID_SHARD), or both"
+            ),
+            "cpu_offload": Known(False, "use offload_policy"),
+            "offload_params": Known(False, "use param_offload or offload_policy"),
+            "grad_offload": Known(False, "use offload_policy=true, which keeps gradients in host memory as well"),
             "forward_prefetch": _any(False, True),
             "use_orig_params": _any(False, True),
             "seed": Known(42, _SEED),
@@ -89,6 +99,8 @@ ENGINE_KEYS = {
             "pad_to_length_bucket": 1024,
             "forward_only": _any(False, True),
             "mixed_precision": Known(None, "use model_dtype and dtype of this section"),
+            "mixed_precision.reduce_dtype": Known("fp32", _FULL_SUMS, ("float32", None)),
+            "mixed_precision.buffer_dtype": Known("fp32", _FULL_SUMS, ("float32", None)),
         },
     ),
     **_block("turbo_config.distributed.", "use strategy fsdp or fsdp2", features.TURBO),

@@ -74,6 +74,12 @@ class EngineConfig(Node):
     reshard_after_forward: bool = key(True, "free gathered weights after the forward pass")
     fsdp_size: int = key(-1, "ranks of a shard group; -1: all", ge=-1)
     ulysses_sequence_parallel_size: int = key(1, "ranks that share one sequence", ge=1)
+    tensor_parallel_size: int = key(1, "ranks that share one layer, for models with a plan in transformers", ge=1)
+
+    @property
+    def ranks_with_same_rows(self) -> int:
+        """How many ranks work on the same rows: the data-parallel size is the number of ranks divided by this."""
+        return self.ulysses_sequence_parallel_size * self.tensor_parallel_size
 
 
 class CheckpointConfig(Node):

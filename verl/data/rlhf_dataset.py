@@ -84,6 +84,11 @@ class RLHFDataset(Dataset):
         """The largest token id of all prompts: what the model's vocabulary must hold."""
         return self._prompt_ids.largest
 
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        return self._prompt_ids.longest
+
     def __getitem__(self, item: int) -> dict[str, Any]:
         index = self._kept[item]
         row = self.rows[index]

@@ -37,6 +37,11 @@ class TokenTable:
         """The largest id of all lists. Raises ValueError where there is none."""
         return max(self._tokens)
 
+    @property
+    def longest(self) -> int:
+        """The length of the longest list. Raises ValueError where there is none."""
+        return max(end - start for start, end in zip([0, *self._ends], self._ends))
+
     def __getitem__(self, row: int) -> list[int]:
         row = row + len(self) if row < 0 else row
         end = self._ends[row]

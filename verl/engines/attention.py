@@ -1,19 +1,27 @@
 """Attention over packed rows, registered with transformers as "verl_packed": no token of padding is computed.
 
-The model runs over (1, N) tokens of many rows; attention must not cross from row to row. Where there is no
-variable-length kernel, queries, keys and values alone are laid out right-padded for the built-in causal attention,
-which needs no mask then: a padding position is after every real one of its row.
+The model runs over (1, N) tokens of many rows; attention must not cross from row to row. On a GPU, in 16 bits, torch's
+variable-length kernel takes the rows as they lie. Elsewhere queries, keys and values alone are laid out right-padded
+for the built-in causal attention, which needs no mask then: a padding position is after every real one of its row.
 
 Where ranks share the tokens (`sequence_parallel`), they trade them for heads around it.
 """
 
+import inspect
+
 import torch
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from verl.engines.micro_batch import Packing
 
 NAME = "verl_packed"
+#: the widest head that the variable-length kernel takes
+WIDEST_HEAD = 256
+
+# before torch 2.13 fewer key heads than query heads are taken without a word
+_GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def _unpack(x: torch.Tensor, packing: Packing) -> torch.Tensor:
@@ -40,6 +48,7 @@ def _softcapped(q, k, v, scaling: float, softcap: float, mask: torch.Tensor) -> 
     return weights @ v
 
 
+@torch.compiler.disable  # the kernel is one call, and the lengths of the rows are no constants to compile for
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -56,6 +65,8 @@ def packed_attention(
     """Causal attention inside each row. query (1, H, N, D), key and value (1, K, N, D) -> (1, N, H, D)."""
     if s_aux is not None:
         raise ValueError("attention sinks are not known to the packed attention: set model.use_remove_padding=false")
+    # under autocast the rotary embedding leaves queries and keys in float32; the values have the dtype to compute in
+    query, key = query.to(value.dtype), key.to(value.dtype)
     options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
     if packing.ranks is None:
         return _attend(query, key, value, packing, **options), None
@@ -77,20 +88,38 @@ def _attend(
     softcap: float | None,
 ) -> torch.Tensor:
     """The attention of all tokens of some heads; shapes as `packed_attention`."""
+    window = sliding_window if sliding_window is not None and sliding_window < packing.max_length else None
+    narrow = value.dtype in (torch.bfloat16, torch.float16)
+    if query.is_cuda and narrow and softcap is None and query.shape[-1] <= WIDEST_HEAD:
+        return _attend_rows(query, key, value, packing, scaling, window)
     q, k, v = (_unpack(x, packing) for x in (query, key, value))
     length = packing.max_length
-    windowed = sliding_window is not None and sliding_window < length
     if softcap is not None:
-        mask = _window_mask(length, sliding_window if windowed else length, q.device)
+        mask = _window_mask(length, window or length, q.device)
         out = _softcapped(q, k, v, scaling if scaling is not None else q.shape[-1] ** -0.5, softcap, mask)
     else:
-        mask = _window_mask(length, sliding_window, q.device) if windowed else None
+        mask = _window_mask(length, window, q.device) if window is not None else None
         out = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
     b, heads, _, dim = out.shape
     flat = out.transpose(1, 2).reshape(b * length, heads, dim)
     return flat[packing.slots][None]
+
+
+def _attend_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Packing,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """The same by the variable-length kernel. window: keys that a query sees, its own among them; None for all."""
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    starts, longest = packing.cu_seqlens, packing.max_length
+    seen = (-1 if window is None else window - 1, 0)
+    return varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling, window_size=seen, **_GQA)[None]
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -6,6 +6,7 @@ shards/         torch.distributed.checkpoint: optimizer state, and the weights w
 extra.pt        the learning-rate schedule
 """
 
+import copy
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -117,6 +118,15 @@ def load_model(folder: Path, model: nn.Module, module: nn.Module) -> None:
         return
     state = {"model": model_state(model)}
     load_shards(folder, state)  # in place: the tensors of the state are the parameters
+
+
+def save_description(module: nn.Module, folder: Path) -> None:
+    """What a HuggingFace folder of the model holds beside its weights: its config, and how it ends its answers."""
+    config = copy.deepcopy(module.config)
+    config.architectures = [type(module).__name__]
+    config.save_pretrained(folder)
+    if module.can_generate():
+        module.generation_config.save_pretrained(folder)
 
 
 def load_weights(module: nn.Module, folder: Path) -> None:

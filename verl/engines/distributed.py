@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 
 def init_process_group(device: torch.device, timeout: float = 600.0) -> None:
@@ -36,7 +36,13 @@ def reduce_values(
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor gathered from its shards, on every rank (all must ask together); a whole one as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    for dim in range(tensor.device_mesh.ndim):  # torch remarks on it when it must gather over several at once
+        placements = list(tensor.placements)
+        placements[dim] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
 
 
 def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -49,3 +55,11 @@ def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
         by_mesh.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
     norms = [full_tensor(torch.nn.utils.get_total_norm(group)) for group in by_mesh.values()]
     return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+
+
+@torch.no_grad()
+def clip_gradients(gradients: list[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    """Scale all gradients, shards of any meshes among them, so that their norm is max_norm where it was larger."""
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    torch._foreach_mul_(own, scale.to(own[0].device))

@@ -1,13 +1,14 @@
 """The training engine of several ranks: parameters, gradients and optimizer state sharded by FSDP2 (`fully_shard`).
 
-Every rank holds its shard of each parameter. What a rank computes is its own rows of a batch, or, with sequence
-parallelism, its own tokens of the rows that a few ranks share.
+Every rank holds its shard of each parameter. What a rank computes is its own rows of a batch, or, of the rows that a
+few ranks share, its own tokens (sequence parallelism) or its own part of every layer (tensor parallelism).
 """
 
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,22 +23,26 @@ from verl.engines.micro_batch import ModelInput, plan, split_to
 from verl.engines.model import ModelConfig, empty_module, load_checked
 from verl.engines.offload import HOST, OffloadConfig
 from verl.engines.sequence_parallel import SequenceRanks
+from verl.engines.tensor_parallel import tensor_parallel
 
 
 @dataclass(frozen=True)
 class ShardingConfig:
     """How a model is spread over the ranks.
 
-    fsdp_size: ranks that share one copy of the parameters, -1 for all; fewer gives copies of shards (HSDP).
+    fsdp_size: ranks that share one copy of the parameters (or of a tensor-parallel part of them), -1 for all; fewer
+    gives copies of shards (HSDP).
     reshard_after_forward: free the gathered parameters of a layer between its forward and backward pass (ZeRO-3);
     otherwise keep them (ZeRO-2). offload: keep shards in host memory and bring each layer to the device when it runs.
-    sequence_parallel: neighbouring ranks that share the tokens of the same rows.
+    sequence_parallel: ranks that share the tokens of the same rows. tensor_parallel: neighbouring ranks that share the
+    layers for the same tokens.
     """
 
     fsdp_size: int = -1
     reshard_after_forward: bool = True
     offload: bool = False
     sequence_parallel: int = 1
+    tensor_parallel: int = 1
 
 
 class FSDPEngine(HFEngine):
@@ -69,19 +74,30 @@ class FSDPEngine(HFEngine):
 
     def _share_rows(self, config: ModelConfig) -> None:
         """Which ranks have the same rows, and which ranks have the others."""
-        world, size = dist.get_world_size(), self.sharding.sequence_parallel
-        if world % size:
-            raise ValueError(f"ulysses_sequence_parallel_size {size} does not divide the {world} ranks")
-        self.dp_rank, self.inner_rank = divmod(dist.get_rank(), size)
-        self.dp_size = world // size
+        world, sequence, tensor = dist.get_world_size(), self.sharding.sequence_parallel, self.sharding.tensor_parallel
+        for key, size in (("ulysses_sequence_parallel_size", sequence), ("tensor_parallel_size", tensor)):
+            if world % size:
+                raise ValueError(f"{key} {size} does not divide the {world} ranks")
+        sharing = sequence * tensor
+        if world % sharing:
+            raise ValueError(
+                f"{sharing} ranks are to share their rows (ulysses_sequence_parallel_size {sequence} x "
+                f"tensor_parallel_size {tensor}), which does not divide the {world} ranks"
+            )
+        self.dp_rank, self.inner_rank = divmod(dist.get_rank(), sharing)
+        self.dp_size = world // sharing
         self._dp_group = dist.group.WORLD
-        if size == 1:
+        if sharing == 1:
             return
-        if not config.use_remove_padding:
+        if tensor > 1 and config.lora is not None:
+            raise ValueError("LoRA adapters are not spread over tensor-parallel ranks: set tensor_parallel_size=1")
+        if sequence > 1 and not config.use_remove_padding:
             raise ValueError("sequence parallelism splits packed rows: set model.use_remove_padding=true")
-        mesh = init_device_mesh(config.device.type, (self.dp_size, size), mesh_dim_names=("dp", "sequence"))
+        shape = (self.dp_size, sequence, tensor)
+        mesh = init_device_mesh(config.device.type, shape, mesh_dim_names=("dp", "sequence", "tensor"))
         self._dp_group = mesh.get_group("dp")
-        self.sequence_ranks = SequenceRanks(mesh.get_group("sequence"), self.inner_rank, size)
+        if sequence > 1:
+            self.sequence_ranks = SequenceRanks(mesh.get_group("sequence"), self.inner_rank // tensor, sequence)
 
     def _build(self) -> torch.nn.Module:
         """Parameters without memory on every rank; the first one's host has a whole copy until they are filled."""
@@ -91,19 +107,37 @@ class FSDPEngine(HFEngine):
         if self._source is not None and self._source.can_generate():
             module.generation_config = self._source.generation_config  # belongs to what a checkpoint exports
         if self.sequence_ranks is not None:
-            self.sequence_ranks.check_heads(module.config.num_attention_heads)
+            self.sequence_ranks.check_heads(module.config.num_attention_heads // self.sharding.tensor_parallel)
         return module
 
     def _distribute(self) -> None:
         """Shard every decoder layer, then the rest (embedding, last norm and projection) as one more unit."""
-        world, shard = dist.get_world_size(), self.sharding.fsdp_size
-        shard = world if shard == -1 else shard
-        if world % shard:
-            raise ValueError(f"fsdp_size {shard} does not divide the {world} ranks")
-        shape, names = ((world,), ("shard",)) if shard == world else ((world // shard, shard), ("replicate", "shard"))
+        device, tensor = self.config.device.type, self.sharding.tensor_parallel
+        ranks = dist.get_world_size() // tensor
+        shard = ranks if self.sharding.fsdp_size == -1 else self.sharding.fsdp_size
+        if ranks % shard:
+            of = f" of a tensor-parallel part (tensor_parallel_size {tensor})" if tensor > 1 else ""
+            raise ValueError(f"fsdp_size {shard} does not divide the {ranks} ranks{of}")
+        names = ("shard",) if shard == ranks else ("replicate", "shard")
+        shape = (ranks // shard, shard)[-len(names) :]
+        # all that the ranks of a tensor-parallel group compute alike is sharded over them too
+        whole = init_device_mesh(device, (*shape[:-1], shard * tensor), mesh_dim_names=names)
+        of_layers = whole
+        if tensor > 1:
+            mesh = init_device_mesh(device, (*shape, tensor), mesh_dim_names=(*names, "tensor"))
+            tensor_parallel(self.module, mesh["tensor"])
+            of_layers = mesh[names]
+        options = self._sharding_options()
+        layer_classes = set(self.module._no_split_modules or ())
+        for layer in self.module.modules():
+            if type(layer).__name__ in layer_classes:
+                fully_shard(layer, mesh=of_layers, **options)
+        fully_shard(self.model, mesh=whole, **options)
+        self._fill()
+
+    def _sharding_options(self) -> dict[str, Any]:
         on_gpu, narrow = self.config.device.type == "cuda", self.config.compute_dtype != self.config.model_dtype
-        options = {
-            "mesh": init_device_mesh(self.config.device.type, shape, mesh_dim_names=names),
+        return {
             "reshard_after_forward": self.sharding.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=self.config.compute_dtype if narrow else None,
@@ -112,12 +146,6 @@ class FSDPEngine(HFEngine):
             ),
             "offload_policy": CPUOffloadPolicy(on_gpu) if self.sharding.offload else OffloadPolicy(),
         }
-        layer_classes = set(self.module._no_split_modules or ())
-        for layer in self.module.modules():
-            if type(layer).__name__ in layer_classes:
-                fully_shard(layer, **options)
-        fully_shard(self.model, **options)
-        self._fill()
 
     @torch.no_grad()
     def _fill(self) -> None:
@@ -163,8 +191,9 @@ class FSDPEngine(HFEngine):
         return whole if self.sequence_ranks is None else whole.share_of(self.sequence_ranks)
 
     def _backward(self, loss: torch.Tensor) -> None:
-        # FSDP takes the mean of the gradients over the ranks; an objective's shares add up, so their sum is wanted
-        (loss * dist.get_world_size()).backward()
+        # FSDP takes the mean of the gradients over the ranks; an objective's shares add up, so their sum is wanted.
+        # Tensor-parallel ranks all have the whole loss, which counts once
+        (loss * (dist.get_world_size() // self.sharding.tensor_parallel)).backward()
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
         return reduce_values(values, dist.ReduceOp.SUM, self.config.device, self._dp_group)

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from verl.engines import checkpoint
 from verl.engines.base import MicroBatching, Objective, OptimizerConfig, Tensors, TrainEngine
 from verl.engines.checkpoint import BackgroundWriter
-from verl.engines.distributed import full_tensor, gradient_norm
+from verl.engines.distributed import clip_gradients, full_tensor, gradient_norm
+from verl.engines.layers import use_kernels
 from verl.engines.lora import Adapters
 from verl.engines.metrics import MetricSums
 from verl.engines.micro_batch import ModelInput, build_input, plan, row_lengths
@@ -53,6 +54,7 @@ class HFEngine(TrainEngine):
             with warnings.catch_warnings():  # its new name is not known to every supported release of transformers
                 warnings.simplefilter("ignore", FutureWarning)
                 self.module.gradient_checkpointing_enable({"use_reentrant": False})
+        use_kernels(self.module, config.kernels)
         self._distribute()
         self._writer = BackgroundWriter()
         self._writer_group: dist.ProcessGroup | None = None
@@ -127,7 +129,7 @@ class HFEngine(TrainEngine):
             self.optimizer.zero_grad(set_to_none=True)
             return {"grad_norm": norm.item(), "grad_skipped": 1.0}
         if self.optimizer_config.clip_grad is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.optimizer_config.clip_grad, norm)
+            clip_gradients([p.grad for p in parameters], norm, self.optimizer_config.clip_grad)
         before = [p.detach().clone() for p in parameters] if self._unproven else []
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -232,7 +234,7 @@ class HFEngine(TrainEngine):
         if state["huggingface"]:
             self.module.save_pretrained(folder / "huggingface", state_dict=state["huggingface"])
         else:
-            self.module.config.save_pretrained(folder / "huggingface")
+            checkpoint.save_description(self.module, folder / "huggingface")
         if "lora_adapter" in state:
             self.adapters.save(folder / "lora_adapter", state["lora_adapter"])
         if "extra" in state:

@@ -10,6 +10,7 @@ from torch import nn
 
 from verl.engines import attention
 from verl.engines.base import Tensors
+from verl.engines.layers import Kernels
 from verl.engines.logits import token_statistics
 from verl.engines.lora import LoraConfig, add_adapters
 from verl.engines.micro_batch import ModelInput
@@ -26,7 +27,7 @@ class ModelConfig:
     model_dtype: dtype of the parameters. compute_dtype: dtype of the forward pass (autocast when it differs).
     override_config: values set in the HuggingFace config. use_remove_padding: packed rows.
     random_init: weights from the config and the seed, nothing loaded (tests, benchmarks).
-    lora: adapters to train in place of the weights.
+    lora: adapters to train in place of the weights. kernels: how norms, MLPs and rotary embeddings run (`layers`).
     """
 
     path: str
@@ -40,6 +41,7 @@ class ModelConfig:
     override_config: tuple[tuple[str, Any], ...] = ()
     random_init: bool = False
     lora: LoraConfig | None = None
+    kernels: Kernels = "plain"
 
 
 def load_module(config: ModelConfig) -> nn.Module:

@@ -9,6 +9,14 @@ How a number is read:
 - `5.` is 5, `.5` is 0.5, `3/4` is three quarters, `1 1/2` is one and a half
 - units and words are not read: `50%` is 50, `5 million` is 5
 - a number of more than 120 characters is no answer: the time to score a row does not depend on who wrote it
+
+Which number of a free text is its answer (`flexible`), the first of these that is there:
+
+1. the one after `####`, the form of the data set
+2. the one in the last `\boxed{...}`, or after the last `<answer>`
+3. what the text says to be its answer: `the answer is 72`, `**Answer:** 72 clips in 2 months`
+4. of the last sentence with a number: the one after its last `=`, `≈` or `rounds to`; else the bold one; else its last
+   one. `so` and `therefore` begin a sentence, `because` ends one: `it is 5 because 5 > 4`.
 """
 
 import re
@@ -33,33 +41,74 @@ _NUMBER_PATTERN = r"""
         (?<=[0-9])                                            # at least one digit somewhere
     )
 """
-# Everything that a number can hold: the last number of a text lies within its last run of these.
-_CHARACTERS = "0123456789.,/ $€£¥₹\\{}-\u2212\u2013\u00a0\u2009\u202f"
 _NUMBER = re.compile(_NUMBER_PATTERN, re.VERBOSE)
 # After "####": emphasis and mathematics marks may come first.
 _MARKS = re.compile(r"[ \t]*(?:\*\*|__|\\\(|\\\[|\$(?=\\)|\\boxed\{)*[ \t]*")
+
+_TAIL = 1500  # characters at the end of a text in which its answer is looked for
+_BOXED = re.compile(r"\\boxed\{|<answer>")
+_SAID = re.compile(r"\banswer\b[*_\\ ]*(?:is|would be|comes to|[:=])[*_:\s]*", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"[.!?](?=\s)|\n|\b(?:so|thus|therefore|hence|meaning|which means)\b", re.IGNORECASE)
+_RESULT = re.compile(r"[=≈]|\brounds? (?:up |down |off )?to\b")
+_BOLD = re.compile(r"\*\*(?=[^*\n:]{0,80}\*\*(?!:))")  # no heading, such as **Step 2:**
+_REASON = re.compile(r"\bbecause\b")
+_DIGIT = re.compile("[0-9]")
 
 
 def extract(text: str, method: str = "strict") -> int | Fraction | None:
     """The final answer of a solution, or None where there is none.
 
     strict: the number right after the last `####` that has one (the form of the data set's own answers).
-    flexible: the last number of the text.
+    flexible: the number that a reader takes for the answer, by the rules at the top of this file.
     """
-    if method == "strict":
-        # The last few marks only: an answer that is all marks must not cost more than another.
-        for piece in reversed(text.rsplit("####", 16)[1:]):
-            found = _NUMBER.match(piece, _MARKS.match(piece).end())
-            if found:
-                return _value(found)
-        return None
-    if method != "flexible":
+    if method not in ("strict", "flexible"):
         raise ValueError(f"gsm8k: expected method 'strict' or 'flexible', found {method!r}")
-    end = max(text.rfind(digit) for digit in "0123456789") + 1
-    run = text[max(0, end - _LONGEST - 1) : end]
-    start = end - len(run) + len(run.rstrip(_CHARACTERS))
-    found = list(_NUMBER.finditer(text, start, end + 2))
-    return _value(found[-1]) if found else None
+    found = _after_marks(text)
+    if found is None and method == "flexible":
+        found = _concluded(text[-_TAIL:])
+    return None if found is None else _value(found)
+
+
+def _after_marks(text: str) -> re.Match | None:
+    # The last few marks only: an answer that is all marks must not cost more than another.
+    for piece in reversed(text.rsplit("####", 16)[1:]):
+        found = _NUMBER.match(piece, _MARKS.match(piece).end())
+        if found:
+            return found
+    return None
+
+
+def _concluded(text: str) -> re.Match | None:
+    """The number that a text without `####` ends in, as a reader understands it."""
+    for mark in (_BOXED, _SAID):
+        if marks := list(mark.finditer(text)):
+            begin = marks[-1].end()
+            end = _SENTENCE_END.search(text, begin)
+            begin_and_end = (begin, end.start() if end else len(text))
+            found = _after_last(_RESULT, text, *begin_and_end) or _NUMBER.search(text, *begin_and_end)
+            if found:
+                return found
+    ends = [0, *(mark.end() for mark in _SENTENCE_END.finditer(text)), len(text)]
+    for begin, end in zip(ends[-2::-1], ends[:0:-1]):
+        if _DIGIT.search(text, begin, end):
+            return _of_sentence(text, begin, end)
+    return None
+
+
+def _of_sentence(text: str, begin: int, end: int) -> re.Match | None:
+    if found := _after_last(_RESULT, text, begin, end) or _after_last(_BOLD, text, begin, end):
+        return found
+    reason = _REASON.search(text, begin, end)
+    if reason and _DIGIT.search(text, begin, reason.start()):
+        end = reason.start()
+    numbers = list(_NUMBER.finditer(text, begin, end))
+    return numbers[-1] if numbers else None
+
+
+def _after_last(mark: re.Pattern, text: str, begin: int, end: int) -> re.Match | None:
+    """The first number after the last such mark, where there is one."""
+    marks = list(mark.finditer(text, begin, end))
+    return _NUMBER.search(text, marks[-1].end(), end) if marks else None
 
 
 def parse_number(value: Any) -> int | Fraction | None:
@@ -113,5 +162,5 @@ def gsm8k_strict(
 def gsm8k_flexible(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, *, format_score: float = 0.0
 ) -> dict[str, Any]:
-    """The same by the last number of the text."""
+    """The same by the number that a reader takes for the answer, wherever it stands."""
     return _score(solution_str, ground_truth, "flexible", format_score)

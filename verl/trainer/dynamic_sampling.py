@@ -36,7 +36,7 @@ class PromptQueue(Prompts):
     """
 
     def __init__(self, prompts: Prompts, size: int):
-        super().__init__(prompts.source, prompts.step)
+        super().__init__(prompts.source, prompts.step, prompts.vocab_size)
         self.size = size
         self.waiting: DataProto | None = None
 
@@ -45,7 +45,7 @@ class PromptQueue(Prompts):
             drawn = self.source()
             self.waiting = DataProto.concat([self.waiting, drawn]) if self.waiting is not None else drawn
         batch, self.waiting = self.waiting[: self.size], self.waiting[self.size :]
-        return DataProto(batch.batch, batch.non_tensor_batch, {"global_step": self.step()})
+        return DataProto(batch.batch, batch.non_tensor_batch, self.facts())
 
     def put_back(self, rows: DataProto) -> None:
         """rows: one of each prompt, with whatever columns it has got since it went out."""

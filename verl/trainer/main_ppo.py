@@ -19,9 +19,9 @@ TRAINERS: dict[str, Address] = {
 }
 """trainer.backend -> module and class of the trainer."""
 
-HELP = """usage: python -m verl.trainer.main_ppo [--config FILE.yaml] key=value ...
+HELP = """usage: python -m {program} [--config FILE.yaml] key=value ...
 
-  python -m verl.trainer.main_ppo \\
+  python -m {program} \\
       algorithm.adv_estimator=grpo \\
       data.train_files=train.parquet data.val_files=test.parquet data.train_batch_size=64 \\
       actor_rollout_ref.model.path=/path/to/model actor_rollout_ref.rollout.n=8 \\
@@ -52,11 +52,15 @@ def split_arguments(arguments: list[str]) -> tuple[str | None, list[str], set[st
 
 
 def main(
-    arguments: list[str] | None = None, trainers: Mapping[str, Address] = TRAINERS, recipe: "Recipe | None" = None
+    arguments: list[str] | None = None,
+    trainers: Mapping[str, Address] = TRAINERS,
+    recipe: "Recipe | None" = None,
+    program: str = "verl.trainer.main_ppo",
 ) -> int:
     """Run; returns the exit status.
 
     trainers: trainer.backend -> module and class of the trainer. recipe: what a method adds to the configuration.
+    program: the module's name, for the help.
     """
     try:
         path, overrides, flags = split_arguments(sys.argv[1:] if arguments is None else arguments)
@@ -64,7 +68,7 @@ def main(
         print(f"error: {error}", file=sys.stderr)
         return 1
     if flags & {"--help", "-h"}:
-        print(HELP)
+        print(HELP.format(program=program))
         return 0
     from verl.trainer.launch import Recipe, build_trainer, run
 

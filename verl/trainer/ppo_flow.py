@@ -1,4 +1,4 @@
-"""The flow of policy optimisation: reading order is running order.
+"""The flow of policy optimisation: reading order is running order (where `trainer.overlap` leaves it open, any order).
 
     prompts -> repeat -> gen -> reward -> [reward_baseline] -> old_log_prob -> [ref] -> [values]
             -> [kl] -> adv -> [update_critic] -> update_actor
@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from verl.algorithms.advantages import get_adv_estimator_fn
-from verl.algorithms.binding import bind_arguments, required_columns
+from verl.algorithms.binding import asks_for_all, bind_arguments, optional_columns, required_columns
 from verl.algorithms.kl import FixedKLController, apply_kl_penalty, get_kl_controller
 from verl.algorithms.policy_losses import get_policy_loss_fn
 from verl.config import tree, tree_trainer
 from verl.data.files import PromptSource
-from verl.dataflow import DataFlow, Operator, Stateful
+from verl.dataflow import CONTROLLER, DataFlow, Operator, Stateful
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.rewards import RewardManager
@@ -49,15 +49,22 @@ Roles = Mapping[str, WorkerGroup]
 
 
 class Prompts(Stateful):
-    """The source of training prompts, and the step that they are for in meta_info["global_step"]."""
+    """The source of training prompts.
 
-    def __init__(self, source: PromptSource, step: Callable[[], int]):
+    meta_info has the step that they are for (global_step), and what the strict check of token ids needs (vocab_size).
+    """
+
+    def __init__(self, source: PromptSource, step: Callable[[], int], vocab_size: int):
         self.source = source
         self.step = step
+        self.vocab_size = vocab_size
+
+    def facts(self) -> dict[str, Any]:
+        return {"global_step": self.step(), "vocab_size": self.vocab_size}
 
     def __call__(self) -> DataProto:
         batch = self.source()
-        batch.meta_info["global_step"] = self.step()
+        batch.meta_info.update(self.facts())
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,7 +129,8 @@ def generate(roles: Roles, sampling: str) -> Callable[[DataProto], DataProto]:
 class Reward:
     """Scores of the answers, by the reward manager.
 
-    shuffle_seed: when given, the scores are dealt out to the rows at random (a control: nothing can be learnt then).
+    shuffle_seed: when given, what the reward function returns is dealt out to the rows at random: a control, in which
+    nothing can be learnt. The scores and all values beside them move together, so that no estimator sees the truth.
     """
 
     def __init__(self, manager: RewardManager, shuffle_seed: int | None = None):
@@ -137,7 +145,9 @@ class Reward:
             raise ValueError(f"the reward function returns the value {taken[0]!r}, a name that is in use: rename it")
         metrics = dict(scored["metrics"])
         if self.shuffle_seed is not None:
-            scores = self._dealt_out(scores, batch)
+            order = self._shuffled_rows(batch)
+            scores = _moved_to_the_end(scores[order], batch.batch["response_mask"])
+            extra = {name: [values[i] for i in order] for name, values in extra.items()}
         for name, values in extra.items():
             numbers = [float(v) for v in values if isinstance(v, bool | int | float | np.number)]
             if len(numbers) == len(values) and numbers:
@@ -147,13 +157,15 @@ class Reward:
         result.meta_info["metrics"] = metrics
         return result
 
-    def _dealt_out(self, scores: torch.Tensor, batch: DataProto) -> torch.Tensor:
-        """The same sums on other rows, each at its new row's last token."""
-        mask = batch.batch["response_mask"]
+    def _shuffled_rows(self, batch: DataProto) -> list[int]:
         seed = fork_seed(self.shuffle_seed, *map(str, batch.non_tensor_batch["uid"][:8]))
-        order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
-        last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(1)
-        return torch.zeros_like(scores).scatter(1, last[:, None], scores.sum(1)[order][:, None])
+        return torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def _moved_to_the_end(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The sum of each row of scores (B, T), at the last token of that row's response."""
+    last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(1)
+    return torch.zeros_like(scores).scatter(1, last[:, None], scores.sum(1)[:, None])
 
 
 def reward_baseline(roles: Roles, manager: RewardManager) -> Callable[[DataProto], DataProto]:
@@ -334,56 +346,67 @@ def build_ppo_flow(
 
     The roles are looked up when an operator runs: a flow is built and checked before any model is loaded.
     """
-    algorithm, actor, n = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
     asked = estimator_columns(algorithm)
     shuffle_seed = config.trainer.seed if algorithm.shuffle_rewards else None
-    flow = DataFlow()
-
-    def add(name: str, func: Callable, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()) -> None:
-        flow.add_operator(Operator(name, func, reads, writes))
-
-    add("prompts", prompts, writes=("prompt_ids", "uid", "data_source", "reward_model"))
-    add("repeat", repeat(n), reads=("uid",))
-    add("gen", generate(roles, "train"), reads=("prompt_ids", "uid"), writes=GENERATED)
-    add(
-        "reward",
-        Reward(manager, shuffle_seed),
-        reads=("responses", "response_mask", "data_source", "reward_model"),
-        writes=("token_level_scores", "token_level_rewards"),
+    flow = DataFlow(
+        [
+            Operator("prompts", prompts, writes=("prompt_ids", "uid", "data_source", "reward_model")),
+            Operator("repeat", repeat(n), reads="uid"),
+            Operator("gen", generate(roles, "train"), reads=("prompt_ids", "uid"), writes=GENERATED),
+            reward_operator(Reward(manager, shuffle_seed)),
+        ]
     )
     if "reward_baselines" in asked:
-        add(
-            "reward_baseline",
-            reward_baseline(roles, manager),
-            reads=("prompt_ids", "uid"),
-            writes=("reward_baselines",),
-        )
+        greedy = reward_baseline(roles, manager)
+        flow.add_operator(Operator("reward_baseline", greedy, ("prompt_ids", "uid"), "reward_baselines"))
     extra = tuple(name for name in ("sum_pi_squared",) if name in asked)
-    add(
-        "old_log_prob",
-        old_log_prob(roles, extra),
-        reads=(*SEQUENCES, "rollout_log_probs"),
-        writes=("old_log_probs", "entropys", *extra),
-    )
+    reads = (*SEQUENCES, "response_mask", "rollout_log_probs")
+    writes = ("old_log_probs", "entropys", *extra)
+    flow.add_operator(Operator("old_log_prob", old_log_prob(roles, extra), reads, writes, on="actor"))
     if needs_reference(config):
-        add("ref", ref_log_prob(roles), reads=SEQUENCES, writes=("ref_log_prob",))
+        flow.add_operator(Operator("ref", ref_log_prob(roles), SEQUENCES, "ref_log_prob", on="ref"))
     if "values" in asked:
-        add("values", values(roles), reads=SEQUENCES, writes=("values",))
+        flow.add_operator(Operator("values", values(roles), SEQUENCES, "values", on="critic"))
     if algorithm.use_kl_in_reward:
         kl = KLInReward(get_kl_controller(**algorithm.kl_ctrl.model_dump()), algorithm.kl_penalty)
         reads = ("token_level_rewards", "old_log_probs", "ref_log_prob", "response_mask")
-        add("kl", kl, reads=reads, writes=("token_level_rewards",))
-    add("adv", advantage(algorithm), reads=asked, writes=("advantages", "returns"))
-    if "values" in asked:
-        critic = config.critic
+        flow.add_operator(Operator("kl", kl, reads, "token_level_rewards", on=CONTROLLER))
+    estimator = get_adv_estimator_fn(algorithm.adv_estimator)
+    reads, on = _reads(flow, estimator, asked, CONTROLLER)
+    flow.add_operator(Operator("adv", advantage(algorithm), reads, ("advantages", "returns"), on))
+    return _add_updates(flow, config, roles)
+
+
+def reward_operator(reward: Reward) -> Operator:
+    """The operator `reward`, which works on the controller."""
+    reads = ("responses", "response_mask", "data_source", "reward_model")
+    return Operator("reward", reward, reads, ("token_level_scores", "token_level_rewards"), on=CONTROLLER)
+
+
+def _reads(flow: DataFlow, function: Callable, asked: Sequence[str], on: str) -> tuple[tuple[str, ...], str | None]:
+    """What the operator around a registered function reads of a flow, and where it runs.
+
+    It reads what is asked for, and what the function takes where it is there. Of a function that receives all columns
+    nobody can say what it reads: its operator has no place, so that all of them are there.
+    """
+    written = dict.fromkeys(column for op in flow for column in op.writes)
+    reads = tuple(dict.fromkeys((*asked, *optional_columns(function, written))))
+    return reads, None if asks_for_all(function) else on
+
+
+def _add_updates(flow: DataFlow, config: tree.Config, roles: Roles) -> DataFlow:
+    critic, actor, n = config.critic, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    if "values" in estimator_columns(config.algorithm):
         plan = UpdatePlan(critic.ppo_mini_batch_size * n, critic.ppo_epochs, critic.shuffle, critic.data_loader_seed)
+        update = Update(roles, "critic", "update_critic", plan)
         reads = (*SEQUENCES, "values", "returns", "response_mask")
-        add("update_critic", Update(roles, "critic", "update_critic", plan), reads=reads)
+        flow.add_operator(Operator("update_critic", update, reads, on="critic"))
     warmup = config.trainer.critic_warmup
     plan = UpdatePlan(actor.ppo_mini_batch_size * n, actor.ppo_epochs, actor.shuffle, actor.data_loader_seed, warmup)
-    reads = dict.fromkeys((*SEQUENCES, "old_log_probs", "advantages", "response_mask", *loss_columns(config)))
-    add("update_actor", Update(roles, "actor", "update_actor", plan), reads=tuple(reads))
-    return flow
+    asked = (*SEQUENCES, "old_log_probs", "advantages", "response_mask", *loss_columns(config))
+    reads, on = _reads(flow, get_policy_loss_fn(actor.policy_loss.loss_mode), asked, "actor")
+    return flow.add_operator(Operator("update_actor", Update(roles, "actor", "update_actor", plan), reads, on=on))
 
 
 def build_validation_flow(roles: Roles, manager: RewardManager, n: int) -> DataFlow:
@@ -392,11 +415,6 @@ def build_validation_flow(roles: Roles, manager: RewardManager, n: int) -> DataF
         [
             Operator("repeat", repeat(n), reads=("uid",)),
             Operator("gen", generate(roles, "validate"), reads=("prompt_ids", "uid"), writes=GENERATED),
-            Operator(
-                "reward",
-                Reward(manager),
-                reads=("responses", "response_mask", "data_source", "reward_model"),
-                writes=("token_level_scores", "token_level_rewards"),
-            ),
+            reward_operator(Reward(manager)),
         ]
     )

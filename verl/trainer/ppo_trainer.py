@@ -1,7 +1,7 @@
 """PPOTrainer: policy optimisation. Subclasses differ in who executes it (`init_workers`) alone."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ from verl.algorithms.presets import PRESETS
 from verl.config import batch_words, check_available, check_inputs, check_models, load_config, tree, unavailable
 from verl.data.files import PromptSource
 from verl.data.rlhf_dataset import RLHFDataset, check_dataset, collate_prompts
-from verl.dataflow import DataFlow
+from verl.dataflow import CONTROLLER, DataFlow
 from verl.protocol import DataProto
 from verl.rewards import RewardManager
 from verl.single_controller import WorkerSpec
@@ -24,6 +24,7 @@ from verl.trainer.ppo_flow import Prompts, build_ppo_flow, build_validation_flow
 from verl.trainer.roles import worker_specs
 from verl.trainer.rollout_correction import correct_rollout
 from verl.trainer.samples import dump_generations, generations, write_jsonl
+from verl.trainer.unused_settings import warn_of_unused_settings
 from verl.utils.tracking import check_trackers, setup_logging
 
 logger = logging.getLogger("verl.trainer")
@@ -66,6 +67,7 @@ class PPOTrainer(Trainer):
         setup.check_critic_setting(config)
         setup.check_settings(config)
         setup.check_group_size(config)
+        warn_of_unused_settings(config)
         if tokenizer is None and isinstance(train_dataset, RLHFDataset):
             tokenizer = train_dataset.tokenizer
         tokenizer = tokenizer if tokenizer is not None else setup.load_tokenizer(config.actor_rollout_ref.model)
@@ -75,7 +77,7 @@ class PPOTrainer(Trainer):
         if self.val_dataset is not None:
             check_dataset(self.val_dataset)
         setup.check_validation(config.trainer, self.val_dataset)
-        setup.check_vocabulary(config.actor_rollout_ref.model, tokenizer, self.train_dataset)
+        self.vocab_size = setup.check_model_fits(config, tokenizer, self.train_dataset)
         self.reward_manager = reward_manager if reward_manager is not None else setup.load_rewards(config, tokenizer)
         setup.try_rewards(self.reward_manager, self.train_dataset, tokenizer)
         source = PromptSource(
@@ -87,13 +89,15 @@ class PPOTrainer(Trainer):
         )
         self._said_tied = False
         super().__init__(config, source, tokenizer)
+        if config.trainer.overlap:
+            self.pipeline.place_of = self.processes_of
         n = config.actor_rollout_ref.rollout.val_kwargs.n
         self.validation = build_validation_flow(self.roles, self.reward_manager, n).compile(
             inputs=("prompt_ids", "uid", "data_source", "reward_model")
         )
 
     def build_flow(self) -> DataFlow:
-        prompts = Prompts(self.source, lambda: self.global_step)
+        prompts = Prompts(self.source, lambda: self.global_step, self.vocab_size)
         flow = build_ppo_flow(self.config, prompts, self.roles, self.reward_manager)
         if self.config.algorithm.filter_groups.enable:
             sample_dynamically(flow, self.config, self.tokenizer.pad_token_id)
@@ -107,6 +111,10 @@ class PPOTrainer(Trainer):
             pad_token_id=self.tokenizer.pad_token_id,
             stop_token_ids=setup.stop_token_ids(self.config.actor_rollout_ref.model.path, self.tokenizer),
         )
+
+    def processes_of(self, on: str) -> Hashable | None:
+        """The processes of a role, None for the controller's own."""
+        return None if on == CONTROLLER else self.roles[on].processes
 
     def announce(self) -> None:
         rows = f"{len(self.val_dataset):,} rows" if self.val_dataset is not None else "none"
@@ -140,6 +148,7 @@ class PPOTrainer(Trainer):
         for start in range(0, len(self.val_dataset), size):
             rows = range(start, min(start + size, len(self.val_dataset)))
             prompts = collate_prompts([self.val_dataset[i] for i in rows]).replace(uid=[f"val:{i}" for i in rows])
+            prompts.meta_info["vocab_size"] = self.vocab_size
             scored.append(self.validation.run(prompts))
             texts += generations(scored[-1], self.tokenizer)
         variables = numeric_columns(scored)

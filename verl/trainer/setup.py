@@ -62,20 +62,35 @@ def check_folder(path: str) -> None:
         raise ValueError(f"trainer.default_local_dir: expected a folder to write to, found {str(there)!r}: {what}")
 
 
-def check_vocabulary(model: tree_model.ModelConfig, tokenizer: Any, dataset: Dataset) -> None:
-    """The model has an embedding for every token that it will be given: the tokenizer is its own, or fits it.
+def check_model_fits(config: tree.Config, tokenizer: Any, dataset: Dataset) -> int:
+    """The model has an embedding for every token that it will be given, and a position for the longest answer.
 
-    Of a dataset of another class than RLHFDataset the first item is looked at.
+    Returns the size of its vocabulary. Of a dataset of another class than RLHFDataset the first item is looked at.
     """
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    size = config.get_text_config().vocab_size
-    in_prompts = (
-        dataset.largest_token_id
-        if isinstance(dataset, RLHFDataset)
-        else max(collate_prompts([dataset[0]]).non_tensor_batch["prompt_ids"][0])
-    )
+    model = config.actor_rollout_ref.model
+    hf = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).get_text_config()
+    if isinstance(dataset, RLHFDataset):
+        largest, longest = dataset.largest_token_id, dataset.longest_prompt
+    else:
+        prompt = collate_prompts([dataset[0]]).non_tensor_batch["prompt_ids"][0]
+        largest, longest = max(prompt), len(prompt)
+    _check_vocabulary(model, tokenizer, largest, hf.vocab_size)
+    positions = {**hf.to_dict(), **model.override_config}.get("max_position_embeddings")
+    answer = config.actor_rollout_ref.rollout.response_length
+    if positions is not None and longest + answer > positions:
+        raise ValueError(
+            f"the longest prompt has {longest} tokens and an answer may have data.max_response_length={answer}, but "
+            f"the model {model.path!r} has {positions} positions (max_position_embeddings): set "
+            f"data.max_response_length={max(positions - longest, 1)}, or leave out longer prompts by "
+            "data.max_prompt_length"
+        )
+    return hf.vocab_size
+
+
+def _check_vocabulary(model: tree_model.ModelConfig, tokenizer: Any, in_prompts: int, size: int) -> None:
+    """The tokenizer is the model's own, or fits it. in_prompts: the largest id of all prompts."""
     largest = max(in_prompts, tokenizer.pad_token_id, tokenizer.eos_token_id)
     if largest >= size:
         raise ValueError(

@@ -62,7 +62,7 @@ def inspect_env() -> EnvReport:
         *gpus,
         env_packages.check_fsdp2(probes),
         env_packages.check_attention(probes, gpu=gpus[0].state == OK),
-        *env_packages.check_optional(probes),
+        *env_packages.check_optional(probes, unused=_needed_by(built=False) - _needed_by(built=True)),
         env_machine.check_disk(),
         env_machine.check_shared_memory(),
         env_machine.check_open_files(),
@@ -72,18 +72,23 @@ def inspect_env() -> EnvReport:
     return EnvReport(found, possible_modes(found))
 
 
+def _needed_by(built: bool) -> set[str]:
+    """The findings that modes of this version need, or (built=False) modes that it has not got."""
+    return {name for file, needs in _MODES.values() if (_PACKAGE / file).is_file() == built for name in needs}
+
+
 def possible_modes(checks: Sequence[Check]) -> dict[str, str | None]:
     """Mode -> None when it can run with these findings, else why not."""
     found = {check.name: check for check in checks}
     broken = [check.name for check in checks if check.required and check.state == FAULT]
     modes: dict[str, str | None] = {}
     for mode, (file, needs) in _MODES.items():
-        missing = [name for name in needs if found[name].state != OK]
-        if broken:
-            modes[mode] = f"{', '.join(broken)} first"
-        elif not (_PACKAGE / file).is_file():
+        if not (_PACKAGE / file).is_file():
             modes[mode] = "not built in this version"
+        elif broken:
+            modes[mode] = f"{', '.join(broken)} first"
         else:
+            missing = [name for name in needs if found[name].state != OK]
             modes[mode] = f"needs {' and '.join(missing)}" if missing else None
     return modes
 

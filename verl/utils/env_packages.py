@@ -1,7 +1,7 @@
 """Python packages: there, new enough, and able to load."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -161,9 +161,13 @@ def check_attention(probes: Mapping[str, Probe], gpu: bool) -> Check:
     return Check(name, NOTE, "neither torch's varlen_attn nor flash-attn: block masks, slower", "pip install -U torch")
 
 
-def check_optional(probes: Mapping[str, Probe]) -> list[Check]:
-    """Packages that some modes need: installed, broken, or not there (which is no fault)."""
-    checks = [_check_package(package, probes) for package in OPTIONAL]
+def check_optional(probes: Mapping[str, Probe], unused: Container[str] = ()) -> list[Check]:
+    """Packages that some modes need: installed, broken, or not there (which is no fault).
+
+    unused: packages whose modes are not built in this version: nobody is advised to install them.
+    """
+    wanted = [package for package in OPTIONAL if package.module in probes or package.name not in unused]
+    checks = [_check_package(package, probes) for package in wanted]
     # Nothing here uses torchvision, but transformers loads it when it is there, and fails with it.
     if "torchvision" in probes and probes["torchvision"].error is not None:
         found = f"{version_of('torchvision')} does not fit this torch: {probes['torchvision'].error}"

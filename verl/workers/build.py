@@ -91,14 +91,19 @@ def make_engine(
     offload = OffloadConfig(engine.param_offload, engine.optimizer_offload)
     if world_size > 1:
         sharding = ShardingConfig(
-            engine.fsdp_size, engine.reshard_after_forward, engine.offload_policy, engine.ulysses_sequence_parallel_size
+            fsdp_size=engine.fsdp_size,
+            reshard_after_forward=engine.reshard_after_forward,
+            offload=engine.offload_policy,
+            sequence_parallel=engine.ulysses_sequence_parallel_size,
+            tensor_parallel=engine.tensor_parallel_size,
         )
         return FSDPEngine(config, optimizer, sharding, offload)
     if engine.offload_policy:
         raise ValueError("offload_policy is FSDP's, which needs several processes: with one, use param_offload")
-    if engine.ulysses_sequence_parallel_size > 1:
-        size = engine.ulysses_sequence_parallel_size
-        raise ValueError(f"ulysses_sequence_parallel_size is {size}, but there is one process: use 1")
+    for key in ("ulysses_sequence_parallel_size", "tensor_parallel_size"):
+        size = engine.model_dump()[key]
+        if size > 1:
+            raise ValueError(f"{key} is {size}, but there is one process: use 1")
     return HFEngine(config, optimizer, offload=offload)
 
 

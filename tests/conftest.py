@@ -1,0 +1,27 @@
+"""What every test shares: registries are left as they were found."""
+
+import pytest
+
+from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY
+from verl.algorithms.policy_losses import POLICY_LOSS_REGISTRY
+from verl.rewards import REWARD_FUNCTION_REGISTRY, REWARD_MANAGER_REGISTRY, RULES_BY_DATA_SOURCE
+from verl.single_controller.dispatch import DISPATCH_MODES
+
+_REGISTRIES = (
+    ADV_ESTIMATOR_REGISTRY,
+    DISPATCH_MODES,
+    POLICY_LOSS_REGISTRY,
+    REWARD_FUNCTION_REGISTRY,
+    REWARD_MANAGER_REGISTRY,
+)
+
+
+@pytest.fixture(autouse=True)
+def registries_as_they_were():
+    """What a test registers, itself or by a file that it loads, is gone after it."""
+    stores = [registry._entries for registry in _REGISTRIES] + [RULES_BY_DATA_SOURCE]
+    before = [dict(store) for store in stores]
+    yield
+    for store, entries in zip(stores, before):
+        store.clear()
+        store.update(entries)
