@@ -39,19 +39,24 @@ NOT_BUILT: dict[str, str] = {
 }
 """End of a dotted key -> what to do instead of setting it to anything but its default."""
 
+_OTHER_ENGINES = (
+    "max_num_batched_tokens",
+    "max_model_len",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "engine_kwargs.vllm",
+    "engine_kwargs.sglang",
+    "engine_kwargs.trtllm",
+)
+
 NO_EFFECT: dict[tuple[str, str], tuple[str, ...]] = {
+    ("rollout.name", "native"): _OTHER_ENGINES,
     ("rollout.name", "hf"): (
         "actor_rollout_ref.rollout.dtype",
         "gpu_memory_utilization",
         "enforce_eager",
         "free_cache_engine",
-        "max_num_batched_tokens",
-        "max_model_len",
-        "enable_chunked_prefill",
-        "enable_prefix_caching",
-        "engine_kwargs.vllm",
-        "engine_kwargs.sglang",
-        "engine_kwargs.trtllm",
+        *_OTHER_ENGINES,
     ),
     ("trainer.backend", "local"): ("ray_kwargs.ray_init", "ray_kwargs.timeline_json_file"),
     ("algorithm.use_kl_in_reward", False): (
