@@ -37,19 +37,24 @@ NOT_BUILT: dict[str, str] = {
 }
 """End of a dotted key -> what to do instead of setting it to anything but its default."""
 
+_OTHER_ENGINES = (
+    "max_num_batched_tokens",
+    "max_model_len",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "engine_kwargs.vllm",
+    "engine_kwargs.sglang",
+    "engine_kwargs.trtllm",
+)
+
 NO_EFFECT: dict[tuple[str, str], tuple[str, ...]] = {
+    ("rollout.name", "native"): _OTHER_ENGINES,
     ("rollout.name", "hf"): (
         "actor_rollout_ref.rollout.dtype",
         "gpu_memory_utilization",
         "enforce_eager",
         "free_cache_engine",
-        "max_num_batched_tokens",
-        "max_model_len",
-        "enable_chunked_prefill",
-        "enable_prefix_caching",
-        "engine_kwargs.vllm",
-        "engine_kwargs.sglang",
-        "engine_kwargs.trtllm",
+        *_OTHER_ENGINES,
     ),
     ("reward.reward_model.enable", False): (
         "reward.reward_model.model_path",
