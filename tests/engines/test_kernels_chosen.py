@@ -25,7 +25,7 @@ def test_kernels_by_device_and_settings(caplog):
     with caplog.at_level(logging.INFO, "verl.workers"):
         assert kernels_for(model, compiled, CPU, torch.float32) == "plain"
     assert "use_torch_compile changes nothing on a cpu" in caplog.text
-    with pytest.raises(ValueError, match="model.use_liger.*run on a GPU"):
+    with pytest.raises(ValueError, match=r"model\.use_liger.*run on a GPU"):
         kernels_for(ModelConfig(use_liger=True), engine, CPU, torch.float32)
 
 

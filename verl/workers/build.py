@@ -2,6 +2,8 @@
 
 import dataclasses
 import logging
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -86,6 +88,21 @@ def lora_config(model: tree_model.ModelConfig) -> LoraConfig | None:
 def has_adapters(model: tree_model.ModelConfig) -> bool:
     """Whether adapters are trained, so that the model that training started from is still there."""
     return model.lora_rank > 0 or model.lora_adapter_path is not None
+
+
+def load_tokenizer(model: tree_model.ModelConfig) -> Any:
+    """The tokenizer beside the model, or of model.tokenizer_path. Raises ValueError when there is none."""
+    from transformers import AutoTokenizer
+
+    path = model.tokenizer_path or model.path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        where = f"in {path!r}" if Path(path).is_dir() else f"there is no folder {path!r}, and as a name of the hub"
+        raise ValueError(f"no tokenizer: {where}: {error}") from error
+    if model.custom_chat_template is not None:
+        tokenizer.chat_template = model.custom_chat_template
+    return tokenizer
 
 
 def optimizer_config(optim: tree_model.OptimConfig, total_training_steps: int) -> OptimizerConfig:
