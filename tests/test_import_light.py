@@ -35,7 +35,7 @@ def test_import_verl_is_light():
 
 def test_names_of_the_package_are_found_at_use():
     assert python("import verl; print(verl.DataFlow.__module__, 'DataProto' in dir(verl))").split() == [
-        "verl.dataflow",
+        "verl.dataflow.flow",
         "True",
     ]
 

@@ -170,7 +170,7 @@ def test_init_files_only_hand_names_on():
         ("verl/engines/x.py", "import importlib\nimportlib.import_module('verl.workers')", True),
         ("verl/engines/x.py", "from verl.algorithms.masked import masked_mean", False),
         ("verl/algorithms/x.py", "from verl.protocol import DataProto", True),
-        ("verl/dataflow.py", "from verl.algorithms import kl", True),
+        ("verl/dataflow/flow.py", "from verl.algorithms import kl", True),
         ("verl/trainer/x.py", "from verl.workers.critic import CriticWorker", False),
         ("verl/workers/x.py", "from verl.trainer import base", True),
         ("verl/rollout/hf.py", "def f():\n    import vllm", True),

@@ -12,7 +12,7 @@ from verl.algorithms import (
     missing_settings,
     required_columns,
 )
-from verl.algorithms.binding import Settings
+from verl.algorithms.binding import Settings, asks_for_all, optional_columns
 
 COLUMNS = {"token_level_rewards": "r", "response_mask": "m", "uid": "u", "old_log_probs": "o"}
 SETTINGS = {"gamma": 0.9, "lam": None, "norm_adv_by_std_in_grpo": False, "nested": {"k": 1}}
@@ -138,6 +138,15 @@ def test_positional_only_parameters_cannot_be_found_by_name():
 
     with pytest.raises(ValueError, match=r"positional-only parameters .'uid'.: .* remove the '/'"):
         bind_arguments(hidden, COLUMNS, {})
+
+
+def test_what_a_function_takes_where_it_is_there():
+    def mine(uid, index=None, *, values=None, gamma=1.0):
+        pass
+
+    assert optional_columns(mine, ["values", "returns"]) == ("values",)
+    assert optional_columns(mine, ["uid", "gamma"]) == ("uid", "gamma")  # `index` is the column uid
+    assert not asks_for_all(mine) and asks_for_all(lambda columns: None)
 
 
 def test_settings_are_read_only_and_can_travel():

@@ -148,7 +148,7 @@ def test_every_upstream_default_is_accepted():
     """All of verl's default configuration at once, interpolations included, and its one key without a default."""
     config = load_config(overrides=[f"{key}={value}" for key, value in UPSTREAM.items()])
     assert config.critic.optim.lr == 1e-5
-    assert config.actor_rollout_ref.rollout.name == "hf"
+    assert config.actor_rollout_ref.rollout.name == "native"
 
 
 OURS = {
@@ -158,14 +158,17 @@ OURS = {
     "actor_rollout_ref.actor.policy_loss.ppo_kl_coef",
     "actor_rollout_ref.actor.fsdp_config.dtype",
     "actor_rollout_ref.actor.fsdp_config.model_dtype",
+    "actor_rollout_ref.actor.fsdp_config.use_torch_compile",  # false: a short run does not win back its time
     "actor_rollout_ref.model.path",
     "actor_rollout_ref.ref.fsdp_config.dtype",
     "actor_rollout_ref.ref.fsdp_config.model_dtype",
+    "actor_rollout_ref.ref.fsdp_config.use_torch_compile",
     "actor_rollout_ref.rollout.dtype",
     "actor_rollout_ref.rollout.max_num_seqs",
     "actor_rollout_ref.rollout.tensor_model_parallel_size",
     "critic.fsdp.dtype",
     "critic.fsdp.model_dtype",
+    "critic.fsdp.use_torch_compile",
     "critic.model.path",
     "data.train_files",
     "data.val_files",

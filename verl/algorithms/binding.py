@@ -92,6 +92,17 @@ def required_columns(fn: Callable, settings_names: Iterable[str]) -> tuple[str, 
     )
 
 
+def asks_for_all(fn: Callable) -> bool:
+    """Whether `fn` receives all columns at once, so that nothing says which of them it reads."""
+    return "columns" in inspect.signature(fn).parameters
+
+
+def optional_columns(fn: Callable, present: Iterable[str]) -> tuple[str, ...]:
+    """The columns among `present` that `fn` has a parameter with a default for."""
+    named = {ALIASES.get(p.name, p.name) for p in _named_parameters(fn) if p.default is not p.empty}
+    return tuple(name for name in present if name in named)
+
+
 def missing_settings(fn: Callable, settings: Mapping[str, Any]) -> tuple[str, ...]:
     """The settings that `fn` has no default for and `settings` no value: what a start-up check refuses by name."""
     return tuple(

@@ -17,6 +17,7 @@ from verl.engines import checkpoint
 from verl.engines.base import MicroBatching, Objective, OptimizerConfig, Tensors, TrainEngine
 from verl.engines.checkpoint import BackgroundWriter
 from verl.engines.distributed import clip_gradients, full_tensor, gradient_norm
+from verl.engines.layers import use_kernels
 from verl.engines.lora import Adapters
 from verl.engines.metrics import MetricSums
 from verl.engines.micro_batch import ModelInput, build_input, plan, row_lengths
@@ -53,6 +54,7 @@ class HFEngine(TrainEngine):
             with warnings.catch_warnings():  # its new name is not known to every supported release of transformers
                 warnings.simplefilter("ignore", FutureWarning)
                 self.module.gradient_checkpointing_enable({"use_reentrant": False})
+        use_kernels(self.module, config.kernels)
         self._distribute()
         self._writer = BackgroundWriter()
         self._writer_group: dist.ProcessGroup | None = None

@@ -1,7 +1,10 @@
-"""From hidden states to log-probs, entropies and their gradients, without a (tokens, V) float32 tensor for all tokens.
+"""From hidden states to log-probs, entropies and their gradients, without a (tokens, V) float32 tensor.
 
-States go through the last projection in chunks. Under gradient each chunk is recomputed in the backward pass, so the
-logits of one chunk are alive at a time. V: vocabulary; S: selected states.
+States go through the last projection in chunks. Of a chunk the logits stay in the dtype that the projection gives, and
+sums over the vocabulary run in float32; the backward pass writes the gradient of the logits from them in one pass.
+Where the logits of all chunks are few they wait for it; else those of a chunk are computed again.
+
+V: vocabulary; S: selected states. x: logits / temperature; p: softmax(x); H: entropy.
 """
 
 from collections.abc import Callable
@@ -9,29 +12,95 @@ from collections.abc import Callable
 import torch
 from torch.utils.checkpoint import checkpoint
 
-#: logits of one chunk at most: 2**24 float32 numbers are 64 MiB
-CHUNK_ELEMENTS = 2**24
+OUTPUTS = ("log_probs", "entropys", "sum_pi_squared")
+
+#: logits of one chunk at most. A GPU needs thousands of rows for a fast product; 2**24 float32 numbers are 64 MiB
+CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**30}
+#: the share of a GPU's memory that logits may take between the forward and the backward pass
+KEPT_SHARE = 1 / 16
 
 
-def _statistics(
-    states: torch.Tensor, targets: torch.Tensor, head: Callable, temperature: float, outputs: tuple[str, ...]
-) -> tuple[torch.Tensor, ...]:
-    logits = head(states)
+class _TokenStatistics(torch.autograd.Function):
+    """(log-probs, entropies, sums of squared probabilities), each (s,), of the logits (s, V) of one chunk."""
+
+    @staticmethod
+    def forward(
+        ctx, logits: torch.Tensor, targets: torch.Tensor, temperature: float, wanted: tuple[bool, bool, bool]
+    ) -> tuple[torch.Tensor, ...]:
+        compute = _statistics_on_gpu if _by_kernel(logits) else statistics
+        lse, *found = compute(logits, targets, temperature, wanted)
+        ctx.save_for_backward(logits, targets, lse, *found[1:])
+        ctx.temperature, ctx.wanted = temperature, wanted
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, targets, lse, entropys, squares = ctx.saved_tensors
+        compute = _gradient_on_gpu if _by_kernel(logits) else logits_gradient
+        found = compute(logits, targets, lse, entropys, squares, gradients, ctx.temperature, ctx.wanted)
+        return found, None, None, None
+
+
+def statistics(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, wanted: tuple[bool, bool, bool]
+) -> list[torch.Tensor]:
+    """[log sum exp x, log-probs, entropies, sums of squares], each (s,) and 0 where not wanted, in plain torch."""
+    x = _scaled(logits, temperature)
+    lse = x.logsumexp(-1)
+    found = [x.gather(-1, targets[:, None])[:, 0] - lse, torch.zeros_like(lse), torch.zeros_like(lse)]
+    if wanted[1]:
+        p = (x - lse[:, None]).exp_()
+        found[1] = lse - torch.where(p > 0, p * x, 0).sum(-1)  # a logit of -inf has no part in it
+    if wanted[2]:
+        found[2] = ((2 * x).logsumexp(-1) - 2 * lse).exp()
+    return [lse, *found]
+
+
+def logits_gradient(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    lse: torch.Tensor,
+    entropys: torch.Tensor,
+    squares: torch.Tensor,
+    gradients: tuple[torch.Tensor, ...],
+    temperature: float,
+    wanted: tuple[bool, bool, bool],
+) -> torch.Tensor:
+    """(s, V) in the dtype of the logits, in plain torch.
+
+    d log p_y / dx = 1[y] - p;  d H / dx = -p (log p + H);  d sum p^2 / dx = 2 p (p - sum p^2).
+    """
+    of_log_prob, of_entropy, of_squares = (g[:, None] for g in gradients)
+    log_p = _scaled(logits, temperature) - lse[:, None]
+    p = log_p.exp()
+    factor = -of_log_prob
+    if wanted[1]:
+        factor = factor - of_entropy * (log_p.masked_fill_(p == 0, 0) + entropys[:, None])
+    if wanted[2]:
+        factor = factor + of_squares * 2 * (p - squares[:, None])
+    found = p.mul_(factor).scatter_add_(1, targets[:, None], of_log_prob)
+    return found.div_(temperature).to(logits.dtype)
+
+
+def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     logits = logits if logits.dtype == torch.float64 else logits.float()  # bf16 log-probs would be noise
-    if temperature != 1.0:
-        logits = logits / temperature
-    lse = logits.logsumexp(-1)
-    found = []
-    for name in outputs:
-        if name == "log_probs":
-            found.append(logits.gather(-1, targets[:, None])[:, 0] - lse)
-        elif name == "entropys":
-            found.append(lse - ((logits - lse[:, None]).exp() * logits).sum(-1))
-        elif name == "sum_pi_squared":
-            found.append(((2 * logits).logsumexp(-1) - 2 * lse).exp())
-        else:
-            raise ValueError(f"the logits give log_probs, entropys or sum_pi_squared, not {name!r}")
-    return tuple(found)
+    return logits if temperature == 1.0 else logits / temperature
+
+
+def _by_kernel(logits: torch.Tensor) -> bool:
+    return logits.is_cuda and logits.dtype != torch.float64  # the kernels compute in float32
+
+
+def _statistics_on_gpu(*arguments) -> list[torch.Tensor]:
+    from verl.engines import logits_kernels
+
+    return logits_kernels.statistics(*arguments)
+
+
+def _gradient_on_gpu(*arguments) -> torch.Tensor:
+    from verl.engines import logits_kernels
+
+    return logits_kernels.logits_gradient(*arguments)
 
 
 def token_statistics(
@@ -49,13 +118,24 @@ def token_statistics(
     states: (S, hidden). targets: (S,) token ids. head: (s, hidden) -> (s, V).
     outputs: log_probs of the targets, entropys, sum_pi_squared (the sum over V of squared probabilities).
     """
-    rows = max(1, CHUNK_ELEMENTS // vocab_size)
+    unknown = set(outputs) - set(OUTPUTS)
+    if unknown:
+        raise ValueError(f"the logits give {', '.join(OUTPUTS)}, not {sorted(unknown)}")
+    wanted = tuple(name in outputs for name in OUTPUTS)
+
+    def of_chunk(states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return _TokenStatistics.apply(head(states), targets, temperature, wanted)
+
+    rows = max(1, CHUNK_ELEMENTS[states.device.type] // vocab_size)
     chunks = list(zip(states.split(rows), targets.split(rows)))
-    recompute = torch.is_grad_enabled() and len(chunks) > 1
-    parts = [
-        checkpoint(_statistics, s, y, head, temperature, outputs, use_reentrant=False)
-        if recompute
-        else _statistics(s, y, head, temperature, outputs)
-        for s, y in chunks
-    ]
-    return {name: torch.cat([part[i] for part in parts]) for i, name in enumerate(outputs)}
+    recompute = torch.is_grad_enabled() and len(chunks) > 1 and not _fit(states, vocab_size)
+    parts = [checkpoint(of_chunk, *chunk, use_reentrant=False) if recompute else of_chunk(*chunk) for chunk in chunks]
+    return {name: torch.cat([part[OUTPUTS.index(name)] for part in parts]) for name in outputs}
+
+
+def _fit(states: torch.Tensor, vocab_size: int) -> bool:
+    """Whether the logits of all states may be kept for the backward pass."""
+    if not states.is_cuda:
+        return False
+    size = states.shape[0] * vocab_size * states.element_size()
+    return size <= KEPT_SHARE * torch.cuda.get_device_properties(states.device).total_memory

@@ -1,7 +1,7 @@
 """Workers of this host, without Ray. One worker is an object of this process, several are processes."""
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from verl.single_controller.dispatch import Call
 from verl.single_controller.process_pool import ProcessPool
@@ -65,6 +65,10 @@ class LocalWorkerGroup(WorkerGroup):
             raise ValueError(f"the {self.world_size} workers of {self.name!r} live in processes of their own")
         return self._pool.workers[self.name]
 
+    @property
+    def processes(self) -> Hashable | None:
+        return None if isinstance(self._pool, ThisProcess) else self._pool
+
     def execute(self, method: str, calls: list[Call | None]) -> Future[list]:
         return self._pool.call(self.name, method, calls)
 
@@ -74,13 +78,17 @@ class LocalWorkerGroup(WorkerGroup):
 
 
 def _make_pool(
-    specs: Mapping[str, WorkerSpec], n_workers: int, timeout: float, devices: Sequence[int] | None
+    specs: Mapping[str, WorkerSpec],
+    n_workers: int,
+    timeout: float,
+    devices: Sequence[int] | None,
+    apart: bool = False,
 ) -> ThisProcess | ProcessPool:
     if n_workers < 1:
         raise ValueError(f"n_workers: expected at least 1, found {n_workers}")
     if devices is not None and len(devices) != n_workers:
         raise ValueError(f"devices: expected one for each of the {n_workers} workers, found {list(devices)}")
-    if n_workers == 1 and devices is None:
+    if n_workers == 1 and devices is None and not apart:
         return ThisProcess(specs)
     return ProcessPool(specs, n_workers, timeout=timeout, devices=devices)
 
@@ -91,7 +99,11 @@ def colocate(
     *,
     timeout: float = CALL_TIMEOUT,
     devices: Sequence[int] | None = None,
+    apart: bool = False,
 ) -> dict[str, LocalWorkerGroup]:
-    """Several roles in the same process(es): one group per role. Their calls run one after another, in call order."""
-    pool = _make_pool(specs, n_workers, timeout, devices)
+    """Several roles in the same process(es): one group per role. Their calls run one after another, in call order.
+
+    apart: a process of its own even for one worker, so that it works beside other groups.
+    """
+    pool = _make_pool(specs, n_workers, timeout, devices, apart)
     return {role: LocalWorkerGroup(spec, n_workers, role, pool=pool) for role, spec in specs.items()}

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -191,7 +191,8 @@ class _Pending:
     answers: dict[int, Any] = field(default_factory=dict)
 
     def is_over(self) -> bool:
-        return not self.refs or len(ray.wait(list(self.refs), num_returns=len(self.refs), timeout=0)[1]) == 0
+        refs = list(self.refs)  # the thread that waits for the call takes them out one by one
+        return not refs or not ray.wait(refs, num_returns=len(refs), timeout=0)[1]
 
 
 class RayPool:
@@ -457,6 +458,10 @@ class RayWorkerGroup(WorkerGroup):
         self._pool = pool or RayPool(
             {self.name: spec}, resources, use_gpu=use_gpu, timeout=timeout, start_timeout=start_timeout
         )
+
+    @property
+    def processes(self) -> Hashable:
+        return self._pool
 
     def execute(self, method: str, calls: list[Call | None]) -> Future[list]:
         return self._pool.call(self.name, method, calls)

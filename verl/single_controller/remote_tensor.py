@@ -112,8 +112,9 @@ class RemoteTensor(torch.Tensor):
         if self._copy is None:
             parts = [(positions, source.fetch(self._name, rows)) for source, positions, rows in self.parts()]
             shape = tuple(self.shape)
-            self._copy = assemble(shape, parts) if parts else torch.empty(shape, dtype=self.dtype)
-            self._version_when_read = self._copy._version
+            copy = assemble(shape, parts) if parts else torch.empty(shape, dtype=self.dtype)
+            # in this order: another thread that finds the copy must find its version too
+            self._version_when_read, self._copy = copy._version, copy
         return self._copy
 
     def _choose(self, index: Any) -> "RemoteTensor | None":

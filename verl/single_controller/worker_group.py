@@ -10,7 +10,7 @@ import os
 import socket
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -136,6 +136,11 @@ class WorkerGroup(ABC):
 
         The result of a Call is what `Call.finish` makes of it.
         """
+
+    @property
+    def processes(self) -> Hashable | None:
+        """Stands for the processes that the workers live in, the same for groups that share them; None: this one."""
+        return None
 
     def shutdown(self) -> None:  # noqa: B027
         """End the group, which cannot be used afterwards. One without processes has nothing to end."""

@@ -162,13 +162,15 @@ class Trainer(ABC):
         self._publish_saved(wait=False)
         self.global_step += 1
         timings: dict[str, float] = {}
+        seconds = 0.0
         batch: Any = HOLD
         while batch is HOLD:
             batch = self.pipeline.run()
+            seconds += self.pipeline.seconds
             for name, seconds in self.pipeline.timings.items():
                 timings[name] = timings.get(name, 0.0) + seconds
         metrics = dict(batch.meta_info["metrics"]) | self.step_metrics(batch)
-        metrics |= timing_metrics(timings, int(batch.batch["attention_mask"].sum()), self.world_size)
+        metrics |= timing_metrics(timings, seconds, int(batch.batch["attention_mask"].sum()), self.world_size)
         metrics |= {"training/global_step": self.global_step, "training/epoch": self.source.epoch}
         tracking.log(metrics, self.global_step)
         last = self.global_step == self.total_steps

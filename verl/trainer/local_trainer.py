@@ -33,8 +33,8 @@ class LocalPPOTrainer(PPOTrainer):
         for placed in pools.values():
             pool = placed[0][1]
             # one process for everything is this one; several, or several pools, are processes of their own
-            alone = pool.world_size == 1 and len(pools) == 1
-            devices = pool.devices if self.on_gpu and not alone else None
-            roles = {role: specs[role] for role, _ in placed}
-            self.roles.update(colocate(roles, pool.world_size, timeout=config.trainer.worker_timeout, devices=devices))
+            apart = pool.world_size > 1 or len(pools) > 1
+            devices = pool.devices if self.on_gpu and apart else None
+            roles, timeout = {role: specs[role] for role, _ in placed}, config.trainer.worker_timeout
+            self.roles.update(colocate(roles, pool.world_size, timeout=timeout, devices=devices, apart=apart))
         self.roles.update(dict.fromkeys(roles_of_actor(config), self.roles["actor"]))

@@ -61,9 +61,11 @@ def _group_metrics(scores: torch.Tensor, uid: np.ndarray) -> dict[str, float]:
     return {"reward/tied_groups": sum(min(values) == max(values) for values in several) / len(several)}
 
 
-def timing_metrics(timings: Mapping[str, float], tokens: int, world_size: int) -> dict[str, float]:
-    """Seconds of each operator and of the step, and the tokens per second and process."""
-    step = sum(timings.values())
+def timing_metrics(timings: Mapping[str, float], step: float, tokens: int, world_size: int) -> dict[str, float]:
+    """Seconds of each operator and of the step, and the tokens per second and process.
+
+    step: the time that passed, which is less than the sum of operators that overlap.
+    """
     seconds = {f"timing_s/{name}": value for name, value in timings.items()}
     throughput = {"perf/total_num_tokens": tokens, "perf/time_per_step": step}
     return {**seconds, **throughput, "timing_s/step": step, "perf/throughput": tokens / step / world_size}

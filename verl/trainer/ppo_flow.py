@@ -1,6 +1,6 @@
-"""The flow of policy optimisation: reading order is running order.
+"""The flow of policy optimisation: reading order is running order (where `trainer.overlap` leaves it open, any order).
 
-    prompts -> repeat -> gen -> reward -> [reward_baseline] -> old_log_prob -> [ref] -> [values]
+    prompts -> repeat -> gen -> [rm] -> reward -> [reward_baseline] -> old_log_prob -> [ref] -> [values]
             -> [kl] -> adv -> [update_critic] -> update_actor
 
 Which of the operators in brackets exist follows from what is asked for: an estimator whose signature names `values`
@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from verl.algorithms.advantages import get_adv_estimator_fn
-from verl.algorithms.binding import bind_arguments, required_columns
+from verl.algorithms.binding import asks_for_all, bind_arguments, optional_columns, required_columns
 from verl.algorithms.kl import FixedKLController, apply_kl_penalty, get_kl_controller
 from verl.algorithms.policy_losses import get_policy_loss_fn
 from verl.config import tree, tree_trainer
 from verl.data.files import PromptSource
-from verl.dataflow import DataFlow, Operator, Stateful
+from verl.dataflow import CONTROLLER, DataFlow, Operator, Stateful
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.rewards import RewardManager
@@ -168,7 +168,29 @@ def _moved_to_the_end(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(scores).scatter(1, last[:, None], scores.sum(1)[:, None])
 
 
-def reward_baseline(roles: Roles, manager: RewardManager) -> Callable[[DataProto], DataProto]:
+def model_scores(roles: Roles) -> Callable[[DataProto], DataProto]:
+    """The reward model's scores, rm_scores. Where its tokenizer is not the policy's it reads raw_prompt."""
+
+    def rm(batch: DataProto) -> DataProto:
+        dialogues = ["raw_prompt"] if "raw_prompt" in batch else []
+        found = roles["reward"].compute_rm_score(batch.select([*SEQUENCES, "response_mask"], dialogues, []))
+        found.meta_info["metrics"] = {"reward/rm_score_mean": found.batch["rm_scores"].sum(1).mean().item()}
+        return found
+
+    return rm
+
+
+def reward_operators(config: tree.Config, roles: Roles, reward: Reward) -> list[Operator]:
+    """From answers to rewards: the reward model's scores, where there is one, and the reward manager's verdict."""
+    writes = ("token_level_scores", "token_level_rewards")
+    reads = ("responses", "response_mask", "data_source", "reward_model")
+    if not config.reward.reward_model.enable:
+        return [Operator("reward", reward, reads, writes, on=CONTROLLER)]
+    rm = Operator("rm", model_scores(roles), (*SEQUENCES, "response_mask"), "rm_scores", on="reward")
+    return [rm, Operator("reward", reward, (*reads, "rm_scores"), writes, on=CONTROLLER)]
+
+
+def reward_baseline(config: tree.Config, roles: Roles, manager: RewardManager) -> Callable[[DataProto], DataProto]:
     """The reward of one greedy answer to each prompt (ReMax, Li et al. 2023, arXiv 2310.10505)."""
 
     def greedy_reward(batch: DataProto) -> DataProto:
@@ -177,6 +199,8 @@ def reward_baseline(roles: Roles, manager: RewardManager) -> Callable[[DataProto
         )
         prompts = batch.select([], None)[first].replace(sample_index=np.zeros(len(uids), dtype=object))
         answered = prompts.union(generate(roles, "greedy")(prompts))
+        if config.reward.reward_model.enable:
+            answered = answered.union(model_scores(roles)(answered))
         scores = manager(answered, return_dict=True)["reward_tensor"].sum(1)
         return DataProto.from_dict(
             {"reward_baselines": scores[group]}, meta_info={"metrics": {"reward/greedy_mean": scores.mean().item()}}
@@ -346,69 +370,69 @@ def build_ppo_flow(
 
     The roles are looked up when an operator runs: a flow is built and checked before any model is loaded.
     """
-    algorithm, actor, n = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
     asked = estimator_columns(algorithm)
     shuffle_seed = config.trainer.seed if algorithm.shuffle_rewards else None
-    flow = DataFlow()
-
-    def add(name: str, func: Callable, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()) -> None:
-        flow.add_operator(Operator(name, func, reads, writes))
-
-    add("prompts", prompts, writes=("prompt_ids", "uid", "data_source", "reward_model"))
-    add("repeat", repeat(n), reads=("uid",))
-    add("gen", generate(roles, "train"), reads=("prompt_ids", "uid"), writes=GENERATED)
-    add(
-        "reward",
-        Reward(manager, shuffle_seed),
-        reads=("responses", "response_mask", "data_source", "reward_model"),
-        writes=("token_level_scores", "token_level_rewards"),
+    flow = DataFlow(
+        [
+            Operator("prompts", prompts, writes=("prompt_ids", "uid", "data_source", "reward_model")),
+            Operator("repeat", repeat(n), reads="uid"),
+            Operator("gen", generate(roles, "train"), reads=("prompt_ids", "uid"), writes=GENERATED),
+            *reward_operators(config, roles, Reward(manager, shuffle_seed)),
+        ]
     )
     if "reward_baselines" in asked:
-        add(
-            "reward_baseline",
-            reward_baseline(roles, manager),
-            reads=("prompt_ids", "uid"),
-            writes=("reward_baselines",),
-        )
+        greedy = reward_baseline(config, roles, manager)
+        flow.add_operator(Operator("reward_baseline", greedy, ("prompt_ids", "uid"), "reward_baselines"))
     extra = tuple(name for name in ("sum_pi_squared",) if name in asked)
-    add(
-        "old_log_prob",
-        old_log_prob(roles, extra),
-        reads=(*SEQUENCES, "rollout_log_probs"),
-        writes=("old_log_probs", "entropys", *extra),
-    )
+    reads = (*SEQUENCES, "response_mask", "rollout_log_probs")
+    writes = ("old_log_probs", "entropys", *extra)
+    flow.add_operator(Operator("old_log_prob", old_log_prob(roles, extra), reads, writes, on="actor"))
     if needs_reference(config):
-        add("ref", ref_log_prob(roles), reads=SEQUENCES, writes=("ref_log_prob",))
+        flow.add_operator(Operator("ref", ref_log_prob(roles), SEQUENCES, "ref_log_prob", on="ref"))
     if "values" in asked:
-        add("values", values(roles), reads=SEQUENCES, writes=("values",))
+        flow.add_operator(Operator("values", values(roles), SEQUENCES, "values", on="critic"))
     if algorithm.use_kl_in_reward:
         kl = KLInReward(get_kl_controller(**algorithm.kl_ctrl.model_dump()), algorithm.kl_penalty)
         reads = ("token_level_rewards", "old_log_probs", "ref_log_prob", "response_mask")
-        add("kl", kl, reads=reads, writes=("token_level_rewards",))
-    add("adv", advantage(algorithm), reads=asked, writes=("advantages", "returns"))
-    if "values" in asked:
-        critic = config.critic
+        flow.add_operator(Operator("kl", kl, reads, "token_level_rewards", on=CONTROLLER))
+    estimator = get_adv_estimator_fn(algorithm.adv_estimator)
+    reads, on = _reads(flow, estimator, asked, CONTROLLER)
+    flow.add_operator(Operator("adv", advantage(algorithm), reads, ("advantages", "returns"), on))
+    return _add_updates(flow, config, roles)
+
+
+def _reads(flow: DataFlow, function: Callable, asked: Sequence[str], on: str) -> tuple[tuple[str, ...], str | None]:
+    """What the operator around a registered function reads of a flow, and where it runs.
+
+    It reads what is asked for, and what the function takes where it is there. Of a function that receives all columns
+    nobody can say what it reads: its operator has no place, so that all of them are there.
+    """
+    written = dict.fromkeys(column for op in flow for column in op.writes)
+    reads = tuple(dict.fromkeys((*asked, *optional_columns(function, written))))
+    return reads, None if asks_for_all(function) else on
+
+
+def _add_updates(flow: DataFlow, config: tree.Config, roles: Roles) -> DataFlow:
+    critic, actor, n = config.critic, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    if "values" in estimator_columns(config.algorithm):
         plan = UpdatePlan(critic.ppo_mini_batch_size * n, critic.ppo_epochs, critic.shuffle, critic.data_loader_seed)
+        update = Update(roles, "critic", "update_critic", plan)
         reads = (*SEQUENCES, "values", "returns", "response_mask")
-        add("update_critic", Update(roles, "critic", "update_critic", plan), reads=reads)
+        flow.add_operator(Operator("update_critic", update, reads, on="critic"))
     warmup = config.trainer.critic_warmup
     plan = UpdatePlan(actor.ppo_mini_batch_size * n, actor.ppo_epochs, actor.shuffle, actor.data_loader_seed, warmup)
-    reads = dict.fromkeys((*SEQUENCES, "old_log_probs", "advantages", "response_mask", *loss_columns(config)))
-    add("update_actor", Update(roles, "actor", "update_actor", plan), reads=tuple(reads))
-    return flow
+    asked = (*SEQUENCES, "old_log_probs", "advantages", "response_mask", *loss_columns(config))
+    reads, on = _reads(flow, get_policy_loss_fn(actor.policy_loss.loss_mode), asked, "actor")
+    return flow.add_operator(Operator("update_actor", Update(roles, "actor", "update_actor", plan), reads, on=on))
 
 
-def build_validation_flow(roles: Roles, manager: RewardManager, n: int) -> DataFlow:
-    """repeat -> gen -> reward, sampled as rollout.val_kwargs says."""
+def build_validation_flow(config: tree.Config, roles: Roles, manager: RewardManager) -> DataFlow:
+    """repeat -> gen -> [rm] -> reward, sampled as rollout.val_kwargs says."""
     return DataFlow(
         [
-            Operator("repeat", repeat(n), reads=("uid",)),
+            Operator("repeat", repeat(config.actor_rollout_ref.rollout.val_kwargs.n), reads=("uid",)),
             Operator("gen", generate(roles, "validate"), reads=("prompt_ids", "uid"), writes=GENERATED),
-            Operator(
-                "reward",
-                Reward(manager),
-                reads=("responses", "response_mask", "data_source", "reward_model"),
-                writes=("token_level_scores", "token_level_rewards"),
-            ),
+            *reward_operators(config, roles, Reward(manager)),
         ]
     )

@@ -1,7 +1,7 @@
 """PPOTrainer: policy optimisation. Subclasses differ in who executes it (`init_workers`) alone."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ from verl.algorithms.presets import PRESETS
 from verl.config import batch_words, check_available, check_inputs, check_models, load_config, tree, unavailable
 from verl.data.files import PromptSource
 from verl.data.rlhf_dataset import RLHFDataset, check_dataset, collate_prompts
-from verl.dataflow import DataFlow
+from verl.dataflow import CONTROLLER, DataFlow
 from verl.protocol import DataProto
 from verl.rewards import RewardManager
 from verl.single_controller import WorkerSpec
@@ -26,6 +26,7 @@ from verl.trainer.rollout_correction import correct_rollout
 from verl.trainer.samples import dump_generations, generations, write_jsonl
 from verl.trainer.unused_settings import warn_of_unused_settings
 from verl.utils.tracking import check_trackers, setup_logging
+from verl.workers.build import load_tokenizer
 
 logger = logging.getLogger("verl.trainer")
 
@@ -65,12 +66,13 @@ class PPOTrainer(Trainer):
         check_trackers(config.trainer.logger)
         setup.check_folder(config.trainer.default_local_dir)
         setup.check_critic_setting(config)
+        setup.check_reward_model(config)
         setup.check_settings(config)
         setup.check_group_size(config)
         warn_of_unused_settings(config)
         if tokenizer is None and isinstance(train_dataset, RLHFDataset):
             tokenizer = train_dataset.tokenizer
-        tokenizer = tokenizer if tokenizer is not None else setup.load_tokenizer(config.actor_rollout_ref.model)
+        tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.actor_rollout_ref.model)
         self.train_dataset = train_dataset if train_dataset is not None else setup.load_dataset(config, tokenizer)
         self.val_dataset = val_dataset if val_dataset is not None else setup.load_val_dataset(config, tokenizer)
         check_dataset(self.train_dataset)
@@ -79,7 +81,7 @@ class PPOTrainer(Trainer):
         setup.check_validation(config.trainer, self.val_dataset)
         self.vocab_size = setup.check_model_fits(config, tokenizer, self.train_dataset)
         self.reward_manager = reward_manager if reward_manager is not None else setup.load_rewards(config, tokenizer)
-        setup.try_rewards(self.reward_manager, self.train_dataset, tokenizer)
+        setup.try_rewards(self.reward_manager, self.train_dataset, tokenizer, config.reward.reward_model.enable)
         source = PromptSource(
             self.train_dataset,
             config.data.train_batch_size,
@@ -89,8 +91,9 @@ class PPOTrainer(Trainer):
         )
         self._said_tied = False
         super().__init__(config, source, tokenizer)
-        n = config.actor_rollout_ref.rollout.val_kwargs.n
-        self.validation = build_validation_flow(self.roles, self.reward_manager, n).compile(
+        if config.trainer.overlap:
+            self.pipeline.place_of = self.processes_of
+        self.validation = build_validation_flow(config, self.roles, self.reward_manager).compile(
             inputs=("prompt_ids", "uid", "data_source", "reward_model")
         )
 
@@ -106,9 +109,13 @@ class PPOTrainer(Trainer):
         return worker_specs(
             self.config,
             total_steps=self.total_steps,
-            pad_token_id=self.tokenizer.pad_token_id,
+            tokenizer=self.tokenizer,
             stop_token_ids=setup.stop_token_ids(self.config.actor_rollout_ref.model.path, self.tokenizer),
         )
+
+    def processes_of(self, on: str) -> Hashable | None:
+        """The processes of a role, None for the controller's own."""
+        return None if on == CONTROLLER else self.roles[on].processes
 
     def announce(self) -> None:
         rows = f"{len(self.val_dataset):,} rows" if self.val_dataset is not None else "none"

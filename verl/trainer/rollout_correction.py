@@ -13,11 +13,12 @@ With two, nothing is recomputed, and the loss `bypass_mode` compares the current
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from verl.algorithms.policy_losses import get_policy_loss_fn
 from verl.algorithms.rollout_correction import compute_rollout_correction_and_rejection_mask, parse_rejections
 from verl.config import ConfigError, Problem, tree, tree_trainer
-from verl.dataflow import DataFlow, Operator
+from verl.dataflow import CONTROLLER, DataFlow, Operator
 from verl.protocol import DataProto
 
 _KEY = "algorithm.rollout_correction."
@@ -60,13 +61,20 @@ def correct_rollout(flow: DataFlow, config: tree.Config) -> DataFlow:
         raise ConfigError(problems)
     reads = ("rollout_log_probs", "response_mask")
     if correction.bypass_mode:
-        return flow.replace("old_log_prob", Operator("old_log_prob", sampled_log_probs, reads, ("old_log_probs",)))
+        copy = Operator("old_log_prob", sampled_log_probs, reads, ("old_log_probs",), CONTROLLER)
+        return flow.replace("old_log_prob", copy)
     writes = ("rollout_is_weights",) * (correction.rollout_is is not None)
     writes += ("loss_mask",) * (correction.rollout_rs is not None)
     if not writes:
         return flow
-    operator = Operator("rollout_correction", rollout_correction(correction), ("old_log_probs", *reads), writes)
-    return flow.insert_after("old_log_prob", operator)
+    reads = ("old_log_probs", *reads)
+    flow.insert_after(
+        "old_log_prob", Operator("rollout_correction", rollout_correction(correction), reads, writes, CONTROLLER)
+    )
+    for update in ("update_critic", "update_actor"):
+        if update in flow:
+            flow.replace(update, replace(flow[update], reads=(*flow[update].reads, *writes)))
+    return flow
 
 
 def _problems(config: tree.Config) -> Iterator[Problem]:

@@ -1,0 +1,340 @@
+"""How fast is the update of the policy? One JSON line per measurement, a table at the end.
+
+    python benchmarks/train_step.py                         # one GPU: attention, last projection, updates
+    python benchmarks/train_step.py --suite rl --variants plain,fused --profile
+    python benchmarks/train_step.py --suite cpu             # any machine, tiny
+
+`rl`: 512 answers of 128 + 512 tokens at the shape of Qwen2.5-0.5B: the update (policy loss with KL, entropy not in the
+loss; one optimizer step) and the pass of the reference. `16k`, `long`: such rows at the shapes of Qwen3.
+Weights are random. Variants: `transformers` (the model as it comes, padded batches through SDPA, log-probs in chunks of
+float32 logits that are computed again in the backward pass), and the engine with each of its `kernels`.
+
+`mfu`: floating-point operations of the model (products with the weights, causal attention, the last projection for the
+response tokens; three times the forward pass for an update; nothing for what is computed twice) over the seconds and
+the datasheet's dense rate of the chip. `floor`: the same operations at the rate of large products measured in this run.
+"""
+
+import argparse
+import gc
+import json
+import math
+import platform
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from verl.data.sequences import build_sequences  # noqa: E402
+from verl.engines.base import MicroBatching, OptimizerConfig  # noqa: E402
+from verl.engines.hf import HFEngine  # noqa: E402
+from verl.engines.model import ModelConfig  # noqa: E402
+from verl.protocol import DataProto  # noqa: E402
+from verl.workers.objectives import aggregation, policy_objective  # noqa: E402
+
+DATASHEET_TFLOPS = {"NVIDIA H100": 989.4, "NVIDIA H200": 989.4, "NVIDIA A100": 312.0}
+
+
+def shape(kind: str, hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, head: int, vocabulary: int) -> dict:
+    return {
+        "model_type": kind,
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 131072,
+    }
+
+
+SHAPES = {
+    "0.43M": shape("qwen2", 128, 256, 2, 4, 2, 32, 553),
+    "0.5B": shape("qwen2", 896, 4864, 24, 14, 2, 64, 151936),  # of Qwen2.5
+    "0.6B": shape("qwen3", 1024, 3072, 28, 16, 8, 128, 151936),  # of Qwen3
+    "4B": shape("qwen3", 2560, 9728, 36, 32, 8, 128, 151936),
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """rows of prompt + response tokens; micro: tokens of a micro-batch; checkpointing: activations computed again."""
+
+    name: str
+    shape: str
+    rows: int
+    prompt: int
+    response: int
+    micro: int
+    checkpointing: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * (self.prompt + self.response)
+
+    def flops(self) -> float:
+        """Of a forward pass over all rows; the last projection only where a response token is predicted."""
+        s = SHAPES[self.shape]
+        hidden, heads = s["hidden_size"], s["num_attention_heads"] * s["head_dim"]
+        keys = s["num_key_value_heads"] * s["head_dim"]
+        weights = s["num_hidden_layers"] * (hidden * (2 * heads + 2 * keys) + 3 * hidden * s["intermediate_size"])
+        length = self.prompt + self.response
+        attention = s["num_hidden_layers"] * 4 * heads * length * (length + 1) / 2
+        head = 2 * hidden * s["vocab_size"] * self.rows * self.response
+        return 2 * weights * self.tokens + attention * self.rows + head
+
+    def batch(self) -> DataProto:
+        generator = torch.Generator().manual_seed(1)
+        vocabulary = SHAPES[self.shape]["vocab_size"]
+        ids = torch.randint(vocabulary, (self.rows, self.prompt + self.response), generator=generator).tolist()
+        columns = build_sequences([r[: self.prompt] for r in ids], [r[self.prompt :] for r in ids], pad_token_id=0)
+        answered = columns["responses"].shape
+        for name in ("old_log_probs", "ref_log_prob"):
+            columns[name] = torch.full(answered, -math.log(vocabulary))  # about what random weights give
+        columns["advantages"] = torch.randn(answered, generator=generator)
+        return DataProto.from_dict(columns)
+
+
+WORKS = {
+    "cpu": [Work("rl", "0.43M", 128, 16, 64, 16384)],
+    "rl": [Work("rl", "0.5B", 512, 128, 512, 16384)],
+    "16k": [Work("16k", "0.6B", 8, 512, 15872, 16384)],
+    "long": [
+        Work("64k", "0.6B", 2, 512, 65024, 65536, checkpointing=True),
+        Work("16k", "4B", 4, 512, 15872, 16384, checkpointing=True),
+        Work("64k", "4B", 1, 512, 65024, 65536, checkpointing=True),
+    ],
+}
+SETTINGS = {"clip_ratio": 0.2, "entropy_coeff": 0.0, "use_kl_loss": True, "kl_loss_coef": 1e-3, "kl_loss_type": "k3"}
+
+
+class Engine:
+    """The project's engine. kernels: as `ModelConfig` has them."""
+
+    def __init__(self, work: Work, folder: Path, device: torch.device, kernels: str):
+        torch.manual_seed(0)
+        narrow = torch.bfloat16 if device.type == "cuda" else torch.float32
+        config = ModelConfig(
+            str(folder),
+            device=device,
+            compute_dtype=narrow,
+            gradient_checkpointing=work.checkpointing,
+            random_init=True,
+            kernels=kernels,
+        )
+        self.work = work
+        self.engine = HFEngine(config, OptimizerConfig())
+        self.micro = MicroBatching(tokens=work.micro)
+
+    def update(self, batch: DataProto) -> float:
+        agg = aggregation("token-mean", batch.batch["response_mask"], self.engine, None)
+        metrics = self.engine.train_batch(batch, policy_objective("vanilla", SETTINGS, agg), self.micro)
+        return metrics["grad_norm"]
+
+    def reference(self, batch: DataProto) -> float:
+        return self.engine.infer(batch, ("log_probs",), self.micro)["log_probs"].mean().item()
+
+
+class Transformers:
+    """What one writes with transformers alone: padded batches, SDPA, log-probs of float32 logits in chunks."""
+
+    def __init__(self, work: Work, folder: Path, device: torch.device):
+        torch.manual_seed(0)
+        self.work, self.device = work, device
+        config = AutoConfig.from_pretrained(folder)
+        with device:
+            self.module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        if work.checkpointing:
+            self.module.train()
+            self.module.gradient_checkpointing_enable({"use_reentrant": False})
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-6, fused=device.type == "cuda")
+
+    def log_probs(self, ids: torch.Tensor) -> torch.Tensor:
+        """(b, T) of the responses; all rows of a batch have one length here."""
+        hidden = self.module.base_model(input_ids=ids, use_cache=False).last_hidden_state
+
+        def of_chunk(states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            logits = self.module.lm_head(states).float()
+            return logits.gather(-1, targets[..., None])[..., 0] - logits.logsumexp(-1)
+
+        states, targets = hidden[:, self.work.prompt - 1 : -1], ids[:, self.work.prompt :]
+        chunks = zip(states.flatten(0, 1).split(4096), targets.flatten().split(4096))
+        parts = [checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]
+        return torch.cat(parts).view(targets.shape)
+
+    def _pieces(self, batch: DataProto):
+        rows = max(1, self.work.micro // (self.work.prompt + self.work.response))
+        for piece in batch.split(rows):
+            yield {name: value.to(self.device) for name, value in piece.tensors.items()}
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+
+    def update(self, batch: DataProto) -> float:
+        for rows in self._pieces(batch):
+            with self._autocast():
+                new = self.log_probs(rows["input_ids"])
+            ratio = (new - rows["old_log_probs"]).exp()
+            a = rows["advantages"]
+            gap = rows["ref_log_prob"] - new
+            loss = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a) + 1e-3 * (gap.exp() - gap - 1)
+            (loss.sum() / (self.work.rows * self.work.response)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm.item()
+
+    @torch.no_grad()
+    def reference(self, batch: DataProto) -> float:
+        with self._autocast():
+            return torch.cat([self.log_probs(rows["input_ids"]) for rows in self._pieces(batch)]).mean().item()
+
+
+def build(variant: str, work: Work, folder: Path, device: torch.device) -> Engine | Transformers:
+    return Transformers(work, folder, device) if variant == "transformers" else Engine(work, folder, device, variant)
+
+
+def seconds_of(call: Callable[[], float], device: torch.device) -> tuple[float, float]:
+    """(seconds, what the call gives)."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    found = call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start, found
+
+
+def measured_flops(device: torch.device) -> float:
+    """Operations per second of a large product of random bf16 (float32 on a CPU) matrices."""
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    seconds = statistics.median(seconds_of(lambda: torch.mm(a, b) is None, device)[0] for _ in range(8))
+    return 2 * size**3 / seconds
+
+
+def measure(work: Work, variant: str, args: argparse.Namespace, flops: float) -> dict:
+    device = torch.device(args.device)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        AutoConfig.for_model(**SHAPES[work.shape]).save_pretrained(folder)
+        start = time.perf_counter()
+        built = build(variant, work, folder, device)
+        ready = time.perf_counter() - start
+    batch = work.batch()
+    first = seconds_of(lambda: built.update(batch), device)[0]
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    updates = [seconds_of(lambda: built.update(batch), device) for _ in range(args.repeats)]
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+    built.reference(batch)
+    passes = [seconds_of(lambda: built.reference(batch), device) for _ in range(args.repeats)]
+    if args.profile:
+        print(profile(built, batch, device), flush=True)
+    update, reference = (statistics.median(s for s, _ in found) for found in (updates, passes))
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu x {torch.get_num_threads()}"
+    rate = DATASHEET_TFLOPS.get(name)
+    return {
+        "benchmark": "train_step",
+        **asdict(work),
+        "variant": variant,
+        "update_seconds": round(update, 4),
+        "reference_seconds": round(reference, 4),
+        "tokens_per_second": round(work.tokens / update),
+        "update_tflop": round(3 * work.flops() / 1e12, 3),
+        "mfu": round(3 * work.flops() / update / rate / 1e12, 4) if rate else None,
+        "reference_mfu": round(work.flops() / reference / rate / 1e12, 4) if rate else None,
+        "floor_seconds": round(3 * work.flops() / flops, 4),
+        "times_floor": round(update * flops / (3 * work.flops()), 2),
+        "first_update_seconds": round(first, 2),
+        "build_seconds": round(ready, 2),
+        "peak_gib": peak and round(peak, 2),
+        "grad_norm": updates[-1][1],
+        "mean_log_prob": passes[-1][1],
+        "device": name,
+        "versions": {"python": platform.python_version()} | {n: metadata.version(n) for n in ("torch", "transformers")},
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+def profile(built: Engine | Transformers, batch: DataProto, device: torch.device) -> str:
+    """Where the time of an update goes: the operations or kernels that take most."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    with record(activities=[ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU]) as found:
+        built.update(batch)
+    kind = f"self_{device.type}_time_total"
+    return found.key_averages().table(sort_by=kind, row_limit=28, max_name_column_width=70)
+
+
+def free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def parse() -> argparse.Namespace:
+    gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", choices=WORKS, action="append", help="default: rl, 16k and long on a GPU, else cpu")
+    parser.add_argument("--variants", default="transformers,plain,fused,compiled" if gpu else "transformers,plain")
+    parser.add_argument("--shapes", help="only works of these shapes, separated by commas")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="cuda" if gpu else "cpu")
+    parser.add_argument("--threads", type=int, help="of the CPU")
+    parser.add_argument("--profile", action="store_true", help="print where the time of an update goes, too")
+    parser.add_argument("--out", type=Path, help="also append the lines to this file")
+    return parser.parse_args()
+
+
+def table(lines: list[dict]) -> str:
+    names = ["name", "shape", "rows", "prompt", "response", "micro", "variant", "update_seconds", "reference_seconds"]
+    names += ["tokens_per_second", "mfu", "reference_mfu", "times_floor", "first_update_seconds", "peak_gib"]
+    rows = [names] + [[str(line[name]) for name in names] for line in lines]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(names))]
+    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths)) for row in rows)
+
+
+def main() -> None:
+    args = parse()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    suites = args.suite or (["rl", "16k", "long"] if args.device == "cuda" else ["cpu"])
+    works = [work for suite in suites for work in WORKS[suite]]
+    if args.shapes:
+        works = [work for work in works if work.shape in args.shapes.split(",")]
+    flops = measured_flops(torch.device(args.device))
+    print(json.dumps({"benchmark": "device_speed", "tflops": round(flops / 1e12, 2)}), flush=True)
+    lines = []
+    for work in works:
+        for variant in args.variants.split(","):
+            try:
+                line = measure(work, variant, args, flops)
+            except Exception:  # one variant that fails (out of memory, say) does not cost the others
+                traceback.print_exc()
+                free()
+                continue
+            lines.append(line)
+            free()
+            print(json.dumps(line), flush=True)
+            if args.out:
+                with args.out.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+    print(table(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""On a GPU: fused kernels and variable-length attention compute what plain torch computes."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from verl.data.sequences import build_sequences
+from verl.engines import attention, logits
+from verl.engines.base import MicroBatching, OptimizerConfig
+from verl.engines.hf import HFEngine
+from verl.engines.micro_batch import Packing
+from verl.engines.model import ModelConfig
+from verl.protocol import DataProto
+from verl.workers.objectives import aggregation, policy_objective
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("heads", "key_heads", "dim"), [(4, 4, 64), (14, 2, 64), (16, 8, 128)])
+def test_rows_by_the_variable_length_kernel(heads, key_heads, dim, window):
+    torch.manual_seed(0)
+    lengths = torch.tensor([3, 130, 1, 64, 77])
+    packing = Packing.of(lengths.cuda())
+    n = int(lengths.sum())
+    shapes = [(1, heads, n, dim), (1, key_heads, n, dim), (1, key_heads, n, dim)]
+    q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes)
+    g = torch.randn(1, n, heads, dim, device="cuda", dtype=torch.bfloat16)
+    out, _ = attention.packed_attention(None, q, k, v, None, packing, sliding_window=window)
+    found = [out, *torch.autograd.grad(out, (q, k, v), g)]
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out, _ = attention.packed_attention(None, *wide, None, packing, sliding_window=window)
+    expected = [out, *torch.autograd.grad(out, wide, g.double())]
+    assert max(map(apart, found, expected)) < 1e-2
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "dim"), [(14, 2, 64), (16, 8, 128)])
+@pytest.mark.parametrize("lengths", [[4096], [5003, 3700], [1, 9000]])
+def test_long_rows_one_by_one(heads, key_heads, dim, lengths, monkeypatch):
+    torch.manual_seed(0)
+    packing = Packing.of(torch.tensor(lengths).cuda())
+    n = sum(lengths)
+    shapes = [(1, heads, n, dim), (1, key_heads, n, dim), (1, key_heads, n, dim)]
+    q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes)
+    g = torch.randn(1, n, heads, dim, device="cuda", dtype=torch.bfloat16)
+    assert attention._goes_by_row(packing, q) == attention._fast_cudnn(q.device)
+    found = {}
+    for by_row in (True, False):
+        monkeypatch.setattr(attention, "_goes_by_row", lambda *_, by_row=by_row: by_row)
+        out, _ = attention.packed_attention(None, q, k, v, None, packing)
+        found[by_row] = [out, *torch.autograd.grad(out, (q, k, v), g)]
+    assert max(map(apart, found[True], found[False])) < 1e-2
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("vocabulary", [50, 9001, 151936])
+def test_statistics_of_the_logits_and_their_gradient(vocabulary, temperature):
+    torch.manual_seed(0)
+    states = torch.randn(33, 64, device="cuda", requires_grad=True)
+    weight = (torch.randn(vocabulary, 64, device="cuda") / 4).requires_grad_()
+    targets = torch.randint(vocabulary, (33,), device="cuda")
+    found = {}
+    for dtype in (torch.float32, torch.float64):
+        s, w = (x.detach().to(dtype).requires_grad_() for x in (states, weight))
+        outs = logits.token_statistics(s, targets, lambda x, w=w: x @ w.t(), vocabulary, logits.OUTPUTS, temperature)
+        total = sum((outs[name] * (i + 1)).sum() for i, name in enumerate(logits.OUTPUTS))
+        found[dtype] = [*outs.values(), *torch.autograd.grad(total, (s, w))]
+    assert max(map(apart, found[torch.float32], found[torch.float64])) < 1e-3
+
+
+def engine(folder, kernels: str, dtype: torch.dtype) -> HFEngine:
+    torch.manual_seed(0)
+    config = ModelConfig(
+        str(folder), device=torch.device("cuda"), compute_dtype=dtype, random_init=True, kernels=kernels
+    )
+    return HFEngine(config, OptimizerConfig(lr=0.0))
+
+
+@pytest.mark.parametrize("kernels", ["fused", "compiled", "liger"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+def test_kernels_give_the_gradient_of_plain_layers(kind, kernels, tmp_path):
+    if kernels == "liger":
+        pytest.importorskip("liger_kernel")
+    sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4)
+    config = AutoConfig.for_model(kind, **sizes, num_key_value_heads=2, head_dim=64, vocab_size=1000)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(1000, (n,), generator=generator).tolist() for n in (30, 7, 64, 90)]
+    columns = build_sequences([r[:5] for r in ids], [r[5:] for r in ids], pad_token_id=0)
+    shape = columns["responses"].shape
+    columns |= {"old_log_probs": torch.full(shape, -6.9), "advantages": torch.randn(shape, generator=generator)}
+    batch = DataProto.from_dict(columns)
+    settings = {"clip_ratio": 0.2, "entropy_coeff": 0.1, "use_kl_loss": False}
+    found = {}
+    for name, dtype in (("plain", torch.float32), (kernels, torch.bfloat16)):
+        made = engine(tmp_path, name, dtype)
+        agg = aggregation("token-mean", batch.batch["response_mask"], made, None)
+        log_probs = made.infer(batch, ("log_probs",), MicroBatching(tokens=128))["log_probs"]
+        kept = {}
+        made.optimizer.step = lambda kept=kept, made=made: kept.update(
+            {n: p.grad.clone() for n, p in made.module.named_parameters()}
+        )
+        made.train_batch(batch, policy_objective("vanilla", settings, agg), MicroBatching(tokens=128))
+        found[name] = (log_probs, kept)
+    (ours, gradients), (expected, exact) = found[kernels], found["plain"]
+    assert (ours - expected).abs().mean() < 5e-3
+    assert {n: round(apart(gradients[n], exact[n]), 3) for n in exact if apart(gradients[n], exact[n]) > 0.05} == {}

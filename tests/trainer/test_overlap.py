@@ -1,0 +1,108 @@
+"""`trainer.overlap`: roles in pools of their own work at the same time, and nothing but the clock tells."""
+
+import time
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl.dataflow import Pipeline
+from verl.dataflow.order import depends
+from verl.trainer.local_trainer import LocalPPOTrainer
+
+SLOW = str(Path(__file__).resolve().parent / "slow_log_probs.py")
+PPO = [
+    "algorithm.name=ppo",
+    "algorithm.use_kl_in_reward=true",
+]
+APART = [
+    "trainer.overlap=true",
+    "trainer.n_gpus_per_node=2",
+    "placement.actor_devices=[0]",
+    "placement.ref_devices=[1]",
+    "placement.critic_devices=[1]",
+    f"imports=[{SLOW}]",
+]
+STEPS = 2
+
+
+def run(settings: list[str], *more: str, trainer_class: type = LocalPPOTrainer) -> tuple[list, Pipeline, list]:
+    """Per step the metrics without those of a clock and the columns; the pipeline; its spans per step."""
+    overrides = [*settings, *PPO, *more, f"trainer.total_training_steps={STEPS}", "trainer.resume_mode=disable"]
+    trainer = trainer_class(overrides=overrides)
+    steps, spans = [], []
+
+    def record(report) -> None:
+        clock = ("timing_s/", "perf/", "rollout/tokens_per_second")
+        metrics = {name: value for name, value in report.metrics.items() if not name.startswith(clock)}
+        # fetched now: the processes that have the rows end with the run
+        columns = {name: values.clone() for name, values in report.batch.tensors.items()}
+        steps.append((metrics, columns))
+        spans.append((dict(trainer.pipeline.spans), report.metrics["timing_s/step"]))
+
+    trainer.on_step.append(record)
+    trainer.fit()
+    return steps, trainer.pipeline, spans
+
+
+def check_same(found: list, expected: list) -> None:
+    for (metrics, columns), (other_metrics, other_columns) in zip(found, expected, strict=True):
+        assert metrics == other_metrics
+        assert columns.keys() == other_columns.keys()
+        for name, values in columns.items():
+            assert torch.equal(values, other_columns[name]), name
+
+
+def check_spans(pipeline: Pipeline, spans: list) -> None:
+    """What depends on one another never overlaps, nor what shares processes; actor, reference, critic and reward do."""
+    names = {"ref": "other", "critic": "other"}
+    for at, step_seconds in spans:
+        for first, second in combinations(pipeline.operators, 2):
+            same_place = names.get(first.on, first.on) == names.get(second.on, second.on)
+            if depends(second, first) or same_place:
+                assert at[first.name][1] <= at[second.name][0], (first.name, second.name)
+        start, end = at["old_log_prob"]
+        assert all(start < at[name][1] and at[name][0] < end for name in ("reward", "ref", "values"))
+        assert step_seconds < sum(stop - begin for begin, stop in at.values())
+
+
+def test_pools_overlap_with_the_numbers_of_one_process_to_the_last_bit(settings):
+    expected, one, spans = run(settings)
+    assert all(at[a.name][1] <= at[b.name][0] for at, _ in spans for a, b in combinations(one.operators, 2))
+    found, pipeline, spans = run(settings, *APART)
+    check_spans(pipeline, spans)
+    check_same(found, expected)
+
+
+@pytest.mark.slow
+def test_pools_of_ray_overlap_with_the_same_numbers(settings):
+    pytest.importorskip("ray")
+    from verl.trainer.ray_trainer import RayPPOTrainer
+
+    remote = ["trainer.backend=ray", "trainer.device=cpu", "ray_kwargs.ray_init.num_cpus=4"]
+    remote += ["ray_kwargs.ray_init.address=local"]  # and no cluster that is running here
+    expected, _, _ = run(settings)
+    found, pipeline, spans = run(settings, *APART, *remote, trainer_class=RayPPOTrainer)
+    check_spans(pipeline, spans)
+    check_same(found, expected)
+
+
+@pytest.mark.slow
+def test_an_error_of_one_of_two_reaches_the_user_with_its_operator(settings, tmp_path):
+    """The reward function fails while the log-probs are under way in both pools."""
+    fails = tmp_path / "fails.py"
+    fails.write_text(
+        "calls = []\n\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) > 4:\n"  # two are the trial before training
+        "        raise KeyError('no such field')\n"
+        "    return 0.0\n"
+    )
+    start = time.monotonic()
+    with pytest.raises(Exception, match="no such field") as caught:
+        run(settings, f"reward.custom_reward_function.path={fails}", *APART)
+    assert "raised in operator 'reward'" in caught.value.__notes__
+    assert any("old_log_prob" in note for note in caught.value.__notes__)
+    assert time.monotonic() - start < 60

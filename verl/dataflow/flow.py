@@ -1,0 +1,115 @@
+"""DataFlow: an editable list of operators, which is checked before anything runs."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from verl.dataflow.operator import Operator, as_operator
+from verl.dataflow.pipeline import Pipeline
+from verl.registry import did_you_mean
+
+
+class DataFlow:
+    """An editable list of operators. `compile` checks it and gives the Pipeline that runs."""
+
+    def __init__(self, operators: Iterable["Operator | Callable"] = ()):
+        self._operators: list[Operator] = []
+        for operator in operators:
+            self.add_operator(operator)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(op.name for op in self._operators)
+
+    def __iter__(self) -> Iterator[Operator]:
+        return iter(self._operators)
+
+    def __len__(self) -> int:
+        return len(self._operators)
+
+    def __getitem__(self, name: str) -> Operator:
+        return self._operators[self._index(name)]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def add_operator(self, operator: "Operator | Callable") -> "DataFlow":
+        """Append an operator; its name must be new."""
+        return self._insert(len(self), operator)
+
+    def insert_before(self, name: str, operator: "Operator | Callable") -> "DataFlow":
+        """Put an operator in front of the one called `name`."""
+        return self._insert(self._index(name), operator)
+
+    def insert_after(self, name: str, operator: "Operator | Callable") -> "DataFlow":
+        """Put an operator behind the one called `name`."""
+        return self._insert(self._index(name) + 1, operator)
+
+    def replace(self, name: str, operator: "Operator | Callable") -> "DataFlow":
+        """Put an operator in the place of the one called `name`."""
+        at, operator = self._index(name), as_operator(operator)
+        if operator.name != name:
+            self._require_new(operator.name)
+        self._operators[at] = operator
+        return self
+
+    def remove(self, name: str) -> "DataFlow":
+        """Take the operator called `name` out."""
+        del self._operators[self._index(name)]
+        return self
+
+    def _index(self, name: str) -> int:
+        if name not in self.names:
+            raise ValueError(f"the flow has no operator {name!r}: {did_you_mean(name, self.names)}")
+        return self.names.index(name)
+
+    def _require_new(self, name: str) -> None:
+        if name in self.names:
+            raise ValueError(
+                f"the flow has an operator {name!r} already, and operators are edited by name: "
+                "give this one another, Operator(name, function)"
+            )
+
+    def _insert(self, at: int, operator: "Operator | Callable") -> "DataFlow":
+        operator = as_operator(operator)
+        self._require_new(operator.name)
+        self._operators.insert(at, operator)
+        return self
+
+    def compile(self, inputs: Iterable[str] | None = None) -> "Pipeline":
+        """Check the flow and return what runs it.
+
+        inputs: the columns that the batch given to `run` has. A flow whose first operator is a source declares them
+        by that operator's `writes`. When neither says, the columns that nobody writes are asked of the batch at `run`.
+        Raises ValueError that names operator and column when a column has no writer, or only a later one.
+        """
+        if not self._operators:
+            raise ValueError("the flow has no operators: add one with add_operator")
+        for op in self._operators[1:]:
+            if not op.takes_batch:
+                raise ValueError(
+                    f"operator {op.name!r} takes no batch: only the first operator of a flow may be a source"
+                )
+        first = self._operators[0]
+        pure_source = not first.takes_batch
+        start = set(inputs) if inputs is not None else set(first.writes) if pure_source and first.writes else None
+        written: set[str] = set()
+        needed: dict[str, None] = {}
+        for i, op in enumerate(self._operators):
+            for name in op.reads:
+                if name in written:
+                    continue
+                if start is None or name not in start:
+                    self._require_writer(op, name, self._operators[i + 1 :], None if start is None else start | written)
+                needed[name] = None
+            written.update(op.writes)
+        return Pipeline(tuple(self._operators), () if pure_source else tuple(needed))
+
+    def _require_writer(self, op: Operator, name: str, later: list[Operator], known: set[str] | None) -> None:
+        """Nothing before `op` writes the column `name`: that is right only when it may come with the batch."""
+        for writer in later:
+            if name in writer.writes:
+                raise ValueError(
+                    f"operator {op.name!r} reads {name!r}, which {writer.name!r} writes only after it; "
+                    "if it comes with the batch, say so: compile(inputs=[...])"
+                )
+        if known is not None:
+            raise ValueError(f"operator {op.name!r} reads {name!r}, which nobody writes: {did_you_mean(name, known)}")
