@@ -56,18 +56,15 @@ class Method:
 
 
 _SPPO = ("algorithm.adv_estimator=sppo", "actor_rollout_ref.actor.policy_loss.loss_mode=sppo")
-_PRIME = (
-    "prime.optim.lr=1e-4",
-    "prime.beta=0.5",
-    "prime.ppo_mini_batch_size=32",
-    f"actor_rollout_ref.rollout.n={ANSWERS}",
-)
+_PRIME = ("prime.optim.lr=3e-4", "prime.ppo_mini_batch_size=32", f"actor_rollout_ref.rollout.n={ANSWERS}")
 _ALL = "prime.filter.enable=false"
+_LESS = "algorithm.reward_dpo_coef=1"
 RECIPES: dict[str, Method] = {
     "dapo": Method(LocalDAPOTrainer, ("reward.reward_kwargs.overlong_buffer.enable=false",)),
-    "prime": Method(LocalPRIMETrainer, (*_PRIME, _ALL)),
-    "prime_filtered": Method(LocalPRIMETrainer, _PRIME),
+    "prime": Method(LocalPRIMETrainer, (*_PRIME, _ALL, _LESS)),
+    "prime_equal_weights": Method(LocalPRIMETrainer, (*_PRIME, _ALL)),
     "prime_outcome_only": Method(LocalPRIMETrainer, (*_PRIME, _ALL, "algorithm.reward_dpo_coef=0")),
+    "prime_filtered": Method(LocalPRIMETrainer, (*_PRIME, _LESS)),
     "online_dpo": Method(LocalDPOTrainer),
     "sppo": Method(settings=_SPPO),
 }

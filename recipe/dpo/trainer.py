@@ -1,4 +1,4 @@
-"""The trainers of online DPO: the flow of flow.py, and an actor that knows its update."""
+"""The trainers of DPO: the flow of flow.py or of offline.py, and an actor that knows its update."""
 
 from pathlib import Path
 
@@ -13,11 +13,11 @@ from verl.trainer.launch import Recipe
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.ppo_trainer import PPOTrainer
 
-RECIPE = Recipe("online DPO", Path(__file__).with_name("dpo.yaml"), DPOConfig)
+RECIPE = Recipe("DPO", Path(__file__).with_name("dpo.yaml"), DPOConfig)
 
 
 class DPO(PPOTrainer):
-    """What makes a trainer one of online DPO; the other parent says who executes it."""
+    """What makes a trainer one of DPO; the other parent says who executes it."""
 
     recipe = RECIPE
 
@@ -40,7 +40,7 @@ class DPO(PPOTrainer):
 
 
 class LocalDPOTrainer(DPO, LocalPPOTrainer):
-    """Online DPO on one host.
+    """DPO on one host.
 
     >>> LocalDPOTrainer(overrides=["data.train_files=train.parquet", "actor_rollout_ref.model.path=my-model"]).fit()
     """
