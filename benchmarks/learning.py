@@ -7,6 +7,7 @@ that of the prompts, of their order and of sampling, the same for all algorithms
 3e-4, two updates a step, right is 1 and wrong is 0, no KL. `reward` is the mean reward of all sampled answers of a
 step; `responses` are all that were generated for training, those that were filtered out and greedy baselines too;
 `accuracy` is greedy, on 500 unseen prompts, every 10 steps. The threshold is reached when the mean of ten rewards is.
+`cpu_seconds` do not depend on what else the machine does, `seconds` do.
 
 --shuffle-rewards is the control: nothing can be learnt. OUT/runs.jsonl collects the lines of all runs, and what stands
 there is not run again; OUT/<task>-<algorithm>[-shuffled].png shows the curves.
@@ -95,6 +96,7 @@ class Curve:
     responses: list[int] = field(default_factory=list)
     accuracy: list[tuple[int, float]] = field(default_factory=list)
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
 
     @property
     def run(self) -> tuple[str, str, int, bool]:
@@ -143,7 +145,7 @@ def overrides(task: str, model: Path, data: Path, out: Path, steps: int, seed: i
 
 def learn(method: Method, curve: Curve, settings: list[str]) -> None:
     """Train; fills the curve. settings: all of them, the method's too."""
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     trainer = method.trainer(overrides=settings)
     operators = {op.name: op for op in trainer.pipeline.operators}
     source = operators["prompts"].func
@@ -162,6 +164,7 @@ def learn(method: Method, curve: Curve, settings: list[str]) -> None:
     trainer.on_step.append(record)
     trainer.fit()
     curve.seconds = round(time.perf_counter() - start, 1)
+    curve.cpu_seconds = round(time.process_time() - cpu_start, 1)
 
 
 def start_model(task: str, out: Path) -> Path:
@@ -195,6 +198,7 @@ def summary(curves: list[Curve], threshold: float) -> dict[str, object]:
         "accuracy": spread(curves, lambda c: c.accuracy[-1][1]),
         f"responses_to_{threshold}": spread(curves, lambda c: c.responses_to(threshold)),
         "seconds": spread(curves, lambda c: c.seconds),
+        "cpu_seconds": spread(curves, lambda c: c.cpu_seconds),
     }
 
 
