@@ -164,7 +164,7 @@ def test_every_row_of_what_is_built_speaks_of_a_key():
 
 def test_settings_of_another_engine_are_named_in_the_log(caplog):
     with caplog.at_level(logging.WARNING, "verl.config"):
-        check_available(load(f"{ROLLOUT}gpu_memory_utilization=0.4"))
+        check_available(load(f"{ROLLOUT}name=hf", f"{ROLLOUT}gpu_memory_utilization=0.4"))
     assert "actor_rollout_ref.rollout.gpu_memory_utilization: 0.4 changes nothing with rollout.name: hf" in caplog.text
 
 

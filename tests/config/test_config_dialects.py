@@ -104,7 +104,7 @@ def test_dialect_of_the_local_trainer(tmp_path):
     assert config.actor_rollout_ref.actor.strategy == config.critic.strategy == "fsdp2"
     assert config.actor_rollout_ref.model.path == "/models/policy"
     assert config.critic.model.path == "/models/critic"
-    assert config.actor_rollout_ref.rollout.name == "hf"
+    assert config.actor_rollout_ref.rollout.name == "native"
     assert config.data.train_files == ["a.parquet", "b.parquet"]
     assert config.data.max_prompt_length == config.actor_rollout_ref.rollout.prompt_length == 256
     assert config.critic.enable is True

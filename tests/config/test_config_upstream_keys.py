@@ -148,7 +148,7 @@ def test_every_upstream_default_is_accepted():
     """All of verl's default configuration at once, interpolations included, and its one key without a default."""
     config = load_config(overrides=[f"{key}={value}" for key, value in UPSTREAM.items()])
     assert config.critic.optim.lr == 1e-5
-    assert config.actor_rollout_ref.rollout.name == "hf"
+    assert config.actor_rollout_ref.rollout.name == "native"
 
 
 OURS = {

@@ -25,7 +25,7 @@ from verl.trainer.answer_parts import AnswerParts, Answers, changed, digest_of
 from verl.trainer.main_generation import GenerationRun, main
 from verl.utils.atomic import written_whole
 from verl.utils.rng import fork_seed
-from verl.workers.rollout import ROLLOUT_ENGINES, RolloutWorker
+from verl.workers.rollout import RolloutWorker
 
 ROOT = Path(__file__).parents[2]
 
@@ -128,14 +128,14 @@ def test_engines_of_the_worker_agree(tiny):
     prompts = [tokenizer(text)["input_ids"] for text in ("ab=", "cdefg=", "h=")]
     columns = {"prompt_ids": prompts, "uid": ["0", "1", "2"], "sample_index": [0, 0, 0]}
     found = {}
-    for name in ROLLOUT_ENGINES:
+    for name in ("hf", "native"):
         keys = [f"model.path={tiny / 'model'}", f"rollout.name={name}", "rollout.temperature=0"]
         config = load_config(overrides=[*keys, "rollout.response_length=5"], tree=GenerationConfig)
         ends = {"pad_token_id": tokenizer.pad_token_id, "stop_token_ids": (tokenizer.eos_token_id,)}
         worker = RolloutWorker(config.model, config.rollout, device="cpu", **ends)
         answers = worker.generate_responses(DataProto.from_dict(non_tensors=columns)).non_tensor_batch
         found[name] = [ids.tolist() for ids in answers["response_ids"]], list(answers["finish_reason"])
-    assert set(found) == {"hf", "native"} and found["hf"] == found["native"]
+    assert found["hf"] == found["native"]
     assert all(len(ids) == 5 or reason == "stop" for ids, reason in zip(*found["hf"]))
 
 

@@ -13,7 +13,7 @@ from verl.config.tree_sft import SFTConfig, SFTDataConfig, SFTTrainerConfig
 
 _ACTOR = "actor_rollout_ref.actor."
 _ROLLOUT = "actor_rollout_ref.rollout."
-_MODELS = ("actor_rollout_ref.model.path", "critic.model.path", "model.path")
+_MODELS = ("actor_rollout_ref.model.path", "critic.model.path", "model.path", "reward.reward_model.model_path")
 _FILES = ("data.train_files", "data.val_files", "data.path")
 
 

@@ -258,7 +258,7 @@ KNOWN |= _block(
 )
 KNOWN |= _block(
     ("reward.reward_model.", "reward_model."),
-    "the reward model shares the devices of the actor: leave it out",
+    "placement.reward_devices gives the reward model devices of its own: leave it out",
     {
         "enable_resource_pool": _any(False, None),
         "n_gpus_per_node": _any(8, None, 0),
@@ -286,7 +286,6 @@ KNOWN |= _block(
     "leave it out",
     {
         "model.external_lib": Known(None, "use imports"),
-        "model.trust_remote_code": _any(None, False),
         "launch_reward_fn_async": _any(False, True),
         "strategy": _any(None, "fsdp", "fsdp2"),
     },
@@ -380,6 +379,7 @@ WHOLE_SECTIONS: dict[str, str] = {
     "global_profiler.*": _NO_PROFILER,
     "*.optim.muon_*": "the optimizer is AdamW of torch: leave it out",
     "reward_model.rollout.*": _REWARD_ROLLOUT,
+    "reward_model.model.input_tokenizer": "the tokenizers of policy and reward model are compared: leave it out",
     "reward_model.model.*": "use reward.reward_model.model_path",
     "reward.reward_model.rollout.*": _REWARD_ROLLOUT,
     "distillation.*": "distillation from a teacher is not supported: leave it out",

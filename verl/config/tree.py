@@ -7,7 +7,7 @@
     placement, ray_kwargs, imports                          tree_trainer
 
 The keys and defaults are those that verl users' scripts have. Where a default differs, it is one that works in one
-process: `rollout.name: hf`, one process, the console as logger, `auto` for device and dtype.
+process: `rollout.name: native`, one process, the console as logger, `auto` for device and dtype.
 """
 
 from typing import Any, ClassVar

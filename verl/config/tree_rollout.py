@@ -20,11 +20,12 @@ class SamplingConfig(Node):
     """What every use of a generation engine has: which one, how it samples, how much it may use."""
 
     name: Literal["hf", "native", "vllm", "sglang", "trtllm"] = key(
-        "hf", "generation engine; hf: generate() of transformers"
+        "native", "generation engine; native: our own, on the training weights; hf: generate() of transformers"
     )
     temperature: float = key(1.0, "sampling temperature", ge=0)
     top_k: int = key(-1, "sample among the k likeliest tokens; -1: all", ge=-1)
     top_p: float = key(1.0, "sample among the likeliest tokens that hold this mass", gt=0, le=1)
+    min_p: float = key(0.0, "sample among tokens of at least this share of the likeliest one's probability", ge=0, le=1)
     prompt_length: int = key(512, "longest prompt in tokens", ge=1)
     response_length: int = key(512, "longest answer in tokens", ge=1)
     ignore_eos: bool = key(False, "go on after the end-of-sequence token")

@@ -63,8 +63,12 @@ class RolloutStats:
 
 
 class RolloutEngine(ABC):
-    """Generates answers to prompts. After `generate`, `stats` tells what it did."""
+    """Generates answers to prompts. After `generate`, `stats` tells what it did.
 
+    copies_weights: it has weights of its own, which `load_weights` must fill after each `wake`.
+    """
+
+    copies_weights: bool = False
     stats: RolloutStats
 
     @abstractmethod

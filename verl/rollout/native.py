@@ -31,7 +31,8 @@ class NativeRollout(RolloutEngine):
     module: whole (not sharded), on one device; its projections are laid out once so that joint products need no copy.
     dtype: None computes in the parameters' own. Another one keeps a copy of the weights in it, made anew by each call.
     max_rows: rows at once at most. cache_bytes: memory for keys and values; None is what the rows need, up to a quarter
-    of the free memory of a CPU or nine tenths of a GPU's.
+    of the free memory of a CPU, or on a GPU nine tenths of what is free and memory_share of all there is. graphs: False
+    launches every kernel of a step by itself, to look for an error.
     Raises ValueError for a module that it cannot run.
     """
 
@@ -43,6 +44,8 @@ class NativeRollout(RolloutEngine):
         dtype: torch.dtype | None = None,
         max_rows: int | None = None,
         cache_bytes: int | None = None,
+        memory_share: float = 1.0,
+        graphs: bool = True,
     ):
         check_supported(module)
         self.module = module
@@ -50,6 +53,8 @@ class NativeRollout(RolloutEngine):
         self.dtype = dtype
         self.max_rows = max_rows if max_rows is not None else _MAX_ROWS.get(module.device.type, _MAX_ROWS["cpu"])
         self.cache_bytes = cache_bytes
+        self.memory_share = memory_share
+        self.graphs = graphs
         self.stats = RolloutStats()
         self._decoder: Decoder | None = None
         self._cache: SlotCache | None = None
@@ -104,18 +109,27 @@ class NativeRollout(RolloutEngine):
             size = size.roomy()
             self._on_gpu = None  # freed before the new one is made
             page = native_cuda.page_bytes(decoder)
-            budget = self.cache_bytes if self.cache_bytes is not None else _free_gpu_bytes(decoder, slots)
+            budget = self.cache_bytes if self.cache_bytes is not None else self._gpu_budget(decoder, slots)
             if budget // page < one:
                 raise ValueError(
                     f"the key/value cache has {max(0, budget):,} bytes, and one row of {longest} tokens needs "
                     f"{one * page:,}: allow more memory, or fewer tokens"
                 )
             arena = native_cuda.Arena(decoder, size, min(size.pages, budget // page))
-            self._on_gpu = native_cuda.CudaDecoder(decoder, arena)
+            self._on_gpu = native_cuda.CudaDecoder(decoder, arena, self.graphs)
         elif self._on_gpu.addresses != native_cuda.addresses(decoder):
-            self._on_gpu = native_cuda.CudaDecoder(decoder, self._on_gpu.arena)
+            self._on_gpu = native_cuda.CudaDecoder(decoder, self._on_gpu.arena, self.graphs)
         rows_at_once = min(self.max_rows, slots)
         return native_paged.PagedBatch(samples, params, self._on_gpu, rows_at_once)
+
+    def _gpu_budget(self, decoder: Decoder, slots: int) -> int:
+        """Bytes that keys and values may take, less what prefill and logits need beside them."""
+        device = decoder.embedding.device
+        free, total = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        wide = decoder.hidden_size + decoder.layers[0].gate_up.matrix.shape[1]
+        work = 12 * slots * decoder.vocab_size + 8 * PREFILL_TOKENS * wide
+        return int(min(0.9 * free, self.memory_share * total)) - work
 
     def _room(self, decoder: Decoder, rows: list[Row]) -> SlotCache:
         """A cache for as many of `rows` at once as fit."""
@@ -157,13 +171,3 @@ class NativeRollout(RolloutEngine):
 
     def wake(self) -> None:
         """Nothing: the cache is made by the next call that generates, for the rows it has."""
-
-
-def _free_gpu_bytes(decoder: Decoder, slots: int) -> int:
-    """What a key/value cache may take: nine tenths of what is free, less what prefill and logits need beside it."""
-    device = decoder.embedding.device
-    free = torch.cuda.mem_get_info(device)[0]
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    wide = decoder.hidden_size + decoder.layers[0].gate_up.matrix.shape[1]
-    work = 12 * slots * decoder.vocab_size + 8 * PREFILL_TOKENS * wide
-    return int(0.9 * free) - work

@@ -5,6 +5,7 @@ themselves; where they moved, the graphs are made anew.
 """
 
 from dataclasses import astuple, dataclass, fields
+from functools import cache
 
 import torch
 import triton
@@ -49,7 +50,7 @@ CHUNK = 8
 _ENOUGH_PROGRAMS = 512
 _MOST_SPLITS = 32
 #: how attention is launched: measured on an H200
-_ATTENTION = {"num_warps": 4, "num_stages": 3}
+_ATTENTION = {"num_warps": 4, "num_stages": 2}
 
 
 def bucket_of(rows: int) -> int:
@@ -108,16 +109,16 @@ class Arena:
 
 
 class CudaDecoder(Layers):
-    """Runs a `Decoder` over an `Arena`: prompts in plain torch, steps by graphs of kernels."""
+    """Runs a `Decoder` over an `Arena`: prompts in plain torch, steps by graphs of kernels, or without `graphs`."""
 
-    def __init__(self, decoder: Decoder, arena: Arena):
+    def __init__(self, decoder: Decoder, arena: Arena, graphs: bool = True):
         super().__init__(decoder, 0)
+        self.use_graphs = graphs
         self.tables = arena.tables
         self.arena = arena
         self.addresses = addresses(decoder)
         self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, torch.Tensor | None]] = {}
-        self.pool = torch.cuda.graph_pool_handle()
-        self.capture_stream = torch.cuda.Stream()
+        self.pool: tuple[int, int] | None = None
         # products in float32 stay float32: a test that asks for it means it
         self.precision = "ieee" if decoder.embedding.dtype == torch.float32 else "tf32"
 
@@ -163,6 +164,10 @@ class CudaDecoder(Layers):
         # filters of the vocabulary are made of torch operations that a graph may not hold
         inside = params.greedy or not filters(params)
         key = (rows, params.greedy, params.temperature if inside else None, inside)
+        if not self.use_graphs:
+            for _ in range(count):
+                self.sample(self._step(rows, None), 0, params)
+            return
         if key not in self.graphs:
             self.graphs[key] = self._capture(rows, params if inside else None)
         graph, logits = self.graphs[key]
@@ -178,14 +183,16 @@ class CudaDecoder(Layers):
         status.zero_()
         self._step(rows, params)  # compiles what is not yet, and leaves alone all rows, since none is live
         status.copy_(saved)
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        self.capture_stream.wait_stream(stream)
+        graph, stream, side = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), _capture_stream()
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
+        side.wait_stream(stream)
         # not `with torch.cuda.graph`: that empties torch's cache of memory, at a cost above that of the capture
-        with torch.cuda.stream(self.capture_stream):
+        with torch.cuda.stream(side):
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             logits = self._step(rows, params)
             graph.capture_end()
-        stream.wait_stream(self.capture_stream)
+        stream.wait_stream(side)
         # logits that are drawn from inside give their memory to the graphs to come
         return graph, logits if params is None else None
 
@@ -277,6 +284,12 @@ class CudaDecoder(Layers):
             logits, arena.parts, arena.uniforms, *answers, *sizes, **common, NBP=triton.next_power_of_2(arena.blocks),
             num_warps=8,
         )  # fmt: skip
+
+
+@cache
+def _capture_stream() -> torch.cuda.Stream:
+    """One for all graphs: cuBLAS keeps a workspace for every stream that it has seen."""
+    return torch.cuda.Stream()
 
 
 def filters(params: SamplingParams) -> bool:

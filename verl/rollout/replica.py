@@ -13,6 +13,8 @@ class ReplicaRollout(RolloutEngine):
     `load_weights` must fill them after each `wake`; `generate` refuses to run on weights that were not.
     """
 
+    copies_weights = True
+
     def __init__(self, inner: RolloutEngine, module: torch.nn.Module):
         self.inner = inner
         self.module = module

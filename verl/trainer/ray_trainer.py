@@ -15,8 +15,9 @@ class RayPPOTrainer(PPOTrainer):
 
     >>> RayPPOTrainer(config_path="./config.yaml", train_dataset=train_dataset).fit()
 
-    A running cluster is used (`ray.init` was called, or RAY_ADDRESS is set, or ray_kwargs.ray_init.address names it);
-    otherwise one is started on this host and ended after `fit`. docs/multinode.md has the way to several nodes.
+    A running cluster is used: that of a `ray.init` before, of ray_kwargs.ray_init.address or RAY_ADDRESS, or one that
+    `ray start` made on this host. Otherwise (and with address=local) one is started here, and ended after `fit`.
+    docs/multinode.md has the way to several nodes.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):

@@ -12,7 +12,7 @@ from verl.engines.base import MicroBatching, TrainEngine
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.registry import import_module
-from verl.rollout.base import RolloutEngine
+from verl.rollout.base import Generation, RolloutEngine, SamplingParams
 from verl.single_controller import Coordinates, Dispatch, register
 from verl.utils.device import peak_memory
 from verl.utils.rng import fork_seed
@@ -82,12 +82,7 @@ class ActorRolloutWorker(EngineWorker):
         params = sampling_params(
             self.config.rollout, self.response_length, self.stop_token_ids, batch.meta_info["sampling"]
         )
-        self.rollout.wake()
-        if not self.engine.whole:
-            self.rollout.load_weights(self.engine.weights(), self.version)
-        with self.engine.loaded() if self.engine.whole else nullcontext():
-            answers = self.rollout.generate(prompts, params, sample_ids)
-        self.rollout.sleep()
+        answers = self._generate(prompts, params, sample_ids)
         # the ranks' columns are joined, so they agree on the widths
         widest = [float(max(map(len, prompts))), float(max(len(a.token_ids) for a in answers))]
         prompt_width, response_width = (int(width) for width in self.engine.max_over_ranks(widest))
@@ -107,6 +102,17 @@ class ActorRolloutWorker(EngineWorker):
             "rollout/tokens_per_second": (tokens, self.rollout.stats.seconds),
         }
         return DataProto.from_dict({**columns, "rollout_log_probs": log_probs}, meta_info={"metrics": metrics})
+
+    def _generate(self, prompts: list[list[int]], params: SamplingParams, sample_ids: list[int]) -> list[Generation]:
+        """With the weights of now, and their memory given back where rollout.free_cache_engine says so."""
+        self.rollout.wake()
+        if self.rollout.copies_weights:
+            self.rollout.load_weights(self.engine.weights(), self.version)
+        with nullcontext() if self.rollout.copies_weights else self.engine.loaded():
+            answers = self.rollout.generate(prompts, params, sample_ids)
+        if self.config.rollout.free_cache_engine:
+            self.rollout.sleep()
+        return answers
 
     # ---- log-probs ----------------------------------------------------------------------------------------------
 

@@ -1,6 +1,8 @@
 """From the sections of the configuration to the plain values that engines and rollouts take."""
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -63,6 +65,21 @@ def has_adapters(model: tree_model.ModelConfig) -> bool:
     return model.lora_rank > 0 or model.lora_adapter_path is not None
 
 
+def load_tokenizer(model: tree_model.ModelConfig) -> Any:
+    """The tokenizer beside the model, or of model.tokenizer_path. Raises ValueError when there is none."""
+    from transformers import AutoTokenizer
+
+    path = model.tokenizer_path or model.path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        where = f"in {path!r}" if Path(path).is_dir() else f"there is no folder {path!r}, and as a name of the hub"
+        raise ValueError(f"no tokenizer: {where}: {error}") from error
+    if model.custom_chat_template is not None:
+        tokenizer.chat_template = model.custom_chat_template
+    return tokenizer
+
+
 def optimizer_config(optim: tree_model.OptimConfig, total_training_steps: int) -> OptimizerConfig:
     """An `optim` section. total_training_steps: the run's, where the section leaves its own open."""
     total = optim.total_training_steps if optim.total_training_steps > 0 else total_training_steps
@@ -108,26 +125,37 @@ def make_engine(
 
 
 def make_rollout(engine: HFEngine, config: tree_rollout.RolloutConfig, pad_token_id: int) -> RolloutEngine:
-    """Generation on the engine's own module where that is whole, else on a replica of its weights."""
-    if engine.whole:
-        return _rollout_on(engine.module, engine.config.compute_dtype, config, pad_token_id)
+    """Generation on the engine's own module where that holds the weights as they are, else on a replica of them.
+
+    They are not in the module where they are sharded, and where adapters lie beside them that must be merged first;
+    transformers' `generate` computes with adapters as they are.
+    """
+    if engine.whole and (engine.config.lora is None or config.name == "hf"):
+        return rollout_on(engine.module, engine.config.compute_dtype, config, pad_token_id)
     narrow = dataclasses.replace(engine.config, model_dtype=engine.config.compute_dtype, lora=None)
     module = empty_module(narrow).to_empty(device=narrow.device).requires_grad_(False)
     module.tie_weights()  # each got memory of its own
     for name, buffer in engine.module.named_buffers():
         module.get_buffer(name).copy_(buffer)
-    return ReplicaRollout(_rollout_on(module, narrow.compute_dtype, config, pad_token_id), module)
+    return ReplicaRollout(rollout_on(module, narrow.compute_dtype, config, pad_token_id), module)
 
 
-def _rollout_on(
-    module: torch.nn.Module, dtype: torch.dtype, config: tree_rollout.RolloutConfig, pad_token_id: int
+def rollout_on(
+    module: torch.nn.Module, dtype: torch.dtype, config: tree_rollout.SamplingConfig, pad_token_id: int
 ) -> RolloutEngine:
-    """The engine that `rollout.name` asks for. dtype: of its forward pass."""
-    if config.name == "native":
-        own = next(module.parameters()).dtype
-        kept = None if dtype == own else dtype
-        return NativeRollout(module, pad_token_id=pad_token_id, dtype=kept, max_rows=config.max_num_seqs)
-    return HFRollout(module, pad_token_id, max_rows=config.max_num_seqs, compute_dtype=dtype)
+    """The engine that `rollout.name` asks for. dtype: of the training computation."""
+    if config.name == "hf":
+        return HFRollout(module, pad_token_id, max_rows=config.max_num_seqs, compute_dtype=dtype)
+    if config.dtype != "auto":
+        dtype = resolve_dtype(config.dtype, module.device)
+    return NativeRollout(
+        module,
+        pad_token_id=pad_token_id,
+        dtype=None if dtype == next(module.parameters()).dtype else dtype,
+        max_rows=config.max_num_seqs,
+        memory_share=config.gpu_memory_utilization,
+        graphs=not config.enforce_eager,
+    )
 
 
 def micro_batching(rows: int | None, dynamic: bool, tokens: int) -> MicroBatching:
@@ -151,6 +179,7 @@ def sampling_params(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=rollout.min_p if mode == "train" else 0.0,
         seed=rollout.seed,
         ignore_eos=rollout.ignore_eos,
     )

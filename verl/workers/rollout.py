@@ -11,15 +11,10 @@ from verl.engines.model import ModelConfig, load_module
 from verl.protocol import DataProto
 from verl.registry import import_module
 from verl.rollout.base import RolloutEngine, SamplingParams
-from verl.rollout.hf import HFRollout
-from verl.rollout.native import NativeRollout
 from verl.single_controller import Dispatch, Worker, register
 from verl.utils.device import resolve_device, resolve_dtype
 from verl.utils.rng import fork_seed
-from verl.workers.build import lora_config
-
-ROLLOUT_ENGINES: dict[str, type[RolloutEngine]] = {"hf": HFRollout, "native": NativeRollout}
-"""`rollout.name` -> the engine, for those that generate with the module they are given."""
+from verl.workers.build import lora_config, rollout_on
 
 
 class RolloutWorker(Worker):
@@ -59,15 +54,14 @@ class RolloutWorker(Worker):
         )
         if lora is not None:
             module = merge_adapters(module)
-        self.engine: RolloutEngine = ROLLOUT_ENGINES[rollout.name](
-            module, pad_token_id=pad_token_id, max_rows=rollout.max_num_seqs
-        )
+        self.engine: RolloutEngine = rollout_on(module, dtype, rollout, pad_token_id)
         self.params = SamplingParams(
             max_tokens=rollout.response_length,
             stop_token_ids=stop_token_ids,
             temperature=rollout.temperature,
             top_k=rollout.top_k,
             top_p=rollout.top_p,
+            min_p=rollout.min_p,
             seed=rollout.seed,
             ignore_eos=rollout.ignore_eos,
         )
@@ -81,9 +75,7 @@ class RolloutWorker(Worker):
         """
         rows = zip(batch.non_tensor_batch["uid"], batch.non_tensor_batch["sample_index"])
         sample_ids = [fork_seed(str(uid), int(index)) for uid, index in rows]
-        self.engine.wake()
         answers = self.engine.generate(list(batch.non_tensor_batch["prompt_ids"]), self.params, sample_ids)
-        self.engine.sleep()
         return DataProto.from_dict(
             non_tensors={
                 "response_ids": [np.array(answer.token_ids, dtype=np.int32) for answer in answers],
