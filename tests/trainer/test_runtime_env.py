@@ -103,7 +103,7 @@ def test_workers_have_the_folder_that_was_sent_and_the_variables_that_were_given
 
     fill(tmp_path / "mine", {"my_ideas.py": 3, "model.safetensors": 9, "notes/a.txt": 9})
     sent = "ray_kwargs.ray_init.runtime_env"
-    cluster = ["trainer.backend=ray", "trainer.device=cpu", "ray_kwargs.ray_init.num_cpus=2", "ray_kwargs.ray_init.address=local"]
+    cluster = ["trainer.backend=ray", "trainer.device=cpu", "ray_kwargs.ray_init={num_cpus: 2, address: local}"]
     given = [f"{sent}.working_dir={tmp_path / 'mine'}", f"{sent}.excludes=[/notes/]", f"{sent}.env_vars.HERE=7"]
     given += ["trainer.worker_env.NCCL_SOCKET_IFNAME=lo", "algorithm.name=grpo"]
     (tmp_path / "mine/my_ideas.py").write_text("x=1")
