@@ -181,8 +181,8 @@ def start_model(task: str, out: Path) -> Path:
 
 def spread(curves: list[Curve], of: Callable[[Curve], float | None]) -> list[float | None]:
     """Median, lowest and highest over the seeds. None, which stands for never, is above every number."""
-    values = sorted(math.inf if (value := of(curve)) is None else value for curve in curves)
-    found = (values[len(values) // 2], values[0], values[-1])
+    values = [math.inf if (value := of(curve)) is None else value for curve in curves]
+    found = (statistics.median(values), min(values), max(values))
     return [None if value == math.inf else round(value, 3) for value in found]
 
 

@@ -62,6 +62,10 @@ def _checks(config: DPOConfig) -> dict[str, tuple[bool, str]]:
             config.dpo.answers == "file" and (policy.rollout.n != 2 or config.algorithm.filter_groups.enable),
             "file gives two answers to a prompt: use actor_rollout_ref.rollout.n=2, without algorithm.filter_groups",
         ),
+        "dpo.label_smoothing": (
+            config.dpo.loss_type == "ipo" and config.dpo.label_smoothing > 0,
+            "changes nothing with dpo.loss_type=ipo: leave it at 0",
+        ),
         "algorithm.adv_estimator": (
             config.algorithm.adv_estimator != "grpo",
             "DPO estimates no advantages; leave it at grpo, whose operator is taken out",
