@@ -41,6 +41,7 @@ class SlotCache:
             for window in sorted({layer.window for layer in decoder.layers}, key=lambda w: (w is None, w))
         }
         self.slots, self.length = slots, length
+        self.seat(torch.zeros(0, dtype=torch.int64, device=like.device))
 
     def move(self, source: int, target: int) -> None:
         """Give the row of slot `source` the slot `target`."""
@@ -62,22 +63,31 @@ class SlotCache:
         self.keys[layer][..., : stored.shape[1]].index_copy_(0, slots, keys.permute(0, 2, 3, 1))
         self.values[layer][:, :, : stored.shape[1]].index_copy_(0, slots, values.transpose(1, 2))
 
-    def advance(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Let rows 0 .. B - 1 see the column of their `positions` (B,). Returns where `append` is to write."""
-        keys, values, write = ((begins[: len(positions)] + positions[:, None]).view(-1) for begins in self._begins)
+    def seat(self, positions: torch.Tensor) -> None:
+        """Rows 0 .. B - 1 are to be written at `positions` (B,) next."""
+        self.positions = positions.clone()
+        self._write = [(begins[: len(positions)] + positions[:, None]).view(-1) for begins in self._begins]
+
+    def open_next(self) -> None:
+        """Let each row see the column that it is to be written at."""
+        write = self._write[2]
         for window, mask in self.masks.items():
             flat = mask.view(-1)
             if window is not None:  # one column falls out of the window; while none does, the next line undoes this one
-                flat.index_fill_(0, torch.where(positions >= window, write - window, write), float("-inf"))
+                flat.index_fill_(0, torch.where(self.positions >= window, write - window, write), float("-inf"))
             flat.index_fill_(0, write, 0.0)
-        return keys, values
 
-    def append(self, layer: int, where: tuple[torch.Tensor, torch.Tensor], stored: torch.Tensor) -> None:
-        """Write one token of each row, keys and values stored (B, 2 HK, D), where `advance` said."""
+    def append(self, layer: int, stored: torch.Tensor) -> None:
+        """Write one token of each row: keys and values stored (B, 2 HK, D)."""
         keys, values = stored.chunk(2, 1)
         size = stored.shape[2]
-        self.keys[layer].view(-1).index_copy_(0, where[0], keys.reshape(-1))
-        self.values[layer].view(-1, size).index_copy_(0, where[1], values.reshape(-1, size))
+        self.keys[layer].view(-1).index_copy_(0, self._write[0], keys.reshape(-1))
+        self.values[layer].view(-1, size).index_copy_(0, self._write[1], values.reshape(-1, size))
+
+    def advance(self) -> None:
+        """On to the next column of every row."""
+        for at in (self.positions, *self._write):
+            at.add_(1)
 
 
 #: takes (layer, which prompts, keys and values (count, T, 2 HK, D)); T is that of the longest, what follows a prompt is
@@ -206,20 +216,25 @@ class TorchDecoder(Layers):
 
         return self.prompts(prompts, store)
 
-    def step(self, tokens: torch.Tensor, positions: torch.Tensor, longest: int) -> torch.Tensor:
-        """tokens, positions: (B,) of rows 0 .. B - 1; longest: 1 + the largest position. Logits (B, V) float32."""
+    def seat(self, positions: torch.Tensor) -> None:
+        """The next `step` is of rows 0 .. B - 1 at `positions` (B,), those after it each one further."""
+        self.cache.seat(positions)
+
+    def step(self, tokens: torch.Tensor, longest: int) -> torch.Tensor:
+        """tokens: (B,) of rows 0 .. B - 1; longest: 1 + the largest position. Logits (B, V) float32."""
         decoder, cache = self.decoder, self.cache
-        rows = len(tokens)
-        where = cache.advance(positions)
+        rows, positions = len(tokens), cache.positions
+        cache.open_next()
         masks = {window: mask[:rows, None, None, :longest] for window, mask in cache.masks.items()}
         tables = [tuple(t[positions, None] for t in table) for table in self.tables]
         x = decoder.embed(tokens)
         for index, layer in enumerate(decoder.layers):
             qkv = self._qkv(layer, x, tables[layer.rope])
-            cache.append(index, where, qkv[:, decoder.heads :])
+            cache.append(index, qkv[:, decoder.heads :])
             keys, values = cache.keys[index][:rows, ..., :longest], cache.values[index][:rows, :, :longest]
             attended = self._attend(qkv[:, : decoder.heads], keys, values, masks[layer.window])
             x = self._finish(layer, x, attended)
+        cache.advance()
         return decoder.logits(x)
 
     def _attend(
