@@ -1,11 +1,11 @@
 """How fast is the update of the policy? One JSON line per measurement, a table at the end.
 
     python benchmarks/train_step.py                         # one GPU: attention, last projection, updates
-    python benchmarks/train_step.py --only rl --variants plain,fused
+    python benchmarks/train_step.py --suite rl --variants plain,fused --profile
     python benchmarks/train_step.py --suite cpu             # any machine, tiny
 
 `rl`: 512 answers of 128 + 512 tokens at the shape of Qwen2.5-0.5B: the update (policy loss with KL, entropy not in the
-loss; one optimizer step) and the pass of the reference. `context`: rows of 16k and 64k tokens at the shapes of Qwen3.
+loss; one optimizer step) and the pass of the reference. `16k`, `long`: such rows at the shapes of Qwen3.
 Weights are random. Variants: `transformers` (the model as it comes, padded batches through SDPA, log-probs in chunks of
 float32 logits that are computed again in the backward pass), and the engine with each of its `kernels`.
 
@@ -110,11 +110,11 @@ class Work:
 WORKS = {
     "cpu": [Work("rl", "0.43M", 128, 16, 64, 16384)],
     "rl": [Work("rl", "0.5B", 512, 128, 512, 16384)],
-    "context": [
-        Work("context", "0.6B", 8, 512, 15872, 16384),
-        Work("context", "0.6B", 2, 512, 65024, 65536, checkpointing=True),
-        Work("context", "4B", 4, 512, 15872, 16384, checkpointing=True),
-        Work("context", "4B", 1, 512, 65024, 65536, checkpointing=True),
+    "16k": [Work("16k", "0.6B", 8, 512, 15872, 16384)],
+    "long": [
+        Work("64k", "0.6B", 2, 512, 65024, 65536, checkpointing=True),
+        Work("16k", "4B", 4, 512, 15872, 16384, checkpointing=True),
+        Work("64k", "4B", 1, 512, 65024, 65536, checkpointing=True),
     ],
 }
 SETTINGS = {"clip_ratio": 0.2, "entropy_coeff": 0.0, "use_kl_loss": True, "kl_loss_coef": 1e-3, "kl_loss_type": "k3"}
@@ -154,8 +154,8 @@ class Transformers:
         torch.manual_seed(0)
         self.work, self.device = work, device
         config = AutoConfig.from_pretrained(folder)
-        self.module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-        self.module.to(device)
+        with device:
+            self.module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
         if work.checkpointing:
             self.module.train()
             self.module.gradient_checkpointing_enable({"use_reentrant": False})
@@ -239,7 +239,10 @@ def measure(work: Work, variant: str, args: argparse.Namespace, flops: float) ->
         torch.cuda.reset_peak_memory_stats()
     updates = [seconds_of(lambda: built.update(batch), device) for _ in range(args.repeats)]
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
-    passes = [seconds_of(lambda: built.reference(batch), device) for _ in range(args.repeats + 1)][1:]
+    built.reference(batch)
+    passes = [seconds_of(lambda: built.reference(batch), device) for _ in range(args.repeats)]
+    if args.profile:
+        print(profile(built, batch, device), flush=True)
     update, reference = (statistics.median(s for s, _ in found) for found in (updates, passes))
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu x {torch.get_num_threads()}"
     rate = DATASHEET_TFLOPS.get(name)
@@ -266,6 +269,17 @@ def measure(work: Work, variant: str, args: argparse.Namespace, flops: float) ->
     }
 
 
+def profile(built: Engine | Transformers, batch: DataProto, device: torch.device) -> str:
+    """Where the time of an update goes: the operations or kernels that take most."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    with record(activities=[ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU]) as found:
+        built.update(batch)
+    kind = f"self_{device.type}_time_total"
+    return found.key_averages().table(sort_by=kind, row_limit=28, max_name_column_width=70)
+
+
 def free() -> None:
     gc.collect()
     if torch.cuda.is_available():
@@ -275,12 +289,13 @@ def free() -> None:
 def parse() -> argparse.Namespace:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", choices=WORKS, action="append", help="default: rl and context on a GPU, else cpu")
+    parser.add_argument("--suite", choices=WORKS, action="append", help="default: rl, 16k and long on a GPU, else cpu")
     parser.add_argument("--variants", default="transformers,plain,fused,compiled" if gpu else "transformers,plain")
     parser.add_argument("--shapes", help="only works of these shapes, separated by commas")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cuda" if gpu else "cpu")
     parser.add_argument("--threads", type=int, help="of the CPU")
+    parser.add_argument("--profile", action="store_true", help="print where the time of an update goes, too")
     parser.add_argument("--out", type=Path, help="also append the lines to this file")
     return parser.parse_args()
 
@@ -297,7 +312,7 @@ def main() -> None:
     args = parse()
     if args.threads:
         torch.set_num_threads(args.threads)
-    suites = args.suite or (["rl", "context"] if args.device == "cuda" else ["cpu"])
+    suites = args.suite or (["rl", "16k", "long"] if args.device == "cuda" else ["cpu"])
     works = [work for suite in suites for work in WORKS[suite]]
     if args.shapes:
         works = [work for work in works if work.shape in args.shapes.split(",")]

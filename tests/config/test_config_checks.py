@@ -128,22 +128,26 @@ def test_ranks_that_share_sequences_must_divide_the_ranks_and_share_rows():
     load(*odd, even, f"{ACTOR}fsdp_config.tensor_parallel_size=2")
 
 
+def test_variables_of_the_workers_are_text_and_not_those_of_their_place():
+    config = load("trainer.worker_env.NCCL_IB_DISABLE=1", "trainer.worker_env.NCCL_SOCKET_IFNAME=^lo,docker")
+    assert config.trainer.worker_env == {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "^lo,docker"}
+    assert "is set for each worker by its place" in problem_of("trainer.worker_env.MASTER_ADDR=other")
+
+
 def test_resuming_a_fine_tuning():
     assert "trainer.resume_mode=resume_path" in problem_of("trainer.resume_from_path=x", tree=SFTConfig)
 
 
 def test_what_is_not_built_is_refused_by_name():
-    config = load(
-        f"{ROLLOUT}name=vllm", f"{ROLLOUT}tensor_model_parallel_size=2", "actor_rollout_ref.model.use_liger=true"
-    )
+    config = load(f"{ROLLOUT}name=vllm", f"{ROLLOUT}tensor_model_parallel_size=2", "algorithm.use_pf_ppo=true")
     built = {"rollout.name": {"hf", "native"}, "tensor_model_parallel_size": {1}}
     with pytest.raises(ConfigError) as error:
         check_available(config, built)
     assert [str(problem) for problem in error.value.problems] == [
-        "actor_rollout_ref.model.use_liger: true is not built yet: " + NOT_BUILT["use_liger"],
         "actor_rollout_ref.rollout.name: 'vllm' (text) is not built yet: use hf, native",
         "actor_rollout_ref.rollout.tensor_model_parallel_size: 2 is not built yet: "
         + INSTEAD["tensor_model_parallel_size"],
+        "algorithm.use_pf_ppo: true is not built yet: " + NOT_BUILT["algorithm.use_pf_ppo"],
     ]
     check_available(load())
     check_available(load(tree=SFTConfig))
@@ -194,7 +198,7 @@ def test_the_words_for_epochs_tokens_and_a_critic_that_differs():
     assert batch_words(config) == (
         "64 prompts x 8 samples = 512 responses a step; "
         "4 updates of 256 responses (2 passes); micro-batches of 30 (9 per update, the last of 16); "
-        "the critic: 4 updates of 256 responses (2 passes); micro-batches of up to 32768 tokens"
+        "the critic: 4 updates of 256 responses (2 passes); micro-batches as memory allows"
     )
 
 

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl.data.sequences import build_sequences
-from verl.engines import attention, logits
+from verl.engines import attention, logits, memory
 from verl.engines.base import MicroBatching, OptimizerConfig
 from verl.engines.hf import HFEngine
 from verl.engines.micro_batch import Packing
@@ -36,6 +36,24 @@ def test_rows_by_the_variable_length_kernel(heads, key_heads, dim, window):
     out, _ = attention.packed_attention(None, *wide, None, packing, sliding_window=window)
     expected = [out, *torch.autograd.grad(out, wide, g.double())]
     assert max(map(apart, found, expected)) < 1e-2
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "dim"), [(14, 2, 64), (16, 8, 128)])
+@pytest.mark.parametrize("lengths", [[4096], [5003, 3700], [1, 9000]])
+def test_long_rows_one_by_one(heads, key_heads, dim, lengths, monkeypatch):
+    torch.manual_seed(0)
+    packing = Packing.of(torch.tensor(lengths).cuda())
+    n = sum(lengths)
+    shapes = [(1, heads, n, dim), (1, key_heads, n, dim), (1, key_heads, n, dim)]
+    q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes)
+    g = torch.randn(1, n, heads, dim, device="cuda", dtype=torch.bfloat16)
+    assert attention._goes_by_row(packing, q) == attention._fast_cudnn(q.device)
+    found = {}
+    for by_row in (True, False):
+        monkeypatch.setattr(attention, "_goes_by_row", lambda *_, by_row=by_row: by_row)
+        out, _ = attention.packed_attention(None, q, k, v, None, packing)
+        found[by_row] = [out, *torch.autograd.grad(out, (q, k, v), g)]
+    assert max(map(apart, found[True], found[False])) < 1e-2
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -91,3 +109,19 @@ def test_kernels_give_the_gradient_of_plain_layers(kind, kernels, tmp_path):
     (ours, gradients), (expected, exact) = found[kernels], found["plain"]
     assert (ours - expected).abs().mean() < 5e-3
     assert {n: round(apart(gradients[n], exact[n]), 3) for n in exact if apart(gradients[n], exact[n]) > 0.05} == {}
+
+
+def test_activations_per_token_are_what_the_device_allocates(tmp_path):
+    sizes = dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8)
+    config = AutoConfig.for_model("qwen2", **sizes, num_key_value_heads=2, vocab_size=331)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    made = engine(tmp_path, "fused", torch.bfloat16)
+    kept = memory.measure_kept(made._trial, made.module, made.model.vocab_size)
+    used = []
+    for tokens in (2048, 6144):
+        before = torch.cuda.memory_allocated()
+        outputs = made._trial(tokens)
+        used.append(torch.cuda.memory_allocated() - before)
+        del outputs
+    per_token = (used[1] - used[0]) / 4096
+    assert per_token == pytest.approx(kept.plain * 4 / (4 + memory.WORKING_LAYERS), rel=0.1)

@@ -127,7 +127,15 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(REWARD_FUNCTION_REGISTRY))
+def test_the_score_of_a_reward_model_is_handed_on():
+    score = resolve_reward_function(registered="model_score")
+    answer = {"data_source": "any", "solution_str": "yes", "ground_truth": None}
+    assert score(**answer, extra_info={"rm_score": -1.5}) == -1.5
+    with pytest.raises(ValueError, match=r"set reward\.reward_model\.enable=true"):
+        score(**answer, extra_info={})
+
+
+@pytest.mark.parametrize("name", sorted({*REWARD_FUNCTION_REGISTRY} - {"model_score"}))
 def test_every_registered_function_keeps_the_contract(name):
     truth, right, wrong, kwargs = EXAMPLES.get(name, ("7", "#### 7", "#### 8", {}))
     function = resolve_reward_function(registered=name, reward_kwargs=kwargs)

@@ -151,7 +151,7 @@ def test_settings(complaint, overrides, message):
         ("engine.actor_type=megatron", "'megatron' (text) is not built yet: use fsdp"),
         ("engine.critic_type=megatron", "'megatron' (text) is not built yet: use fsdp"),
         ("trainer.backend=megatron", "'megatron' (text) is not built yet: use fsdp"),
-        ("reward_model.enable=true", "not built yet: score by a function"),
+        ("reward_model.enable=true", "reward.reward_model.model_path: null, but reward.reward_model.enable is true"),
         (ROLLOUT + "multi_turn.enable=true", "only verl's default false is accepted here: answers of one turn"),
         ("trainer.nnodes=2", "this trainer runs on one host: set trainer.nnodes=1"),
     ],

@@ -80,5 +80,6 @@ def test_ray_gives_the_numbers_of_one_process(settings):
         "trainer.backend=ray",
         "trainer.device=cpu",
         "ray_kwargs.ray_init.num_cpus=4",
+        "ray_kwargs.ray_init.address=local",  # and no cluster that is running here
     ]
     compare(run(chosen, *remote, trainer_class=RayPPOTrainer), run(chosen))

@@ -81,6 +81,7 @@ def test_pools_of_ray_overlap_with_the_same_numbers(settings):
     from verl.trainer.ray_trainer import RayPPOTrainer
 
     remote = ["trainer.backend=ray", "trainer.device=cpu", "ray_kwargs.ray_init.num_cpus=4"]
+    remote += ["ray_kwargs.ray_init.address=local"]  # and no cluster that is running here
     expected, _, _ = run(settings)
     found, pipeline, spans = run(settings, *APART, *remote, trainer_class=RayPPOTrainer)
     check_spans(pipeline, spans)

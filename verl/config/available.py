@@ -27,15 +27,11 @@ INSTEAD: dict[str, str] = {
 
 
 NOT_BUILT: dict[str, str] = {
-    "use_liger": "use false",
-    "use_fused_kernels": "log-probs are computed in chunks already: use false",
     "actor_rollout_ref.hybrid_engine": "policy and rollout live in one process: use true",
     "data.validation_shuffle": "the order of validation rows changes no result: use false",
     "algorithm.use_pf_ppo": "use false",
-    "reward.reward_model.enable": "score by a function: reward.custom_reward_function.path",
     "reward.sandbox_fusion.url": "code is not run by a service: leave it null",
     "trainer.log_val_generations": "use trainer.validation_data_dir, which keeps all of them",
-    "placement.reward_devices": "rewards are computed by functions: leave it out",
 }
 """End of a dotted key -> what to do instead of setting it to anything but its default."""
 
@@ -57,6 +53,12 @@ NO_EFFECT: dict[tuple[str, str], tuple[str, ...]] = {
         "enforce_eager",
         "free_cache_engine",
         *_OTHER_ENGINES,
+    ),
+    ("reward.reward_model.enable", False): (
+        "reward.reward_model.model_path",
+        "reward.reward_model.tokenizer_path",
+        "reward.reward_model.custom_chat_template",
+        "reward.reward_model.micro_batch_size_per_gpu",
     ),
     ("trainer.backend", "local"): ("ray_kwargs.ray_init", "ray_kwargs.timeline_json_file"),
     ("algorithm.use_kl_in_reward", False): (

@@ -13,7 +13,7 @@ from verl.config.tree_sft import SFTConfig, SFTDataConfig, SFTTrainerConfig
 
 _ACTOR = "actor_rollout_ref.actor."
 _ROLLOUT = "actor_rollout_ref.rollout."
-_MODELS = ("actor_rollout_ref.model.path", "critic.model.path", "model.path")
+_MODELS = ("actor_rollout_ref.model.path", "critic.model.path", "model.path", "reward.reward_model.model_path")
 _FILES = ("data.train_files", "data.val_files", "data.path")
 
 
@@ -21,7 +21,7 @@ def check_tree(config: Tree) -> list[Problem]:
     """Everything that does not fit together in a configuration, whatever is in it."""
     match config:
         case Config():
-            parts = (_batches, _ranks, _sampling, _groups, _kl, _losses, _rewards)
+            parts = (_batches, _ranks, _worker_env, _sampling, _groups, _kl, _losses, _rewards, _kernels)
             return [*_resume(config.trainer), *(problem for part in parts for problem in part(config))]
         case SFTConfig():
             return [*_resume(config.trainer), *_custom_class(config.data)]
@@ -81,6 +81,15 @@ def _ranks(config: Config) -> Iterator[Problem]:
                 f"{prefix}ppo_mini_batch_size",
                 f"{mini} prompts x {n} samples are {mini * n} responses, which do not divide over {ranks} ranks",
             )
+
+
+_SET_FOR_WORKERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_SET_FOR_WORKERS |= {"CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
+
+
+def _worker_env(config: Config) -> Iterator[Problem]:
+    for name in _SET_FOR_WORKERS & config.trainer.worker_env.keys():
+        yield Problem(f"trainer.worker_env.{name}", "is set for each worker by its place: leave it out")
 
 
 def _divisors_near(number: int, wanted: int) -> str:
@@ -160,6 +169,18 @@ def _rewards(config: Config) -> Iterator[Problem]:
     if (manager.source == "importlib") != (manager.module.path is not None):
         yield Problem("reward.reward_manager.module.path", "goes together with reward.reward_manager.source=importlib")
     yield from _custom_class(config.data)
+
+
+def _kernels(config: Config) -> Iterator[Problem]:
+    policy, critic = config.actor_rollout_ref, config.critic
+    engines = {
+        f"{_ACTOR}fsdp_config": (policy.model, policy.actor.fsdp_config),
+        "actor_rollout_ref.ref.fsdp_config": (policy.model, policy.ref.fsdp_config),
+        "critic.fsdp": (critic.model, critic.fsdp),
+    }
+    for section, (model, engine) in engines.items():
+        if model.use_liger and engine.use_torch_compile:
+            yield Problem(f"{section}.use_torch_compile", "true, and model.use_liger too: choose one of them")
 
 
 def _custom_class(data: DataConfig | SFTDataConfig) -> Iterator[Problem]:

@@ -79,6 +79,11 @@ _OLDER = {
     "reward_model.num_workers": "reward.num_workers",
     "reward_model.enable": "reward.reward_model.enable",
     "reward_model.model.path": "reward.reward_model.model_path",
+    "reward_model.model.trust_remote_code": "reward.reward_model.trust_remote_code",
+    "reward_model.model.use_remove_padding": "reward.reward_model.use_remove_padding",
+    "reward_model.model.fsdp_config.*": "reward.reward_model.fsdp.*",
+    "reward_model.use_dynamic_bsz": "reward.reward_model.use_dynamic_bsz",
+    "reward_model.forward_max_token_len_per_gpu": "reward.reward_model.forward_max_token_len_per_gpu",
     "reward_model.micro_batch_size_per_gpu": "reward.reward_model.micro_batch_size_per_gpu",
     _ARR + "actor.grad_clip": _ARR + "actor.optim.clip_grad",
     "critic.grad_clip": "critic.optim.clip_grad",
@@ -98,6 +103,8 @@ _OLDER = {
     "critic.ulysses_sequence_parallel_size": "critic.fsdp.ulysses_sequence_parallel_size",
     _ARR + "actor.use_remove_padding": _ARR + "model.use_remove_padding",
     _ARR + "actor.use_fused_kernels": _ARR + "model.use_fused_kernels",
+    _ARR + "actor.use_torch_compile": _ARR + "actor.fsdp_config.use_torch_compile",
+    _ARR + "ref.use_torch_compile": _ARR + "ref.fsdp_config.use_torch_compile",
     _ARR + "actor.rollout_n": _ARR + "rollout.n",
     _ARR + "ref.rollout_n": _ARR + "rollout.n",
     "critic.rollout_n": _ARR + "rollout.n",
@@ -163,6 +170,7 @@ _COMPUTED = {
         _ARR + "rollout.log_prob_micro_batch_size",
         "critic.ppo_micro_batch_size",
         "critic.forward_micro_batch_size",
+        "reward.reward_model.micro_batch_size",
     )
 }
 

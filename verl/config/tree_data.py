@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 from verl.config.node import FilePath, FilePaths, Node, key, part
+from verl.config.tree_model import EngineConfig
 
 
 class CustomClassConfig(Node):
@@ -64,7 +65,14 @@ class RewardModelConfig(Node):
 
     enable: bool = key(False, "score by a model")
     model_path: FilePath | None = key(None, "HuggingFace sequence-classification model: a directory or an id")
-    micro_batch_size_per_gpu: int | None = key(None, "sequences per forward pass; null: the whole batch", ge=1)
+    tokenizer_path: FilePath | None = key(None, "directory of its tokenizer where that is not beside the model")
+    custom_chat_template: str | None = key(None, "Jinja chat template instead of its tokenizer's own")
+    trust_remote_code: bool = key(False, "run the Python code that comes with the model or its tokenizer")
+    use_remove_padding: bool = key(True, "compute no padding: rows are packed one after another")
+    micro_batch_size_per_gpu: int | None = key(None, "sequences per forward pass; null: by tokens", ge=1)
+    use_dynamic_bsz: bool = key(False, "micro-batches by tokens")
+    forward_max_token_len_per_gpu: int = key(32768, "tokens in a micro-batch of one rank", ge=1)
+    fsdp: EngineConfig = part(EngineConfig, "precision, sharding and offloading")
 
 
 class SandboxConfig(Node):

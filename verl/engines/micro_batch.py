@@ -14,16 +14,19 @@ from verl.engines.base import MicroBatching, Tensors
 from verl.engines.sequence_parallel import SequenceRanks
 from verl.utils.balance import token_budget_micro_batches
 
+#: tokens that keep a GPU busy: larger micro-batches take more memory and gain next to nothing
+ENOUGH_TOKENS = 16384
+
 
 @dataclass(frozen=True)
 class Packing:
     """Where the rows of a packed sequence lie. N tokens of b rows, the longest of L tokens.
 
-    slots: (N,) index of each token in the (b * L) right-padded layout. lengths: (b,). cu_seqlens: (b+1,) int32.
+    slots: (N,) index of each token in the (b * L) right-padded layout. cu_seqlens: (b+1,) int32. lengths: of the rows.
     ranks: those that share the N tokens; None where this process computes them all.
     """
 
-    lengths: torch.Tensor
+    lengths: tuple[int, ...]
     cu_seqlens: torch.Tensor
     slots: torch.Tensor
     max_length: int
@@ -31,15 +34,17 @@ class Packing:
 
     @property
     def rows(self) -> int:
-        return self.lengths.numel()
+        return len(self.lengths)
 
     @classmethod
     def of(cls, lengths: torch.Tensor) -> "Packing":
-        longest = int(lengths.max())
+        known = tuple(lengths.tolist())
+        longest = max(known)
         starts = pad(lengths.cumsum(0), (1, 0))
-        row = torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)
+        rows = torch.arange(lengths.numel(), device=lengths.device)
+        row = torch.repeat_interleave(rows, lengths, output_size=sum(known))
         within = torch.arange(row.numel(), device=lengths.device) - starts[row]
-        return cls(lengths, starts.to(torch.int32), row * longest + within, longest)
+        return cls(known, starts.to(torch.int32), row * longest + within, longest)
 
 
 @dataclass(frozen=True)
@@ -87,10 +92,16 @@ def row_lengths(attention_mask: torch.Tensor) -> list[int]:
     return attention_mask.sum(1).tolist()
 
 
+def token_budget(lengths: list[int], micro: MicroBatching) -> int | None:
+    """The most tokens of a micro-batch, None where they are not what limits it."""
+    return max(ENOUGH_TOKENS, *lengths) if micro.tokens == "auto" else micro.tokens
+
+
 def plan(lengths: list[int], micro: MicroBatching) -> list[list[int]]:
     """Row indices of each micro-batch; every row is in exactly one."""
-    if micro.tokens is not None:
-        return token_budget_micro_batches(lengths, micro.tokens)
+    budget = token_budget(lengths, micro)
+    if budget is not None:
+        return token_budget_micro_batches(lengths, budget)
     size = micro.rows or len(lengths)
     return [list(range(i, min(i + size, len(lengths)))) for i in range(0, len(lengths), size)]
 

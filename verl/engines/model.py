@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,8 +23,10 @@ logger = logging.getLogger("verl.engines")
 class ModelConfig:
     """Where a model comes from and how it computes.
 
-    path: HuggingFace id or folder. kind: "causal_lm" (policy, reference) or "value" (critic: one number per token).
+    path: HuggingFace id or folder. kind: "causal_lm" (policy, reference), "value" (critic: one number per token) or
+    "reward" (the same numbers, of a sequence classifier that is complete).
     model_dtype: dtype of the parameters. compute_dtype: dtype of the forward pass (autocast when it differs).
+    gradient_checkpointing: compute activations again in the backward pass; "auto": where memory asks for it (`memory`).
     override_config: values set in the HuggingFace config. use_remove_padding: packed rows.
     random_init: weights from the config and the seed, nothing loaded (tests, benchmarks).
     lora: adapters to train in place of the weights. kernels: how norms, MLPs and rotary embeddings run (`layers`).
@@ -35,7 +37,7 @@ class ModelConfig:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     model_dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype = torch.float32
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | Literal["auto"] = False
     use_remove_padding: bool = True
     trust_remote_code: bool = False
     override_config: tuple[tuple[str, Any], ...] = ()
@@ -48,7 +50,8 @@ def load_module(config: ModelConfig) -> nn.Module:
     """The model of `config`, dropout off. Raises ValueError that names the path when it cannot be loaded."""
     auto, hf, build = _recipe(config)
     if config.random_init:
-        module = auto.from_config(hf, dtype=config.model_dtype, **build)
+        with config.device:
+            module = auto.from_config(hf, dtype=config.model_dtype, **build)
     else:
         module = _from_pretrained(auto, config, hf, build)
     module = module.to(config.device)
@@ -65,11 +68,20 @@ def empty_module(config: ModelConfig) -> nn.Module:
 
 def _recipe(config: ModelConfig) -> tuple[Any, Any, dict[str, Any]]:
     """The Auto class, the HuggingFace config and the arguments that `config` is built with."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+    )
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    auto = {"causal_lm": AutoModelForCausalLM, "value": AutoModelForTokenClassification}[config.kind]
+    auto = {
+        "causal_lm": AutoModelForCausalLM,
+        "value": AutoModelForTokenClassification,
+        "reward": AutoModelForSequenceClassification,
+    }[config.kind]
     try:
         hf = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except OSError as error:
@@ -84,6 +96,11 @@ def _recipe(config: ModelConfig) -> tuple[Any, Any, dict[str, Any]]:
         setattr(hf, name, value)
     if config.kind == "value":
         hf.num_labels = 1
+    if config.kind == "reward" and hf.num_labels != 1:
+        raise ValueError(
+            f"expected a reward model, a sequence classifier with one label, at {config.path!r}, found "
+            f"{hf.architectures} with {hf.num_labels} labels"
+        )
     build: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     if config.use_remove_padding:
         build["attn_implementation"] = attention.NAME
@@ -120,7 +137,7 @@ def _from_pretrained(auto: Any, config: ModelConfig, hf: Any, build: dict[str, A
 def trunk_and_head(module: nn.Module, kind: str) -> tuple[nn.Module, Callable]:
     """The decoder that gives hidden states, and the function from them to logits or values."""
     trunk = module.base_model
-    if kind == "value":
+    if kind != "causal_lm":
         return trunk, module.score
     projection = module.get_output_embeddings()
     softcap = module.config.to_dict().get("final_logit_softcapping")
@@ -146,16 +163,22 @@ def checked(module: nn.Module, kind: str) -> nn.Module:
     """
     if kind == "value":
         return module
+    if kind == "reward" and "score" not in dict(module.named_children()):
+        raise ValueError(
+            f"{type(module).__name__} is no decoder with a head called `score`: it cannot be a reward model"
+        )
     trunk, head = trunk_and_head(module, kind)
     ids = torch.arange(min(4, module.config.vocab_size), device=module.device)[None]
     implementation = module.config._attn_implementation
     module.set_attn_implementation("eager")
     expected, ours = module(ids).logits, head(trunk(ids).last_hidden_state)
     module.set_attn_implementation(implementation)
+    if kind == "reward":  # a classifier gives the logits of the last token
+        ours = ours[:, -1]
     if not torch.allclose(expected.float(), ours.float(), rtol=1e-3, atol=1e-4):
         raise ValueError(
             f"{type(module).__name__} changes its logits after the last projection in a way this engine does not know; "
-            "its log-probs would be wrong here"
+            "its log-probs or scores would be wrong here"
         )
     return module
 
@@ -187,9 +210,9 @@ class TokenModel(nn.Module):
                 **extra,
             ).last_hidden_state
             states = hidden.flatten(0, 1)[model_input.states]
-            if self.kind == "value":
+            if self.kind != "causal_lm":
                 if set(outputs) != {"values"}:
-                    raise ValueError(f"a critic gives values, not {sorted(set(outputs) - {'values'})}")
+                    raise ValueError(f"a critic or reward model gives values, not {sorted(set(outputs) - {'values'})}")
                 found = {"values": self.head(states)[:, 0]}
             else:
                 found = token_statistics(states, model_input.targets, self.head, self.vocab_size, outputs, temperature)

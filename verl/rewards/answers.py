@@ -37,7 +37,8 @@ def read_answers(data: DataProto, tokenizer: Any, reward_fn_key: str) -> Answers
 
     Reads responses (B, T), attention_mask (B, P + T), response_mask (B, T) where it is there, and the columns
     `reward_fn_key`, reward_model ({"ground_truth": ...}), and extra_info and uid where they are there. To what a row's
-    extra_info holds, "response_length" (in tokens) is added. Raises DataProtoValidationError for a missing column, a
+    extra_info holds, "response_length" (in tokens) is added, and "rm_score", the sum of rm_scores (B, T), where a
+    reward model has given them. Raises DataProtoValidationError for a missing column, a
     row without ground truth, or responses without a token position.
     """
     responses = data.column("responses").cpu()
@@ -72,13 +73,16 @@ def _rows(data: DataProto, texts: list[str], lengths: list[int], reward_fn_key: 
     sources, references = data.column(reward_fn_key), data.column("reward_model")
     extra_infos = data.column("extra_info") if "extra_info" in data else [None] * len(texts)
     uids = data.column("uid") if "uid" in data else [None] * len(texts)
+    given = {"response_length": lengths}
+    if "rm_scores" in data:
+        given["rm_score"] = data.column("rm_scores").sum(1).tolist()
     rows = []
-    for i, (text, length) in enumerate(zip(texts, lengths)):
+    for i, text in enumerate(texts):
         if not isinstance(references[i], Mapping) or "ground_truth" not in references[i]:
             raise DataProtoValidationError(
                 f"column 'reward_model', row {i}: expected a mapping with 'ground_truth', found {references[i]!r}"
             )
-        extra_info = {**(extra_infos[i] or {}), "response_length": length}
+        extra_info = {**(extra_infos[i] or {}), **{name: values[i] for name, values in given.items()}}
         truth = references[i]["ground_truth"]
         rows.append(Row(sources[i], text, truth, extra_info, number=i, total=len(texts), uid=uids[i]))
     return rows

@@ -106,6 +106,11 @@ class ScoreFunction:
         return self if self.route is None else self.route(data_source)
 
     @property
+    def takes_extra_info(self) -> bool:
+        """Whether the function is given extra_info, where facts about an answer stand that others found."""
+        return self.form != "plugin" and _names(self.form)[-1] in self._takes
+
+    @property
     def bounded(self) -> bool:
         """Whether the function ends soon by itself, so that no deadline is needed."""
         return any(self.func is known for known in _BOUNDED)

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from verl.registry import did_you_mean, load_object
-from verl.rewards import accuracy, formats  # noqa: F401 (their functions are registered by this)
+from verl.rewards import accuracy, formats, model_score  # noqa: F401 (their functions are registered by this)
 from verl.rewards.functions import ACCEPTED_FORMS, REWARD_FUNCTION_REGISTRY, ScoreFunction, register_reward
 from verl.rewards.isolation import Outcome
 from verl.rewards.results import BadOutcome, read_outcome

@@ -21,9 +21,10 @@ from verl.trainer.answer_parts import AnswerParts, Answers
 from verl.trainer.generation_flow import Questions, build_generation_flow, check_output, read_questions, write_output
 from verl.trainer.launch import complain
 from verl.trainer.main_ppo import split_arguments
-from verl.trainer.setup import load_tokenizer, stop_token_ids
+from verl.trainer.setup import stop_token_ids
 from verl.utils.device import resolve_device, resolve_dtype
 from verl.utils.log import setup_logging
+from verl.workers.build import load_tokenizer
 from verl.workers.rollout import RolloutWorker
 
 logger = logging.getLogger("verl.trainer")

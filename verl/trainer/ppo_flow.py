@@ -1,6 +1,6 @@
 """The flow of policy optimisation: reading order is running order (where `trainer.overlap` leaves it open, any order).
 
-    prompts -> repeat -> gen -> reward -> [reward_baseline] -> old_log_prob -> [ref] -> [values]
+    prompts -> repeat -> gen -> [rm] -> reward -> [reward_baseline] -> old_log_prob -> [ref] -> [values]
             -> [kl] -> adv -> [update_critic] -> update_actor
 
 Which of the operators in brackets exist follows from what is asked for: an estimator whose signature names `values`
@@ -168,7 +168,29 @@ def _moved_to_the_end(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(scores).scatter(1, last[:, None], scores.sum(1)[:, None])
 
 
-def reward_baseline(roles: Roles, manager: RewardManager) -> Callable[[DataProto], DataProto]:
+def model_scores(roles: Roles) -> Callable[[DataProto], DataProto]:
+    """The reward model's scores, rm_scores. Where its tokenizer is not the policy's it reads raw_prompt."""
+
+    def rm(batch: DataProto) -> DataProto:
+        dialogues = ["raw_prompt"] if "raw_prompt" in batch else []
+        found = roles["reward"].compute_rm_score(batch.select([*SEQUENCES, "response_mask"], dialogues, []))
+        found.meta_info["metrics"] = {"reward/rm_score_mean": found.batch["rm_scores"].sum(1).mean().item()}
+        return found
+
+    return rm
+
+
+def reward_operators(config: tree.Config, roles: Roles, reward: Reward) -> list[Operator]:
+    """From answers to rewards: the reward model's scores, where there is one, and the reward manager's verdict."""
+    writes = ("token_level_scores", "token_level_rewards")
+    reads = ("responses", "response_mask", "data_source", "reward_model")
+    if not config.reward.reward_model.enable:
+        return [Operator("reward", reward, reads, writes, on=CONTROLLER)]
+    rm = Operator("rm", model_scores(roles), (*SEQUENCES, "response_mask"), "rm_scores", on="reward")
+    return [rm, Operator("reward", reward, (*reads, "rm_scores"), writes, on=CONTROLLER)]
+
+
+def reward_baseline(config: tree.Config, roles: Roles, manager: RewardManager) -> Callable[[DataProto], DataProto]:
     """The reward of one greedy answer to each prompt (ReMax, Li et al. 2023, arXiv 2310.10505)."""
 
     def greedy_reward(batch: DataProto) -> DataProto:
@@ -177,6 +199,8 @@ def reward_baseline(roles: Roles, manager: RewardManager) -> Callable[[DataProto
         )
         prompts = batch.select([], None)[first].replace(sample_index=np.zeros(len(uids), dtype=object))
         answered = prompts.union(generate(roles, "greedy")(prompts))
+        if config.reward.reward_model.enable:
+            answered = answered.union(model_scores(roles)(answered))
         scores = manager(answered, return_dict=True)["reward_tensor"].sum(1)
         return DataProto.from_dict(
             {"reward_baselines": scores[group]}, meta_info={"metrics": {"reward/greedy_mean": scores.mean().item()}}
@@ -354,11 +378,11 @@ def build_ppo_flow(
             Operator("prompts", prompts, writes=("prompt_ids", "uid", "data_source", "reward_model")),
             Operator("repeat", repeat(n), reads="uid"),
             Operator("gen", generate(roles, "train"), reads=("prompt_ids", "uid"), writes=GENERATED),
-            reward_operator(Reward(manager, shuffle_seed)),
+            *reward_operators(config, roles, Reward(manager, shuffle_seed)),
         ]
     )
     if "reward_baselines" in asked:
-        greedy = reward_baseline(roles, manager)
+        greedy = reward_baseline(config, roles, manager)
         flow.add_operator(Operator("reward_baseline", greedy, ("prompt_ids", "uid"), "reward_baselines"))
     extra = tuple(name for name in ("sum_pi_squared",) if name in asked)
     reads = (*SEQUENCES, "response_mask", "rollout_log_probs")
@@ -376,12 +400,6 @@ def build_ppo_flow(
     reads, on = _reads(flow, estimator, asked, CONTROLLER)
     flow.add_operator(Operator("adv", advantage(algorithm), reads, ("advantages", "returns"), on))
     return _add_updates(flow, config, roles)
-
-
-def reward_operator(reward: Reward) -> Operator:
-    """The operator `reward`, which works on the controller."""
-    reads = ("responses", "response_mask", "data_source", "reward_model")
-    return Operator("reward", reward, reads, ("token_level_scores", "token_level_rewards"), on=CONTROLLER)
 
 
 def _reads(flow: DataFlow, function: Callable, asked: Sequence[str], on: str) -> tuple[tuple[str, ...], str | None]:
@@ -409,12 +427,12 @@ def _add_updates(flow: DataFlow, config: tree.Config, roles: Roles) -> DataFlow:
     return flow.add_operator(Operator("update_actor", Update(roles, "actor", "update_actor", plan), reads, on=on))
 
 
-def build_validation_flow(roles: Roles, manager: RewardManager, n: int) -> DataFlow:
-    """repeat -> gen -> reward, sampled as rollout.val_kwargs says."""
+def build_validation_flow(config: tree.Config, roles: Roles, manager: RewardManager) -> DataFlow:
+    """repeat -> gen -> [rm] -> reward, sampled as rollout.val_kwargs says."""
     return DataFlow(
         [
-            Operator("repeat", repeat(n), reads=("uid",)),
+            Operator("repeat", repeat(config.actor_rollout_ref.rollout.val_kwargs.n), reads=("uid",)),
             Operator("gen", generate(roles, "validate"), reads=("prompt_ids", "uid"), writes=GENERATED),
-            reward_operator(Reward(manager)),
+            *reward_operators(config, roles, Reward(manager)),
         ]
     )

@@ -26,6 +26,7 @@ from verl.trainer.rollout_correction import correct_rollout
 from verl.trainer.samples import dump_generations, generations, write_jsonl
 from verl.trainer.unused_settings import warn_of_unused_settings
 from verl.utils.tracking import check_trackers, setup_logging
+from verl.workers.build import load_tokenizer
 
 logger = logging.getLogger("verl.trainer")
 
@@ -65,12 +66,14 @@ class PPOTrainer(Trainer):
         check_trackers(config.trainer.logger)
         setup.check_folder(config.trainer.default_local_dir)
         setup.check_critic_setting(config)
+        setup.check_reward_model(config)
         setup.check_settings(config)
         setup.check_group_size(config)
+        setup.warn_of_choice_in_parts(config)
         warn_of_unused_settings(config)
         if tokenizer is None and isinstance(train_dataset, RLHFDataset):
             tokenizer = train_dataset.tokenizer
-        tokenizer = tokenizer if tokenizer is not None else setup.load_tokenizer(config.actor_rollout_ref.model)
+        tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.actor_rollout_ref.model)
         self.train_dataset = train_dataset if train_dataset is not None else setup.load_dataset(config, tokenizer)
         self.val_dataset = val_dataset if val_dataset is not None else setup.load_val_dataset(config, tokenizer)
         check_dataset(self.train_dataset)
@@ -79,7 +82,7 @@ class PPOTrainer(Trainer):
         setup.check_validation(config.trainer, self.val_dataset)
         self.vocab_size = setup.check_model_fits(config, tokenizer, self.train_dataset)
         self.reward_manager = reward_manager if reward_manager is not None else setup.load_rewards(config, tokenizer)
-        setup.try_rewards(self.reward_manager, self.train_dataset, tokenizer)
+        setup.try_rewards(self.reward_manager, self.train_dataset, tokenizer, config.reward.reward_model.enable)
         source = PromptSource(
             self.train_dataset,
             config.data.train_batch_size,
@@ -91,8 +94,7 @@ class PPOTrainer(Trainer):
         super().__init__(config, source, tokenizer)
         if config.trainer.overlap:
             self.pipeline.place_of = self.processes_of
-        n = config.actor_rollout_ref.rollout.val_kwargs.n
-        self.validation = build_validation_flow(self.roles, self.reward_manager, n).compile(
+        self.validation = build_validation_flow(config, self.roles, self.reward_manager).compile(
             inputs=("prompt_ids", "uid", "data_source", "reward_model")
         )
 
@@ -108,7 +110,7 @@ class PPOTrainer(Trainer):
         return worker_specs(
             self.config,
             total_steps=self.total_steps,
-            pad_token_id=self.tokenizer.pad_token_id,
+            tokenizer=self.tokenizer,
             stop_token_ids=setup.stop_token_ids(self.config.actor_rollout_ref.model.path, self.tokenizer),
         )
 

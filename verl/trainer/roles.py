@@ -1,5 +1,7 @@
 """Which workers a run has, and where they live: the same answer for every executor."""
 
+from typing import Any
+
 from verl.config import tree
 from verl.single_controller import WorkerSpec
 from verl.single_controller.placement import ResourcePool, place_roles
@@ -7,10 +9,11 @@ from verl.trainer.ppo_flow import needs_critic, needs_reference
 from verl.workers.actor_rollout_ref import ActorRolloutWorker, RefWorker
 from verl.workers.build import has_adapters
 from verl.workers.critic import CriticWorker
+from verl.workers.reward_model import RewardModelWorker
 
 
 def worker_specs(
-    config: tree.Config, *, total_steps: int, pad_token_id: int, stop_token_ids: tuple[int, ...]
+    config: tree.Config, *, total_steps: int, tokenizer: Any, stop_token_ids: tuple[int, ...]
 ) -> dict[str, WorkerSpec]:
     """role -> its worker. Actor and rollout are one worker, `actor`: it generates with the weights that it trains."""
     policy, device = config.actor_rollout_ref, config.trainer.device
@@ -24,7 +27,7 @@ def worker_specs(
                 "device": device,
                 "total_training_steps": total_steps,
                 "response_length": policy.rollout.response_length,
-                "pad_token_id": pad_token_id,
+                "pad_token_id": tokenizer.pad_token_id,
                 "stop_token_ids": stop_token_ids,
             },
         )
@@ -34,6 +37,9 @@ def worker_specs(
     if needs_critic(config):
         kwargs = {"config": config.critic, "device": device, "total_training_steps": total_steps}
         specs["critic"] = WorkerSpec(CriticWorker, kwargs)
+    if config.reward.reward_model.enable:
+        kwargs = {"config": config.reward.reward_model, "device": device, "policy_tokenizer": tokenizer}
+        specs["reward"] = WorkerSpec(RewardModelWorker, kwargs)
     return specs
 
 

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import Dataset
 
 from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.binding import missing_settings
+from verl.algorithms.covariance_losses import CHOOSE_AMONG_THE_TOKENS_OF_ONE_CALL
 from verl.algorithms.policy_losses import get_policy_loss_fn
-from verl.config import ConfigError, check_critic, tree, tree_model, tree_sft, tree_trainer
+from verl.config import ConfigError, Problem, check_critic, tree, tree_model, tree_sft, tree_trainer
 from verl.data.rlhf_dataset import RLHFDataset, collate_prompts, load_dataset_class
 from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
@@ -123,6 +125,13 @@ def check_critic_setting(config: tree.Config) -> None:
         raise ConfigError(problems)
 
 
+def check_reward_model(config: tree.Config) -> None:
+    """A reward model that is asked for has a path."""
+    key = "reward.reward_model"
+    if config.reward.reward_model.enable and not config.reward.reward_model.model_path:
+        raise ConfigError([Problem(f"{key}.model_path", f"null, but {key}.enable is true: which model scores?")])
+
+
 def check_settings(config: tree.Config) -> None:
     """The estimator and the loss have a value for every setting that they cannot do without."""
     actor = config.actor_rollout_ref.actor
@@ -148,19 +157,21 @@ def check_settings(config: tree.Config) -> None:
             raise ValueError(f"{name} needs the setting {missing[0]!r}: give it in the section {section}")
 
 
-def load_tokenizer(model: tree_model.ModelConfig) -> Any:
-    """The tokenizer beside the model, or of model.tokenizer_path. Raises ValueError when there is none."""
-    from transformers import AutoTokenizer
-
-    path = model.tokenizer_path or model.path
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        where = f"in {path!r}" if Path(path).is_dir() else f"there is no folder {path!r}, and as a name of the hub"
-        raise ValueError(f"no tokenizer: {where}: {error}") from error
-    if model.custom_chat_template is not None:
-        tokenizer.chat_template = model.custom_chat_template
-    return tokenizer
+def warn_of_choice_in_parts(config: tree.Config) -> None:
+    """Two losses choose tokens among those of one micro-batch: said where that is a part of a mini-batch."""
+    actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
+    loss = actor.policy_loss.loss_mode
+    if loss not in CHOOSE_AMONG_THE_TOKENS_OF_ONE_CALL:
+        return
+    rows = actor.ppo_mini_batch_size * rollout.n // (trainer.nnodes * trainer.n_gpus_per_node)
+    whole = actor.ppo_micro_batch_size_per_gpu is not None and actor.ppo_micro_batch_size_per_gpu >= rows
+    if actor.use_dynamic_bsz or not whole:
+        logger.warning(
+            "actor.policy_loss.loss_mode=%s chooses among the tokens of one micro-batch, so its gradient depends on "
+            "how a mini-batch is cut; uncut: actor.ppo_micro_batch_size_per_gpu=%d and actor.use_dynamic_bsz=false",
+            loss,
+            rows,
+        )
 
 
 def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
@@ -203,13 +214,16 @@ def load_rewards(config: tree.Config, tokenizer: Any) -> RewardManager:
             f"reward.custom_reward_function.name is {function.name!r}, but reward.custom_reward_function.path does not "
             "say which file it is in: give the path too"
         )
-    return load_reward_manager(
+    registered = reward.reward_function
+    if reward.reward_model.enable and not (registered or function.path):
+        registered = "model_score"
+    loaded = load_reward_manager(
         tokenizer=tokenizer,
         manager=manager.name,
         manager_path=manager.module.path,
         function_path=function.path,
         function_name=function.name if function.path else None,
-        registered_function=reward.reward_function,
+        registered_function=registered,
         reward_kwargs=function.reward_kwargs,
         manager_kwargs={
             **reward.reward_kwargs,
@@ -219,12 +233,20 @@ def load_rewards(config: tree.Config, tokenizer: Any) -> RewardManager:
         },
         reward_fn_key=config.data.reward_fn_key,
     )
+    if reward.reward_model.enable and not loaded.compute_score.takes_extra_info:
+        raise ValueError(
+            f"reward.reward_model.enable is true, but the reward function {loaded.compute_score.where} takes no "
+            "extra_info, where the model's score stands (extra_info['rm_score']): let it take extra_info, or leave the "
+            "function out, and the model's score is the reward"
+        )
+    return loaded
 
 
-def try_rewards(manager: RewardManager, dataset: Dataset, tokenizer: Any) -> None:
+def try_rewards(manager: RewardManager, dataset: Dataset, tokenizer: Any, with_model: bool = False) -> None:
     """Score two made-up answers to the first row, its ground truth and its prompt: one right, one wrong as a rule.
 
     A reward function that cannot score fails here, not after the model is loaded and the first batch generated.
+    with_model: there will be scores of a reward model; here they are 0.
     """
     item = dataset[0]
     prompts = collate_prompts([item, item]).replace(uid=["trial", "trial"])
@@ -232,6 +254,8 @@ def try_rewards(manager: RewardManager, dataset: Dataset, tokenizer: Any) -> Non
     right = tokenizer.encode(truth, add_special_tokens=False) or [tokenizer.eos_token_id]
     prompt_ids = list(prompts.non_tensor_batch["prompt_ids"])
     columns = build_sequences(prompt_ids, [right, prompt_ids[0]], tokenizer.pad_token_id)
+    if with_model:
+        columns["rm_scores"] = torch.zeros(columns["responses"].shape)
     try:
         manager(prompts.union(DataProto.from_dict(columns)), return_dict=True)
     except Exception as error:

@@ -22,6 +22,7 @@ from verl.trainer import setup
 from verl.trainer.base import Trainer
 from verl.utils.device import resolve_device
 from verl.utils.tracking import check_trackers, setup_logging
+from verl.workers.build import load_tokenizer
 from verl.workers.sft import SFTWorker
 
 logger = logging.getLogger("verl.trainer")
@@ -71,7 +72,7 @@ class SFTTrainer(Trainer):
         setup.check_folder(config.trainer.default_local_dir)
         # of the last process: fewer GPUs than processes are found out now
         self.on_gpu = resolve_device(config.trainer.device, config.trainer.n_gpus_per_node - 1).type == "cuda"
-        tokenizer = tokenizer if tokenizer is not None else setup.load_tokenizer(config.model)
+        tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model)
         data = config.data
         self.collate: Callable[[list], DataProto] = lambda items: collate_sft(items, tokenizer.pad_token_id)
         self.train_dataset = (

@@ -1,6 +1,9 @@
 """From the sections of the configuration to the plain values that engines and rollouts take."""
 
 import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -8,6 +11,7 @@ from verl.config import tree_model, tree_rollout
 from verl.engines.base import MicroBatching, OptimizerConfig
 from verl.engines.fsdp import FSDPEngine, ShardingConfig
 from verl.engines.hf import HFEngine
+from verl.engines.layers import Kernels
 from verl.engines.lora import LoraConfig
 from verl.engines.model import ModelConfig, empty_module
 from verl.engines.offload import OffloadConfig
@@ -16,6 +20,8 @@ from verl.rollout.hf import HFRollout
 from verl.rollout.native import NativeRollout
 from verl.rollout.replica import ReplicaRollout
 from verl.utils.device import resolve_device, resolve_dtype
+
+logger = logging.getLogger("verl.workers")
 
 
 def model_config(
@@ -42,7 +48,28 @@ def model_config(
         trust_remote_code=model.trust_remote_code,
         override_config=tuple(model.override_config.items()),
         lora=lora,
+        kernels=kernels_for(model, engine, on, compute_dtype),
     )
+
+
+def kernels_for(
+    model: tree_model.ModelConfig, engine: tree_model.EngineConfig, device: torch.device, dtype: torch.dtype
+) -> Kernels:
+    """How the layers are computed: on a GPU by our own kernels unless others are asked for, on a CPU by plain torch.
+
+    Raises ValueError for Liger on a CPU.
+    """
+    if device.type != "cuda":
+        if model.use_liger:
+            raise ValueError(f"model.use_liger: Liger's kernels run on a GPU, and this is a {device.type}: use false")
+        if engine.use_torch_compile:
+            logger.info("use_torch_compile changes nothing on a %s: layers are compiled on a GPU alone", device.type)
+        return "plain"
+    if model.use_liger:
+        return "liger"
+    if engine.use_torch_compile:
+        return "compiled"
+    return "plain" if dtype == torch.float64 else "fused"  # our kernels compute in float32
 
 
 def lora_config(model: tree_model.ModelConfig) -> LoraConfig | None:
@@ -61,6 +88,21 @@ def lora_config(model: tree_model.ModelConfig) -> LoraConfig | None:
 def has_adapters(model: tree_model.ModelConfig) -> bool:
     """Whether adapters are trained, so that the model that training started from is still there."""
     return model.lora_rank > 0 or model.lora_adapter_path is not None
+
+
+def load_tokenizer(model: tree_model.ModelConfig) -> Any:
+    """The tokenizer beside the model, or of model.tokenizer_path. Raises ValueError when there is none."""
+    from transformers import AutoTokenizer
+
+    path = model.tokenizer_path or model.path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        where = f"in {path!r}" if Path(path).is_dir() else f"there is no folder {path!r}, and as a name of the hub"
+        raise ValueError(f"no tokenizer: {where}: {error}") from error
+    if model.custom_chat_template is not None:
+        tokenizer.chat_template = model.custom_chat_template
+    return tokenizer
 
 
 def optimizer_config(optim: tree_model.OptimConfig, total_training_steps: int) -> OptimizerConfig:
@@ -141,9 +183,9 @@ def rollout_on(
     )
 
 
-def micro_batching(rows: int | None, dynamic: bool, tokens: int) -> MicroBatching:
-    """By tokens when asked to, by rows when a count is given, and by tokens otherwise."""
-    return MicroBatching(rows=rows) if rows is not None and not dynamic else MicroBatching(tokens=tokens)
+def micro_batching(rows: int | None, dynamic: bool, tokens: int | None) -> MicroBatching:
+    """By tokens when asked to, by rows when a count is given, and by tokens otherwise: as many as fit when None."""
+    return MicroBatching(rows=rows) if rows is not None and not dynamic else MicroBatching(tokens=tokens or "auto")
 
 
 def sampling_params(

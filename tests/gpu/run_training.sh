@@ -1,0 +1,52 @@
+#!/bin/bash
+# Everything about the update that needs a GPU, by one command: correctness, then speed, then where the time goes. A part
+# that fails or takes too long does not cost the others. Results go to $1 (a folder); $2: "short" (about 3 minutes) or
+# "full" (about 9).
+#
+#     tests/gpu/run_training.sh results short
+set -u
+cd "$(dirname "$0")/../.."
+out=${1:?folder for the results}
+mode=${2:-full}
+mkdir -p "$out"
+export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTHONPATH=".${PYTHONPATH:+:$PYTHONPATH}"
+codes=()
+
+part() { # seconds at most, name, command: its output is shown and kept in $out/name.log
+    local limit=$1 name=$2 start=$SECONDS
+    shift 2
+    echo "=== $name"
+    timeout -k 5 "$limit" "$@" 2>&1 | tee "$out/$name.log"
+    codes+=("$name: exit ${PIPESTATUS[0]}, $((SECONDS - start)) s")
+}
+
+step() { # seconds at most, name, arguments of the benchmark
+    local limit=$1 name=$2
+    shift 2
+    part "$limit" "$name" python3 benchmarks/train_step.py --out "$out/train_step.jsonl" "$@"
+}
+
+nvidia-smi --query-gpu=name,driver_version,clocks.sm,memory.used --format=csv,noheader
+workers=$(python3 -c "import xdist" 2>/dev/null && echo "-n 6")
+compiled=$([ "$mode" = short ] && echo "not compiled" || echo "test")
+part 120 correctness python3 -m pytest -q $workers --tb=short --import-mode=importlib -p no:cacheprovider -o addopts= \
+    -ra -k "$compiled" tests/gpu/test_gpu_training.py
+part 60 attention python3 benchmarks/train_attention.py
+step 60 fused --suite rl --variants fused --repeats 2 --profile
+step 60 16k --suite 16k --variants fused --repeats 1 --profile
+step 90 plain --suite rl --variants plain,transformers --repeats 2
+step 100 compiled --suite rl --variants compiled --repeats 2
+if [ "$mode" != short ]; then
+    step 60 16k_others --suite 16k --variants compiled,plain --repeats 2
+    step 200 long --suite long --variants fused --repeats 1
+fi
+echo "=== all parts"
+printf '%s\n' "${codes[@]}"
+python3 - "$out/train_step.jsonl" <<'END'
+import json, sys
+print("update s  reference s  tokens/s    MFU  peak GiB  first s  setting")
+for line in map(json.loads, open(sys.argv[1])):
+    setting = "{name} {shape} {rows} x ({prompt}+{response}), {micro} a micro-batch, {variant}".format(**line)
+    columns = "{update_seconds:8} {reference_seconds:12} {tokens_per_second:9,} {mfu:6} {peak_gib:9} {first_update_seconds:8} "
+    print(columns.format(**line), setting)
+END

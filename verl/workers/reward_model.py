@@ -1,0 +1,45 @@
+"""The reward model's worker: a sequence-classification model that gives every answer one score."""
+
+from typing import Any
+
+import torch
+
+from verl.config import tree_data, tree_model
+from verl.data.dialogues import DialogueReader
+from verl.data.sequences import build_sequences
+from verl.protocol import DataProto
+from verl.single_controller import Dispatch, register
+from verl.workers.build import load_tokenizer, make_engine, micro_batching, model_config
+from verl.workers.engine_worker import EngineWorker
+
+
+class RewardModelWorker(EngineWorker):
+    """Scores dialogues. config: the section `reward.reward_model`. policy_tokenizer: of the answers."""
+
+    def __init__(self, config: tree_data.RewardModelConfig, *, device: str, policy_tokenizer: Any):
+        section = tree_model.ModelConfig(
+            path=config.model_path,
+            tokenizer_path=config.tokenizer_path,
+            custom_chat_template=config.custom_chat_template,
+            trust_remote_code=config.trust_remote_code,
+            use_remove_padding=config.use_remove_padding,
+            enable_gradient_checkpointing=False,
+        )
+        self.micro = micro_batching(
+            config.micro_batch_size_per_gpu, config.use_dynamic_bsz, config.forward_max_token_len_per_gpu
+        )
+        self.reader = DialogueReader(policy_tokenizer, load_tokenizer(section))
+        model = model_config(section, config.fsdp, device, self.local_rank, kind="reward")
+        self.engine = make_engine(model, config.fsdp, None, self.world_size)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_rm_score(self, batch: DataProto) -> DataProto:
+        """The column rm_scores: the score of a dialogue at the last token that the policy chose, 0 elsewhere."""
+        dialogues = self.reader(batch)
+        # the engine gives what was known before a response token: a token behind the end asks for what is known there
+        behind = [ids[-1:] for ids in dialogues]
+        rows = build_sequences(dialogues, behind, pad_token_id=0)
+        values = self.engine.infer(DataProto.from_dict(rows), ("values",), self.micro)["values"]  # (B, 1)
+        mask = batch.column("response_mask")
+        last = (mask * torch.arange(1, mask.shape[1] + 1)).amax(1).sub(1).clamp(min=0)
+        return DataProto.from_dict({"rm_scores": torch.zeros(mask.shape).scatter(1, last[:, None], values)})
