@@ -14,8 +14,9 @@ import sys
 import time
 from typing import Any
 
+from verl.single_controller.column_files import result_parcel, unpack_call
 from verl.single_controller.dispatch import Call
-from verl.single_controller.transport import Kind, Message, receive, send
+from verl.single_controller.transport import Kind, Message, Parcel, receive, send
 from verl.single_controller.worker import Worker
 from verl.single_controller.worker_group import WorkerError
 
@@ -52,8 +53,9 @@ class WorkerHost:
             self.workers[role] = spec.build(place)
 
     def _run(self, message: Message) -> Any:
-        role, method, args, kwargs, padding = message.load()
+        role, method, padding, *arguments = message.load()
         self._doing = (role, method)
+        args, kwargs = unpack_call(message, *arguments)
         result = getattr(self.workers[role], method)(*args, **kwargs)
         return Call(args, kwargs, padding, collect=message.kind is Kind.CALL).finish(result)
 
@@ -62,7 +64,8 @@ class WorkerHost:
         while (message := _next(connection)).kind is not Kind.STOP:
             kind, content = self.answer(message)
             try:
-                send(connection, kind, message.call_id, content)
+                parcel = result_parcel(content) if kind is Kind.RESULT else Parcel(content)
+                parcel.send(connection, kind, message.call_id)
             except OSError:
                 raise
             except Exception as error:  # the result cannot be pickled
