@@ -134,16 +134,16 @@ def test_resuming_a_fine_tuning():
 
 def test_what_is_not_built_is_refused_by_name():
     config = load(
-        f"{ROLLOUT}name=vllm", f"{ROLLOUT}tensor_model_parallel_size=2", "actor_rollout_ref.model.use_liger=true"
+        f"{ROLLOUT}name=vllm", f"{ROLLOUT}tensor_model_parallel_size=2", "algorithm.use_pf_ppo=true"
     )
     built = {"rollout.name": {"hf", "native"}, "tensor_model_parallel_size": {1}}
     with pytest.raises(ConfigError) as error:
         check_available(config, built)
     assert [str(problem) for problem in error.value.problems] == [
-        "actor_rollout_ref.model.use_liger: true is not built yet: " + NOT_BUILT["use_liger"],
         "actor_rollout_ref.rollout.name: 'vllm' (text) is not built yet: use hf, native",
         "actor_rollout_ref.rollout.tensor_model_parallel_size: 2 is not built yet: "
         + INSTEAD["tensor_model_parallel_size"],
+        "algorithm.use_pf_ppo: true is not built yet: " + NOT_BUILT["algorithm.use_pf_ppo"],
     ]
     check_available(load())
     check_available(load(tree=SFTConfig))

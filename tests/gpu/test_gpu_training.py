@@ -38,6 +38,24 @@ def test_rows_by_the_variable_length_kernel(heads, key_heads, dim, window):
     assert max(map(apart, found, expected)) < 1e-2
 
 
+@pytest.mark.parametrize(("heads", "key_heads", "dim"), [(14, 2, 64), (16, 8, 128)])
+@pytest.mark.parametrize("lengths", [[4096], [5003, 3700], [1, 9000]])
+def test_long_rows_one_by_one(heads, key_heads, dim, lengths, monkeypatch):
+    torch.manual_seed(0)
+    packing = Packing.of(torch.tensor(lengths).cuda())
+    n = sum(lengths)
+    shapes = [(1, heads, n, dim), (1, key_heads, n, dim), (1, key_heads, n, dim)]
+    q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes)
+    g = torch.randn(1, n, heads, dim, device="cuda", dtype=torch.bfloat16)
+    assert attention._goes_by_row(packing, q) == attention._fast_cudnn(q.device)
+    found = {}
+    for by_row in (True, False):
+        monkeypatch.setattr(attention, "_goes_by_row", lambda *_, by_row=by_row: by_row)
+        out, _ = attention.packed_attention(None, q, k, v, None, packing)
+        found[by_row] = [out, *torch.autograd.grad(out, (q, k, v), g)]
+    assert max(map(apart, found[True], found[False])) < 1e-2
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("vocabulary", [50, 9001, 151936])
 def test_statistics_of_the_logits_and_their_gradient(vocabulary, temperature):

@@ -27,8 +27,6 @@ INSTEAD: dict[str, str] = {
 
 
 NOT_BUILT: dict[str, str] = {
-    "use_liger": "use false",
-    "use_fused_kernels": "log-probs are computed in chunks already: use false",
     "actor_rollout_ref.hybrid_engine": "policy and rollout live in one process: use true",
     "data.validation_shuffle": "the order of validation rows changes no result: use false",
     "algorithm.use_pf_ppo": "use false",

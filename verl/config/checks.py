@@ -21,7 +21,7 @@ def check_tree(config: Tree) -> list[Problem]:
     """Everything that does not fit together in a configuration, whatever is in it."""
     match config:
         case Config():
-            parts = (_batches, _ranks, _sampling, _groups, _kl, _losses, _rewards)
+            parts = (_batches, _ranks, _sampling, _groups, _kl, _losses, _rewards, _kernels)
             return [*_resume(config.trainer), *(problem for part in parts for problem in part(config))]
         case SFTConfig():
             return [*_resume(config.trainer), *_custom_class(config.data)]
@@ -160,6 +160,18 @@ def _rewards(config: Config) -> Iterator[Problem]:
     if (manager.source == "importlib") != (manager.module.path is not None):
         yield Problem("reward.reward_manager.module.path", "goes together with reward.reward_manager.source=importlib")
     yield from _custom_class(config.data)
+
+
+def _kernels(config: Config) -> Iterator[Problem]:
+    policy, critic = config.actor_rollout_ref, config.critic
+    engines = {
+        f"{_ACTOR}fsdp_config": (policy.model, policy.actor.fsdp_config),
+        "actor_rollout_ref.ref.fsdp_config": (policy.model, policy.ref.fsdp_config),
+        "critic.fsdp": (critic.model, critic.fsdp),
+    }
+    for section, (model, engine) in engines.items():
+        if model.use_liger and engine.use_torch_compile:
+            yield Problem(f"{section}.use_torch_compile", "true, and model.use_liger too: choose one of them")
 
 
 def _custom_class(data: DataConfig | SFTDataConfig) -> Iterator[Problem]:

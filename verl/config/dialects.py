@@ -103,6 +103,8 @@ _OLDER = {
     "critic.ulysses_sequence_parallel_size": "critic.fsdp.ulysses_sequence_parallel_size",
     _ARR + "actor.use_remove_padding": _ARR + "model.use_remove_padding",
     _ARR + "actor.use_fused_kernels": _ARR + "model.use_fused_kernels",
+    _ARR + "actor.use_torch_compile": _ARR + "actor.fsdp_config.use_torch_compile",
+    _ARR + "ref.use_torch_compile": _ARR + "ref.fsdp_config.use_torch_compile",
     _ARR + "actor.rollout_n": _ARR + "rollout.n",
     _ARR + "ref.rollout_n": _ARR + "rollout.n",
     "critic.rollout_n": _ARR + "rollout.n",

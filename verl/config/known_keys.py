@@ -57,7 +57,6 @@ def _any(default: Any, *also: Any, instead: str = "leave it out") -> Known:
 _CHUNKED = "the entropy is always computed in chunks: leave it out"
 _LAYERS = "every decoder layer is a unit of its own, as the model names its class: leave it out"
 _FULL_SUMS = "gradients are summed in fp32, and buffers keep the dtype that the model gives them: leave it out"
-_NO_COMPILE = _any(True, False, instead="nothing is compiled: use false")
 _SEED = "one seed makes a run: use trainer.seed"
 _TEXT_ONLY = "only text is supported: leave it out"
 _NO_TOOLS = "answers of one turn without tools are what there is: leave it out"
@@ -93,7 +92,6 @@ ENGINE_KEYS = {
             "entropy_from_logits_with_chunking": Known(False, _CHUNKED, (True,)),
             "entropy_from_logits_chunk_size": Known(2048, _CHUNKED),
             "entropy_checkpointing": Known(False, _CHUNKED, (True,)),
-            "use_torch_compile": _NO_COMPILE,
             "use_no_sync_for_gradient_accumulation": _any(False, True),
             "pad_to_length": False,
             "pad_to_length_bucket": 1024,
@@ -114,6 +112,7 @@ MODEL_KEYS = {
             "hf_config_path": Known(None, "use model.path and, for single values, model.override_config"),
             "use_shm": False,
             "enable_activation_offload": False,
+            "use_fused_kernels": Known(False, "log-probs and entropy are always fused: leave it out", (True,)),
             "fused_kernel_options.impl_backend": _any("torch", None),
             "tiled_mlp.enabled": False,
             "tiled_mlp.num_shards": 4,
@@ -139,7 +138,6 @@ KNOWN |= _block(
         "entropy_from_logits_chunk_size": Known(2048, _CHUNKED),
         "entropy_checkpointing": Known(False, _CHUNKED, (True,)),
         "pad_to_length": False,
-        "use_torch_compile": _NO_COMPILE,
     },
 )
 KNOWN |= _block(_ACTOR + "qat.", "training is not quantised: leave it out", features.QAT)

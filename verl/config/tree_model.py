@@ -18,8 +18,7 @@ class ModelConfig(Node):
     override_config: dict[str, Any] = key({}, "values put over those of the model's config.json")
     enable_gradient_checkpointing: bool = key(True, "compute activations again in the backward pass, keep none")
     use_remove_padding: bool = key(True, "compute no padding: rows are packed one after another")
-    use_fused_kernels: bool = key(False, "last projection, log-prob and entropy in one kernel")
-    use_liger: bool = key(False, "Liger kernels for norms, MLP and rotary embedding")
+    use_liger: bool = key(False, "Liger's kernels for norms, MLP and rotary embedding instead of ours, on a GPU")
     lora_rank: int = key(0, "rank of the LoRA adapters; 0 trains all weights", ge=0)
     lora_alpha: float = key(16, "LoRA scaling: the adapter counts lora_alpha / lora_rank", gt=0)
     target_modules: Texts = key(["all-linear"], "modules that receive LoRA adapters")
@@ -68,6 +67,9 @@ class EngineConfig(Node):
 
     model_dtype: Precision = key("auto", "dtype of the stored weights; auto: fp32")
     dtype: Precision = key("auto", "dtype of the computation; auto: fp32 on a CPU, bf16 on a GPU")
+    use_torch_compile: bool = key(
+        False, "compile every layer, on a GPU: the first updates take long, the others a little less"
+    )
     param_offload: bool = key(False, "keep the weights in host memory between phases")
     optimizer_offload: bool = key(False, "keep the optimizer state in host memory between phases")
     offload_policy: bool = key(False, "let FSDP2 keep shards in host memory during the step")

@@ -27,7 +27,7 @@ class _TokenStatistics(torch.autograd.Function):
     def forward(
         ctx, logits: torch.Tensor, targets: torch.Tensor, temperature: float, wanted: tuple[bool, bool, bool]
     ) -> tuple[torch.Tensor, ...]:
-        compute = _statistics_on_gpu if logits.is_cuda else statistics
+        compute = _statistics_on_gpu if _by_kernel(logits) else statistics
         lse, *found = compute(logits, targets, temperature, wanted)
         ctx.save_for_backward(logits, targets, lse, *found[1:])
         ctx.temperature, ctx.wanted = temperature, wanted
@@ -36,7 +36,7 @@ class _TokenStatistics(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, targets, lse, entropys, squares = ctx.saved_tensors
-        compute = _gradient_on_gpu if logits.is_cuda else logits_gradient
+        compute = _gradient_on_gpu if _by_kernel(logits) else logits_gradient
         found = compute(logits, targets, lse, entropys, squares, gradients, ctx.temperature, ctx.wanted)
         return found, None, None, None
 
@@ -85,6 +85,10 @@ def logits_gradient(
 def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     logits = logits if logits.dtype == torch.float64 else logits.float()  # bf16 log-probs would be noise
     return logits if temperature == 1.0 else logits / temperature
+
+
+def _by_kernel(logits: torch.Tensor) -> bool:
+    return logits.is_cuda and logits.dtype != torch.float64  # the kernels compute in float32
 
 
 def _statistics_on_gpu(*arguments) -> list[torch.Tensor]:

@@ -19,11 +19,11 @@ from verl.utils.balance import token_budget_micro_batches
 class Packing:
     """Where the rows of a packed sequence lie. N tokens of b rows, the longest of L tokens.
 
-    slots: (N,) index of each token in the (b * L) right-padded layout. lengths: (b,). cu_seqlens: (b+1,) int32.
+    slots: (N,) index of each token in the (b * L) right-padded layout. cu_seqlens: (b+1,) int32. lengths: of the rows.
     ranks: those that share the N tokens; None where this process computes them all.
     """
 
-    lengths: torch.Tensor
+    lengths: tuple[int, ...]
     cu_seqlens: torch.Tensor
     slots: torch.Tensor
     max_length: int
@@ -31,15 +31,17 @@ class Packing:
 
     @property
     def rows(self) -> int:
-        return self.lengths.numel()
+        return len(self.lengths)
 
     @classmethod
     def of(cls, lengths: torch.Tensor) -> "Packing":
-        longest = int(lengths.max())
+        known = tuple(lengths.tolist())
+        longest = max(known)
         starts = pad(lengths.cumsum(0), (1, 0))
-        row = torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)
+        rows = torch.arange(lengths.numel(), device=lengths.device)
+        row = torch.repeat_interleave(rows, lengths, output_size=sum(known))
         within = torch.arange(row.numel(), device=lengths.device) - starts[row]
-        return cls(lengths, starts.to(torch.int32), row * longest + within, longest)
+        return cls(known, starts.to(torch.int32), row * longest + within, longest)
 
 
 @dataclass(frozen=True)

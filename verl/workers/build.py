@@ -1,6 +1,7 @@
 """From the sections of the configuration to the plain values that engines and rollouts take."""
 
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from verl.config import tree_model, tree_rollout
 from verl.engines.base import MicroBatching, OptimizerConfig
 from verl.engines.fsdp import FSDPEngine, ShardingConfig
 from verl.engines.hf import HFEngine
+from verl.engines.layers import Kernels
 from verl.engines.lora import LoraConfig
 from verl.engines.model import ModelConfig, empty_module
 from verl.engines.offload import OffloadConfig
@@ -18,6 +20,8 @@ from verl.rollout.hf import HFRollout
 from verl.rollout.native import NativeRollout
 from verl.rollout.replica import ReplicaRollout
 from verl.utils.device import resolve_device, resolve_dtype
+
+logger = logging.getLogger("verl.workers")
 
 
 def model_config(
@@ -44,7 +48,28 @@ def model_config(
         trust_remote_code=model.trust_remote_code,
         override_config=tuple(model.override_config.items()),
         lora=lora,
+        kernels=kernels_for(model, engine, on, compute_dtype),
     )
+
+
+def kernels_for(
+    model: tree_model.ModelConfig, engine: tree_model.EngineConfig, device: torch.device, dtype: torch.dtype
+) -> Kernels:
+    """How the layers are computed: on a GPU by our own kernels unless others are asked for, on a CPU by plain torch.
+
+    Raises ValueError for Liger on a CPU.
+    """
+    if device.type != "cuda":
+        if model.use_liger:
+            raise ValueError(f"model.use_liger: Liger's kernels run on a GPU, and this is a {device.type}: use false")
+        if engine.use_torch_compile:
+            logger.info("use_torch_compile changes nothing on a %s: layers are compiled on a GPU alone", device.type)
+        return "plain"
+    if model.use_liger:
+        return "liger"
+    if engine.use_torch_compile:
+        return "compiled"
+    return "plain" if dtype == torch.float64 else "fused"  # our kernels compute in float32
 
 
 def lora_config(model: tree_model.ModelConfig) -> LoraConfig | None:
