@@ -197,7 +197,6 @@ def test_defaults_are_verls_but_for_these():
         ("trainer.v1.trainer_mode=separate_async", "use sync"),
         ("actor_rollout_ref.actor.profiler.enable=true", "the log has the time of every operator"),
         ("actor_rollout_ref.actor.optim.optimizer=SGD", "the optimizer is AdamW of torch"),
-        ("actor_rollout_ref.nccl_timeout=7200", "found 7200, but only verl's default 600 is accepted here"),
         ("distillation.enabled=true", "distillation from a teacher is not supported"),
         ("model_engine=megatron", "name the engine by actor_rollout_ref.actor.strategy"),
         ("hydra.run.dir=x", "there is no Hydra here"),

@@ -35,8 +35,8 @@ def home(tmp_path, tiny, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("1_local", {"critic/vf_loss"}),
-        ("2_processes", {"critic/vf_loss"}),
+        ("1_local", {"critic/vf_loss", "actor/ref_kl"}),
+        ("2_processes", {"critic/vf_loss", "actor/ref_kl"}),
         pytest.param("3_ray", set(), marks=pytest.mark.slow),
         pytest.param("4_ray_roles", {"critic/vf_loss", "actor/ref_kl", "reward/rm_score_mean"}, marks=pytest.mark.slow),
     ],

@@ -147,7 +147,6 @@ KNOWN |= {
     _ACTOR + "use_prefix_grouper": Known(False, "prompts are computed with every answer: use false"),
     _ACTOR + "checkpoint.strict": _any(True),
     "critic.checkpoint.strict": _any(True),
-    _ARR + "nccl_timeout": Known(600, "nothing waits on NCCL in one process: leave it out"),
 }
 KNOWN |= _block(
     (_ACTOR + "megatron.", _REF + "megatron.", "critic.megatron."),

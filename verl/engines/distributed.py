@@ -5,6 +5,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 
@@ -23,6 +24,22 @@ def init_process_group(device: torch.device, timeout: float = 600.0) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+
+
+def device_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh over all ranks, whose groups wait as long for one another as the group of all ranks does.
+
+    torch gives them its own default, whatever the group of all ranks was told.
+    """
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    for name in names:
+        dist.distributed_c10d._set_pg_timeout(timeout_of(dist.group.WORLD), mesh.get_group(name))
+    return mesh
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long the collectives of a group wait, told by its part for host tensors, which every group here has."""
+    return group._get_backend(torch.device("cpu")).options._timeout
 
 
 def reduce_values(
