@@ -2,11 +2,12 @@
 
     python benchmarks/learning.py --task reverse --algorithm grpo dapo --seeds 1 2 3 --out outputs/learning
 
-Every seed has a model and data of its own, the same for all algorithms: a tiny model of random weights, taught the form
-of the task by imitation (examples/quickstart), then 64 prompts x 8 answers a step, lr 3e-4, two updates a step, right
-is 1 and wrong is 0, no KL. `reward` is the mean reward of all sampled answers of a step; `responses` are all that were
-generated for training, those that were filtered out and greedy baselines too; `accuracy` is greedy, on 500 unseen
-prompts, every 10 steps. The threshold is reached when the mean of ten rewards is at it.
+All runs of a task start from one tiny model, taught the form of the task by imitation (examples/quickstart). A seed is
+that of the prompts, of their order and of sampling, the same for all algorithms. 64 prompts x 8 answers a step, lr
+3e-4, two updates a step, right is 1 and wrong is 0, no KL. `reward` is the mean reward of all sampled answers of a
+step; `responses` are all that were generated for training, those that were filtered out and greedy baselines too;
+`accuracy` is greedy, on 500 unseen prompts, every 10 steps. The threshold is reached when the mean of ten rewards is.
+`cpu_seconds` do not depend on what else the machine does, `seconds` do.
 
 --shuffle-rewards is the control: nothing can be learnt. OUT/runs.jsonl collects the lines of all runs, and what stands
 there is not run again; OUT/<task>-<algorithm>[-shuffled].png shows the curves.
@@ -15,6 +16,7 @@ there is not run again; OUT/<task>-<algorithm>[-shuffled].png shows the curves.
 import argparse
 import json
 import logging
+import math
 import shutil
 import statistics
 import sys
@@ -40,6 +42,7 @@ from verl.utils.curves import WINDOW, moving_mean
 
 TEST_FREQ = 10
 PROMPTS, ANSWERS = 64, 8
+START_SEED = 1
 #: the mean reward that responses are counted to, and the steps of a run
 THRESHOLD = {"reverse": 0.85, "sort": 0.6, "countdown3": 0.55, "digit": 0.8}
 STEPS = {"reverse": 100, "sort": 100, "countdown3": 300, "digit": 100}
@@ -54,18 +57,15 @@ class Method:
 
 
 _SPPO = ("algorithm.adv_estimator=sppo", "actor_rollout_ref.actor.policy_loss.loss_mode=sppo")
-_PRIME = (
-    "prime.optim.lr=1e-4",
-    "prime.beta=0.5",
-    "prime.ppo_mini_batch_size=32",
-    f"actor_rollout_ref.rollout.n={ANSWERS}",
-)
+_PRIME = ("prime.optim.lr=3e-4", "prime.ppo_mini_batch_size=32", f"actor_rollout_ref.rollout.n={ANSWERS}")
 _ALL = "prime.filter.enable=false"
+_LESS = "algorithm.reward_dpo_coef=1"
 RECIPES: dict[str, Method] = {
     "dapo": Method(LocalDAPOTrainer, ("reward.reward_kwargs.overlong_buffer.enable=false",)),
-    "prime": Method(LocalPRIMETrainer, (*_PRIME, _ALL)),
-    "prime_filtered": Method(LocalPRIMETrainer, _PRIME),
+    "prime": Method(LocalPRIMETrainer, (*_PRIME, _ALL, _LESS)),
+    "prime_equal_weights": Method(LocalPRIMETrainer, (*_PRIME, _ALL)),
     "prime_outcome_only": Method(LocalPRIMETrainer, (*_PRIME, _ALL, "algorithm.reward_dpo_coef=0")),
+    "prime_filtered": Method(LocalPRIMETrainer, (*_PRIME, _LESS)),
     "online_dpo": Method(LocalDPOTrainer),
     "sppo": Method(settings=_SPPO),
 }
@@ -96,6 +96,7 @@ class Curve:
     responses: list[int] = field(default_factory=list)
     accuracy: list[tuple[int, float]] = field(default_factory=list)
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
 
     @property
     def run(self) -> tuple[str, str, int, bool]:
@@ -143,9 +144,9 @@ def overrides(task: str, model: Path, data: Path, out: Path, steps: int, seed: i
 
 
 def learn(method: Method, curve: Curve, settings: list[str]) -> None:
-    """Train; fills the curve."""
-    start = time.perf_counter()
-    trainer = method.trainer(overrides=[*settings, *method.settings])
+    """Train; fills the curve. settings: all of them, the method's too."""
+    start, cpu_start = time.perf_counter(), time.process_time()
+    trainer = method.trainer(overrides=settings)
     operators = {op.name: op for op in trainer.pipeline.operators}
     source = operators["prompts"].func
     asked = source.size if isinstance(source, PromptQueue) else PROMPTS
@@ -163,58 +164,62 @@ def learn(method: Method, curve: Curve, settings: list[str]) -> None:
     trainer.on_step.append(record)
     trainer.fit()
     curve.seconds = round(time.perf_counter() - start, 1)
+    curve.cpu_seconds = round(time.process_time() - cpu_start, 1)
 
 
-def prepared(task: str, seed: int, steps: int, out: Path) -> tuple[Path, Path]:
-    """Model after imitation, and data, of a seed; made once."""
-    folder = out / f"{task}-seed{seed}"
-    warm = folder / "warm"
-    if not (warm / "config.json").is_file():
+def start_model(task: str, out: Path) -> Path:
+    """The model that all runs of a task start from: random weights, then imitation; made once."""
+    folder, imitation = out / f"{task}-start", WARM_UP_STEPS[task]
+    if not (folder / "warm").is_dir():
         shutil.rmtree(folder, ignore_errors=True)
-        imitation = WARM_UP_STEPS[task]
-        model = tiny_model("llama", folder / "model", seed=seed, size=MODEL_SIZE[task])
-        write_task(task, folder / "data", rows=PROMPTS * steps, sft_rows=64 * imitation, seed=seed)
-        shutil.copytree(warm_up(model, folder / "data", folder / "sft", imitation, seed), warm)
-    return warm, folder / "data"
+        model = tiny_model("llama", folder / "model", seed=START_SEED, size=MODEL_SIZE[task])
+        write_task(task, folder / "data", rows=PROMPTS * STEPS[task], sft_rows=64 * imitation, seed=START_SEED)
+        shutil.copytree(warm_up(model, folder / "data", folder / "sft", imitation, START_SEED), folder / "making")
+        (folder / "making").rename(folder / "warm")
+    return folder / "warm"
+
+
+def spread(curves: list[Curve], of: Callable[[Curve], float | None]) -> list[float | None]:
+    """Median, lowest and highest over the seeds. None, which stands for never, is above every number."""
+    values = [math.inf if (value := of(curve)) is None else value for curve in curves]
+    found = (statistics.median(values), min(values), max(values))
+    return [None if value == math.inf else round(value, 3) for value in found]
 
 
 def summary(curves: list[Curve], threshold: float) -> dict[str, object]:
-    """Median and range over the seeds; null where a run never came to the threshold."""
-
-    def spread(of: Callable[[Curve], float | None]) -> list[float | None]:
-        values = [of(curve) for curve in curves]
-        if any(value is None for value in values):
-            return [None, None, None]
-        return [round(value, 3) for value in (statistics.median(values), min(values), max(values))]
-
+    """[median, lowest, highest] over the seeds; null where a run never came to the threshold."""
     return {
         "task": curves[0].task,
         "algorithm": curves[0].algorithm,
         "shuffled": curves[0].shuffled,
         "seeds": sorted(curve.seed for curve in curves),
-        "first_reward": spread(lambda c: statistics.mean(c.reward[:WINDOW])),
-        "last_reward": spread(lambda c: statistics.mean(c.reward[-WINDOW:])),
-        "accuracy": spread(lambda c: c.accuracy[-1][1]),
-        f"responses_to_{threshold}": spread(lambda c: c.responses_to(threshold)),
-        "seconds": spread(lambda c: c.seconds),
+        "first_reward": spread(curves, lambda c: statistics.mean(c.reward[:WINDOW])),
+        "last_reward": spread(curves, lambda c: statistics.mean(c.reward[-WINDOW:])),
+        "accuracy": spread(curves, lambda c: c.accuracy[-1][1]),
+        f"responses_to_{threshold}": spread(curves, lambda c: c.responses_to(threshold)),
+        "seconds": spread(curves, lambda c: c.seconds),
+        "cpu_seconds": spread(curves, lambda c: c.cpu_seconds),
     }
 
 
 def draw(curves: list[Curve], path: Path) -> None:
-    """Reward over steps, accuracy over responses, a line for each seed."""
+    """Reward over responses, greedy accuracy over steps: a line for each seed, and grey ones for the control."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.4, 3.2), layout="constrained")
+    figure = Figure(figsize=(8, 2.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     for curve in curves:
-        left.plot(moving_mean(curve.reward), label=f"seed {curve.seed}")
-        points = [(curve.responses[step - 1], accuracy) for step, accuracy in curve.accuracy]
-        right.plot(*zip(*points), marker="o", markersize=3)
-    left.set(title=f"{curves[0].title}: reward, mean of {WINDOW}", xlabel="step", ylim=(0, 1))
-    right.set(title="greedy accuracy, 500 unseen prompts", xlabel="responses generated", ylim=(0, 1))
+        look = {"color": "0.6", "linestyle": "--"} if curve.shuffled else {}
+        label = "shuffled rewards" if curve.shuffled else f"seed {curve.seed}"
+        left.plot(curve.responses, moving_mean(curve.reward), label=label, **look)
+        right.plot(*zip(*curve.accuracy), marker="o", markersize=3, **look)
+    name = f"{curves[0].algorithm} on {curves[0].task}"
+    left.set(title=f"{name}: reward, mean of {WINDOW} steps", xlabel="responses generated", ylim=(0, 1))
+    right.set(title="greedy accuracy, 500 unseen prompts", xlabel="step", ylim=(0, 1))
     for axis in (left, right):
         axis.grid(alpha=0.25)
-    left.legend(fontsize=8)
+        axis.title.set_size(10)
+    left.legend(fontsize=8, loc="lower right")
     figure.savefig(path, dpi=80)
 
 
@@ -247,10 +252,12 @@ def main() -> None:
             curve = Curve(args.task, name, seed, args.shuffle_rewards)
             known = {run.run: run for run in read_runs(args.out / "runs.jsonl")}
             if curve.run not in known:
-                model, data = prepared(args.task, seed, steps, args.out)
+                model = start_model(args.task, args.out)
+                data = write_task(args.task, args.out / f"{args.task}-seed{seed}", rows=PROMPTS * steps, seed=seed)
                 settings = overrides(args.task, model, data, args.out / f"{curve.title}-seed{seed}", steps, seed)
                 settings.append(f"algorithm.shuffle_rewards={str(args.shuffle_rewards).lower()}")
-                learn(method_of(name), curve, settings + args.override)
+                method = method_of(name)
+                learn(method, curve, [*settings, *method.settings, *args.override])
                 line = json.dumps(asdict(curve))
                 with (args.out / "runs.jsonl").open("a") as file:
                     file.write(line + "\n")

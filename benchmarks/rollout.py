@@ -2,6 +2,7 @@
 
     python benchmarks/rollout.py --engines native,hf                       # this machine's CPU: three small models
     python benchmarks/rollout.py --engines native,hf --suite h200          # one GPU: 0.5B to 7B
+    python benchmarks/rollout.py --engines native,vllm --suite vllm --shape 0.5B
     python benchmarks/rollout.py --shape 0.5B --rows 256 --prompt 128 --new 256 --lengths lognormal --samples 8
 
 Weights are random; every engine has the same ones, the same prompts and the same number of tokens to make for each row
@@ -20,8 +21,10 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
@@ -94,11 +97,17 @@ H200_SUITE += [
     Work("7B", 256, 512, 512),
     Work("7B", 256, 512, 512, samples=8),
 ]
-SUITES = {"cpu": CPU_SUITE, "h200": H200_SUITE}
+VLLM_SUITE = [
+    Work("0.5B", 256, 128, 256),
+    Work("0.5B", 1024, 128, 512),
+    Work("0.5B", 512, 128, 2048, lengths="lognormal"),
+    Work("7B", 256, 128, 256),
+]
+SUITES = {"cpu": CPU_SUITE, "h200": H200_SUITE, "vllm": VLLM_SUITE}
 Engine = Callable[[list[list[int]], list[int], int], None]
 
 
-def native(module: torch.nn.Module, work: Work) -> Engine:
+def native(module: torch.nn.Module, work: Work, longest: int) -> Engine:
     engine = NativeRollout(module, pad_token_id=0)
 
     def run(prompts: list[list[int]], limits: list[int], seed: int) -> None:
@@ -109,7 +118,7 @@ def native(module: torch.nn.Module, work: Work) -> Engine:
     return run
 
 
-def transformers_generate(module: torch.nn.Module, work: Work, **options) -> Engine:
+def transformers_generate(module: torch.nn.Module, work: Work, longest: int, **options) -> Engine:
     """All rows go on to the longest one's length: `generate` knows no limit per row."""
 
     def run(prompts: list[list[int]], limits: list[int], seed: int) -> None:
@@ -125,22 +134,31 @@ def transformers_generate(module: torch.nn.Module, work: Work, **options) -> Eng
     return run
 
 
-def vllm(module: torch.nn.Module, work: Work) -> Engine:
-    """With weights of its own making: the speed is that of any weights."""
+@cache
+def vllm_server(config: str, dtype: str, longest: int) -> Any:
+    """One for all settings of a model: it takes minutes to start. Its weights are of its own making: the speed is that
+    of any weights."""
     from vllm import LLM
-    from vllm import SamplingParams as VllmParams
 
-    folder = tempfile.mkdtemp()
-    module.config.architectures = [type(module).__name__]
-    module.config.save_pretrained(folder)
-    llm = LLM(
-        folder,
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(config)
+    return LLM(
+        str(folder),
         load_format="dummy",
         skip_tokenizer_init=True,
-        dtype=str(module.dtype).removeprefix("torch."),
-        max_model_len=work.prompt + work.new,
+        dtype=dtype,
+        max_model_len=longest,
+        max_num_seqs=1024,
         gpu_memory_utilization=0.6,
     )
+
+
+def vllm(module: torch.nn.Module, work: Work, longest: int) -> Engine:
+    from vllm import SamplingParams as VllmParams
+
+    module.config.architectures = [type(module).__name__]
+    dtype = str(module.dtype).removeprefix("torch.")
+    llm = vllm_server(module.config.to_json_string(use_diff=False), dtype, longest)
 
     def run(prompts: list[list[int]], limits: list[int], seed: int) -> None:
         params = [
@@ -153,10 +171,10 @@ def vllm(module: torch.nn.Module, work: Work) -> Engine:
     return run
 
 
-ENGINES: dict[str, Callable[[torch.nn.Module, Work], Engine]] = {
+ENGINES: dict[str, Callable[[torch.nn.Module, Work, int], Engine]] = {
     "native": native,
     "hf": transformers_generate,
-    "hf-static": lambda module, work: transformers_generate(module, work, cache_implementation="static"),
+    "hf-static": partial(transformers_generate, cache_implementation="static"),
     "vllm": vllm,
 }
 
@@ -220,14 +238,15 @@ def versions() -> dict[str, str]:
     return found
 
 
-def measure(work: Work, names: Sequence[str], args: argparse.Namespace, speed: Speed) -> list[dict]:
+def measure(work: Work, names: Sequence[str], args: argparse.Namespace, speed: Speed, longest: int) -> list[dict]:
+    """longest: prompt plus answer of any setting of this model."""
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     torch.manual_seed(0)
     with device:
         config = Qwen2Config(**SHAPES[work.shape], dtype=dtype)
         module = Qwen2ForCausalLM._from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
     prompts, limits = work.prompts(), work.limits()
-    engines = {name: ENGINES[name](module, work) for name in names}
+    engines = {name: ENGINES[name](module, work, longest) for name in names}
     first = {name: seconds_of(lambda e=e: e(prompts, limits, 0), device) for name, e in engines.items()}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     # processor time says less than a clock on the wall, and more on a machine that is shared
@@ -321,7 +340,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", default="native,hf", help=f"of {', '.join(ENGINES)}, separated by commas")
     parser.add_argument("--suite", choices=SUITES, help="a list of settings; the default without --shape")
-    parser.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--shape", choices=SHAPES, help="of one setting, or of those of the --suite that are measured")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=16)
     parser.add_argument("--new", type=int, default=64)
@@ -343,12 +362,15 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     one = Work(args.shape, args.rows, args.prompt, args.new, args.samples, args.lengths, args.top_p)
-    works = [one] if args.shape else SUITES[args.suite or ("h200" if args.device == "cuda" else "cpu")]
+    works = SUITES[args.suite or ("h200" if args.device == "cuda" else "cpu")]
+    if args.shape:
+        works = [work for work in works if work.shape == args.shape] if args.suite else [one]
     speed = measure_speed(torch.device(args.device), getattr(torch, args.dtype))
     print(json.dumps({"benchmark": "device_speed", "tflops": speed.flops / 1e12, "gb_per_s": speed.bytes / 1e9}))
     lines = []
     for work in works:
-        for line in measure(work, args.engines.split(","), args, speed):
+        longest = max(other.prompt + other.new for other in works if other.shape == work.shape)
+        for line in measure(work, args.engines.split(","), args, speed, longest):
             lines.append(line)
             print(json.dumps(line), flush=True)
             if args.out:

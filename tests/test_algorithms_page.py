@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from benchmarks.learning import read_runs
+from benchmarks.learning_page import CURVES, RESULTS, page
 from verl.algorithms.masked import LOSS_AGG_MODES
 from verl.algorithms.policy_losses import POLICY_LOSS_REGISTRY
 from verl.algorithms.presets import PRESET_NOTES, PRESETS
@@ -30,13 +32,22 @@ def test_every_preset_has_its_line_and_its_paper():
     for name, cells in tables.items():
         cited = re.findall(r"\d{4}\.\d{5}", PRESET_NOTES[name])
         assert all(paper in cells[3] for paper in cited), name
-        assert len(cells) == 4 and cells[1] and cells[2], name
+        assert len(cells) == 5 and cells[1] and cells[2], name
+        assert cells[4] == f"[curve](curves/reverse-{name}.png)"
 
 
 def test_every_recipe_has_its_line():
     folders = {re.search(r"\((.*?)\)", cells[0])[1] for cells in rows("Recipes")}
     recipes = {path.parent.name for path in ROOT.glob("recipe/*/*.yaml")}
     assert folders == {f"../recipe/{name}" for name in recipes}
+
+
+def test_the_figures_are_those_of_the_recorded_runs():
+    """`python benchmarks/learning_page.py` would change nothing."""
+    runs = read_runs(RESULTS)
+    assert page(PAGE, runs) == PAGE
+    drawn = {f"{run.task}-{run.algorithm}.png" for run in runs if not run.shuffled}
+    assert drawn == {path.name for path in CURVES.iterdir()}
 
 
 def test_every_loss_and_aggregation_is_named():

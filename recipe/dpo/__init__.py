@@ -1,4 +1,4 @@
-"""Online DPO: the better and the worse answer of each prompt, by reward, as a preference."""
+"""DPO: of two answers to a prompt one is better, by reward or by the rows of a file."""
 
 from recipe.dpo.trainer import LocalDPOTrainer
 

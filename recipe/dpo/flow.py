@@ -2,7 +2,8 @@
 
     prompts -> repeat -> gen -> reward -> [filter_groups] -> pairs -> ref -> update_actor
 
-Nothing is estimated: `old_log_prob` and `adv` are gone, and the update learns that of two answers one is better.
+Nothing is estimated: `old_log_prob` and `adv` are gone, and the update learns that of two answers one is better. With
+answers from a file, offline.py takes `gen` and `reward` out too.
 """
 
 import torch
@@ -57,6 +58,14 @@ def _checks(config: DPOConfig) -> dict[str, tuple[bool, str]]:
     return {
         "actor_rollout_ref.rollout.n": (policy.rollout.n < 2, "1: a preference needs two answers; use 2 or more"),
         "actor_rollout_ref.ref.enable": (not policy.ref.enable, "DPO needs the reference: use true"),
+        "dpo.answers": (
+            config.dpo.answers == "file" and (policy.rollout.n != 2 or config.algorithm.filter_groups.enable),
+            "file gives two answers to a prompt: use actor_rollout_ref.rollout.n=2, without algorithm.filter_groups",
+        ),
+        "dpo.label_smoothing": (
+            config.dpo.loss_type == "ipo" and config.dpo.label_smoothing > 0,
+            "changes nothing with dpo.loss_type=ipo: leave it at 0",
+        ),
         "algorithm.adv_estimator": (
             config.algorithm.adv_estimator != "grpo",
             "DPO estimates no advantages; leave it at grpo, whose operator is taken out",

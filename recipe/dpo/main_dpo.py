@@ -1,4 +1,4 @@
-"""python -m recipe.dpo.main_dpo key=value ...: online DPO, with dpo.yaml below the settings on the command line."""
+"""python -m recipe.dpo.main_dpo key=value ...: DPO, with dpo.yaml below the settings on the command line."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""Online DPO on a Ray cluster: the same edit of the flow."""
+"""DPO on a Ray cluster: the same edit of the flow."""
 
 from recipe.dpo.trainer import DPO
 from verl.trainer.ray_trainer import RayPPOTrainer
 
 
 class RayDPOTrainer(DPO, RayPPOTrainer):
-    """Online DPO on a Ray cluster."""
+    """DPO on a Ray cluster."""

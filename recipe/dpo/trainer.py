@@ -1,10 +1,10 @@
-"""The trainers of online DPO: the flow of flow.py, and an actor that knows its update."""
+"""The trainers of DPO: the flow of flow.py or of offline.py, and an actor that knows its update."""
 
-import logging
 from pathlib import Path
 
 from recipe.dpo.config import DPOConfig
 from recipe.dpo.flow import online_dpo
+from recipe.dpo.offline import GivenAnswers, given_answers
 from recipe.dpo.worker import DPOActorWorker
 from verl.dataflow import DataFlow
 from verl.protocol import DataProto
@@ -13,18 +13,21 @@ from verl.trainer.launch import Recipe
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.ppo_trainer import PPOTrainer
 
-logger = logging.getLogger("verl.trainer")
-
-RECIPE = Recipe("online DPO", Path(__file__).with_name("dpo.yaml"), DPOConfig)
+RECIPE = Recipe("DPO", Path(__file__).with_name("dpo.yaml"), DPOConfig)
 
 
 class DPO(PPOTrainer):
-    """What makes a trainer one of online DPO; the other parent says who executes it."""
+    """What makes a trainer one of DPO; the other parent says who executes it."""
 
     recipe = RECIPE
 
     def build_flow(self) -> DataFlow:
-        return online_dpo(super().build_flow(), self.config, self.roles)
+        config, flow = self.config, online_dpo(super().build_flow(), self.config, self.roles)
+        if config.dpo.answers == "policy":
+            return flow
+        answers = GivenAnswers(config.dpo, self.tokenizer, config.data.max_response_length)
+        answers.check(self.train_dataset)
+        return given_answers(flow, answers)
 
     def worker_specs(self) -> dict[str, WorkerSpec]:
         specs = super().worker_specs()
@@ -37,7 +40,7 @@ class DPO(PPOTrainer):
 
 
 class LocalDPOTrainer(DPO, LocalPPOTrainer):
-    """Online DPO on one host.
+    """DPO on one host.
 
     >>> LocalDPOTrainer(overrides=["data.train_files=train.parquet", "actor_rollout_ref.model.path=my-model"]).fit()
     """

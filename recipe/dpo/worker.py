@@ -41,16 +41,16 @@ class DPOActorWorker(ActorRolloutWorker):
             actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
         )
         sums = MetricSums()
-        for mini in batch.split(batch.meta_info["mini_batch_rows"] // self.engine.dp_size):
-            log_probs = self.engine.infer(mini, ("log_probs",), micro, temperature=temperature)["log_probs"]
-            (num_pairs,) = self.engine.sum_over_ranks([mini.batch["pair_weight"].sum().item() / 2])
-            weights, metrics = sequence_weights(log_probs, mini.tensors, num_pairs, self.pair_loss)
-            sums.add(metrics)
-            found = self.engine.train_batch(
-                mini.replace(sequence_weight=weights), WEIGHTED_LOG_PROB, micro, temperature=temperature
-            )
-            sums.add({f"actor/{name}": value for name, value in found.items()})
-            self.version += 1
+        with self.engine.loaded(optimizer=True):
+            for mini in batch.split(batch.meta_info["mini_batch_rows"] // self.engine.dp_size):
+                log_probs = self.engine.infer(mini, ("log_probs",), micro, temperature=temperature)["log_probs"]
+                (num_pairs,) = self.engine.sum_over_ranks([mini.batch["pair_weight"].sum().item() / 2])
+                weights, metrics = sequence_weights(log_probs, mini.tensors, num_pairs, self.pair_loss)
+                sums.add(metrics)
+                mini = mini.replace(sequence_weight=weights)
+                found = self.engine.train_batch(mini, WEIGHTED_LOG_PROB, micro, temperature=temperature)
+                sums.add({f"actor/{name}": value for name, value in found.items()})
+                self.version += 1
         lr = {"actor/lr": self.engine.lr_step()} if batch.meta_info["last_pass"] else {}
         return {**sums.result(), **lr}
 
@@ -59,7 +59,8 @@ class DPOActorWorker(ActorRolloutWorker):
 
         policy, reference: log-probs of the better and of the worse answers, (N,) each; lengths: their tokens.
         """
-        return dpo_loss(*policy, *reference, num_pairs=num_pairs, **self.dpo.model_dump())
+        settings = self.dpo.model_dump(include={"beta", "loss_type", "label_smoothing"})
+        return dpo_loss(*policy, *reference, num_pairs=num_pairs, **settings)
 
 
 def sequence_weights(

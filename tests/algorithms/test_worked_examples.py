@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from verl.algorithms import advantages, core_algos, preference, prime, token_baselines
+from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY
 from verl.algorithms.masked import masked_whiten
 
 
@@ -186,3 +187,29 @@ def test_prime_process_rewards_and_loss():
 def test_sppo():
     found, _ = preference.sppo(torch.tensor([[1.0], [0]]), torch.ones(2, 1), uids("aa"))
     close(found, [[0.379885], [-0.620115]])
+
+
+EXAMPLES = {
+    "gae": test_gae,
+    "grpo": test_grpo_drgrpo_rloo,
+    "grpo_vectorized": test_grpo_drgrpo_rloo,
+    "grpo_passk": test_passk,
+    "analytic_passk": test_analytic_passk,
+    "rloo": test_grpo_drgrpo_rloo,
+    "rloo_vectorized": test_grpo_drgrpo_rloo,
+    "remax": test_remax,
+    "reinforce_plus_plus": test_reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": test_reinforce_plus_plus_baseline,
+    "opo": test_opo,
+    "gpg": test_gpg_counts_samples_with_an_advantage,
+    "gdpo": test_gdpo,
+    "optimal_token_baseline": test_optimal_token_baseline,
+    "tir_optimal_token_baseline": test_tir_optimal_token_baseline_aligns_the_policys_own_tokens,
+    "prime": test_prime,
+    "sppo": test_sppo,
+}
+
+
+def test_every_estimator_has_an_example():
+    """An estimator that is new comes with figures worked out for it."""
+    assert set(EXAMPLES) == set(ADV_ESTIMATOR_REGISTRY)

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from verl.algorithms import (
+    LOSS_AGG_MODES,
+    POLICY_LOSS_REGISTRY,
     agg_loss,
     core_algos,
     get_kl_controller,
@@ -16,6 +18,7 @@ from verl.algorithms import (
     preference,
 )
 from verl.algorithms import rollout_correction as correction
+from verl.algorithms.kl import KL_KINDS
 
 
 def close(found, expected):
@@ -37,42 +40,52 @@ def run(name, mode="token-mean", **settings):
     return loss.detach(), log_prob.grad, merge_metrics([metrics])
 
 
-@pytest.mark.parametrize(
-    "name, settings, loss, gradient",
-    [
-        ("vanilla", {}, -0.123791, [[0, -0.25], [0, 0.226209]]),
-        ("vanilla", {"clip_ratio_high": 0.28}, -0.129141, [[-0.305351, -0.25], [0, 0.226209]]),
-        (
-            "vanilla",
-            {"rollout_is_weights": torch.tensor([[1.0, 2], [0.5, 1]])},
-            -0.473791,
-            [[0, -0.5], [0, 0.226209]],
-        ),
-        ("gspo", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}, -0.152585, [[-0.276293] * 2, [0, 0]]),
-        ("gspo", {}, -0.00035, [[0, 0], [0, 0]]),
-        ("geo_mean", {}, -0.163185, [[-0.276293] * 2, [0, 0.1947]]),
-        (
-            "geo_mean",
-            {"clip_ratio_low": 0.2, "clip_ratio_high": 0.15},
-            -0.108588,
-            [[0, -0.269471], [0, 0.215177]],
-        ),
-        ("cispo", {"clip_ratio_low": 0.2}, -0.05883, [[-0.3, -0.25], [0.2, 0.226209]]),
-        ("sapo", {}, -0.223507, [[-0.301639, -0.25], [0.145342, 0.225646]]),
-        ("gpg", {}, -0.2, [[-0.25, -0.25], [0.25, 0.25]]),
-        ("kl_cov", {"kl_cov_ratio": 0.25}, -0.052509, [[-0.305351, -0.25], [-0.098367, 0.226209]]),
-        (
-            "clip_cov",
-            {"clip_ratio": 0.5, "clip_cov_ratio": 0.5, "clip_cov_lb": 0.2},
-            -0.023791,
-            [[0, -0.25], [0, 0.226209]],
-        ),
-        ("dppo_tv", {"clip_ratio_low": 0.05, "clip_ratio_high": 0.05}, 0.00117, [[0, -0.25], [0, 0.226209]]),
-        ("dro", {"dro_beta": 0.5}, -0.18125, [[-0.225, -0.25], [0.1875, 0.2375]]),
-        # Bernoulli KL(p_old || p) by hand: .0136 for token (0, 0), .0536 for (1, 0), .0027 for (1, 1); bound .05.
-        ("dppo_kl", {}, 0.245450, [[-0.305351, -0.25], [0, 0.226209]]),
-    ],
-)
+# (registered name, settings, loss, its gradient)
+POLICY_LOSSES = [
+    ("vanilla", {}, -0.123791, [[0, -0.25], [0, 0.226209]]),
+    ("vanilla", {"clip_ratio_high": 0.28}, -0.129141, [[-0.305351, -0.25], [0, 0.226209]]),
+    (
+        "vanilla",
+        {"rollout_is_weights": torch.tensor([[1.0, 2], [0.5, 1]])},
+        -0.473791,
+        [[0, -0.5], [0, 0.226209]],
+    ),
+    ("gspo", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}, -0.152585, [[-0.276293] * 2, [0, 0]]),
+    ("gspo", {}, -0.00035, [[0, 0], [0, 0]]),
+    ("geo_mean", {}, -0.163185, [[-0.276293] * 2, [0, 0.1947]]),
+    (
+        "geo_mean",
+        {"clip_ratio_low": 0.2, "clip_ratio_high": 0.15},
+        -0.108588,
+        [[0, -0.269471], [0, 0.215177]],
+    ),
+    ("cispo", {"clip_ratio_low": 0.2}, -0.05883, [[-0.3, -0.25], [0.2, 0.226209]]),
+    ("sapo", {}, -0.223507, [[-0.301639, -0.25], [0.145342, 0.225646]]),
+    ("gpg", {}, -0.2, [[-0.25, -0.25], [0.25, 0.25]]),
+    ("kl_cov", {"kl_cov_ratio": 0.25}, -0.052509, [[-0.305351, -0.25], [-0.098367, 0.226209]]),
+    (
+        "clip_cov",
+        {"clip_ratio": 0.5, "clip_cov_ratio": 0.5, "clip_cov_lb": 0.2},
+        -0.023791,
+        [[0, -0.25], [0, 0.226209]],
+    ),
+    ("dppo_tv", {"clip_ratio_low": 0.05, "clip_ratio_high": 0.05}, 0.00117, [[0, -0.25], [0, 0.226209]]),
+    ("dro", {"dro_beta": 0.5}, -0.18125, [[-0.225, -0.25], [0.1875, 0.2375]]),
+    # Bernoulli KL(p_old || p) by hand: .0136 for token (0, 0), .0536 for (1, 0), .0027 for (1, 1); bound .05.
+    ("dppo_kl", {}, 0.245450, [[-0.305351, -0.25], [0, 0.226209]]),
+    ("reinforce", {}, -0.2, [[-0.25, -0.25], [0.25, 0.25]]),
+    ("bypass_mode", {}, -0.123791, [[0, -0.25], [0, 0.226209]]),
+    # By hand: weights pi_old / pi_rollout 1.221403, 1, 1 and e, cut at 2, times vanilla's -1.2, -1, .8, .904837.
+    (
+        "decoupled_ppo",
+        {"rollout_log_probs": torch.tensor([[-1.2, -1], [-1, -2]])},
+        0.035998,
+        [[0, -0.25], [0, 0.452419]],
+    ),
+]
+
+
+@pytest.mark.parametrize("name, settings, loss, gradient", POLICY_LOSSES)
 def test_policy_losses(name, settings, loss, gradient):
     found, found_gradient, _ = run(name, **settings)
     close(found, loss)
@@ -134,17 +147,17 @@ def test_sft_nll():
     assert merge_metrics([metrics]) == {"train/nll": 4}
 
 
-@pytest.mark.parametrize(
-    "mode, scale, expected",
-    [
-        ("token-mean", None, 3.6),
-        ("seq-mean-token-sum", None, 9),
-        ("seq-mean-token-mean", None, 3.25),
-        ("seq-mean-token-sum-norm", None, 3),
-        ("seq-mean-token-sum-norm", 10, 0.9),
-        ("token-sum", None, 18),
-    ],
-)
+AGGREGATIONS = [
+    ("token-mean", None, 3.6),
+    ("seq-mean-token-sum", None, 9),
+    ("seq-mean-token-mean", None, 3.25),
+    ("seq-mean-token-sum-norm", None, 3),
+    ("seq-mean-token-sum-norm", 10, 0.9),
+    ("token-sum", None, 18),
+]
+
+
+@pytest.mark.parametrize("mode, scale, expected", AGGREGATIONS)
 def test_aggregation(mode, scale, expected):
     x, mask = torch.tensor([[1.0, 2, 3], [4, 5, 6]]), torch.tensor([[1, 1, 0], [1, 1, 1]])
     close(agg_loss(x, mask, mode, loss_scale_factor=scale), expected)
@@ -156,22 +169,25 @@ def test_aggregation_does_not_count_empty_rows(mode, expected):
     close(agg_loss(torch.tensor([[1.0, 2, 3], [4, 5, 6]]), torch.tensor([[0, 0, 0], [1, 1, 1]]), mode), expected)
 
 
-@pytest.mark.parametrize(
-    "kind, value, gradient",
-    [
-        ("k1", 0.5, 1),
-        ("kl", 0.5, 1),
-        ("abs", 0.5, 1),
-        ("k2", 0.125, 0.5),
-        ("mse", 0.125, 0.5),
-        ("k3", 0.106531, 0.393469),
-        ("low_var_kl", 0.106531, 0.393469),
-        ("k1+", 0.5, 0.5),
-        ("k2+", 0.125, 0.5),
-        ("k3+", 0.106531, 0.5),
-        ("low_var_kl+", 0.106531, 0.5),
-    ],
-)
+KL = [  # d = log_prob - ref = .5: (kind, value, gradient)
+    ("k1", 0.5, 1),
+    ("kl", 0.5, 1),
+    ("abs", 0.5, 1),
+    ("k2", 0.125, 0.5),
+    ("mse", 0.125, 0.5),
+    ("k3", 0.106531, 0.393469),
+    ("low_var_kl", 0.106531, 0.393469),
+    ("k1+", 0.5, 0.5),
+    ("kl+", 0.5, 0.5),
+    ("abs+", 0.5, 0.5),
+    ("k2+", 0.125, 0.5),
+    ("mse+", 0.125, 0.5),
+    ("k3+", 0.106531, 0.5),
+    ("low_var_kl+", 0.106531, 0.5),
+]
+
+
+@pytest.mark.parametrize("kind, value, gradient", KL)
 def test_kl_penalty(kind, value, gradient):
     log_prob = torch.tensor([[-1.0]], requires_grad=True)
     found = kl_penalty(log_prob, torch.tensor([[-1.5]]), kind)
@@ -261,3 +277,10 @@ def test_bradley_terry():
     close(preference.bradley_terry_loss(chosen, rejected)[0], 0.201413)
     close(preference.bradley_terry_loss(chosen, rejected, margin=1.5)[0], math.log(2))
     close(preference.bradley_terry_loss(chosen, rejected, center_coef=0.1)[0], 0.201413 + 0.425)
+
+
+def test_everything_has_an_example():
+    """A loss, a KL or an aggregation that is new comes with figures worked out for it."""
+    assert {name for name, *_ in POLICY_LOSSES} | {"sppo"} == set(POLICY_LOSS_REGISTRY)  # sppo: test_sppo_loss
+    assert {kind for kind, *_ in KL} == {kind + plus for kind in KL_KINDS if kind != "full" for plus in ("", "+")}
+    assert {mode for mode, *_ in AGGREGATIONS} == set(LOSS_AGG_MODES)

@@ -128,6 +128,12 @@ def test_ranks_that_share_sequences_must_divide_the_ranks_and_share_rows():
     load(*odd, even, f"{ACTOR}fsdp_config.tensor_parallel_size=2")
 
 
+def test_variables_of_the_workers_are_text_and_not_those_of_their_place():
+    config = load("trainer.worker_env.NCCL_IB_DISABLE=1", "trainer.worker_env.NCCL_SOCKET_IFNAME=^lo,docker")
+    assert config.trainer.worker_env == {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "^lo,docker"}
+    assert "is set for each worker by its place" in problem_of("trainer.worker_env.MASTER_ADDR=other")
+
+
 def test_resuming_a_fine_tuning():
     assert "trainer.resume_mode=resume_path" in problem_of("trainer.resume_from_path=x", tree=SFTConfig)
 

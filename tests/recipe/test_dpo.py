@@ -187,6 +187,7 @@ def test_two_processes_give_the_numbers_of_one(settings):
         ("actor_rollout_ref.ref.enable=null", "needs the reference"),
         ("algorithm.adv_estimator=gae", "estimates no advantages"),
         ("actor_rollout_ref.actor.use_kl_loss=true", r"dpo\.beta holds"),
+        ("dpo={loss_type: ipo, label_smoothing: 0.1}", "changes nothing with dpo.loss_type=ipo"),
     ],
 )
 def test_settings_that_do_not_fit(override, message):

@@ -159,7 +159,11 @@ def test_the_answers_of_the_data_set_score_one():
         assert gsm8k.gsm8k_flexible("openai/gsm8k", answer, float(truth))["acc"] == 1.0
 
 
-@pytest.mark.parametrize("piece", ["#", "####", "1", "1,", "-$", "1 ", "1/", ". ", "1.1", "$ ", "1 000", "#### 1 "])
+PIECES = ["#", "####", "1", "1,", "-$", "1 ", "1/", ". ", "1.1", "$ ", "1 000", "#### 1 "]
+PIECES += ["answer is ", "answer **", "= 1", "**1", "so ", "because 1 ", "\\boxed{", "rounds to "]
+
+
+@pytest.mark.parametrize("piece", PIECES)
 def test_no_text_takes_long(piece):
     text = piece * (1_000_000 // len(piece))
     begun = time.perf_counter()

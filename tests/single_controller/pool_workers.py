@@ -28,7 +28,8 @@ class Echo(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def facts(self) -> dict:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-        return {"pid": os.getpid(), "rank": self.rank, **{n: os.environ[n] for n in names}}
+        given = os.environ.get("NCCL_SOCKET_IFNAME")
+        return {"pid": os.getpid(), "rank": self.rank, "interface": given, **{n: os.environ[n] for n in names}}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def echo(self, value):

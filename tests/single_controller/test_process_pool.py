@@ -38,7 +38,8 @@ def gone(pid: int, within: float = 2.0) -> bool:
 @pytest.fixture(scope="module")
 def pair():
     """Two roles in two processes; the second role holds its rows twice."""
-    groups = colocate({"actor": spec("Echo"), "critic": spec("Echo", tp=2)}, n_workers=2, timeout=60)
+    env = {"NCCL_SOCKET_IFNAME": "lo"}
+    groups = colocate({"actor": spec("Echo"), "critic": spec("Echo", tp=2)}, n_workers=2, timeout=60, env=env)
     yield groups
     pids = [f["pid"] for f in groups["actor"].facts()]
     groups["actor"].shutdown()
@@ -54,6 +55,7 @@ def test_ranks_and_their_environment(pair):
     assert [f["rank"] for f in facts] == [0, 1] and len({f["pid"] for f in facts} | {os.getpid()}) == 3
     assert [(f["RANK"], f["LOCAL_RANK"], f["WORLD_SIZE"]) for f in facts] == [("0", "0", "2"), ("1", "1", "2")]
     assert facts[0]["MASTER_PORT"] == facts[1]["MASTER_PORT"] and facts[0]["MASTER_ADDR"] == "127.0.0.1"
+    assert [f["interface"] for f in facts] == ["lo", "lo"], "the variables that were given reach the processes"
     assert [f["pid"] for f in pair["critic"].facts()] == [f["pid"] for f in facts], "colocated roles share processes"
 
 

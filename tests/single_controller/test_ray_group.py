@@ -37,11 +37,13 @@ def test_calls_and_batches_by_reference(one_node):
         {"actor": WorkerSpec((WORKERS, "Echo")), "critic": WorkerSpec((WORKERS, "Echo"), {"tp": 2})},
         ResourcePool("two", (2,)),
         timeout=60,
+        env={"NCCL_SOCKET_IFNAME": "lo"},
     )
     with groups["actor"] as actor, groups["critic"] as critic:
         facts = actor.facts()
         assert [(f["RANK"], f["LOCAL_RANK"], f["WORLD_SIZE"]) for f in facts] == [("0", "0", "2"), ("1", "1", "2")]
         assert [f["pid"] for f in critic.facts()] == [f["pid"] for f in facts], "colocated roles share processes"
+        assert [f["interface"] for f in facts] == ["lo", "lo"], "the variables that were given reach the processes"
         assert actor.all_reduce(2.0) == [6.0, 6.0]
         small = actor.rows(DataProto.from_dict({"x": torch.arange(1, 6)}))
         assert small.batch["x"].tolist() == [1, 2, 3, 4, 5] and small.batch["rank"].tolist() == [0, 0, 0, 1, 1]

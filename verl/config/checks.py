@@ -21,7 +21,7 @@ def check_tree(config: Tree) -> list[Problem]:
     """Everything that does not fit together in a configuration, whatever is in it."""
     match config:
         case Config():
-            parts = (_batches, _ranks, _sampling, _groups, _kl, _losses, _rewards, _kernels)
+            parts = (_batches, _ranks, _worker_env, _sampling, _groups, _kl, _losses, _rewards, _kernels)
             return [*_resume(config.trainer), *(problem for part in parts for problem in part(config))]
         case SFTConfig():
             return [*_resume(config.trainer), *_custom_class(config.data)]
@@ -81,6 +81,15 @@ def _ranks(config: Config) -> Iterator[Problem]:
                 f"{prefix}ppo_mini_batch_size",
                 f"{mini} prompts x {n} samples are {mini * n} responses, which do not divide over {ranks} ranks",
             )
+
+
+_SET_FOR_WORKERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_SET_FOR_WORKERS |= {"CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
+
+
+def _worker_env(config: Config) -> Iterator[Problem]:
+    for name in _SET_FOR_WORKERS & config.trainer.worker_env.keys():
+        yield Problem(f"trainer.worker_env.{name}", "is set for each worker by its place: leave it out")
 
 
 def _divisors_near(number: int, wanted: int) -> str:

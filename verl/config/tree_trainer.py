@@ -97,6 +97,7 @@ class TrainerConfig(Node):
     critic_warmup: int = key(0, "steps in which only the critic learns", ge=0)
     balance_batch: bool = key(True, "give every rank the same number of tokens")
     worker_timeout: float = key(3600.0, "seconds that one call of the workers may take before a hang is reported", gt=0)
+    worker_env: dict[str, str] = key({}, "environment of the worker processes, such as NCCL_SOCKET_IFNAME")
     overlap: bool = key(False, "run independent operators of different resource pools at the same time")
     log_samples: int = key(0, "sampled answers shown now and then", ge=0)
     log_val_generations: int = key(0, "answers of a validation handed to the trackers", ge=0)

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 from verl.single_controller.dispatch import Call
 from verl.single_controller.process_pool import ProcessPool
@@ -53,7 +54,7 @@ class LocalWorkerGroup(WorkerGroup):
         pool: ThisProcess | ProcessPool | None = None,
     ):
         super().__init__(spec.worker_class, n_workers, name)
-        self._pool = pool or _make_pool({self.name: spec}, n_workers, timeout, devices)
+        self._pool = pool or make_pool({self.name: spec}, n_workers, timeout=timeout, devices=devices)
         # a group that nobody holds any more gives its role back; `discard` alone is safe wherever that is noticed
         self._forgotten = weakref.finalize(self, self._pool.roles.discard, self.name)
         self._forgotten.atexit = False
@@ -77,33 +78,32 @@ class LocalWorkerGroup(WorkerGroup):
         self._pool.release(self.name)
 
 
-def _make_pool(
-    specs: Mapping[str, WorkerSpec],
-    n_workers: int,
-    timeout: float,
-    devices: Sequence[int] | None,
-    apart: bool = False,
-) -> ThisProcess | ProcessPool:
-    if n_workers < 1:
-        raise ValueError(f"n_workers: expected at least 1, found {n_workers}")
-    if devices is not None and len(devices) != n_workers:
-        raise ValueError(f"devices: expected one for each of the {n_workers} workers, found {list(devices)}")
-    if n_workers == 1 and devices is None and not apart:
-        return ThisProcess(specs)
-    return ProcessPool(specs, n_workers, timeout=timeout, devices=devices)
-
-
-def colocate(
+def make_pool(
     specs: Mapping[str, WorkerSpec],
     n_workers: int = 1,
     *,
     timeout: float = CALL_TIMEOUT,
     devices: Sequence[int] | None = None,
+    env: Mapping[str, str] | None = None,
     apart: bool = False,
-) -> dict[str, LocalWorkerGroup]:
+) -> ThisProcess | ProcessPool:
+    """Where the workers of some roles live: this process, or processes of their own.
+
+    env: further variables of the environment of these. apart: a process of its own even for one worker.
+    """
+    if n_workers < 1:
+        raise ValueError(f"n_workers: expected at least 1, found {n_workers}")
+    if devices is not None and len(devices) != n_workers:
+        raise ValueError(f"devices: expected one for each of the {n_workers} workers, found {list(devices)}")
+    if n_workers == 1 and devices is None and not env and not apart:
+        return ThisProcess(specs)
+    return ProcessPool(specs, n_workers, timeout=timeout, devices=devices, env=env)
+
+
+def colocate(specs: Mapping[str, WorkerSpec], n_workers: int = 1, **where: Any) -> dict[str, LocalWorkerGroup]:
     """Several roles in the same process(es): one group per role. Their calls run one after another, in call order.
 
-    apart: a process of its own even for one worker, so that it works beside other groups.
+    where: timeout, devices, env and apart, as in `make_pool`.
     """
-    pool = _make_pool(specs, n_workers, timeout, devices, apart)
+    pool = make_pool(specs, n_workers, **where)
     return {role: LocalWorkerGroup(spec, n_workers, role, pool=pool) for role, spec in specs.items()}

@@ -79,11 +79,18 @@ class ProcessPool:
 
     timeout: seconds that one call (or the making of the workers) may take; may be changed between calls.
     devices: the GPU numbers that the processes see (rank i uses the i-th); None leaves CUDA_VISIBLE_DEVICES alone.
+    env: further variables of the processes, beside those of this one.
     Raises WorkerError when a worker cannot be made.
     """
 
     def __init__(
-        self, specs: Mapping[str, WorkerSpec], n: int, *, timeout: float, devices: Sequence[int] | None = None
+        self,
+        specs: Mapping[str, WorkerSpec],
+        n: int,
+        *,
+        timeout: float,
+        devices: Sequence[int] | None = None,
+        env: Mapping[str, str] | None = None,
     ):
         self.roles = set(specs)
         self.timeout = timeout
@@ -98,7 +105,7 @@ class ProcessPool:
         self._lifeline, self._life = os.pipe()
         port = free_port()
         places = [Place(rank, n, rank, n, master_port=port) for rank in range(n)]
-        environments = [_environment(place, devices) for place in places]
+        environments = [_environment(place, devices, env or {}) for place in places]
         started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(
             target=self._serve, args=(environments, started), name="worker watch", daemon=True
@@ -304,9 +311,9 @@ class ProcessPool:
                 process.popen.wait(max(deadline - time.monotonic(), 0))
 
 
-def _environment(place: Place, devices: Sequence[int] | None) -> dict[str, str]:
+def _environment(place: Place, devices: Sequence[int] | None, further: Mapping[str, str]) -> dict[str, str]:
     """The variables of one process: this one's, its rank, the same import path, and a fair share of the cores."""
-    env = {**os.environ, **place.env, "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)}
+    env = {**os.environ, **further, **place.env, "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)}
     if "OMP_NUM_THREADS" not in env:
         env["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // place.local_world_size))
     if devices is not None:

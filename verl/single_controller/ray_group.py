@@ -77,9 +77,12 @@ class RankActor:
         here = ray.get_runtime_context()
         return here.get_actor_id(), here.get_node_id(), ray.util.get_node_ip_address(), ray.get_gpu_ids(), free_port()
 
-    def start(self, specs: Mapping[str, WorkerSpec], place: Place, env: dict[str, str]) -> tuple:
-        """Make the workers. Returns (True, None, time) or (False, error, time)."""
+    def start(self, specs: Mapping[str, WorkerSpec], place: Place, env: dict[str, str], folder: str) -> tuple:
+        """Make the workers. folder: the controller's, which relative paths of a run start from; used where this node
+        sees it and no working directory was sent. Returns (True, None, time) or (False, error, time)."""
         os.environ.update(env)
+        if "working_dir" not in ray.get_runtime_context().runtime_env and os.path.isdir(folder):
+            os.chdir(folder)
         self._rank = place.rank
         role = ""
         try:
@@ -202,7 +205,8 @@ class RayPool:
     same GPUs, those that Ray gave to them: rank LOCAL_RANK uses GPU LOCAL_RANK, as with torchrun.
 
     timeout: seconds that one call (or the making of the workers) may take. start_timeout: seconds that the cluster may
-    take to give the processes. Raises ValueError when it does not, and WorkerError when a worker cannot be made.
+    take to give the processes. env: further variables of their environment. Raises ValueError when the cluster does not
+    give them, and WorkerError when a worker cannot be made.
     """
 
     def __init__(
@@ -213,6 +217,7 @@ class RayPool:
         use_gpu: bool = False,
         timeout: float = CALL_TIMEOUT,
         start_timeout: float = START_TIMEOUT,
+        env: Mapping[str, str] | None = None,
     ):
         self.roles = set(specs)
         self.timeout = timeout
@@ -220,11 +225,12 @@ class RayPool:
         self._over: WorkerError | None = None
         self._under_way: list[_Pending] = []
         self._placement = _reserve(resources, use_gpu, start_timeout)
-        self._ranks = _make_actors(resources, self._placement, use_gpu)
+        self._ranks = _make_actors(resources, self._placement, use_gpu, env or {})
         try:
             places = _meet(self._ranks, use_gpu, start_timeout)
             refs = {
-                r.actor.start.remote(dict(specs), place, env): r.rank for r, (place, env) in zip(self._ranks, places)
+                r.actor.start.remote(dict(specs), place, env, os.getcwd()): r.rank
+                for r, (place, env) in zip(self._ranks, places)
             }
             self._wait(_Pending("+".join(specs), "__init__", refs, [], time.monotonic() + timeout), None)
         except BaseException:
@@ -398,11 +404,13 @@ def _counts(resources: Mapping[str, float]) -> dict[str, float]:
     return {name: resources[name] for name in ("CPU", "GPU") if name in resources}
 
 
-def _make_actors(resources: ResourcePool, group: PlacementGroup, use_gpu: bool) -> list[_Rank]:
+def _make_actors(
+    resources: ResourcePool, group: PlacementGroup, use_gpu: bool, further: Mapping[str, str]
+) -> list[_Rank]:
     """The actors in rank order, node by node."""
     actor_class = ray.remote(concurrency_groups={"data": 1, "control": 1})(RankActor)
     # without this Ray shows each process one GPU only, and LOCAL_RANK would not be its number
-    env = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} if use_gpu else {}
+    env = {**further, **({"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} if use_gpu else {})}
     ranks = []
     for node, count in enumerate(resources.processes_per_node):
         for _ in range(count):
@@ -471,14 +479,10 @@ class RayWorkerGroup(WorkerGroup):
         self._pool.release(self.name)
 
 
-def colocate(
-    specs: Mapping[str, WorkerSpec],
-    resources: ResourcePool,
-    *,
-    use_gpu: bool = False,
-    timeout: float = CALL_TIMEOUT,
-    start_timeout: float = START_TIMEOUT,
-) -> dict[str, RayWorkerGroup]:
-    """Several roles in the actors of one resource pool: one group per role. Their calls run one after another."""
-    pool = RayPool(specs, resources, use_gpu=use_gpu, timeout=timeout, start_timeout=start_timeout)
+def colocate(specs: Mapping[str, WorkerSpec], resources: ResourcePool, **how: Any) -> dict[str, RayWorkerGroup]:
+    """Several roles in the actors of one resource pool: one group per role. Their calls run one after another.
+
+    how: use_gpu, timeout, start_timeout and env, as in RayPool.
+    """
+    pool = RayPool(specs, resources, **how)
     return {role: RayWorkerGroup(spec, resources, role, pool=pool) for role, spec in specs.items()}

@@ -27,14 +27,18 @@ class LocalPPOTrainer(PPOTrainer):
         self.on_gpu = resolve_device(trainer.device, trainer.n_gpus_per_node - 1).type == "cuda"
 
     def init_workers(self) -> None:
-        config = self.config
+        config, trainer = self.config, self.config.trainer
         specs = self.worker_specs()
         pools = pools_of(config, list(specs))
         for placed in pools.values():
             pool = placed[0][1]
             # one process for everything is this one; several, or several pools, are processes of their own
-            apart = pool.world_size > 1 or len(pools) > 1
-            devices = pool.devices if self.on_gpu and apart else None
-            roles, timeout = {role: specs[role] for role, _ in placed}, config.trainer.worker_timeout
-            self.roles.update(colocate(roles, pool.world_size, timeout=timeout, devices=devices, apart=apart))
+            apart = pool.world_size > 1 or len(pools) > 1 or bool(trainer.worker_env)
+            where = {
+                "timeout": trainer.worker_timeout,
+                "devices": pool.devices if self.on_gpu and apart else None,
+                "env": trainer.worker_env,
+                "apart": apart,
+            }
+            self.roles.update(colocate({role: specs[role] for role, _ in placed}, pool.world_size, **where))
         self.roles.update(dict.fromkeys(roles_of_actor(config), self.roles["actor"]))

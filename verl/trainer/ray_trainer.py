@@ -1,10 +1,13 @@
 """RayPPOTrainer: the same flow, its workers Ray actors on the nodes of a cluster."""
 
+from typing import Any
+
 import ray
 
 from verl.single_controller.ray_group import colocate
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.roles import pools_of, roles_of_actor
+from verl.trainer.runtime_env import prepare_runtime_env
 
 
 class RayPPOTrainer(PPOTrainer):
@@ -14,21 +17,33 @@ class RayPPOTrainer(PPOTrainer):
 
     A running cluster is used: that of a `ray.init` before, of ray_kwargs.ray_init.address or RAY_ADDRESS, or one that
     `ray start` made on this host. Otherwise (and with address=local) one is started here, and ended after `fit`.
+    docs/multinode.md has the way to several nodes.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        """Raises ValueError, besides what a PPOTrainer raises, for settings of `ray.init` that cannot be used."""
+        super().__init__(*args, **kwargs)
+        given = self.config.ray_kwargs.ray_init
+        if given and ray.is_initialized():
+            raise ValueError(
+                f"ray_kwargs.ray_init sets {', '.join(given)}, but Ray is running in this process already, so that it "
+                "would change nothing: give that to your own ray.init, or leave it out here"
+            )
+        self._ray_init = {"log_to_driver": True, "include_dashboard": False, **given}
+        if given.get("runtime_env"):
+            self._ray_init["runtime_env"] = prepare_runtime_env(given["runtime_env"])
+
     def init_workers(self) -> None:
-        config = self.config
+        config, trainer = self.config, self.config.trainer
         self._started = not ray.is_initialized()
         if self._started:
-            ray.init(**{"log_to_driver": True, "include_dashboard": False, **config.ray_kwargs.ray_init})
+            ray.init(**self._ray_init)
         specs = self.worker_specs()
         # this host may have no GPU where the nodes do
-        use_gpu = config.trainer.device == "cuda" or (
-            config.trainer.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0
-        )
+        use_gpu = trainer.device == "cuda" or (trainer.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
+        how = {"use_gpu": use_gpu, "timeout": trainer.worker_timeout, "env": trainer.worker_env}
         for placed in pools_of(config, list(specs)).values():
-            roles = {role: specs[role] for role, _ in placed}
-            self.roles.update(colocate(roles, placed[0][1], use_gpu=use_gpu, timeout=config.trainer.worker_timeout))
+            self.roles.update(colocate({role: specs[role] for role, _ in placed}, placed[0][1], **how))
         self.roles.update(dict.fromkeys(roles_of_actor(config), self.roles["actor"]))
 
     def shutdown(self) -> None:

@@ -1,0 +1,110 @@
+"""recipe/dpo with answers from a file: the batch by hand, the loss against transformers, that it learns, bad rows."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipe.dpo import LocalDPOTrainer
+from recipe.dpo.config import DPOSection
+from recipe.dpo.offline import GivenAnswers
+from tests.trainer.conftest import make_tiny, run_settings
+from verl.algorithms.preference import dpo_loss
+from verl.protocol import DataProto
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Rows that prefer the reversed text to the text."""
+    folder = make_tiny(tmp_path_factory.mktemp("tiny"))
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    pairs = [
+        {**row, "chosen": row["answer"][::-1] + "a", "rejected": [{"role": "assistant", "content": row["answer"]}]}
+        for row in rows
+    ]
+    write(folder / "pairs.jsonl", pairs)
+    return folder
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def settings(tiny, tmp_path):
+    plain = [s for s in run_settings(tiny, tmp_path / "run") if not s.startswith("data.train_files")]
+    return [*plain, f"data.train_files={tiny / 'pairs.jsonl'}", "dpo.answers=file"]
+
+
+def test_the_rows_of_a_batch_by_hand(tiny):
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
+    batch = DataProto(
+        None,
+        {
+            "prompt_ids": [[5], [5], [6, 7], [6, 7]],
+            "sample_index": [0, 1, 0, 1],
+            "chosen": ["ab", "ab", "c", "c"],
+            "rejected": ["b", "b", *[[{"role": "user", "content": "?"}, {"role": "assistant", "content": "def"}]] * 2],
+        },
+    )
+    found = GivenAnswers(DPOSection(), tokenizer, 8)(batch).batch
+    a, b, c, d, e, f = (tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abcdef")
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    assert found["responses"].tolist() == [[a, b, end, pad], [b, end, pad, pad], [c, end, pad, pad], [d, e, f, end]]
+    assert found["response_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1]]
+    scores = [[0, 0, 1, 0], [0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0]]
+    assert found["token_level_scores"].tolist() == found["token_level_rewards"].tolist() == scores
+
+
+def test_the_loss_of_a_step_is_that_of_transformers(tiny, settings):
+    """The second step, when the policy is no longer the reference: its first update's loss from two plain models."""
+    chosen = [*settings, "actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.save_freq=1"]
+    trainer = LocalDPOTrainer(overrides=[*chosen, "trainer.total_training_steps=2", "dpo.beta=0.4"])
+    names = [op.name for op in trainer.pipeline.operators]
+    assert names == ["prompts", "repeat", "answers", "pairs", "ref", "update_actor"]
+    reports = []
+    trainer.on_step.append(reports.append)
+    trainer.fit()
+    folder = trainer.checkpoints.latest().parent / "global_step_1" / "actor" / "huggingface"
+    rows = reports[1].batch.tensors
+
+    def sequences(path):
+        model = AutoModelForCausalLM.from_pretrained(path)
+        log_probs = []
+        for ids, real, asked in zip(rows["input_ids"], rows["attention_mask"].bool(), rows["response_mask"]):
+            ids, count = ids[real], int(asked.sum())
+            logits = model(ids[None]).logits[0, -count - 1 : -1].log_softmax(-1)
+            log_probs.append(logits.gather(1, ids[-count:, None]).sum())
+        return torch.stack(log_probs).detach()
+
+    policy, reference = sequences(folder), sequences(tiny / "model")
+    expected, _ = dpo_loss(policy[0::2], policy[1::2], reference[0::2], reference[1::2], beta=0.4)
+    assert reports[1].metrics["dpo/loss"] == pytest.approx(expected.item(), rel=1e-4)
+    assert reports[0].metrics["dpo/loss"] == pytest.approx(0.693147, rel=1e-5)
+
+
+def test_it_learns_the_preference(settings):
+    losses = []
+    trainer = LocalDPOTrainer(overrides=[*settings, "trainer.total_training_steps=12", "dpo.beta=0.5"])
+    trainer.on_step.append(lambda report: losses.append(report.metrics["dpo/loss"]))
+    trainer.fit()
+    assert losses[0] > 0.5 and losses[-1] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "override", "message"),
+    [
+        ({"chosen": "zz" * 4}, "", r"row 3 has 9 tokens with its end, data\.max_response_length is 6"),
+        ({"chosen": "ab", "rejected": "ab"}, "", "row 3 prefers an answer to itself: 'ab'"),
+        ({}, "dpo.chosen_key=chossen", "no column 'chossen': did you mean 'chosen'"),
+        ({}, "actor_rollout_ref.rollout.n=4", "file gives two answers to a prompt"),
+    ],
+)
+def test_what_cannot_be_used_is_said_before_a_model_is_loaded(change, override, message, tiny, settings, tmp_path):
+    rows = [json.loads(line) for line in (tiny / "pairs.jsonl").read_text().splitlines()]
+    rows[3] |= change
+    write(tmp_path / "pairs.jsonl", rows)
+    chosen = [*settings, f"data.train_files={tmp_path / 'pairs.jsonl'}", *([override] if override else [])]
+    with pytest.raises(ValueError, match=message):
+        LocalDPOTrainer(overrides=chosen)

@@ -1,0 +1,90 @@
+"""Each algorithm learns the small task `reverse`, and learns nothing when its rewards are shuffled (slow).
+
+Also the figures of the benchmark by hand, and its page.
+
+In the recorded runs (benchmarks/results/learning.jsonl) 60 steps gain about 0.2.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.learning import FURTHER, RECIPES, Curve, learn, method_of, overrides, start_model, summary
+from benchmarks.learning_page import table
+from examples.quickstart.tasks import write_task
+from verl.algorithms.presets import PRESETS
+from verl.utils.curves import WINDOW
+
+STEPS = 60
+METHODS = sorted({*PRESETS, *RECIPES})
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> tuple[Path, Path]:
+    """The model after imitation, and prompts."""
+    folder = tmp_path_factory.mktemp("learning")
+    return start_model("reverse", folder), write_task("reverse", folder / "data", rows=64 * STEPS, seed=1)
+
+
+def gain(name: str, made: tuple[Path, Path], out: Path, shuffled: bool) -> float:
+    """Mean reward of the last ten steps less that of the first ten."""
+    curve, method = Curve("reverse", name, 1, shuffled), method_of(name)
+    settings = overrides("reverse", *made, out, STEPS, seed=1)
+    shuffle = f"algorithm.shuffle_rewards={str(shuffled).lower()}"
+    learn(method, curve, [*settings, shuffle, *method.settings])
+    assert len(curve.reward) == STEPS
+    return sum(curve.reward[-WINDOW:]) / WINDOW - sum(curve.reward[:WINDOW]) / WINDOW
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_it_learns(name, made, tmp_path):
+    assert gain(name, made, tmp_path, shuffled=False) > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_shuffled_rewards_teach_nothing(name, made, tmp_path):
+    assert gain(name, made, tmp_path, shuffled=True) < 0.05
+
+
+def test_what_a_method_needs_belongs_to_one():
+    assert set(FURTHER) <= set(PRESETS)
+
+
+def run_by_hand(seed: int, from_step: int, accuracy: float, **more) -> Curve:
+    """30 steps of 100 responses: reward 0 before `from_step` (counted from 0), 1 from there on."""
+    reward = [float(step >= from_step) for step in range(30)]
+    responses = [100 * (step + 1) for step in range(30)]
+    return Curve("sort", "grpo", seed, reward=reward, responses=responses, accuracy=[(30, accuracy)], **more)
+
+
+def test_responses_to_a_mean_of_ten_rewards():
+    assert run_by_hand(1, from_step=5, accuracy=0).responses_to(0.5) == 1000  # steps 5 to 9 of the first ten
+    assert run_by_hand(1, from_step=12, accuracy=0).responses_to(0.6) == 1800
+    assert run_by_hand(1, from_step=25, accuracy=0).responses_to(0.6) is None
+    assert run_by_hand(1, from_step=0, accuracy=0).responses_to(0.9) == 1000  # never before ten steps
+
+
+def test_median_and_range_over_seeds():
+    curves = [run_by_hand(1, 12, 0.9), run_by_hand(2, 5, 0.7), run_by_hand(3, 25, 0.8)]
+    found = summary(curves, 0.6)
+    assert found["seeds"] == [1, 2, 3]
+    assert found["accuracy"] == [0.8, 0.7, 0.9]
+    assert found["responses_to_0.6"] == [1800, 1100, None]  # a run that never came there is above all others
+    assert found["last_reward"] == [1.0, 0.5, 1.0]
+
+
+def test_a_row_of_the_page():
+    curves = [run_by_hand(1, 12, 0.9, cpu_seconds=9.6), run_by_hand(2, 5, 0.7), run_by_hand(1, 0, 0.25, shuffled=True)]
+    *_, row = table(curves, "sort").splitlines()
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells == [
+        "[`grpo`](curves/sort-grpo.png)",
+        "1,450 (1,100 to 1,800)",
+        "0.25 -> 1.00",
+        "0.80 (0.70 to 0.90)",
+        "0.25",
+        "10",
+        "1, 2",
+    ]
