@@ -160,6 +160,7 @@ OURS = {
     "actor_rollout_ref.actor.fsdp_config.model_dtype",
     "actor_rollout_ref.actor.fsdp_config.use_torch_compile",  # false: a short run does not win back its time
     "actor_rollout_ref.model.path",
+    "actor_rollout_ref.nccl_timeout",  # null: the controller ends what hangs, and shows where
     "actor_rollout_ref.ref.fsdp_config.dtype",
     "actor_rollout_ref.ref.fsdp_config.model_dtype",
     "actor_rollout_ref.ref.fsdp_config.use_torch_compile",

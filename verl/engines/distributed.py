@@ -8,13 +8,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-#: that a collective may wait for the other ranks. Whoever called the workers has the clock: it ends a call that hangs
-#: and shows the stacks of all ranks, which a rank that gives up before that would spoil
+#: that a collective may wait for the other ranks where nothing is said. Whoever called the workers has the clock: it
+#: ends a call that hangs and shows the stacks of all ranks, which a rank that gives up before that would spoil
 _LONGEST_WAIT = timedelta(days=1)
 
 
-def init_process_group(device: torch.device) -> None:
-    """Join the group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe; nothing when it is joined already."""
+def init_process_group(device: torch.device, timeout: float | None = None) -> None:
+    """Join the group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe; nothing when it is joined already.
+
+    timeout: seconds that a collective may wait for the other ranks; None leaves a hang to whoever called the workers.
+    """
     if dist.is_initialized():
         return
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -24,7 +27,7 @@ def init_process_group(device: torch.device) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=_LONGEST_WAIT)
+    dist.init_process_group(backend, timeout=_LONGEST_WAIT if timeout is None else timedelta(seconds=timeout))
 
 
 def device_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:

@@ -34,7 +34,7 @@ class ShardingConfig:
     reshard_after_forward: free the gathered parameters of a layer between its forward and backward pass (ZeRO-3);
     otherwise keep them (ZeRO-2). offload: keep shards in host memory and bring each layer to the device when it runs.
     sequence_parallel: ranks that share the tokens of the same rows. tensor_parallel: neighbouring ranks that share the
-    layers for the same tokens. timeout: seconds that a rank waits for the others in a collective.
+    layers for the same tokens. timeout: seconds that a rank waits for the others, None for a day.
     """
 
     fsdp_size: int = -1
@@ -42,7 +42,7 @@ class ShardingConfig:
     offload: bool = False
     sequence_parallel: int = 1
     tensor_parallel: int = 1
-    timeout: float = 600.0
+    timeout: float | None = None
 
 
 class FSDPEngine(HFEngine):

@@ -128,9 +128,9 @@ def make_engine(
     engine: tree_model.EngineConfig,
     optimizer: OptimizerConfig | None,
     world_size: int,
-    timeout: float = 600.0,
+    timeout: float | None = None,
 ) -> HFEngine:
-    """One process holds the model whole, several share it. timeout: seconds that they wait for one another.
+    """One process holds the model whole, several share it. timeout: of a collective, in seconds.
 
     Raises ValueError for a setting that needs several processes where there is one.
     """

@@ -12,10 +12,10 @@ from verl.workers.objectives import aggregation, value_objective
 
 
 class CriticWorker(EngineWorker):
-    """A value for every response token. config: the `critic` section. timeout: seconds that ranks wait."""
+    """A value for every response token. config: the `critic` section. timeout: of a collective, in s."""
 
     def __init__(
-        self, config: tree_actor.CriticConfig, *, device: str, total_training_steps: int, timeout: float = 600.0
+        self, config: tree_actor.CriticConfig, *, device: str, total_training_steps: int, timeout: float | None = None
     ):
         self.config = config
         self.checkpoint = config.checkpoint

@@ -16,11 +16,11 @@ from verl.workers.engine_worker import EngineWorker
 class RewardModelWorker(EngineWorker):
     """Scores dialogues.
 
-    config: the section `reward.reward_model`. policy_tokenizer: of the answers. timeout: seconds that ranks wait.
+    config: the section `reward.reward_model`. policy_tokenizer: of the answers. timeout: of a collective, in s.
     """
 
     def __init__(
-        self, config: tree_data.RewardModelConfig, *, device: str, policy_tokenizer: Any, timeout: float = 600.0
+        self, config: tree_data.RewardModelConfig, *, device: str, policy_tokenizer: Any, timeout: float | None = None
     ):
         section = tree_model.ModelConfig(
             path=config.model_path,
