@@ -39,8 +39,8 @@ class PrimeSection(Node):
         None, "SEQUENCES per pass of one rank", follows=_ACTOR + "ppo_micro_batch_size_per_gpu}", ge=1
     )
     use_dynamic_bsz: bool = key(False, "micro-batches by tokens", follows=_ACTOR + "use_dynamic_bsz}")
-    ppo_max_token_len_per_gpu: int = key(
-        16384, "tokens in a micro-batch of one rank", follows=_ACTOR + "ppo_max_token_len_per_gpu}", ge=1
+    ppo_max_token_len_per_gpu: int | None = key(
+        None, "tokens in a micro-batch of one rank", follows=_ACTOR + "ppo_max_token_len_per_gpu}", ge=1
     )
     optim: PRMOptimConfig = part(PRMOptimConfig, "optimizer")
     fsdp_config: EngineConfig = part(EngineConfig, "precision, sharding, offloading")

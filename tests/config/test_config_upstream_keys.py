@@ -159,18 +159,25 @@ OURS = {
     "actor_rollout_ref.actor.fsdp_config.dtype",
     "actor_rollout_ref.actor.fsdp_config.model_dtype",
     "actor_rollout_ref.actor.fsdp_config.use_torch_compile",  # false: a short run does not win back its time
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",  # null: 16384 where they fit
+    "actor_rollout_ref.model.enable_gradient_checkpointing",  # auto: where memory asks for it
     "actor_rollout_ref.model.path",
     "actor_rollout_ref.nccl_timeout",  # null: the controller ends what hangs, and shows where
     "actor_rollout_ref.ref.fsdp_config.dtype",
     "actor_rollout_ref.ref.fsdp_config.model_dtype",
     "actor_rollout_ref.ref.fsdp_config.use_torch_compile",
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
     "actor_rollout_ref.rollout.dtype",
+    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
     "actor_rollout_ref.rollout.max_num_seqs",
     "actor_rollout_ref.rollout.tensor_model_parallel_size",
     "critic.fsdp.dtype",
     "critic.fsdp.model_dtype",
     "critic.fsdp.use_torch_compile",
+    "critic.forward_max_token_len_per_gpu",
+    "critic.model.enable_gradient_checkpointing",
     "critic.model.path",
+    "critic.ppo_max_token_len_per_gpu",
     "data.train_files",
     "data.val_files",
     "reward.reward_manager.module.name",

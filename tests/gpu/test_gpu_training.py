@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl.data.sequences import build_sequences
-from verl.engines import attention, logits
+from verl.engines import attention, logits, memory
 from verl.engines.base import MicroBatching, OptimizerConfig
 from verl.engines.hf import HFEngine
 from verl.engines.micro_batch import Packing
@@ -109,3 +109,19 @@ def test_kernels_give_the_gradient_of_plain_layers(kind, kernels, tmp_path):
     (ours, gradients), (expected, exact) = found[kernels], found["plain"]
     assert (ours - expected).abs().mean() < 5e-3
     assert {n: round(apart(gradients[n], exact[n]), 3) for n in exact if apart(gradients[n], exact[n]) > 0.05} == {}
+
+
+def test_activations_per_token_are_what_the_device_allocates(tmp_path):
+    sizes = dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8)
+    config = AutoConfig.for_model("qwen2", **sizes, num_key_value_heads=2, vocab_size=331)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    made = engine(tmp_path, "fused", torch.bfloat16)
+    kept = memory.measure_kept(made._trial, made.module, made.model.vocab_size)
+    used = []
+    for tokens in (2048, 6144):
+        before = torch.cuda.memory_allocated()
+        outputs = made._trial(tokens)
+        used.append(torch.cuda.memory_allocated() - before)
+        del outputs
+    per_token = (used[1] - used[0]) / 4096
+    assert per_token == pytest.approx(kept.plain * 4 / (4 + memory.WORKING_LAYERS), rel=0.1)

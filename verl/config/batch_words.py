@@ -36,7 +36,9 @@ def _update_words(update: ActorConfig | CriticConfig, prompts: int, n: int, worl
     micro = update.ppo_micro_batch_size_per_gpu
     each = " per rank" if world_size > 1 else ""
     if micro is None or update.use_dynamic_bsz:
-        return f"{head}; micro-batches of up to {update.ppo_max_token_len_per_gpu} tokens{each}"
+        tokens = update.ppo_max_token_len_per_gpu
+        size = f"of up to {tokens} tokens" if tokens is not None else "as memory allows"
+        return f"{head}; micro-batches {size}{each}"
     micro = min(micro, share)
     count, rest = -(-share // micro), share % micro
     last = f", the last of {rest}" if rest else ""

@@ -48,8 +48,11 @@ class ActorConfig(Node):
         None, "SEQUENCES per forward and backward pass of one rank; null: ppo_max_token_len_per_gpu decides", ge=1
     )
     use_dynamic_bsz: bool = key(False, "make micro-batches by a number of tokens instead of a number of sequences")
-    ppo_max_token_len_per_gpu: int = key(
-        16384, "tokens in a micro-batch of one rank, where no count is given or use_dynamic_bsz is on", ge=1
+    ppo_max_token_len_per_gpu: int | None = key(
+        None,
+        "tokens in a micro-batch of one rank, where no count is given or use_dynamic_bsz is on; null: 16384, or fewer "
+        "on a GPU whose free memory does not hold them",
+        ge=1,
     )
     ppo_epochs: int = key(1, "passes over each batch", ge=1)
     shuffle: bool = key(False, "draw the mini-batches in a random order")
@@ -88,8 +91,8 @@ class RefConfig(Node):
         None, "sequences per forward pass of one rank", follows=_ACTOR + "ppo_micro_batch_size_per_gpu}", ge=1
     )
     log_prob_use_dynamic_bsz: bool = key(False, "micro-batches by tokens", follows=_ACTOR + "use_dynamic_bsz}")
-    log_prob_max_token_len_per_gpu: int = key(
-        16384, "tokens in a micro-batch of one rank", follows=_ACTOR + "ppo_max_token_len_per_gpu}", ge=1
+    log_prob_max_token_len_per_gpu: int | None = key(
+        None, "tokens in a micro-batch of one rank", follows=_ACTOR + "ppo_max_token_len_per_gpu}", ge=1
     )
     fsdp_config: EngineConfig = part(EngineConfig, "precision, sharding, offloading")
 
@@ -115,9 +118,9 @@ class CriticConfig(Node):
         ge=1,
     )
     use_dynamic_bsz: bool = key(False, "micro-batches by tokens", follows=_ACTOR + "use_dynamic_bsz}")
-    ppo_max_token_len_per_gpu: int = key(32768, "tokens in a micro-batch of one rank", ge=1)
-    forward_max_token_len_per_gpu: int = key(
-        32768, "the same when values are computed", follows="${critic.ppo_max_token_len_per_gpu}", ge=1
+    ppo_max_token_len_per_gpu: int | None = key(None, "tokens in a micro-batch of one rank; null: as the actor's", ge=1)
+    forward_max_token_len_per_gpu: int | None = key(
+        None, "the same when values are computed", follows="${critic.ppo_max_token_len_per_gpu}", ge=1
     )
     ppo_epochs: int = key(1, "passes over each batch", follows=_ACTOR + "ppo_epochs}", ge=1)
     shuffle: bool = key(False, "draw the mini-batches in a random order", follows=_ACTOR + "shuffle}")

@@ -16,7 +16,9 @@ class ModelConfig(Node):
     trust_remote_code: bool = key(False, "run the Python code that comes with a model or tokenizer")
     custom_chat_template: str | None = key(None, "Jinja chat template instead of the tokenizer's own")
     override_config: dict[str, Any] = key({}, "values put over those of the model's config.json")
-    enable_gradient_checkpointing: bool = key(True, "compute activations again in the backward pass, keep none")
+    enable_gradient_checkpointing: bool | Literal["auto"] = key(
+        "auto", "compute activations again in the backward pass, keep none; auto: on a GPU whose memory asks for it"
+    )
     use_remove_padding: bool = key(True, "compute no padding: rows are packed one after another")
     use_liger: bool = key(False, "Liger's kernels for norms, MLP and rotary embedding instead of ours, on a GPU")
     lora_rank: int = key(0, "rank of the LoRA adapters; 0 trains all weights", ge=0)

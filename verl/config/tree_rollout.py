@@ -66,7 +66,7 @@ class RolloutConfig(SamplingConfig):
         ge=1,
     )
     log_prob_use_dynamic_bsz: bool = key(False, "micro-batches by tokens", follows=_ACTOR + "use_dynamic_bsz}")
-    log_prob_max_token_len_per_gpu: int = key(
-        16384, "tokens in a micro-batch of one rank", follows=_ACTOR + "ppo_max_token_len_per_gpu}", ge=1
+    log_prob_max_token_len_per_gpu: int | None = key(
+        None, "tokens in a micro-batch of one rank", follows=_ACTOR + "ppo_max_token_len_per_gpu}", ge=1
     )
     val_kwargs: ValSamplingConfig = part(ValSamplingConfig, "sampling at validation")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -40,17 +40,18 @@ class Objective:
 class MicroBatching:
     """How a mini-batch is cut: by a count of rows, or by a budget of tokens (the sum of the rows' lengths).
 
-    rows: rows per micro-batch, None for no limit. tokens: token budget, None for no limit; excludes `rows`.
+    rows: rows per micro-batch, None for no limit. tokens: token budget, None for no limit, "auto" for what fills the
+    device and fits its memory; excludes `rows`.
     """
 
     rows: int | None = None
-    tokens: int | None = None
+    tokens: int | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
         if self.rows is not None and self.tokens is not None:
             raise ValueError("micro-batches are cut by a count of rows or by a budget of tokens, not by both")
         for name, value in (("rows", self.rows), ("tokens", self.tokens)):
-            if value is not None and value < 1:
+            if value not in (None, "auto") and value < 1:
                 raise ValueError(f"micro-batch {name}: expected at least 1, found {value}")
 
 

@@ -18,7 +18,7 @@ from verl.engines.base import MicroBatching, OptimizerConfig, Tensors
 from verl.engines.checkpoint import copy_into
 from verl.engines.distributed import device_mesh, init_process_group, reduce_values
 from verl.engines.hf import HFEngine
-from verl.engines.micro_batch import ModelInput, plan, split_to
+from verl.engines.micro_batch import ModelInput, plan, split_to, token_budget
 from verl.engines.model import ModelConfig, empty_module, load_checked
 from verl.engines.offload import HOST, OffloadConfig
 from verl.engines.sequence_parallel import SequenceRanks
@@ -60,6 +60,7 @@ class FSDPEngine(HFEngine):
         """Raises ValueError for sizes that do not divide, besides what HFEngine raises."""
         self.sharding = sharding or ShardingConfig()
         self.sequence_ranks: SequenceRanks | None = None
+        self.ranks_of_a_row = self.sharding.sequence_parallel
         init_process_group(config.device, self.sharding.timeout)
         self._share_rows(config)
         if self.sharding.offload:  # FSDP keeps the shards in host memory all the time
@@ -180,8 +181,9 @@ class FSDPEngine(HFEngine):
 
         A budget of tokens is one rank's; ranks that share rows have as many budgets together.
         """
-        if micro.tokens is not None:
-            micro = MicroBatching(tokens=micro.tokens * self.sharding.sequence_parallel)
+        budget = token_budget(lengths, micro)
+        if budget is not None:
+            micro = MicroBatching(tokens=budget * self.sharding.sequence_parallel)
         pieces = plan(lengths, micro)
         (count,) = self.max_over_ranks([float(len(pieces))])
         return split_to(pieces, int(count))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.engines import checkpoint
+from verl.engines import checkpoint, memory
 from verl.engines.base import MicroBatching, Objective, OptimizerConfig, Tensors, TrainEngine
 from verl.engines.checkpoint import BackgroundWriter
 from verl.engines.distributed import clip_gradients, full_tensor, gradient_norm
@@ -33,6 +33,9 @@ _READS = ("input_ids", "attention_mask", "position_ids", "responses")
 class HFEngine(TrainEngine):
     """One device, one model. Parameters in model_dtype (float32 masters), compute in compute_dtype."""
 
+    #: how many ranks share the tokens of a row
+    ranks_of_a_row: int = 1
+
     def __init__(
         self,
         config: ModelConfig,
@@ -46,14 +49,15 @@ class HFEngine(TrainEngine):
         self.optimizer_config = optimizer
         self.module = self._build() if module is None else checked(module, config.kind)
         self.model = TokenModel(self.module, config)
-        self.module.train(optimizer is not None and config.gradient_checkpointing)
+        self.module.eval()
         self.adapters = Adapters(self.module) if config.lora is not None else None
         if self.adapters is None:
             self.module.requires_grad_(optimizer is not None)
-        if optimizer is not None and config.gradient_checkpointing:
-            with warnings.catch_warnings():  # its new name is not known to every supported release of transformers
-                warnings.simplefilter("ignore", FutureWarning)
-                self.module.gradient_checkpointing_enable({"use_reentrant": False})
+        self._checkpointing = False
+        self._kept: memory.Kept | None = None  # what tokens cost, measured at the first update
+        self._said = ""
+        if optimizer is not None:
+            self._checkpoint(config.gradient_checkpointing is True)
         use_kernels(self.module, config.kernels)
         self._distribute()
         self._writer = BackgroundWriter()
@@ -105,7 +109,7 @@ class HFEngine(TrainEngine):
         sums = MetricSums()
         with self.loaded(optimizer=True):
             self.optimizer.zero_grad(set_to_none=True)
-            for rows in self._plan(lengths, micro):
+            for rows in self._plan(lengths, self._fitted(lengths, micro)):
                 share = {name: values[rows].to(self.config.device) for name, values in columns.items()}
                 outputs = self.model(self._input(share, None), objective.needs, temperature)
                 loss, metrics = objective.loss(outputs, share)
@@ -115,6 +119,57 @@ class HFEngine(TrainEngine):
 
     def _plan(self, lengths: list[int], micro: MicroBatching) -> list[list[int]]:
         return plan(lengths, micro)
+
+    def _fitted(self, lengths: list[int], micro: MicroBatching) -> MicroBatching:
+        """How to cut an update and, where that is left open, whether activations are kept: as free memory allows."""
+        config, is_open = self.config, micro.tokens == "auto"
+        if config.device.type == "cpu" or not (is_open or config.gradient_checkpointing == "auto"):
+            return micro
+        room, longest = self._room(), -(-max(lengths) // self.ranks_of_a_row)
+        largest = 0 if is_open else micro.tokens or (micro.rows or len(lengths)) * longest
+        said = [-room.plain, -room.checkpointed, longest, largest]  # all ranks decide alike: by the tightest of them
+        plain, checkpointed, longest, largest = map(int, self.max_over_ranks([float(value) for value in said]))
+        room = memory.Room(-plain, -checkpointed)
+        budget, again = memory.settle(None if is_open else largest, longest, room, config.gradient_checkpointing)
+        words = "computed again" if again else "kept"
+        if self.is_first and self._said != words:
+            self._said = words
+            logger.info("%s tokens fit with all activations, %s without: they are %s", room.plain, -checkpointed, words)
+        self._checkpoint(again)
+        return MicroBatching(tokens=budget) if is_open else micro
+
+    def _room(self) -> memory.Room:
+        """The tokens that fit into the memory that is free now, an update's needs beside them taken off."""
+        config, vocabulary = self.config, self.model.vocab_size
+        if self._kept is None:
+            self._checkpoint(False)
+            self._kept = memory.measure_kept(self._trial, self.module, vocabulary)
+        free = memory.free_bytes(config.device)
+        free -= memory.update_bytes(self.module.parameters(), self.optimizer)
+        return memory.room(
+            self._kept, free - memory.logits_bytes(vocabulary, config.compute_dtype.itemsize, config.device)
+        )
+
+    def _trial(self, tokens: int) -> Tensors:
+        """The outputs of a forward pass over so many tokens, one row."""
+        ids = torch.zeros(1, tokens * self.ranks_of_a_row, dtype=torch.long, device=self.config.device)
+        rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "responses": ids[:, 1:]}
+        rows["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None]
+        outputs = ("values",) if self.config.kind == "value" else ("log_probs",)
+        return self.model(self._input(rows, None), outputs, 1.0)
+
+    def _checkpoint(self, on: bool) -> None:
+        """Compute activations again in the backward pass from here on, or keep them."""
+        if on == self._checkpointing:
+            return
+        self._checkpointing = on
+        self.module.train(on)  # transformers checkpoints in this mode alone; there is no dropout
+        with warnings.catch_warnings():  # its new name is not known to every supported release of transformers
+            warnings.simplefilter("ignore", FutureWarning)
+            if on:
+                self.module.gradient_checkpointing_enable({"use_reentrant": False})
+            else:
+                self.module.gradient_checkpointing_disable()
 
     def _backward(self, loss: torch.Tensor) -> None:
         loss.backward()

@@ -14,6 +14,9 @@ from verl.engines.base import MicroBatching, Tensors
 from verl.engines.sequence_parallel import SequenceRanks
 from verl.utils.balance import token_budget_micro_batches
 
+#: tokens that keep a GPU busy: larger micro-batches take more memory and gain next to nothing
+ENOUGH_TOKENS = 16384
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -89,10 +92,16 @@ def row_lengths(attention_mask: torch.Tensor) -> list[int]:
     return attention_mask.sum(1).tolist()
 
 
+def token_budget(lengths: list[int], micro: MicroBatching) -> int | None:
+    """The most tokens of a micro-batch, None where they are not what limits it."""
+    return max(ENOUGH_TOKENS, *lengths) if micro.tokens == "auto" else micro.tokens
+
+
 def plan(lengths: list[int], micro: MicroBatching) -> list[list[int]]:
     """Row indices of each micro-batch; every row is in exactly one."""
-    if micro.tokens is not None:
-        return token_budget_micro_batches(lengths, micro.tokens)
+    budget = token_budget(lengths, micro)
+    if budget is not None:
+        return token_budget_micro_batches(lengths, budget)
     size = micro.rows or len(lengths)
     return [list(range(i, min(i + size, len(lengths)))) for i in range(0, len(lengths), size)]
 

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ class ModelConfig:
     path: HuggingFace id or folder. kind: "causal_lm" (policy, reference), "value" (critic: one number per token) or
     "reward" (the same numbers, of a sequence classifier that is complete).
     model_dtype: dtype of the parameters. compute_dtype: dtype of the forward pass (autocast when it differs).
+    gradient_checkpointing: compute activations again in the backward pass; "auto": where memory asks for it (`memory`).
     override_config: values set in the HuggingFace config. use_remove_padding: packed rows.
     random_init: weights from the config and the seed, nothing loaded (tests, benchmarks).
     lora: adapters to train in place of the weights. kernels: how norms, MLPs and rotary embeddings run (`layers`).
@@ -36,7 +37,7 @@ class ModelConfig:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     model_dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype = torch.float32
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | Literal["auto"] = False
     use_remove_padding: bool = True
     trust_remote_code: bool = False
     override_config: tuple[tuple[str, Any], ...] = ()

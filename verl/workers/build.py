@@ -188,9 +188,9 @@ def rollout_on(
     )
 
 
-def micro_batching(rows: int | None, dynamic: bool, tokens: int) -> MicroBatching:
-    """By tokens when asked to, by rows when a count is given, and by tokens otherwise."""
-    return MicroBatching(rows=rows) if rows is not None and not dynamic else MicroBatching(tokens=tokens)
+def micro_batching(rows: int | None, dynamic: bool, tokens: int | None) -> MicroBatching:
+    """By tokens when asked to, by rows when a count is given, and by tokens otherwise: as many as fit when None."""
+    return MicroBatching(rows=rows) if rows is not None and not dynamic else MicroBatching(tokens=tokens or "auto")
 
 
 def sampling_params(

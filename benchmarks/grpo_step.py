@@ -1,0 +1,436 @@
+"""One GRPO step, ours against TRL's GRPOTrainer: the same model, prompts, reward, counts of tokens and optimizer.
+
+    python benchmarks/grpo_step.py                                  # a GPU: 0.5B, 64 prompts x 8, 128 + 512 tokens
+    python benchmarks/grpo_step.py --suite cpu --trl-python PYTHON  # any machine: 0.43 M parameters, 16 x 8, 16 + 64
+
+Everything is made here: random weights, a tokenizer, prompts of random digits; nothing is fetched. An answer is always
+as long as allowed; its reward is the share of even digits in it. Each trainer is a process of its own, with its own
+time limit. On a CPU both stay up and take turns step by step, so that both see the machine's other load; on a GPU one
+runs after the other, since memory is compared too. One JSON line per trainer and setting, and one that compares them:
+seconds are medians over the steps after the warm-up, `faster` is the median of the ratios of paired steps.
+
+TRL runs with what makes it fast: vLLM in its process, Liger, checkpointing and micro-batches of --trl-rows rows on a
+GPU, transformers' generate on a CPU (PYTHON: an environment with trl, where ours has none). Ours has its defaults.
+`peak_gib`: device memory in use at most, sampled, whoever allocated it; on a CPU the process's largest resident size.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("torch", "transformers", "trl", "vllm", "liger-kernel", "accelerate")
+
+
+@dataclass(frozen=True)
+class Work:
+    """A step: prompts x samples answers of `new` tokens to prompts of `prompt` tokens; one optimizer update."""
+
+    hidden: int
+    mlp: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    tied: bool
+    prompts: int
+    samples: int
+    prompt: int
+    new: int
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.samples
+
+
+SUITES = {
+    "gpu": Work(896, 4864, 24, 14, 2, 151936, True, prompts=64, samples=8, prompt=128, new=512),  # Qwen2.5-0.5B
+    "cpu": Work(128, 256, 2, 4, 2, 553, False, prompts=16, samples=8, prompt=16, new=64),
+}
+LEARNING_RATE = 1e-6
+#: options that the processes of the trainers need too
+HANDED_ON = ("suite", "steps", "threads", "trl-rows")
+
+
+def even_digits(answer: str) -> float:
+    """The reward: the share of even digits among the characters of an answer."""
+    return sum(character in "02468" for character in answer) / max(1, len(answer))
+
+
+# ------------------------------------------------------------------------------------------- what both read: made once
+def make_inputs(work: Work, folder: Path, rows: int) -> None:
+    """A model with random weights and its tokenizer in folder/model, prompts in folder/prompts.jsonl."""
+    import torch
+    from tokenizers import pre_tokenizers
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+    # without merges a text is one token per byte, and so are ten digits; the other tokens appear in answers alone
+    end, fill = "<|endoftext|>", "<|fill|>"
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [f"w{i}" for i in range(work.vocabulary - len(alphabet) - 2)]
+    vocabulary = {token: i for i, token in enumerate([*alphabet, *words, end, fill])}
+    Qwen2Tokenizer(vocab=vocabulary, merges=[], eos_token=end, pad_token=fill).save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        hidden_size=work.hidden,
+        intermediate_size=work.mlp,
+        num_hidden_layers=work.layers,
+        num_attention_heads=work.heads,
+        num_key_value_heads=work.kv_heads,
+        vocab_size=work.vocabulary,
+        tie_word_embeddings=work.tied,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=vocabulary[end],
+        pad_token_id=vocabulary[fill],
+    )
+    gpu = torch.cuda.is_available()
+    with torch.device("cuda" if gpu else "cpu"):
+        model = Qwen2ForCausalLM._from_config(config, dtype=torch.bfloat16 if gpu else torch.float32)
+    model.save_pretrained(folder / "model")
+    generator = random.Random(1)
+    with (folder / "prompts.jsonl").open("w") as file:
+        for _ in range(rows):
+            prompt = "".join(generator.choices("0123456789", k=work.prompt))
+            file.write(json.dumps({"prompt": prompt, "answer": "even"}) + "\n")
+
+
+def compute_score(data_source, solution_str: str, ground_truth, extra_info) -> float:
+    """The reward as our trainer calls it: this file is its reward file."""
+    return even_digits(solution_str)
+
+
+# --------------------------------------------------------------------------------------------------- in the processes
+class Reporter:
+    """A child's side: says what each step took, and waits to be told to go on."""
+
+    def __init__(self) -> None:
+        self.out = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # what libraries print goes to stderr
+        self.start = self.peak = 0.0
+
+    def watch_memory(self) -> None:
+        """Sample the device's memory in use until the process ends."""
+        import torch
+
+        def sample() -> None:
+            while True:
+                free, total = torch.cuda.mem_get_info()
+                self.peak = max(self.peak, (total - free) / 2**30)
+                time.sleep(0.02)
+
+        if torch.cuda.is_available():
+            threading.Thread(target=sample, daemon=True).start()
+
+    def step_done(self, **facts: float | None) -> None:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            peak = self.peak
+        else:
+            import resource
+
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        self.out.write(json.dumps({"seconds": time.perf_counter() - self.start, "peak_gib": peak, **facts}) + "\n")
+        self.out.flush()
+        self.go()
+
+    def go(self) -> None:
+        """Wait for a word; the next step starts then."""
+        sys.stdin.readline()
+        self.start = time.perf_counter()
+
+
+def run_ours(work: Work, folder: Path, args: argparse.Namespace, reporter: Reporter) -> None:
+    from verl.trainer.local_trainer import LocalPPOTrainer
+
+    actor, rollout = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+    overrides = [
+        "algorithm.adv_estimator=grpo",
+        f"data.train_files={folder / 'prompts.jsonl'}",
+        f"data.train_batch_size={work.prompts}",
+        f"data.max_prompt_length={work.prompt}",
+        f"data.max_response_length={work.new}",
+        f"actor_rollout_ref.model.path={folder / 'model'}",
+        f"{rollout}n={work.samples}",
+        f"{rollout}ignore_eos=true",
+        f"{actor}ppo_mini_batch_size={work.prompts}",
+        f"{actor}optim.lr={LEARNING_RATE}",
+        f"{actor}optim.weight_decay=0",
+        f"{actor}use_kl_loss={str(args.beta > 0).lower()}",
+        f"{actor}kl_loss_coef={args.beta}",
+        f"reward.custom_reward_function.path={Path(__file__).resolve()}",
+        f"trainer.total_training_steps={args.steps}",
+        f"trainer.default_local_dir={folder / 'run'}",
+        "trainer.logger=[jsonl]",
+        *args.set,
+    ]
+    trainer = LocalPPOTrainer(overrides=overrides)
+    init_workers = trainer.init_workers
+
+    def ready() -> None:
+        init_workers()
+        reporter.watch_memory()
+        reporter.go()
+
+    trainer.init_workers = ready
+    trainer.on_step.append(
+        lambda report: reporter.step_done(
+            new_tokens=report.metrics["response_length/mean"],
+            logprob_gap_mean=report.metrics["rollout/logprob_gap_mean"],
+            logprob_gap_max=report.metrics["rollout/logprob_gap_max"],
+            **{f"{name}_seconds": seconds for name, seconds in report.timings.items()},
+        )
+    )
+    trainer.fit()
+
+
+def trl_config(work: Work, folder: Path, args: argparse.Namespace):
+    """TRL's settings for this work: those that make it fast, the others as ours has them."""
+    import torch
+    from trl import GRPOConfig
+
+    gpu = torch.cuda.is_available()
+    micro = args.trl_rows if gpu else work.rows
+    on_gpu = {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": 0.3,
+        "vllm_max_model_length": work.prompt + work.new,
+        "use_liger_kernel": True,
+        "generation_kwargs": {"ignore_eos": True},
+    }
+    on_cpu = {"use_cpu": True, "generation_kwargs": {"min_new_tokens": work.new}}
+    return GRPOConfig(
+        output_dir=str(folder / "trl"),
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=work.rows // micro,
+        num_generations=work.samples,
+        max_completion_length=work.new,
+        max_steps=args.steps,
+        beta=args.beta,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        bf16=gpu,
+        gradient_checkpointing=gpu,
+        model_init_kwargs={"dtype": "float32"},
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        **(on_gpu if gpu else on_cpu),
+    )
+
+
+def run_trl(work: Work, folder: Path, args: argparse.Namespace, reporter: Reporter) -> None:
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOTrainer
+
+    prompts = [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").open()]
+
+    class Report(TrainerCallback):
+        """A step ends when its metrics are logged, after the update."""
+
+        def on_train_begin(self, *_, **__) -> None:
+            reporter.watch_memory()
+            reporter.go()
+
+        def on_log(self, _, state, __, logs: dict, **___) -> None:
+            if "loss" in logs or "reward" in logs:
+                gap = "sampling/sampling_logp_difference/"
+                reporter.step_done(
+                    new_tokens=logs["completions/mean_length"],
+                    logprob_gap_mean=logs.get(gap + "mean"),
+                    logprob_gap_max=logs.get(gap + "max"),
+                )
+
+    trainer = GRPOTrainer(
+        model=str(folder / "model"),
+        reward_funcs=lambda completions, **_: [even_digits(text) for text in completions],
+        args=trl_config(work, folder, args),
+        train_dataset=Dataset.from_list([{"prompt": text} for text in prompts]),
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+        callbacks=[Report()],
+    )
+    trainer.train()
+
+
+TRAINERS: dict[str, Callable[[Work, Path, argparse.Namespace, Reporter], None]] = {"ours": run_ours, "trl": run_trl}
+
+
+# ------------------------------------------------------------------------------------------------------- the comparison
+class Child:
+    """A trainer in a process of its own, killed when its time is over."""
+
+    def __init__(self, name: str, folder: Path, args: argparse.Namespace):
+        python = args.trl_python if name == "trl" else sys.executable
+        command = [python, str(Path(__file__).resolve()), "--child", name, "--folder", str(folder), *args.of_child]
+        paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
+        self.name, self.began, self.steps = name, time.perf_counter(), []
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self.timer = threading.Timer(args.limit, self.process.kill)
+        self.timer.start()
+
+    def step(self) -> bool:
+        """One step more; False where the process has ended."""
+        try:
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            return False
+        line = self.process.stdout.readline()
+        if line:
+            self.steps.append(json.loads(line))
+            if len(self.steps) == 1:
+                self.first = time.perf_counter() - self.began
+        return bool(line)
+
+    def end(self) -> None:
+        self.timer.cancel()
+        self.process.kill()
+        self.process.wait()
+
+    def line(self, work: Work, args: argparse.Namespace, setting: dict) -> dict:
+        counted = self.steps[args.warm_up :]
+        named = {name for step in counted[:1] for name, value in step.items() if value is not None}
+        medians = {name: float(f"{statistics.median(s[name] for s in counted):.5g}") for name in sorted(named)}
+        return {
+            "benchmark": "grpo_step",
+            "trainer": self.name,
+            **setting,
+            **asdict(work),
+            "steps": len(counted),
+            "start_to_end_of_first_step_seconds": round(self.first, 2) if self.steps else None,
+            **medians,
+            "tokens_per_second": round(work.rows * (work.prompt + work.new) / medians["seconds"]) if counted else None,
+            "seconds_of_steps": [round(step["seconds"], 4) for step in self.steps],
+        }
+
+
+def compare(work: Work, folder: Path, args: argparse.Namespace, names: list[str], setting: dict) -> Iterator[dict]:
+    """Run the named trainers: the line of each as soon as it has ended, and how each other one compares with ours."""
+    if args.alternate:
+        children = [Child(name, folder, args) for name in names]
+        for _ in range(args.steps):
+            if not all([child.step() for child in children]):
+                break
+        for child in children:
+            child.end()
+            yield child.line(work, args, setting)
+    else:
+        children = []
+        for name in names:
+            children.append(Child(name, folder, args))
+            while len(children[-1].steps) < args.steps and children[-1].step():
+                pass
+            children[-1].end()
+            yield children[-1].line(work, args, setting)
+    ours = children[0].steps[args.warm_up :]
+    for child in children[1:]:
+        theirs = child.steps[args.warm_up :]
+        if ours and theirs:
+            ratios = [b["seconds"] / a["seconds"] for a, b in zip(ours, theirs)]
+            yield {
+                "benchmark": "grpo_step_compared",
+                "with": child.name,
+                **setting,
+                "faster": round(statistics.median(ratios), 2),
+                "faster_least_and_most": [round(min(ratios), 2), round(max(ratios), 2)],
+                "memory_of_theirs": round(ours[-1]["peak_gib"] / theirs[-1]["peak_gib"], 3),
+            }
+
+
+def versions(python: str) -> dict[str, str]:
+    """Of the packages that an interpreter has."""
+    code = "import json, sys, importlib.metadata as m\nfound = {d.name.lower(): d.version for d in m.distributions()}\n"
+    code += f"print(json.dumps({{n: found[n] for n in {PACKAGES} if n in found}}))"
+    return json.loads(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+def facts(args: argparse.Namespace) -> dict:
+    """What a record needs beside the measurement."""
+    import torch
+
+    gpu = torch.cuda.is_available()
+    words = [word if word != args.trl_python else "PYTHON" for word in sys.argv[1:]]
+    return {
+        "device": torch.cuda.get_device_name() if gpu else f"cpu, {args.threads} threads",
+        "python": platform.python_version(),
+        "versions": {"ours": versions(sys.executable), "trl": versions(args.trl_python)},
+        "verl": metadata.version("verl") if "verl" in {d.name for d in metadata.distributions()} else "this checkout",
+        "command": " ".join(["python benchmarks/grpo_step.py", *words]),
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", choices=SUITES, help="default: gpu where there is one")
+    parser.add_argument("--against", default="trl", help="trl, or an empty word for ours alone")
+    parser.add_argument("--betas", default="0.04,0", help="weights of the KL to the reference, one run for each")
+    parser.add_argument("--steps", type=int, help="of each trainer, the warm-up among them; default 5, 20 on a CPU")
+    parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of a CPU")
+    parser.add_argument("--limit", type=float, default=600, help="seconds that one process may take")
+    parser.add_argument("--trl-python", default=sys.executable, help="the interpreter that has trl")
+    parser.add_argument("--trl-rows", type=int, default=16, help="rows of TRL's micro-batches on a GPU")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of ours")
+    parser.add_argument("--out", type=Path, help="also write the record to this file")
+    parser.add_argument("--child", choices=TRAINERS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--beta", type=float, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    return args
+
+
+def child(args: argparse.Namespace) -> None:
+    reporter = Reporter()
+    import torch
+
+    torch.set_num_threads(args.threads)
+    TRAINERS[args.child](SUITES[args.suite], args.folder, args, reporter)
+
+
+def main() -> None:
+    args = parse()
+    if args.child:
+        child(args)
+        return
+    import torch
+
+    args.suite = args.suite or ("gpu" if torch.cuda.is_available() else "cpu")
+    args.alternate = args.suite == "cpu"
+    args.steps = args.steps or (20 if args.suite == "cpu" else 5)
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    work, record = SUITES[args.suite], facts(args) | {"lines": []}
+    names = ["ours", *filter(None, args.against.split(","))]
+    for beta in map(float, args.betas.split(",")):
+        args.of_child = [f"--beta={beta}", *(f"--set={setting}" for setting in args.set)]
+        args.of_child += [f"--{name}={vars(args)[name.replace('-', '_')]}" for name in HANDED_ON]
+        with tempfile.TemporaryDirectory() as name:
+            make_inputs(work, Path(name), work.prompts * args.steps)
+            for line in compare(work, Path(name), args, names, {"beta": beta}):
+                print(json.dumps(line), flush=True)
+                record["lines"].append(line)
+                if args.out:
+                    args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
