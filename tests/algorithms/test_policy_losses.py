@@ -14,12 +14,13 @@ from verl.algorithms import (
     get_policy_loss_fn,
     merge_metrics,
 )
+from verl.algorithms.covariance_losses import CHOOSE_AMONG_THE_TOKENS_OF_ONE_CALL
 
 SETTINGS = {"dro_beta": 0.3, "clip_cov_lb": 0.0, "clip_cov_ratio": 0.2, "kl_cov_ratio": 0.2, "sppo_eta": 0.7}
 # These three define their aggregation themselves; SPPO too.
 SEQUENCE_MEAN = {"gspo", "geo_mean", "sapo", "sppo"}
 # They choose tokens among those of one call, so that a split changes the choice: see the page of covariance_losses.
-CHOOSE_PER_CALL = {"clip_cov", "kl_cov"}
+CHOOSE_PER_CALL = set(CHOOSE_AMONG_THE_TOKENS_OF_ONE_CALL)
 WEIGHTED = sorted(
     name for name, fn in POLICY_LOSS_REGISTRY.items() if "rollout_is_weights" in inspect.signature(fn).parameters
 )

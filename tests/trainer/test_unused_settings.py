@@ -88,6 +88,22 @@ def test_it_is_said_once_when_the_trainer_is_made(tiny, tmp_path, caplog):
     assert said == ["algorithm.lam: 0.95 changes nothing with algorithm.adv_estimator=grpo"]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["algorithm.name=kl_cov"], True),
+        (["algorithm.name=clip_cov", f"{ACTOR}ppo_micro_batch_size_per_gpu=3"], True),
+        (["algorithm.name=clip_cov", f"{ACTOR}ppo_micro_batch_size_per_gpu=4"], False),  # 2 prompts x 2 answers
+        (["algorithm.name=clip_cov", f"{ACTOR}ppo_micro_batch_size_per_gpu=4", f"{ACTOR}use_dynamic_bsz=true"], True),
+        (["algorithm.name=grpo"], False),
+    ],
+)
+def test_a_choice_among_the_tokens_of_a_micro_batch_is_said(overrides, said, tiny, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "verl"):
+        LocalPPOTrainer(overrides=[*run_settings(tiny, tmp_path), *overrides])
+    assert ("uncut: actor.ppo_micro_batch_size_per_gpu=4 and" in caplog.text) == said
+
+
 def test_a_critic_that_is_not_there_is_not_waited_for(tiny, tmp_path):
     with pytest.raises(ValueError, match=r"trainer\.critic_warmup.*nothing would learn"):
         LocalPPOTrainer(

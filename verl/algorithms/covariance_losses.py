@@ -5,7 +5,7 @@ cov_t = (A_t - mean A)(log_prob_t - mean log_prob). Clip-Cov takes a few of thes
 
 The means and the choice are over the tokens *of one call*. Under gradient accumulation each micro-batch chooses its own
 share of its own tokens, at least one; so these two losses, alone of all, depend on how the mini-batch is cut. For the
-choice of the papers, over a mini-batch, take one micro-batch per mini-batch.
+choice of the paper, over a mini-batch, take one micro-batch per mini-batch; trainers say so where it is cut.
 """
 
 import torch
@@ -18,6 +18,8 @@ from verl.algorithms.policy_losses import (
     register_policy_loss,
     weigh,
 )
+
+CHOOSE_AMONG_THE_TOKENS_OF_ONE_CALL = ("clip_cov", "kl_cov")
 
 
 def _covariance(advantages: torch.Tensor, log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

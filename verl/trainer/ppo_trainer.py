@@ -69,6 +69,7 @@ class PPOTrainer(Trainer):
         setup.check_reward_model(config)
         setup.check_settings(config)
         setup.check_group_size(config)
+        setup.warn_of_choice_in_parts(config)
         warn_of_unused_settings(config)
         if tokenizer is None and isinstance(train_dataset, RLHFDataset):
             tokenizer = train_dataset.tokenizer

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.binding import missing_settings
+from verl.algorithms.covariance_losses import CHOOSE_AMONG_THE_TOKENS_OF_ONE_CALL
 from verl.algorithms.policy_losses import get_policy_loss_fn
 from verl.config import ConfigError, Problem, check_critic, tree, tree_model, tree_sft, tree_trainer
 from verl.data.rlhf_dataset import RLHFDataset, collate_prompts, load_dataset_class
@@ -154,6 +155,23 @@ def check_settings(config: tree.Config) -> None:
         missing = missing_settings(function, settings)
         if missing:
             raise ValueError(f"{name} needs the setting {missing[0]!r}: give it in the section {section}")
+
+
+def warn_of_choice_in_parts(config: tree.Config) -> None:
+    """Two losses choose tokens among those of one micro-batch: said where that is a part of a mini-batch."""
+    actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
+    loss = actor.policy_loss.loss_mode
+    if loss not in CHOOSE_AMONG_THE_TOKENS_OF_ONE_CALL:
+        return
+    rows = actor.ppo_mini_batch_size * rollout.n // (trainer.nnodes * trainer.n_gpus_per_node)
+    whole = actor.ppo_micro_batch_size_per_gpu is not None and actor.ppo_micro_batch_size_per_gpu >= rows
+    if actor.use_dynamic_bsz or not whole:
+        logger.warning(
+            "actor.policy_loss.loss_mode=%s chooses among the tokens of one micro-batch, so its gradient depends on "
+            "how a mini-batch is cut; uncut: actor.ppo_micro_batch_size_per_gpu=%d and actor.use_dynamic_bsz=false",
+            loss,
+            rows,
+        )
 
 
 def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
