@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.single_controller import colocate
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.trainer.roles import pools_of, roles_of_actor
+from verl.trainer.roles import roles_of_actor
 from verl.trainer.setup import check_one_host
 from verl.utils.device import resolve_device
 
@@ -29,11 +29,10 @@ class LocalPPOTrainer(PPOTrainer):
     def init_workers(self) -> None:
         config, trainer = self.config, self.config.trainer
         specs = self.worker_specs()
-        pools = pools_of(config, list(specs))
-        for placed in pools.values():
+        for placed in self.pools.values():
             pool = placed[0][1]
             # one process for everything is this one; several, or several pools, are processes of their own
-            apart = pool.world_size > 1 or len(pools) > 1 or bool(trainer.worker_env)
+            apart = pool.world_size > 1 or len(self.pools) > 1 or bool(trainer.worker_env)
             where = {
                 "timeout": trainer.worker_timeout,
                 "devices": pool.devices if self.on_gpu and apart else None,

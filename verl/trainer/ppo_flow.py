@@ -357,7 +357,9 @@ class Update:
             facts = {"mini_batch_rows": plan.mini_batch_rows, "last_pass": epoch == plan.epochs - 1}
             share.meta_info.update(facts)
             sums.add(group.submit(self.method, share).get())
-        batch.meta_info["metrics"] = {name: total / count for name, (total, count) in sums.result().items()}
+        # what nothing was counted for (every pair was a tie) has no value
+        means = {name: total / count for name, (total, count) in sums.result().items() if count}
+        batch.meta_info["metrics"] = means
 
 
 def build_ppo_flow(
