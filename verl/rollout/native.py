@@ -145,7 +145,7 @@ class NativeRollout(RolloutEngine):
         old = self._cache
         like = decoder.embedding
         fits = old is not None and old.slots >= slots and old.length >= length
-        if not fits or old.layers[0].device != like.device or old.layers[0].dtype != like.dtype:
+        if not fits or old.keys[0].device != like.device or old.keys[0].dtype != like.dtype:
             self._cache = old = None  # freed before the new one is made
             self._cache = SlotCache(decoder, slots, length)
         return self._cache

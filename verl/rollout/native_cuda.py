@@ -13,7 +13,7 @@ import triton
 from verl.rollout import kernels
 from verl.rollout.base import SamplingParams
 from verl.rollout.kernels import PAGE
-from verl.rollout.native_model import Decoder, Layer, Projection
+from verl.rollout.native_model import Decoder, Layer, Projection, RopeTable
 from verl.rollout.native_torch import Layers
 from verl.rollout.sampling import choose
 
@@ -143,7 +143,8 @@ class CudaDecoder(Layers):
     def _upload(self, values: list) -> torch.Tensor:
         return upload(values, torch.int64, self.arena.pages.device)
 
-    def _rotate(self, layer: Layer, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    def _rotate(self, layer: Layer, qkv: torch.Tensor, table: RopeTable) -> None:
+        cos, sin = table
         heads, size, rotated = qkv.shape[1], qkv.shape[2], self.decoder.heads + self.decoder.kv_heads
         norm = layer.qk_norm if layer.qk_norm is not None else cos
         kernels.rotate[(len(qkv),)](

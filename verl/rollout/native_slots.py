@@ -90,7 +90,7 @@ class SlotBatch:
             if not self.params.greedy:
                 self.uniforms[live] = self._random(self.state[_SAMPLE, live], self.state[_STEP, live] + 1)
             self._check()
-        logits = self.decoder.step(self.state[_TOKEN, live], self.state[_POSITION, live], self.longest)
+        logits = self.decoder.step(self.state[_TOKEN, live], self.longest)
         self.longest += 1
         self.due -= 1
         self.steps += 1
@@ -103,7 +103,7 @@ class SlotBatch:
         state = self.state[:, slots]
         tokens, log_probs = choose(logits, self.params, self.uniforms[slots, self.column])
         state[_TOKEN] = tokens
-        state[_MOVING] += 1
+        state[_MOVING].add_(1)
         out = state[_OUT]
         self.tokens.index_copy_(0, out, tokens)
         self.log_probs.index_copy_(0, out, log_probs)
@@ -125,6 +125,7 @@ class SlotBatch:
             state = self.state[:, : self.active]
             self.longest = int(state[_POSITION].max()) + 1
             self.due = int((state[_LAST] - state[_OUT]).min())
+            self.decoder.seat(state[_POSITION])
 
     def _check(self) -> None:
         """Raises ValueError when an active row's last log-prob is not finite."""

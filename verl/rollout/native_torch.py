@@ -2,7 +2,8 @@
 
 A slot is one row's place in the cache: L columns, position p in column p. The rows in work are always slots 0 .. B - 1,
 so that a step takes views and gathers nothing. A mask (slots, L), kept up to date by one write a step, says which
-columns a row sees; it is shared by all layers of one window.
+columns a row sees; it is shared by all layers of one window. Reading the cache is most of what attention costs, so keys
+lie as the product with a query reads them: the columns of one dimension side by side.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from verl.rollout.native_model import ACTIVATIONS, Decoder, Layer, Projection, rms_norm
+from verl.rollout.native_model import ACTIVATIONS, Decoder, Layer, Projection, RopeTable, rms_norm, unaliased
 
 #: prompt tokens (padding with them) that are computed at once, except where one prompt is longer
 PREFILL_TOKENS = 16384
@@ -19,25 +20,32 @@ PREFILL_WASTE = 0.125
 
 
 class SlotCache:
-    """Keys, then values of `slots` rows of at most `length` tokens: per layer (slots, length, 2 HK, D).
+    """Keys and values of `slots` rows of at most `length` tokens: per layer (slots, HK, D, L) and (slots, HK, L, D).
 
-    masks: per window (None is no window) (slots, length), 0 where a row's next query sees the column, -inf elsewhere.
+    masks: per window (None is no window) (slots, L), 0 where a row's next query sees the column, -inf elsewhere.
     """
 
     def __init__(self, decoder: Decoder, slots: int, length: int):
         like = decoder.embedding
-        shape = (slots, length, 2 * decoder.kv_heads, decoder.head_dim)
+        heads, size, length = decoder.kv_heads, decoder.head_dim, unaliased(length)
         # zeros, not just any memory: an unseen column weighs 0, and 0 times what was there must be 0
-        self.layers = [like.new_zeros(shape) for _ in decoder.layers]
+        self.keys = [like.new_zeros(slots, heads, size, length) for _ in decoder.layers]
+        self.values = [like.new_zeros(slots, heads, length, size) for _ in decoder.layers]
+        # where the columns of each row's keys, values and mask begin in flat tensors
+        self._begins = [
+            torch.arange(0, slots * n * length, length, device=like.device).view(slots, n)
+            for n in (heads * size, heads, 1)
+        ]
         self.masks = {
             window: like.new_full((slots, length), float("-inf"))
             for window in sorted({layer.window for layer in decoder.layers}, key=lambda w: (w is None, w))
         }
         self.slots, self.length = slots, length
+        self.seat(torch.zeros(0, dtype=torch.int64, device=like.device))
 
     def move(self, source: int, target: int) -> None:
         """Give the row of slot `source` the slot `target`."""
-        for tensor in (*self.layers, *self.masks.values()):
+        for tensor in (*self.keys, *self.values, *self.masks.values()):
             tensor[target] = tensor[source]
 
     def open(self, slots: torch.Tensor, lengths: torch.Tensor) -> None:
@@ -49,15 +57,37 @@ class SlotCache:
                 seen &= columns >= lengths[:, None] - window
             mask[slots] = mask.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))
 
-    def advance(self, positions: torch.Tensor) -> torch.Tensor:
-        """Let rows 0 .. B - 1 see the column of their `positions` (B,). Returns where to write: (B,) flat columns."""
-        write = torch.arange(0, len(positions) * self.length, self.length, device=positions.device) + positions
+    def put(self, layer: int, slots: torch.Tensor, stored: torch.Tensor) -> None:
+        """Write the prompts of `slots` (n,): keys and values stored (n, T, 2 HK, D)."""
+        keys, values = stored.chunk(2, 2)
+        self.keys[layer][..., : stored.shape[1]].index_copy_(0, slots, keys.permute(0, 2, 3, 1))
+        self.values[layer][:, :, : stored.shape[1]].index_copy_(0, slots, values.transpose(1, 2))
+
+    def seat(self, positions: torch.Tensor) -> None:
+        """Rows 0 .. B - 1 are to be written at `positions` (B,) next."""
+        self.positions = positions.clone()
+        self._write = [(begins[: len(positions)] + positions[:, None]).view(-1) for begins in self._begins]
+
+    def open_next(self) -> None:
+        """Let each row see the column that it is to be written at."""
+        write = self._write[2]
         for window, mask in self.masks.items():
             flat = mask.view(-1)
             if window is not None:  # one column falls out of the window; while none does, the next line undoes this one
-                flat.index_fill_(0, torch.where(positions >= window, write - window, write), float("-inf"))
+                flat.index_fill_(0, torch.where(self.positions >= window, write - window, write), float("-inf"))
             flat.index_fill_(0, write, 0.0)
-        return write
+
+    def append(self, layer: int, stored: torch.Tensor) -> None:
+        """Write one token of each row: keys and values stored (B, 2 HK, D)."""
+        keys, values = stored.chunk(2, 1)
+        size = stored.shape[2]
+        self.keys[layer].view(-1).index_copy_(0, self._write[0], keys.reshape(-1))
+        self.values[layer].view(-1, size).index_copy_(0, self._write[1], values.reshape(-1, size))
+
+    def advance(self) -> None:
+        """On to the next column of every row."""
+        for at in (self.positions, *self._write):
+            at.add_(1)
 
 
 #: takes (layer, which prompts, keys and values (count, T, 2 HK, D)); T is that of the longest, what follows a prompt is
@@ -71,7 +101,7 @@ class Layers:
     def __init__(self, decoder: Decoder, length: int):
         self.decoder = decoder
         self.activation = ACTIVATIONS[decoder.activation]
-        self.tables = [rope.table(length, decoder.embedding.dtype) for rope in decoder.ropes]
+        self.tables = [rope.table(length, decoder.embedding.dtype, decoder.paired) for rope in decoder.ropes]
 
     # ---- whole prompts ------------------------------------------------------------------------------------------
 
@@ -94,7 +124,7 @@ class Layers:
         tables = [tuple(t[:width].repeat(count, 1)[:, None] for t in table) for table in self.tables]
         x = decoder.embed(ids)
         for index, layer in enumerate(decoder.layers):
-            qkv = self._qkv(layer, x, *tables[layer.rope]).view(count, width, -1, decoder.head_dim)
+            qkv = self._qkv(layer, x, tables[layer.rope]).view(count, width, -1, decoder.head_dim)
             store(index, chosen, qkv[:, :, decoder.heads :])
             attended = self._attend_causally(qkv, layer.window)
             if index == len(decoder.layers) - 1:  # only the last token of a prompt matters from here on
@@ -108,19 +138,25 @@ class Layers:
 
     # ---- parts of a layer ---------------------------------------------------------------------------------------
 
-    def _qkv(self, layer: Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x (N, H), cos and sin (N, 1, R) -> (N, HQ + 2 HK, D): queries and keys normed and rotated."""
+    def _qkv(self, layer: Layer, x: torch.Tensor, table: RopeTable) -> torch.Tensor:
+        """x (N, H), a table of its tokens (N, 1, .) -> (N, HQ + 2 HK, D): queries and keys normed and rotated."""
         qkv = layer.qkv(rms_norm(x, layer.attention_norm, self.decoder.eps)).view(len(x), -1, self.decoder.head_dim)
-        self._rotate(layer, qkv, cos, sin)
+        self._rotate(layer, qkv, table)
         return qkv
 
-    def _rotate(self, layer: Layer, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    def _rotate(self, layer: Layer, qkv: torch.Tensor, table: RopeTable) -> None:
         """Norm and rotate the queries and keys of qkv in place."""
         decoder = self.decoder
         qk = qkv[:, : decoder.heads + decoder.kv_heads]
         if layer.qk_norm is not None:
             wide = qk.to(layer.qk_norm.dtype)
             qk.copy_(F.rms_norm(wide, wide.shape[-1:], None, decoder.eps).mul_(layer.qk_norm))
+        if decoder.paired:
+            (turns,) = table
+            rotated = qk[..., : 2 * turns.shape[-1]]
+            torch.view_as_complex(rotated.unflatten(-1, (-1, 2))).mul_(turns)
+            return
+        cos, sin = table
         rotated, half = qk[..., : cos.shape[-1]], cos.shape[-1] // 2
         swapped = torch.cat((rotated[..., half:], rotated[..., :half]), -1)
         rotated.mul_(cos).addcmul_(swapped, sin)
@@ -133,11 +169,11 @@ class Layers:
         return _add(x, self.activation(gate).mul_(up), layer.down, layer.mlp_post_norm, eps)
 
     def _attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        softcap, scaling = self.decoder.attention_softcap, self.decoder.scaling
-        if softcap is None:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
-        scores = torch.matmul(q, k.transpose(-1, -2)).mul_(scaling / softcap).tanh_().mul_(softcap).add_(mask)
-        return torch.matmul(scores.softmax(-1, dtype=torch.float32).to(v.dtype), v)
+        """q (b, h, T, D), scaled; k (b, h, D, L); v (b, h, L, D); mask to be added, as (b, h, T, L) -> (b, h, T, D)."""
+        scores, softcap = torch.matmul(q, k), self.decoder.attention_softcap
+        if softcap is not None:
+            scores.div_(softcap).tanh_().mul_(softcap)
+        return torch.matmul(scores.add_(mask).softmax(-1, dtype=torch.float32).to(v.dtype), v)
 
     def _attend_causally(self, qkv: torch.Tensor, window: int | None) -> torch.Tensor:
         """qkv (b, T, HQ + 2 HK, D) -> (b T, HQ D)."""
@@ -154,7 +190,8 @@ class Layers:
                 seen &= at > at[:, None] - window
             mask = q.new_zeros(width, width).masked_fill_(~seen, float("-inf"))
             group = decoder.heads // decoder.kv_heads
-            out = self._attention(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), mask)
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+            out = self._attention(q * decoder.scaling, k.transpose(2, 3), v, mask)
         return out.transpose(1, 2).reshape(-1, decoder.heads * decoder.head_dim)
 
 
@@ -175,34 +212,39 @@ class TorchDecoder(Layers):
             source = self._upload([i for i, c in enumerate(chosen) for _ in slots[c]])
             target = self._upload([slot for c in chosen for slot in slots[c]])
             # what follows a shorter prompt stays masked until it is overwritten
-            self.cache.layers[layer][:, : stored.shape[1]].index_copy_(0, target, stored[source])
+            self.cache.put(layer, target, stored[source])
 
         return self.prompts(prompts, store)
 
-    def step(self, tokens: torch.Tensor, positions: torch.Tensor, longest: int) -> torch.Tensor:
-        """tokens, positions: (B,) of rows 0 .. B - 1; longest: 1 + the largest position. Logits (B, V) float32."""
+    def seat(self, positions: torch.Tensor) -> None:
+        """The next `step` is of rows 0 .. B - 1 at `positions` (B,), those after it each one further."""
+        self.cache.seat(positions)
+
+    def step(self, tokens: torch.Tensor, longest: int) -> torch.Tensor:
+        """tokens: (B,) of rows 0 .. B - 1; longest: 1 + the largest position. Logits (B, V) float32."""
         decoder, cache = self.decoder, self.cache
-        rows = len(tokens)
-        write = cache.advance(positions)
+        rows, positions = len(tokens), cache.positions
+        cache.open_next()
         masks = {window: mask[:rows, None, None, :longest] for window, mask in cache.masks.items()}
-        tables = [(cos[positions, None], sin[positions, None]) for cos, sin in self.tables]
+        tables = [tuple(t[positions, None] for t in table) for table in self.tables]
         x = decoder.embed(tokens)
-        for layer, stored in zip(decoder.layers, cache.layers):
-            qkv = self._qkv(layer, x, *tables[layer.rope])
-            keys = stored.view(-1, *stored.shape[2:])
-            keys.index_copy_(0, write, qkv[:, decoder.heads :])
-            attended = self._attend(qkv[:, : decoder.heads], stored[:rows, :longest], masks[layer.window])
+        for index, layer in enumerate(decoder.layers):
+            qkv = self._qkv(layer, x, tables[layer.rope])
+            cache.append(index, qkv[:, decoder.heads :])
+            keys, values = cache.keys[index][:rows, ..., :longest], cache.values[index][:rows, :, :longest]
+            attended = self._attend(qkv[:, : decoder.heads], keys, values, masks[layer.window])
             x = self._finish(layer, x, attended)
+        cache.advance()
         return decoder.logits(x)
 
-    def _attend(self, queries: torch.Tensor, stored: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """queries (B, HQ, D), stored (B, L, 2 HK, D), mask (B, 1, 1, L) -> (B, HQ D)."""
+    def _attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """queries (B, HQ, D), keys (B, HK, D, L), values (B, HK, L, D), mask (B, 1, 1, L) -> (B, HQ D)."""
         rows, heads, size = queries.shape
-        kv_heads = self.decoder.kv_heads
         # the query heads of one key head stand side by side like queries of one sequence: nothing is repeated
-        q = queries.reshape(rows, kv_heads, heads // kv_heads, size)
-        k, v = stored[:, :, :kv_heads].transpose(1, 2), stored[:, :, kv_heads:].transpose(1, 2)
-        return self._attention(q, k, v, mask).reshape(rows, heads * size)
+        q = (queries * self.decoder.scaling).view(rows, keys.shape[1], -1, size)
+        return self._attention(q, keys, values, mask).view(rows, heads * size)
 
 
 def _add(

@@ -83,33 +83,28 @@ def choose(
     if params.greedy:
         tokens = filtered.argmax(-1, keepdim=True)
         return tokens[:, 0], (filtered.gather(1, tokens) - filtered.logsumexp(-1, keepdim=True))[:, 0]
-    highest = filtered.amax(-1, keepdim=True)
-    weights = (filtered - highest).exp_()
-    tokens, total = _invert(weights, uniforms[:, None])
-    log_probs = filtered.gather(1, tokens).sub_(highest).sub_(total.log().float())
-    return tokens[:, 0], log_probs[:, 0]
+    probs = filtered.softmax(-1)
+    tokens = _invert(probs, uniforms[:, None])
+    return tokens[:, 0], probs.gather(1, tokens).log_()[:, 0]
 
 
-def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, V) weights, (B, 1) uniforms -> (B, 1) first index whose cumulative weight exceeds its share, (B, 1) total.
+def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """(B, V) weights, (B, 1) uniforms -> (B, 1) first index whose cumulative weight exceeds its share of the total.
 
     Never an index of weight 0: a number below one times the total lies strictly below the total, and at an index that
     is the first to exceed it the cumulative weight has grown.
     """
     if weights.shape[-1] <= _LARGE:
         mass = weights.cumsum(-1, dtype=torch.float64)
-        total = mass[:, -1:]
-        return torch.searchsorted(mass, uniforms * total, right=True).clamp_max_(weights.shape[-1] - 1), total
+        return torch.searchsorted(mass, uniforms * mass[:, -1:], right=True).clamp_max_(weights.shape[-1] - 1)
     blocks = F.pad(weights, (0, -weights.shape[-1] % _BLOCK)).view(len(weights), -1, _BLOCK)
     mass = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
-    total = mass[:, -1:]
-    target = uniforms * total
+    target = uniforms * mass[:, -1:]
     block = torch.searchsorted(mass, target, right=True).clamp_max_(mass.shape[-1] - 1)
     upper = mass.gather(1, block)
     lower = torch.where(block > 0, mass.gather(1, (block - 1).clamp_min_(0)), 0.0)
     inside = blocks[torch.arange(len(weights), device=weights.device)[:, None], block][:, 0]
-    place, _ = _invert(inside, ((target - lower) / (upper - lower)).clamp_max_(_BELOW_ONE))
-    return block * _BLOCK + place, total
+    return block * _BLOCK + _invert(inside, ((target - lower) / (upper - lower)).clamp_max_(_BELOW_ONE))
 
 
 def draw(
