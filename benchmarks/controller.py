@@ -1,23 +1,27 @@
 """What does the single controller cost? Overhead per call, seconds per step and controller memory, one JSON line each.
 
-    python benchmarks/controller.py --rows 1024 8192 --tokens 2048 --ranks 2
+    python benchmarks/controller.py --rows 1024 8192 65536 --tokens 2048 --ranks 2 --out results.json
 
 A step is the data movement of PPO with all computation left out: workers make columns of the right size and read those
 that the real ones read; reward and advantages run on the controller. `data` says how batches travel between groups:
 "reference" (large columns stay with the rank that made them), "controller" (everything comes to the controller and
 goes out again from there). Each measurement runs in a process of its own; `controller_peak_mib` is how far the resident
-memory of that process rose above what it was before the first step.
+memory of that process rose above what it was before the first step. A measurement for which the machine has not enough
+free memory is left out and says so.
 """
 
 import argparse
 import json
 import os
+import platform
 import resource
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
+import psutil
 import torch
 
 from verl.dataflow import DataFlow, Operator, Pipeline
@@ -29,7 +33,7 @@ from verl.single_controller.remote_tensor import RemoteTensor
 ROOT = Path(__file__).resolve().parents[1]
 EXECUTORS = {  # executor -> the ways that batches can travel
     "in_process": ["controller"],
-    "processes": ["controller"],
+    "processes": ["reference", "controller"],
     "ray": ["reference", "controller"],
 }
 READ_BY_MODELS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
@@ -67,7 +71,7 @@ def make_group(executor: str, ranks: int) -> WorkerGroup:
 
     from verl.single_controller.ray_group import RayWorkerGroup
 
-    ray.init(num_cpus=ranks, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=ranks, include_dashboard=False, log_to_driver=False)
     return RayWorkerGroup(spec, ResourcePool("main", (ranks,)))
 
 
@@ -139,6 +143,29 @@ def measure(executor: str, data: str, rows: int, tokens: int, ranks: int, steps:
     }
 
 
+ROW_BYTES = 46  # of a token in all columns together, see `Synthetic` and `ppo_step`
+
+
+def needed(executor: str, data: str, rows: int, tokens: int) -> int:
+    """Bytes that a measurement takes at its peak, all processes together: of each copy of the batch that is alive."""
+    # as it is made and where it stays; by way of the controller also there, on its way out, and with its readers
+    copies = 4 if data == "controller" and executor != "in_process" else 2
+    return rows * tokens * ROW_BYTES * copies
+
+
+def run_one(executor: str, data: str, rows: int, args: argparse.Namespace) -> dict:
+    """One measurement in a process of its own."""
+    one = {"executor": executor, "data": data, "rows": rows}
+    free, need = psutil.virtual_memory().available, needed(executor, data, rows, args.tokens)
+    if need > free:
+        return {**one, "left_out": f"needs about {need / 2**30:.0f} GiB, {free / 2**30:.0f} GiB are free"}
+    sizes = {"tokens": args.tokens, "ranks": args.ranks, "steps": args.steps}
+    options = [word for name, value in {**one, **sizes}.items() for word in (f"--{name}", str(value))]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, __file__, *options], env=env, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else {**one, "failed": True}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1024, 8192])
@@ -147,23 +174,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--executor", nargs="+", choices=list(EXECUTORS), default=list(EXECUTORS))
     parser.add_argument("--data", choices=["reference", "controller"], help="this way only, in this process")
+    parser.add_argument("--out", type=Path, help="write all lines here, with the command and the versions")
     args = parser.parse_args()
     if args.data is not None:
         print(json.dumps(measure(args.executor[0], args.data, args.rows[0], args.tokens, args.ranks, args.steps)))
         return
-    sizes = ["--tokens", str(args.tokens), "--ranks", str(args.ranks), "--steps", str(args.steps)]
+    lines = []
     for rows in args.rows:
         for executor in args.executor:
             for data in EXECUTORS[executor]:
-                one = ["--executor", executor, "--data", data, "--rows", str(rows)]
-                env = {**os.environ, "PYTHONPATH": str(ROOT)}
-                done = subprocess.run(
-                    [sys.executable, __file__, *one, *sizes], env=env, stdout=subprocess.PIPE, text=True
-                )
-                print(
-                    done.stdout.strip().splitlines()[-1] if done.returncode == 0 else json.dumps({"failed": one}),
-                    flush=True,
-                )
+                lines.append(run_one(executor, data, rows, args))
+                print(json.dumps(lines[-1]), flush=True)
+    if args.out is not None:
+        packages = {name: version(name) for name in ("torch", "tensordict", "ray")}
+        machine = {"cores": os.cpu_count(), "memory_gib": round(psutil.virtual_memory().total / 2**30)}
+        command = " ".join(["python", "benchmarks/controller.py", *sys.argv[1:]])
+        facts = {"command": command, "machine": machine, "versions": {"python": platform.python_version(), **packages}}
+        args.out.write_text(json.dumps({**facts, "results": lines}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

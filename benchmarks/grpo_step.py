@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -192,7 +192,7 @@ def run_ours(work: Work, folder: Path, args: argparse.Namespace, reporter: Repor
             new_tokens=report.metrics["response_length/mean"],
             logprob_gap_mean=report.metrics["rollout/logprob_gap_mean"],
             logprob_gap_max=report.metrics["rollout/logprob_gap_max"],
-            **{f"{name}_seconds": seconds for name, seconds in report.timings.items() if seconds > 1e-3},
+            **{f"{name}_seconds": seconds for name, seconds in report.timings.items()},
         )
     )
     trainer.fit()
@@ -309,7 +309,7 @@ class Child:
 
     def line(self, work: Work, args: argparse.Namespace, setting: dict) -> dict:
         counted = self.steps[args.warm_up :]
-        named = {name for step in counted for name, value in step.items() if value is not None}
+        named = {name for step in counted[:1] for name, value in step.items() if value is not None}
         medians = {name: float(f"{statistics.median(s[name] for s in counted):.5g}") for name in sorted(named)}
         return {
             "benchmark": "grpo_step",
@@ -324,39 +324,37 @@ class Child:
         }
 
 
-def compare(work: Work, folder: Path, args: argparse.Namespace, names: list[str], setting: dict) -> list[dict]:
-    """Run the named trainers; their lines, and the line that compares each other one with ours."""
-    children = []
+def compare(work: Work, folder: Path, args: argparse.Namespace, names: list[str], setting: dict) -> Iterator[dict]:
+    """Run the named trainers: the line of each as soon as it has ended, and how each other one compares with ours."""
     if args.alternate:
         children = [Child(name, folder, args) for name in names]
         for _ in range(args.steps):
             if not all([child.step() for child in children]):
                 break
-    for name in [] if args.alternate else names:
-        children.append(Child(name, folder, args))
-        while len(children[-1].steps) < args.steps and children[-1].step():
-            pass
-        children[-1].end()
-    for child in children:
-        child.end()
-    lines = [child.line(work, args, setting) for child in children]
+        for child in children:
+            child.end()
+            yield child.line(work, args, setting)
+    else:
+        children = []
+        for name in names:
+            children.append(Child(name, folder, args))
+            while len(children[-1].steps) < args.steps and children[-1].step():
+                pass
+            children[-1].end()
+            yield children[-1].line(work, args, setting)
     ours = children[0].steps[args.warm_up :]
-    for child, line in list(zip(children, lines))[1:]:
+    for child in children[1:]:
         theirs = child.steps[args.warm_up :]
-        if not ours or not theirs:
-            continue
-        ratios = [b["seconds"] / a["seconds"] for a, b in zip(ours, theirs)]
-        lines.append(
-            {
+        if ours and theirs:
+            ratios = [b["seconds"] / a["seconds"] for a, b in zip(ours, theirs)]
+            yield {
                 "benchmark": "grpo_step_compared",
                 "with": child.name,
                 **setting,
                 "faster": round(statistics.median(ratios), 2),
                 "faster_least_and_most": [round(min(ratios), 2), round(max(ratios), 2)],
-                "memory_of_theirs": round(lines[0]["peak_gib"] / line["peak_gib"], 3),
+                "memory_of_theirs": round(ours[-1]["peak_gib"] / theirs[-1]["peak_gib"], 3),
             }
-        )
-    return lines
 
 
 def versions(python: str) -> dict[str, str]:
@@ -430,8 +428,8 @@ def main() -> None:
             for line in compare(work, Path(name), args, names, {"beta": beta}):
                 print(json.dumps(line), flush=True)
                 record["lines"].append(line)
-        if args.out:
-            args.out.write_text(json.dumps(record, indent=1) + "\n")
+                if args.out:
+                    args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

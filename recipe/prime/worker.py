@@ -29,7 +29,7 @@ class ImplicitPRMWorker(EngineWorker):
         )
         model = model_config(policy.model, config.fsdp_config, device, self.local_rank)
         optimizer = optimizer_config(config.optim, total_training_steps)
-        self.engine = make_engine(model, config.fsdp_config, optimizer, self.world_size)
+        self.engine = make_engine(model, config.fsdp_config, optimizer, self.world_size, policy.nccl_timeout)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_prm_log_prob(self, batch: DataProto) -> DataProto:

@@ -6,8 +6,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.engines.ranks import run_on_ranks
-from verl.engines.distributed import gradient_norm, init_process_group
+from tests.engines.ranks import qwen2, run_on_ranks, save_model
+from verl.engines.distributed import gradient_norm, init_process_group, timeout_of
+from verl.engines.fsdp import FSDPEngine, ShardingConfig
+from verl.engines.model import ModelConfig
 
 
 def norm_on_rank() -> float:
@@ -22,6 +24,18 @@ def norm_on_rank() -> float:
 def test_the_norm_counts_every_number_once_whatever_mesh_it_is_on():
     expected = (9 + 16 + 25 + 1 + 49 + 4) ** 0.5
     assert run_on_ranks(2, norm_on_rank) == pytest.approx([expected] * 2, rel=1e-6)
+
+
+def timeouts_on_rank(path: str, timeout: float) -> list[float]:
+    """How long the groups of a sequence-parallel engine wait, in seconds."""
+    engine = FSDPEngine(ModelConfig(path), None, ShardingConfig(sequence_parallel=2, timeout=timeout))
+    groups = (dist.group.WORLD, engine._dp_group, engine.sequence_ranks.group)
+    return [timeout_of(group).total_seconds() for group in groups]
+
+
+def test_every_group_waits_as_long_as_it_was_told(tmp_path):
+    """torch gives the groups of a mesh a time of its own."""
+    assert run_on_ranks(2, timeouts_on_rank, save_model(qwen2(), tmp_path), 77.0) == [[77.0] * 3] * 2
 
 
 def test_a_launcher_must_have_set_the_variables(monkeypatch):

@@ -106,3 +106,14 @@ def sleep(x):
 
 def inverse(x):
     return 1 / x
+
+
+def exits_on_b(data_source, solution_str, ground_truth, extra_info=None):
+    """As a function does that was written as a script."""
+    if "b" in solution_str:
+        raise SystemExit(3)
+    return 1.0
+
+
+async def exits_on_b_async(data_source, solution_str, ground_truth, extra_info=None):
+    return exits_on_b(data_source, solution_str, ground_truth)

@@ -173,6 +173,14 @@ def test_an_exception_is_chained_to_its_traceback(tokenizer, manager):
     assert isinstance(cause, KeyError) if manager == "naive" else "in raises_on_b" in str(cause)
 
 
+@pytest.mark.parametrize(
+    ("manager", "function"), [("naive", "exits_on_b"), ("naive", "exits_on_b_async"), ("prime", "exits_on_b")]
+)
+def test_an_exit_is_an_error_of_the_function_and_not_the_end_of_the_run(tokenizer, manager, function):
+    with pytest.raises(RewardError, match=rf"{function}\(\) at .* raised SystemExit: 3"):
+        manager_for(tokenizer, function, manager)(make_batch(["a", "ab"]))
+
+
 @pytest.mark.parametrize("manager", ["naive", "prime"])
 def test_counted_rows_get_the_failure_score(tokenizer, manager, caplog):
     scored = manager_for(tokenizer, "raises_on_b", manager, on_error="count", failure_score=-0.5)

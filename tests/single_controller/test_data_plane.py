@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto
-from verl.single_controller.data_plane import KEEP_BYTES, PackedCall, Shelf, nbytes, unpack, unpack_result
+from verl.single_controller.data_plane import KEEP_BYTES, PackedCall, Shelf, load_call, nbytes, unpack, unpack_result
 from verl.single_controller.remote_tensor import RemoteTensor, Source
 
 WIDTH = 4096  # float32 columns of this width stay where they are from 5 rows on
@@ -35,7 +35,7 @@ def call(to: Shelf, value) -> tuple[object, list[int]]:
     """Send arguments to a rank: what it gets, and how many rows were taken for each Take."""
     packed = PackedCall(value)
     taken = [t.source.shelf.take(t.source.key, t.names, t.rows) for t in packed.takes]
-    return to.load_call(packed.packed, taken), [len(t.rows) for t in packed.takes]
+    return load_call(packed.packed, taken), [len(t.rows) for t in packed.takes]
 
 
 def test_the_controller_holds_small_columns_only():

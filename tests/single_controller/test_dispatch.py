@@ -1,5 +1,6 @@
 """Dispatch and collect as pure functions: no worker, no process."""
 
+import functools
 import math
 
 import numpy as np
@@ -21,6 +22,7 @@ from verl.single_controller.dispatch import (
 )
 
 
+@functools.cache
 def rows(n: int) -> DataProto:
     """n rows: a number, a vector, and an object that says which row it is."""
     return DataProto.from_dict(
@@ -65,6 +67,35 @@ def test_round_trip_on_every_mesh_up_to_64_ranks():
         assert [r is not None for r in results] == [c.collect for c in calls]
         assert_same(how.collect(layout, results), batch)
     assert len(MESHES) == sum(1 for a in range(1, 65) for b in range(1, 65) for _ in range(64 // (a * b)))
+
+
+def rows_by_stage(layout: Layout, args: tuple, kwargs: dict) -> list[Call]:
+    """A mode of one's own: the rows are split over the pipeline stages, the last one gets what is left."""
+    (batch,), stages = args, layout.shape[2]
+    share = len(batch) // stages
+    parts = [batch[i * share : (i + 1) * share if i + 1 < stages else len(batch)] for i in range(stages)]
+    return [Call((parts[c.pp],), collect=c.dp == c.tp == 0) for c in layout.coordinates]
+
+
+def join_stages(layout: Layout, results: list) -> DataProto:
+    by_stage = sorted((c.pp, r) for r, c in enumerate(layout.coordinates) if results[r] is not None)
+    return DataProto.concat([results[r] for _, r in by_stage])
+
+
+def test_round_trip_of_every_mode_on_every_mesh_up_to_64_ranks():
+    """The identity on every rank gives back what went in, in the form that each mode promises."""
+    register_dispatch_mode("ROWS_BY_STAGE", rows_by_stage, join_stages)
+    identity, count = lambda rank, x: x, lambda rank, b: {"x": (float(b.batch["x"].sum()), len(b))}
+    for d, t, p in MESHES:
+        layout = Layout.grid(dp=d, tp=t, pp=p)
+        world, uneven, even = d * t * p, rows(d + 1), rows(d)
+        assert run(Registered(Dispatch.RANK_ZERO), layout, identity, "x") == "x"
+        assert run(Registered(Dispatch.ONE_TO_ALL), layout, identity, "x") == ["x"] * world
+        assert run(Registered(Dispatch.ALL_TO_ALL), layout, identity, list(range(world))) == list(range(world))
+        assert run(Registered(Dispatch.DP_COMPUTE), layout, identity, list(range(d))) == list(range(d))
+        assert_same(run(Registered(Dispatch.ND_COMPUTE, mesh="other"), layout, identity, uneven), uneven)
+        assert run(Registered(Dispatch.DP_COMPUTE_METRIC), layout, count, even) == {"x": (d - 1) / 2}
+        assert_same(run(Registered("ROWS_BY_STAGE"), layout, identity, rows(p + 2)), rows(p + 2))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8, 9])

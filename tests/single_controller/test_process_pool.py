@@ -1,5 +1,6 @@
 """Worker groups over processes of this host: what they do, and what one hears when a process fails, dies or hangs."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import verl
 from verl.protocol import DataProto
 from verl.single_controller import LocalWorkerGroup, WorkerDied, WorkerError, WorkerSpec, WorkerTimeout, colocate
 from verl.single_controller.process_pool import ProcessPool
+from verl.single_controller.remote_tensor import RemoteTensor
 
 WORKERS = str(Path(__file__).with_name("pool_workers.py"))
 
@@ -67,6 +69,49 @@ def test_rows_go_out_and_come_back_in_order(pair):
         assert out.batch["rank"].tolist() == ranks and out.meta_info == {"step": 1}
     assert batch.batch["x"].tolist() == [1, 2, 3, 4, 5], "what a rank writes into its rows stays there"
     assert pair["actor"].total(batch[:4]) == {"x": 2.5}
+
+
+WIDTH = 20_000  # of columns that stay where they are
+
+
+def wide(rows: int) -> DataProto:
+    return DataProto.from_dict(
+        {"x": torch.arange(rows)[:, None].expand(rows, WIDTH).contiguous()}, {"uid": [*range(rows)]}
+    )
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_large_columns_go_from_rank_to_rank_and_not_through_the_controller(pair):
+    before = open_files()
+    out = pair["actor"].rows(wide(8))
+    assert type(out.batch["x"]) is RemoteTensor and type(out.batch["rank"]) is torch.Tensor
+    turned = out.reorder([7, 6, 5, 4, 3, 2, 1, 0]).drop(["rank"])
+    again = pair["critic"].rows(turned.union(DataProto.from_dict({"y": torch.ones(8)})))  # it zeroes what it got
+    assert again.batch["x"][:, 7].tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
+    assert pair["actor"].total(turned.select(["x"])) == {"x": 3.5 * WIDTH}, "each rank writes into its own copy"
+    assert out.batch["x"].is_remote and out.batch["x"]._copy is None, "the controller has not seen it"
+    assert out.batch["x"][2:4].sum() == 5 * WIDTH and torch.equal(out.batch["x"][[5, 1]][:, 0], torch.tensor([5, 1]))
+    assert pair["actor"].total(out[[1, 6, 6, 0]].select(["x"])) == {"x": 13 / 4 * WIDTH}
+    out.batch["x"].add_(1)  # changed here: this is the truth from now on
+    assert pair["actor"].total(out.select(["x"])) == {"x": 4.5 * WIDTH}
+    del out, turned, again
+    gc.collect()
+    assert open_files() == before
+
+
+def test_columns_outlive_the_processes_that_made_them():
+    with LocalWorkerGroup(spec("Echo"), 2, timeout=60) as group:
+        out = group.rows(wide(4))
+    assert torch.equal(out.batch["x"][:, 0], torch.arange(4))
+
+
+def test_rows_of_many_results_in_one_call(pair):
+    """More memory files than one message can bring."""
+    whole = DataProto.concat([pair["actor"].rows(wide(2)) for _ in range(140)])
+    assert pair["actor"].total(whole.select(["x"])) == {"x": 0.5 * WIDTH}
 
 
 def test_calls_without_waiting_run_in_order(pair):

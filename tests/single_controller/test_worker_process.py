@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from verl.single_controller import WorkerError, WorkerSpec
+from verl.single_controller.column_files import call_parcel
+from verl.single_controller.dispatch import Call
 from verl.single_controller.transport import Kind, receive, send
 from verl.single_controller.worker import Place
 from verl.single_controller.worker_process import WorkerHost
@@ -23,7 +25,11 @@ def ask(monkeypatch):
     loop.start()
 
     def ask(kind: Kind, content) -> tuple:
-        send(ours, kind, 5, content)
+        if kind is Kind.START:
+            send(ours, kind, 5, content)
+        else:
+            role, method, *args = content
+            call_parcel(role, method, Call(tuple(args))).send(ours, kind, 5)
         answer = receive(ours)
         assert answer.call_id == 5
         return answer.kind, answer.load()
@@ -45,21 +51,21 @@ def failure(answer: tuple) -> WorkerError:
 
 
 def test_results_travel_only_to_who_asks(ask):
-    assert ask(Kind.CALL, ("echo", "echo", ("x",), {}, 0)) == (Kind.RESULT, "x")
-    assert ask(Kind.SILENT_CALL, ("echo", "echo", ("x",), {}, 0)) == (Kind.RESULT, None)
-    assert ask(Kind.CALL, ("echo", "only_zero", (), {}, 0)) == (Kind.RESULT, 3)
+    assert ask(Kind.CALL, ("echo", "echo", "x")) == (Kind.RESULT, "x")
+    assert ask(Kind.SILENT_CALL, ("echo", "echo", "x")) == (Kind.RESULT, None)
+    assert ask(Kind.CALL, ("echo", "only_zero")) == (Kind.RESULT, 3)
 
 
 def test_failures_tell_where_and_why(ask):
-    error = failure(ask(Kind.CALL, ("ref", "raise_on", (3, "a.txt"), {}, 0)))
+    error = failure(ask(Kind.CALL, ("ref", "raise_on", 3, "a.txt")))
     assert (error.role, error.method, error.rank, error.host) == ("ref", "raise_on", 3, socket.gethostname())
     assert error.message == "FileNotFoundError: no file a.txt"
     assert error.traceback.rstrip().endswith(error.message) and "worker_process.py" not in error.traceback
-    assert "SystemExit: 7" in failure(ask(Kind.CALL, ("ref", "leave", (7,), {}, 0))).message
+    assert "SystemExit: 7" in failure(ask(Kind.CALL, ("ref", "leave", 7))).message
 
 
 def test_a_result_that_cannot_travel_is_a_failure(ask):
-    error = failure(ask(Kind.CALL, ("ref", "give_a_lock", (), {}, 0)))
+    error = failure(ask(Kind.CALL, ("ref", "give_a_lock")))
     assert "cannot pickle" in error.message and "while the result was packed for the caller" in error.traceback
     assert error.method == "give_a_lock"
 

@@ -5,7 +5,7 @@ import signal
 import time
 
 from verl.engines.hf import HFEngine
-from verl.rollout.hf import HFRollout
+from verl.rollout.native import NativeRollout
 
 
 def strike(kind: str) -> None:
@@ -27,7 +27,7 @@ def break_phase(cls: type, method: str, kind: str) -> None:
 
 
 PHASES = {
-    "generate": (HFRollout, "generate"),
+    "generate": (NativeRollout, "generate"),
     "infer": (HFEngine, "infer"),
     "update": (HFEngine, "train_batch"),
     "save": (HFEngine, "save"),

@@ -1,85 +1,192 @@
-"""The same run by other executors: several processes, and roles in pools of their own, give the numbers of one."""
+"""One run by every executor: the same rewards, log-probs and weights, whoever executes it and however it is divided.
+
+float32 and 1e-5 where sums are taken in another order; to the last bit where the order is the same.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from verl.trainer.base import StepReport
 from verl.trainer.local_trainer import LocalPPOTrainer
 
 STEPS = 3
-COMPARED = ("critic/score/mean", "actor/entropy", "actor/pg_loss", "actor/grad_norm", "actor/ppo_kl", "critic/vf_loss")
+COLUMNS = (
+    "responses",
+    "token_level_scores",
+    "token_level_rewards",
+    "rollout_log_probs",
+    "old_log_probs",
+    "ref_log_prob",
+    "values",
+    "advantages",
+)
+METRICS = ("actor/pg_loss", "actor/grad_norm", "actor/ppo_kl", "actor/kl_loss", "critic/vf_loss", "critic/grad_norm")
+ACTOR = "actor_rollout_ref.actor"
 ALGORITHMS = {
-    "grpo": ["algorithm.name=grpo", "actor_rollout_ref.actor.use_kl_loss=true"],
+    "grpo": ["algorithm.name=grpo", f"{ACTOR}.use_kl_loss=true"],
     "ppo": ["algorithm.name=ppo", "algorithm.use_kl_in_reward=true"],
-    "shuffled": ["algorithm.name=rloo", "actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.shuffle=true"],
+    "dapo": ["algorithm.name=dapo", "actor_rollout_ref.rollout.n=2", f"{ACTOR}.shuffle=true", f"{ACTOR}.ppo_epochs=2"],
 }
+#: Adam divides by the size of a gradient: with its own eps a rounding error becomes a whole step where that is 0
+SMOOTH = [f"{name}.optim.override_optimizer_config.eps=1e-3" for name in (ACTOR, "critic")]
+SAVED = ["trainer.save_freq=3", *(f"{name}.checkpoint.save_contents=[hf_model]" for name in (ACTOR, "critic"))]
+BY_TOKENS = [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=24"]
+SEQUENCE, TENSOR = f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.tensor_parallel_size"
+REF_SEQUENCE = "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size"
+EXECUTORS = {
+    "one": [],
+    "two": ["trainer.n_gpus_per_node=2"],
+    "two by tokens": ["trainer.n_gpus_per_node=2", *BY_TOKENS],
+    "two share sequences": ["trainer.n_gpus_per_node=2", f"{SEQUENCE}=2"],
+    "two share layers": ["trainer.n_gpus_per_node=2", f"{TENSOR}=2"],
+    "four": ["trainer.n_gpus_per_node=4"],
+    "four by tokens": ["trainer.n_gpus_per_node=4", *BY_TOKENS],
+    # the roles share rows in different ways
+    "four share sequences": [
+        "trainer.n_gpus_per_node=4",
+        f"{SEQUENCE}=2",
+        f"{REF_SEQUENCE}=4",
+        "critic.fsdp.ulysses_sequence_parallel_size=2",
+    ],
+    "four share both": [
+        "trainer.n_gpus_per_node=4",
+        f"{TENSOR}=2",
+        f"{REF_SEQUENCE}=2",
+        "critic.fsdp.ulysses_sequence_parallel_size=2",
+        "critic.fsdp.tensor_parallel_size=2",
+    ],
+    "two pools": ["trainer.n_gpus_per_node=4", "placement.actor_devices=[0,1]", "placement.critic_devices=[2,3]"],
+    "three pools": [
+        "trainer.n_gpus_per_node=4",
+        "trainer.overlap=true",
+        "placement.actor_devices=[0,1]",
+        "placement.ref_devices=[3]",
+        "placement.critic_devices=[2]",
+    ],
+    "ray, two": [
+        "trainer.n_gpus_per_node=2",
+        "trainer.backend=ray",
+        "trainer.device=cpu",
+        "ray_kwargs.ray_init.num_cpus=5",
+        "ray_kwargs.ray_init.address=local",  # and no cluster that is running here
+    ],
+}
+EXECUTORS["ray, two by tokens"] = [*EXECUTORS["ray, two"], *BY_TOKENS]
+EXECUTORS["ray, two pools"] = [*EXECUTORS["ray, two"], *EXECUTORS["two pools"], "trainer.overlap=true"]
 
 
-def run(settings: list[str], *more: str, trainer_class: type = LocalPPOTrainer) -> list[dict[str, float]]:
-    trainer = trainer_class(
-        overrides=[*settings, *more, f"trainer.total_training_steps={STEPS}", "trainer.resume_mode=disable"]
-    )
-    steps: list[dict[str, float]] = []
+class Run(NamedTuple):
+    """columns and metrics of each step; role -> weights after the last one."""
+
+    columns: list[dict[str, torch.Tensor]]
+    metrics: list[dict[str, float]]
+    weights: dict[str, dict[str, torch.Tensor]]
+
+
+def execute(overrides: list[str], folder: Path, trainer_class: type) -> Run:
+    chosen = [
+        *overrides,
+        *SMOOTH,
+        *SAVED,
+        f"trainer.default_local_dir={folder}",
+        f"trainer.total_training_steps={STEPS}",
+    ]
+    trainer, found = trainer_class(overrides=chosen), Run([], [], {})
 
     def record(report: StepReport) -> None:
-        steps.append({name: report.metrics[name] for name in COMPARED if name in report.metrics})
+        tensors = report.batch.tensors
+        found.columns.append({name: tensors[name].clone() for name in COLUMNS if name in tensors})
+        found.metrics.append({name: report.metrics[name] for name in METRICS if name in report.metrics})
 
     trainer.on_step.append(record)
     trainer.fit()
-    return steps
+    for path in sorted(folder.glob(f"global_step_{STEPS}/*/huggingface/model.safetensors")):
+        found.weights[path.parent.parent.name] = load_file(path)
+    return found
 
 
-def compare(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
-    assert len(found) == len(expected) == STEPS
-    for step, (a, b) in enumerate(zip(found, expected), start=1):
-        assert a == pytest.approx(b, rel=1e-3, abs=1e-5), f"step {step}"
+@pytest.fixture(scope="module")
+def run_of(tiny, tmp_path_factory):
+    """(algorithm, executor) -> its Run, made once."""
+    from tests.trainer.conftest import run_settings
+
+    made: dict[tuple[str, str], Run] = {}
+
+    def run(algorithm: str, executor: str) -> Run:
+        if (algorithm, executor) not in made:
+            trainer_class = LocalPPOTrainer
+            if executor.startswith("ray"):
+                pytest.importorskip("ray")
+                from verl.trainer.ray_trainer import RayPPOTrainer as trainer_class
+            folder = tmp_path_factory.mktemp("run")
+            overrides = [*run_settings(tiny, folder), *ALGORITHMS[algorithm], *EXECUTORS[executor]]
+            made[algorithm, executor] = execute(overrides, folder, trainer_class)
+        return made[algorithm, executor]
+
+    return run
+
+
+def compare(found: Run, expected: Run, tolerance: float) -> None:
+    """tolerance: absolute and relative, of every column and weight; 0: to the last bit."""
+    assert len(found.columns) == len(expected.columns) == STEPS
+    named = [(f"step {i}", a, b) for i, (a, b) in enumerate(zip(found.columns, expected.columns), start=1)]
+    named += [(role, found.weights[role], weights) for role, weights in expected.weights.items()]
+    assert "actor" in expected.weights
+    for where, tensors, others in named:
+        assert tensors.keys() == others.keys(), where
+        for name, other in others.items():
+            torch.testing.assert_close(tensors[name], other, rtol=tolerance, atol=tolerance, msg=f"{where}: {name}")
+    for a, b in zip(found.metrics, expected.metrics, strict=True):
+        assert a == pytest.approx(b, rel=1e-4, abs=max(tolerance, 1e-12))
+
+
+slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     ("algorithm", "executor"),
     [
-        ("grpo", ["trainer.n_gpus_per_node=2"]),
-        pytest.param("grpo", ["trainer.n_gpus_per_node=4"], marks=pytest.mark.slow),
-        ("ppo", ["trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.use_dynamic_bsz=true",
-                 "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24"]),
-        pytest.param("shuffled", ["trainer.n_gpus_per_node=2"], marks=pytest.mark.slow),
-        ("grpo", ["trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"]),
-        ("grpo", ["trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2"]),
-        pytest.param(
-            "ppo",
-            ["trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2",
-             "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size=4",
-             "critic.fsdp.ulysses_sequence_parallel_size=2"],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(  # the roles share rows in different ways
-            "ppo",
-            ["trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2",
-             "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size=2",
-             "critic.fsdp.ulysses_sequence_parallel_size=2", "critic.fsdp.tensor_parallel_size=2"],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "ppo",
-            ["trainer.n_gpus_per_node=4", "placement.actor_devices=[0,1]", "placement.critic_devices=[2,3]"],
-            marks=pytest.mark.slow,
-        ),
+        pytest.param("grpo", "two", marks=slow),
+        ("grpo", "two share sequences"),
+        ("grpo", "two share layers"),
+        pytest.param("grpo", "four", marks=slow),
+        pytest.param("grpo", "four by tokens", marks=slow),
+        ("ppo", "two by tokens"),
+        pytest.param("ppo", "four", marks=slow),
+        pytest.param("ppo", "four share sequences", marks=slow),
+        pytest.param("ppo", "four share both", marks=slow),
+        pytest.param("ppo", "two pools", marks=slow),
+        pytest.param("ppo", "three pools", marks=slow),
+        ("dapo", "two"),
+        pytest.param("dapo", "two by tokens", marks=slow),
+        pytest.param("dapo", "two share sequences", marks=slow),
+        pytest.param("dapo", "four", marks=slow),
     ],
-)  # fmt: skip
-def test_processes_give_the_numbers_of_one(algorithm, executor, settings):
-    chosen = [*settings, *ALGORITHMS[algorithm]]
-    compare(run(chosen, *executor), run(chosen))
+)
+def test_processes_give_the_numbers_of_one(algorithm, executor, run_of):
+    compare(run_of(algorithm, executor), run_of(algorithm, "one"), 1e-5)
 
 
-def test_ray_gives_the_numbers_of_one_process(settings):
-    pytest.importorskip("ray")
-    from verl.trainer.ray_trainer import RayPPOTrainer
+@pytest.mark.parametrize(
+    ("algorithm", "executor", "same_order"),
+    [
+        ("ppo", "ray, two by tokens", "two by tokens"),
+        pytest.param("ppo", "two pools", "two", marks=slow),
+        pytest.param("ppo", "ray, two pools", "two", marks=slow),
+        pytest.param("grpo", "ray, two", "two", marks=slow),
+        pytest.param("dapo", "ray, two", "two", marks=slow),
+    ],
+)
+def test_the_same_order_of_sums_gives_the_same_bits(algorithm, executor, same_order, run_of):
+    compare(run_of(algorithm, executor), run_of(algorithm, same_order), 0)
 
-    chosen = [*settings, *ALGORITHMS["ppo"]]
-    remote = [
-        "trainer.n_gpus_per_node=2",
-        "trainer.backend=ray",
-        "trainer.device=cpu",
-        "ray_kwargs.ray_init.num_cpus=4",
-        "ray_kwargs.ray_init.address=local",  # and no cluster that is running here
-    ]
-    compare(run(chosen, *remote, trainer_class=RayPPOTrainer), run(chosen))
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_weights_that_are_compared_have_moved(algorithm, run_of, tiny):
+    before = load_file(tiny / "model" / "model.safetensors")
+    after = run_of(algorithm, "one").weights["actor"]
+    assert all((after[name] - before[name]).abs().max() > 1e-4 for name in before)

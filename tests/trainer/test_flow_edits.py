@@ -56,3 +56,10 @@ def test_ties_in_every_group_are_said(settings, tmp_path, caplog):
     ).fit()
     assert metrics["reward/tied_groups"] == 1.0
     assert caplog.text.count("nothing to learn from comparing") == 1
+
+
+def test_the_time_to_wait_for_other_ranks_reaches_every_worker(settings):
+    chosen = ["algorithm.name=ppo", "algorithm.use_kl_in_reward=true", "actor_rollout_ref.nccl_timeout=7200"]
+    specs = LocalPPOTrainer(overrides=[*settings, *chosen]).worker_specs()
+    assert specs["critic"].kwargs["timeout"] == 7200
+    assert [specs[role].kwargs["config"].nccl_timeout for role in ("actor", "ref")] == [7200, 7200]

@@ -147,7 +147,6 @@ KNOWN |= {
     _ACTOR + "use_prefix_grouper": Known(False, "prompts are computed with every answer: use false"),
     _ACTOR + "checkpoint.strict": _any(True),
     "critic.checkpoint.strict": _any(True),
-    _ARR + "nccl_timeout": Known(600, "a call that takes longer than trainer.worker_timeout is a hang: set that"),
 }
 KNOWN |= _block(
     (_ACTOR + "megatron.", _REF + "megatron.", "critic.megatron."),

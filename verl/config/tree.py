@@ -46,6 +46,9 @@ class ActorRolloutRefConfig(Node):
     """`actor_rollout_ref`: one model in its three roles."""
 
     hybrid_engine: bool = key(True, "policy and rollout live in the same processes")
+    nccl_timeout: float | None = key(
+        None, "seconds that a rank waits for the others in a collective; null: trainer.worker_timeout ends it", gt=0
+    )
     model: ModelConfig = part(ModelConfig, "the model")
     actor: ActorConfig = part(ActorConfig, "its update")
     ref: RefConfig = part(RefConfig, "the frozen reference")

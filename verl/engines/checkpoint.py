@@ -7,6 +7,7 @@ extra.pt        the learning-rate schedule
 """
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from verl.utils.shard_files import ShardPlanner, ShardReader
 
 
 def save_shards(folder: Path, state: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
@@ -82,10 +85,14 @@ def load_shards(folder: Path, state: dict[str, Any]) -> None:
     """Fill nested state in place. Raises ValueError when the folder has other contents."""
     if not (folder / "shards").is_dir():
         raise ValueError(f"the checkpoint has no shards (looked at {folder / 'shards'}): was it saved without them?")
+    reader = ShardReader(folder / "shards")
     try:
+        reader.read_metadata()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            dcp.load(state, checkpoint_id=folder / "shards", no_dist=not dist.is_initialized())
+            dcp.load(state, storage_reader=reader, planner=ShardPlanner(), no_dist=not dist.is_initialized())
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{folder / 'shards'}: the file .metadata cannot be read: {error}") from error
     except (RuntimeError, ValueError, dcp.api.CheckpointException) as error:
         raise ValueError(f"{folder} holds another model, or lacks what load_contents names: {error}") from error
 

@@ -5,15 +5,19 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-#: that a collective may wait for the other ranks. Whoever called the workers has the clock: it ends a call that hangs
-#: and shows the stacks of all ranks, which a rank that gives up before that would spoil
+#: that a collective may wait for the other ranks where nothing is said. Whoever called the workers has the clock: it
+#: ends a call that hangs and shows the stacks of all ranks, which a rank that gives up before that would spoil
 _LONGEST_WAIT = timedelta(days=1)
 
 
-def init_process_group(device: torch.device) -> None:
-    """Join the group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe; nothing when it is joined already."""
+def init_process_group(device: torch.device, timeout: float | None = None) -> None:
+    """Join the group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe; nothing when it is joined already.
+
+    timeout: seconds that a collective may wait for the other ranks; None leaves a hang to whoever called the workers.
+    """
     if dist.is_initialized():
         return
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -23,7 +27,23 @@ def init_process_group(device: torch.device) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=_LONGEST_WAIT)
+    dist.init_process_group(backend, timeout=_LONGEST_WAIT if timeout is None else timedelta(seconds=timeout))
+
+
+def device_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh over all ranks, whose groups wait as long for one another as the group of all ranks does.
+
+    torch gives them its own default, whatever the group of all ranks was told.
+    """
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    for name in names:
+        dist.distributed_c10d._set_pg_timeout(timeout_of(dist.group.WORLD), mesh.get_group(name))
+    return mesh
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long the collectives of a group wait, told by its part for host tensors, which every group here has."""
+    return group._get_backend(torch.device("cpu")).options._timeout
 
 
 def reduce_values(

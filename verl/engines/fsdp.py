@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from verl.engines.base import MicroBatching, OptimizerConfig, Tensors
 from verl.engines.checkpoint import copy_into
-from verl.engines.distributed import init_process_group, reduce_values
+from verl.engines.distributed import device_mesh, init_process_group, reduce_values
 from verl.engines.hf import HFEngine
 from verl.engines.micro_batch import ModelInput, plan, split_to, token_budget
 from verl.engines.model import ModelConfig, empty_module, load_checked
@@ -35,7 +34,7 @@ class ShardingConfig:
     reshard_after_forward: free the gathered parameters of a layer between its forward and backward pass (ZeRO-3);
     otherwise keep them (ZeRO-2). offload: keep shards in host memory and bring each layer to the device when it runs.
     sequence_parallel: ranks that share the tokens of the same rows. tensor_parallel: neighbouring ranks that share the
-    layers for the same tokens.
+    layers for the same tokens. timeout: seconds that a rank waits for the others, None for a day.
     """
 
     fsdp_size: int = -1
@@ -43,6 +42,7 @@ class ShardingConfig:
     offload: bool = False
     sequence_parallel: int = 1
     tensor_parallel: int = 1
+    timeout: float | None = None
 
 
 class FSDPEngine(HFEngine):
@@ -61,7 +61,7 @@ class FSDPEngine(HFEngine):
         self.sharding = sharding or ShardingConfig()
         self.sequence_ranks: SequenceRanks | None = None
         self.ranks_of_a_row = self.sharding.sequence_parallel
-        init_process_group(config.device)
+        init_process_group(config.device, self.sharding.timeout)
         self._share_rows(config)
         if self.sharding.offload:  # FSDP keeps the shards in host memory all the time
             offload = None
@@ -95,7 +95,7 @@ class FSDPEngine(HFEngine):
         if sequence > 1 and not config.use_remove_padding:
             raise ValueError("sequence parallelism splits packed rows: set model.use_remove_padding=true")
         shape = (self.dp_size, sequence, tensor)
-        mesh = init_device_mesh(config.device.type, shape, mesh_dim_names=("dp", "sequence", "tensor"))
+        mesh = device_mesh(config.device.type, shape, ("dp", "sequence", "tensor"))
         self._dp_group = mesh.get_group("dp")
         if sequence > 1:
             self.sequence_ranks = SequenceRanks(mesh.get_group("sequence"), self.inner_rank // tensor, sequence)
@@ -122,10 +122,10 @@ class FSDPEngine(HFEngine):
         names = ("shard",) if shard == ranks else ("replicate", "shard")
         shape = (ranks // shard, shard)[-len(names) :]
         # all that the ranks of a tensor-parallel group compute alike is sharded over them too
-        whole = init_device_mesh(device, (*shape[:-1], shard * tensor), mesh_dim_names=names)
+        whole = device_mesh(device, (*shape[:-1], shard * tensor), names)
         of_layers = whole
         if tensor > 1:
-            mesh = init_device_mesh(device, (*shape, tensor), mesh_dim_names=(*names, "tensor"))
+            mesh = device_mesh(device, (*shape, tensor), (*names, "tensor"))
             tensor_parallel(self.module, mesh["tensor"])
             of_layers = mesh[names]
         options = self._sharding_options()

@@ -298,10 +298,15 @@ class HFEngine(TrainEngine):
     def load(self, folder: Path, contents: tuple[str, ...]) -> None:
         folder = Path(folder)
         self._writer.wait()
+        if not {"model", "hf_model"} & set(contents):
+            raise ValueError(
+                f"checkpoint.load_contents is {list(contents)}: without model (or hf_model) the run would go on with "
+                "the weights that it began with"
+            )
         with self.loaded(optimizer=True):
-            if "model" in contents and self.adapters is not None:
+            if self.adapters is not None:
                 self.adapters.load(folder / "lora_adapter")
-            elif "model" in contents:
+            else:
                 checkpoint.load_model(folder, self.model, self.module)
             if "optimizer" in contents:
                 checkpoint.load_optimizer(folder, self.model, self.optimizer)

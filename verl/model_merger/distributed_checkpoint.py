@@ -14,16 +14,17 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from verl.model_merger.source import Shape, TensorInfo, WeightSource, join
+from verl.utils.shard_files import ShardReader
 
 #: of every weight: the engine saves {"model": ...} of a module that holds the HuggingFace model as `module`
 _PREFIX = "model.module."
 
 
-class _Reader(FileSystemReader):
+class _Reader(ShardReader):
     """Reads the description of the checkpoint once, and not again for every tensor."""
 
     def __init__(self, folder: Path):

@@ -66,7 +66,7 @@ def _call_here(function: ScoreFunction, rows: Sequence[Row], timeout: float | No
                     value = interrupt(timeout, lambda given=given: function.func(**given))
             except DeadlineExceeded as error:
                 outcome = late(timeout, error)
-            except Exception as error:  # whatever a user's function raises is this row's error
+            except (Exception, SystemExit) as error:  # whatever a user's function raises is this row's error
                 outcome = Outcome.raised(error)
             else:
                 outcome = Outcome(value)
@@ -150,7 +150,7 @@ class _Loop:
             try:
                 async with asyncio.timeout(self._timeout) as deadline:
                     outcome = Outcome(await self._function.func(**arguments(self._function, self._rows[position])))
-            except Exception as error:  # whatever a user's function raises is this row's error
+            except (Exception, SystemExit) as error:  # whatever a user's function raises is this row's error
                 late_here = isinstance(error, TimeoutError) and deadline.expired()
                 outcome = late(self._timeout, error) if late_here else Outcome.raised(error)
         self.heard.put((position, outcome))

@@ -14,6 +14,7 @@ After any of these the pool is over: its workers' state is not to be trusted, an
 import atexit
 import concurrent.futures
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -22,16 +23,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import IO
 
 import torch
 
+from verl.single_controller.column_files import call_parcel, load_result
 from verl.single_controller.dispatch import Call
 from verl.single_controller.placement import visible_devices
-from verl.single_controller.transport import Kind, Message, Parcel, receive
+from verl.single_controller.transport import Kind, Message, Parcel, receive, send
 from verl.single_controller.worker import Place, WorkerSpec, free_port
 from verl.single_controller.worker_group import Future, Trouble, WorkerDied, WorkerError, WorkerTimeout, first_error
 
@@ -103,6 +106,7 @@ class ProcessPool:
         self._processes: list[_Process] = []
         self._selector = selectors.DefaultSelector()
         self._lifeline, self._life = os.pipe()
+        _allow_many_files()
         port = free_port()
         places = [Place(rank, n, rank, n, master_port=port) for rank in range(n)]
         environments = [_environment(place, devices, env or {}) for place in places]
@@ -114,7 +118,8 @@ class ProcessPool:
         atexit.register(self.stop)
         try:
             started.result()
-            self._send_all("+".join(specs), "__init__", [(Kind.START, (dict(specs), p)) for p in places]).get()
+            messages = [(Kind.START, place.rank, partial(Parcel, (dict(specs), place))) for place in places]
+            self._send_all("+".join(specs), "__init__", messages).get()
         except BaseException:
             self.stop()
             raise
@@ -124,24 +129,29 @@ class ProcessPool:
     def call(self, role: str, method: str, calls: list[Call | None]) -> Future[list]:
         """Run `method` of `role` on every rank that has a Call; results in rank order."""
         messages = [
-            c and (Kind.CALL if c.collect else Kind.SILENT_CALL, (role, method, c.args, c.kwargs, c.padding))
+            c
+            and (
+                Kind.CALL if c.collect else Kind.SILENT_CALL,
+                (id(c.args), id(c.kwargs), c.padding),
+                partial(call_parcel, role, method, c),
+            )
             for c in calls
         ]
         return self._send_all(role, method, messages)
 
-    def _send_all(self, role: str, method: str, messages: Sequence[tuple[Kind, tuple] | None]) -> Future[list]:
-        """One message to each rank that has one; what several ranks share is packed once."""
-        with ExitStack() as parcels:
-            packed: dict[tuple, Parcel] = {}
-            outgoing = []
-            for rank, message in enumerate(messages):
-                if message is not None:
-                    kind, content = message
-                    key = tuple(map(id, content))
-                    if key not in packed:
-                        packed[key] = parcels.enter_context(Parcel(content))
-                    outgoing.append((self._processes[rank], kind, packed[key]))
-            pending = self._begin(role, method, outgoing)
+    def _send_all(
+        self, role: str, method: str, messages: Sequence[tuple[Kind, Hashable, Callable[[], Parcel]] | None]
+    ) -> Future[list]:
+        """One message to each rank that has one: its kind, what is equal for equal parcels, and how to pack it."""
+        packed: dict[Hashable, Parcel] = {}
+        outgoing = []
+        for process, message in zip(self._processes, messages):
+            if message is not None:
+                kind, key, pack = message
+                if key not in packed:
+                    packed[key] = pack()
+                outgoing.append((process, kind, packed[key]))
+        pending = self._begin(role, method, outgoing)
         return Future(lambda timeout: self._result(pending, len(messages), timeout))
 
     def _begin(self, role: str, method: str, outgoing: list[tuple[_Process, Kind, Parcel]]) -> _Pending:
@@ -166,7 +176,7 @@ class ProcessPool:
             raise TimeoutError(f"{pending.role}.{pending.method}() has not finished after {timeout} s")
         if pending.error is not None:
             raise pending.error
-        return [pending.answers[rank].load() if rank in pending.answers else None for rank in range(n)]
+        return [load_result(pending.answers[rank]) if rank in pending.answers else None for rank in range(n)]
 
     # ---- the watch (its own thread) ---------------------------------------------------------------------------------
 
@@ -302,13 +312,19 @@ class ProcessPool:
     def _say_farewell(self) -> None:
         """Ask the processes to end, so that they can close what they hold, and wait a while for it."""
         deadline = time.monotonic() + _GRACE
-        with Parcel(None) as farewell:
-            for process in self._processes:
-                with suppress(OSError):  # it ended before
-                    farewell.send(process.connection, Kind.STOP, 0)
+        for process in self._processes:
+            with suppress(OSError):  # it ended before
+                send(process.connection, Kind.STOP, 0, None)
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.popen.wait(max(deadline - time.monotonic(), 0))
+
+
+def _allow_many_files() -> None:
+    """Every result with large columns is an open file here (`column_files`): as many as the system allows."""
+    if sys.platform == "linux":
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _environment(place: Place, devices: Sequence[int] | None, further: Mapping[str, str]) -> dict[str, str]:

@@ -25,7 +25,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from verl.single_controller.data_plane import Packed, PackedCall, Shelf, Take, nbytes, unpack, unpack_result
+from verl.single_controller.data_plane import Packed, PackedCall, Shelf, Take, load_call, nbytes, unpack, unpack_result
 from verl.single_controller.dispatch import Call
 from verl.single_controller.placement import ResourcePool
 from verl.single_controller.remote_tensor import Source
@@ -98,7 +98,7 @@ class RankActor:
         self._running_since = time.monotonic()
         try:
             taken = [self._shelf.take(r.key, r.names, r.rows) if isinstance(r, _Own) else unpack(r) for r in rows]
-            args, kwargs = self._shelf.load_call(packed, taken)
+            args, kwargs = load_call(packed, taken)
             result = getattr(self._workers[role], method)(*args, **kwargs)
             finished = Call(args, kwargs, padding, collect).finish(result)
             return True, self._shelf.pack_result(finished), time.time()

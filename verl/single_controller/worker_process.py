@@ -14,8 +14,9 @@ import sys
 import time
 from typing import Any
 
+from verl.single_controller.column_files import result_parcel, unpack_call
 from verl.single_controller.dispatch import Call
-from verl.single_controller.transport import Kind, Message, receive, send
+from verl.single_controller.transport import Kind, Message, Parcel, receive
 from verl.single_controller.worker import Worker
 from verl.single_controller.worker_group import WorkerError
 
@@ -52,23 +53,28 @@ class WorkerHost:
             self.workers[role] = spec.build(place)
 
     def _run(self, message: Message) -> Any:
-        role, method, args, kwargs, padding = message.load()
+        role, method, padding, *arguments = message.load()
         self._doing = (role, method)
+        args, kwargs = unpack_call(message, *arguments)
         result = getattr(self.workers[role], method)(*args, **kwargs)
         return Call(args, kwargs, padding, collect=message.kind is Kind.CALL).finish(result)
 
     def serve(self, connection: socket.socket) -> None:
         """Answer messages until STOP."""
-        while (message := _next(connection)).kind is not Kind.STOP:
-            kind, content = self.answer(message)
-            try:
-                send(connection, kind, message.call_id, content)
-            except OSError:
-                raise
-            except Exception as error:  # the result cannot be pickled
-                error.add_note("while the result was packed for the caller")
-                failure = (time.monotonic(), WorkerError.of(error, *self._doing, self.rank))
-                send(connection, Kind.FAILURE, message.call_id, failure)
+        while True:
+            message = _next(connection)
+            if message.kind is Kind.STOP:
+                return
+            self._reply(connection, message.call_id, *self.answer(message))
+            del message  # a rank that waits for its next call holds no batch
+
+    def _reply(self, connection: socket.socket, call_id: int, kind: Kind, content: Any) -> None:
+        try:
+            parcel = result_parcel(content) if kind is Kind.RESULT else Parcel(content)
+        except Exception as error:  # the result cannot be pickled
+            error.add_note("while the result was packed for the caller")
+            kind, parcel = Kind.FAILURE, Parcel((time.monotonic(), WorkerError.of(error, *self._doing, self.rank)))
+        parcel.send(connection, kind, call_id)
 
 
 def _next(connection: socket.socket) -> Message:

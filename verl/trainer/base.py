@@ -7,13 +7,11 @@ import gc
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from verl.config import dump_config, to_flat_dict
 from verl.data.files import PromptSource
@@ -21,6 +19,7 @@ from verl.dataflow import HOLD, DataFlow, Pipeline
 from verl.protocol import DataProto
 from verl.single_controller import WorkerGroup
 from verl.trainer.metrics import timing_metrics
+from verl.trainer.saved_state import load_state, save_state
 from verl.utils.checkpoint_store import CheckpointStore
 from verl.utils.rng import rng_state, seed_everything, set_rng_state
 from verl.utils.tracking import Tracking
@@ -220,7 +219,7 @@ class Trainer(ABC):
                     self.roles[role].save_checkpoint(folder / role)
                     self.tokenizer.save_pretrained(folder / role / "huggingface")
             state = {"global_step": self.global_step, "flow": self.pipeline.state_dict(), "rng": rng_state()}
-            torch.save(state | {"config": to_flat_dict(self.config)}, folder / "trainer.pt")
+            save_state(state | {"config": to_flat_dict(self.config)}, folder, "trainer")
             (folder / "config.yaml").write_text(dump_config(self.config))
             self._saving = _Saving(path, start, stack.pop_all())
         self._publish_saved(wait=False)
@@ -266,15 +265,30 @@ class Trainer(ABC):
             folder = self.checkpoints.latest()
         if folder is None:
             return
-        state = torch.load(folder / "trainer.pt", weights_only=False)
+        state = load_state(folder, "trainer")
         self._report_changed_settings(state["config"])
         for role in self.saved_roles:
             if role in self.roles:
-                self.roles[role].load_checkpoint(folder / role)
+                (left_out, *_) = self.roles[role].load_checkpoint(folder / role)
+                self._report_left_out(role, folder, left_out)
         self.pipeline.load_state_dict(state["flow"])
         set_rng_state(state["rng"])
         self.global_step = state["global_step"]
         logger.info("resumed from %s: step %d of %d", folder, self.global_step, self.total_steps)
+
+    def _report_left_out(self, role: str, folder: Path, left_out: Sequence[str]) -> None:
+        """Say what of a role begins anew although the run goes on."""
+        begins = {"optimizer": "the moments of Adam begin at 0", "extra": "the learning-rate schedule begins anew"}
+        for part in left_out:
+            logger.warning(
+                "RESUMED WITHOUT %s: the %s of %s goes on without it, since its checkpoint.load_contents (by default "
+                "what save_contents says) does not name %r: %s, and the run will not be the one that was interrupted",
+                part.upper(),
+                role,
+                folder,
+                part,
+                begins[part],
+            )
 
     def _report_changed_settings(self, saved: dict[str, Any]) -> None:
         """Name every setting that differs from those of the run that wrote the checkpoint."""

@@ -17,6 +17,7 @@ def worker_specs(
 ) -> dict[str, WorkerSpec]:
     """role -> its worker. Actor and rollout are one worker, `actor`: it generates with the weights that it trains."""
     policy, device = config.actor_rollout_ref, config.trainer.device
+    common = {"device": device, "timeout": policy.nccl_timeout}
     specs = {
         "actor": WorkerSpec(
             ActorRolloutWorker,
@@ -36,10 +37,10 @@ def worker_specs(
     if needs_reference(config) and not has_adapters(policy.model):
         specs["ref"] = WorkerSpec(RefWorker, {"config": policy, "device": device})
     if needs_critic(config):
-        kwargs = {"config": config.critic, "device": device, "total_training_steps": total_steps}
+        kwargs = {"config": config.critic, "total_training_steps": total_steps, **common}
         specs["critic"] = WorkerSpec(CriticWorker, kwargs)
     if config.reward.reward_model.enable:
-        kwargs = {"config": config.reward.reward_model, "device": device, "policy_tokenizer": tokenizer}
+        kwargs = {"config": config.reward.reward_model, "policy_tokenizer": tokenizer, **common}
         specs["reward"] = WorkerSpec(RewardModelWorker, kwargs)
     return specs
 

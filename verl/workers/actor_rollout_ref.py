@@ -62,7 +62,7 @@ class ActorRolloutWorker(EngineWorker):
         model = model_config(config.model, section, device, self.local_rank)
         self.device = model.device
         optimizer = optimizer_config(config.actor.optim, total_training_steps)
-        self.engine: TrainEngine = make_engine(model, section, optimizer, self.world_size)
+        self.engine: TrainEngine = make_engine(model, section, optimizer, self.world_size, config.nccl_timeout)
         self.rollout: RolloutEngine = make_rollout(self.engine, config.rollout, pad_token_id)
         self.version = 0  # of the weights: the number of updates
 
@@ -175,7 +175,7 @@ class RefWorker(EngineWorker):
         self.config = config
         section = config.ref.fsdp_config
         model = model_config(config.model, section, device, self.local_rank)
-        self.engine = make_engine(model, section, None, self.world_size)
+        self.engine = make_engine(model, section, None, self.world_size, config.nccl_timeout)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:

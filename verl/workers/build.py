@@ -125,9 +125,13 @@ def optimizer_config(optim: tree_model.OptimConfig, total_training_steps: int) -
 
 
 def make_engine(
-    config: ModelConfig, engine: tree_model.EngineConfig, optimizer: OptimizerConfig | None, world_size: int
+    config: ModelConfig,
+    engine: tree_model.EngineConfig,
+    optimizer: OptimizerConfig | None,
+    world_size: int,
+    timeout: float | None = None,
 ) -> HFEngine:
-    """One process holds the model whole, several share it.
+    """One process holds the model whole, several share it. timeout: of a collective, in seconds.
 
     Raises ValueError for a setting that needs several processes where there is one.
     """
@@ -139,6 +143,7 @@ def make_engine(
             offload=engine.offload_policy,
             sequence_parallel=engine.ulysses_sequence_parallel_size,
             tensor_parallel=engine.tensor_parallel_size,
+            timeout=timeout,
         )
         return FSDPEngine(config, optimizer, sharding, offload)
     if engine.offload_policy:

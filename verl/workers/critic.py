@@ -12,14 +12,16 @@ from verl.workers.objectives import aggregation, value_objective
 
 
 class CriticWorker(EngineWorker):
-    """A value for every response token. config: the `critic` section."""
+    """A value for every response token. config: the `critic` section. timeout: of a collective, in s."""
 
-    def __init__(self, config: tree_actor.CriticConfig, *, device: str, total_training_steps: int):
+    def __init__(
+        self, config: tree_actor.CriticConfig, *, device: str, total_training_steps: int, timeout: float | None = None
+    ):
         self.config = config
         self.checkpoint = config.checkpoint
         model = model_config(config.model, config.fsdp, device, self.local_rank, kind="value")
         optimizer = optimizer_config(config.optim, total_training_steps)
-        self.engine = make_engine(model, config.fsdp, optimizer, self.world_size)
+        self.engine = make_engine(model, config.fsdp, optimizer, self.world_size, timeout)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, batch: DataProto) -> DataProto:

@@ -38,6 +38,11 @@ class EngineWorker(Worker):
         self.engine.finish_save()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, folder: str | Path) -> None:
-        """Restore what `save_checkpoint` wrote."""
-        self.engine.load(Path(folder), tuple(self.checkpoint.load_contents))
+    def load_checkpoint(self, folder: str | Path) -> list[str]:
+        """Restore what `save_checkpoint` wrote, as far as checkpoint.load_contents names it.
+
+        Returns the parts of the training state (optimizer, extra) that it leaves as they are.
+        """
+        contents = tuple(self.checkpoint.load_contents)
+        self.engine.load(Path(folder), contents)
+        return [part for part in ("optimizer", "extra") if part not in contents]

@@ -14,9 +14,14 @@ from verl.workers.engine_worker import EngineWorker
 
 
 class RewardModelWorker(EngineWorker):
-    """Scores dialogues. config: the section `reward.reward_model`. policy_tokenizer: of the answers."""
+    """Scores dialogues.
 
-    def __init__(self, config: tree_data.RewardModelConfig, *, device: str, policy_tokenizer: Any):
+    config: the section `reward.reward_model`. policy_tokenizer: of the answers. timeout: of a collective, in s.
+    """
+
+    def __init__(
+        self, config: tree_data.RewardModelConfig, *, device: str, policy_tokenizer: Any, timeout: float | None = None
+    ):
         section = tree_model.ModelConfig(
             path=config.model_path,
             tokenizer_path=config.tokenizer_path,
@@ -30,7 +35,7 @@ class RewardModelWorker(EngineWorker):
         )
         self.reader = DialogueReader(policy_tokenizer, load_tokenizer(section))
         model = model_config(section, config.fsdp, device, self.local_rank, kind="reward")
-        self.engine = make_engine(model, config.fsdp, None, self.world_size)
+        self.engine = make_engine(model, config.fsdp, None, self.world_size, timeout)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, batch: DataProto) -> DataProto:

@@ -1,0 +1,54 @@
+"""The way from a laptop to a cluster: one script, four configuration files, and nothing else changes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from examples.migration import train
+from examples.quickstart.tiny_model import tiny_model
+
+FILES = Path(train.__file__).parent
+SMALL = [
+    "data.train_files=[train.jsonl]",
+    "data.train_batch_size=4",
+    "data.max_response_length=6",
+    "trainer.total_training_steps=1",
+    "trainer.val_before_train=false",
+]
+
+
+@pytest.fixture
+def home(tmp_path, tiny, monkeypatch):
+    """A folder with what the files name: a policy, a reward model, rows."""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "policy").symlink_to(tiny / "model")
+    (tmp_path / "train.jsonl").symlink_to(tiny / "train.jsonl")
+    folder = tiny_model("qwen2", tmp_path / "models" / "reward", seed=1)
+    torch.manual_seed(2)
+    AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).save_pretrained(folder)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("1_local", {"critic/vf_loss", "actor/ref_kl"}),
+        ("2_processes", {"critic/vf_loss", "actor/ref_kl"}),
+        pytest.param("3_ray", set(), marks=pytest.mark.slow),
+        pytest.param("4_ray_roles", {"critic/vf_loss", "actor/ref_kl", "reward/rm_score_mean"}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_same_script_by_every_executor(name, expected, home, tiny):
+    overrides = [*SMALL]
+    if "ray" in name:
+        pytest.importorskip("ray")
+        overrides += ["trainer.device=cpu", "ray_kwargs.ray_init.num_cpus=4", "ray_kwargs.ray_init.address=local"]
+    if "roles" not in name:
+        overrides += [f"reward.custom_reward_function.path={tiny / 'reward.py'}"]
+    metrics = train.main(str(FILES / f"{name}.yaml"), overrides)
+    assert metrics["training/global_step"] == 1
+    assert "my/long_answers" in metrics
+    assert {"critic/vf_loss", "actor/ref_kl", "reward/rm_score_mean"} & metrics.keys() == expected

@@ -1,0 +1,118 @@
+"""The trainer's state on disk: plain values as JSON, tensors as safetensors. Reading it cannot run code.
+
+What a state is made of comes back as it was, type by type: None, bool, int, float, text, bytes, list, tuple, dict,
+tensors, arrays of numbers or of such values, numpy's numbers, and batches. What JSON does not know stands there as an
+object with one key, `{"$tuple": [...]}`.
+"""
+
+import base64
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from verl.protocol import DataProto
+
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def save_state(state: Any, folder: Path, name: str) -> None:
+    """Write `<name>.json` and `<name>.safetensors`.
+
+    Raises ValueError that names the place of a value that could not be read back.
+    """
+    writer = _Writer()
+    text = json.dumps(writer.encode(state, name), indent=1)
+    save_file(writer.tensors, folder / f"{name}.safetensors")
+    (folder / f"{name}.json").write_text(text)
+
+
+def load_state(folder: Path, name: str) -> Any:
+    """Read what `save_state` wrote. Raises ValueError when a file is not there, or holds something else."""
+    for end in ("json", "safetensors"):
+        if not (folder / f"{name}.{end}").is_file():
+            raise ValueError(f"{folder} has no {name}.{end}: it is not a checkpoint of this version")
+    return _Reader(load_file(folder / f"{name}.safetensors")).decode(json.loads((folder / f"{name}.json").read_text()))
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def encode(self, value: Any, where: str) -> Any:
+        """`value` as JSON has it; its tensors go to `self.tensors` under the names of their places."""
+        if isinstance(value, np.generic):
+            return {"$number": [value.dtype.str, self.encode(value.item(), where)]}
+        if isinstance(value, _PLAIN):
+            return value
+        if isinstance(value, bytes):
+            return {"$bytes": base64.b64encode(value).decode()}
+        if isinstance(value, list | tuple):
+            items = [self.encode(item, f"{where}.{i}") for i, item in enumerate(value)]
+            return items if isinstance(value, list) else {"$tuple": items}
+        if isinstance(value, dict):
+            return self._mapping(value, where)
+        if isinstance(value, torch.Tensor):
+            return {"$tensor": self._keep(value, where)}
+        if isinstance(value, np.ndarray):
+            return self._array(value, where)
+        if isinstance(value, DataProto):
+            return {"$batch": self.encode(value.to("cpu").__getstate__(), where)}
+        raise ValueError(
+            f"{where}: a {type(value).__name__} cannot be saved: a state is made of numbers, text, None, lists, "
+            "tuples, dicts, tensors, arrays and batches"
+        )
+
+    def _mapping(self, value: dict, where: str) -> Any:
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: self.encode(item, f"{where}.{key}") for key, item in value.items()}
+        return {"$pairs": [[self.encode(k, where), self.encode(v, f"{where}.{k}")] for k, v in value.items()]}
+
+    def _array(self, value: np.ndarray, where: str) -> Any:
+        if value.dtype == object and value.ndim == 1:
+            return {"$objects": [self.encode(item, f"{where}.{i}") for i, item in enumerate(value)]}
+        if value.dtype.kind not in "biuf":
+            raise ValueError(f"{where}: an array of dtype {value.dtype} cannot be saved: expected numbers")
+        return {"$array": self._keep(torch.from_numpy(value.copy()), where)}
+
+    def _keep(self, tensor: torch.Tensor, where: str) -> str:
+        name = where if where not in self.tensors else f"{where}#{len(self.tensors)}"
+        self.tensors[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        return name
+
+
+class _Reader:
+    def __init__(self, tensors: dict[str, torch.Tensor]):
+        self._kinds: dict[str, Callable[[Any], Any]] = {
+            "$number": lambda v: np.dtype(v[0]).type(self.decode(v[1])),
+            "$bytes": base64.b64decode,
+            "$tuple": lambda items: tuple(map(self.decode, items)),
+            "$pairs": lambda pairs: {self.decode(k): self.decode(v) for k, v in pairs},
+            "$tensor": tensors.__getitem__,
+            "$array": lambda name: tensors[name].numpy(),
+            "$objects": self._objects,
+            "$batch": self._batch,
+        }
+
+    def decode(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self.decode(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        (kind, *_) = (*value, "")
+        return self._kinds[kind](value[kind]) if kind.startswith("$") else {k: self.decode(v) for k, v in value.items()}
+
+    def _objects(self, items: list) -> np.ndarray:
+        array = np.empty(len(items), dtype=object)
+        for i, item in enumerate(items):  # one by one: numpy would make columns of lists of one length
+            array[i] = self.decode(item)
+        return array
+
+    def _batch(self, state: Any) -> DataProto:
+        batch = DataProto()
+        batch.__setstate__(self.decode(state))
+        return batch

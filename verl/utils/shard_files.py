@@ -1,0 +1,67 @@
+"""Reading what torch.distributed.checkpoint wrote, as data: a file from elsewhere cannot run code.
+
+torch describes the shards in a pickle (`.metadata`) and stores what is no tensor as pickles too, and reads both with
+everything that a pickle may do. Here only what it writes itself is read.
+"""
+
+import io
+import pickle
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, filesystem, metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+_DESCRIPTION = (
+    metadata.Metadata,
+    metadata.MetadataIndex,
+    metadata.ChunkStorageMetadata,
+    metadata.TensorStorageMetadata,
+    metadata.BytesStorageMetadata,
+    metadata.TensorProperties,
+    metadata.StorageMeta,
+    metadata._MEM_FORMAT_ENCODING,
+    filesystem._StorageInfo,
+    torch.Size,
+)
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{(cls.__module__, cls.__qualname__): cls for cls in _DESCRIPTION},
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    # the folder that it was written to, which nobody reads
+    **{(m, name): PurePath for m in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
+    **{("torch", str(t).removeprefix("torch.")): t for t in vars(torch).values() if isinstance(t, torch.dtype)},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in a description of shards")
+        return _ALLOWED[module, name]
+
+
+class ShardReader(FileSystemReader):
+    """The files of a folder. Raises pickle.UnpicklingError for a description that is more than one."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self._folder = Path(folder)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (self._folder / ".metadata").open("rb") as file:
+            described = _Unpickler(file).load()
+        if described.storage_meta is None:
+            described.storage_meta = StorageMeta()
+        described.storage_meta.load_id = self.load_id
+        return described
+
+
+class ShardPlanner(DefaultLoadPlanner):
+    """Puts what is read into a state. Raises pickle.UnpicklingError for values that are more than plain ones."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        torch.load(value, weights_only=True)  # which refuses what could run code; torch reads it once more without
+        value.seek(0)
+        super().load_bytes(read_item, value)
