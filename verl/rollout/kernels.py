@@ -127,8 +127,7 @@ def attend(
     real = (g[:, None] < G) & inside[None, :]
     q = _rotated(row, heads, real, qk_norm, heads, c, sn, d, eps, D, R, NORM).to(out.dtype.element_ty)
 
-    # the new token: its key and value go to the cache, and the sum begins with it
-    first = s == 0
+    first = s == 0  # puts the new token's key and value into the cache, and begins the sum with them
     new_page = tl.load(table + b * table_width + n // PAGE).to(tl.int64)
     new_at = pages + ((new_page * 2 * HK + h) * PAGE + n % PAGE) * D
     new_k, new_v = _new_token(row, new_at, first, qk_norm, h, c, sn, d, eps, HQ, HK, D, R, NORM, PAGE)
@@ -149,10 +148,9 @@ def attend(
         at_page = p + column // PAGE
         page = tl.load(table + b * table_width + at_page, mask=at_page < high, other=0).to(tl.int64)
         key = pages + (((page * 2 * HK + h) * PAGE + column % PAGE) * D)[:, None] + d[None, :]
-        position = p * PAGE + column
-        seen = (position < n) & (at_page < high)
+        seen = (p * PAGE + column < n) & (at_page < high)
         if WINDOW > 0:
-            seen &= position > n - WINDOW
+            seen &= p * PAGE + column > n - WINDOW
         highest, weight, total = _add_keys(
             q, key, seen[:, None] & inside[None, :], seen, highest, weight, total, scale, softcap, HK * PAGE * D,
             SOFTCAP, PRECISION,
