@@ -2,9 +2,10 @@
 
     python tests/gpu/run_executors.py [--out benchmarks/results/executors_gpu.json]
 
-Part 1: three steps of grpo and ppo on a tiny model, float32 and bf16, by 1, 2 and 4 processes (NCCL), and with actor
-and critic in pools of their own. float32 must agree to 1e-3 of each metric (sums run in another order), bf16 to 0.15
-(one device casts operation by operation, FSDP casts whole layers, so a few sampled tokens differ).
+Part 1: three steps of grpo and ppo on a tiny model, float32 and bf16, by 1, 2 and 4 processes (NCCL), with tensor
+parallelism, and with actor and critic in pools of their own. float32 must agree to 1e-3 of each metric (sums run in
+another order), bf16 to 0.15 (one device casts operation by operation, FSDP casts whole layers, so a few sampled tokens
+differ).
 Part 2: a step at the shape of Qwen2.5-0.5B with random weights, peak memory per GPU.
 Prints a table last; exits with 1 when numbers disagree.
 """
@@ -30,6 +31,7 @@ from verl.trainer.local_trainer import LocalPPOTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPARED = ("critic/score/mean", "actor/entropy", "actor/pg_loss", "actor/grad_norm", "critic/vf_loss")
+FSDP = "actor_rollout_ref.actor.fsdp_config"
 TOLERANCE = {"fp32": 1e-3, "bf16": 0.15}
 
 
@@ -75,12 +77,10 @@ def golden(folder: Path, gpus: int) -> list[dict]:
                 "actor_rollout_ref.actor.ppo_mini_batch_size=4",
             ]
             expected = run(base)
-            for ranks, extra in [
-                (2, []),
-                (4, []),
-                (4, ["placement.actor_devices=[0,1]", "placement.critic_devices=[2,3]"]),
-            ]:
-                if ranks > gpus or (extra and algorithm != "ppo"):
+            apart = ["placement.actor_devices=[0,1]", "placement.critic_devices=[2,3]"]
+            layers = [f"{FSDP}.tensor_parallel_size=2"]
+            for ranks, pools, extra in [(2, 1, []), (2, 1, layers), (4, 1, []), (4, 1, layers), (4, 2, apart)]:
+                if ranks > gpus or (pools > 1 and algorithm != "ppo"):
                     continue
                 start = time.perf_counter()
                 worst = disagreement(run([*base, f"trainer.n_gpus_per_node={ranks}", *extra]), expected)
@@ -90,7 +90,8 @@ def golden(folder: Path, gpus: int) -> list[dict]:
                         "algorithm": algorithm,
                         "dtype": dtype,
                         "ranks": ranks,
-                        "pools": 2 if extra else 1,
+                        "pools": pools,
+                        "tensor_parallel": 2 if extra == layers else 1,
                         "largest_difference": round(worst, 6),
                         "ok": worst < TOLERANCE[dtype],
                         "seconds": round(time.perf_counter() - start, 1),
@@ -140,12 +141,13 @@ def memory(folder: Path, gpus: int) -> list[dict]:
         "trainer.total_training_steps=2",
         "trainer.logger=[jsonl]",
     ]
-    fsdp = "actor_rollout_ref.actor.fsdp_config"
     variants = [
         (1, "whole", []),
         (2, "sharded", []),
         (4, "sharded", []),
-        (2, "offload_policy", [f"{fsdp}.offload_policy=true"]),
+        (2, "offload_policy", [f"{FSDP}.offload_policy=true"]),
+        (2, "tensor parallel", [f"{FSDP}.tensor_parallel_size=2"]),
+        (4, "sharded, tensor parallel 2", [f"{FSDP}.tensor_parallel_size=2"]),
     ]
     found = []
     for ranks, name, extra in variants:
