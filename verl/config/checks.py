@@ -14,6 +14,8 @@ from verl.config.tree_sft import SFTConfig, SFTDataConfig, SFTTrainerConfig
 _ACTOR = "actor_rollout_ref.actor."
 _ROLLOUT = "actor_rollout_ref.rollout."
 _MODELS = ("actor_rollout_ref.model.path", "critic.model.path", "model.path", "reward.reward_model.model_path")
+#: what stands beside the config of a model whose weights are yet to be merged
+_CHECKPOINT = ("shards", "lora_adapter", "model_world_size_*")
 _FILES = ("data.train_files", "data.val_files", "data.path")
 
 
@@ -249,8 +251,19 @@ def _model(key: str, path: str | None) -> Iterator[Problem]:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             yield Problem(key, f"{path!r} has no config.json: give the folder of a HuggingFace model")
+        elif not _holds(folder, "*.safetensors", "*.bin") and _holds(folder.parent, *_CHECKPOINT):
+            yield Problem(
+                key,
+                f"{path!r} holds the config and tokenizer of a checkpoint, whose weights lie beside it: merge them "
+                f"(python -m verl.model_merger merge --backend fsdp --local_dir {folder.parent} --target_dir FOLDER) "
+                "and give the FOLDER",
+            )
     elif path.startswith(("/", "./", "../", "~")):
         yield Problem(key, f"there is no folder {path!r}")
+
+
+def _holds(folder: Path, *patterns: str) -> bool:
+    return any(True for pattern in patterns for _ in folder.glob(pattern))
 
 
 def _files(key: str, paths: Iterable[str]) -> Iterator[Problem]:

@@ -78,7 +78,7 @@ class Trainer(ABC):
         self.on_step: list[Callable[[StepReport], None]] = []
         self.checkpoints = CheckpointStore(Path(config.trainer.default_local_dir), keep=None)
         self._saving: _Saving | None = None
-        self.pipeline: Pipeline = self.build_flow().compile()
+        self.pipeline: Pipeline = self.finish_flow(self.build_flow()).compile()
 
     # ---- what a subclass says -----------------------------------------------------------------------------------
 
@@ -89,6 +89,10 @@ class Trainer(ABC):
     @abstractmethod
     def build_flow(self) -> DataFlow:
         """The training flow. Override it, and edit what super() gives, to change the algorithm."""
+
+    def finish_flow(self, flow: DataFlow) -> DataFlow:
+        """The last edit, after those of `build_flow` and its overrides: what a flow can do without, seen as a whole."""
+        return flow
 
     @abstractmethod
     def announce(self) -> None:

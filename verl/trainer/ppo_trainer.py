@@ -20,7 +20,13 @@ from verl.trainer.base import Trainer
 from verl.trainer.dynamic_sampling import sample_dynamically
 from verl.trainer.launch import Recipe
 from verl.trainer.metrics import data_metrics, numeric_columns, validation_metrics
-from verl.trainer.ppo_flow import Prompts, build_ppo_flow, build_validation_flow, needs_critic
+from verl.trainer.ppo_flow import (
+    Prompts,
+    build_ppo_flow,
+    build_validation_flow,
+    needs_critic,
+    spare_old_log_prob,
+)
 from verl.trainer.roles import worker_specs
 from verl.trainer.rollout_correction import correct_rollout
 from verl.trainer.samples import dump_generations, generations, write_jsonl
@@ -104,6 +110,9 @@ class PPOTrainer(Trainer):
         if self.config.algorithm.filter_groups.enable:
             sample_dynamically(flow, self.config, self.tokenizer.pad_token_id)
         return correct_rollout(flow, self.config)
+
+    def finish_flow(self, flow: DataFlow) -> DataFlow:
+        return spare_old_log_prob(flow, self.config)
 
     def worker_specs(self) -> dict[str, WorkerSpec]:
         """role -> its worker; a subclass with a role of its own adds it."""
