@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from verl.config import Config, check_inputs, load_config, unavailable
 from verl.registry import load_object
+from verl.single_controller.placement import ResourcesMissing
 
 if TYPE_CHECKING:
     from verl.trainer.base import Trainer
@@ -63,7 +64,10 @@ def run(build: "Callable[[], Trainer]") -> int:
         trainer = build()
     except (ValueError, ImportError, SyntaxError, FileNotFoundError) as error:
         return complain(error)
-    trainer.fit()
+    try:
+        trainer.fit()
+    except ResourcesMissing as error:
+        return complain(error)
     return 0
 
 
