@@ -6,10 +6,6 @@ from dataclasses import dataclass
 from verl.registry import did_you_mean
 
 
-class ResourcesMissing(ValueError):
-    """The machines do not have what a run asks for: a mistake in the set-up, known before a model is loaded."""
-
-
 @dataclass(frozen=True)
 class ResourcePool:
     """A set of processes in which one or several roles live.

@@ -206,7 +206,7 @@ class RayPool:
 
     timeout: seconds that one call (or the making of the workers) may take. start_timeout: seconds that the cluster may
     take to give the processes. env: further variables of their environment. placement: what `reserve` gave for
-    `resources`, None to reserve it here. Raises ResourcesMissing when the cluster does not give the processes, and
+    `resources`, None to reserve it here. Raises ValueError when the cluster does not give the processes, and
     WorkerError when a worker cannot be made.
     """
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from verl.single_controller.placement import ResourcePool, ResourcesMissing
+from verl.single_controller.placement import ResourcePool
 
 logger = logging.getLogger("verl.single_controller")
 
@@ -21,7 +21,7 @@ def reserve(
     """A placement group for each pool, with one bundle for each of its nodes, all on different nodes.
 
     timeout: seconds for all of them. advice: what to do where the cluster is too small, said in the error. Raises
-    ValueError without Ray, and ResourcesMissing when the cluster does not give all in time; nothing is kept then.
+    ValueError without Ray, and when the cluster does not give all in time; nothing is kept then.
     """
     if not ray.is_initialized():
         raise ValueError("Ray is not running in this process: call ray.init() before making worker groups on it")
@@ -46,7 +46,7 @@ def _wait(group: PlacementGroup, wanted: str, name: str, deadline: float, advice
         present = _words(_counts(node["Resources"]) for node in ray.nodes() if node["Alive"])
         free = _amounts(_counts(ray.available_resources()))
         if time.monotonic() > deadline:
-            raise ResourcesMissing(
+            raise ValueError(
                 f"resource pool {name!r} asks for {wanted}, which the cluster did not give within "
                 f"{time.monotonic() - start:.0f} s; it has {present}, of which {free} are free. "
                 f"{advice or 'Start more nodes, or lower trainer.nnodes or trainer.n_gpus_per_node'}"

@@ -11,7 +11,7 @@ from verl.single_controller.ray_placement import START_TIMEOUT, reserve
 from verl.single_controller.worker import WorkerSpec
 from verl.single_controller.worker_group import WorkerGroup
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.trainer.roles import pools_of, roles_of_actor, start_pools
+from verl.trainer.roles import roles_of_actor, start_pools
 from verl.trainer.runtime_env import prepare_runtime_env
 
 _ALONE_TIMEOUT = 3.0  # seconds
@@ -55,10 +55,9 @@ class RayPPOTrainer(PPOTrainer):
         specs = self.worker_specs()
         # this host may have no GPU where the nodes do
         use_gpu = trainer.device == "cuda" or (trainer.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
-        pools = pools_of(config, list(specs))
         # in this thread, which hears Ctrl-C; a Ray that was started here gives what it has at once, or never
         reserved = reserve(
-            dict.fromkeys(placed[0][1] for placed in pools.values()),
+            dict.fromkeys(placed[0][1] for placed in self.pools.values()),
             use_gpu=use_gpu,
             timeout=START_TIMEOUT if can_grow else _ALONE_TIMEOUT,
             advice="" if can_grow else _ALONE,
@@ -68,7 +67,7 @@ class RayPPOTrainer(PPOTrainer):
             how = {"use_gpu": use_gpu, "timeout": trainer.worker_timeout, "env": trainer.worker_env}
             return colocate(specs, pool, placement=reserved[pool], **how)
 
-        self.roles.update(start_pools(pools, specs, start))
+        self.roles.update(start_pools(self.pools, specs, start))
         self.roles.update(dict.fromkeys(roles_of_actor(config), self.roles["actor"]))
 
     def shutdown(self) -> None:
