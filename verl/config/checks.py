@@ -3,6 +3,7 @@
 A check is a function of the typed tree that gives problems; `load_config(extra_checks=[...])` takes further ones.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -61,6 +62,7 @@ def _batches(config: Config) -> Iterator[Problem]:
 
 def _ranks(config: Config) -> Iterator[Problem]:
     """Every data-parallel rank gets the same number of rows of each mini-batch."""
+    said: set[tuple[int, int]] = set()
     trainer, policy, n = config.trainer, config.actor_rollout_ref, config.actor_rollout_ref.rollout.n
     for role, prefix, mini, engine, section in (
         ("actor", _ACTOR, policy.actor.ppo_mini_batch_size, policy.actor.fsdp_config, "fsdp_config"),
@@ -78,10 +80,14 @@ def _ranks(config: Config) -> Iterator[Problem]:
             yield Problem(f"{prefix}{section}.{key}", f"{what}, which does not divide the {ranks} ranks")
             continue
         ranks //= engine.ranks_with_same_rows
-        if mini is not None and mini * n % ranks:
+        if mini is not None and mini * n % ranks and (mini, ranks) not in said:
+            said.add((mini, ranks))  # the critic's sizes follow the actor's
+            step = ranks // math.gcd(n, ranks)
+            fitting = " or ".join(str(m) for m in (mini // step * step, mini // step * step + step) if m)
             yield Problem(
                 f"{prefix}ppo_mini_batch_size",
-                f"{mini} prompts x {n} samples are {mini * n} responses, which do not divide over {ranks} ranks",
+                f"{mini} prompts x {n} samples are {mini * n} responses, which do not divide over {ranks} ranks; "
+                f"{fitting} prompts do",
             )
 
 

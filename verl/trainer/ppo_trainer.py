@@ -27,7 +27,7 @@ from verl.trainer.ppo_flow import (
     needs_critic,
     spare_old_log_prob,
 )
-from verl.trainer.roles import worker_specs
+from verl.trainer.roles import placement_words, pools_of, worker_specs
 from verl.trainer.rollout_correction import correct_rollout
 from verl.trainer.samples import dump_generations, generations, write_jsonl
 from verl.trainer.unused_settings import warn_of_unused_settings
@@ -100,6 +100,7 @@ class PPOTrainer(Trainer):
         super().__init__(config, source, tokenizer)
         if config.trainer.overlap:
             self.pipeline.place_of = self.processes_of
+        self.pools = pools_of(config, list(self.worker_specs()))
         self.validation = build_validation_flow(config, self.roles, self.reward_manager).compile(
             inputs=("prompt_ids", "uid", "data_source", "reward_model")
         )
@@ -134,6 +135,12 @@ class PPOTrainer(Trainer):
         logger.info("algorithm: %s; steps: %d", method, self.total_steps)
         logger.info("batch: %s", batch_words(self.config, critic=needs_critic(self.config)))
         logger.info("data: %s; validation: %s", self.source.describe(), rows)
+        if self.world_size > 1:
+            logger.info("placement: %s", placement_words(self.pools))
+        if self.config.trainer.overlap and len(self.pools) == 1:
+            logger.warning(
+                "trainer.overlap=true changes nothing here: all roles share their processes; `placement` parts them"
+            )
         logger.info("flow: %s", " -> ".join(op.name for op in self.pipeline.operators))
 
     def step_metrics(self, batch: DataProto) -> dict[str, float]:
