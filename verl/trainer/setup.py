@@ -21,6 +21,7 @@ from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
 from verl.registry import import_module
 from verl.rewards import RewardManager, load_reward_manager
+from verl.rollout.native_model import family_of
 from verl.trainer.launch import Recipe
 from verl.trainer.ppo_flow import needs_critic
 
@@ -70,7 +71,8 @@ def check_folder(path: str) -> None:
 
 
 def check_model_fits(config: tree.Config, tokenizer: Any, dataset: Dataset) -> int:
-    """The model has an embedding for every token that it will be given, and a position for the longest answer.
+    """The model has an embedding for every token that it will be given, and a position for the longest answer; the
+    engine of `rollout.name` generates with it.
 
     Returns the size of its vocabulary. Of a dataset of another class than RLHFDataset the first item is looked at.
     """
@@ -84,6 +86,10 @@ def check_model_fits(config: tree.Config, tokenizer: Any, dataset: Dataset) -> i
         prompt = collate_prompts([dataset[0]]).non_tensor_batch["prompt_ids"][0]
         largest, longest = max(prompt), len(prompt)
     _check_vocabulary(model, tokenizer, largest, hf.vocab_size)
+    if config.actor_rollout_ref.rollout.name == "native":
+        for name in hf.architectures or ():
+            if name.endswith(("ForCausalLM", "LMHeadModel")):  # other heads are left out when it is loaded
+                family_of(name)
     positions = {**hf.to_dict(), **model.override_config}.get("max_position_embeddings")
     answer = config.actor_rollout_ref.rollout.response_length
     if positions is not None and longest + answer > positions:
