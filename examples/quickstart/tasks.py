@@ -8,7 +8,8 @@
 python examples/quickstart/tasks.py reverse --out DIR --rows 4096
 
 writes DIR/train.parquet and DIR/test.parquet (prompts for RL) and DIR/sft.parquet (prompt and response).
-A reward function for all of them is `compute_score` below: custom_reward_function.path=examples/quickstart/tasks.py
+A reward function for all of them is `compute_score` below:
+reward.custom_reward_function.path=examples/quickstart/tasks.py
 """
 
 import argparse

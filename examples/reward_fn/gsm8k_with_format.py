@@ -1,7 +1,8 @@
 """A reward function of one's own: a right number counts 1, a wrong one that is at least marked as the answer 0.1.
 
 python -m verl.trainer.main_ppo ... \\
-    custom_reward_function.path=examples/reward_fn/gsm8k_with_format.py custom_reward_function.name=compute_score
+    reward.custom_reward_function.path=examples/reward_fn/gsm8k_with_format.py \\
+    reward.custom_reward_function.name=compute_score
 """
 
 import re

@@ -97,7 +97,7 @@ def test_evaluation_as_on_the_command_line():
     )
     config = load_config(overrides=words.split(), tree=EvalConfig)
     assert config.data.path == ["out.parquet"]
-    assert config.custom_reward_function.name == "reward_func"
+    assert config.reward.custom_reward_function.name == "reward_func"
 
 
 def test_example_files(monkeypatch):

@@ -449,7 +449,7 @@ def test_commands_of_the_script(tmp_path):
     assert generation.data.n_samples == 64
     evaluation = load_config(overrides=lines[1][2:], tree=EvalConfig)
     assert evaluation.data.path == [generation.data.output_path]
-    custom = evaluation.custom_reward_function
+    custom = evaluation.reward.custom_reward_function
     assert ScoreFunction(load_object(custom.path, custom.name)).form == "row"
 
 

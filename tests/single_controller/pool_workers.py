@@ -1,6 +1,7 @@
 """Workers of the tests that start processes: loaded by address there, as a user's own file would be."""
 
 import ctypes
+import logging
 import os
 import signal
 import subprocess
@@ -142,3 +143,15 @@ class Trouble(Worker):
 
 def read_the_file(name: str) -> str:
     raise FileNotFoundError(f"no file {name}")
+
+
+class Talker(Worker):
+    """Says something when it is made."""
+
+    def __init__(self) -> None:
+        logging.getLogger("verl.engines").info("rank %d has no value head", self.rank)
+        logging.getLogger("verl.engines").warning("rank %d is short of memory", self.rank)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def nothing(self) -> None:
+        return None

@@ -229,3 +229,11 @@ def test_wrong_sizes_are_refused():
         LocalWorkerGroup(spec("Echo"), 0)
     with pytest.raises(ValueError, match=r"devices: expected one for each of the 2 workers, found \[0\]"):
         LocalWorkerGroup(spec("Echo"), 2, devices=[0])
+
+
+def test_what_workers_log_is_seen_once(capfd):
+    with LocalWorkerGroup(spec("Talker"), 2, timeout=60):
+        pass
+    shown = capfd.readouterr().out
+    assert "rank 0 has no value head" in shown and "rank 1 has no value head" not in shown
+    assert "WARNING rank 0 is short of memory" in shown and "WARNING rank 1 is short of memory" in shown

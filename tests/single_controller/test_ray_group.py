@@ -1,6 +1,7 @@
 """Worker groups of Ray actors: calls, and batches by reference. What goes wrong is in `test_ray_cluster.py`."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,19 @@ def test_calls_and_batches_by_reference(one_node):
         assert again.batch["x"][:, 7].tolist() == [7, 6, 5, 4, 3, 2, 1, 0] and again.meta_info == {"step": 1}
         assert out.batch["x"].is_remote and out.batch["x"]._copy is None, "the controller has not seen it"
         assert actor.total(turned.select(["x"])) == {"x": 3.5 * 20_000}
+
+
+@pytest.mark.slow
+def test_what_workers_log_is_seen_once(monkeypatch, capfd):
+    monkeypatch.setenv("PYTHONPATH", str(Path(verl.__file__).parents[1]), prepend=os.pathsep)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=True)
+    try:
+        with colocate({"actor": WorkerSpec((WORKERS, "Talker"))}, ResourcePool("two", (2,)), timeout=60)["actor"]:
+            shown, deadline = "", time.monotonic() + 20
+            while not ("rank 0 has" in shown and "rank 1 is" in shown) and time.monotonic() < deadline:
+                time.sleep(0.2)
+                shown += "".join(capfd.readouterr())
+    finally:
+        ray.shutdown()
+    assert "rank 0 has no value head" in shown and "rank 1 has no value head" not in shown
+    assert "rank 1 is short of memory" in shown

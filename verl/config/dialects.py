@@ -189,3 +189,6 @@ SFT = Dialect(
 )
 
 OFFLINE = Dialect(older={"model.external_lib": "imports"})
+
+#: evaluations are told what scores by the one name or the other
+EVAL = Dialect(short={"custom_reward_function.*": "reward.custom_reward_function.*"}, older=OFFLINE.older)

@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from verl.config.dialects import OFFLINE
+from verl.config.dialects import EVAL, OFFLINE
 from verl.config.known_keys import EVAL_KNOWN, GENERATION_KNOWN
 from verl.config.node import FilePath, FilePaths, Node, Texts, Tree, key, part
 from verl.config.tree_data import CustomRewardFunctionConfig
@@ -67,8 +67,9 @@ class EvalDataConfig(Node):
 
 
 class EvalRewardConfig(Node):
-    """`reward`: what an answer may cost, and what becomes of one that cannot be scored."""
+    """`reward`: what scores an answer, what that may cost, and what becomes of one that cannot be scored."""
 
+    custom_reward_function: CustomRewardFunctionConfig = part(CustomRewardFunctionConfig, "a function by address")
     timeout: float | None = key(300.0, "seconds for one answer; null: no limit", gt=0)
     on_error: Literal["raise", "count"] = key("raise", "an answer that cannot be scored: stop, or count it as wrong")
     num_processes: int | None = key(None, "processes that score; null: as many as cores, at most 16", ge=1)
@@ -88,10 +89,10 @@ class EvaluationConfig(Node):
 class EvalConfig(Tree):
     """The root of `main_eval`."""
 
+    dialect: ClassVar = EVAL
     known: ClassVar = EVAL_KNOWN
 
     data: EvalDataConfig = part(EvalDataConfig, "answers")
-    custom_reward_function: CustomRewardFunctionConfig = part(CustomRewardFunctionConfig, "what scores an answer")
-    reward: EvalRewardConfig = part(EvalRewardConfig, "limits of scoring")
+    reward: EvalRewardConfig = part(EvalRewardConfig, "what scores an answer, and its limits")
     evaluation: EvaluationConfig = part(EvaluationConfig, "the figures")
     imports: Texts = key([], "Python files or modules that are imported first: one's own code")

@@ -34,15 +34,15 @@ def resolve_reward_function(
         return ScoreFunction(load_object(path, name or DEFAULT_FUNCTION_NAME), kwargs)
     if name not in (None, DEFAULT_FUNCTION_NAME):
         raise ValueError(
-            f"custom_reward_function.name={name!r} without custom_reward_function.path: expected the file that "
-            f"defines it, a function of one of these forms:\n{ACCEPTED_FORMS}"
+            f"reward.custom_reward_function.name={name!r} without reward.custom_reward_function.path: expected the "
+            f"file that defines it, a function of one of these forms:\n{ACCEPTED_FORMS}"
         )
     if registered and registered != "data_source":
         return ScoreFunction(REWARD_FUNCTION_REGISTRY[registered], kwargs)
     if kwargs:
         raise ValueError(
             f"reward_kwargs {sorted(kwargs)} without a reward function to take them: the rules by data source take "
-            "none; give custom_reward_function.path, or reward_function"
+            "none; give reward.custom_reward_function.path, or reward_function"
         )
     return ScoreFunction(default_compute_score, route=rule_for)
 

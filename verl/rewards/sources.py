@@ -68,8 +68,8 @@ def rule_for(data_source: str) -> ScoreFunction:
     if not fitting:
         raise ValueError(
             f"no reward rule for data_source {data_source!r}; known: {', '.join(sorted(RULES_BY_DATA_SOURCE))}.\n"
-            "Give a function of your own (custom_reward_function.path=reward.py "
-            "custom_reward_function.name=compute_score), a built-in one (reward_function: "
+            "Give a function of your own (reward.custom_reward_function.path=reward.py "
+            "reward.custom_reward_function.name=compute_score), a built-in one (reward_function: "
             f"{', '.join(sorted(REWARD_FUNCTION_REGISTRY))}), or register a rule: "
             "verl.rewards.register_data_source(name, function)"
         )

@@ -41,6 +41,7 @@ from verl.single_controller.worker_group import (
     WorkerTimeout,
     first_error,
 )
+from verl.utils.log import setup_worker_logging
 
 _SETTLE = 0.25  # seconds in which further failures are still awaited, to tell the first one from those it caused
 _GRACE = 5.0  # seconds that an actor has to end by itself, or to tell where it stands
@@ -84,6 +85,7 @@ class RankActor:
         if "working_dir" not in ray.get_runtime_context().runtime_env and os.path.isdir(folder):
             os.chdir(folder)
         self._rank = place.rank
+        setup_worker_logging(place.rank)
         role = ""
         try:
             for role, spec in specs.items():  # noqa: B007: the role that fails is told below

@@ -19,6 +19,7 @@ from verl.single_controller.dispatch import Call
 from verl.single_controller.transport import Kind, Message, Parcel, receive
 from verl.single_controller.worker import Worker
 from verl.single_controller.worker_group import WorkerError
+from verl.utils.log import setup_worker_logging
 
 
 def die_with_parent(lifeline: int) -> subprocess.Popen:
@@ -91,7 +92,9 @@ def main() -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # the parent started us with it blocked
-    WorkerHost().serve(socket.socket(fileno=connection))
+    host = WorkerHost()
+    setup_worker_logging(host.rank)
+    host.serve(socket.socket(fileno=connection))
     keeper.kill()
     keeper.wait()
 

@@ -215,7 +215,7 @@ def score_questions(questions: Sequence[Question], scorer: Scorer, right_from: f
 
 def find_function(config: EvalConfig, questions: Sequence[Question]) -> ScoreFunction:
     """The reward function that the configuration names, else the rules by data source, one for each that occurs."""
-    custom = config.custom_reward_function
+    custom = config.reward.custom_reward_function
     function = resolve_reward_function(custom.path, custom.name, reward_kwargs=custom.reward_kwargs)
     for source in dict.fromkeys(question.data_source for question in questions):
         function.for_data_source(source)

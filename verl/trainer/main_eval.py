@@ -36,7 +36,7 @@ logger = logging.getLogger("verl.trainer")
 HELP = """usage: python -m verl.trainer.main_eval [--config FILE.yaml] key=value ...
 
   python -m verl.trainer.main_eval data.path=answers.parquet data.response_key=responses \\
-      custom_reward_function.path=reward.py custom_reward_function.name=compute_score
+      reward.custom_reward_function.path=reward.py reward.custom_reward_function.name=compute_score
 
   data.compare_path=other.parquet   answers of another model to the same prompts: the difference, and is it chance?
   --config FILE.yaml   settings from a file; keys on the command line win

@@ -43,3 +43,12 @@ def setup_logging(level: int | str | None = None) -> None:
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(_PlainFormatter())
     logger.addHandler(handler)
+
+
+def setup_worker_logging(rank: int) -> None:
+    """Show the log of a worker process where its controller shows its own.
+
+    All ranks of a role would say the same, so INFO comes from rank 0 alone; a warning may be about one rank.
+    """
+    quiet = rank > 0 and "VERL_LOGGING_LEVEL" not in os.environ
+    setup_logging(logging.WARNING if quiet else None)
