@@ -4,6 +4,7 @@ With one process (`trainer.n_gpus_per_node: 1`) all of it is *this* process: for
 a breakpoint just works. With more, the roles live in as many processes of this host, which share each model.
 """
 
+import logging
 from typing import Any
 
 from verl.single_controller import LocalWorkerGroup, WorkerSpec, colocate
@@ -12,6 +13,8 @@ from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.roles import pools_of, roles_of_actor, start_pools
 from verl.trainer.setup import check_one_host
 from verl.utils.device import resolve_device
+
+logger = logging.getLogger("verl.trainer")
 
 
 class LocalPPOTrainer(PPOTrainer):
@@ -40,4 +43,6 @@ class LocalPPOTrainer(PPOTrainer):
             return colocate(roles, pool.world_size, **where)
 
         self.roles.update(start_pools(pools, specs, start))
+        if trainer.overlap and all(group.processes is None for group in self.roles.values()):
+            logger.warning("trainer.overlap changes nothing here: all roles work in this one process")
         self.roles.update(dict.fromkeys(roles_of_actor(config), self.roles["actor"]))
