@@ -56,7 +56,9 @@ class Method:
     settings: tuple[str, ...] = ()
 
 
-_SPPO = ("algorithm.adv_estimator=sppo", "actor_rollout_ref.actor.policy_loss.loss_mode=sppo")
+_GRPO, _CORRECTION = "algorithm.adv_estimator=grpo", "algorithm.rollout_correction"
+_LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+_SPPO = ("algorithm.adv_estimator=sppo", f"{_LOSS}=sppo")
 _PRIME = ("prime.optim.lr=3e-4", "prime.ppo_mini_batch_size=32", f"actor_rollout_ref.rollout.n={ANSWERS}")
 _ALL = "prime.filter.enable=false"
 _LESS = "algorithm.reward_dpo_coef=1"
@@ -68,6 +70,10 @@ RECIPES: dict[str, Method] = {
     "prime_filtered": Method(LocalPRIMETrainer, (*_PRIME, _LESS)),
     "online_dpo": Method(LocalDPOTrainer),
     "sppo": Method(settings=_SPPO),
+    # losses without a preset
+    "reinforce": Method(settings=(_GRPO, f"{_LOSS}=reinforce")),
+    "dro": Method(settings=(_GRPO, f"{_LOSS}=dro", "actor_rollout_ref.actor.policy_loss.dro_beta=0.3")),
+    "bypass_mode": Method(settings=(_GRPO, f"{_LOSS}=bypass_mode", f"{_CORRECTION}.bypass_mode=true")),
 }
 #: what a preset needs beside its name
 FURTHER: dict[str, tuple[str, ...]] = {

@@ -128,6 +128,9 @@ def test_as_a_process(unloadable, tmp_path):
         (["trainer.val_only=true", "data.val_files=[]"], "trainer.val_only=true asks for validation, but there are no"),
         (["trainer.test_freq=5", "data.val_files=[]"], "trainer.test_freq=5 asks for validation, but there are no"),
         (["trainer.default_local_dir=pyproject.toml/run"], "pyproject.toml': it is a file"),
+        (["trainer.default_local_dir=/proc/run"], "expected a folder to write to, found '/proc'"),
+        (["trainer.n_gpus_per_node=2", "placement.actor_devices=[0,5]"], "expected different numbers from 0 to 1"),
+        (["placement.critic_devices=[0]"], "placement.critic_devices: this run has no role 'critic'"),
         # files and folders that are not there
         (["data.train_files=nowhere.parquet"], "data.train_files (override 'data.train_files=nowhere.parquet'): there"),
         (["data.val_files=[nowhere.parquet]"], "there is no file 'nowhere.parquet' (looked at "),

@@ -68,7 +68,7 @@ def test_the_pages_reward_function_combines(home, tmp_path, caplog):
     chosen = ["use_rm=true", "reward_model.model.path=models/reward", "reward.custom_reward_function.path=combined.py"]
     metrics = train.main(str(FILES / "1_local.yaml"), [*SMALL, *chosen, "trainer.overlap=true"])
     assert metrics["critic/score/mean"] == pytest.approx(metrics["reward/rm_score_mean"], abs=1e-6)
-    assert "trainer.overlap changes nothing here" in caplog.text
+    assert "trainer.overlap=true: all roles share their processes" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,8 @@ class DAPORewardManager(NaiveRewardManager):
         if self.enabled and not (max_resp_len is not None and 0 < self.buffer_len <= max_resp_len):
             raise ValueError(
                 f"overlong_buffer: expected 0 < len <= max_resp_len, found len={self.buffer_len!r}, "
-                f"max_resp_len={max_resp_len!r}"
+                f"max_resp_len={max_resp_len!r} (in a run: reward.reward_kwargs.overlong_buffer.len and "
+                "reward.reward_kwargs.max_resp_len, which follows data.max_response_length in recipe/dapo)"
             )
 
     def shape(self, scores: list[float], extras: list[dict[str, Any]], lengths: list[int]) -> list[float]:

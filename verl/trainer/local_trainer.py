@@ -4,17 +4,14 @@ With one process (`trainer.n_gpus_per_node: 1`) all of it is *this* process: for
 a breakpoint just works. With more, the roles live in as many processes of this host, which share each model.
 """
 
-import logging
 from typing import Any
 
 from verl.single_controller import LocalWorkerGroup, WorkerSpec, colocate
 from verl.single_controller.placement import ResourcePool
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.trainer.roles import pools_of, roles_of_actor, start_pools
+from verl.trainer.roles import roles_of_actor, start_pools
 from verl.trainer.setup import check_one_host
 from verl.utils.device import resolve_device
-
-logger = logging.getLogger("verl.trainer")
 
 
 class LocalPPOTrainer(PPOTrainer):
@@ -33,16 +30,13 @@ class LocalPPOTrainer(PPOTrainer):
     def init_workers(self) -> None:
         config, trainer = self.config, self.config.trainer
         specs = self.worker_specs()
-        pools = pools_of(config, list(specs))
 
         def start(roles: dict[str, WorkerSpec], pool: ResourcePool) -> dict[str, LocalWorkerGroup]:
             # one process for everything is this one; several, or several pools, are processes of their own
-            apart = pool.world_size > 1 or len(pools) > 1 or bool(trainer.worker_env)
+            apart = pool.world_size > 1 or len(self.pools) > 1 or bool(trainer.worker_env)
             devices = pool.devices if self.on_gpu and apart else None
             where = {"timeout": trainer.worker_timeout, "devices": devices, "env": trainer.worker_env, "apart": apart}
             return colocate(roles, pool.world_size, **where)
 
-        self.roles.update(start_pools(pools, specs, start))
-        if trainer.overlap and all(group.processes is None for group in self.roles.values()):
-            logger.warning("trainer.overlap changes nothing here: all roles work in this one process")
+        self.roles.update(start_pools(self.pools, specs, start))
         self.roles.update(dict.fromkeys(roles_of_actor(config), self.roles["actor"]))

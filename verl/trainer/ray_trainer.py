@@ -7,7 +7,7 @@ import ray
 
 from verl.single_controller.ray_group import colocate
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.trainer.roles import pools_of, roles_of_actor, start_pools
+from verl.trainer.roles import roles_of_actor, start_pools
 from verl.trainer.runtime_env import prepare_runtime_env
 
 
@@ -43,7 +43,7 @@ class RayPPOTrainer(PPOTrainer):
         # this host may have no GPU where the nodes do
         use_gpu = trainer.device == "cuda" or (trainer.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
         how = {"use_gpu": use_gpu, "timeout": trainer.worker_timeout, "env": trainer.worker_env}
-        self.roles.update(start_pools(pools_of(config, list(specs)), specs, partial(colocate, **how)))
+        self.roles.update(start_pools(self.pools, specs, partial(colocate, **how)))
         self.roles.update(dict.fromkeys(roles_of_actor(config), self.roles["actor"]))
 
     def shutdown(self) -> None:

@@ -1,6 +1,6 @@
 """Which workers a run has, and where they live: the same answer for every executor."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -60,6 +60,17 @@ def pools_of(config: tree.Config, roles: list[str]) -> dict[str, list[tuple[str,
     for role, pool in placed.items():
         pools.setdefault(pool.name, []).append((role, pool))
     return pools
+
+
+def placement_words(pools: Mapping[str, Sequence[tuple[str, ResourcePool]]]) -> str:
+    """Which roles live on which devices, in words: "actor, ref on devices 0, 1; critic on device 2"."""
+    words = []
+    for placed in pools.values():
+        pool = placed[0][1]
+        numbers = pool.devices if pool.devices is not None else range(pool.world_size)
+        where = "device" if len(numbers) == 1 else "devices"
+        words.append(f"{', '.join(role for role, _ in placed)} on {where} {', '.join(map(str, numbers))}")
+    return "; ".join(words)
 
 
 def start_pools(

@@ -1,7 +1,7 @@
 """What a trainer prepares before a model is loaded."""
 
 import logging
-import os
+import tempfile
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,9 +59,14 @@ def check_folder(path: str) -> None:
     """Checkpoints and logs can be written to trainer.default_local_dir."""
     folder = Path(path).resolve()
     there = next(place for place in (folder, *folder.parents) if place.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        what = "nothing can be written there" if there.is_dir() else "it is a file"
-        raise ValueError(f"trainer.default_local_dir: expected a folder to write to, found {str(there)!r}: {what}")
+    what = f"trainer.default_local_dir: expected a folder to write to, found {str(there)!r}"
+    if not there.is_dir():
+        raise ValueError(f"{what}: it is a file")
+    try:
+        with tempfile.TemporaryDirectory(dir=there):
+            pass
+    except OSError as error:
+        raise ValueError(f"{what}: {error}") from error
 
 
 def check_model_fits(config: tree.Config, tokenizer: Any, dataset: Dataset) -> int:

@@ -144,18 +144,21 @@ class ActorRolloutWorker(EngineWorker):
 
         meta_info["mini_batch_rows"]: rows of one optimizer step, over all ranks. meta_info["last_pass"]: whether the
         learning-rate schedule moves on afterwards (once a training step, however many passes that makes).
+        Without the column old_log_probs the rows are one mini-batch, whose old policy is the current one.
         """
         actor = self.config.actor
         settings = {**self.correction.model_dump(), **actor.model_dump(), **actor.policy_loss.model_dump()}
         micro = micro_batching(
             actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
         )
-        sums = MetricSums()
+        sums, old_is_current = MetricSums(), "old_log_probs" not in batch
         with self.engine.loaded(optimizer=True):
-            for mini in batch.split(batch.meta_info["mini_batch_rows"] // self.engine.dp_size):
+            minis = batch.split(batch.meta_info["mini_batch_rows"] // self.engine.dp_size)
+            assert len(minis) == 1 or not old_is_current, "the policy of a second update is not the old one"
+            for mini in minis:
                 mask = mini.batch["response_mask"]
                 agg = aggregation(actor.loss_agg_mode, mask, self.engine, actor.loss_scale_factor)
-                objective = policy_objective(actor.policy_loss.loss_mode, settings, agg)
+                objective = policy_objective(actor.policy_loss.loss_mode, settings, agg, old_is_current)
                 metrics = self.engine.train_batch(mini, objective, micro, self.config.rollout.temperature)
                 sums.add({name if "/" in name else f"actor/{name}": value for name, value in metrics.items()})
                 self.version += 1

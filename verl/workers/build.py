@@ -95,6 +95,8 @@ def load_tokenizer(model: tree_model.ModelConfig) -> Any:
     from transformers import AutoTokenizer
 
     path = model.tokenizer_path or model.path
+    if not Path(path).is_dir():
+        _check_hub(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -213,3 +215,19 @@ def sampling_params(
         seed=rollout.seed,
         ignore_eos=rollout.ignore_eos,
     )
+
+
+def _check_hub(name: str) -> None:
+    """A name that is no folder is one of the hub, or in the cache. Without this question, minutes pass in retries."""
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+
+    if constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    logger.info("there is no folder %r: asking %s", name, constants.ENDPOINT)
+    try:
+        HfApi().model_info(name, timeout=10)
+    except Exception as error:
+        raise ValueError(
+            f"there is no folder {name!r}, and no model of that name was found at {constants.ENDPOINT}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
