@@ -9,7 +9,7 @@ from verl.single_controller import WorkerGroup, WorkerSpec
 from verl.single_controller.placement import ResourcePool, place_roles
 from verl.trainer.ppo_flow import needs_critic, needs_reference
 from verl.workers.actor_rollout_ref import ActorRolloutWorker, RefWorker
-from verl.workers.build import has_adapters
+from verl.workers.build import has_adapters, stop_strings
 from verl.workers.critic import CriticWorker
 from verl.workers.reward_model import RewardModelWorker
 
@@ -32,6 +32,7 @@ def worker_specs(
                 "response_length": policy.rollout.response_length,
                 "pad_token_id": tokenizer.pad_token_id,
                 "stop_token_ids": stop_token_ids,
+                "stop": stop_strings(policy.rollout, tokenizer),
             },
         )
     }

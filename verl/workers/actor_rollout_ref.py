@@ -13,6 +13,7 @@ from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.registry import import_module
 from verl.rollout.base import Generation, RolloutEngine, SamplingParams
+from verl.rollout.stopping import StopStrings
 from verl.single_controller import Coordinates, Dispatch, register
 from verl.utils.device import peak_memory
 from verl.utils.rng import fork_seed
@@ -32,7 +33,7 @@ class ActorRolloutWorker(EngineWorker):
     """Generates with the policy, gives its log-probs, and updates it.
 
     config: the `actor_rollout_ref` section. correction: `algorithm.rollout_correction`, for losses that read it.
-    response_length: tokens of an answer at most. stop_token_ids: its ends.
+    response_length: tokens of an answer at most. stop_token_ids, stop: its ends.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class ActorRolloutWorker(EngineWorker):
         response_length: int,
         pad_token_id: int,
         stop_token_ids: tuple[int, ...],
+        stop: StopStrings | None = None,
     ):
         self.config = config
         self.checkpoint = config.actor.checkpoint
@@ -53,6 +55,7 @@ class ActorRolloutWorker(EngineWorker):
         self.response_length = response_length
         self.pad_token_id = pad_token_id
         self.stop_token_ids = stop_token_ids
+        self.stop = stop
         for address in imports:
             import_module(address)
         section = config.actor.fsdp_config
@@ -80,7 +83,7 @@ class ActorRolloutWorker(EngineWorker):
         rows = zip(batch.non_tensor_batch["uid"], batch.non_tensor_batch["sample_index"])
         sample_ids = [fork_seed(str(uid), int(index)) for uid, index in rows]
         params = sampling_params(
-            self.config.rollout, self.response_length, self.stop_token_ids, batch.meta_info["sampling"]
+            self.config.rollout, self.response_length, self.stop_token_ids, batch.meta_info["sampling"], self.stop
         )
         answers = self._generate(prompts, params, sample_ids)
         # the ranks' columns are joined, so they agree on the widths
