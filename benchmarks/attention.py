@@ -1,7 +1,7 @@
 """How fast is the attention kernel of a decoding step on a GPU, by launch options? A table, with the memory floor.
 
     python benchmarks/attention.py                 # all combinations, a few seconds each to compile
-    python benchmarks/attention.py --warps 4 --stages 2,3,4
+    python benchmarks/attention.py --warps 4 --stages 2,3,4 --pages 1,2 --programs 512,1024
 
 Every layer of a step has its own keys and values, so calls take turns over enough memory to miss the L2 cache. `floor`
 is the time to read the keys and values once at the speed of a copy measured in the same run.
@@ -44,7 +44,7 @@ def microseconds(run, count: int = 20) -> float:
 
 
 @torch.inference_mode()
-def measure(name: str, rows: int, context: int, options: list[tuple[int, int]], bytes_per_second: float) -> list[list]:
+def measure(name: str, rows: int, context: int, options: list[tuple], bytes_per_second: float) -> list[list]:
     config = Qwen2Config(**SHAPES[name] | {"num_hidden_layers": LAYERS, "vocab_size": 64})
     with torch.device("cuda"):
         decoder = read_decoder(Qwen2ForCausalLM._from_config(config, dtype=torch.bfloat16))
@@ -64,10 +64,12 @@ def measure(name: str, rows: int, context: int, options: list[tuple[int, int]], 
 
     floor = rows * context * 2 * decoder.kv_heads * decoder.head_dim * 2 / bytes_per_second * 1e6
     lines = []
-    for warps, stages in options:
-        native_cuda._ATTENTION.update(num_warps=warps, num_stages=stages)
+    for warps, stages, pages_at_once, programs in options:
+        native_cuda._ATTENTION.update(num_warps=warps, num_stages=stages, ROUND=pages_at_once)
+        native_cuda._ENOUGH_PROGRAMS = programs
         took = microseconds(run)
-        lines.append([name, rows, context, warps, stages, f"{took:.1f}", f"{floor:.1f}", f"{took / floor:.2f}"])
+        setting = [name, rows, context, warps, stages, pages_at_once, programs]
+        lines.append([*setting, f"{took:.1f}", f"{floor:.1f}", f"{took / floor:.2f}"])
     return lines
 
 
@@ -75,10 +77,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--warps", default="1,2,4,8")
     parser.add_argument("--stages", default="2,3,4")
+    parser.add_argument("--pages", default="1,2", help="that are read at once")
+    parser.add_argument("--programs", default="512", help="below which the keys of a row are split over several")
     args = parser.parse_args()
-    options = list(itertools.product(*([int(n) for n in text.split(",")] for text in (args.warps, args.stages))))
+    lists = (args.warps, args.stages, args.pages, args.programs)
+    options = list(itertools.product(*([int(n) for n in text.split(",")] for text in lists)))
     speed = measure_speed(torch.device("cuda"), torch.bfloat16).bytes
-    rows = [["shape", "rows", "context", "warps", "stages", "us", "floor us", "x floor"]]
+    rows = [["shape", "rows", "context", "warps", "stages", "pages", "programs", "us", "floor us", "x floor"]]
     for case in CASES:
         rows += measure(*case, options, speed)
         print(aligned([rows[0], *rows[-len(options) :]]), flush=True)

@@ -148,8 +148,8 @@ ROW_BYTES = 46  # of a token in all columns together, see `Synthetic` and `ppo_s
 
 def needed(executor: str, data: str, rows: int, tokens: int) -> int:
     """Bytes that a measurement takes at its peak, all processes together: of each copy of the batch that is alive."""
-    # as it is made and where it stays; by way of the controller also there, on its way out, and with its readers
-    copies = 4 if data == "controller" and executor != "in_process" else 2
+    # as it is made and where it stays; elsewhere also on its way out, and with its readers
+    copies = 2 if executor == "in_process" or (executor, data) == ("processes", "reference") else 4
     return rows * tokens * ROW_BYTES * copies
 
 

@@ -7,7 +7,8 @@ Everything is made here: random weights, a tokenizer, prompts of random digits; 
 as long as allowed; its reward is the share of even digits in it. Each trainer is a process of its own, with its own
 time limit. On a CPU both stay up and take turns step by step, so that both see the machine's other load; on a GPU one
 runs after the other, since memory is compared too. One JSON line per trainer and setting, and one that compares them:
-seconds are medians over the steps after the warm-up, `faster` is the median of the ratios of paired steps.
+seconds are medians over the steps after the warm-up, `faster` is the median of the ratios of paired steps (by the
+clock, and by the processor time of the two, which says more on a machine that others use too).
 
 TRL runs with what makes it fast: vLLM in its process, Liger, checkpointing and micro-batches of --trl-rows rows on a
 GPU, transformers' generate on a CPU (PYTHON: an environment with trl, where ours has none). Ours has its defaults.
@@ -61,7 +62,7 @@ SUITES = {
 }
 LEARNING_RATE = 1e-6
 #: options that the processes of the trainers need too
-HANDED_ON = ("suite", "steps", "threads", "trl-rows")
+HANDED_ON = ("suite", "steps", "warm-up", "threads", "trl-rows")
 
 
 def even_digits(answer: str) -> float:
@@ -119,7 +120,7 @@ class Reporter:
     def __init__(self) -> None:
         self.out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # what libraries print goes to stderr
-        self.start = self.peak = 0.0
+        self.start = self.used = self.peak = 0.0
 
     def watch_memory(self) -> None:
         """Sample the device's memory in use until the process ends."""
@@ -144,14 +145,15 @@ class Reporter:
             import resource
 
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        self.out.write(json.dumps({"seconds": time.perf_counter() - self.start, "peak_gib": peak, **facts}) + "\n")
+        seconds = {"seconds": time.perf_counter() - self.start, "processor_seconds": time.process_time() - self.used}
+        self.out.write(json.dumps({**seconds, "peak_gib": peak, **facts}) + "\n")
         self.out.flush()
         self.go()
 
     def go(self) -> None:
         """Wait for a word; the next step starts then."""
         sys.stdin.readline()
-        self.start = time.perf_counter()
+        self.start, self.used = time.perf_counter(), time.process_time()
 
 
 def run_ours(work: Work, folder: Path, args: argparse.Namespace, reporter: Reporter) -> None:
@@ -170,8 +172,8 @@ def run_ours(work: Work, folder: Path, args: argparse.Namespace, reporter: Repor
         f"{actor}ppo_mini_batch_size={work.prompts}",
         f"{actor}optim.lr={LEARNING_RATE}",
         f"{actor}optim.weight_decay=0",
-        f"{actor}use_kl_loss={str(args.beta > 0).lower()}",
-        f"{actor}kl_loss_coef={args.beta}",
+        f"{actor}use_kl_loss={str(args.betas[0] > 0).lower()}",
+        f"{actor}kl_loss_coef={args.betas[0]}",
         f"reward.custom_reward_function.path={Path(__file__).resolve()}",
         f"trainer.total_training_steps={args.steps}",
         f"trainer.default_local_dir={folder / 'run'}",
@@ -220,8 +222,8 @@ def trl_config(work: Work, folder: Path, args: argparse.Namespace):
         gradient_accumulation_steps=work.rows // micro,
         num_generations=work.samples,
         max_completion_length=work.new,
-        max_steps=args.steps,
-        beta=args.beta,
+        max_steps=args.steps + (len(args.betas) - 1) * (args.steps - args.warm_up),
+        beta=args.betas[0],
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
         bf16=gpu,
@@ -243,14 +245,16 @@ def run_trl(work: Work, folder: Path, args: argparse.Namespace, reporter: Report
     prompts = [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").open()]
 
     class Report(TrainerCallback):
-        """A step ends when its metrics are logged, after the update."""
+        """A step ends when its metrics are logged, after the update. The next beta has its turn when its steps come."""
 
         def on_train_begin(self, *_, **__) -> None:
             reporter.watch_memory()
             reporter.go()
 
         def on_log(self, _, state, __, logs: dict, **___) -> None:
-            if "loss" in logs or "reward" in logs:
+            turn = max(0, state.global_step - args.warm_up) // (args.steps - args.warm_up)
+            trainer.beta = args.betas[min(turn, len(args.betas) - 1)]
+            if "reward" in logs:
                 gap = "sampling/sampling_logp_difference/"
                 reporter.step_done(
                     new_tokens=logs["completions/mean_length"],
@@ -274,11 +278,12 @@ TRAINERS: dict[str, Callable[[Work, Path, argparse.Namespace, Reporter], None]] 
 
 # ------------------------------------------------------------------------------------------------------- the comparison
 class Child:
-    """A trainer in a process of its own, killed when its time is over."""
+    """A trainer in a process of its own, killed when its time is over. betas: one after another."""
 
-    def __init__(self, name: str, folder: Path, args: argparse.Namespace):
+    def __init__(self, name: str, folder: Path, betas: list[float], args: argparse.Namespace):
         python = args.trl_python if name == "trl" else sys.executable
         command = [python, str(Path(__file__).resolve()), "--child", name, "--folder", str(folder), *args.of_child]
+        command.append(f"--betas={','.join(map(str, betas))}")
         paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
         self.name, self.began, self.steps = name, time.perf_counter(), []
@@ -307,54 +312,59 @@ class Child:
         self.process.kill()
         self.process.wait()
 
-    def line(self, work: Work, args: argparse.Namespace, setting: dict) -> dict:
-        counted = self.steps[args.warm_up :]
-        named = {name for step in counted[:1] for name, value in step.items() if value is not None}
-        medians = {name: float(f"{statistics.median(s[name] for s in counted):.5g}") for name in sorted(named)}
+    def line(self, work: Work, steps: list[dict], args: argparse.Namespace, setting: dict) -> dict:
+        named = sorted(name for name, value in steps[-1].items() if value is not None) if steps else []
+        medians = {name: float(f"{statistics.median(s[name] for s in steps):.5g}") for name in named}
         return {
             "benchmark": "grpo_step",
             "trainer": self.name,
             **setting,
             **asdict(work),
-            "steps": len(counted),
+            "steps": len(steps),
             "start_to_end_of_first_step_seconds": round(self.first, 2) if self.steps else None,
             **medians,
-            "tokens_per_second": round(work.rows * (work.prompt + work.new) / medians["seconds"]) if counted else None,
-            "seconds_of_steps": [round(step["seconds"], 4) for step in self.steps],
+            "tokens_per_second": round(work.rows * (work.prompt + work.new) / medians["seconds"]) if steps else None,
+            "seconds_of_steps": [round(step["seconds"], 4) for step in steps],
         }
 
 
-def compare(work: Work, folder: Path, args: argparse.Namespace, names: list[str], setting: dict) -> Iterator[dict]:
-    """Run the named trainers: the line of each as soon as it has ended, and how each other one compares with ours."""
-    if args.alternate:
-        children = [Child(name, folder, args) for name in names]
+def compare(work: Work, folder: Path, args: argparse.Namespace, theirs: list[str]) -> Iterator[dict]:
+    """Run ours and the others: the line of each as soon as it has ended, and how each other one compares with ours."""
+    measured: dict[float, list[dict]] = {}
+    count = args.steps - args.warm_up
+    for beta in args.betas:
+        children = [Child(name, folder, [beta], args) for name in ("ours", *(theirs if args.alternate else ()))]
         for _ in range(args.steps):
             if not all([child.step() for child in children]):
                 break
+        found = {child.name: child.steps[args.warm_up :] for child in children}
         for child in children:
             child.end()
-            yield child.line(work, args, setting)
-    else:
-        children = []
-        for name in names:
-            children.append(Child(name, folder, args))
-            while len(children[-1].steps) < args.steps and children[-1].step():
-                pass
-            children[-1].end()
-            yield children[-1].line(work, args, setting)
-    ours = children[0].steps[args.warm_up :]
-    for child in children[1:]:
-        theirs = child.steps[args.warm_up :]
-        if ours and theirs:
-            ratios = [b["seconds"] / a["seconds"] for a, b in zip(ours, theirs)]
-            yield {
-                "benchmark": "grpo_step_compared",
-                "with": child.name,
-                **setting,
-                "faster": round(statistics.median(ratios), 2),
-                "faster_least_and_most": [round(min(ratios), 2), round(max(ratios), 2)],
-                "memory_of_theirs": round(ours[-1]["peak_gib"] / theirs[-1]["peak_gib"], 3),
-            }
+            yield child.line(work, found[child.name], args, {"beta": beta})
+        measured[beta] = found.pop("ours")
+        yield from (compared(name, measured[beta], steps, beta) for name, steps in found.items())
+    for name in () if args.alternate else theirs:
+        child = Child(name, folder, args.betas, args)
+        for i, beta in enumerate(args.betas):
+            for _ in range(args.steps if i == 0 else count):
+                child.step()
+            steps = child.steps[args.warm_up + i * count :]
+            yield child.line(work, steps, args, {"beta": beta})
+            yield compared(name, measured[beta], steps, beta)
+        child.end()
+
+
+def compared(name: str, ours: list[dict], theirs: list[dict], beta: float) -> dict:
+    """The line that says how much faster ours is, from the pairs of steps that there are."""
+    line = {"benchmark": "grpo_step_compared", "with": name, "beta": beta}
+    for key, quantity in (("faster", "seconds"), ("faster_by_processor_time", "processor_seconds")):
+        ratios = [b[quantity] / a[quantity] for a, b in zip(ours, theirs) if quantity in b]
+        if ratios:
+            line[key] = round(statistics.median(ratios), 2)
+            line[f"{key}_least_and_most"] = [round(min(ratios), 2), round(max(ratios), 2)]
+    if ours and theirs:
+        line["memory_of_theirs"] = round(ours[-1]["peak_gib"] / theirs[-1]["peak_gib"], 3)
+    return line
 
 
 def versions(python: str) -> dict[str, str]:
@@ -383,9 +393,10 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=SUITES, help="default: gpu where there is one")
     parser.add_argument("--against", default="trl", help="trl, or an empty word for ours alone")
-    parser.add_argument("--betas", default="0.04,0", help="weights of the KL to the reference, one run for each")
+    parser.add_argument("--betas", default="0.04,0", help="weights of the KL to the reference")
     parser.add_argument("--steps", type=int, help="of each trainer, the warm-up among them; default 5, 20 on a CPU")
     parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--alternate", action=argparse.BooleanOptionalAction, help="take turns; default: on a CPU")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of a CPU")
     parser.add_argument("--limit", type=float, default=600, help="seconds that one process may take")
     parser.add_argument("--trl-python", default=sys.executable, help="the interpreter that has trl")
@@ -394,8 +405,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="also write the record to this file")
     parser.add_argument("--child", choices=TRAINERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--beta", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    args.betas = [float(beta) for beta in args.betas.split(",")]
     return args
 
 
@@ -415,21 +426,20 @@ def main() -> None:
     import torch
 
     args.suite = args.suite or ("gpu" if torch.cuda.is_available() else "cpu")
-    args.alternate = args.suite == "cpu"
+    args.alternate = args.suite == "cpu" if args.alternate is None else args.alternate
     args.steps = args.steps or (20 if args.suite == "cpu" else 5)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     work, record = SUITES[args.suite], facts(args) | {"lines": []}
-    names = ["ours", *filter(None, args.against.split(","))]
-    for beta in map(float, args.betas.split(",")):
-        args.of_child = [f"--beta={beta}", *(f"--set={setting}" for setting in args.set)]
-        args.of_child += [f"--{name}={vars(args)[name.replace('-', '_')]}" for name in HANDED_ON]
-        with tempfile.TemporaryDirectory() as name:
-            make_inputs(work, Path(name), work.prompts * args.steps)
-            for line in compare(work, Path(name), args, names, {"beta": beta}):
-                print(json.dumps(line), flush=True)
-                record["lines"].append(line)
-                if args.out:
-                    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    theirs = list(filter(None, args.against.split(",")))
+    args.of_child = [f"--{name}={vars(args)[name.replace('-', '_')]}" for name in HANDED_ON]
+    args.of_child += [f"--set={setting}" for setting in args.set]
+    with tempfile.TemporaryDirectory() as name:
+        make_inputs(work, Path(name), work.prompts * args.steps * len(args.betas))
+        for line in compare(work, Path(name), args, theirs):
+            print(json.dumps(line), flush=True)
+            record["lines"].append(line)
+            if args.out:
+                args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

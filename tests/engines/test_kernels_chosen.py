@@ -1,13 +1,17 @@
 """Which kernels compute the layers, as settings and device say; and rows that go one by one through attention."""
 
+import inspect
 import logging
+import sys
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl.config import ConfigError, load_config
 from verl.config.tree_model import EngineConfig, ModelConfig
 from verl.engines import attention
+from verl.engines.layers import LLAMA_LIKE, use_kernels
 from verl.engines.micro_batch import Packing
 from verl.workers.build import kernels_for
 
@@ -34,6 +38,25 @@ def test_liger_and_compilation_are_not_for_the_same_layers():
     load_config(overrides=[liger])
     with pytest.raises(ConfigError, match="choose one of them"):
         load_config(overrides=[liger, "actor_rollout_ref.actor.use_torch_compile=true"])
+
+
+@pytest.mark.parametrize("kind", sorted(LLAMA_LIKE))
+def test_every_norm_mlp_and_rotary_embedding_of_a_known_family_is_fused(kind):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    for activation, fused in (("silu", True), ("gelu", False)):
+        config = AutoConfig.for_model(kind, **sizes, num_key_value_heads=2, vocab_size=32, hidden_act=activation)
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(config)
+        modeling = sys.modules[type(module).__module__]
+        original = modeling.apply_rotary_pos_emb
+        use_kernels(module, "fused")
+        parts = {type(child).__name__: child for child in module.modules()}
+        mlp = next(part for name, part in parts.items() if name.endswith("MLP"))
+        norms = [child for child in module.modules() if type(child).__name__.endswith("RMSNorm")]
+        assert ("forward" in vars(mlp)) is fused
+        assert len(norms) >= 5
+        assert all("forward" in vars(norm) for norm in norms)
+        assert modeling.apply_rotary_pos_emb.__wrapped__ is inspect.unwrap(original)
 
 
 def test_rows_one_by_one_are_the_rows_together():

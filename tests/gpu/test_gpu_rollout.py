@@ -12,6 +12,7 @@ from verl.rollout.base import SamplingParams
 from verl.rollout.native import NativeRollout
 from verl.rollout.native_model import read_decoder
 from verl.rollout.sampling import draw
+from verl.rollout.stopping import StopStrings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -162,6 +163,25 @@ def test_an_update_and_other_memory_are_seen_by_the_graphs(small):
     check()
     engine.sleep()
     check()
+
+
+def test_texts_that_end_a_row_cut_it_there(small):
+    prompts = [[i % 29, 3, i % 5] for i in range(40)]
+    limits = [50 - i for i in range(40)]
+    stop = StopStrings(("ab", "cde", "xy"), lambda ids: "".join(chr(97 + i % 26) for i in ids))
+    full = NativeRollout(small, pad_token_id=0).generate(prompts, SamplingParams(50, (5,), seed=1), limits=limits)
+    expected = []
+    for answer in full:
+        end = stop.find(answer.token_ids)
+        kept = answer.token_ids[:end]
+        expected.append((kept, "stop" if end is not None else answer.finish_reason))
+    assert {reason for _, reason in expected} == {"stop", "length"}
+    params = SamplingParams(50, (5,), seed=1, stop=stop)
+    page = 64 * read_decoder(small).cache_bytes_per_token()
+    for pages in (3, 1000):
+        engine = NativeRollout(small, pad_token_id=0, cache_bytes=pages * page)
+        answers = engine.generate(prompts, params, limits=limits)
+        assert [(a.token_ids, a.finish_reason) for a in answers] == expected
 
 
 def test_broken_weights_name_the_row(small):

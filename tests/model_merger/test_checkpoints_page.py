@@ -46,7 +46,7 @@ def test_every_command_runs(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     listed = commands()
-    assert len([c for c in listed if "verl.model_merger" in c]) == 5
+    assert len([c for c in listed if "verl.model_merger" in c]) == 6
     with caplog.at_level("INFO", "verl"):
         for command in listed:
             run(command, monkeypatch)
@@ -61,6 +61,8 @@ def test_every_command_runs(tmp_path, monkeypatch, caplog):
     for name, tensor in load_file(in_place / "model.safetensors").items():
         assert torch.equal(tensor, merged[name])
         assert torch.equal(tensor.bfloat16(), load_file("tiny/merged-bf16/model.safetensors")[name])
+    assert Path("tiny/lora-merged/model.safetensors").is_file()
+    assert "older name" not in caplog.text  # the page writes every key as it is called now
     store = CheckpointStore(steps)
     for step in (3, 4):
         assert store.resume_path(store.path(step)).name == f"global_step_{step}"

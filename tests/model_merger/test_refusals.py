@@ -103,7 +103,7 @@ def test_folders_of_another_kind(copied, made, tmp_path):
     assert_refused(tmp_path / "model", r"is a HuggingFace model: there is nothing to merge")
     for file in (root / "actor").glob("*.pt"):
         file.unlink()
-    assert_refused(root / "actor", r"has a config but no weights: the run saved without 'model'")
+    assert_refused(root / "actor", r"holds no weights: the run saved without 'model'")
 
 
 def test_a_target_that_would_lose_the_checkpoint_or_the_base_model(copied):

@@ -1,5 +1,7 @@
 """recipe/dpo: pairs by hand, the gradient of the two passes against one, pairs that stay together, two steps."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -194,3 +196,14 @@ def test_settings_that_do_not_fit(override, message):
     config = load_config(overrides=[override], base=LocalDPOTrainer.recipe.read(), tree=DPOConfig)
     with pytest.raises(ValueError, match=message):
         online_dpo(DataFlow(), config, {})
+
+
+def test_a_step_of_ties_only_reports_no_loss(settings, tmp_path):
+    """What was counted for nothing has no mean: it is left out, not reported as a number that is not finite."""
+    text = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 0.5\n"
+    (tmp_path / "same.py").write_text(text)
+    same = f"reward.custom_reward_function.path={tmp_path / 'same.py'}"
+    metrics = LocalDPOTrainer(overrides=[*settings, same, "trainer.total_training_steps=1"]).fit()
+    assert metrics["dpo/ties"] == 1.0
+    assert not [name for name, value in metrics.items() if not math.isfinite(value)]
+    assert "actor/dpo/loss" not in metrics and "dpo/loss" not in metrics

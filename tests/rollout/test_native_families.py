@@ -155,6 +155,15 @@ def test_bfloat16_log_probs_are_near_the_forward_pass(case):
         assert (torch.tensor(answer.log_probs) - expected).abs().mean() < 0.05
 
 
+def test_bfloat16_log_probs_of_models_of_usual_weights_are_within_a_thousandth():
+    torch.manual_seed(0)
+    module = Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16)).eval().bfloat16()
+    gaps = []
+    for prompt, answer in zip(PROMPTS, NativeRollout(module, pad_token_id=0).generate(PROMPTS, SamplingParams(24, ()))):
+        gaps.append((torch.tensor(answer.log_probs) - expected_log_probs(module, prompt, answer.token_ids)).abs())
+    assert torch.cat(gaps).mean() < 1e-3
+
+
 def test_another_dtype_is_a_copy_made_anew_by_each_call():
     module = model("qwen2")
     engine = NativeRollout(module, pad_token_id=0, dtype=torch.float64)

@@ -128,6 +128,9 @@ def test_as_a_process(unloadable, tmp_path):
         (["trainer.val_only=true", "data.val_files=[]"], "trainer.val_only=true asks for validation, but there are no"),
         (["trainer.test_freq=5", "data.val_files=[]"], "trainer.test_freq=5 asks for validation, but there are no"),
         (["trainer.default_local_dir=pyproject.toml/run"], "pyproject.toml': it is a file"),
+        (["trainer.default_local_dir=/proc/run"], "expected a folder to write to, found '/proc'"),
+        (["trainer.n_gpus_per_node=2", "placement.actor_devices=[0,5]"], "expected different numbers from 0 to 1"),
+        (["placement.critic_devices=[0]"], "placement.critic_devices: this run has no role 'critic'"),
         # files and folders that are not there
         (["data.train_files=nowhere.parquet"], "data.train_files (override 'data.train_files=nowhere.parquet'): there"),
         (["data.val_files=[nowhere.parquet]"], "there is no file 'nowhere.parquet' (looked at "),
@@ -299,6 +302,14 @@ def test_answers_that_are_longer_than_the_model_has_positions(complaint):
     shown = complaint("data.max_response_length=9000", ROLLOUT + "name=hf")
     assert "max_response_length=9000, but the model '" in shown and "positions (max_position_embeddings): set" in shown
     assert re.search(r"set data.max_response_length=\d+, or leave out", shown)
+
+
+def test_an_architecture_that_the_engine_of_generation_does_not_know(complaint, unloadable, tmp_path):
+    folder = shutil.copytree(unloadable / "model", tmp_path / "other")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["OtherForCausalLM"]}))
+    shown = complaint(f"actor_rollout_ref.model.path={folder}")
+    assert "Qwen3ForCausalLM; found OtherForCausalLM. Use rollout.name=hf" in shown
 
 
 def test_a_package_that_only_one_backend_needs(complaint, monkeypatch):

@@ -10,6 +10,7 @@ from examples.migration import train
 from examples.quickstart.tiny_model import tiny_model
 
 FILES = Path(train.__file__).parent
+ROOT = Path(train.__file__).resolve().parents[2]
 SMALL = [
     "data.train_files=[train.jsonl]",
     "data.train_batch_size=4",
@@ -29,6 +30,7 @@ def home(tmp_path, tiny, monkeypatch):
     torch.manual_seed(2)
     AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).save_pretrained(folder)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # processes of Ray begin in this folder
     return tmp_path
 
 

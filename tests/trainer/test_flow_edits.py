@@ -63,3 +63,15 @@ def test_the_time_to_wait_for_other_ranks_reaches_every_worker(settings):
     specs = LocalPPOTrainer(overrides=[*settings, *chosen]).worker_specs()
     assert specs["critic"].kwargs["timeout"] == 7200
     assert [specs[role].kwargs["config"].nccl_timeout for role in ("actor", "ref")] == [7200, 7200]
+
+
+def test_the_seconds_of_a_step_are_those_of_all_operators(settings):
+    found = []
+    trainer = LocalPPOTrainer(overrides=[*settings, "trainer.total_training_steps=2"])
+    trainer.on_step.append(lambda report: found.append((report.metrics, sum(report.timings.values()))))
+    trainer.fit()
+    for metrics, parts in found:
+        assert parts <= metrics["timing_s/step"] < parts + 0.5
+        assert metrics["timing_s/step"] > metrics["timing_s/update_actor"] + metrics["timing_s/gen"]
+        tokens = metrics["perf/throughput"] * metrics["timing_s/step"]
+        assert tokens == pytest.approx(metrics["perf/total_num_tokens"])

@@ -27,6 +27,11 @@ INSTEAD: dict[str, str] = {
 
 
 NOT_BUILT: dict[str, str] = {
+    "rollout.deterministic": (
+        "training computes packed rows where generation computes single tokens, by other products, so sums are rounded "
+        "in another order; in fp32 the log-probs agree to 1e-5 (rollout/logprob_gap_max says how far apart they "
+        "are): use false, and algorithm.rollout_correction where the gap matters"
+    ),
     "actor_rollout_ref.hybrid_engine": "policy and rollout live in one process: use true",
     "data.validation_shuffle": "the order of validation rows changes no result: use false",
     "algorithm.use_pf_ppo": "use false",

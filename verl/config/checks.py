@@ -3,6 +3,7 @@
 A check is a function of the typed tree that gives problems; `load_config(extra_checks=[...])` takes further ones.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from verl.config.tree_sft import SFTConfig, SFTDataConfig, SFTTrainerConfig
 _ACTOR = "actor_rollout_ref.actor."
 _ROLLOUT = "actor_rollout_ref.rollout."
 _MODELS = ("actor_rollout_ref.model.path", "critic.model.path", "model.path", "reward.reward_model.model_path")
+#: what stands beside the config of a model whose weights are yet to be merged
+_CHECKPOINT = ("shards", "lora_adapter", "model_world_size_*")
 _FILES = ("data.train_files", "data.val_files", "data.path")
 
 
@@ -59,6 +62,7 @@ def _batches(config: Config) -> Iterator[Problem]:
 
 def _ranks(config: Config) -> Iterator[Problem]:
     """Every data-parallel rank gets the same number of rows of each mini-batch."""
+    said: set[tuple[int, int]] = set()
     trainer, policy, n = config.trainer, config.actor_rollout_ref, config.actor_rollout_ref.rollout.n
     for role, prefix, mini, engine, section in (
         ("actor", _ACTOR, policy.actor.ppo_mini_batch_size, policy.actor.fsdp_config, "fsdp_config"),
@@ -76,10 +80,14 @@ def _ranks(config: Config) -> Iterator[Problem]:
             yield Problem(f"{prefix}{section}.{key}", f"{what}, which does not divide the {ranks} ranks")
             continue
         ranks //= engine.ranks_with_same_rows
-        if mini is not None and mini * n % ranks:
+        if mini is not None and mini * n % ranks and (mini, ranks) not in said:
+            said.add((mini, ranks))  # the critic's sizes follow the actor's
+            step = ranks // math.gcd(n, ranks)
+            fitting = " or ".join(str(m) for m in (mini // step * step, mini // step * step + step) if m)
             yield Problem(
                 f"{prefix}ppo_mini_batch_size",
-                f"{mini} prompts x {n} samples are {mini * n} responses, which do not divide over {ranks} ranks",
+                f"{mini} prompts x {n} samples are {mini * n} responses, which do not divide over {ranks} ranks; "
+                f"{fitting} prompts do",
             )
 
 
@@ -249,8 +257,19 @@ def _model(key: str, path: str | None) -> Iterator[Problem]:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             yield Problem(key, f"{path!r} has no config.json: give the folder of a HuggingFace model")
+        elif not _holds(folder, "*.safetensors", "*.bin") and _holds(folder.parent, *_CHECKPOINT):
+            yield Problem(
+                key,
+                f"{path!r} holds the config and tokenizer of a checkpoint, whose weights lie beside it: merge them "
+                f"(python -m verl.model_merger merge --backend fsdp --local_dir {folder.parent} --target_dir FOLDER) "
+                "and give the FOLDER",
+            )
     elif path.startswith(("/", "./", "../", "~")):
         yield Problem(key, f"there is no folder {path!r}")
+
+
+def _holds(folder: Path, *patterns: str) -> bool:
+    return any(True for pattern in patterns for _ in folder.glob(pattern))
 
 
 def _files(key: str, paths: Iterable[str]) -> Iterator[Problem]:

@@ -55,6 +55,9 @@ class ActorConfig(Node):
         ge=1,
     )
     ppo_epochs: int = key(1, "passes over each batch", ge=1)
+    old_log_prob_pass: Literal["auto", "always"] = key(
+        "auto", "log-probs before the update by a pass of their own; auto: not where the only update of a step has them"
+    )
     shuffle: bool = key(False, "draw the mini-batches in a random order")
     data_loader_seed: int = key(42, "seed of that order", follows="${trainer.seed}", ge=0)
     clip_ratio: float | None = key(

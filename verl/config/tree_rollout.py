@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from verl.config.node import Node, key, part
+from verl.config.node import Node, Texts, key, part
 from verl.config.tree_model import Precision
 
 _ACTOR = "${actor_rollout_ref.actor."
@@ -28,6 +28,8 @@ class SamplingConfig(Node):
     min_p: float = key(0.0, "sample among tokens of at least this share of the likeliest one's probability", ge=0, le=1)
     prompt_length: int = key(512, "longest prompt in tokens", ge=1)
     response_length: int = key(512, "longest answer in tokens", ge=1)
+    stop: Texts = key([], "texts that end an answer; the token that completes one is its last")
+    deterministic: bool = key(False, "log-probs of sampling bit-equal to those of training")
     ignore_eos: bool = key(False, "go on after the end-of-sequence token")
     dtype: Precision = key("auto", "dtype of the engine's weights; auto: that of the training computation")
     tensor_model_parallel_size: int = key(1, "GPUs that hold one copy of the engine's weights", ge=1)

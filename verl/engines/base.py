@@ -28,7 +28,7 @@ class Objective:
 
     loss: (outputs, rows) -> (scalar, metrics). outputs: the `needs`, each (b, T) with gradient; rows: the tensor
     columns of the micro-batch, on the model's device. The scalar is this micro-batch's *share* of the whole loss.
-    Metrics: name -> number, or a pair (sum, count), which merges exactly over micro-batches.
+    Metrics: name -> number, or a pair (sum, count), which merges exactly over micro-batches, or a `metrics.Largest`.
     needs: names out of OUTPUTS.
     """
 

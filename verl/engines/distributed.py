@@ -69,13 +69,29 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """The 2-norm of all gradients as one vector, shards of the ranks included: a number, the same on every rank.
 
-    Gradients may be spread over different meshes, which one reduction cannot span: each gives its own sum.
+    Gradients may be spread over different meshes, which one reduction cannot span: those that are spread alike give
+    one sum over the ranks that share them.
     """
-    by_mesh: dict[object, list[torch.Tensor]] = {}
+    spread_alike: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     for gradient in gradients:
-        by_mesh.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
-    norms = [full_tensor(torch.nn.utils.get_total_norm(group)) for group in by_mesh.values()]
+        groups, own = (), gradient
+        if isinstance(gradient, DTensor):
+            mesh, own = gradient.device_mesh, gradient.to_local()
+            groups = tuple(mesh.get_group(d) for d, p in enumerate(gradient.placements) if not p.is_replicate())
+        spread_alike.setdefault(groups, []).append(own)
+    norms = [_norm_over(groups, shards) for groups, shards in spread_alike.items()]
     return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+
+
+def _norm_over(groups: tuple[dist.ProcessGroup, ...], shards: list[torch.Tensor]) -> torch.Tensor:
+    """The norm of tensors of which this rank has these shards and the ranks of the groups the others."""
+    norm = torch.nn.utils.get_total_norm(shards)
+    if not groups:
+        return norm
+    square = norm**2
+    for group in groups:
+        dist.all_reduce(square, group=group)
+    return square.sqrt()
 
 
 @torch.no_grad()

@@ -115,7 +115,7 @@ class HFEngine(TrainEngine):
                 loss, metrics = objective.loss(outputs, share)
                 self._backward(loss)
                 sums.add(metrics, rows=len(rows))
-            return sums.result() | self._step()
+            return sums.result(self.max_over_ranks) | self._step()
 
     def _plan(self, lengths: list[int], micro: MicroBatching) -> list[list[int]]:
         return plan(lengths, micro)

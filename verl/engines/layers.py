@@ -48,10 +48,11 @@ def _fuse(module: nn.Module) -> None:
     if name is None:
         logger.info("%s: its layers run as transformers writes them, no fused kernels", module.config.model_type)
         return
+    silu = module.config.hidden_act in ("silu", "swish")
     for child in module.modules():
         if type(child).__name__ == f"{name}RMSNorm":
             child.forward = partial(_norm, child)
-        elif type(child).__name__ == f"{name}MLP" and isinstance(child.act_fn, nn.SiLU):
+        elif type(child).__name__ == f"{name}MLP" and silu:
             child.forward = partial(_mlp, child)
         elif type(child).__name__ == f"{name}Attention":
             _fuse_rotary(sys.modules[type(child).__module__])
@@ -68,7 +69,10 @@ def _norm(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def _mlp(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     from verl.engines.layer_kernels import SwiGLU
 
-    return module.down_proj(SwiGLU.apply(module.gate_proj(x), module.up_proj(x)))
+    gate, up = module.gate_proj(x), module.up_proj(x)
+    if isinstance(gate, DTensor):  # of an MLP that tensor parallelism spreads
+        return module.down_proj(module.act_fn(gate) * up)
+    return module.down_proj(SwiGLU.apply(gate, up))
 
 
 def _fuse_rotary(modeling) -> None:

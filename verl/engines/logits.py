@@ -30,14 +30,17 @@ class _TokenStatistics(torch.autograd.Function):
         compute = _statistics_on_gpu if _by_kernel(logits) else statistics
         lse, *found = compute(logits, targets, temperature, wanted)
         ctx.save_for_backward(logits, targets, lse, *found[1:])
-        ctx.temperature, ctx.wanted = temperature, wanted
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
         return tuple(found)
 
     @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         logits, targets, lse, entropys, squares = ctx.saved_tensors
+        wanted = tuple(gradient is not None for gradient in gradients)  # what was measured alone costs nothing here
+        gradients = tuple(torch.zeros_like(lse) if gradient is None else gradient for gradient in gradients)
         compute = _gradient_on_gpu if _by_kernel(logits) else logits_gradient
-        found = compute(logits, targets, lse, entropys, squares, gradients, ctx.temperature, ctx.wanted)
+        found = compute(logits, targets, lse, entropys, squares, gradients, ctx.temperature, wanted)
         return found, None, None, None
 
 

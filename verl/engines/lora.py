@@ -99,6 +99,7 @@ def _settings(module: nn.Module, config: LoraConfig, base: str):
     if unknown or whole:
         raise ValueError(f"{config.adapter_path}: cannot go on with {unknown or f'modules_to_save {whole}'}")
     settings.modules_to_save, settings.inference_mode, settings.lora_dropout = None, False, 0.0
+    settings.base_model_name_or_path = base  # which may lie elsewhere than where the adapter was trained first
     return settings
 
 

@@ -1,9 +1,18 @@
 """Metrics of micro-batches that merge exactly into those of a mini-batch, of a step, and of all ranks."""
 
 from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+
+@dataclass(frozen=True)
+class Largest:
+    """A metric of which the largest value counts. value: a number or a tensor of one."""
+
+    value: Any
 
 
 def _number(value: Any) -> float:
@@ -13,19 +22,31 @@ def _number(value: Any) -> float:
 class MetricSums:
     """Adds up metrics: a pair (sum, count) merges exactly; a plain number counts once per row that it speaks of.
 
+    Of a `Largest` the largest is kept, which `max_over_ranks` finds over those that share a mini-batch.
+
     Values stay tensors until `result`, so that a device is not waited for at every micro-batch.
     """
 
     def __init__(self) -> None:
         self._sums: dict[str, Any] = defaultdict(float)
         self._counts: dict[str, Any] = defaultdict(float)
+        self._largest: dict[str, list[Any]] = defaultdict(list)
 
     def add(self, metrics: dict[str, Any], rows: int = 1) -> None:
         for name, value in metrics.items():
+            if isinstance(value, Largest):
+                self._largest[name].append(value.value)
+                continue
             total, count = value if isinstance(value, tuple) else (value * rows, rows)
             self._sums[name] = self._sums[name] + total
             self._counts[name] = self._counts[name] + count
 
-    def result(self) -> dict[str, tuple[float, float]]:
+    def result(
+        self, max_over_ranks: Callable[[list[float]], list[float]] = lambda values: values
+    ) -> dict[str, tuple[float, float]]:
         """name -> (sum, count), still a pair: the ranks of a group are merged by the same rule."""
-        return {name: (_number(total), _number(self._counts[name])) for name, total in self._sums.items()}
+        pairs = {name: (_number(total), _number(self._counts[name])) for name, total in self._sums.items()}
+        if not self._largest:
+            return pairs
+        largest = max_over_ranks([max(map(_number, values)) for values in self._largest.values()])
+        return pairs | {name: (value, 1.0) for name, value in zip(self._largest, largest)}

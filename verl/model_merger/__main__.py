@@ -38,6 +38,11 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument(
         "--lora_alpha", type=float, help="of the training run, where the checkpoint with LoRA adapters does not say it"
     )
+    common.add_argument(
+        "--base",
+        help="the model that training started from, which adapters sit on, and from which a merged model must differ; "
+        "default: as recorded",
+    )
     common.add_argument("--trust_remote_code", action="store_true", help="run the model's own code, if it brings some")
 
     merge = commands.add_parser(
@@ -51,9 +56,6 @@ def parser() -> argparse.ArgumentParser:
         help="of the weights; keep (the default): as in the checkpoint",
     )
     merge.add_argument("--max_shard_size", type=_bytes, default="5GB", help="largest weight file; default 5GB")
-    merge.add_argument(
-        "--base", help="the model that training started from, to see that the result differs; default: as recorded"
-    )
     merge.add_argument("--allow_unchanged", action="store_true", help="write a result that equals that model, too")
     merge.add_argument("--overwrite", action="store_true", help="replace the weights in a target that is not empty")
     merge.add_argument("--adapter_dir", type=Path, help="write the LoRA adapters there, too, in peft's format")
@@ -80,7 +82,12 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if given.command == "test":
             faults = compare(
-                given.backend, given.local_dir, given.test_hf_dir, given.lora_alpha, given.trust_remote_code
+                given.backend,
+                given.local_dir,
+                given.test_hf_dir,
+                given.lora_alpha,
+                given.trust_remote_code,
+                given.base,
             )
             print("\n".join(faults) if faults else f"{given.local_dir} and {given.test_hf_dir} hold the same model")
             return 1 if faults else 0

@@ -9,14 +9,16 @@ from typing import Any
 
 import yaml
 
+from verl.model_merger.adapter_folder import AdaptersOverBase, has_adapters, recorded_base
 from verl.model_merger.distributed_checkpoint import DistributedCheckpoint
 from verl.model_merger.fsdp import RankFiles, is_rank_file
-from verl.model_merger.safetensors_folder import SafetensorsFolder, has_weights
+from verl.model_merger.safetensors_folder import SafetensorsFolder, has_weights, local_folder
 from verl.model_merger.source import WeightSource
 from verl.utils.checkpoint_store import MANIFEST
 
 _LOOKS_LIKE = (
-    "expected one of: model_world_size_W_rank_R.pt files, a folder shards/, or huggingface/*.safetensors, "
+    "expected one of: model_world_size_W_rank_R.pt files, a folder shards/, lora_adapter/, or "
+    "huggingface/*.safetensors, "
     "each beside a folder huggingface/ with the config; --local_dir is .../global_step_N/actor (or .../critic)"
 )
 
@@ -44,53 +46,74 @@ class Checkpoint:
         """Whether the weights lie in `huggingface/` already."""
         return isinstance(self.source, SafetensorsFolder)
 
-    def base_models(self) -> list[str]:
-        """The model that training started from, as the checkpoint names it: paths or HuggingFace ids."""
-        config = json.loads((self.config_folder / "config.json").read_text())
-        run_config = self.folder.parent / "config.yaml"  # this project's checkpoints: the settings of the run
-        settings = yaml.safe_load(run_config.read_text()) if run_config.is_file() else {}
-        # a critic starts from the policy's model where it has none of its own; supervised training has one section
-        sections = [settings.get("critic", {})] if self.folder.name == "critic" else []
-        sections += [settings.get("actor_rollout_ref", {}), settings]
-        named = [config.get("_name_or_path"), *(section.get("model", {}).get("path") for section in sections)]
-        return [name for name in named if name]
+
+def base_models(folder: Path) -> list[str]:
+    """The model that training started from, as a checkpoint (.../actor) names it: paths or HuggingFace ids."""
+    config = json.loads((folder / "huggingface" / "config.json").read_text())
+    run_config = folder.parent / "config.yaml"  # this project's checkpoints: the settings of the run
+    settings = yaml.safe_load(run_config.read_text()) if run_config.is_file() else {}
+    # a critic starts from the policy's model where it has none of its own; supervised training has one section
+    sections = [settings.get("critic", {})] if folder.name == "critic" else []
+    sections += [settings.get("actor_rollout_ref", {}), settings]
+    named = [recorded_base(folder / "lora_adapter"), config.get("_name_or_path")]
+    named += [section.get("model", {}).get("path") for section in sections]
+    return list(dict.fromkeys(name for name in named if name))
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
+def open_checkpoint(folder: Path, base: str | None = None) -> Checkpoint:
     """Look at what is in the folder and check that it is whole.
 
-    Raises ValueError that says what is missing or damaged, or what kind of folder this is instead.
+    base: where the model lies that adapters sit on; None to look for it as the checkpoint names it. Raises ValueError
+    that says what is missing or damaged, or what kind of folder this is instead.
     """
     folder = folder.resolve()
     if not folder.is_dir():
         raise ValueError(f"no folder {folder}: {_LOOKS_LIKE}")
     recorded = _check_recorded(folder)
-    kinds = {
-        "rank files": any(is_rank_file(path) for path in folder.iterdir()),
-        "shards/": (folder / "shards").is_dir(),
-    }
-    if all(kinds.values()):
-        raise ValueError(f"{folder} holds both {' and '.join(kinds)}: move one of them away")
-    hugging_face = folder / "huggingface"
-    if not any(kinds.values()) and not has_weights(hugging_face):
+    ranks, shards = any(is_rank_file(path) for path in folder.iterdir()), (folder / "shards").is_dir()
+    if ranks and shards:
+        raise ValueError(f"{folder} holds both rank files and shards/: move one of them away")
+    source, kind = _weights(folder, ranks, shards)
+    adapters = source is None and has_adapters(folder / "lora_adapter")
+    if source is None and not adapters:
         raise ValueError(_what_it_is_instead(folder))
-    if not (hugging_face / "config.json").is_file():
+    config = folder / "huggingface" / "config.json"
+    if not config.is_file():
         raise ValueError(
-            f"{hugging_face / 'config.json'} is missing: copy the config and tokenizer of the model there "
+            f"{config} is missing: copy the config and tokenizer of the model there "
             "(from the base model, if training did not change them)"
         )
-    if kinds["rank files"]:
-        source: WeightSource = RankFiles(folder)
-        return Checkpoint(folder, source, f"{len(source.files)} rank files", recorded)
-    if kinds["shards/"]:
+    if adapters:
+        return _adapters(folder, base, recorded)
+    return Checkpoint(folder, source, kind, recorded)
+
+
+def _weights(folder: Path, ranks: bool, shards: bool) -> tuple[WeightSource | None, str]:
+    """The weights of a whole model in the folder, or None, and words for them."""
+    if ranks:
+        files = RankFiles(folder)
+        return files, f"{len(files.files)} rank files"
+    if shards:
         source = DistributedCheckpoint(folder / "shards")
         if source.names():
-            return Checkpoint(folder, source, "shards of torch.distributed.checkpoint", recorded)
-        if not has_weights(hugging_face):
-            raise ValueError(
-                f"{folder / 'shards'} holds no weights: the run saved without 'model' (checkpoint.save_contents)"
-            )
-    return Checkpoint(folder, SafetensorsFolder(hugging_face), "a HuggingFace model already", recorded)
+            return source, "shards of torch.distributed.checkpoint"
+    if has_weights(folder / "huggingface"):
+        return SafetensorsFolder(folder / "huggingface"), "a HuggingFace model already"
+    return None, ""
+
+
+def _adapters(folder: Path, base: str | None, recorded: dict[str, dict[str, Any]]) -> Checkpoint:
+    """A checkpoint of adapters alone, over the model that they were trained on."""
+    adapters = folder / "lora_adapter"
+    named = [base] if base is not None else base_models(folder)
+    found = next((place for name in named if (place := local_folder(name)) is not None), None)
+    if found is None:
+        raise ValueError(
+            f"{adapters} holds LoRA adapters, and the weights that they sit on are those of {named or 'a model'}, "
+            f"{'' if named else 'not named anywhere, '}which is not on this machine (relative paths start from the "
+            "present folder): --base says where it is"
+        )
+    return Checkpoint(folder, AdaptersOverBase(adapters, found), f"LoRA adapters over {found}", recorded)
 
 
 def _what_it_is_instead(folder: Path) -> str:
@@ -105,7 +128,7 @@ def _what_it_is_instead(folder: Path) -> str:
     if has_weights(folder):
         return f"{folder} is a HuggingFace model: there is nothing to merge"
     if (folder / "huggingface" / "config.json").is_file():
-        return f"{folder} has a config but no weights: the run saved without 'model' (checkpoint.save_contents)"
+        return f"{folder} holds no weights: the run saved without 'model' (checkpoint.save_contents)"
     found = sorted(path.name for path in folder.iterdir())
     return f"{folder} is no checkpoint: {_LOOKS_LIKE}; found {found[:8] or 'nothing'}"
 
@@ -119,7 +142,8 @@ def _check_recorded(folder: Path) -> dict[str, dict[str, Any]]:
         recorded = json.loads((root / MANIFEST).read_text())["files"]
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError) as error:
         raise ValueError(f"{root / MANIFEST} cannot be read: {error}") from error
-    read = [name for name in recorded if name.startswith((f"{role}/shards/", f"{role}/huggingface/"))]
+    parts = tuple(f"{role}/{part}/" for part in ("shards", "lora_adapter", "huggingface"))
+    read = [name for name in recorded if name.startswith(parts)]
     with ThreadPoolExecutor(8) as pool:  # checksums release the interpreter lock
         faults = [fault for fault in pool.map(lambda name: _fault(root / name, recorded[name]), read) if fault]
     if faults:

@@ -15,13 +15,10 @@ from typing import Any
 
 import torch
 
+from verl.model_merger.adapter_folder import ADAPTER_CONFIG, PREFIX
 from verl.model_merger.checkpoint import Checkpoint
 from verl.model_merger.source import Shape, TensorInfo, WeightSource
 
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-
-_PREFIX = "base_model.model."
 _MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])\.(?P<adapter>[^.]+)\.weight")
 _TRAINED_WHOLE = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
 
@@ -91,7 +88,7 @@ class MergedAdapters(WeightSource):
         self._trained_whole: set[str] = set()
         adapters: set[str] = set()
         for inner in source.names():
-            name = inner.removeprefix(_PREFIX)
+            name = inner.removeprefix(PREFIX)
             if match := _MATRIX.fullmatch(name):
                 self._matrices.setdefault(match["module"], {})[match["which"]] = inner
                 adapters.add(match["adapter"])
@@ -157,13 +154,13 @@ class MergedAdapters(WeightSource):
     def adapter_tensors(self) -> dict[str, torch.Tensor]:
         """The adapters under the names of peft's files."""
         found = {
-            f"{_PREFIX}{module}.lora_{which}.weight": self.source.read(inner).contiguous()
+            f"{PREFIX}{module}.lora_{which}.weight": self.source.read(inner).contiguous()
             for module, pair in self._matrices.items()
             for which, inner in pair.items()
         }
         for name, inner in self._inner.items():
-            if _TRAINED_WHOLE.fullmatch(inner.removeprefix(_PREFIX)):
-                found[_PREFIX + name] = self.source.read(inner).contiguous()
+            if _TRAINED_WHOLE.fullmatch(inner.removeprefix(PREFIX)):
+                found[PREFIX + name] = self.source.read(inner).contiguous()
         return found
 
     def adapter_config(self, base_model: str | None, task_type: str) -> dict[str, Any]:

@@ -11,10 +11,11 @@ from safetensors.torch import save_file
 
 from verl.model_merger import checkpoint as fsdp_checkpoint
 from verl.model_merger import megatron, verify
-from verl.model_merger.checkpoint import Checkpoint
+from verl.model_merger.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from verl.model_merger.checkpoint import Checkpoint, base_models
 from verl.model_merger.huggingface import Export, describe
-from verl.model_merger.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MergedAdapters, with_adapters_merged
-from verl.model_merger.safetensors_folder import SafetensorsFolder
+from verl.model_merger.lora import MergedAdapters, with_adapters_merged
+from verl.model_merger.safetensors_folder import SafetensorsFolder, local_folder
 from verl.model_merger.writing import staged, weight_files, write_config, write_json, write_weights
 
 logger = logging.getLogger("verl.model_merger")
@@ -47,9 +48,8 @@ def merge(options: MergeOptions) -> Path:
     Raises ValueError, with the target as it was, for a checkpoint that is not whole, weights that do not make the model
     of the config, a result that is not the checkpoint's model, or one that is the base model still.
     """
-    checkpoint, export = _open(
-        options.backend, options.local_dir, options.lora_alpha, options.trust_remote_code, DTYPES[options.dtype]
-    )
+    checkpoint = _BACKENDS[options.backend](options.local_dir, options.base)
+    export = _export(checkpoint, options.lora_alpha, options.trust_remote_code, DTYPES[options.dtype])
     target = options.target_dir.resolve()
     logger.info("%s: %s, %s", checkpoint.folder, checkpoint.kind, type(export.model.module).__name__)
     if checkpoint.is_merged and target == checkpoint.config_folder:
@@ -86,14 +86,19 @@ def merge(options: MergeOptions) -> Path:
 
 
 def compare(
-    backend: str, local_dir: Path, folder: Path, lora_alpha: float | None, trust_remote_code: bool
+    backend: str,
+    local_dir: Path,
+    folder: Path,
+    lora_alpha: float | None,
+    trust_remote_code: bool,
+    base: str | None = None,
 ) -> list[str]:
     """What differs between a checkpoint, merged in memory tensor by tensor, and a HuggingFace folder; empty: nothing.
 
     The checkpoint's tensors are rounded to the dtype of the folder's; no other difference is tolerated, because a step
     of reinforcement learning may move a weight by one part in a million.
     """
-    _, export = _open(backend, local_dir, lora_alpha, trust_remote_code, None)
+    export = _export(_BACKENDS[backend](local_dir, base), lora_alpha, trust_remote_code, None)
     other = SafetensorsFolder(folder)
     theirs = other.infos({})
     faults = [f"{name} is only in {folder}" for name in theirs if name not in export.plan]
@@ -109,12 +114,9 @@ def compare(
     return faults
 
 
-def _open(
-    backend: str, local_dir: Path, alpha: float | None, trust_remote_code: bool, dtype: torch.dtype | None
-) -> tuple[Checkpoint, Export]:
-    checkpoint = _BACKENDS[backend](local_dir)
+def _export(checkpoint: Checkpoint, alpha: float | None, trust_remote_code: bool, dtype: torch.dtype | None) -> Export:
     source = with_adapters_merged(checkpoint, alpha)
-    return checkpoint, Export(source, describe(checkpoint.config_folder, source.names(), trust_remote_code), dtype)
+    return Export(source, describe(checkpoint.config_folder, source.names(), trust_remote_code), dtype)
 
 
 def _already_merged(checkpoint: Checkpoint, export: Export, options: MergeOptions) -> Path:
@@ -178,12 +180,12 @@ def _add_generation_config(folder: Path, base: Path | None, num_labels: int | No
 def _base_folder(checkpoint: Checkpoint, named: str | None) -> Path | None:
     """The model that training started from, if it is on this machine."""
     if named is not None:
-        folder = verify.local_folder(named)
+        folder = local_folder(named)
         if folder is None:
             raise ValueError(f"--base {named}: no model with safetensors files there, nor in the cache of HuggingFace")
         return folder
-    candidates = checkpoint.base_models()
-    folder = next((folder for name in candidates if (folder := verify.local_folder(name)) is not None), None)
+    candidates = base_models(checkpoint.folder)
+    folder = next((folder for name in candidates if (folder := local_folder(name)) is not None), None)
     if folder is None:
         where = f"{candidates} is not on this machine" if candidates else "the checkpoint does not name it"
         logger.warning("not compared with the model that training started from: %s; --base says where it is", where)

@@ -33,17 +33,32 @@ def has_weights(folder: Path) -> bool:
     return (folder / SINGLE_FILE).is_file() or (folder / INDEX).is_file()
 
 
+def local_folder(name: str) -> Path | None:
+    """Where a model with safetensors lies on this machine: a folder, or in HuggingFace's cache. Nothing is fetched."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(name, local_files_only=True))
+        except (LocalEntryNotFoundError, HFValidationError):  # not there; not a name of the hub either
+            return None
+    return folder if has_weights(folder) else None
+
+
 class SafetensorsFolder(WeightSource):
     """`model.safetensors`, or the files that `model.safetensors.index.json` lists."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, single_file: str = SINGLE_FILE):
+        """single_file: the name of the file where there is no index."""
         self.folder = folder
         if (folder / INDEX).is_file():
             names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-        elif (folder / SINGLE_FILE).is_file():
-            names = [SINGLE_FILE]
+        elif (folder / single_file).is_file():
+            names = [single_file]
         else:
-            raise ValueError(f"{folder} holds no weights: neither {SINGLE_FILE} nor {INDEX} is there")
+            raise ValueError(f"{folder} holds no weights: neither {single_file} nor {INDEX} is there")
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise ValueError(f"{folder} lacks {', '.join(missing)}, which its {INDEX} lists")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from verl.model_merger.huggingface import Export, build, refuse_faults
-from verl.model_merger.safetensors_folder import SafetensorsFolder, has_weights
+from verl.model_merger.safetensors_folder import SafetensorsFolder
 from verl.model_merger.source import same_bits
 
 logger = logging.getLogger("verl.model_merger")
@@ -78,20 +78,6 @@ def _compare_rounded(written: SafetensorsFolder, expected: dict[str, torch.Tenso
         spacing = 2 * torch.finfo(expected[name].dtype).eps if expected[name].is_floating_point() else 0.0
         if not torch.allclose(found, expected[name].double(), spacing, spacing):
             raise ValueError(f"{name} of the merged model is not that of the checkpoint: the merge is wrong")
-
-
-def local_folder(name: str) -> Path | None:
-    """Where a model with safetensors lies on this machine: a folder, or in HuggingFace's cache. Nothing is fetched."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        try:
-            folder = Path(snapshot_download(name, local_files_only=True))
-        except (LocalEntryNotFoundError, HFValidationError):  # not there; not a name of the hub either
-            return None
-    return folder if has_weights(folder) else None
 
 
 def first_difference(written: SafetensorsFolder, base: SafetensorsFolder) -> str | None:

@@ -106,8 +106,8 @@ class RewardManager(ABC):
 class NaiveRewardManager(RewardManager):
     """One call of the reward function per row.
 
-    "acc" among the extra values is the function's own, or else its score; a row that failed has 0. A value that the
-    function gave for other rows only is None.
+    "acc" among the extra values is the function's own, or else its score, unless that is the opinion of a model; a row
+    that failed has 0. A value that the function gave for other rows only is None.
     """
 
     forms = ("row", "plugin")
@@ -152,7 +152,7 @@ class NaiveRewardManager(RewardManager):
             for i, function, outcome in outcomes:
                 try:
                     scores[i], extra = read_outcome(outcome)
-                    extras[i] = {"acc": scores[i], **extra}
+                    extras[i] = {**({"acc": scores[i]} if function.is_accuracy else {}), **extra}
                 except BadOutcome as bad:
                     error = RewardError(f"reward function {function.where} {bad}\n{rows[i].describe()}")
                     if self.on_error == "raise":
@@ -227,7 +227,8 @@ class DAPORewardManager(NaiveRewardManager):
         if self.enabled and not (max_resp_len is not None and 0 < self.buffer_len <= max_resp_len):
             raise ValueError(
                 f"overlong_buffer: expected 0 < len <= max_resp_len, found len={self.buffer_len!r}, "
-                f"max_resp_len={max_resp_len!r}"
+                f"max_resp_len={max_resp_len!r} (in a run: reward.reward_kwargs.overlong_buffer.len and "
+                "reward.reward_kwargs.max_resp_len, which follows data.max_response_length in recipe/dapo)"
             )
 
     def shape(self, scores: list[float], extras: list[dict[str, Any]], lengths: list[int]) -> list[float]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from verl.rollout.stopping import StopStrings
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -13,7 +15,7 @@ class SamplingParams:
 
     max_tokens: response tokens at most, the end token among them. temperature: 0 is greedy. top_k: -1 is off.
     seed: with a row's `sample_id`, fixes its random numbers. stop_token_ids: a row ends with the first of these, which
-    belongs to the answer. ignore_eos: go on to max_tokens (benchmarks).
+    belongs to the answer. ignore_eos: go on to max_tokens (benchmarks). stop: texts that end an answer, too.
     """
 
     max_tokens: int
@@ -24,6 +26,7 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int = 0
     ignore_eos: bool = False
+    stop: StopStrings | None = None
 
     def __post_init__(self) -> None:
         for name, fits, expected in (
@@ -45,7 +48,7 @@ class SamplingParams:
 class Generation:
     """One answer. token_ids and log_probs are of one length; log_probs are of the distribution that was
     sampled from (after temperature, top-k, top-p, min-p), and of the unscaled distribution when greedy.
-    finish_reason: "stop" (an end token) or "length"."""
+    finish_reason: "stop" (an end token or text) or "length"."""
 
     token_ids: list[int]
     log_probs: list[float]

@@ -4,10 +4,17 @@ import time
 from collections.abc import Iterable, Sequence
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from verl.rollout.base import Generation, RolloutEngine, RolloutStats, SamplingParams
 from verl.rollout.sampling import draw
+from verl.rollout.stopping import StopStrings
 
 
 class _Sampler(LogitsProcessor):
@@ -28,6 +35,19 @@ class _Sampler(LogitsProcessor):
         tokens, log_probs = draw(scores, self.params, self.sample_ids, position)
         self.log_probs.append(log_probs)
         return torch.full_like(scores, float("-inf")).scatter_(1, tokens[:, None], 0.0)
+
+
+class _Text(StoppingCriteria):
+    """Ends a row whose last token completes a stop string."""
+
+    def __init__(self, stop: StopStrings, prompt_width: int):
+        self.stop = stop
+        self.prompt_width = prompt_width
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs) -> torch.BoolTensor:
+        answers = input_ids[:, self.prompt_width :].tolist()
+        ended = [self.stop.find(answer, len(answer) - 1) is not None for answer in answers]
+        return torch.tensor(ended, device=input_ids.device)
 
 
 class HFRollout(RolloutEngine):
@@ -93,16 +113,22 @@ class HFRollout(RolloutEngine):
         )
         with torch.autocast(device.type, self.autocast_to, enabled=self.autocast_to is not None):
             made = self.module.generate(
-                ids, attention_mask=mask, generation_config=config, logits_processor=LogitsProcessorList([sampler])
+                ids,
+                attention_mask=mask,
+                generation_config=config,
+                logits_processor=LogitsProcessorList([sampler]),
+                stopping_criteria=None if params.stop is None else StoppingCriteriaList([_Text(params.stop, width)]),
             )[:, width:]
         log_probs = torch.stack(sampler.log_probs, 1).tolist()
         self.stats.steps += made.shape[1]
         return [self._cut(tokens, lps, params) for tokens, lps in zip(made.tolist(), log_probs)]
 
     def _cut(self, tokens: list[int], log_probs: list[float], params: SamplingParams) -> Generation:
-        """The answer up to and including its first stop token."""
+        """The answer up to and including its first end."""
         stops = () if params.ignore_eos else params.stop_token_ids
         end = next((t + 1 for t, token in enumerate(tokens) if token in stops), None)
+        text_end = params.stop.find(tokens[:end]) if params.stop is not None else None
+        end = end if text_end is None else text_end
         length = end if end is not None else len(tokens)
         self.stats.tokens += length
         return Generation(tokens[:length], log_probs[:length], "stop" if end is not None else "length")

@@ -13,7 +13,7 @@ Pages: (layers, pages, 2 HK, PAGE, D), keys of the HK heads, then values. table 
 import triton
 import triton.language as tl
 
-PAGE = 64  # tokens of a page, and keys that one round of attention reads
+PAGE = 64  # tokens of a page
 VOCABULARY_BLOCK = 4096
 TOKEN, POSITION, STEP, START, LIMIT, OUT, STATUS, FIELDS = range(8)
 DONE, LIVE, BROKEN = 0, 1, 2
@@ -59,9 +59,9 @@ def _new_token(row, at, store, qk_norm, h, cos, sin, d, eps, HQ: tl.constexpr, H
 
 
 @triton.jit
-def _add_page(q, at, mask, seen, highest, weight, total, scale, softcap, to_values, SOFTCAP: tl.constexpr,
+def _add_keys(q, at, mask, seen, highest, weight, total, scale, softcap, to_values, SOFTCAP: tl.constexpr,
               PRECISION: tl.constexpr):  # fmt: skip
-    """The running softmax sum (maximum (GP,), weight (GP,), total (GP, DP)) with one page of keys at `at` added."""
+    """The running softmax sum (maximum (GP,), weight (GP,), total (GP, DP)) with the keys at `at` (N, DP) added."""
     k = tl.load(at, mask=mask, other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if SOFTCAP:
@@ -105,13 +105,14 @@ def attend(
     qkv, pages, table, state, cos, sin, qk_norm, out, partial, arrived, scale, eps, softcap, slots, table_width, splits,
     HQ: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     R: tl.constexpr, NORM: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
-    PAGE: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, ROUND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention of a new token per row: norms and rotates its heads, stores key and value, attends to all before.
 
     Grid (B, HK, splits). qkv (B, (HQ + 2 HK) D); pages of this layer; cos, sin (positions, R); qk_norm (HQ + HK, D).
-    out (B, HQ D). With SPLIT, partial (B, HK, splits, GP, DP + 2) float32 holds the weighted sum, maximum and weight of
-    each program; the last to arrive, by the counters arrived (slots, HK), joins them and leaves its counter at 0.
+    out (B, HQ D). ROUND: pages that are read at once. With SPLIT, partial (B, HK, splits, GP, DP + 2) float32 holds the
+    weighted sum, maximum and weight of each program; the last to arrive, by the counters arrived (slots, HK), joins
+    them and leaves its counter at 0.
     """
     b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n = tl.load(state + _POSITION * slots + b)  # on its way while the status is
@@ -126,8 +127,7 @@ def attend(
     real = (g[:, None] < G) & inside[None, :]
     q = _rotated(row, heads, real, qk_norm, heads, c, sn, d, eps, D, R, NORM).to(out.dtype.element_ty)
 
-    # the new token: its key and value go to the cache, and the sum begins with it
-    first = s == 0
+    first = s == 0  # puts the new token's key and value into the cache, and begins the sum with them
     new_page = tl.load(table + b * table_width + n // PAGE).to(tl.int64)
     new_at = pages + ((new_page * 2 * HK + h) * PAGE + n % PAGE) * D
     new_k, new_v = _new_token(row, new_at, first, qk_norm, h, c, sn, d, eps, HQ, HK, D, R, NORM, PAGE)
@@ -143,15 +143,15 @@ def attend(
     span = (end - begin + splits - 1) // splits
     low = begin + s * span
     high = tl.minimum(end, low + span)
-    column = tl.arange(0, PAGE)
-    for p in range(low, high):
-        page = tl.load(table + b * table_width + p).to(tl.int64)
-        key = pages + (page * 2 * HK + h) * PAGE * D + column[:, None] * D + d[None, :]
-        position = p * PAGE + column
-        seen = position < n
+    column = tl.arange(0, ROUND * PAGE)
+    for p in range(low, high, ROUND):
+        at_page = p + column // PAGE
+        page = tl.load(table + b * table_width + at_page, mask=at_page < high, other=0).to(tl.int64)
+        key = pages + (((page * 2 * HK + h) * PAGE + column % PAGE) * D)[:, None] + d[None, :]
+        seen = (p * PAGE + column < n) & (at_page < high)
         if WINDOW > 0:
-            seen &= position > n - WINDOW
-        highest, weight, total = _add_page(
+            seen &= p * PAGE + column > n - WINDOW
+        highest, weight, total = _add_keys(
             q, key, seen[:, None] & inside[None, :], seen, highest, weight, total, scale, softcap, HK * PAGE * D,
             SOFTCAP, PRECISION,
         )  # fmt: skip

@@ -50,7 +50,7 @@ CHUNK = 8
 _ENOUGH_PROGRAMS = 512
 _MOST_SPLITS = 32
 #: how attention is launched: measured on an H200
-_ATTENTION = {"num_warps": 4, "num_stages": 2}
+_ATTENTION = {"num_warps": 4, "num_stages": 2, "ROUND": 2}
 
 
 def bucket_of(rows: int) -> int:

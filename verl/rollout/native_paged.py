@@ -40,7 +40,10 @@ class Group:
 
 @dataclass(eq=False)
 class Sample:
-    """A row at work. out: where its answer begins. launched: tokens that it has at most. own: pages of its own."""
+    """A row at work. out: where its answer begins. launched: tokens that it has at most. own: pages of its own.
+
+    text_end: tokens of its answer, where a text ended it.
+    """
 
     row: Row
     group: Group
@@ -48,6 +51,8 @@ class Sample:
     own: list[int] = field(default_factory=list)
     launched: int = 1
     ended: bool = False
+    tokens: list[int] = field(default_factory=list)  # that were looked at for text that ends the row
+    text_end: int | None = None
 
     @property
     def own_pages(self) -> int:
@@ -56,10 +61,14 @@ class Sample:
 
 @dataclass(eq=False)
 class Launched:
-    """Steps under way: `status` (slots,) holds the outcome once `event` has come."""
+    """Steps under way: `status` (slots,) holds the outcome once `event` has come.
+
+    recent: with texts that end rows, how many tokens each row has, then its last CHUNK + 1: (slots, CHUNK + 2).
+    """
 
     event: torch.cuda.Event
     status: torch.Tensor
+    recent: torch.Tensor | None
     samples: list[Sample | None]
 
 
@@ -134,12 +143,22 @@ class PagedBatch:
         self.steps += count
         status = torch.empty(rows, dtype=torch.int32, pin_memory=True)
         status.copy_(state[kernels.STATUS, :rows], non_blocking=True)
+        recent = self._recent(rows) if self.params.stop is not None else None
         event = torch.cuda.Event()
         event.record()
         for sample in self.slots:
             if sample is not None:
                 sample.launched += count
-        return Launched(event, status, list(self.slots))
+        return Launched(event, status, recent, list(self.slots))
+
+    def _recent(self, rows: int) -> torch.Tensor:
+        """As Launched.recent, on its way to the host."""
+        arena = self.arena
+        steps, outs = arena.state[kernels.STEP, :rows].long(), arena.state[kernels.OUT, :rows].long()
+        back = torch.arange(-CHUNK - 1, 0, device=self.device)
+        tokens = arena.tokens[((outs + steps)[:, None] + back).clamp_(min=0)]
+        host = torch.empty(rows, CHUNK + 2, dtype=torch.int32, pin_memory=True)
+        return host.copy_(torch.cat((steps[:, None].int(), tokens), 1), non_blocking=True)
 
     def _look(self, launched: Launched) -> None:
         """Wait for steps, and mark the rows that ended in them. Raises ValueError when a row's logits were broken."""
@@ -150,6 +169,20 @@ class PagedBatch:
             if status == kernels.BROKEN:
                 check_finite(torch.tensor([torch.nan]), [sample.row.index], [sample.row.sample_id])
             sample.ended |= status == kernels.DONE
+        if launched.recent is not None:
+            self._look_for_text(launched)
+
+    def _look_for_text(self, launched: Launched) -> None:
+        """Mark the rows that a text ended, and stop them on the device."""
+        for sample, (count, *recent) in zip(launched.samples, launched.recent.tolist()):
+            if sample is None or sample.text_end is not None:
+                continue
+            seen = len(sample.tokens)
+            sample.tokens += recent[len(recent) - (count - seen) :]
+            sample.text_end = self.params.stop.find(sample.tokens, seen)
+            if sample.text_end is not None and sample in self.slots:
+                sample.ended = True
+                self.arena.state[kernels.STATUS, self.slots.index(sample)] = kernels.DONE
 
     # ---- slots and pages ----------------------------------------------------------------------------------------
 
@@ -269,6 +302,10 @@ class PagedBatch:
             hits = is_stop[at : at + row.limit]
             stopped = bool(hits.any())
             end = at + (int(hits.argmax()) + 1 if stopped else row.limit)
+            if self.params.stop is not None and sample.text_end is None:  # the last steps were not looked at
+                sample.text_end = self.params.stop.find(tokens[at:end].tolist(), len(sample.tokens))
+            if sample.text_end is not None:
+                stopped, end = True, at + sample.text_end
             if not np.isfinite(log_probs[at:end].sum()):
                 check_finite(torch.tensor([torch.nan]), [row.index], [row.sample_id])
             reason = "stop" if stopped else "length"

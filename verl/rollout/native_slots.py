@@ -8,6 +8,7 @@ from verl.rollout.base import Generation, SamplingParams
 from verl.rollout.native_plan import Row
 from verl.rollout.native_torch import TorchDecoder
 from verl.rollout.sampling import check_finite, choose, uniform
+from verl.rollout.stopping import LOOK_EVERY
 
 #: steps for which random numbers are made at once, and after which broken rows are looked for
 _BLOCK_STEPS = 32
@@ -37,6 +38,8 @@ class SlotBatch:
         self.stops = () if params.ignore_eos else frozenset(params.stop_token_ids)
         self.is_stop = torch.zeros(decoder.decoder.vocab_size, dtype=torch.bool, device=self.device)
         self.is_stop[list(self.stops)] = True
+        self.text_ends: dict[int, int] = {}  # row -> tokens of its answer, where a text ended it
+        self.looked_at = [0] * len(rows)  # tokens of each row in which no text was found that ends it
         self.active = 0
         self.longest = 0  # 1 + the largest position of an active row
         self.due = 0  # steps until the first active row has all its tokens
@@ -95,8 +98,28 @@ class SlotBatch:
         self.due -= 1
         self.steps += 1
         tokens = self._take(logits, live)
-        if self.due == 0 or (self.stops and bool(self.is_stop[tokens].any())):
+        ended = self.due == 0 or (self.stops and bool(self.is_stop[tokens].any()))
+        if self.params.stop is not None and self.steps % LOOK_EVERY == 0:
+            ended |= self._look_for_text()
+        if ended:
             self._retire(live)
+
+    def _look_for_text(self) -> bool:
+        """Note which active rows a text ended, and whether there are any."""
+        found = False
+        for row, step in self.state[[_ROW, _STEP], : self.active].T.tolist():
+            found |= self._text_end(row, step + 1) is not None
+        return found
+
+    def _text_end(self, row: int, length: int) -> int | None:
+        """Where a text ends a row that has `length` tokens; None where no text does."""
+        if self.params.stop is not None and row not in self.text_ends:
+            tokens = self.tokens[row * self.width : row * self.width + length].tolist()
+            end = self.params.stop.find(tokens, self.looked_at[row])
+            self.looked_at[row] = length
+            if end is not None:
+                self.text_ends[row] = end
+        return self.text_ends.get(row)
 
     def _take(self, logits: torch.Tensor, slots: slice) -> torch.Tensor:
         """Draw a token for each row of `slots` and write it down. Returns the tokens."""
@@ -112,10 +135,13 @@ class SlotBatch:
     def _retire(self, slots: slice) -> None:
         """Free those of `slots` whose rows ended; the last rows move into the holes, so active rows stay the first."""
         state = self.state[:, slots]
-        ended = (self.is_stop[state[_TOKEN]] | (state[_OUT] == state[_LAST])).nonzero()[:, 0] + slots.start
+        ended = self.is_stop[state[_TOKEN]] | (state[_OUT] == state[_LAST])
         rows, steps = self.state[_ROW].tolist(), self.state[_STEP].tolist()
-        for slot in reversed(ended.tolist()):
-            self.lengths[rows[slot]] = steps[slot] + 1
+        if self.text_ends:
+            ended |= torch.tensor([row in self.text_ends for row in rows[slots]], device=self.device)
+        for slot in reversed((ended.nonzero()[:, 0] + slots.start).tolist()):
+            row, length = rows[slot], steps[slot] + 1
+            self.lengths[row] = self._text_end(row, length) or length
             self.active -= 1
             if slot != self.active:
                 self.decoder.cache.move(self.active, slot)
@@ -137,7 +163,8 @@ class SlotBatch:
         tokens, log_probs = self.tokens.view(-1, self.width), self.log_probs.view(-1, self.width)
         check_finite(log_probs.sum(-1), [r.index for r in self.rows], [r.sample_id for r in self.rows])
         answers: list[Generation | None] = [None] * len(self.rows)
-        for row, length, ids, lps in zip(self.rows, self.lengths, tokens.tolist(), log_probs.tolist()):
-            reason = "stop" if ids[length - 1] in self.stops else "length"
+        every = zip(self.rows, self.lengths, tokens.tolist(), log_probs.tolist())
+        for at, (row, length, ids, lps) in enumerate(every):
+            reason = "stop" if at in self.text_ends or ids[length - 1] in self.stops else "length"
             answers[row.index] = Generation(ids[:length], lps[:length], reason)
         return answers

@@ -234,16 +234,17 @@ def _collect_metrics(layout: Layout, results: list) -> dict[str, float]:
 def merge_metrics(pieces: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """One dict from the metrics of every data-parallel group.
 
-    A pair (sum, count) gives the mean over all groups, whatever their sizes: total sum / total count (NaN when nothing
-    was counted). A plain number (grad_norm, lr) must be the same everywhere, since a mean of means would be wrong;
-    raises ValueError that names the metric when it is not.
+    A pair (sum, count) gives the mean over all groups, whatever their sizes: total sum / total count; it is left out
+    when nothing was counted. A plain number (grad_norm, lr) must be the same everywhere, since a mean of means would
+    be wrong; raises ValueError that names the metric when it is not.
     """
     merged = {}
     for name in dict.fromkeys(name for piece in pieces for name in piece):
         found = [piece[name] for piece in pieces if name in piece]
         if all(isinstance(v, tuple) and len(v) == 2 for v in found):
             total, count = math.fsum(v[0] for v in found), math.fsum(v[1] for v in found)
-            merged[name] = total / count if count else math.nan
+            if count:
+                merged[name] = total / count
         elif all(isinstance(v, Real) for v in found):
             if not all(_agree(v, found[0]) for v in found):
                 raise ValueError(

@@ -23,10 +23,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import IO
 
 import torch
@@ -118,7 +117,7 @@ class ProcessPool:
         atexit.register(self.stop)
         try:
             started.result()
-            messages = [(Kind.START, place.rank, partial(Parcel, (dict(specs), place))) for place in places]
+            messages = [(Kind.START, Parcel((dict(specs), place))) for place in places]
             self._send_all("+".join(specs), "__init__", messages).get()
         except BaseException:
             self.stop()
@@ -128,29 +127,19 @@ class ProcessPool:
 
     def call(self, role: str, method: str, calls: list[Call | None]) -> Future[list]:
         """Run `method` of `role` on every rank that has a Call; results in rank order."""
-        messages = [
-            c
-            and (
-                Kind.CALL if c.collect else Kind.SILENT_CALL,
-                (id(c.args), id(c.kwargs), c.padding),
-                partial(call_parcel, role, method, c),
-            )
-            for c in calls
-        ]
+        parcels: dict[tuple, Parcel] = {}  # what several ranks get is packed once
+        messages: list[tuple[Kind, Parcel] | None] = [None] * len(calls)
+        for rank, call in enumerate(calls):
+            if call is not None:
+                key = (id(call.args), id(call.kwargs), call.padding)
+                if key not in parcels:
+                    parcels[key] = call_parcel(role, method, call)
+                messages[rank] = (Kind.CALL if call.collect else Kind.SILENT_CALL, parcels[key])
         return self._send_all(role, method, messages)
 
-    def _send_all(
-        self, role: str, method: str, messages: Sequence[tuple[Kind, Hashable, Callable[[], Parcel]] | None]
-    ) -> Future[list]:
-        """One message to each rank that has one: its kind, what is equal for equal parcels, and how to pack it."""
-        packed: dict[Hashable, Parcel] = {}
-        outgoing = []
-        for process, message in zip(self._processes, messages):
-            if message is not None:
-                kind, key, pack = message
-                if key not in packed:
-                    packed[key] = pack()
-                outgoing.append((process, kind, packed[key]))
+    def _send_all(self, role: str, method: str, messages: Sequence[tuple[Kind, Parcel] | None]) -> Future[list]:
+        """One message to each rank that has one."""
+        outgoing = [(process, *message) for process, message in zip(self._processes, messages) if message is not None]
         pending = self._begin(role, method, outgoing)
         return Future(lambda timeout: self._result(pending, len(messages), timeout))
 
@@ -167,7 +156,7 @@ class ProcessPool:
                 pending.started = time.monotonic()
             self._pending[self._calls] = pending
             for process, kind, parcel in outgoing:
-                with suppress(OSError):  # a process that is gone: the watch sees it and ends this call
+                with suppress(ConnectionError):  # a process that is gone: the watch sees it and ends this call
                     parcel.send(process.connection, kind, self._calls)
         return pending
 

@@ -74,11 +74,13 @@ class Trainer(ABC):
             source.steps_per_epoch * config.trainer.total_epochs
         )
         self.global_step = 0
+        #: the workers are there and the checkpoint is loaded: what fails from now on is no mistake in the set-up
+        self.ready = False
         self.roles: dict[str, WorkerGroup] = {}
         self.on_step: list[Callable[[StepReport], None]] = []
         self.checkpoints = CheckpointStore(Path(config.trainer.default_local_dir), keep=None)
         self._saving: _Saving | None = None
-        self.pipeline: Pipeline = self.build_flow().compile()
+        self.pipeline: Pipeline = self.finish_flow(self.build_flow()).compile()
 
     # ---- what a subclass says -----------------------------------------------------------------------------------
 
@@ -89,6 +91,10 @@ class Trainer(ABC):
     @abstractmethod
     def build_flow(self) -> DataFlow:
         """The training flow. Override it, and edit what super() gives, to change the algorithm."""
+
+    def finish_flow(self, flow: DataFlow) -> DataFlow:
+        """The last edit, after those of `build_flow` and its overrides: what a flow can do without, seen as a whole."""
+        return flow
 
     @abstractmethod
     def announce(self) -> None:
@@ -118,6 +124,7 @@ class Trainer(ABC):
         try:
             self.init_workers()
             self.load()
+            self.ready = True
             # what is there by now stays to the end: the collector need not look through all of it at every step
             gc.collect()
             gc.freeze()
@@ -130,6 +137,17 @@ class Trainer(ABC):
             raise
         finally:
             self.shutdown()
+
+    def where_it_stands(self) -> str:
+        """For who interrupts a run: the step that it was in, and from where it can go on."""
+        saved = self.checkpoints.latest()
+        if saved is None:
+            kept = f"nothing is saved (trainer.save_freq is {self.config.trainer.save_freq})"
+        elif self.config.trainer.resume_mode == "disable":
+            kept = f"saved is {saved}: trainer.resume_mode=auto goes on from there"
+        else:
+            kept = f"the same command goes on from {saved}"
+        return f"in step {self.global_step} of {self.total_steps}; {kept}"
 
     def shutdown(self) -> None:
         """End the workers."""
@@ -166,8 +184,8 @@ class Trainer(ABC):
         while batch is HOLD:
             batch = self.pipeline.run()
             seconds += self.pipeline.seconds
-            for name, seconds in self.pipeline.timings.items():
-                timings[name] = timings.get(name, 0.0) + seconds
+            for name, took in self.pipeline.timings.items():
+                timings[name] = timings.get(name, 0.0) + took
         metrics = dict(batch.meta_info["metrics"]) | self.step_metrics(batch)
         metrics |= timing_metrics(timings, seconds, int(batch.batch["attention_mask"].sum()), self.world_size)
         metrics |= {"training/global_step": self.global_step, "training/epoch": self.source.epoch}

@@ -1,5 +1,6 @@
 """From a command line to a finished run: a mistake in the set-up ends as one message, not as a stack."""
 
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,8 +54,9 @@ def build_trainer(
 def run(build: "Callable[[], Trainer]") -> int:
     """Build a trainer and train; the exit status.
 
-    Whatever a user can get wrong is found while building, before a model is loaded: one message, status 1. An error in
-    the run itself keeps its stack, which says where: fit -> run -> the function.
+    Whatever a user can get wrong is found while building, before a model is loaded, or while the workers are set up:
+    one message, status 1. An error in the run itself keeps its stack, which says where: fit -> run -> the function.
+    Ctrl-C and SIGTERM end the workers; the message says from where the run can go on. Status 130 or 143, as usual.
     """
     from verl.utils.tracking import setup_logging
 
@@ -63,8 +65,28 @@ def run(build: "Callable[[], Trainer]") -> int:
         trainer = build()
     except (ValueError, ImportError, SyntaxError, FileNotFoundError) as error:
         return complain(error)
-    trainer.fit()
+    usual = signal.signal(signal.SIGTERM, _terminated)
+    try:
+        trainer.fit()
+    except KeyboardInterrupt as stop:
+        number = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT
+        print(f"\nstopped by {number.name} {trainer.where_it_stands()}", file=sys.stderr)
+        return 128 + number
+    except ValueError as error:
+        if trainer.ready:
+            raise
+        return complain(error)
+    finally:
+        signal.signal(signal.SIGTERM, usual)
     return 0
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: a scheduler or a person ends the run."""
+
+
+def _terminated(number: int, frame: object) -> None:
+    raise Terminated
 
 
 def complain(error: Exception) -> int:

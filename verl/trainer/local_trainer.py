@@ -6,9 +6,10 @@ a breakpoint just works. With more, the roles live in as many processes of this 
 
 from typing import Any
 
-from verl.single_controller import colocate
+from verl.single_controller import LocalWorkerGroup, WorkerSpec, colocate
+from verl.single_controller.placement import ResourcePool
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.trainer.roles import pools_of, roles_of_actor
+from verl.trainer.roles import roles_of_actor, start_pools
 from verl.trainer.setup import check_one_host
 from verl.utils.device import resolve_device
 
@@ -29,16 +30,13 @@ class LocalPPOTrainer(PPOTrainer):
     def init_workers(self) -> None:
         config, trainer = self.config, self.config.trainer
         specs = self.worker_specs()
-        pools = pools_of(config, list(specs))
-        for placed in pools.values():
-            pool = placed[0][1]
+
+        def start(roles: dict[str, WorkerSpec], pool: ResourcePool) -> dict[str, LocalWorkerGroup]:
             # one process for everything is this one; several, or several pools, are processes of their own
-            apart = pool.world_size > 1 or len(pools) > 1 or bool(trainer.worker_env)
-            where = {
-                "timeout": trainer.worker_timeout,
-                "devices": pool.devices if self.on_gpu and apart else None,
-                "env": trainer.worker_env,
-                "apart": apart,
-            }
-            self.roles.update(colocate({role: specs[role] for role, _ in placed}, pool.world_size, **where))
+            apart = pool.world_size > 1 or len(self.pools) > 1 or bool(trainer.worker_env)
+            devices = pool.devices if self.on_gpu and apart else None
+            where = {"timeout": trainer.worker_timeout, "devices": devices, "env": trainer.worker_env, "apart": apart}
+            return colocate(roles, pool.world_size, **where)
+
+        self.roles.update(start_pools(self.pools, specs, start))
         self.roles.update(dict.fromkeys(roles_of_actor(config), self.roles["actor"]))

@@ -24,7 +24,7 @@ from verl.trainer.main_ppo import split_arguments
 from verl.trainer.setup import stop_token_ids
 from verl.utils.device import resolve_device, resolve_dtype
 from verl.utils.log import setup_logging
-from verl.workers.build import load_tokenizer
+from verl.workers.build import load_tokenizer, stop_strings
 from verl.workers.rollout import RolloutWorker
 
 logger = logging.getLogger("verl.trainer")
@@ -150,6 +150,7 @@ class GenerationRun:
                 "device": config.trainer.device,
                 "pad_token_id": self.tokenizer.pad_token_id,
                 "stop_token_ids": stop_token_ids(config.model.path, self.tokenizer),
+                "stop": stop_strings(config.rollout, self.tokenizer),
             },
         )
         self.roles["rollout"] = LocalWorkerGroup(spec, config.trainer.n_gpus_per_node, name="rollout")

@@ -1,15 +1,16 @@
 """The flow of policy optimisation: reading order is running order (where `trainer.overlap` leaves it open, any order).
 
-    prompts -> repeat -> gen -> [rm] -> reward -> [reward_baseline] -> old_log_prob -> [ref] -> [values]
+    prompts -> repeat -> gen -> [rm] -> reward -> [reward_baseline] -> [old_log_prob] -> [ref] -> [values]
             -> [kl] -> adv -> [update_critic] -> update_actor
 
 Which of the operators in brackets exist follows from what is asked for: an estimator whose signature names `values`
 makes the critic's operators exist, one that names `reward_baselines` the greedy rollout. No list of algorithms is here.
+`old_log_prob` is left out in the end where the update itself has its numbers (`spare_old_log_prob`).
 Edits of this flow: `dynamic_sampling` and `rollout_correction`, in the files of these names; recipes have further ones.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -425,6 +426,30 @@ def _add_updates(flow: DataFlow, config: tree.Config, roles: Roles) -> DataFlow:
     asked = (*SEQUENCES, "old_log_probs", "advantages", "response_mask", *loss_columns(config))
     reads, on = _reads(flow, get_policy_loss_fn(actor.policy_loss.loss_mode), asked, "actor")
     return flow.add_operator(Operator("update_actor", Update(roles, "actor", "update_actor", plan), reads, on=on))
+
+
+def spare_old_log_prob(flow: DataFlow, config: tree.Config) -> DataFlow:
+    """Leave `old_log_prob` out where the only update of a step has the log-probs of the old policy itself.
+
+    It stays where there are several updates or none (the critic's warm-up), where another operator reads what it
+    writes or does not promise what it reads (`Operator.on`), and where `actor.old_log_prob_pass` says so.
+    """
+    actor = config.actor_rollout_ref.actor
+    single = actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1
+    if actor.old_log_prob_pass == "always" or not single or config.trainer.critic_warmup:
+        return flow
+    if "old_log_prob" not in flow or flow["old_log_prob"].on != "actor" or "update_actor" not in flow:
+        return flow
+    *others, update = list(flow)[flow.names.index("old_log_prob") + 1 :]
+    written = set(flow["old_log_prob"].writes)
+    if not isinstance(update.func, Update) or update.on is None or written & set(update.reads) != {"old_log_probs"}:
+        return flow
+    if any(op.on is None or written & set(op.reads) for op in others):
+        return flow
+    reported = [name for op in others for name in op.writes if name == "ref_log_prob"]
+    reads = dict.fromkeys((*update.reads, "rollout_log_probs", *reported))
+    del reads["old_log_probs"]
+    return flow.remove("old_log_prob").replace(update.name, replace(update, reads=tuple(reads)))
 
 
 def build_validation_flow(config: tree.Config, roles: Roles, manager: RewardManager) -> DataFlow:

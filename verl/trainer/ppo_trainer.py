@@ -20,8 +20,14 @@ from verl.trainer.base import Trainer
 from verl.trainer.dynamic_sampling import sample_dynamically
 from verl.trainer.launch import Recipe
 from verl.trainer.metrics import data_metrics, numeric_columns, validation_metrics
-from verl.trainer.ppo_flow import Prompts, build_ppo_flow, build_validation_flow, needs_critic
-from verl.trainer.roles import worker_specs
+from verl.trainer.ppo_flow import (
+    Prompts,
+    build_ppo_flow,
+    build_validation_flow,
+    needs_critic,
+    spare_old_log_prob,
+)
+from verl.trainer.roles import placement_words, pools_of, worker_specs
 from verl.trainer.rollout_correction import correct_rollout
 from verl.trainer.samples import dump_generations, generations, write_jsonl
 from verl.trainer.unused_settings import warn_of_unused_settings
@@ -94,6 +100,7 @@ class PPOTrainer(Trainer):
         super().__init__(config, source, tokenizer)
         if config.trainer.overlap:
             self.pipeline.place_of = self.processes_of
+        self.pools = pools_of(config, list(self.worker_specs()))
         self.validation = build_validation_flow(config, self.roles, self.reward_manager).compile(
             inputs=("prompt_ids", "uid", "data_source", "reward_model")
         )
@@ -104,6 +111,9 @@ class PPOTrainer(Trainer):
         if self.config.algorithm.filter_groups.enable:
             sample_dynamically(flow, self.config, self.tokenizer.pad_token_id)
         return correct_rollout(flow, self.config)
+
+    def finish_flow(self, flow: DataFlow) -> DataFlow:
+        return spare_old_log_prob(flow, self.config)
 
     def worker_specs(self) -> dict[str, WorkerSpec]:
         """role -> its worker; a subclass with a role of its own adds it."""
@@ -125,6 +135,12 @@ class PPOTrainer(Trainer):
         logger.info("algorithm: %s; steps: %d", method, self.total_steps)
         logger.info("batch: %s", batch_words(self.config, critic=needs_critic(self.config)))
         logger.info("data: %s; validation: %s", self.source.describe(), rows)
+        if self.world_size > 1:
+            logger.info("placement: %s", placement_words(self.pools))
+        if self.config.trainer.overlap and len(self.pools) == 1:
+            logger.warning(
+                "trainer.overlap=true changes nothing here: all roles share their processes; `placement` parts them"
+            )
         logger.info("flow: %s", " -> ".join(op.name for op in self.pipeline.operators))
 
     def step_metrics(self, batch: DataProto) -> dict[str, float]:

@@ -13,6 +13,7 @@ from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.registry import import_module
 from verl.rollout.base import Generation, RolloutEngine, SamplingParams
+from verl.rollout.stopping import StopStrings
 from verl.single_controller import Coordinates, Dispatch, register
 from verl.utils.device import peak_memory
 from verl.utils.rng import fork_seed
@@ -32,7 +33,7 @@ class ActorRolloutWorker(EngineWorker):
     """Generates with the policy, gives its log-probs, and updates it.
 
     config: the `actor_rollout_ref` section. correction: `algorithm.rollout_correction`, for losses that read it.
-    response_length: tokens of an answer at most. stop_token_ids: its ends.
+    response_length: tokens of an answer at most. stop_token_ids, stop: its ends.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class ActorRolloutWorker(EngineWorker):
         response_length: int,
         pad_token_id: int,
         stop_token_ids: tuple[int, ...],
+        stop: StopStrings | None = None,
     ):
         self.config = config
         self.checkpoint = config.actor.checkpoint
@@ -53,6 +55,7 @@ class ActorRolloutWorker(EngineWorker):
         self.response_length = response_length
         self.pad_token_id = pad_token_id
         self.stop_token_ids = stop_token_ids
+        self.stop = stop
         for address in imports:
             import_module(address)
         section = config.actor.fsdp_config
@@ -80,7 +83,7 @@ class ActorRolloutWorker(EngineWorker):
         rows = zip(batch.non_tensor_batch["uid"], batch.non_tensor_batch["sample_index"])
         sample_ids = [fork_seed(str(uid), int(index)) for uid, index in rows]
         params = sampling_params(
-            self.config.rollout, self.response_length, self.stop_token_ids, batch.meta_info["sampling"]
+            self.config.rollout, self.response_length, self.stop_token_ids, batch.meta_info["sampling"], self.stop
         )
         answers = self._generate(prompts, params, sample_ids)
         # the ranks' columns are joined, so they agree on the widths
@@ -144,18 +147,21 @@ class ActorRolloutWorker(EngineWorker):
 
         meta_info["mini_batch_rows"]: rows of one optimizer step, over all ranks. meta_info["last_pass"]: whether the
         learning-rate schedule moves on afterwards (once a training step, however many passes that makes).
+        Without the column old_log_probs the rows are one mini-batch, whose old policy is the current one.
         """
         actor = self.config.actor
         settings = {**self.correction.model_dump(), **actor.model_dump(), **actor.policy_loss.model_dump()}
         micro = micro_batching(
             actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
         )
-        sums = MetricSums()
+        sums, old_is_current = MetricSums(), "old_log_probs" not in batch
         with self.engine.loaded(optimizer=True):
-            for mini in batch.split(batch.meta_info["mini_batch_rows"] // self.engine.dp_size):
+            minis = batch.split(batch.meta_info["mini_batch_rows"] // self.engine.dp_size)
+            assert len(minis) == 1 or not old_is_current, "the policy of a second update is not the old one"
+            for mini in minis:
                 mask = mini.batch["response_mask"]
                 agg = aggregation(actor.loss_agg_mode, mask, self.engine, actor.loss_scale_factor)
-                objective = policy_objective(actor.policy_loss.loss_mode, settings, agg)
+                objective = policy_objective(actor.policy_loss.loss_mode, settings, agg, old_is_current)
                 metrics = self.engine.train_batch(mini, objective, micro, self.config.rollout.temperature)
                 sums.add({name if "/" in name else f"actor/{name}": value for name, value in metrics.items()})
                 self.version += 1

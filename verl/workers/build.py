@@ -19,6 +19,7 @@ from verl.rollout.base import RolloutEngine, SamplingParams
 from verl.rollout.hf import HFRollout
 from verl.rollout.native import NativeRollout
 from verl.rollout.replica import ReplicaRollout
+from verl.rollout.stopping import StopStrings
 from verl.utils.device import resolve_device, resolve_dtype
 
 logger = logging.getLogger("verl.workers")
@@ -95,6 +96,8 @@ def load_tokenizer(model: tree_model.ModelConfig) -> Any:
     from transformers import AutoTokenizer
 
     path = model.tokenizer_path or model.path
+    if not Path(path).is_dir():
+        _check_hub(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -188,13 +191,22 @@ def rollout_on(
     )
 
 
+def stop_strings(rollout: tree_rollout.SamplingConfig, tokenizer: Any) -> StopStrings | None:
+    """`rollout.stop` with the tokenizer that turns answers into text."""
+    return StopStrings(tuple(rollout.stop), tokenizer.decode) if rollout.stop else None
+
+
 def micro_batching(rows: int | None, dynamic: bool, tokens: int | None) -> MicroBatching:
     """By tokens when asked to, by rows when a count is given, and by tokens otherwise: as many as fit when None."""
     return MicroBatching(rows=rows) if rows is not None and not dynamic else MicroBatching(tokens=tokens or "auto")
 
 
 def sampling_params(
-    rollout: tree_rollout.RolloutConfig, response_length: int, stop_token_ids: tuple[int, ...], mode: str
+    rollout: tree_rollout.RolloutConfig,
+    response_length: int,
+    stop_token_ids: tuple[int, ...],
+    mode: str,
+    stop: StopStrings | None = None,
 ) -> SamplingParams:
     """mode: "train", "greedy" (the same limits, no randomness) or "validate" (rollout.val_kwargs)."""
     val = rollout.val_kwargs
@@ -212,4 +224,21 @@ def sampling_params(
         min_p=rollout.min_p if mode == "train" else 0.0,
         seed=rollout.seed,
         ignore_eos=rollout.ignore_eos,
+        stop=stop,
     )
+
+
+def _check_hub(name: str) -> None:
+    """A name that is no folder is one of the hub, or in the cache. Without this question, minutes pass in retries."""
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+
+    if constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    logger.info("there is no folder %r: asking %s", name, constants.ENDPOINT)
+    try:
+        HfApi().model_info(name, timeout=10)
+    except Exception as error:
+        raise ValueError(
+            f"there is no folder {name!r}, and no model of that name was found at {constants.ENDPOINT}: "
+            f"{type(error).__name__}: {error}"
+        ) from error

@@ -12,9 +12,10 @@ import torch
 from verl.algorithms.binding import bind_arguments
 from verl.algorithms.kl import kl_loss
 from verl.algorithms.losses import sft_nll, value_loss
-from verl.algorithms.masked import LossAggregation, agg_loss, zero_padding
+from verl.algorithms.masked import LossAggregation, agg_loss, mean_parts, zero_padding
 from verl.algorithms.policy_losses import get_policy_loss_fn
 from verl.engines.base import Objective, Tensors, TrainEngine
+from verl.engines.metrics import Largest
 
 
 def aggregation(
@@ -31,22 +32,27 @@ def _share(value: torch.Tensor, mask: torch.Tensor, agg: LossAggregation) -> tup
     return value.detach(), mask.bool().any(-1).sum() / max(agg.num_sequences, 1)
 
 
-def policy_objective(loss_mode: str, settings: Mapping[str, Any], agg: LossAggregation) -> Objective:
+def policy_objective(
+    loss_mode: str, settings: Mapping[str, Any], agg: LossAggregation, old_is_current: bool = False
+) -> Objective:
     """Policy loss - entropy_coeff * entropy + kl_loss_coef * KL(policy, reference).
 
     loss_mode: name in the policy-loss registry. settings: the actor's configuration as a flat mapping; the loss takes
     its keyword parameters from it by name, and entropy_coeff, use_kl_loss, kl_loss_coef and kl_loss_type are read here.
+    old_is_current: the rows have no old_log_probs, because the current policy is the old one: its log-probs serve as
+    both, and what is known of the old policy is reported from here.
     """
     policy_loss = get_policy_loss_fn(loss_mode)
     entropy_coeff = settings["entropy_coeff"]
-    needs = ("log_probs", "entropys") if entropy_coeff else ("log_probs",)
+    needs = ("log_probs", "entropys") if entropy_coeff or old_is_current else ("log_probs",)
 
     def loss(outputs: Tensors, rows: Tensors) -> tuple[torch.Tensor, dict[str, Any]]:
         mask = rows["response_mask"]
+        old = outputs["log_probs"].detach() if old_is_current else rows["old_log_probs"]
         columns = {
             **rows,
             "log_prob": outputs["log_probs"],
-            "old_log_prob": rows["old_log_probs"],
+            "old_log_prob": old,
             "rollout_log_prob": rows.get("rollout_log_probs"),
             "loss_agg_mode": agg,
         }
@@ -62,9 +68,29 @@ def policy_objective(loss_mode: str, settings: Mapping[str, Any], agg: LossAggre
             penalty, kl_metrics = kl_loss(outputs["log_probs"], rows["ref_log_prob"], mask, agg, kl_loss_type=kind)
             total = total + settings["kl_loss_coef"] * penalty
             metrics = {**metrics, **kl_metrics}
+        if old_is_current:
+            metrics = {**metrics, **_old_policy_metrics(old, outputs["entropys"], rows)}
         return total, {**metrics, **{name: _share(value, mask, agg) for name, value in shares.items()}}
 
     return Objective(loss, needs)
+
+
+def _old_policy_metrics(old: torch.Tensor, entropys: torch.Tensor, rows: Tensors) -> dict[str, Any]:
+    """Entropy of the policy before the update, its gap to the sampler, and its KL to the reference where there is one.
+
+    The same numbers as the operator `old_log_prob` and the trainer report of a pass of its own.
+    """
+    mask = rows["response_mask"]
+    gap = torch.where(mask.bool(), (old - rows["rollout_log_probs"]).abs(), 0)
+    metrics = {
+        "actor/entropy": mean_parts(entropys.detach(), mask),
+        "rollout/logprob_gap_mean": mean_parts(gap, mask),
+        "rollout/logprob_gap_max": Largest(gap.max()),
+    }
+    if "ref_log_prob" in rows:
+        log_ratio = rows["ref_log_prob"] - old
+        metrics["actor/ref_kl"] = mean_parts(log_ratio.exp() - log_ratio - 1, mask)
+    return metrics
 
 
 def value_objective(cliprange_value: float, loss_coef: float, agg: LossAggregation) -> Objective:

@@ -11,6 +11,7 @@ from verl.engines.model import ModelConfig, load_module
 from verl.protocol import DataProto
 from verl.registry import import_module
 from verl.rollout.base import RolloutEngine, SamplingParams
+from verl.rollout.stopping import StopStrings
 from verl.single_controller import Dispatch, Worker, register
 from verl.utils.device import resolve_device, resolve_dtype
 from verl.utils.rng import fork_seed
@@ -21,8 +22,8 @@ class RolloutWorker(Worker):
     """Answers prompts with a model that nobody trains.
 
     model, rollout: the sections of the configuration. The weights are loaded in `rollout.dtype`; auto is bf16 on a GPU
-    and fp32 on a CPU. imports: files or modules of the user's, which may define the model. stop_token_ids: the ends of
-    an answer.
+    and fp32 on a CPU. imports: files or modules of the user's, which may define the model. stop_token_ids, stop: the
+    ends of an answer.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class RolloutWorker(Worker):
         device: str,
         pad_token_id: int,
         stop_token_ids: tuple[int, ...],
+        stop: StopStrings | None = None,
     ):
         for address in imports:
             import_module(address)
@@ -64,6 +66,7 @@ class RolloutWorker(Worker):
             min_p=rollout.min_p,
             seed=rollout.seed,
             ignore_eos=rollout.ignore_eos,
+            stop=stop,
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)

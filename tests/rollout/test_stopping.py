@@ -1,0 +1,76 @@
+"""Texts that end an answer: at the token that completes one, in every engine, whatever the batch."""
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from verl.config import load_config
+from verl.config.tree_offline import GenerationConfig
+from verl.rollout.base import SamplingParams
+from verl.rollout.hf import HFRollout
+from verl.rollout.native import NativeRollout
+from verl.rollout.native_model import read_decoder
+from verl.rollout.stopping import StopStrings
+from verl.workers.build import stop_strings
+
+PIECES = ["a", "b", "ab", "ba", "abc", "", "é"]
+PROMPTS = [[1, 2], [3], [4, 0, 1], [2], [6, 6]] * 4
+
+
+def decode(token_ids: list[int]) -> str:
+    return "".join(PIECES[i] for i in token_ids)
+
+
+@pytest.fixture(scope="module")
+def module():
+    torch.manual_seed(0)
+    shape = dict(vocab_size=len(PIECES), hidden_size=16, intermediate_size=24, num_hidden_layers=1)
+    return Qwen2ForCausalLM(Qwen2Config(**shape, num_attention_heads=2, num_key_value_heads=1)).eval()
+
+
+def test_the_first_token_that_completes_a_string_is_the_last():
+    stop = StopStrings(("bab", "é"), decode)
+    assert stop.find([0, 1, 2]) == 3  # a b ab
+    assert stop.find([3, 3, 0]) == 2  # ba ba
+    assert stop.find([0, 0, 1]) is None and stop.find([]) is None
+    assert stop.find([1, 0, 1, 6]) == 3, "the earlier of two"
+    answer = [0] * 20 + [3, 3, 0]
+    assert [stop.find(answer, start) for start in (0, 5, 20, 21)] == [22] * 4, "what was looked at is not lost"
+
+
+@pytest.mark.parametrize("strings", [(), ("a", "")])
+def test_empty_strings_are_refused(strings):
+    with pytest.raises(ValueError, match="at least one character"):
+        StopStrings(strings, decode)
+
+
+@pytest.mark.parametrize("strings", [("bab",), ("é", "abcab"), ("aaaaaaaaaaaaaaaaaaaaaaaaa",)])
+def test_every_engine_cuts_there(module, strings):
+    limits = [40 - i for i in range(len(PROMPTS))]
+    without = SamplingParams(40, (5,), seed=7)
+    params = SamplingParams(40, (5,), seed=7, stop=StopStrings(strings, decode))
+    expected = []
+    for answer, limit in zip(NativeRollout(module, pad_token_id=0).generate(PROMPTS, without), limits):
+        ids = answer.token_ids[:limit]
+        ends = [t for t in range(1, len(ids) + 1) if any(s in decode(ids[:t]) for s in strings)]
+        ids = ids[: ends[0]] if ends else ids
+        expected.append((ids, "stop" if ends or ids[-1] == 5 else "length"))
+    row = read_decoder(module).cache_bytes_per_token() * 43
+    for slots in (1, 4, len(PROMPTS)):
+        engine = NativeRollout(module, pad_token_id=0, cache_bytes=slots * row)
+        answers = engine.generate(PROMPTS, params, limits=limits)
+        assert [(a.token_ids, a.finish_reason) for a in answers] == expected
+        assert all(len(a.log_probs) == len(a.token_ids) for a in answers)
+    same_limit = HFRollout(module, pad_token_id=0).generate(PROMPTS, params)
+    assert same_limit[0].token_ids == expected[0][0] and same_limit[0].finish_reason == expected[0][1]
+    found = NativeRollout(module, pad_token_id=0).generate(PROMPTS, params)
+    assert [(a.token_ids, a.finish_reason) for a in same_limit] == [(a.token_ids, a.finish_reason) for a in found]
+
+
+def test_the_setting_brings_the_tokenizer():
+    class Tokenizer:
+        decode = staticmethod(decode)
+
+    rollout = load_config(overrides=["rollout.stop=[ba,é]"], tree=GenerationConfig).rollout
+    assert stop_strings(rollout, Tokenizer()).find([0, 3]) == 2
+    assert stop_strings(load_config(overrides=[], tree=GenerationConfig).rollout, Tokenizer()) is None

@@ -1,0 +1,35 @@
+"""Ends of an answer that are text, not tokens."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+#: tokens after which an engine that looks in between looks for text that ends a row
+LOOK_EVERY = 8
+
+
+@dataclass(frozen=True)
+class StopStrings:
+    """The first token with which the text of an answer holds one of `strings` is its last.
+
+    decode: token ids -> text, a tokenizer's method. Raises ValueError for a string without characters.
+    """
+
+    strings: tuple[str, ...]
+    decode: Callable[[list[int]], str]
+
+    def __post_init__(self) -> None:
+        if not self.strings or not all(self.strings):
+            raise ValueError(f"stop: expected texts of at least one character, found {list(self.strings)}")
+
+    def find(self, token_ids: Sequence[int], start: int = 0) -> int | None:
+        """How many tokens the answer keeps, or None where it has not ended. The first `start` were looked at before."""
+        # a token has a byte at least, so older ones are no part of a match; one more, since the first loses its space
+        begin = max(0, start - max(len(text.encode()) for text in self.strings) - 1)
+        if not self._holds(token_ids[begin:]):
+            return None
+        ends = range(max(start, begin) + 1, len(token_ids))
+        return next((end for end in ends if self._holds(token_ids[begin:end])), len(token_ids))
+
+    def _holds(self, token_ids: Sequence[int]) -> bool:
+        text = self.decode(list(token_ids))
+        return any(string in text for string in self.strings)
