@@ -369,7 +369,8 @@ def compared(name: str, ours: list[dict], theirs: list[dict], beta: float) -> di
 
 def versions(python: str) -> dict[str, str]:
     """Of the packages that an interpreter has."""
-    code = "import json, sys, importlib.metadata as m\nfound = {d.name.lower(): d.version for d in m.distributions()}\n"
+    code = "import json, importlib.metadata as m\n"
+    code += "found = {d.name.lower().replace('_', '-'): d.version for d in m.distributions()}\n"
     code += f"print(json.dumps({{n: found[n] for n in {PACKAGES} if n in found}}))"
     return json.loads(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout)
 

@@ -30,7 +30,11 @@ ONLY = {
 
 #: package -> the files that may import it; those AT_USE inside functions only
 ADAPTERS = {
-    "ray": {"verl/single_controller/ray_group.py", "verl/trainer/ray_trainer.py"},
+    "ray": {
+        "verl/single_controller/ray_group.py",
+        "verl/single_controller/ray_placement.py",
+        "verl/trainer/ray_trainer.py",
+    },
     "vllm": {"verl/rollout/vllm_engine.py", "verl/rollout/vllm_worker.py"},
     "sglang": {"verl/rollout/sglang_engine.py", "verl/rollout/sglang_worker.py"},
     "megatron": {"verl/engines/megatron.py", "verl/engines/megatron_setup.py", "verl/model_merger/megatron.py"},

@@ -131,7 +131,7 @@ def test_a_worker_that_cannot_be_made_gives_its_resources_back(cluster):
 
 
 def test_what_the_cluster_does_not_have_is_said(cluster):
-    with pytest.raises(ValueError, match=r"'big' asks for 3 nodes with .* within 1 s; it has the nodes"):
+    with pytest.raises(ValueError, match=r"'big' asks for 3 nodes with 1 CPU.* within 1 s; it has 2 nodes with 2 CPU"):
         RayWorkerGroup(spec("Echo"), ResourcePool("big", (1, 1, 1)), start_timeout=1)
 
 

@@ -304,6 +304,14 @@ def test_answers_that_are_longer_than_the_model_has_positions(complaint):
     assert re.search(r"set data.max_response_length=\d+, or leave out", shown)
 
 
+def test_an_architecture_that_the_engine_of_generation_does_not_know(complaint, unloadable, tmp_path):
+    folder = shutil.copytree(unloadable / "model", tmp_path / "other")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["OtherForCausalLM"]}))
+    shown = complaint(f"actor_rollout_ref.model.path={folder}")
+    assert "Qwen3ForCausalLM; found OtherForCausalLM. Use rollout.name=hf" in shown
+
+
 def test_a_package_that_only_one_backend_needs(complaint, monkeypatch):
     for module in ("verl.trainer.ray_trainer", "verl.single_controller.ray_group"):
         monkeypatch.delitem(sys.modules, module, raising=False)

@@ -44,6 +44,7 @@ def test_the_models_score_is_the_reward_in_one_process_and_in_a_pool_of_its_own(
     assert torch.equal(columns["token_level_scores"], columns["rm_scores"])
     assert columns["rm_scores"].sum(1).unique().numel() > 1
     assert any(name.startswith("val-core/") for name in expected[-1])  # validation is scored by the model too
+    assert not any("acc" in name.split("/") for metrics in expected for name in metrics)  # an opinion is no accuracy
     apart = ["trainer.n_gpus_per_node=2", "placement.actor_devices=[0]", "placement.reward_devices=[1]"]
     found, _ = run(judged, *apart, "trainer.overlap=true")
     for a, b in zip(found, expected, strict=True):
@@ -67,6 +68,28 @@ def test_a_function_that_cannot_see_the_models_score_is_refused(judged, tmp_path
     blind.write_text("def compute_score(data_source, solution_str, ground_truth):\n    return 1.0\n")
     with pytest.raises(ValueError, match=r"takes no extra_info, where the model's score stands"):
         LocalPPOTrainer(overrides=[*judged, f"reward.custom_reward_function.path={blind}"])
+
+
+def test_a_score_that_is_not_read_is_said(judged, tmp_path, caplog):
+    said = "THE REWARD MODEL'S SCORE CHANGES NOTHING in a trial"
+    rules = {"deaf": "len(solution_str)", "listening": "extra_info['rm_score'] + len(solution_str)"}
+    for name, value in rules.items():
+        rule = tmp_path / f"{name}.py"
+        rule.write_text(
+            f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {value}\n"
+        )
+        caplog.clear()
+        LocalPPOTrainer(overrides=[*judged, f"reward.custom_reward_function.path={rule}"])
+        assert (f"{said} of the reward function compute_score() at {rule}:1" in caplog.text) == (name == "deaf")
+    caplog.clear()
+    LocalPPOTrainer(overrides=judged)  # the score itself is the reward
+    assert said not in caplog.text
+
+
+def test_a_reward_model_that_is_not_switched_on_is_said(judged, settings, caplog):
+    path = next(setting for setting in judged if "model_path" in setting)
+    LocalPPOTrainer(overrides=[*settings, "algorithm.name=grpo", path])
+    assert "changes nothing with reward.reward_model.enable: false" in caplog.text
 
 
 def test_a_reward_model_without_a_path_is_refused(judged):

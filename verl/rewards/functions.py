@@ -21,6 +21,7 @@ from verl.registry import Registry, did_you_mean
 REWARD_FUNCTION_REGISTRY: Registry[Callable] = Registry("reward function")
 
 _BOUNDED: list[Callable] = []
+_OWN_SCALE: list[Callable] = []
 
 # form -> (names it must take, names it may leave out)
 _FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -49,11 +50,12 @@ ACCEPTED_FORMS = (
 )
 
 
-def register_reward(name: str, *, bounded: bool = False) -> Callable[[Callable], Callable]:
+def register_reward(name: str, *, bounded: bool = False, accuracy: bool = True) -> Callable[[Callable], Callable]:
     """Decorator: register a reward function under `name`. Refuses a wrong signature at once (ValueError).
 
     bounded: the function promises to end soon whatever text it is given, from any thread (the rules of this package
-    do), so it is called without a deadline.
+    do), so it is called without a deadline. accuracy: its score says how right an answer is, so that it is "acc" where
+    the function gives none itself; False for a score on a scale of its own.
     """
 
     def decorate(func: Callable) -> Callable:
@@ -61,6 +63,8 @@ def register_reward(name: str, *, bounded: bool = False) -> Callable[[Callable],
         REWARD_FUNCTION_REGISTRY.register(name, func)
         if bounded:
             _BOUNDED.append(func)
+        if not accuracy:
+            _OWN_SCALE.append(func)
         return func
 
     return decorate
@@ -114,6 +118,11 @@ class ScoreFunction:
     def bounded(self) -> bool:
         """Whether the function ends soon by itself, so that no deadline is needed."""
         return any(self.func is known for known in _BOUNDED)
+
+    @property
+    def is_accuracy(self) -> bool:
+        """Whether the score counts as "acc" where the function gives none itself."""
+        return not any(self.func is known for known in _OWN_SCALE)
 
     @property
     def name(self) -> str:

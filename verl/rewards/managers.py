@@ -106,8 +106,8 @@ class RewardManager(ABC):
 class NaiveRewardManager(RewardManager):
     """One call of the reward function per row.
 
-    "acc" among the extra values is the function's own, or else its score; a row that failed has 0. A value that the
-    function gave for other rows only is None.
+    "acc" among the extra values is the function's own, or else its score, unless that is the opinion of a model; a row
+    that failed has 0. A value that the function gave for other rows only is None.
     """
 
     forms = ("row", "plugin")
@@ -152,7 +152,7 @@ class NaiveRewardManager(RewardManager):
             for i, function, outcome in outcomes:
                 try:
                     scores[i], extra = read_outcome(outcome)
-                    extras[i] = {"acc": scores[i], **extra}
+                    extras[i] = {**({"acc": scores[i]} if function.is_accuracy else {}), **extra}
                 except BadOutcome as bad:
                     error = RewardError(f"reward function {function.where} {bad}\n{rows[i].describe()}")
                     if self.on_error == "raise":

@@ -6,7 +6,7 @@ from typing import Any
 from verl.rewards.functions import register_reward
 
 
-@register_reward("model_score", bounded=True)
+@register_reward("model_score", bounded=True, accuracy=False)
 def model_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> float:
     """extra_info["rm_score"], which every reward function is given in a run with a reward model."""
     if "rm_score" not in extra_info:

@@ -202,19 +202,25 @@ class Decoder:
         return logits
 
 
-def check_supported(module: nn.Module) -> Family:
-    """The family of `module`. Raises ValueError that names what the native engine cannot run and who can."""
-    name = type(module).__name__
+def family_of(name: str) -> Family:
+    """The family of an architecture. Raises ValueError that names what the native engine cannot run and who can."""
     if name not in FAMILIES:
         raise ValueError(
             f"rollout.name=native generates with {', '.join(sorted(FAMILIES))}; found {name}. "
-            "Use rollout.name=hf (every model that transformers runs), vllm or sglang"
+            "Use rollout.name=hf (every model that transformers runs)"
         )
+    return FAMILIES[name]
+
+
+def check_supported(module: nn.Module) -> Family:
+    """The family of `module`. Raises ValueError as `family_of`, and for what no family generates token by token."""
+    name = type(module).__name__
+    family = family_of(name)
     if module.config.to_dict().get("use_bidirectional_attention"):
         raise ValueError(
             f"rollout.name=native: {name} with use_bidirectional_attention does not generate token by token"
         )
-    return FAMILIES[name]
+    return family
 
 
 def read_decoder(

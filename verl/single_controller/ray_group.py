@@ -1,4 +1,4 @@
-"""RayWorkerGroup: workers as Ray actors in a placement group. The only file of this package that imports Ray.
+"""RayWorkerGroup: workers as Ray actors in a placement group. Only this file and `ray_placement` know Ray here.
 
 `RankActor` is one rank, in its own process somewhere in the cluster. `RayPool` is the controller's side of all ranks of
 a resource pool: what happens to their processes is said in the words of `process_pool`. Batches travel by reference
@@ -22,12 +22,13 @@ from typing import Any
 import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.single_controller.data_plane import Packed, PackedCall, Shelf, Take, load_call, nbytes, unpack, unpack_result
 from verl.single_controller.dispatch import Call
 from verl.single_controller.placement import ResourcePool
+from verl.single_controller.ray_placement import START_TIMEOUT, reserve
 from verl.single_controller.remote_tensor import Source
 from verl.single_controller.worker import Place, Worker, WorkerSpec, free_port
 from verl.single_controller.worker_group import (
@@ -41,7 +42,6 @@ from verl.single_controller.worker_group import (
     first_error,
 )
 
-START_TIMEOUT = 300.0  # seconds that the cluster may take to give what a pool asks for
 _SETTLE = 0.25  # seconds in which further failures are still awaited, to tell the first one from those it caused
 _GRACE = 5.0  # seconds that an actor has to end by itself, or to tell where it stands
 _INLINE_BYTES = 1 << 16  # larger calls are put into the object store once, for all ranks that get them
@@ -205,8 +205,9 @@ class RayPool:
     same GPUs, those that Ray gave to them: rank LOCAL_RANK uses GPU LOCAL_RANK, as with torchrun.
 
     timeout: seconds that one call (or the making of the workers) may take. start_timeout: seconds that the cluster may
-    take to give the processes. env: further variables of their environment. Raises ValueError when the cluster does not
-    give them, and WorkerError when a worker cannot be made.
+    take to give the processes. env: further variables of their environment. placement: what `reserve` gave for
+    `resources`, None to reserve it here. Raises ValueError when the cluster does not give the processes, and
+    WorkerError when a worker cannot be made.
     """
 
     def __init__(
@@ -218,13 +219,16 @@ class RayPool:
         timeout: float = CALL_TIMEOUT,
         start_timeout: float = START_TIMEOUT,
         env: Mapping[str, str] | None = None,
+        placement: PlacementGroup | None = None,
     ):
         self.roles = set(specs)
         self.timeout = timeout
         self._lock = threading.Lock()
         self._over: WorkerError | None = None
         self._under_way: list[_Pending] = []
-        self._placement = _reserve(resources, use_gpu, start_timeout)
+        if placement is None:
+            placement = reserve([resources], use_gpu=use_gpu, timeout=start_timeout)[resources]
+        self._placement: PlacementGroup | None = placement
         self._ranks = _make_actors(resources, self._placement, use_gpu, env or {})
         try:
             places = _meet(self._ranks, use_gpu, start_timeout)
@@ -382,28 +386,6 @@ class RayPool:
             ray.kill(rank.actor)
 
 
-def _reserve(resources: ResourcePool, use_gpu: bool, timeout: float) -> PlacementGroup:
-    """A placement group with one bundle for each node of the pool, all on different nodes."""
-    if not ray.is_initialized():
-        raise ValueError("Ray is not running in this process: call ray.init() before making worker groups on it")
-    bundles = [{"CPU": n, **({"GPU": n} if use_gpu else {})} for n in resources.processes_per_node]
-    group = placement_group(bundles, strategy="STRICT_SPREAD", name=f"verl-{resources.name}")
-    if not group.wait(timeout):
-        remove_placement_group(group)
-        alive = [_counts(node["Resources"]) for node in ray.nodes() if node["Alive"]]
-        free = _counts(ray.available_resources())
-        raise ValueError(
-            f"resource pool {resources.name!r} asks for {len(bundles)} nodes with {bundles}, which the cluster did "
-            f"not give within {timeout:g} s; it has the nodes {alive}, of which is free: {free}. Start more nodes, or "
-            f"lower trainer.nnodes or trainer.n_gpus_per_node"
-        )
-    return group
-
-
-def _counts(resources: Mapping[str, float]) -> dict[str, float]:
-    return {name: resources[name] for name in ("CPU", "GPU") if name in resources}
-
-
 def _make_actors(
     resources: ResourcePool, group: PlacementGroup, use_gpu: bool, further: Mapping[str, str]
 ) -> list[_Rank]:
@@ -482,7 +464,7 @@ class RayWorkerGroup(WorkerGroup):
 def colocate(specs: Mapping[str, WorkerSpec], resources: ResourcePool, **how: Any) -> dict[str, RayWorkerGroup]:
     """Several roles in the actors of one resource pool: one group per role. Their calls run one after another.
 
-    how: use_gpu, timeout, start_timeout and env, as in RayPool.
+    how: use_gpu, timeout, start_timeout, env and placement, as in RayPool.
     """
     pool = RayPool(specs, resources, **how)
     return {role: RayWorkerGroup(spec, resources, role, pool=pool) for role, spec in specs.items()}

@@ -1,14 +1,25 @@
 """RayPPOTrainer: the same flow, its workers Ray actors on the nodes of a cluster."""
 
-from functools import partial
+import os
 from typing import Any
 
 import ray
 
+from verl.single_controller.placement import ResourcePool
 from verl.single_controller.ray_group import colocate
+from verl.single_controller.ray_placement import START_TIMEOUT, reserve
+from verl.single_controller.worker import WorkerSpec
+from verl.single_controller.worker_group import WorkerGroup
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.roles import roles_of_actor, start_pools
 from verl.trainer.runtime_env import prepare_runtime_env
+
+_ALONE_TIMEOUT = 3.0  # seconds
+_ALONE = (
+    "No cluster was there to join, so Ray was started for this run alone, on this host: start Ray on every node first "
+    "(`ray start`), and name the cluster by RAY_ADDRESS or ray_kwargs.ray_init.address where this host is none of its "
+    "nodes (docs/multinode.md); or lower trainer.nnodes or trainer.n_gpus_per_node"
+)
 
 
 class RayPPOTrainer(PPOTrainer):
@@ -37,13 +48,26 @@ class RayPPOTrainer(PPOTrainer):
     def init_workers(self) -> None:
         config, trainer = self.config, self.config.trainer
         self._started = not ray.is_initialized()
+        can_grow = True
         if self._started:
-            ray.init(**self._ray_init)
+            session = ray.init(**self._ray_init).address_info["session_dir"]
+            can_grow = not session.endswith(f"_{os.getpid()}")  # Ray names a session after the process that started it
         specs = self.worker_specs()
         # this host may have no GPU where the nodes do
         use_gpu = trainer.device == "cuda" or (trainer.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
-        how = {"use_gpu": use_gpu, "timeout": trainer.worker_timeout, "env": trainer.worker_env}
-        self.roles.update(start_pools(self.pools, specs, partial(colocate, **how)))
+        # in this thread, which hears Ctrl-C; a Ray that was started here gives what it has at once, or never
+        reserved = reserve(
+            dict.fromkeys(placed[0][1] for placed in self.pools.values()),
+            use_gpu=use_gpu,
+            timeout=START_TIMEOUT if can_grow else _ALONE_TIMEOUT,
+            advice="" if can_grow else _ALONE,
+        )
+
+        def start(specs: dict[str, WorkerSpec], pool: ResourcePool) -> dict[str, WorkerGroup]:
+            how = {"use_gpu": use_gpu, "timeout": trainer.worker_timeout, "env": trainer.worker_env}
+            return colocate(specs, pool, placement=reserved[pool], **how)
+
+        self.roles.update(start_pools(self.pools, specs, start))
         self.roles.update(dict.fromkeys(roles_of_actor(config), self.roles["actor"]))
 
     def shutdown(self) -> None:

@@ -21,6 +21,7 @@ from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
 from verl.registry import import_module
 from verl.rewards import RewardManager, load_reward_manager
+from verl.rollout.native_model import family_of
 from verl.trainer.launch import Recipe
 from verl.trainer.ppo_flow import needs_critic
 
@@ -70,7 +71,8 @@ def check_folder(path: str) -> None:
 
 
 def check_model_fits(config: tree.Config, tokenizer: Any, dataset: Dataset) -> int:
-    """The model has an embedding for every token that it will be given, and a position for the longest answer.
+    """The model has an embedding for every token that it will be given, and a position for the longest answer; the
+    engine of `rollout.name` generates with it.
 
     Returns the size of its vocabulary. Of a dataset of another class than RLHFDataset the first item is looked at.
     """
@@ -84,6 +86,10 @@ def check_model_fits(config: tree.Config, tokenizer: Any, dataset: Dataset) -> i
         prompt = collate_prompts([dataset[0]]).non_tensor_batch["prompt_ids"][0]
         largest, longest = max(prompt), len(prompt)
     _check_vocabulary(model, tokenizer, largest, hf.vocab_size)
+    if config.actor_rollout_ref.rollout.name == "native":
+        for name in hf.architectures or ():
+            if name.endswith(("ForCausalLM", "LMHeadModel")):  # other heads are left out when it is loaded
+                family_of(name)
     positions = {**hf.to_dict(), **model.override_config}.get("max_position_embeddings")
     answer = config.actor_rollout_ref.rollout.response_length
     if positions is not None and longest + answer > positions:
@@ -251,7 +257,8 @@ def try_rewards(manager: RewardManager, dataset: Dataset, tokenizer: Any, with_m
     """Score two made-up answers to the first row, its ground truth and its prompt: one right, one wrong as a rule.
 
     A reward function that cannot score fails here, not after the model is loaded and the first batch generated.
-    with_model: there will be scores of a reward model; here they are 0.
+    with_model: there will be scores of a reward model. Here they are made up, once 0 and once 1, and rewards that are
+    the same both times bring a warning: the model would be run for nothing.
     """
     item = dataset[0]
     prompts = collate_prompts([item, item]).replace(uid=["trial", "trial"])
@@ -259,10 +266,27 @@ def try_rewards(manager: RewardManager, dataset: Dataset, tokenizer: Any, with_m
     right = tokenizer.encode(truth, add_special_tokens=False) or [tokenizer.eos_token_id]
     prompt_ids = list(prompts.non_tensor_batch["prompt_ids"])
     columns = build_sequences(prompt_ids, [right, prompt_ids[0]], tokenizer.pad_token_id)
-    if with_model:
-        columns["rm_scores"] = torch.zeros(columns["responses"].shape)
+    batch = prompts.union(DataProto.from_dict(columns))
+    if not with_model:
+        _try(manager, batch)
+        return
+    zeros = torch.zeros(columns["responses"].shape)
+    ones = zeros.clone()
+    ones[:, 0] = 1.0
+    first, second = (_try(manager, batch.union(DataProto.from_dict({"rm_scores": made}))) for made in (zeros, ones))
+    if torch.equal(first, second):
+        logger.warning(
+            "THE REWARD MODEL'S SCORE CHANGES NOTHING in a trial of the reward function %s, with scores 0 and 1: "
+            "the function gets it as extra_info['rm_score'], and it is used nowhere else. Let the function read it, "
+            "or leave the function out (then the score is the reward), or set reward.reward_model.enable=false",
+            manager.compute_score.where,
+        )
+
+
+def _try(manager: RewardManager, batch: DataProto) -> torch.Tensor:
+    """The rewards of made-up answers; an error says that they were made up."""
     try:
-        manager(prompts.union(DataProto.from_dict(columns)), return_dict=True)
+        return manager(batch, return_dict=True)["reward_tensor"]
     except Exception as error:
         stack = traceback.extract_tb(error.__cause__.__traceback__) if error.__cause__ else []
         for frame in stack[-1:]:

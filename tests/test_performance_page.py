@@ -1,0 +1,62 @@
+"""docs/performance.md: its tables are the recorded numbers, its settings exist, its commands for any machine run."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl.config import load_config, to_flat_dict
+from verl.config.dialects import RL
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "performance.md").read_text()
+RECORD = json.loads((ROOT / "benchmarks" / "results" / "train_step_gpu.json").read_text())
+COMMANDS = [
+    line.split("#")[0].strip() for block in re.findall(r"```bash\n(.*?)```", PAGE, re.S) for line in block.splitlines()
+]
+
+
+def words(line: dict) -> list[str]:
+    return [
+        f"{line['update_seconds']:.3f}",
+        f"{line['reference_seconds']:.3f}",
+        f"{100 * line['mfu']:.1f} %",
+        f"{line['peak_gib']:.1f}",
+        f"{line['first_update_seconds']:.1f}",
+    ]
+
+
+def test_the_table_has_the_recorded_numbers():
+    for line in RECORD["updates"]:
+        if line["name"] == "rl":
+            row = next(row for row in PAGE.splitlines() if row.startswith(f"| `{line['variant']}`"))
+            assert [cell.strip() for cell in row.split("|")[2:-1]] == words(line)
+        else:
+            assert f"{line['update_seconds']:.3f} s and {line['reference_seconds']:.3f} s" in PAGE
+            assert f"{100 * line['mfu']:.1f} % MFU" in PAGE
+
+
+def test_every_setting_of_the_page_is_a_key_with_that_default():
+    flat = to_flat_dict(load_config())
+    rows = re.findall(r"^\| `((?:actor|model)\.[\w.]+)`(?: \(`([\w.]+)`\))? \| (\w+) \|", PAGE, re.M)
+    assert len(rows) == 5
+    for name, second, default in rows:
+        assert json.dumps(flat[f"actor_rollout_ref.{name}"]).strip('"') == default
+        assert not second or RL.older[f"actor_rollout_ref.{second}"] == f"actor_rollout_ref.{name}"
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "--suite cpu" in c])
+def test_commands_for_any_machine(command):
+    arguments = shlex.split(command)[1:]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments, "--threads", "1"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert any(line.get("update_seconds", line.get("update_actor_seconds", 0)) > 0 for line in lines)
