@@ -47,7 +47,7 @@ def table(runs: list[Curve], task: str) -> str:
             f"{found['first_reward'][0]:.2f} -> {_range(found['last_reward'], '{:.2f}')}",
             _range(found["accuracy"], "{:.2f}"),
             f"{spread(controls[name], lambda c: c.accuracy[-1][1])[0]:.2f}" if name in controls else "",
-            f"{max(curve.cpu_seconds for curve in curves):.0f}",
+            f"{min(curve.cpu_seconds or curve.seconds for curve in curves):.0f}",
             ", ".join(map(str, found["seeds"])),
         ]
         rows.append((needed[0] or math.inf, -found["last_reward"][0], cells))
@@ -57,7 +57,7 @@ def table(runs: list[Curve], task: str) -> str:
         "reward, first and last 10 steps",
         "greedy accuracy",
         "with shuffled rewards",
-        "CPU seconds",
+        "seconds",
         "seeds",
     ]
     lines = [head, ["---"] * len(head), *(cells for *_, cells in sorted(rows))]

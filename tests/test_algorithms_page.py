@@ -34,12 +34,16 @@ def test_every_preset_has_its_line_and_its_paper():
         assert all(paper in cells[3] for paper in cited), name
         assert len(cells) == 5 and cells[1] and cells[2], name
         assert cells[4] == f"[curve](curves/reverse-{name}.png)"
+        assert (CURVES / f"reverse-{name}.png").is_file()
 
 
 def test_every_recipe_has_its_line():
     folders = {re.search(r"\((.*?)\)", cells[0])[1] for cells in rows("Recipes")}
     recipes = {path.parent.name for path in ROOT.glob("recipe/*/*.yaml")}
     assert folders == {f"../recipe/{name}" for name in recipes}
+    for name in recipes:  # and shows its curve
+        (picture,) = re.findall(r"!\[.*?\]\((.*?)\)", (ROOT / "recipe" / name / "README.md").read_text())
+        assert (ROOT / "recipe" / name / picture).is_file()
 
 
 def test_the_figures_are_those_of_the_recorded_runs():

@@ -15,6 +15,8 @@ ADAPTERS = {
     "verl.single_controller.ray_group",
     "verl.trainer.ray_trainer",
     # kernels for a GPU, written in Triton
+    "verl.engines.layer_kernels",
+    "verl.engines.logits_kernels",
     "verl.rollout.kernels",
     "verl.rollout.native_cuda",
     "verl.rollout.native_paged",

@@ -139,7 +139,8 @@ class PPOTrainer(Trainer):
             logger.info("placement: %s", placement_words(self.pools))
         if self.config.trainer.overlap and len(self.pools) == 1:
             logger.warning(
-                "trainer.overlap=true changes nothing here: all roles share their processes; `placement` parts them"
+                "trainer.overlap=true: all roles share their processes, so at most the rewards are computed beside "
+                "their work; `placement` parts them"
             )
         logger.info("flow: %s", " -> ".join(op.name for op in self.pipeline.operators))
 
