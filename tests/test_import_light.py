@@ -13,6 +13,7 @@ OPTIONAL = {"ray", "vllm", "sglang", "megatron", "liger_kernel", "matplotlib", "
 #: modules that are the adapter of an optional package and nothing else
 ADAPTERS = {
     "verl.single_controller.ray_group",
+    "verl.single_controller.ray_placement",
     "verl.trainer.ray_trainer",
     # kernels for a GPU, written in Triton
     "verl.engines.layer_kernels",

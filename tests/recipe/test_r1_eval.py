@@ -350,7 +350,7 @@ def test_bad_settings_end_in_one_message(key, message, answers, capsys):
 
 def test_a_name_without_its_file(answers, capsys):
     assert main([f"data.path={answers}", "custom_reward_function.name=reward_func"]) == 1
-    assert "'reward_func' without custom_reward_function.path" in capsys.readouterr().err
+    assert "'reward_func' without reward.custom_reward_function.path" in capsys.readouterr().err
 
 
 def test_help(capsys):

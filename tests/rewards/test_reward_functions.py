@@ -102,7 +102,7 @@ def test_a_wrong_signature_is_refused_with_both(func):
         ({"path": SAMPLES, "reward_kwargs": {"ground_truth": 1}}, "may not set ground_truth"),
         ({"registered": "acuracy_reward"}, "did you mean 'accuracy_reward'"),
         ({"registered": "gsm8k", "path": SAMPLES}, "give one of them"),
-        ({"name": "my_score"}, "without custom_reward_function.path"),
+        ({"name": "my_score"}, "without reward.custom_reward_function.path"),
         ({"reward_kwargs": {"weight": 1}}, "without a reward function"),
     ],
 )

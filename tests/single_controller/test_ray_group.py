@@ -61,7 +61,7 @@ def test_calls_and_batches_by_reference(one_node):
 @pytest.mark.slow
 def test_what_workers_log_is_seen_once(monkeypatch, capfd):
     monkeypatch.setenv("PYTHONPATH", str(Path(verl.__file__).parents[1]), prepend=os.pathsep)
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=True)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=True, address="local")
     try:
         with colocate({"actor": WorkerSpec((WORKERS, "Talker"))}, ResourcePool("two", (2,)), timeout=60)["actor"]:
             shown, deadline = "", time.monotonic() + 20
