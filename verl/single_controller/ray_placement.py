@@ -12,6 +12,7 @@ from verl.single_controller.placement import ResourcePool
 logger = logging.getLogger("verl.single_controller")
 
 START_TIMEOUT = 300.0  # seconds that the cluster may take to give what a run asks for
+_PATIENCE = 2.0  # seconds that a cluster which has all of it may need
 _SLICE = 0.5  # seconds of one look: Ray does not hear Ctrl-C while it waits
 
 
@@ -51,7 +52,7 @@ def _wait(group: PlacementGroup, wanted: str, name: str, deadline: float, advice
                 f"{time.monotonic() - start:.0f} s; it has {present}, of which {free} are free. "
                 f"{advice or 'Start more nodes, or lower trainer.nnodes or trainer.n_gpus_per_node'}"
             )
-        if present != said:
+        if present != said and time.monotonic() > start + _PATIENCE:
             said = present
             logger.warning("waiting for %s; the cluster has %s, of which %s are free", wanted, present, free)
 
