@@ -1,6 +1,7 @@
 """Worker groups of Ray actors: calls, and batches by reference. What goes wrong is in `test_ray_cluster.py`."""
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -65,10 +66,10 @@ def test_what_workers_log_is_seen_once(monkeypatch, capfd):
     try:
         with colocate({"actor": WorkerSpec((WORKERS, "Talker"))}, ResourcePool("two", (2,)), timeout=60)["actor"]:
             shown, deadline = "", time.monotonic() + 20
-            while "rank 0 is" not in shown and time.monotonic() < deadline:
+            while not ("rank 0 has" in shown and "is short" in shown) and time.monotonic() < deadline:
                 time.sleep(0.2)
                 shown += "".join(capfd.readouterr())
     finally:
         ray.shutdown()
     assert "rank 0 has no value head" in shown and "rank 1 has no value head" not in shown
-    assert "WARNING rank 0 is short of memory" in shown
+    assert re.search(r"WARNING rank \d is short of memory", shown)  # Ray shows lines that are alike once, for a while
