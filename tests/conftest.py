@@ -1,5 +1,7 @@
 """What every test shares: registries are left as they were found."""
 
+import sys
+
 import pytest
 
 from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY
@@ -20,8 +22,12 @@ _REGISTRIES = (
 def registries_as_they_were():
     """What a test registers, itself or by a file that it loads, is gone after it."""
     stores = [registry._entries for registry in _REGISTRIES] + [RULES_BY_DATA_SOURCE]
-    before = [dict(store) for store in stores]
+    before, loaded = [dict(store) for store in stores], set(sys.modules)
     yield
+    # a file that is loaded again must register again
+    for name in set(sys.modules) - loaded:
+        if name.startswith("verl_user_"):
+            del sys.modules[name]
     for store, entries in zip(stores, before):
         store.clear()
         store.update(entries)

@@ -210,4 +210,5 @@ def test_modes_follow_the_findings(tmp_path, monkeypatch):
     assert modes["Ray, one or many hosts"] == "needs Ray"
     assert modes["rollout.name=sglang"] == "not built in this version"
     broken = possible_modes([*checks, Check("torch", FAULT, "", required=True)])
-    assert set(broken.values()) == {"torch first"}
+    assert set(broken.values()) == {"torch first", "not built in this version"}
+    assert broken["rollout.name=vllm"] == "torch first" and broken["rollout.name=sglang"] == "not built in this version"
