@@ -18,16 +18,18 @@ _REGISTRIES = (
 )
 
 
+STORES = [registry._entries for registry in _REGISTRIES] + [RULES_BY_DATA_SOURCE]
+
+
 @pytest.fixture(autouse=True)
 def registries_as_they_were():
     """What a test registers, itself or by a file that it loads, is gone after it."""
-    stores = [registry._entries for registry in _REGISTRIES] + [RULES_BY_DATA_SOURCE]
-    before, loaded = [dict(store) for store in stores], set(sys.modules)
+    before, loaded = [dict(store) for store in STORES], set(sys.modules)
     yield
     # a file that is loaded again must register again
     for name in set(sys.modules) - loaded:
         if name.startswith("verl_user_"):
             del sys.modules[name]
-    for store, entries in zip(stores, before):
+    for store, entries in zip(STORES, before):
         store.clear()
         store.update(entries)

@@ -16,10 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import STORES
 from tests.trainer.conftest import make_tiny, run_settings
-from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY
-from verl.algorithms.policy_losses import POLICY_LOSS_REGISTRY
-from verl.rewards import REWARD_FUNCTION_REGISTRY, REWARD_MANAGER_REGISTRY, RULES_BY_DATA_SOURCE
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("extend_*.md"))
@@ -31,21 +29,7 @@ def tiny(tmp_path_factory):
     return make_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-STORES = [
-    POLICY_LOSS_REGISTRY._entries,
-    ADV_ESTIMATOR_REGISTRY._entries,
-    REWARD_FUNCTION_REGISTRY._entries,
-    REWARD_MANAGER_REGISTRY._entries,
-    RULES_BY_DATA_SOURCE,
-]
 BUILT_IN = [dict(store) for store in STORES]
-
-
-@pytest.fixture(autouse=True)
-def registries_as_they_were():
-    """What a page registers is gone after its test."""
-    yield
-    forget()
 
 
 def forget() -> None:

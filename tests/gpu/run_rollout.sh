@@ -4,21 +4,9 @@
 # settings), "full" (about 10, all of them) or "against" (10, beside vLLM and transformers; both must be installed).
 #
 #     tests/gpu/run_rollout.sh results short
-set -u
 cd "$(dirname "$0")/../.."
-out=${1:?folder for the results}
+. tests/gpu/parts.sh
 mode=${2:-full}
-mkdir -p "$out"
-export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTHONPATH=".${PYTHONPATH:+:$PYTHONPATH}"
-codes=()
-
-part() { # seconds at most, name, command: its output is shown and kept in $out/name.log
-    local limit=$1 name=$2 start=$SECONDS
-    shift 2
-    echo "=== $name"
-    timeout -k 5 "$limit" "$@" 2>&1 | tee "$out/$name.log"
-    codes+=("$name: exit ${PIPESTATUS[0]}, $((SECONDS - start)) s")
-}
 
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,memory.used --format=csv,noheader
 # most of the time of the tests goes into compiling kernels

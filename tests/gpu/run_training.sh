@@ -4,21 +4,9 @@
 # "full" (about 9).
 #
 #     tests/gpu/run_training.sh results short
-set -u
 cd "$(dirname "$0")/../.."
-out=${1:?folder for the results}
+. tests/gpu/parts.sh
 mode=${2:-full}
-mkdir -p "$out"
-export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTHONPATH=".${PYTHONPATH:+:$PYTHONPATH}"
-codes=()
-
-part() { # seconds at most, name, command: its output is shown and kept in $out/name.log
-    local limit=$1 name=$2 start=$SECONDS
-    shift 2
-    echo "=== $name"
-    timeout -k 5 "$limit" "$@" 2>&1 | tee "$out/$name.log"
-    codes+=("$name: exit ${PIPESTATUS[0]}, $((SECONDS - start)) s")
-}
 
 step() { # seconds at most, name, arguments of the benchmark
     local limit=$1 name=$2

@@ -29,8 +29,6 @@ class LocalPPOTrainer(PPOTrainer):
 
     def init_workers(self) -> None:
         config, trainer = self.config, self.config.trainer
-        specs = self.worker_specs()
-
         def start(roles: dict[str, WorkerSpec], pool: ResourcePool) -> dict[str, LocalWorkerGroup]:
             # one process for everything is this one; several, or several pools, are processes of their own
             apart = pool.world_size > 1 or len(self.pools) > 1 or bool(trainer.worker_env)
@@ -38,5 +36,5 @@ class LocalPPOTrainer(PPOTrainer):
             where = {"timeout": trainer.worker_timeout, "devices": devices, "env": trainer.worker_env, "apart": apart}
             return colocate(roles, pool.world_size, **where)
 
-        self.roles.update(start_pools(self.pools, specs, start))
+        self.roles.update(start_pools(self.pools, self.specs, start))
         self.roles.update(dict.fromkeys(roles_of_actor(config), self.roles["actor"]))

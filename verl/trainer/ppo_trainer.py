@@ -100,7 +100,8 @@ class PPOTrainer(Trainer):
         super().__init__(config, source, tokenizer)
         if config.trainer.overlap:
             self.pipeline.place_of = self.processes_of
-        self.pools = pools_of(config, list(self.worker_specs()))
+        self.specs = self.worker_specs()
+        self.pools = pools_of(config, list(self.specs))
         self.validation = build_validation_flow(config, self.roles, self.reward_manager).compile(
             inputs=("prompt_ids", "uid", "data_source", "reward_model")
         )

@@ -52,7 +52,6 @@ class RayPPOTrainer(PPOTrainer):
         if self._started:
             session = ray.init(**self._ray_init).address_info["session_dir"]
             can_grow = not session.endswith(f"_{os.getpid()}")  # Ray names a session after the process that started it
-        specs = self.worker_specs()
         # this host may have no GPU where the nodes do
         use_gpu = trainer.device == "cuda" or (trainer.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
         # in this thread, which hears Ctrl-C; a Ray that was started here gives what it has at once, or never
@@ -67,7 +66,7 @@ class RayPPOTrainer(PPOTrainer):
             how = {"use_gpu": use_gpu, "timeout": trainer.worker_timeout, "env": trainer.worker_env}
             return colocate(specs, pool, placement=reserved[pool], **how)
 
-        self.roles.update(start_pools(self.pools, specs, start))
+        self.roles.update(start_pools(self.pools, self.specs, start))
         self.roles.update(dict.fromkeys(roles_of_actor(config), self.roles["actor"]))
 
     def shutdown(self) -> None:

@@ -16,13 +16,14 @@ from verl.rollout.base import Generation, RolloutEngine, SamplingParams
 from verl.rollout.stopping import StopStrings
 from verl.single_controller import Coordinates, Dispatch, register
 from verl.utils.device import peak_memory
-from verl.utils.rng import fork_seed
 from verl.workers.build import (
     make_engine,
     make_rollout,
     micro_batching,
     model_config,
     optimizer_config,
+    sample_ids,
+    sampling_in_mode,
     sampling_params,
 )
 from verl.workers.engine_worker import EngineWorker
@@ -52,10 +53,8 @@ class ActorRolloutWorker(EngineWorker):
         self.config = config
         self.checkpoint = config.actor.checkpoint
         self.correction = correction
-        self.response_length = response_length
+        self.sampling = sampling_params(config.rollout, response_length, stop_token_ids, stop)
         self.pad_token_id = pad_token_id
-        self.stop_token_ids = stop_token_ids
-        self.stop = stop
         for address in imports:
             import_module(address)
         section = config.actor.fsdp_config
@@ -80,12 +79,8 @@ class ActorRolloutWorker(EngineWorker):
         meta_info["sampling"]: "train", "greedy" or "validate".
         """
         prompts = list(batch.non_tensor_batch["prompt_ids"])
-        rows = zip(batch.non_tensor_batch["uid"], batch.non_tensor_batch["sample_index"])
-        sample_ids = [fork_seed(str(uid), int(index)) for uid, index in rows]
-        params = sampling_params(
-            self.config.rollout, self.response_length, self.stop_token_ids, batch.meta_info["sampling"], self.stop
-        )
-        answers = self._generate(prompts, params, sample_ids)
+        params = sampling_in_mode(self.sampling, batch.meta_info["sampling"], self.config.rollout.val_kwargs)
+        answers = self._generate(prompts, params, sample_ids(batch))
         # the ranks' columns are joined, so they agree on the widths
         widest = [float(max(map(len, prompts))), float(max(len(a.token_ids) for a in answers))]
         prompt_width, response_width = (int(width) for width in self.engine.max_over_ranks(widest))
@@ -106,13 +101,13 @@ class ActorRolloutWorker(EngineWorker):
         }
         return DataProto.from_dict({**columns, "rollout_log_probs": log_probs}, meta_info={"metrics": metrics})
 
-    def _generate(self, prompts: list[list[int]], params: SamplingParams, sample_ids: list[int]) -> list[Generation]:
+    def _generate(self, prompts: list[list[int]], params: SamplingParams, ids: list[int]) -> list[Generation]:
         """With the weights of now, and their memory given back where rollout.free_cache_engine says so."""
         self.rollout.wake()
         if self.rollout.copies_weights:
             self.rollout.load_weights(self.engine.weights(), self.version)
         with nullcontext() if self.rollout.copies_weights else self.engine.loaded():
-            answers = self.rollout.generate(prompts, params, sample_ids)
+            answers = self.rollout.generate(prompts, params, ids)
         if self.config.rollout.free_cache_engine:
             self.rollout.sleep()
         return answers

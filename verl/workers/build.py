@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from verl.config import tree_model, tree_rollout
+from verl.config import tree_model, tree_offline, tree_rollout
 from verl.engines.base import MicroBatching, OptimizerConfig
 from verl.engines.fsdp import FSDPEngine, ShardingConfig
 from verl.engines.hf import HFEngine
@@ -15,12 +15,14 @@ from verl.engines.layers import Kernels
 from verl.engines.lora import LoraConfig
 from verl.engines.model import ModelConfig, empty_module
 from verl.engines.offload import OffloadConfig
+from verl.protocol import DataProto
 from verl.rollout.base import RolloutEngine, SamplingParams
 from verl.rollout.hf import HFRollout
 from verl.rollout.native import NativeRollout
 from verl.rollout.replica import ReplicaRollout
 from verl.rollout.stopping import StopStrings
 from verl.utils.device import resolve_device, resolve_dtype
+from verl.utils.rng import fork_seed
 
 logger = logging.getLogger("verl.workers")
 
@@ -202,30 +204,44 @@ def micro_batching(rows: int | None, dynamic: bool, tokens: int | None) -> Micro
 
 
 def sampling_params(
-    rollout: tree_rollout.RolloutConfig,
+    rollout: tree_rollout.RolloutConfig | tree_offline.GenerationRolloutConfig,
     response_length: int,
     stop_token_ids: tuple[int, ...],
-    mode: str,
     stop: StopStrings | None = None,
 ) -> SamplingParams:
-    """mode: "train", "greedy" (the same limits, no randomness) or "validate" (rollout.val_kwargs)."""
-    val = rollout.val_kwargs
-    temperature, top_k, top_p = {
-        "train": (rollout.temperature, rollout.top_k, rollout.top_p),
-        "greedy": (0.0, -1, 1.0),
-        "validate": (val.temperature if val.do_sample else 0.0, val.top_k, val.top_p),
-    }[mode]
+    """A section on sampling as a rollout engine reads it."""
     return SamplingParams(
         max_tokens=response_length,
         stop_token_ids=stop_token_ids,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=rollout.min_p if mode == "train" else 0.0,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
         seed=rollout.seed,
         ignore_eos=rollout.ignore_eos,
         stop=stop,
     )
+
+
+def sampling_in_mode(params: SamplingParams, mode: str, val: tree_rollout.ValSamplingConfig) -> SamplingParams:
+    """mode: "train", "greedy" (the same limits, no randomness) or "validate" (as rollout.val_kwargs says)."""
+    changes: dict[str, Any] = {
+        "train": {},
+        "greedy": {"temperature": 0.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0},
+        "validate": {
+            "temperature": val.temperature if val.do_sample else 0.0,
+            "top_k": val.top_k,
+            "top_p": val.top_p,
+            "min_p": 0.0,
+        },
+    }[mode]
+    return dataclasses.replace(params, **changes)
+
+
+def sample_ids(batch: DataProto) -> list[int]:
+    """What the random numbers of each row are drawn by: its prompt and which sample of it, and nothing else."""
+    rows = zip(batch.non_tensor_batch["uid"], batch.non_tensor_batch["sample_index"])
+    return [fork_seed(str(uid), int(index)) for uid, index in rows]
 
 
 def _check_hub(name: str) -> None:

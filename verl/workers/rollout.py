@@ -10,12 +10,11 @@ from verl.engines.lora import merge_adapters
 from verl.engines.model import ModelConfig, load_module
 from verl.protocol import DataProto
 from verl.registry import import_module
-from verl.rollout.base import RolloutEngine, SamplingParams
+from verl.rollout.base import RolloutEngine
 from verl.rollout.stopping import StopStrings
 from verl.single_controller import Dispatch, Worker, register
 from verl.utils.device import resolve_device, resolve_dtype
-from verl.utils.rng import fork_seed
-from verl.workers.build import lora_config, rollout_on
+from verl.workers.build import lora_config, rollout_on, sample_ids, sampling_params
 
 
 class RolloutWorker(Worker):
@@ -57,17 +56,7 @@ class RolloutWorker(Worker):
         if lora is not None:
             module = merge_adapters(module)
         self.engine: RolloutEngine = rollout_on(module, dtype, rollout, pad_token_id)
-        self.params = SamplingParams(
-            max_tokens=rollout.response_length,
-            stop_token_ids=stop_token_ids,
-            temperature=rollout.temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
-            min_p=rollout.min_p,
-            seed=rollout.seed,
-            ignore_eos=rollout.ignore_eos,
-            stop=stop,
-        )
+        self.params = sampling_params(rollout, rollout.response_length, stop_token_ids, stop)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_responses(self, batch: DataProto) -> DataProto:
@@ -76,9 +65,7 @@ class RolloutWorker(Worker):
         Reads the columns prompt_ids, uid and sample_index (which sample of its prompt a row is). Gives the columns
         response_ids (int32 arrays, the end token among them) and finish_reason ("stop" or "length").
         """
-        rows = zip(batch.non_tensor_batch["uid"], batch.non_tensor_batch["sample_index"])
-        sample_ids = [fork_seed(str(uid), int(index)) for uid, index in rows]
-        answers = self.engine.generate(list(batch.non_tensor_batch["prompt_ids"]), self.params, sample_ids)
+        answers = self.engine.generate(list(batch.non_tensor_batch["prompt_ids"]), self.params, sample_ids(batch))
         return DataProto.from_dict(
             non_tensors={
                 "response_ids": [np.array(answer.token_ids, dtype=np.int32) for answer in answers],

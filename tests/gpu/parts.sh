@@ -1,0 +1,15 @@
+# Sourced by the scripts beside it, from the root of the project: `part`, and the exit status of each in `codes`.
+# $1: the folder for results, which becomes $out.
+set -u
+out=${1:?folder for the results}
+mkdir -p "$out"
+export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTHONPATH=".${PYTHONPATH:+:$PYTHONPATH}"
+codes=()
+
+part() { # seconds at most, name, command: its output is shown and kept in $out/name.log
+    local limit=$1 name=$2 start=$SECONDS
+    shift 2
+    echo "=== $name"
+    timeout -k 5 "$limit" "$@" 2>&1 | tee "$out/$name.log"
+    codes+=("$name: exit ${PIPESTATUS[0]}, $((SECONDS - start)) s")
+}
