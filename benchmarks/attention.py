@@ -65,7 +65,8 @@ def measure(name: str, rows: int, context: int, options: list[tuple], bytes_per_
     floor = rows * context * 2 * decoder.kv_heads * decoder.head_dim * 2 / bytes_per_second * 1e6
     lines = []
     for warps, stages, pages_at_once, programs in options:
-        native_cuda._ATTENTION.update(num_warps=warps, num_stages=stages, ROUND=pages_at_once)
+        launch = {"num_warps": warps, "num_stages": stages, "ROUND": pages_at_once}
+        native_cuda.attention_launch = lambda rows, head_dim, launch=launch: launch
         native_cuda._ENOUGH_PROGRAMS = programs
         took = microseconds(run)
         setting = [name, rows, context, warps, stages, pages_at_once, programs]

@@ -67,7 +67,7 @@ HANDED_ON = ("suite", "steps", "warm-up", "threads", "trl-rows")
 
 def even_digits(answer: str) -> float:
     """The reward: the share of even digits among the characters of an answer."""
-    return sum(character in "02468" for character in answer) / max(1, len(answer))
+    return sum(map(answer.count, "02468")) / max(1, len(answer))
 
 
 # ------------------------------------------------------------------------------------------- what both read: made once

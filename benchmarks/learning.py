@@ -2,12 +2,16 @@
 
     python benchmarks/learning.py --task reverse --algorithm grpo dapo --seeds 1 2 3 --out outputs/learning
 
+(benchmarks/learning_pool.py does many of them at a time.)
+
 All runs of a task start from one tiny model, taught the form of the task by imitation (examples/quickstart). A seed is
 that of the prompts, of their order and of sampling, the same for all algorithms. 64 prompts x 8 answers a step, lr
-3e-4, two updates a step, right is 1 and wrong is 0, no KL. `reward` is the mean reward of all sampled answers of a
-step; `responses` are all that were generated for training, those that were filtered out and greedy baselines too;
-`accuracy` is greedy, on 500 unseen prompts, every 10 steps. The threshold is reached when the mean of ten rewards is.
-`cpu_seconds` do not depend on what else the machine does, `seconds` do.
+3e-4, two updates a step (one where the method has no clip, and says so), right is 1 and wrong is 0, no KL. `reward` is
+the mean reward of all sampled answers of a step; `responses` are all that were generated for training, those that were
+filtered out and greedy baselines too; `accuracy` is greedy, on 500 unseen prompts, every 10 steps; `sampled` is every
+100 steps, of 8 answers to each of them: the share that is right, and that of prompts with one right among the 8
+(pass@8). `entropy` is that of the policy before the update, where the flow computes it. The threshold is reached when
+the mean of ten rewards is. `cpu_seconds` do not depend on what else the machine does, `seconds` do.
 
 --shuffle-rewards is the control: nothing can be learnt. OUT/runs.jsonl collects the lines of all runs, and what stands
 there is not run again; OUT/<task>-<algorithm>[-shuffled].png shows the curves.
@@ -21,7 +25,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -34,17 +38,19 @@ from recipe.dapo import LocalDAPOTrainer
 from recipe.dpo import LocalDPOTrainer
 from recipe.prime import LocalPRIMETrainer
 from verl.algorithms.presets import PRESETS
+from verl.dataflow import Operator, Pipeline
 from verl.trainer.base import StepReport
 from verl.trainer.dynamic_sampling import PromptQueue
 from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.trainer.ppo_flow import build_validation_flow, generate, repeat
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.utils.curves import WINDOW, moving_mean
 
-TEST_FREQ = 10
+TEST_FREQ, SAMPLED_FREQ = 10, 100
 PROMPTS, ANSWERS = 64, 8
 START_SEED = 1
 #: the mean reward that responses are counted to, and the steps of a run
-THRESHOLD = {"reverse": 0.85, "sort": 0.6, "countdown3": 0.55, "digit": 0.8}
+THRESHOLD = {"reverse": 0.85, "sort": 0.6, "countdown3": 0.55, "digit": 0.6}
 STEPS = {"reverse": 100, "sort": 100, "countdown3": 300, "digit": 100}
 
 
@@ -58,26 +64,36 @@ class Method:
 
 _GRPO, _CORRECTION = "algorithm.adv_estimator=grpo", "algorithm.rollout_correction"
 _LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+#: for what is exactly on-policy: no clip holds a second update back
+_ONE_UPDATE = f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}"
+#: a task that has been learnt is no error here
+_GO_ON = "algorithm.filter_groups.at_limit=fill"
+_FILTER_ACC = "algorithm.filter_groups.metric=acc"
 _SPPO = ("algorithm.adv_estimator=sppo", f"{_LOSS}=sppo")
 _PRIME = ("prime.optim.lr=3e-4", "prime.ppo_mini_batch_size=32", f"actor_rollout_ref.rollout.n={ANSWERS}")
 _ALL = "prime.filter.enable=false"
 _LESS = "algorithm.reward_dpo_coef=1"
 RECIPES: dict[str, Method] = {
-    "dapo": Method(LocalDAPOTrainer, ("reward.reward_kwargs.overlong_buffer.enable=false",)),
+    "dapo": Method(LocalDAPOTrainer, ("reward.reward_kwargs.overlong_buffer.enable=false", _GO_ON)),
     "prime": Method(LocalPRIMETrainer, (*_PRIME, _ALL, _LESS)),
     "prime_equal_weights": Method(LocalPRIMETrainer, (*_PRIME, _ALL)),
     "prime_outcome_only": Method(LocalPRIMETrainer, (*_PRIME, _ALL, "algorithm.reward_dpo_coef=0")),
     "prime_filtered": Method(LocalPRIMETrainer, (*_PRIME, _LESS)),
-    "online_dpo": Method(LocalDPOTrainer),
+    "online_dpo": Method(LocalDPOTrainer, (_ONE_UPDATE, "algorithm.filter_groups.enable=true", _FILTER_ACC)),
+    "online_dpo_with_ties": Method(LocalDPOTrainer, (_ONE_UPDATE,)),
     "sppo": Method(settings=_SPPO),
+    # one idea on top of grpo
+    "clip_higher": Method(settings=(_GRPO, "actor_rollout_ref.actor.clip_ratio_high=0.28")),
+    "entropy_bonus": Method(settings=(_GRPO, "actor_rollout_ref.actor.entropy_coeff=0.01")),
     # losses without a preset
-    "reinforce": Method(settings=(_GRPO, f"{_LOSS}=reinforce")),
+    "reinforce": Method(settings=(_GRPO, f"{_LOSS}=reinforce", _ONE_UPDATE)),
     "dro": Method(settings=(_GRPO, f"{_LOSS}=dro", "actor_rollout_ref.actor.policy_loss.dro_beta=0.3")),
     "bypass_mode": Method(settings=(_GRPO, f"{_LOSS}=bypass_mode", f"{_CORRECTION}.bypass_mode=true")),
 }
 #: what a preset needs beside its name
 FURTHER: dict[str, tuple[str, ...]] = {
     "ppo": tuple(CRITIC),
+    "gpg": (_ONE_UPDATE,),
     "drgrpo": ("actor_rollout_ref.actor.loss_scale_factor=8",),
     "gdpo": ("algorithm.gdpo_reward_keys=[acc]",),
 }
@@ -92,7 +108,10 @@ def method_of(name: str) -> Method:
 
 @dataclass
 class Curve:
-    """One run. reward, responses: after each step; accuracy: [step, accuracy]; see the top of this file."""
+    """One run. reward, responses, entropy: after each step; accuracy: [step, share]; sampled: [step, mean, pass@8].
+
+    See the top of this file.
+    """
 
     task: str
     algorithm: str
@@ -103,9 +122,11 @@ class Curve:
     accuracy: list[tuple[int, float]] = field(default_factory=list)
     seconds: float = 0.0
     cpu_seconds: float = 0.0
+    entropy: list[float] = field(default_factory=list)
+    sampled: list[tuple[int, float, float]] = field(default_factory=list)
 
     @property
-    def run(self) -> tuple[str, str, int, bool]:
+    def key(self) -> tuple[str, str, int, bool]:
         """What makes it a run of its own."""
         return self.task, self.algorithm, self.seed, self.shuffled
 
@@ -158,6 +179,8 @@ def learn(method: Method, curve: Curve, settings: list[str]) -> None:
     asked = source.size if isinstance(source, PromptQueue) else PROMPTS
     answers = trainer.config.actor_rollout_ref.rollout.n + ("reward_baseline" in operators)
 
+    sampling = sampled_validation(trainer)
+
     def record(report: StepReport) -> None:
         metrics = report.metrics
         prompts = int(metrics.get("filter_groups/prompts", asked))
@@ -166,11 +189,28 @@ def learn(method: Method, curve: Curve, settings: list[str]) -> None:
         curve.reward.append(round(means[0] if means else metrics["critic/score/mean"], 4))
         if report.step % TEST_FREQ == 0 or report.step == report.total_steps:
             curve.accuracy.append((report.step, metrics[f"val-core/{curve.task}/acc/mean@1"]))
+        if "actor/entropy" in metrics:
+            curve.entropy.append(round(metrics["actor/entropy"], 4))
+        if report.step % SAMPLED_FREQ == 0 or report.step == report.total_steps:
+            greedy, trainer.validation = trainer.validation, sampling
+            found = trainer.validate()
+            trainer.validation = greedy
+            mean, best = (found[f"val-core/{curve.task}/acc/{kind}@{ANSWERS}"] for kind in ("mean", "best"))
+            curve.sampled.append((report.step, round(mean, 4), round(best, 4)))
 
     trainer.on_step.append(record)
     trainer.fit()
     curve.seconds = round(time.perf_counter() - start, 1)
     curve.cpu_seconds = round(time.process_time() - cpu_start, 1)
+
+
+def sampled_validation(trainer: PPOTrainer) -> Pipeline:
+    """The validation flow with 8 answers a prompt, drawn as in training."""
+    flow = build_validation_flow(trainer.config, trainer.roles, trainer.reward_manager)
+    gen = flow["gen"]
+    flow.replace("repeat", Operator("repeat", repeat(ANSWERS), reads=("uid",)))
+    flow.replace("gen", Operator("gen", generate(trainer.roles, "train"), reads=gen.reads, writes=gen.writes))
+    return flow.compile(inputs=("prompt_ids", "uid", "data_source", "reward_model"))
 
 
 def start_model(task: str, out: Path) -> Path:
@@ -189,7 +229,7 @@ def spread(curves: list[Curve], of: Callable[[Curve], float | None]) -> list[flo
     """Median, lowest and highest over the seeds. None, which stands for never, is above every number."""
     values = [math.inf if (value := of(curve)) is None else value for curve in curves]
     found = (statistics.median(values), min(values), max(values))
-    return [None if value == math.inf else round(value, 3) for value in found]
+    return [None if value == math.inf else round(value, 4) for value in found]
 
 
 def summary(curves: list[Curve], threshold: float) -> dict[str, object]:
@@ -234,6 +274,18 @@ def read_runs(path: Path) -> list[Curve]:
     return [Curve(**json.loads(line)) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
+def run(curve: Curve, method: Method, out: Path, steps: int, overrides_of_run: Sequence[str]) -> None:
+    """A run from the start model of its task; fills the curve and writes it down in OUT/runs.jsonl."""
+    folder = out / f"{curve.title}-seed{curve.seed}"
+    model = start_model(curve.task, out)
+    data = write_task(curve.task, folder / "data", rows=PROMPTS * steps, seed=curve.seed)
+    settings = overrides(curve.task, model, data, folder, steps, curve.seed)
+    settings.append(f"algorithm.shuffle_rewards={str(curve.shuffled).lower()}")
+    learn(method, curve, [*settings, *method.settings, *overrides_of_run])
+    with (out / "runs.jsonl").open("a") as file:
+        file.write(json.dumps(asdict(curve)) + "\n")
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=sorted(TASKS), default="reverse")
@@ -256,19 +308,11 @@ def main() -> None:
         curves = []
         for seed in args.seeds:
             curve = Curve(args.task, name, seed, args.shuffle_rewards)
-            known = {run.run: run for run in read_runs(args.out / "runs.jsonl")}
-            if curve.run not in known:
-                model = start_model(args.task, args.out)
-                data = write_task(args.task, args.out / f"{args.task}-seed{seed}", rows=PROMPTS * steps, seed=seed)
-                settings = overrides(args.task, model, data, args.out / f"{curve.title}-seed{seed}", steps, seed)
-                settings.append(f"algorithm.shuffle_rewards={str(args.shuffle_rewards).lower()}")
-                method = method_of(name)
-                learn(method, curve, [*settings, *method.settings, *args.override])
-                line = json.dumps(asdict(curve))
-                with (args.out / "runs.jsonl").open("a") as file:
-                    file.write(line + "\n")
-                print(line, flush=True)
-            curves.append(known.get(curve.run, curve))
+            known = {found.key: found for found in read_runs(args.out / "runs.jsonl")}
+            if curve.key not in known:
+                run(curve, method_of(name), args.out, steps, args.override)
+                print(json.dumps(asdict(curve)), flush=True)
+            curves.append(known.get(curve.key, curve))
         print(json.dumps(summary(curves, args.threshold or THRESHOLD[args.task])), flush=True)
         draw(curves, args.out / f"{curves[0].title}.png")
 

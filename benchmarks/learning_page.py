@@ -1,27 +1,35 @@
-"""From the runs of benchmarks/learning.py to docs/algorithms.md: tables of figures, and a picture of each algorithm.
+"""From the runs of benchmarks/learning.py to docs/algorithms.md: tables of figures, and pictures.
 
     python benchmarks/learning_page.py [RUNS ...]
 
 RUNS are files of JSON lines (OUT/runs.jsonl) that are added to benchmarks/results/learning.jsonl first; a run that is
-there already gives way to the newer one. Written are docs/curves/<task>-<algorithm>.png and what stands in the page
-between `<!-- learning: TASK -->` and `<!-- end -->`.
+there already gives way to the newer one. Written are what stands in the page between `<!-- learning: TASK -->` and
+`<!-- end -->`, docs/curves/<task>-<algorithm>.png for the tasks of CURVE_OF_EACH, and docs/curves/<task>.png for the
+others and for countdown3: all algorithms in one picture, the median over their seeds.
 """
 
 import json
 import math
 import re
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import mean, median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.learning import THRESHOLD, Curve, draw, read_runs, spread, summary
+from verl.utils.curves import WINDOW, moving_mean
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "learning.jsonl"
 PAGE = ROOT / "docs" / "algorithms.md"
 CURVES = ROOT / "docs" / "curves"
+CURVE_OF_EACH = ("reverse", "countdown3")
+TOGETHER = ("countdown3", "sort", "digit")
+#: the steps whose sampled answers a table shows
+SHOWN_STEPS = (100, 300)
 _BLOCK = re.compile(r"(<!-- learning: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -34,6 +42,9 @@ def by_algorithm(runs: list[Curve], task: str, shuffled: bool = False) -> dict[s
     return {name: sorted(curves, key=lambda c: c.seed) for name, curves in found.items()}
 
 
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
 def table(runs: list[Curve], task: str) -> str:
     """Markdown: a row for each algorithm, fewest responses to the threshold first."""
     controls, threshold = by_algorithm(runs, task, shuffled=True), THRESHOLD[task]
@@ -42,26 +53,43 @@ def table(runs: list[Curve], task: str) -> str:
         found = summary(curves, threshold)
         needed = found[f"responses_to_{threshold}"]
         cells = [
-            f"[`{name}`](curves/{task}-{name}.png)",
+            f"[`{name}`](curves/{task}-{name}.png)" if task in CURVE_OF_EACH else f"`{name}`",
             _range(needed, "{:,.0f}"),
             f"{found['first_reward'][0]:.2f} -> {_range(found['last_reward'], '{:.2f}')}",
+            _sampled(curves, 1),
+            _sampled(curves, 2),
             _range(found["accuracy"], "{:.2f}"),
+            _range(spread(curves, lambda c: mean(c.entropy[-WINDOW:])), "{:.2f}") if curves[0].entropy else "",
             f"{spread(controls[name], lambda c: c.accuracy[-1][1])[0]:.2f}" if name in controls else "",
-            f"{min(curve.cpu_seconds or curve.seconds for curve in curves):.0f}",
-            ", ".join(map(str, found["seeds"])),
+            f"{len(curves)}",
         ]
         rows.append((needed[0] or math.inf, -found["last_reward"][0], cells))
+    steps = " and ".join(map(str, sorted({step for run in runs if run.task == task for step in _shown(run)})))
     head = [
         "algorithm",
         f"responses to a mean reward of {threshold}",
         "reward, first and last 10 steps",
+        f"sampled accuracy after {steps} steps",
+        "pass@8",
         "greedy accuracy",
+        "entropy, last 10 steps",
         "with shuffled rewards",
-        "seconds",
         "seeds",
     ]
     lines = [head, ["---"] * len(head), *(cells for *_, cells in sorted(rows))]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _shown(curve: Curve) -> list[int]:
+    """The steps of its sampled answers that a table shows."""
+    return [step for step, *_ in curve.sampled if step in SHOWN_STEPS]
+
+
+def _sampled(curves: list[Curve], column: int) -> str:
+    """What was sampled, at each step that is shown: the median, and the range at the last one."""
+    steps = _shown(curves[0])
+    at = [spread(curves, lambda c, step=step: {s: row for s, *row in c.sampled}[step][column - 1]) for step in steps]
+    return ", ".join([*(f"{found[0]:.2f}" for found in at[:-1]), *(_range(found, "{:.2f}") for found in at[-1:])])
 
 
 def _range(found: list[float | None], form: str) -> str:
@@ -75,15 +103,59 @@ def page(text: str, runs: list[Curve]) -> str:
     return _BLOCK.sub(lambda block: block[1] + "\n" + table(runs, block[2]) + "\n" + block[3], text)
 
 
+# ---- pictures -------------------------------------------------------------------------------------------------------
+
+
+def pictures(runs: list[Curve]) -> dict[str, Callable[[Path], None]]:
+    """name of a file -> what draws it."""
+    found: dict[str, Callable[[Path], None]] = {}
+    for task in {run.task for run in runs}:
+        algorithms, controls = by_algorithm(runs, task), by_algorithm(runs, task, shuffled=True)
+        if task in CURVE_OF_EACH:
+            for name, curves in algorithms.items():
+                both = [*curves, *controls.get(name, [])]
+                found[f"{task}-{name}.png"] = lambda path, both=both: draw(both, path)
+        if task in TOGETHER:
+            found[f"{task}.png"] = lambda path, task=task, of=algorithms: draw_together(task, of, path)
+    return found
+
+
+def draw_together(task: str, algorithms: dict[str, list[Curve]], path: Path) -> None:
+    """Reward, greedy accuracy and entropy over steps: a line for each algorithm, the median over its seeds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    panels = figure.subplots(1, 3)
+    for number, (name, curves) in enumerate(sorted(algorithms.items())):
+        look = {"label": name, "color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10]}
+        panels[0].plot(_median([moving_mean(curve.reward) for curve in curves]), **look)
+        steps = [step for step, _ in curves[0].accuracy]
+        panels[1].plot(steps, _median([[share for _, share in curve.accuracy] for curve in curves]), **look)
+        panels[2].plot(_median([moving_mean(curve.entropy) for curve in curves]), **look)
+    for panel, title in zip(panels, (f"{task}: reward, mean of {WINDOW} steps", "greedy accuracy", "entropy")):
+        panel.set_title(title, size=10)
+        panel.set_xlabel("step")
+        panel.grid(alpha=0.25)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
+    figure.savefig(path, dpi=70)
+
+
+def _median(lines: Sequence[Sequence[float]]) -> list[float]:
+    """The median of several lines, point by point."""
+    return [median(values) for values in zip(*lines)]
+
+
 def main() -> None:
-    runs = {run.run: run for path in (RESULTS, *map(Path, sys.argv[1:])) for run in read_runs(path)}
+    runs = {run.key: run for path in (RESULTS, *map(Path, sys.argv[1:])) for run in read_runs(path)}
     RESULTS.write_text("".join(json.dumps(asdict(run)) + "\n" for run in runs.values()))
     PAGE.write_text(page(PAGE.read_text(), list(runs.values())))
     CURVES.mkdir(exist_ok=True)
-    for task in {run.task for run in runs.values()}:
-        controls = by_algorithm(list(runs.values()), task, shuffled=True)
-        for name, curves in by_algorithm(list(runs.values()), task).items():
-            draw([*curves, *controls.get(name, [])], CURVES / f"{task}-{name}.png")
+    drawn = pictures(list(runs.values()))
+    for path in CURVES.iterdir():
+        if path.name not in drawn:
+            path.unlink()
+    for name, draw_to in drawn.items():
+        draw_to(CURVES / name)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python benchmarks/rollout.py --engines native,hf                       # this machine's CPU: three small models
     python benchmarks/rollout.py --engines native,hf --suite h200          # one GPU: 0.5B to 7B
     python benchmarks/rollout.py --engines native,vllm --suite vllm --shape 0.5B
+    python benchmarks/rollout.py --engines native,hf,vllm --vllm-python PYTHON --threads 2
     python benchmarks/rollout.py --shape 0.5B --rows 256 --prompt 128 --new 256 --lengths lognormal --samples 8
 
 Weights are random; every engine has the same ones, the same prompts and the same number of tokens to make for each row
@@ -10,12 +11,18 @@ Weights are random; every engine has the same ones, the same prompts and the sam
 ratio is the median over turns. Prefill is included. `floor` is what the device would need for the same work if it only
 read each weight once a step and every key and value once, or only did the arithmetic, whichever takes longer, at the
 speeds of copying and of matrix products measured in the same run.
+
+With --vllm-python, vLLM runs in a process of that interpreter (an environment that has it, where ours has none), which
+waits while the others have their turns. On a CPU it runs as its fastest recipe is: without graphs and compilation, in
+that one process, with all threads.
 """
 
 import argparse
 import json
+import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -55,6 +62,15 @@ SHAPES = {
     "0.5B": shape(896, 4864, 24, 14, 2, 151936),  # of Qwen2.5
     "1.5B": shape(1536, 8960, 28, 12, 2, 151936),
     "7B": shape(3584, 18944, 28, 28, 4, 152064, tied=False),
+}
+
+
+#: settings of vLLM's build for a CPU with which small models are fastest
+VLLM_ON_CPU = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
 }
 
 
@@ -138,6 +154,8 @@ def transformers_generate(module: torch.nn.Module, work: Work, longest: int, **o
 def vllm_server(config: str, dtype: str, longest: int) -> Any:
     """One for all settings of a model: it takes minutes to start. Its weights are of its own making: the speed is that
     of any weights."""
+    on_cpu = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 28}
+    os.environ.update({} if torch.cuda.is_available() else VLLM_ON_CPU)
     from vllm import LLM
 
     folder = Path(tempfile.mkdtemp())
@@ -149,7 +167,7 @@ def vllm_server(config: str, dtype: str, longest: int) -> Any:
         dtype=dtype,
         max_model_len=longest,
         max_num_seqs=1024,
-        gpu_memory_utilization=0.6,
+        **({"gpu_memory_utilization": 0.6} if torch.cuda.is_available() else on_cpu),
     )
 
 
@@ -171,12 +189,56 @@ def vllm(module: torch.nn.Module, work: Work, longest: int) -> Engine:
     return run
 
 
+class Elsewhere:
+    """An engine in a process of another interpreter, which has its turn when it is called."""
+
+    def __init__(self, python: str, name: str, work: Work, args: argparse.Namespace, longest: int):
+        command = [python, str(Path(__file__).resolve()), "--serve", name, "--longest", str(longest)]
+        for option in ("shape", "top_p", "device", "dtype", "threads"):
+            value = getattr(args, option) if option in ("device", "dtype", "threads") else getattr(work, option)
+            command += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.versions: dict[str, str] = json.loads(self.process.stdout.readline())
+
+    def __call__(self, prompts: list[list[int]], limits: list[int], seed: int) -> None:
+        self.process.stdin.write(json.dumps([prompts, limits, seed]) + "\n")
+        self.process.stdin.flush()
+        if not self.process.stdout.readline():
+            raise RuntimeError(f"the process of another engine has ended with {self.process.wait()}; see its output")
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def serve(args: argparse.Namespace) -> None:
+    """The other side of `Elsewhere`."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes to stderr
+    work = Work(args.shape, 1, 1, 1, top_p=args.top_p)
+    run = ENGINES[args.serve](make_module(work, args), work, args.longest)
+    out.write(json.dumps(versions()) + "\n")
+    out.flush()
+    for line in sys.stdin:
+        run(*json.loads(line))
+        out.write("done\n")
+        out.flush()
+
+
 ENGINES: dict[str, Callable[[torch.nn.Module, Work, int], Engine]] = {
     "native": native,
     "hf": transformers_generate,
     "hf-static": partial(transformers_generate, cache_implementation="static"),
     "vllm": vllm,
 }
+
+
+def make_module(work: Work, args: argparse.Namespace) -> torch.nn.Module:
+    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    torch.manual_seed(0)
+    with device:
+        config = Qwen2Config(**SHAPES[work.shape], dtype=dtype)
+        return Qwen2ForCausalLM._from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
 
 
 def wait(device: torch.device) -> None:
@@ -240,13 +302,12 @@ def versions() -> dict[str, str]:
 
 def measure(work: Work, names: Sequence[str], args: argparse.Namespace, speed: Speed, longest: int) -> list[dict]:
     """longest: prompt plus answer of any setting of this model."""
-    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
-    torch.manual_seed(0)
-    with device:
-        config = Qwen2Config(**SHAPES[work.shape], dtype=dtype)
-        module = Qwen2ForCausalLM._from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+    device, module = torch.device(args.device), make_module(work, args)
     prompts, limits = work.prompts(), work.limits()
-    engines = {name: ENGINES[name](module, work, longest) for name in names}
+    engines: dict[str, Engine] = {}
+    for name in names:
+        away = name == "vllm" and args.vllm_python
+        engines[name] = Elsewhere(away, name, work, args, longest) if away else ENGINES[name](module, work, longest)
     first = {name: seconds_of(lambda e=e: e(prompts, limits, 0), device) for name, e in engines.items()}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     # processor time says less than a clock on the wall, and more on a machine that is shared
@@ -274,10 +335,13 @@ def measure(work: Work, names: Sequence[str], args: argparse.Namespace, speed: S
                 "native_is_faster": faster(seconds[name], seconds["native"]) if "native" in names else None,
                 "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu x {torch.get_num_threads()}",
                 "dtype": args.dtype,
-                "versions": versions(),
-                "command": " ".join(["python", *sys.argv]),
+                "versions": engines[name].versions if isinstance(engines[name], Elsewhere) else versions(),
+                "command": " ".join(["python", *("PYTHON" if w == args.vllm_python else w for w in sys.argv)]),
             }
         )
+    for engine in engines.values():
+        if isinstance(engine, Elsewhere):
+            engine.close()
     if device.type == "cuda":
         del engines, module
         torch.cuda.empty_cache()
@@ -354,13 +418,23 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cpu-time", action="store_true", help="seconds of processor time, all threads together")
     parser.add_argument("--profile", action="store_true", help="print where the time goes, too")
     parser.add_argument("--out", type=Path, help="also append the lines to this file")
-    return parser.parse_args()
+    parser.add_argument("--vllm-python", help="an interpreter that has vLLM, where this one has none")
+    parser.add_argument("--serve", choices=ENGINES, help=argparse.SUPPRESS)
+    parser.add_argument("--longest", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.vllm_python and args.cpu_time:
+        parser.error("--cpu-time counts the time of this process; vLLM's is another one: leave one of the two out")
+    return args
 
 
 def main() -> None:
     args = parse()
     if args.threads:
+        os.environ["OMP_NUM_THREADS"] = str(args.threads)  # of other processes
         torch.set_num_threads(args.threads)
+    if args.serve:
+        serve(args)
+        return
     one = Work(args.shape, args.rows, args.prompt, args.new, args.samples, args.lengths, args.top_p)
     works = SUITES[args.suite or ("h200" if args.device == "cuda" else "cpu")]
     if args.shape:

@@ -4,8 +4,9 @@
     python benchmarks/train_step.py --suite rl --variants plain,fused --profile
     python benchmarks/train_step.py --suite cpu             # any machine, tiny
 
-`rl`: 512 answers of 128 + 512 tokens at the shape of Qwen2.5-0.5B: the update (policy loss with KL, entropy not in the
-loss; one optimizer step) and the pass of the reference. `16k`, `long`: such rows at the shapes of Qwen3.
+`rl`: 512 answers of 128 + 512 tokens at the shape of Qwen2.5-0.5B, 8 to a prompt and then each to its own: the update
+(policy loss with KL, entropy not in the loss; one optimizer step) and the pass of the reference. `16k`, `long`: such
+rows at the shapes of Qwen3.
 Weights are random. Variants: `transformers` (the model as it comes, padded batches through SDPA, log-probs in chunks of
 float32 logits that are computed again in the backward pass), and the engine with each of its `kernels`.
 
@@ -19,6 +20,7 @@ import gc
 import json
 import math
 import platform
+import re
 import statistics
 import sys
 import tempfile
@@ -70,7 +72,10 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Work:
-    """rows of prompt + response tokens; micro: tokens of a micro-batch; checkpointing: activations computed again."""
+    """rows of prompt + response tokens, `samples` of them to each prompt; micro: tokens of a micro-batch.
+
+    checkpointing: activations computed again.
+    """
 
     name: str
     shape: str
@@ -79,27 +84,31 @@ class Work:
     response: int
     micro: int
     checkpointing: bool = False
+    samples: int = 1
 
     @property
     def tokens(self) -> int:
         return self.rows * (self.prompt + self.response)
 
     def flops(self) -> float:
-        """Of a forward pass over all rows; the last projection only where a response token is predicted."""
+        """Of a forward pass; a prompt counts once, and the last projection where a response token is predicted."""
         s = SHAPES[self.shape]
         hidden, heads = s["hidden_size"], s["num_attention_heads"] * s["head_dim"]
         keys = s["num_key_value_heads"] * s["head_dim"]
         weights = s["num_hidden_layers"] * (hidden * (2 * heads + 2 * keys) + 3 * hidden * s["intermediate_size"])
-        length = self.prompt + self.response
-        attention = s["num_hidden_layers"] * 4 * heads * length * (length + 1) / 2
-        head = 2 * hidden * s["vocab_size"] * self.rows * self.response
-        return 2 * weights * self.tokens + attention * self.rows + head
+        prompts, answer_tokens = self.rows // self.samples, self.rows * self.response
+        pairs = prompts * self.prompt * (self.prompt + 1) / 2
+        pairs += answer_tokens * (self.prompt + (self.response + 1) / 2)
+        attention = s["num_hidden_layers"] * 4 * heads * pairs
+        head = 2 * hidden * s["vocab_size"] * answer_tokens
+        return 2 * weights * (prompts * self.prompt + answer_tokens) + attention + head
 
     def batch(self) -> DataProto:
         generator = torch.Generator().manual_seed(1)
         vocabulary = SHAPES[self.shape]["vocab_size"]
         ids = torch.randint(vocabulary, (self.rows, self.prompt + self.response), generator=generator).tolist()
-        columns = build_sequences([r[: self.prompt] for r in ids], [r[self.prompt :] for r in ids], pad_token_id=0)
+        prompts = [ids[i - i % self.samples][: self.prompt] for i in range(self.rows)]
+        columns = build_sequences(prompts, [r[self.prompt :] for r in ids], pad_token_id=0)
         answered = columns["responses"].shape
         for name in ("old_log_probs", "ref_log_prob"):
             columns[name] = torch.full(answered, -math.log(vocabulary))  # about what random weights give
@@ -109,7 +118,7 @@ class Work:
 
 WORKS = {
     "cpu": [Work("rl", "0.43M", 128, 16, 64, 16384)],
-    "rl": [Work("rl", "0.5B", 512, 128, 512, 16384)],
+    "rl": [Work("rl", "0.5B", 512, 128, 512, 16384, samples=8), Work("rl", "0.5B", 512, 128, 512, 16384)],
     "16k": [Work("16k", "0.6B", 8, 512, 15872, 16384)],
     "long": [
         Work("64k", "0.6B", 2, 512, 65024, 65536, checkpointing=True),
@@ -118,6 +127,24 @@ WORKS = {
     ],
 }
 SETTINGS = {"clip_ratio": 0.2, "entropy_coeff": 0.0, "use_kl_loss": True, "kl_loss_coef": 1e-3, "kl_loss_type": "k3"}
+
+
+#: class of kernel -> what its names contain; the first that fits
+KERNEL_CLASSES = {
+    "attention": "flash|fmha|sdpa|cudnn",
+    "products": "nvjet|gemm|gemv|xmma|cutlass|splitK",
+    "sums and norms": "_norm_(gradient_)?kernel",
+    "SwiGLU": "_swiglu",
+    "rotary embedding": "_rotary",
+    "logits": "_statistics_kernel|^_gradient_kernel",
+    "optimizer": "multi_tensor",
+    "reductions": "reduce_kernel|ReduceOp",
+    "index, sort, embedding": "index|sort|embedding|scatter|gather|scan|Radix|select|Merge|unique|cub",
+    "casts and copies": "copy|Memcpy|CatArray",
+    "memset, fill": "Memset|Fill",
+    "other element-wise": "elementwise",
+    "rest": "",
+}
 
 
 class Engine:
@@ -241,8 +268,11 @@ def measure(work: Work, variant: str, args: argparse.Namespace, flops: float) ->
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
     built.reference(batch)
     passes = [seconds_of(lambda: built.reference(batch), device) for _ in range(args.repeats)]
+    busy: dict[str, float | None] = dict.fromkeys(("update", "reference"))
     if args.profile:
-        print(profile(built, batch, device), flush=True)
+        for name, call in (("update", built.update), ("reference", built.reference)):
+            found, busy[name] = profile(lambda call=call: call(batch), device)
+            print(f"{work.name} {variant}: {name}", found, sep="\n", flush=True)
     update, reference = (statistics.median(s for s, _ in found) for found in (updates, passes))
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu x {torch.get_num_threads()}"
     rate = DATASHEET_TFLOPS.get(name)
@@ -252,6 +282,7 @@ def measure(work: Work, variant: str, args: argparse.Namespace, flops: float) ->
         "variant": variant,
         "update_seconds": round(update, 4),
         "reference_seconds": round(reference, 4),
+        **{f"{name}_kernel_seconds": seconds and round(seconds, 4) for name, seconds in busy.items()},
         "tokens_per_second": round(work.tokens / update),
         "update_tflop": round(3 * work.flops() / 1e12, 3),
         "mfu": round(3 * work.flops() / update / rate / 1e12, 4) if rate else None,
@@ -269,15 +300,28 @@ def measure(work: Work, variant: str, args: argparse.Namespace, flops: float) ->
     }
 
 
-def profile(built: Engine | Transformers, batch: DataProto, device: torch.device) -> str:
-    """Where the time of an update goes: the operations or kernels that take most."""
+def profile(call: Callable[[], float], device: torch.device) -> tuple[str, float | None]:
+    """Where the time of a call goes: milliseconds by class of kernel, and the operations or kernels that take most.
+
+    And the seconds of all kernels, which other work on the host does not lengthen.
+    """
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
     with record(activities=[ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU]) as found:
-        built.update(batch)
-    kind = f"self_{device.type}_time_total"
-    return found.key_averages().table(sort_by=kind, row_limit=28, max_name_column_width=70)
+        seconds, _ = seconds_of(call, device)
+    operations = found.key_averages()
+    table = operations.table(sort_by=f"self_{device.type}_time_total", row_limit=45, max_name_column_width=110)
+    if device.type != "cuda":
+        return table, None
+    classes = dict.fromkeys(KERNEL_CLASSES, 0.0)
+    for operation in operations:
+        name = next(name for name, pattern in KERNEL_CLASSES.items() if re.search(pattern, operation.key))
+        classes[name] += operation.self_device_time_total / 1e3
+    lines = [f"{name:>22} {took:9.1f} ms {took / seconds / 10:5.1f} %" for name, took in classes.items()]
+    busy = sum(classes.values())
+    lines.append(f"{'idle':>22} {seconds * 1e3 - busy:9.1f} ms of {seconds * 1e3:.1f}")
+    return "\n".join([*lines, table]), busy / 1e3
 
 
 def free() -> None:
@@ -301,7 +345,18 @@ def parse() -> argparse.Namespace:
 
 
 def table(lines: list[dict]) -> str:
-    names = ["name", "shape", "rows", "prompt", "response", "micro", "variant", "update_seconds", "reference_seconds"]
+    names = [
+        "name",
+        "shape",
+        "rows",
+        "samples",
+        "prompt",
+        "response",
+        "micro",
+        "variant",
+        "update_seconds",
+        "reference_seconds",
+    ]
     names += ["tokens_per_second", "mfu", "reference_mfu", "times_floor", "first_update_seconds", "peak_gib"]
     rows = [names] + [[str(line[name]) for name in names] for line in lines]
     widths = [max(len(row[i]) for row in rows) for i in range(len(names))]

@@ -1,9 +1,10 @@
-"""What every test shares: registries are left as they were found."""
+"""What every test shares: registries are left as they were found; a shell for the commands of a page."""
 
 import sys
 
 import pytest
 
+from tests.pages import Shell
 from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY
 from verl.algorithms.policy_losses import POLICY_LOSS_REGISTRY
 from verl.rewards import REWARD_FUNCTION_REGISTRY, REWARD_MANAGER_REGISTRY, RULES_BY_DATA_SOURCE
@@ -33,3 +34,9 @@ def registries_as_they_were():
     for store, entries in zip(STORES, before):
         store.clear()
         store.update(entries)
+
+
+@pytest.fixture
+def shell(tmp_path, monkeypatch) -> Shell:
+    """Runs the commands of a page in tmp_path, which the test is in from then on."""
+    return Shell(tmp_path, monkeypatch)

@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 from benchmarks.learning import read_runs
-from benchmarks.learning_page import CURVES, RESULTS, page
+from benchmarks.learning_page import CURVES, RESULTS, page, pictures
+from benchmarks.learning_pool import read_plan
 from verl.algorithms.masked import LOSS_AGG_MODES
 from verl.algorithms.policy_losses import POLICY_LOSS_REGISTRY
 from verl.algorithms.presets import PRESET_NOTES, PRESETS
@@ -42,16 +43,20 @@ def test_every_recipe_has_its_line():
     recipes = {path.parent.name for path in ROOT.glob("recipe/*/*.yaml")}
     assert folders == {f"../recipe/{name}" for name in recipes}
     for name in recipes:  # and shows its curve
-        (picture,) = re.findall(r"!\[.*?\]\((.*?)\)", (ROOT / "recipe" / name / "README.md").read_text())
-        assert (ROOT / "recipe" / name / picture).is_file()
+        pictures_of_it = re.findall(r"!\[.*?\]\((.*?)\)", (ROOT / "recipe" / name / "README.md").read_text())
+        assert pictures_of_it and all((ROOT / "recipe" / name / picture).is_file() for picture in pictures_of_it)
 
 
 def test_the_figures_are_those_of_the_recorded_runs():
     """`python benchmarks/learning_page.py` would change nothing."""
     runs = read_runs(RESULTS)
     assert page(PAGE, runs) == PAGE
-    drawn = {f"{run.task}-{run.algorithm}.png" for run in runs if not run.shuffled}
-    assert drawn == {path.name for path in CURVES.iterdir()}
+    assert set(pictures(runs)) == {path.name for path in CURVES.iterdir()}
+
+
+def test_the_plan_is_what_was_run():
+    planned = {job.curve.key for job in read_plan((ROOT / "benchmarks" / "learning_plan.txt").read_text())}
+    assert planned == {run.key for run in read_runs(RESULTS)}
 
 
 def test_every_loss_and_aggregation_is_named():

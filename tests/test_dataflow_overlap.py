@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from verl import HOLD, DataFlow, DataProto, DataProtoValidationError, Operator
-from verl.dataflow import CONTROLLER
+from verl.dataflow import CONTROLLER, watch
 from verl.dataflow.order import depends
 
 WAIT = 10  # seconds after which a meeting that cannot happen is a failure
@@ -214,3 +214,18 @@ def test_dependence_by_hand():
     ref, kl = Operator("ref", len, "y", "p", on="ref"), Operator("kl", len, ("r", "p"), "r", on=CONTROLLER)
     assert depends(reward, gen) and depends(kl, ref) and depends(kl, reward) and depends(gen, Operator("any", len))
     assert not depends(ref, reward)
+
+
+def test_a_long_operator_is_named_while_it_works(caplog, monkeypatch):
+    """Each waits until the log has named both, the one of another place and the one of this thread."""
+    monkeypatch.setattr(watch, "EVERY", 0.02)
+    end = time.monotonic() + WAIT
+
+    def until_named(batch):
+        while not all(f"[{name}] at work for" in caplog.text for name in "ab") and time.monotonic() < end:
+            time.sleep(0.01)
+
+    flow = pipeline(Operator("a", until_named, ("x",), on="one"), Operator("b", until_named, ("x",), on=CONTROLLER))
+    with caplog.at_level(logging.INFO, logger="verl.dataflow"):
+        flow.run(numbers())
+    assert "[a] at work for 0s" in caplog.text and "[b] at work for 0s" in caplog.text

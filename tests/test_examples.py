@@ -16,8 +16,8 @@ import pytest
 from examples.quickstart.tiny_model import tiny_model
 from tests.trainer.conftest import REWARD
 from verl.registry import load_object
-from verl.trainer import main_ppo
 from verl.trainer.base import Trainer
+from verl.trainer.command_line import split_arguments
 from verl.trainer.sft_trainer import SFTTrainer
 
 ROOT = Path(__file__).parents[1]
@@ -89,7 +89,7 @@ def command_of(script: Path, home: Path, *further: str) -> tuple[str, list[str]]
 def test_the_script_builds_a_trainer(script, home, tmp_path, monkeypatch, caplog):
     assert os.access(script, os.X_OK)
     module, arguments = command_of(script, home, *run_to(tmp_path))
-    path, overrides, flags = main_ppo.split_arguments(arguments)
+    path, overrides, flags = split_arguments(arguments)
     assert not flags
     monkeypatch.chdir(tmp_path)  # what a script names must not depend on the folder it is started in
     with caplog.at_level(logging.WARNING, "verl"):
@@ -105,7 +105,7 @@ def test_the_script_trains(script, home, tmp_path):
     if script == ROOT / "recipe/dapo/run_gsm8k_local.sh":
         further.append("reward.reward_kwargs.overlong_buffer.len=2")
     module, arguments = command_of(script, home, f"reward.custom_reward_function.path={home / 'reward.py'}", *further)
-    path, overrides, _ = main_ppo.split_arguments(arguments)
+    path, overrides, _ = split_arguments(arguments)
     trainer = trainer_class(module)(config_path=path, overrides=overrides)
     assert trainer.fit()["training/global_step"] == 2
 

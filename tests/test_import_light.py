@@ -18,8 +18,10 @@ ADAPTERS = {
     # kernels for a GPU, written in Triton
     "verl.engines.layer_kernels",
     "verl.engines.logits_kernels",
+    "verl.invariant.kernels",
     "verl.rollout.kernels",
     "verl.rollout.native_cuda",
+    "verl.rollout.native_exact_cuda",
     "verl.rollout.native_paged",
 }
 

@@ -5,12 +5,14 @@ Also the figures of the benchmark by hand, and its page.
 In the recorded runs (benchmarks/results/learning.jsonl) 60 steps gain about 0.2.
 """
 
+import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks.learning import FURTHER, RECIPES, Curve, learn, method_of, overrides, start_model, summary
 from benchmarks.learning_page import table
+from benchmarks.learning_pool import SECONDS, Pool, read_plan
 from examples.quickstart.tasks import write_task
 from verl.algorithms.presets import PRESETS
 from verl.utils.curves import WINDOW
@@ -78,15 +80,81 @@ def test_median_and_range_over_seeds():
 
 def test_a_row_of_the_page():
     control = run_by_hand(1, 0, 0.25, shuffled=True)
-    curves = [run_by_hand(1, 12, 0.9, cpu_seconds=9.6), run_by_hand(2, 5, 0.7, seconds=20), control]
+    more = {"entropy": [1.0] * 20 + [0.5] * 10, "sampled": [(100, 0.25, 0.5), (200, 0.75, 0.875)]}
+    curves = [run_by_hand(1, 12, 0.9, **more), run_by_hand(2, 5, 0.7, **more), control]
     *_, row = table(curves, "sort").splitlines()
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells == [
-        "[`grpo`](curves/sort-grpo.png)",
+        "`grpo`",
         "1,450 (1,100 to 1,800)",
         "0.25 -> 1.00",
+        "0.25",  # after 100 steps; 200 is not shown
+        "0.50",
         "0.80 (0.70 to 0.90)",
+        "0.50",
         "0.25",
-        "10",
-        "1, 2",
+        "2",
     ]
+
+
+PLAN = """
+reverse  grpo,ppo  1-2    # ppo takes longer
+reverse  grpo      2,3    shuffled
+
+sort     online_dpo  7    as=sharp dpo.beta=0.5 algorithm.filter_groups.enable=true
+reverse  grpo  1
+"""
+
+
+def test_a_plan():
+    found = read_plan(PLAN)
+    assert [(job.name, job.seed, job.shuffled) for job in found[:6]] == [
+        ("ppo", 1, False),
+        ("ppo", 2, False),
+        ("grpo", 1, False),
+        ("grpo", 2, False),
+        ("grpo", 2, True),
+        ("grpo", 3, True),
+    ]
+    assert [job.curve.key for job in found[6:]] == [("sort", "sharp", 7, False)]  # the last line is there already
+    assert (found[6].algorithm, found[6].settings) == (
+        "online_dpo",
+        ("dpo.beta=0.5", "algorithm.filter_groups.enable=true"),
+    )
+
+
+def test_a_plan_that_says_nothing_known():
+    with pytest.raises(ValueError, match=r"line 2 of the plan: 'grop' is unknown.*did you mean 'grpo'"):
+        read_plan("\nreverse grop 1")
+    with pytest.raises(ValueError, match="line 1 of the plan: expected TASK ALGORITHMS SEEDS"):
+        read_plan("reverse grpo")
+
+
+WORK = """
+import sys, time
+def work(job):
+    if job.seed == 1:
+        sys.exit("no result")
+    if job.seed == 2:
+        time.sleep(60)
+    print("done", flush=True)
+"""
+
+
+def test_a_pool_ends_in_time_and_says_what_has_no_result(tmp_path, monkeypatch):
+    (tmp_path / "work_of_a_pool.py").write_text(WORK)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(SECONDS, "reverse", 1)
+    monkeypatch.setitem(SECONDS, "countdown3", 100_000)
+    from work_of_a_pool import work
+
+    def pool_of(seconds):
+        return Pool(work, lambda job: tmp_path / f"{job.seed}.log", size=2, deadline=time.monotonic() + seconds)
+
+    pool_of(200).run(read_plan("reverse grpo 5"))  # the server that processes are forked from has to start first
+    pool = pool_of(4)
+    pool.run(read_plan("reverse grpo 1-3\n\ncountdown3 grpo 4"))
+    assert [job.seed for job in pool.failed] == [1]
+    assert [job.seed for job in pool.left] == [4, 2]  # too long to begin, and ended at the deadline
+    assert (tmp_path / "1.log").read_text() == "no result\n"
+    assert (tmp_path / "3.log").read_text() == "done\n"

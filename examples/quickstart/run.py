@@ -35,7 +35,7 @@ from verl.utils.tracking import setup_logging
 ALGORITHMS = ("grpo", "ppo", "rloo", "remax", "reinforce_plus_plus", "drgrpo")
 SCORER = str(Path(__file__).resolve().parent / "tasks.py")
 #: SFT steps that leave the model between knowing nothing and knowing all
-WARM_UP_STEPS = {"reverse": 200, "sort": 80, "countdown3": 600, "digit": 200}
+WARM_UP_STEPS = {"reverse": 200, "sort": 80, "countdown3": 600, "digit": 90}
 MODEL_SIZE = {"reverse": "tiny", "sort": "tiny", "countdown3": "mini", "digit": "tiny"}
 CRITIC = ["critic.model.enable_gradient_checkpointing=false", "critic.optim.lr=1e-3"]
 SAMPLES_EVERY = 10

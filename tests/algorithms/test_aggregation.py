@@ -27,6 +27,38 @@ def losses(seed=0):
     return torch.randn(MASK.shape, generator=generator, dtype=torch.float64, requires_grad=True)
 
 
+def by_hand(mode, x, mask):
+    """The sum over tokens of loss x share, by plain loops; a response without tokens is none."""
+    rows = [[value for value, on in zip(*row) if on] for row in zip(x.tolist(), mask.tolist())]
+    rows = [row for row in rows if row]
+    tokens, width = sum(map(len, rows)), mask.shape[1]
+    return {
+        "token-mean": sum(map(sum, rows)) / tokens,
+        "token-sum": sum(map(sum, rows)),
+        "seq-mean-token-sum": sum(map(sum, rows)) / len(rows),
+        "seq-mean-token-mean": sum(sum(row) / len(row) for row in rows) / len(rows),
+        "seq-mean-token-sum-norm": sum(map(sum, rows)) / len(rows) / width,
+    }[mode]
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_equals_the_loop_in_any_order_of_rows_and_reads_no_padding(mode):
+    x = torch.where(MASK.bool(), losses().detach(), torch.nan)
+    expected = by_hand(mode, x, MASK)
+    for order in (slice(None), torch.tensor([4, 2, 0, 5, 1, 3])):
+        assert agg_loss(x[order], MASK[order], mode).item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_gradient_by_finite_differences(mode):
+    inside = MASK.bool()
+
+    def of_valid_tokens(values):
+        return agg_loss(torch.full(MASK.shape, math.nan).double().masked_scatter(inside, values), MASK, mode)
+
+    torch.autograd.gradcheck(of_valid_tokens, losses().detach()[inside].requires_grad_())
+
+
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("sizes", SPLITS)
 def test_micro_batches_add_up(mode, sizes):

@@ -5,11 +5,19 @@ compared with the gradient of the expected reward.
 """
 
 import itertools
+import math
+import statistics
 
 import pytest
 import torch
 
-from verl.algorithms import LossAggregation, get_adv_estimator_fn, get_policy_loss_fn
+from verl.algorithms import (
+    ADV_ESTIMATOR_REGISTRY,
+    POLICY_LOSS_REGISTRY,
+    bind_arguments,
+    get_adv_estimator_fn,
+    get_policy_loss_fn,
+)
 
 REWARDS = torch.tensor([0.0, 0.2, 1.0], dtype=torch.float64)
 THETA = torch.tensor([0.3, -0.5, -0.1], dtype=torch.float64)
@@ -20,30 +28,97 @@ def exact_gradient():
     return torch.autograd.grad((torch.softmax(theta, -1) * REWARDS).sum(), theta)[0]
 
 
+SETTINGS = {"passk_k": 2, "gdpo_reward_keys": ["acc"], "clip_cov_lb": 100, "clip_cov_ub": 101, "dro_beta": 0.3}
+
+
 def expected_gradient(name, group_size, loss_name="vanilla", **settings):
-    """E[-gradient of the loss] over all groups of `group_size` arms, at the policy that drew them."""
+    """E[-gradient of the loss] over all groups of `group_size` arms, at the policy that drew them.
+
+    Each group is a batch of its own; the columns that an estimator may ask for beside the rewards know nothing of them.
+    """
     theta = THETA.clone().requires_grad_()
     log_pi = torch.log_softmax(theta, -1)
-    groups = torch.tensor(list(itertools.product(range(3), repeat=group_size)))  # (groups, n)
-    arms = groups.flatten()
-    chance = log_pi.detach()[groups].sum(-1).exp()
-    assert chance.sum() == pytest.approx(1)
-
-    mask = torch.ones(len(arms), 1)
-    uid = torch.arange(len(groups)).repeat_interleave(group_size)
-    advantages, _ = get_adv_estimator_fn(name)(REWARDS[arms, None], mask, uid, **settings)
-    # Each group as a batch of its own, times its probability: the weight of its advantages.
-    weighted = advantages * chance[uid][:, None]
-    log_prob = log_pi[arms, None]
-    one_group = LossAggregation("token-mean", group_size, group_size)
-    loss, _ = get_policy_loss_fn(loss_name)(log_prob.detach(), log_prob, weighted, mask, one_group)
-    return -torch.autograd.grad(loss, theta)[0]
+    pi, ones = log_pi.detach().exp(), torch.ones(group_size, 1, dtype=torch.float64)
+    estimator, policy_loss = get_adv_estimator_fn(name), get_policy_loss_fn(loss_name)
+    settings = {**SETTINGS, "sppo_eta": 0.5, **settings}
+    expected, chances = 0.0, 0.0
+    for group in itertools.product(range(3), repeat=group_size):
+        arms = torch.tensor(group)
+        columns = {
+            "token_level_rewards": REWARDS[arms, None],
+            "response_mask": ones,
+            "uid": ["a"] * group_size,
+            "values": 0.4 * ones,
+            "reward_baselines": 0.3 * ones[:, 0],
+            "sum_pi_squared": (pi**2).sum() * ones,
+            "rm_scores": 0 * ones,
+            "acc": REWARDS[arms].tolist(),
+        }
+        log_prob = log_pi[arms, None]
+        columns |= dict.fromkeys(("old_log_probs", "old_log_prob", "rollout_log_probs"), log_prob.detach())
+        advantages, _ = estimator(**bind_arguments(estimator, columns, settings))
+        columns |= {"log_prob": log_prob, "advantages": advantages, "loss_agg_mode": "token-mean"}
+        loss, _ = policy_loss(**bind_arguments(policy_loss, columns, settings))
+        expected, chances = expected - pi[arms].prod() * loss, chances + pi[arms].prod()
+    assert chances == pytest.approx(1)
+    return torch.autograd.grad(expected, theta)[0]
 
 
 @pytest.mark.parametrize("group_size", [2, 3, 4])
-@pytest.mark.parametrize("loss", ["vanilla", "gspo", "geo_mean", "cispo", "sapo", "gpg", "reinforce", "dppo_tv"])
-def test_rloo_is_unbiased(group_size, loss):
+@pytest.mark.parametrize("loss", POLICY_LOSS_REGISTRY)
+def test_rloo_is_unbiased_with_every_loss(group_size, loss):
+    """At the policy that sampled. SPPO is a squared error, whose gradient there is that of 2 eta times the reward."""
     torch.testing.assert_close(expected_gradient("rloo", group_size, loss), exact_gradient())
+
+
+def standardised_gradient(group_size):
+    """The expected gradient of (reward - mean) / std, by plain loops."""
+    pi = torch.softmax(THETA, -1).tolist()
+    found = [0.0] * 3
+    for group in itertools.product(range(3), repeat=group_size):
+        chance = math.prod(pi[arm] for arm in group)
+        rewards = [REWARDS[arm].item() for arm in group]
+        spread = statistics.stdev(rewards)
+        for arm, reward in zip(group, rewards):
+            advantage = (reward - statistics.mean(rewards)) / spread if spread else 0.0
+            for k in range(3):
+                found[k] += chance * advantage * ((k == arm) - pi[k]) / group_size
+    return torch.tensor(found, dtype=torch.float64)
+
+
+# What the expected gradient is, against that of the expected reward. `shrunk`: the response itself is part of the mean,
+# so that (n - 1) / n is left, which the learning rate absorbs. `standardised`: divided by the spread of the group or,
+# which is the same here, of the batch. `climbs`: another objective, or a baseline that depends on the sampled token.
+EXPECTED = {
+    "rloo": "exact",
+    "rloo_vectorized": "exact",
+    "remax": "exact",
+    "opo": "shrunk",
+    "gpg": "shrunk",
+    "grpo": "standardised",
+    "grpo_vectorized": "standardised",
+    "gae": "standardised",
+    "reinforce_plus_plus": "standardised",
+    "reinforce_plus_plus_baseline": "standardised",
+    "gdpo": "standardised",
+    "prime": "standardised",
+    "sppo": "climbs",
+    "optimal_token_baseline": "climbs",
+    "tir_optimal_token_baseline": "climbs",
+    "grpo_passk": "climbs",
+    "analytic_passk": "climbs",
+}
+
+
+@pytest.mark.parametrize("name", ADV_ESTIMATOR_REGISTRY)
+def test_the_expected_gradient(name):
+    n, exact = 4, exact_gradient()
+    found, kind = expected_gradient(name, n), EXPECTED[name]
+    if kind == "climbs":
+        assert torch.cosine_similarity(found, exact, dim=0) > 0.98
+    else:
+        expected = {"exact": exact, "shrunk": exact * (n - 1) / n, "standardised": standardised_gradient(n)}[kind]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("group_size", [2, 3, 4])

@@ -26,6 +26,42 @@ def test_values_are_unbiased(kind):
     torch.testing.assert_close((log_p.exp() * kl_penalty(log_p, log_q, kind)).sum(), exact)
 
 
+def kl_by_hand(kind, d):
+    """(value, slope) of one token, d = log_prob - ref; a `+` has the value of its kind and the slope of k2."""
+    value, slope = {
+        "k1": (d, 1.0),
+        "abs": (abs(d), math.copysign(1.0, d)),
+        "k2": (d**2 / 2, d),
+        "k3": (math.exp(-d) - 1 + d, 1 - math.exp(-d)),
+    }[{"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(kind.rstrip("+"), kind.rstrip("+"))]
+    return value, d if kind.endswith("+") else slope
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_equals_the_loop(kind):
+    generator = torch.Generator().manual_seed(4)
+    log_prob, ref = -torch.rand(2, 3, 4, generator=generator, dtype=torch.float64)
+    log_prob.requires_grad_()
+    found = kl_penalty(log_prob, ref, kind)
+    (slopes,) = torch.autograd.grad(found.sum(), log_prob)
+    for i in range(3):
+        for t in range(4):
+            value, slope = kl_by_hand(kind, (log_prob[i, t] - ref[i, t]).item())
+            assert found[i, t].item() == pytest.approx(value, rel=1e-12)
+            assert slopes[i, t].item() == pytest.approx(slope, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_gradient_by_finite_differences(kind):
+    """Of a `+` form: those of k2, whose gradient it has."""
+    generator = torch.Generator().manual_seed(5)
+    log_prob, ref = -torch.rand(2, 12, generator=generator, dtype=torch.float64)
+    step, of = 1e-6, "k2" if kind.endswith("+") else kind
+    (slopes,) = torch.autograd.grad(kl_penalty(log_prob.requires_grad_(), ref, kind).sum(), log_prob)
+    rise = kl_penalty(log_prob.detach() + step, ref, of) - kl_penalty(log_prob.detach() - step, ref, of)
+    torch.testing.assert_close(slopes, rise / (2 * step), rtol=1e-6, atol=1e-8)
+
+
 def expected_gradient(kind):
     """The gradient of the estimate of a sampled token, averaged exactly over what may be sampled."""
     theta, log_p, log_q = probabilities()
@@ -106,6 +142,9 @@ def test_kl_loss_reads_no_padding_and_adds_up(kind):
     (gradient,) = torch.autograd.grad(loss, log_prob)
     assert torch.isfinite(gradient).all()
     assert (gradient[mask == 0] == 0).all()
+    order = torch.tensor([2, 0, 1])
+    moved, _ = kl_loss(log_prob[order], ref[order], mask[order], aggregation, kl_loss_type=kind)
+    torch.testing.assert_close(moved, loss)
     parts = [kl_loss(log_prob[i], ref[i], mask[i], aggregation, kl_loss_type=kind) for i in (slice(0, 2), slice(2, 3))]
     torch.testing.assert_close(sum(part for part, _ in parts), loss)
     assert merge_metrics([m for _, m in parts]) == pytest.approx(merge_metrics([metrics]))

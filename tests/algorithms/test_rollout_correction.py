@@ -63,13 +63,74 @@ def test_effective_sample_size():
     assert correction.effective_sample_size(torch.zeros(4)) == 0
 
 
+# Random ones, and what must hold for the weights and the rejections alike: plain loops, padding, rows, parts.
+MANY_MASK = (torch.arange(5) < torch.tensor([[5], [1], [3], [4], [2], [5]])).long()
+MANY = torch.where(
+    MANY_MASK.bool(),
+    0.7 * torch.randn(6, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64),
+    torch.nan,
+)
+BOUND = {"k1": 1.6, "k2": 0.2, "k3": 0.2}
+
+
+def own_tokens(x, mask):
+    return [[value for value, on in zip(*row) if on] for row in zip(x.tolist(), mask.tolist())]
+
+
+@pytest.mark.parametrize("level", correction.IS_LEVELS)
+@pytest.mark.parametrize("threshold", [1.3, "0.5_1.5"])
+def test_weights_equal_the_loop(level, threshold):
+    weights, _ = correction.compute_rollout_correction_weights(MANY, MANY_MASK, level, threshold)
+    for i, row in enumerate(own_tokens(MANY, MANY_MASK)):
+        for t, x in enumerate(row):
+            ratio = math.exp(x if level == "token" else sum(row))
+            expected = min(ratio, 1.3) if threshold == 1.3 else ratio * (0.5 <= ratio <= 1.5)
+            assert weights[i, t].item() == pytest.approx(expected, rel=1e-12)
+    assert (weights[MANY_MASK == 0] == 0).all()
+
+
+@pytest.mark.parametrize("option", correction.REJECTIONS)
+def test_rejections_equal_the_loop(option):
+    upper = BOUND[option[-2:]]
+    kept, _ = correction.compute_rollout_rejection_mask(MANY, MANY_MASK, option, upper)
+    low = 1 / upper if option.endswith("k1") else 0
+    rows = [[math.exp(x) for x in row] for row in own_tokens(MANY, MANY_MASK)]
+    expected = [[int(low <= value <= upper) for value in row] for row in values_by_hand(option, rows)]
+    assert own_tokens(kept, MANY_MASK) == expected
+    assert 0 < sum(map(sum, expected)) < MANY_MASK.sum()
+
+
+def corrections():
+    """Everything of this page as a function of (x, mask)."""
+    found = {}
+    for level in correction.IS_LEVELS:
+        found[level] = lambda x, mask, level=level: correction.compute_rollout_correction_weights(x, mask, level, 1.5)[
+            0
+        ]
+    for option in correction.REJECTIONS:
+        found[option] = lambda x, mask, option=option: correction.compute_rollout_rejection_mask(
+            x, mask, option, BOUND[option[-2:]]
+        )[0]
+    return {**found, "veto": lambda x, mask: correction.veto_mask(x, mask, 0.4)}
+
+
+@pytest.mark.parametrize("name", corrections())
+def test_padding_rows_and_parts(name):
+    correct = corrections()[name]
+    found = correct(MANY, MANY_MASK)
+    assert torch.equal(found, correct(MANY.nan_to_num(55.0), MANY_MASK))
+    order = torch.tensor([3, 0, 5, 1, 4, 2])
+    assert torch.equal(found[order], correct(MANY[order], MANY_MASK[order]))
+    parts = [correct(x, mask) for x, mask in zip(MANY.split([1, 2, 3]), MANY_MASK.split([1, 2, 3]))]
+    assert torch.equal(found, torch.cat(parts))
+
+
 # ------------------------------------------------------------------------------------------------------- rejection
 
 
-def values_by_hand(option):
-    """The compared value per token (None: padding) or per response, from the ratios."""
+def values_by_hand(option, rows):
+    """The compared value of each token, or of its response, from the ratios."""
     *how, kind = option.split("_")
-    rows = [[1.5, 3, 1], [0.5, 0.8]]
     if kind == "k1":
         fold = {"token": None, "sum": math.prod, "mean": lambda row: math.prod(row) ** (1 / len(row))}[how[-1]]
         per_token = rows
@@ -85,7 +146,9 @@ def values_by_hand(option):
 def test_every_rejection_by_hand(option, upper):
     kept, metrics = correction.compute_rollout_rejection_mask(X, MASK, option, upper)
     low = 1 / upper if option.endswith("k1") else 0
-    expected = [[int(low <= value <= upper) for value in row] for row in values_by_hand(option)]
+    expected = [
+        [int(low <= value <= upper) for value in row] for row in values_by_hand(option, [[1.5, 3, 1], [0.5, 0.8]])
+    ]
     assert kept.tolist() == [expected[0], [*expected[1], 0]]
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 - sum(map(sum, expected)) / 5)
     assert metrics[f"rollout_corr/{option}_seq_masked_fraction"] == sum(not any(row) for row in expected) / 2

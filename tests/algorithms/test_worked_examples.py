@@ -210,6 +210,8 @@ EXAMPLES = {
 }
 
 
-def test_every_estimator_has_an_example():
+@pytest.mark.filterwarnings("ignore:.*prompts have fewer than")
+@pytest.mark.parametrize("name", ADV_ESTIMATOR_REGISTRY)
+def test_every_estimator_has_an_example(name):
     """An estimator that is new comes with figures worked out for it."""
-    assert set(EXAMPLES) == set(ADV_ESTIMATOR_REGISTRY)
+    EXAMPLES[name]()

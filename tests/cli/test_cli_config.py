@@ -20,8 +20,21 @@ def test_words_choose_lines_in_any_case(capsys):
     assert [row.split("`")[1] for row in rows] == ["actor_rollout_ref.actor.clip_ratio_c"]
 
 
-def test_a_word_that_is_nowhere(capsys):
-    assert main(["trainbatch_size"]) == 1
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["trainbatch_size"], "'trainbatch_size' in its line: did you mean data.train_batch_size?"),
+        (["lrr"], "'lrr' in its line: did you mean actor_rollout_ref.actor.optim.lr?"),
+        (["actor.optim.lrr"], "'actor.optim.lrr' in its line: did you mean actor_rollout_ref.actor.optim.lr?"),
+        (["learning", "critic.optim.lrr"], "'critic.optim.lrr' in its line: did you mean critic.optim.lr?"),
+        (["algorithm.clip_range"], "in its line: it is another name of actor_rollout_ref.actor.clip_ratio"),
+        (["engine.num_gpu"], "in its line: did you mean engine.num_gpus?"),
+        (["critic", "placement", "lora"], "has 'critic' and 'placement' and 'lora' in its line"),
+        (["xyzzy"], "no key of ppo has 'xyzzy' in its line"),
+    ],
+)
+def test_words_that_are_nowhere(words, expected, capsys):
+    assert main(words) == 1
     found = capsys.readouterr()
-    assert "no key of ppo has 'trainbatch_size' in its line: did you mean data.train_batch_size?" in found.err
+    assert found.err.startswith("error: no key of ppo has ") and found.err.endswith(f"{expected}\n")
     assert found.out == ""

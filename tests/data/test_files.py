@@ -51,6 +51,12 @@ def test_lines_are_counted_as_an_editor_counts_them(tmp_path):
     assert rows.where(1).endswith("line 3")
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "x"}\n', encoding="utf-8-sig")
+    assert read_rows(path)[0] == {"prompt": "x"}
+
+
 def test_files_of_different_columns_are_refused_by_name(write):
     files = [write("a.parquet", [{"prompt": "x", "answer": "1"}]), write("b.parquet", [{"prompt": "x", "label": "1"}])]
     with pytest.raises(ValueError, match=r"b\.parquet.*same columns as .*a\.parquet.*\['answer'\].*\['label'\]"):

@@ -152,6 +152,7 @@ def test_a_template_that_ends_with_another_token_is_said_once(chat_tokenizer, ca
         ([{"messages": CHAT[:2]}], r"line 1: the chat has no assistant turn to learn from.*\['system', 'user'\]"),
         ([{"messages": CHAT}, {"messages": []}], "line 2: expected a list of chat messages"),
         ([{"prompt": "a", "response": "b"}, {"prompt": "a", "response": None}], "line 2: the response .* is missing"),
+        ([{"prompt": "a", "response": 2}], r"line 1: the response .* is no text: found 2 \(int\)"),
         ([{"prompt": "a", "response": "b"}, {"prompt": "", "response": "b"}], "line 2: the prompt is empty"),
         ([{"prompt": "a", "response": "x<|im_end|>y"}], r"line 1: an assistant turn has the eos token .* 2 times"),
         ([{"prompt": "a", "output": "b"}], "expected a column 'messages', or prompt or question with response or ans"),

@@ -1,8 +1,7 @@
 """Which kernels compute the layers, as settings and device say; and rows that go one by one through attention."""
 
-import inspect
+import importlib.util
 import logging
-import sys
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from verl.config.tree_model import EngineConfig, ModelConfig
 from verl.engines import attention
 from verl.engines.layers import LLAMA_LIKE, use_kernels
 from verl.engines.micro_batch import Packing
+from verl.engines.products import Phase
 from verl.workers.build import kernels_for
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -21,13 +21,15 @@ NARROW = torch.bfloat16
 
 def test_kernels_by_device_and_settings(caplog):
     model, engine, compiled = ModelConfig(), EngineConfig(), EngineConfig(use_torch_compile=True)
-    assert kernels_for(model, engine, CPU, torch.float32) == "plain"
+    assert kernels_for(model, engine, CPU, torch.float32) == "fused"
+    assert kernels_for(model, engine, CPU, NARROW) == "plain"
     assert kernels_for(model, engine, GPU, NARROW) == "fused"
     assert kernels_for(model, engine, GPU, torch.float64) == "plain"
     assert kernels_for(model, compiled, GPU, NARROW) == "compiled"
-    assert kernels_for(ModelConfig(use_liger=True), engine, GPU, NARROW) == "liger"
+    if importlib.util.find_spec("liger_kernel") is not None:
+        assert kernels_for(ModelConfig(use_liger=True), engine, GPU, NARROW) == "liger"
     with caplog.at_level(logging.INFO, "verl.workers"):
-        assert kernels_for(model, compiled, CPU, torch.float32) == "plain"
+        assert kernels_for(model, compiled, CPU, torch.float32) == "fused"
     assert "use_torch_compile changes nothing on a cpu" in caplog.text
     with pytest.raises(ValueError, match=r"model\.use_liger.*run on a GPU"):
         kernels_for(ModelConfig(use_liger=True), engine, CPU, torch.float32)
@@ -40,23 +42,23 @@ def test_liger_and_compilation_are_not_for_the_same_layers():
         load_config(overrides=[liger, "actor_rollout_ref.actor.use_torch_compile=true"])
 
 
-@pytest.mark.parametrize("kind", sorted(LLAMA_LIKE))
-def test_every_norm_mlp_and_rotary_embedding_of_a_known_family_is_fused(kind):
+@pytest.mark.parametrize("kind", LLAMA_LIKE)
+def test_every_layer_of_a_known_family_is_fused(kind):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     for activation, fused in (("silu", True), ("gelu", False)):
         config = AutoConfig.for_model(kind, **sizes, num_key_value_heads=2, vocab_size=32, hidden_act=activation)
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config)
-        modeling = sys.modules[type(module).__module__]
-        original = modeling.apply_rotary_pos_emb
-        use_kernels(module, "fused")
-        parts = {type(child).__name__: child for child in module.modules()}
-        mlp = next(part for name, part in parts.items() if name.endswith("MLP"))
-        norms = [child for child in module.modules() if type(child).__name__.endswith("RMSNorm")]
-        assert ("forward" in vars(mlp)) is fused
+        layer = type(module.base_model.layers[0])
+        use_kernels(module, "fused", Phase())
+        children = {name: child for name, child in module.named_modules() if "forward" in vars(child)}
+        norms = [name for name, child in module.named_modules() if type(child).__name__.endswith("RMSNorm")]
         assert len(norms) >= 5
-        assert all("forward" in vars(norm) for norm in norms)
-        assert modeling.apply_rotary_pos_emb.__wrapped__ is inspect.unwrap(original)
+        expected = {*norms, "lm_head", "model.embed_tokens", *(f"model.layers.{i}.self_attn" for i in range(2))}
+        assert set(children) == expected | ({f"model.layers.{i}.mlp" for i in range(2)} if fused else set())
+        for found in module.base_model.layers:
+            assert type(found).__bases__ == (layer,)
+            assert type(found).__name__ == layer.__name__  # by which layers are found that are to be sharded
 
 
 def test_rows_one_by_one_are_the_rows_together():

@@ -8,7 +8,7 @@ from verl.data.sequences import build_sequences
 from verl.engines import attention, logits, memory
 from verl.engines.base import MicroBatching, OptimizerConfig
 from verl.engines.hf import HFEngine
-from verl.engines.micro_batch import Packing
+from verl.engines.micro_batch import Packing, build_input
 from verl.engines.model import ModelConfig
 from verl.protocol import DataProto
 from verl.workers.objectives import aggregation, policy_objective
@@ -27,6 +27,27 @@ def test_rows_by_the_variable_length_kernel(heads, key_heads, dim, window):
     lengths = torch.tensor([3, 130, 1, 64, 77])
     packing = Packing.of(lengths.cuda())
     n = int(lengths.sum())
+    shapes = [(1, heads, n, dim), (1, key_heads, n, dim), (1, key_heads, n, dim)]
+    q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes)
+    g = torch.randn(1, n, heads, dim, device="cuda", dtype=torch.bfloat16)
+    out, _ = attention.packed_attention(None, q, k, v, None, packing, sliding_window=window)
+    found = [out, *torch.autograd.grad(out, (q, k, v), g)]
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out, _ = attention.packed_attention(None, *wide, None, packing, sliding_window=window)
+    expected = [out, *torch.autograd.grad(out, wide, g.double())]
+    assert max(map(apart, found, expected)) < 1e-2
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("heads", "key_heads", "dim"), [(4, 4, 64), (14, 2, 64), (16, 8, 128)])
+def test_rows_that_share_prompts_by_the_variable_length_kernel(heads, key_heads, dim, window):
+    torch.manual_seed(0)
+    prompts = [[1] * 70, [2] * 3, [1] * 70, [1] * 70, [2] * 3, [3] * 129]
+    answers = [[5] * n for n in (60, 200, 1, 0, 7, 0)]
+    columns = build_sequences(prompts, answers, pad_token_id=0)
+    packing = build_input(columns, True, share_prompts=True).packing.to(torch.device("cuda"))
+    n = sum(packing.lengths)
+    assert n == 70 + 3 + 129 + 268
     shapes = [(1, heads, n, dim), (1, key_heads, n, dim), (1, key_heads, n, dim)]
     q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes)
     g = torch.randn(1, n, heads, dim, device="cuda", dtype=torch.bfloat16)
@@ -90,11 +111,13 @@ def test_kernels_give_the_gradient_of_plain_layers(kind, kernels, tmp_path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(1000, (n,), generator=generator).tolist() for n in (30, 7, 64, 90)]
+    ids[2][:5] = ids[0][:5]  # prompts are shared in 16 bits alone
     columns = build_sequences([r[:5] for r in ids], [r[5:] for r in ids], pad_token_id=0)
     shape = columns["responses"].shape
     columns |= {"old_log_probs": torch.full(shape, -6.9), "advantages": torch.randn(shape, generator=generator)}
     batch = DataProto.from_dict(columns)
-    settings = {"clip_ratio": 0.2, "entropy_coeff": 0.1, "use_kl_loss": False}
+    # nothing is clipped: a token at the border would be on the one side in 16 bits, on the other in 32
+    settings = {"clip_ratio": 5.0, "clip_ratio_c": 100.0, "entropy_coeff": 0.1, "use_kl_loss": False}
     found = {}
     for name, dtype in (("plain", torch.float32), (kernels, torch.bfloat16)):
         made = engine(tmp_path, name, dtype)
@@ -116,12 +139,13 @@ def test_activations_per_token_are_what_the_device_allocates(tmp_path):
     config = AutoConfig.for_model("qwen2", **sizes, num_key_value_heads=2, vocab_size=331)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     made = engine(tmp_path, "fused", torch.bfloat16)
-    kept = memory.measure_kept(made._trial, made.module, made.model.vocab_size)
     used = []
-    for tokens in (2048, 6144):
-        before = torch.cuda.memory_allocated()
-        outputs = made._trial(tokens)
-        used.append(torch.cuda.memory_allocated() - before)
-        del outputs
+    with made._weights_stay(training=True):
+        kept = memory.measure_kept(made._trial, made.module, made.model.vocab_size)
+        for tokens in (2048, 6144):
+            before = torch.cuda.memory_allocated()
+            outputs = made._trial(tokens)
+            used.append(torch.cuda.memory_allocated() - before)
+            del outputs
     per_token = (used[1] - used[0]) / 4096
     assert per_token == pytest.approx(kept.plain * 4 / (4 + memory.WORKING_LAYERS), rel=0.1)

@@ -1,55 +1,25 @@
 """docs/checkpoints.md: its commands run in their order, and do what the page says."""
 
-import re
-import runpy
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.pages import DOCS, commands
 from verl.utils.checkpoint_store import CheckpointStore
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "checkpoints.md").read_text()
-
-
-def commands() -> list[str]:
-    """One string a command: lines of a here-document stay together."""
-    found = []
-    for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL):
-        found += re.findall(r"^\w.*<<'EOF'\n(?:.*\n)*?EOF$|^.+$", block, re.MULTILINE)
-    return found
-
-
-def run(command: str, monkeypatch) -> None:
-    """Programs of Python in this process, as `python` would run them: it need not import everything for each."""
-    if not command.startswith("python "):
-        subprocess.run(["bash", "-ec", command], check=True)
-        return
-    _, *words = shlex.split(command)
-    module = words[0] == "-m"
-    program, arguments = (words[1], words[2:]) if module else (words[0], words[1:])
-    monkeypatch.setattr(sys, "argv", [program, *arguments])
-    monkeypatch.setattr(sys, "path", [str(Path(program).parent), *sys.path])
-    try:
-        (runpy.run_module if module else runpy.run_path)(program, run_name="__main__")
-    except SystemExit as end:
-        assert not end.code, f"{command}: {end.code}"
+PAGE = (DOCS / "checkpoints.md").read_text()
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")  # programs run here were imported before
-def test_every_command_runs(tmp_path, monkeypatch, caplog):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    listed = commands()
+@pytest.mark.slow
+def test_every_command_runs(shell, caplog):
+    listed = commands("checkpoints.md")
     assert len([c for c in listed if "verl.model_merger" in c]) == 6
     with caplog.at_level("INFO", "verl"):
         for command in listed:
-            run(command, monkeypatch)
+            shell.run(command)
     steps = Path("tiny/run")
     tree = [line.split()[0] for line in PAGE.split("## On the disk")[1].split("```")[1].strip().splitlines()]
     written = {path.name for path in [steps, *steps.rglob("*")]}

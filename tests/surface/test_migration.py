@@ -1,19 +1,18 @@
 """The way from a laptop to a cluster: one script, four configuration files, and nothing else changes."""
 
-import re
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from transformers import AutoModelForSequenceClassification
 
 from examples.migration import train
 from examples.quickstart.tiny_model import tiny_model
-from verl.config import load_config
+from tests.pages import ROOT, commands
+from verl.registry import load_object
+from verl.trainer.main_ppo import TRAINERS
 
 FILES = Path(train.__file__).parent
-ROOT = Path(train.__file__).resolve().parents[2]
 SMALL = [
     "data.train_files=[train.jsonl]",
     "data.train_batch_size=4",
@@ -37,37 +36,20 @@ def home(tmp_path, tiny, monkeypatch):
     return tmp_path
 
 
-PAGE = (ROOT / "docs" / "executors.md").read_text()
-
-
-def blocks(kind: str) -> list[str]:
-    return re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL)
-
-
-def test_the_page_names_the_files_and_its_settings_are_settings():
-    (commands,) = blocks("bash")
-    listed = [line.split()[1:] for line in commands.splitlines()]
+def test_the_page_names_the_files():
+    listed = [command.split()[1:] for command in commands("parallelism.md") if "examples/migration" in command]
     assert listed == [
         ["examples/migration/train.py", f"examples/migration/{p.name}"] for p in sorted(FILES.glob("*.yaml"))
     ]
-    for text in blocks("yaml"):
-        load_config(overrides=[f"{key}={value}" for key, value in flat(yaml.safe_load(text)).items()])
 
 
-def flat(settings: dict, before: str = "") -> dict[str, object]:
-    found = {}
-    for name, value in settings.items():
-        found |= flat(value, f"{before}{name}.") if isinstance(value, dict) else {before + name: value}
-    return found
-
-
-def test_the_pages_reward_function_combines(home, tmp_path, caplog):
-    """In one process, where overlap has nothing to do, which is said."""
-    (function,) = blocks("python")
-    (tmp_path / "combined.py").write_text(function)
-    chosen = ["use_rm=true", "reward_model.model.path=models/reward", "reward.custom_reward_function.path=combined.py"]
-    metrics = train.main(str(FILES / "1_local.yaml"), [*SMALL, *chosen, "trainer.overlap=true"])
-    assert metrics["critic/score/mean"] == pytest.approx(metrics["reward/rm_score_mean"], abs=1e-6)
+def test_one_process_for_all_roles_has_nothing_to_overlap(home, tiny, caplog):
+    chosen = [f"reward.custom_reward_function.path={tiny / 'reward.py'}", "use_rm=true"]
+    trainer = load_object(*TRAINERS["local"])(
+        config_path=FILES / "1_local.yaml",
+        overrides=[*SMALL, *chosen, "reward_model.model.path=models/reward", "trainer.overlap=true"],
+    )
+    trainer.announce()
     assert "trainer.overlap=true: all roles share their processes" in caplog.text
 
 
@@ -75,7 +57,7 @@ def test_the_pages_reward_function_combines(home, tmp_path, caplog):
     ("name", "expected"),
     [
         ("1_local", {"critic/vf_loss", "actor/ref_kl"}),
-        ("2_processes", {"critic/vf_loss", "actor/ref_kl"}),
+        pytest.param("2_processes", {"critic/vf_loss", "actor/ref_kl"}, marks=pytest.mark.slow),
         pytest.param("3_ray", set(), marks=pytest.mark.slow),
         pytest.param("4_ray_roles", {"critic/vf_loss", "actor/ref_kl", "reward/rm_score_mean"}, marks=pytest.mark.slow),
     ],

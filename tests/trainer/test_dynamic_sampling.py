@@ -40,7 +40,7 @@ def numbers_of(batch: DataProto) -> list[int]:
 class Scripted:
     """A flow whose prompt i scores 0 on every answer, but 1 on the second one where `differs(i)`. Widths vary."""
 
-    def __init__(self, differs, groups=3, size=4, limit=0, metric="acc", n=2):
+    def __init__(self, differs, groups=3, size=4, limit=0, metric="acc", n=2, at_limit="error"):
         overrides = [
             f"data.train_batch_size={groups}",
             f"data.gen_batch_size={size}",
@@ -48,6 +48,7 @@ class Scripted:
             "algorithm.filter_groups.enable=true",
             f"algorithm.filter_groups.metric={metric}",
             f"algorithm.filter_groups.max_num_gen_batches={limit}",
+            f"algorithm.filter_groups.at_limit={at_limit}",
         ]
         self.differs = differs
         self.asked: list[list[int]] = []
@@ -162,9 +163,25 @@ def test_giving_up_says_what_was_found_and_what_to_do():
     run = Scripted({5}.__contains__, limit=3)
     assert run.pipeline.run() is HOLD
     assert run.pipeline.run() is HOLD
-    message = r"only 1 of 3 groups .* after 12 prompts \(3 generations of 4; mean acc 0.0417\).*max_num_gen_batches"
+    message = (
+        r"only 1 of 3 groups .* after 12 prompts \(3 generations of 4; mean acc 0.0417\).*max_num_gen_batches"
+        r".*algorithm\.filter_groups\.at_limit=fill"
+    )
     with pytest.raises(ValueError, match=message):
         run.pipeline.run()
+
+
+def test_a_step_is_filled_where_the_run_shall_go_on():
+    run = Scripted({5, 13, 14, 15, 16}.__contains__, limit=3, at_limit="fill")
+    batch = run.step()
+    assert numbers_of(batch) == [5, 5, 0, 0, 1, 1]  # the one that differs, and the first that do not
+    assert batch.batch["token_level_rewards"].sum(1).tolist() == [0, 2, 0, 0, 0, 0]
+    metrics = batch.meta_info["metrics"]
+    assert (metrics["filter_groups/filled"], metrics["filter_groups/prompts_put_back"]) == (2, 0)
+    assert metrics["filter_groups/kept_share"] == 1 / 12 and metrics["filter_groups/acc_mean"] == 1 / 24
+    after = run.step()
+    assert numbers_of(after) == [13, 13, 14, 14, 15, 15]  # of what comes next, and nothing of the step before
+    assert after.meta_info["metrics"]["filter_groups/filled"] == 0
 
 
 def test_the_limit_counts_prompts_so_that_small_passes_do_not_use_it_up():
@@ -183,3 +200,6 @@ def test_settings_that_do_not_fit():
         load_config(overrides=["algorithm.filter_groups.enable=true"])
     with pytest.raises(ValueError, match=r"gen_batch_size.*changes nothing"):
         load_config(overrides=["data.gen_batch_size=12"])
+    enabled = ["algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=2", "data.train_batch_size=8"]
+    with pytest.raises(ValueError, match=r"max_num_gen_batches.*found 2.*6 prompts.*train_batch_size 8"):
+        load_config(overrides=[*enabled, "data.gen_batch_size=3", "algorithm.filter_groups.max_num_gen_batches=2"])

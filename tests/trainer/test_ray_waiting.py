@@ -27,6 +27,7 @@ def test_a_ray_started_for_the_run_cannot_grow(settings, capsys):
     assert "start Ray on every node first (`ray start`)" in shown and "docs/multinode.md" in shown
 
 
+@pytest.mark.slow
 def test_waiting_for_nodes_is_said_and_ends_with_ctrl_c(settings, tmp_path):
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster

@@ -1,10 +1,13 @@
 """A run that was stopped and resumed gives the numbers of one that was not, to the last digit."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from verl.trainer.local_trainer import LocalPPOTrainer
 
@@ -94,3 +97,27 @@ def test_resuming_with_another_model_is_refused(settings, tiny, tmp_path):
             overrides=[*chosen, "trainer.total_training_steps=2", f"actor_rollout_ref.model.path={other}"]
         ).fit()
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == before
+
+
+def test_a_learning_rate_that_was_changed_is_the_one_that_is_used(settings, tmp_path):
+    """With a rate of 0 nothing moves any more, whatever rate the checkpoint was written with."""
+    chosen = [*settings, "algorithm.adv_estimator=grpo", "trainer.save_freq=1"]
+    LocalPPOTrainer(overrides=[*chosen, "trainer.total_training_steps=2"]).fit()
+    optim = "actor_rollout_ref.actor.optim."
+    LocalPPOTrainer(overrides=[*chosen, "trainer.total_training_steps=3", f"{optim}lr=0"]).fit()
+    other = LocalPPOTrainer(overrides=[*chosen, "trainer.total_training_steps=4", f"{optim}weight_decay=0.25"])
+    groups = []
+    other.on_step.append(lambda _: groups.extend(other.roles["actor"].worker.engine.optimizer.param_groups))
+    other.fit()
+    weights = [load_file(tmp_path / f"run/global_step_{n}/actor/huggingface/model.safetensors") for n in (1, 2, 3, 4)]
+    moved = [any(not torch.equal(a[name], b[name]) for name in a) for a, b in itertools.pairwise(weights)]
+    assert moved == [True, False, True]
+    assert [step["actor/lr"] for step in metrics_of(tmp_path / "run").values()] == [1e-3, 1e-3, 0, 1e-3]
+    assert [(group["weight_decay"], group["lr"]) for group in groups] == [(0.25, 1e-3)]
+
+
+def test_a_role_that_the_checkpoint_does_not_have(settings):
+    chosen = [*settings, "trainer.save_freq=1"]
+    LocalPPOTrainer(overrides=[*chosen, "algorithm.adv_estimator=grpo", "trainer.total_training_steps=1"]).fit()
+    with pytest.raises(ValueError, match="global_step_1 has no critic: it is of a run without one"):
+        LocalPPOTrainer(overrides=[*chosen, "algorithm.adv_estimator=gae", "trainer.total_training_steps=2"]).fit()

@@ -11,7 +11,7 @@ from verl.protocol import DataProto
 from verl.trainer.base import StepReport
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.ppo_flow import advantage
-from verl.trainer.rollout_correction import correct_rollout
+from verl.trainer.rollout_correction import check_correction, correct_rollout
 
 CORRECTION, LOSS = "algorithm.rollout_correction.", "actor_rollout_ref.actor.policy_loss.loss_mode"
 
@@ -118,13 +118,14 @@ def test_bypass_with_reinforce_runs(settings):
     [
         (["rollout_rs=token_k1"], "needs rollout_rs_threshold"),
         (["rollout_rs=token_k9", "rollout_rs_threshold=2"], "no rollout_rs is called 'token_k9'"),
+        (["rollout_is=token", "rollout_is_threshold=0"], "expected a number above 0"),
         (["bypass_mode=true", "rollout_is=token"], "importance weight already"),
         (["bypass_mode=true", "loss_type=reinforce", "rollout_is_batch_normalize=true"], "no weights of a whole batch"),
     ],
 )
 def test_what_cannot_be_is_refused(overrides, message):
     with pytest.raises(ValueError, match=message):
-        correct_rollout(DataFlow(), load_config(overrides=[CORRECTION + override for override in overrides]))
+        check_correction(load_config(overrides=[CORRECTION + override for override in overrides]))
 
 
 @pytest.mark.parametrize(
@@ -140,4 +141,4 @@ def test_what_cannot_be_is_refused(overrides, message):
 )
 def test_losses_that_do_not_fit_are_refused(overrides, message):
     with pytest.raises(ValueError, match=message):
-        correct_rollout(DataFlow(), load_config(overrides=overrides))
+        check_correction(load_config(overrides=overrides))

@@ -1,11 +1,11 @@
 """Checkpoints are whole or absent: killed at every file-system call, damaged, pruned, replaced, on a full disk."""
 
-import errno
 import hashlib
 import json
 import logging
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from verl.utils.checkpoint_store import CheckpointError, CheckpointStore, verify
+from verl.utils.disk import DiskFullError
 
 PARTS = ("actor", "critic")
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -65,11 +66,28 @@ def test_failure_inside_the_block_leaves_no_trace(tmp_path):
 def test_full_disk_keeps_what_was_there(tmp_path):
     store = CheckpointStore(tmp_path, keep=1)
     save(store, 1)
-    with pytest.raises(OSError) as caught, store.writing(2) as folder:
+    with pytest.raises(DiskFullError, match="step 2, which needs 2 KiB") as caught, store.writing(2) as folder:
         (folder / "model.bin").symlink_to("/dev/full")
-        (folder / "model.bin").write_text("x")
-    assert caught.value.errno == errno.ENOSPC
+        try:
+            (folder / "model.bin").write_text("x")
+        except OSError as error:
+            raise RuntimeError("file write failed") from error  # as torch says it
+    assert "No space left on device" in str(caught.value) and "global_step_1" in str(caught.value)
     assert names(tmp_path) == ["global_step_1", TRACKER] and store.latest() == tmp_path / "global_step_1"
+
+
+def test_full_disk_is_found_out_where_the_error_says_nothing_of_it(tmp_path):
+    store = CheckpointStore(tmp_path)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
+    try:
+        message = r"needs more than 1 KiB, .* \(File too large; .* There is none before"
+        with pytest.raises(DiskFullError, match=message), store.writing(1) as folder:
+            (folder / "model.bin").write_text("x" * 1024)
+            raise RuntimeError("a process on another machine could not write")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert names(tmp_path) == []
 
 
 DAMAGE = {

@@ -114,6 +114,14 @@ def test_console_line_has_one_order_and_short_numbers(tmp_path, caplog):
     ]
 
 
+def test_the_console_shows_a_number_once():
+    same = {"critic/score/mean": 0.5, "reward/acc": 0.5 + 1e-9, "critic/rewards/mean": 0.5, "actor/entropy": 0.5}
+    assert headline(same) == {"score": "0.5", "entropy": "0.5"}
+    assert headline({**same, "critic/rewards/mean": 0.4}) == {"score": "0.5", "reward": "0.4", "entropy": "0.5"}
+    assert list(headline({**same, "critic/score/mean": 0.6})) == ["score", "acc", "entropy"]
+    assert list(headline({**same, "reward/acc": float("nan")})) == ["score", "acc", "entropy"]
+
+
 def test_short_numbers():
     values = [0, 1, 0.5, 1.239, 12.5, 999, 1000, 9994, 9995, 152_345, 2.5e6, 3e9, -0.01234, float("nan")]
     words = ["0", "1", "0.5", "1.24", "12.5", "999", "1000", "9994", "9.99k", "152k", "2.5M", "3G", "-0.0123", "nan"]

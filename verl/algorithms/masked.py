@@ -251,7 +251,7 @@ def agg_loss(
         if loss_agg_mode == "seq-mean-token-sum-norm":
             total = total / (scale or loss_mat.shape[-1])
     # Nothing to learn from (every token rejected) is a loss of 0, not 0 / 0.
-    return total / torch.as_tensor(count, device=total.device).clamp(min=1) * dp_size
+    return total / (count.clamp(min=1) if isinstance(count, torch.Tensor) else max(1, count)) * dp_size
 
 
 def mean_over(losses: torch.Tensor, count: int | None = None) -> torch.Tensor:

@@ -7,6 +7,7 @@ import argparse
 import sys
 
 from verl.config import Config, reference_table
+from verl.config.dialects import renamed
 from verl.config.errors import nearest_key
 from verl.config.node import Tree, leaves
 from verl.config.tree_offline import EvalConfig, GenerationConfig
@@ -33,15 +34,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--of", choices=list(TREES), default="ppo", help="which program's keys (default: ppo)")
     parser.add_argument("words", nargs="*", metavar="WORD", help="show only the keys whose line holds every word")
     given = parser.parse_args(arguments)
-    table = select(reference_table(TREES[given.of]), given.words)
-    if not table:
-        wanted = " ".join(given.words)
-        near = nearest_key(wanted, leaves(TREES[given.of]))
-        hint = f": did you mean {near}?" if near else ""
-        print(f"error: no key of {given.of} has {wanted!r} in its line{hint}", file=sys.stderr)
+    table = reference_table(TREES[given.of])
+    found = select(table, given.words)
+    if not found:
+        print(f"error: {_nothing_found(table, given.of, given.words)}", file=sys.stderr)
         return 1
-    print(table, end="")
+    print(found, end="")
     return 0
+
+
+def _nothing_found(table: str, of: str, words: list[str]) -> str:
+    """Which word is nowhere in a program's table, and the key that it probably stands for."""
+    missing = [word for word in words if not select(table, [word])]
+    if not missing:
+        return f"no key of {of} has {' and '.join(map(repr, words))} in its line"
+    word, tree = missing[0], TREES[of]
+    message = f"no key of {of} has {word!r} in its line"
+    key = renamed(renamed(word, tree.dialect.short), tree.dialect.older)
+    if key != word:
+        return f"{message}: it is another name of {key}"
+    near = nearest_key(word, [*leaves(tree), *tree.dialect.names()])
+    return f"{message}: did you mean {near}?" if near else message
 
 
 if __name__ == "__main__":

@@ -27,11 +27,6 @@ INSTEAD: dict[str, str] = {
 
 
 NOT_BUILT: dict[str, str] = {
-    "rollout.deterministic": (
-        "training computes packed rows where generation computes single tokens, by other products, so sums are rounded "
-        "in another order; in fp32 the log-probs agree to 1e-5 (rollout/logprob_gap_max says how far apart they "
-        "are): use false, and algorithm.rollout_correction where the gap matters"
-    ),
     "actor_rollout_ref.hybrid_engine": "policy and rollout live in one process: use true",
     "data.validation_shuffle": "the order of validation rows changes no result: use false",
     "algorithm.use_pf_ppo": "use false",
@@ -77,7 +72,9 @@ NO_EFFECT: dict[tuple[str, str], tuple[str, ...]] = {
     ("algorithm.filter_groups.enable", False): (
         "algorithm.filter_groups.metric",
         "algorithm.filter_groups.max_num_gen_batches",
+        "algorithm.filter_groups.at_limit",
     ),
+    ("algorithm.filter_groups.max_num_gen_batches", 0): ("algorithm.filter_groups.at_limit",),
     ("actor.use_kl_loss", False): ("actor.kl_loss_coef", "actor.kl_loss_type"),
     **{
         ("actor.loss_agg_mode", mode): ("actor.loss_scale_factor",)

@@ -7,14 +7,19 @@ import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from verl.config.errors import Problem
+from verl.config.errors import Problem, in_words
 from verl.config.node import Tree, flatten
 from verl.config.tree import Config, DataConfig, TrainerConfig
 from verl.config.tree_sft import SFTConfig, SFTDataConfig, SFTTrainerConfig
+from verl.utils.checkpoint_store import CheckpointError, step_of_saved
 
 _ACTOR = "actor_rollout_ref.actor."
 _ROLLOUT = "actor_rollout_ref.rollout."
 _MODELS = ("actor_rollout_ref.model.path", "critic.model.path", "model.path", "reward.reward_model.model_path")
+#: read beside a model
+_TOKENIZERS = "tokenizer_path"
+_ADAPTERS = "lora_adapter_path"
+_TEMPLATES = "custom_chat_template"
 #: what stands beside the config of a model whose weights are yet to be merged
 _CHECKPOINT = ("shards", "lora_adapter", "model_world_size_*")
 _FILES = ("data.train_files", "data.val_files", "data.path")
@@ -22,13 +27,14 @@ _FILES = ("data.train_files", "data.val_files", "data.path")
 
 def check_tree(config: Tree) -> list[Problem]:
     """Everything that does not fit together in a configuration, whatever is in it."""
+    problems = [*_templates(config), *_top_k(config)]
     match config:
         case Config():
-            parts = (_batches, _ranks, _worker_env, _sampling, _groups, _kl, _losses, _rewards, _kernels)
-            return [*_resume(config.trainer), *(problem for part in parts for problem in part(config))]
+            parts = (_batches, _ranks, _worker_env, _sampling, _groups, _kl, _losses, _rewards, _kernels, _exact)
+            problems += [*_resume(config.trainer), *(problem for part in parts for problem in part(config))]
         case SFTConfig():
-            return [*_resume(config.trainer), *_custom_class(config.data)]
-    return []
+            problems += [*_resume(config.trainer), *_custom_class(config.data), *_rows_of_ranks(config)]
+    return problems
 
 
 def notes_of(config: Tree) -> list[str]:
@@ -91,6 +97,20 @@ def _ranks(config: Config) -> Iterator[Problem]:
             )
 
 
+def _rows_of_ranks(config: SFTConfig) -> Iterator[Problem]:
+    """The same for the rows of a fine-tuning batch."""
+    batch, engine, ranks = config.data.train_batch_size, config.engine, config.trainer.n_gpus_per_node
+    if ranks % engine.ranks_with_same_rows:
+        yield Problem(
+            "trainer.n_gpus_per_node",
+            f"{ranks} ranks, of which {engine.ranks_with_same_rows} are to share the same rows (engine."
+            "ulysses_sequence_parallel_size x engine.tensor_parallel_size): use a multiple of that",
+        )
+    elif batch % (ranks := ranks // engine.ranks_with_same_rows):
+        fitting = " or ".join(str(size) for size in (batch // ranks * ranks, (batch // ranks + 1) * ranks) if size)
+        yield Problem("data.train_batch_size", f"{batch} rows do not divide over {ranks} ranks; {fitting} rows do")
+
+
 _SET_FOR_WORKERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _SET_FOR_WORKERS |= {"CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
 
@@ -127,6 +147,8 @@ def _sampling(config: Config) -> Iterator[Problem]:
             f"found {val.n} with do_sample false, which gives the same answer {val.n} times: use do_sample true with a "
             "temperature > 0, or n 1",
         )
+    if "" in rollout.stop:
+        yield Problem(_ROLLOUT + "stop", "found an empty text, which would end every answer before it begins")
     lengths = {
         "prompt": (rollout.prompt_length, config.data.max_prompt_length),
         "response": (rollout.response_length, config.data.max_response_length),
@@ -144,7 +166,14 @@ def _groups(config: Config) -> Iterator[Problem]:
             _ROLLOUT + "n",
             f"found {n}, but algorithm.filter_groups keeps the prompts whose answers differ: use 2 or more",
         )
-    size = config.data.gen_batch_size
+    size, limit = config.data.gen_batch_size, config.algorithm.filter_groups.max_num_gen_batches
+    most = limit * (size or config.data.train_batch_size)
+    if enabled and limit and most < config.data.train_batch_size:
+        yield Problem(
+            "algorithm.filter_groups.max_num_gen_batches",
+            f"found {limit}, which is {most} prompts at most: they cannot fill data.train_batch_size "
+            f"{config.data.train_batch_size}",
+        )
     if size is not None and size != config.data.train_batch_size and not enabled:
         yield Problem(
             "data.gen_batch_size",
@@ -191,6 +220,46 @@ def _kernels(config: Config) -> Iterator[Problem]:
             yield Problem(f"{section}.use_torch_compile", "true, and model.use_liger too: choose one of them")
 
 
+def _exact(config: Config) -> Iterator[Problem]:
+    """What generation and training cannot compute in one way with `rollout.deterministic`, or not yet."""
+    policy = config.actor_rollout_ref
+    rollout, model = policy.rollout, policy.model
+    if not rollout.deterministic:
+        return
+    sections = {"actor.fsdp_config": policy.actor.fsdp_config, "ref.fsdp_config": policy.ref.fsdp_config}
+    asked = {
+        "rollout.name": (rollout.name, "native", "other engines have products and attention of their own"),
+        "rollout.dtype": (rollout.dtype, "auto", "generation computes in the dtype of training"),
+        "rollout.top_k": (rollout.top_k, -1, "training's log-probs are of the whole distribution"),
+        "rollout.top_p": (rollout.top_p, 1.0, "training's log-probs are of the whole distribution"),
+        "rollout.min_p": (rollout.min_p, 0.0, "training's log-probs are of the whole distribution"),
+        "model.use_liger": (model.use_liger, False, "generation has none of these kernels"),
+        "model.use_remove_padding": (model.use_remove_padding, True, "attention is the same over packed rows alone"),
+        "model.lora_rank": (model.lora_rank, 0, "generation would merge the adapters, which training does not"),
+        "model.lora_adapter_path": (model.lora_adapter_path, None, "generation would merge the adapters"),
+    }
+    for name, engine in sections.items():
+        if engine.dtype in ("fp64", "float64"):
+            yield Problem(
+                f"actor_rollout_ref.{name}.dtype",
+                f"found {in_words(engine.dtype)}, but log-probs of sampling are float32: use fp32 or bf16 with "
+                "rollout.deterministic",
+            )
+        asked |= {
+            f"{name}.use_torch_compile": (engine.use_torch_compile, False, "compiled layers round in another way"),
+            f"{name}.tensor_parallel_size": (engine.tensor_parallel_size, 1, "parts of a sum are added by other ranks"),
+            f"{name}.ulysses_sequence_parallel_size": (
+                engine.ulysses_sequence_parallel_size,
+                1,
+                "attention over ranks is another one",
+            ),
+        }
+    for key, (found, needed, why) in asked.items():
+        if found != needed:
+            what = f"found {in_words(found)}, but rollout.deterministic is true and needs {in_words(needed)}: {why}"
+            yield Problem(f"actor_rollout_ref.{key}", what)
+
+
 def _custom_class(data: DataConfig | SFTDataConfig) -> Iterator[Problem]:
     path, name = data.custom_cls.path, data.custom_cls.name
     if (path is None) != (name is None):
@@ -233,9 +302,18 @@ def check_models(config: Tree) -> Iterator[Problem]:
         yield Problem(first, "missing: give the folder or the HuggingFace id of the model")
     for path in dict.fromkeys(paths.values()):
         yield from _model(next(key for key in paths if paths[key] == path), path)
+    for key, path in values.items():
+        name = key.rpartition(".")[2]
+        if name in (_TOKENIZERS, _ADAPTERS) and path:
+            yield from _beside_a_model(key, path, ("adapter_config.json",) if name == _ADAPTERS else ())
     checkpoint = values.get("trainer.resume_from_path")
     if checkpoint and not Path(checkpoint).is_dir():
         yield Problem("trainer.resume_from_path", f"there is no folder {checkpoint!r}")
+    elif checkpoint:
+        try:
+            step_of_saved(Path(checkpoint))
+        except CheckpointError as error:
+            yield Problem("trainer.resume_from_path", str(error))
 
 
 def check_data(config: Tree) -> Iterator[Problem]:
@@ -264,8 +342,40 @@ def _model(key: str, path: str | None) -> Iterator[Problem]:
                 f"(python -m verl.model_merger merge --backend fsdp --local_dir {folder.parent} --target_dir FOLDER) "
                 "and give the FOLDER",
             )
-    elif path.startswith(("/", "./", "../", "~")):
+    elif _local(path):
         yield Problem(key, f"there is no folder {path!r}")
+
+
+def _beside_a_model(key: str, path: str, files: tuple[str, ...]) -> Iterator[Problem]:
+    """A tokenizer or adapters that are written like a local path must be there."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        for name in files:
+            if not (folder / name).is_file():
+                yield Problem(key, f"{path!r} has no {name}")
+    elif _local(path):
+        yield Problem(key, f"there is no folder {path!r}")
+
+
+def _local(path: str) -> bool:
+    return path.startswith(("/", "./", "../", "~"))
+
+
+def _templates(config: Tree) -> Iterator[Problem]:
+    """A chat template is text that reads the messages; the name of a file is none, and would stand for each prompt."""
+    for key, text in flatten(config.model_dump(), type(config)).items():
+        if key.rpartition(".")[2] == _TEMPLATES and text is not None and "messages" not in text:
+            yield Problem(
+                key,
+                f"{in_words(text)} reads no `messages`: expected the text of a Jinja template (in a YAML file: "
+                f"`{_TEMPLATES}: |` and the template's lines below it)",
+            )
+
+
+def _top_k(config: Tree) -> Iterator[Problem]:
+    for key, value in flatten(config.model_dump(), type(config)).items():
+        if key.rpartition(".")[2] == "top_k" and value == 0:
+            yield Problem(key, "found 0, expected a whole number >= 1, or -1 for all tokens")
 
 
 def _holds(folder: Path, *patterns: str) -> bool:

@@ -61,5 +61,10 @@ def nearest_key(wanted: str, known: Iterable[str]) -> str | None:
     if near:
         return siblings[near[0]]
     same_name = [key for key in known if key.rpartition(".")[2] == last]
-    near = difflib.get_close_matches(wanted, same_name or known, n=1, cutoff=0.0 if same_name else 0.7)
-    return near[0] if near else None
+    if same_name:
+        return difflib.get_close_matches(wanted, same_name, n=1, cutoff=0.0)[0]
+    # the sections at the front are often left out, so the ends of the known keys count as much as the whole
+    depth = wanted.count(".") + 1
+    tails = {key: key for key in known} | {".".join(key.split(".")[-depth:]): key for key in reversed(known)}
+    near = difflib.get_close_matches(wanted, tails, n=1, cutoff=0.7)
+    return tails[near[0]] if near else None

@@ -137,9 +137,11 @@ def _key_of(location: tuple[Any, ...], known: Mapping[str, Any]) -> str:
 
 
 def _near(found: Any, key: str, tree: type[Tree]) -> str:
-    """The word that was probably meant."""
+    """The word that was probably meant, of a list the first that is none."""
     words = leaves(tree)[key].words()
-    near = difflib.get_close_matches(found, words, n=1) if isinstance(found, str) else []
+    given = found if isinstance(found, list) else [found]
+    wrong = next((word for word in given if isinstance(word, str) and word not in words), "")
+    near = difflib.get_close_matches(wrong, words, n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 

@@ -29,7 +29,6 @@ class SamplingConfig(Node):
     prompt_length: int = key(512, "longest prompt in tokens", ge=1)
     response_length: int = key(512, "longest answer in tokens", ge=1)
     stop: Texts = key([], "texts that end an answer; the token that completes one is its last")
-    deterministic: bool = key(False, "log-probs of sampling bit-equal to those of training")
     ignore_eos: bool = key(False, "go on after the end-of-sequence token")
     dtype: Precision = key("auto", "dtype of the engine's weights; auto: that of the training computation")
     tensor_model_parallel_size: int = key(1, "GPUs that hold one copy of the engine's weights", ge=1)
@@ -59,6 +58,7 @@ class RolloutConfig(SamplingConfig):
 
     n: int = key(1, "answers per prompt: the size of a group", ge=1)
     seed: int = key(42, "seed of sampling", follows="${trainer.seed}", ge=0)
+    deterministic: bool = key(False, "log-probs of sampling bit-equal to those of training, at the cost of speed")
     prompt_length: int = key(512, "longest prompt in tokens", follows="${data.max_prompt_length}", ge=1)
     response_length: int = key(512, "longest answer in tokens", follows="${data.max_response_length}", ge=1)
     log_prob_micro_batch_size_per_gpu: int | None = key(

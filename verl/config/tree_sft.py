@@ -7,6 +7,7 @@ from verl.config.known_keys import SFT_KNOWN
 from verl.config.node import FilePath, FilePaths, Node, Texts, Tree, key, part
 from verl.config.tree_data import CustomClassConfig
 from verl.config.tree_model import CheckpointConfig, EngineConfig, ModelConfig, OptimConfig, Strategy
+from verl.config.tree_trainer import RunConfig
 
 
 class SFTDataConfig(Node):
@@ -54,11 +55,10 @@ class SFTCheckpointConfig(CheckpointConfig):
     )
 
 
-class SFTTrainerConfig(Node):
+class SFTTrainerConfig(RunConfig):
     """`trainer`: the run."""
 
     total_epochs: int = key(4, "passes over the training rows", ge=1)
-    total_training_steps: int | None = key(None, "end after so many steps; null: total_epochs decides", ge=1)
     project_name: str = key("gsm8k-sft", "name of the project for trackers and folders")
     experiment_name: str = key("test", "name of the run")
     default_local_dir: FilePath = key(
@@ -66,18 +66,7 @@ class SFTTrainerConfig(Node):
         "folder of checkpoints and logs",
         follows="checkpoints/${trainer.project_name}/${trainer.experiment_name}",
     )
-    logger: Texts = key(["console"], "where metrics go: console, jsonl, tensorboard, wandb, mlflow, swanlab")
     seed: int = key(1, "seed of everything random", ge=0)
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: a GPU where there is one")
-    backend: Literal["local", "ray"] = key("local", "who executes: this host, or a Ray cluster")
-    nnodes: int = key(1, "number of hosts", ge=1)
-    n_gpus_per_node: int = key(1, "processes per host, one for each GPU (or CPU rank)", ge=1)
-    val_before_train: bool = key(True, "validate before the first step")
-    val_only: bool = key(False, "validate and stop")
-    test_freq: int = key(-1, "validate every so many steps; -1: never", ge=-1)
-    save_freq: int = key(-1, "checkpoint every so many steps; -1: never", ge=-1)
-    resume_mode: Literal["auto", "disable", "resume_path"] = key("auto", "go on from the newest checkpoint, or not")
-    resume_from_path: FilePath | None = key(None, "the global_step_N folder of resume_path")
     max_ckpt_to_keep: int | None = key(None, "keep the newest so many checkpoints; null: all", ge=1)
 
 

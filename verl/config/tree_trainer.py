@@ -20,7 +20,10 @@ class FilterGroupsConfig(Node):
 
     enable: bool = key(False, "drop groups without a difference and sample others")
     metric: str = key("reward", "what is compared in a group: reward, or a value that the reward function returns")
-    max_num_gen_batches: int = key(0, "give up after so many generations for one step; 0: never", ge=0)
+    max_num_gen_batches: int = key(0, "at most so many generations for one step; 0: no limit", ge=0)
+    at_limit: Literal["error", "fill"] = key(
+        "error", "end the run there, or fill the step with groups without a difference, which teach nothing"
+    )
 
 
 class RolloutCorrectionConfig(Node):
@@ -68,8 +71,8 @@ class AlgorithmConfig(Node):
     shuffle_rewards: bool = key(False, "negative control: every answer gets the reward of another")
 
 
-class TrainerConfig(Node):
-    """`trainer`: the run."""
+class RunConfig(Node):
+    """What every trainer has: how long, under which name and where, on what, and when to validate and to save."""
 
     total_epochs: int = key(30, "passes over the training rows", ge=1)
     total_training_steps: int | None = key(None, "end after so many steps; null: total_epochs decides", ge=1)
@@ -92,6 +95,11 @@ class TrainerConfig(Node):
     save_freq: int = key(-1, "checkpoint every so many steps; -1: never", ge=-1)
     resume_mode: Literal["auto", "disable", "resume_path"] = key("auto", "go on from the newest checkpoint, or not")
     resume_from_path: FilePath | None = key(None, "the global_step_N folder of resume_path")
+
+
+class TrainerConfig(RunConfig):
+    """`trainer`: the run."""
+
     max_actor_ckpt_to_keep: int | None = key(None, "keep the newest so many checkpoints of the actor; null: all", ge=1)
     max_critic_ckpt_to_keep: int | None = key(None, "the same for the critic", ge=1)
     critic_warmup: int = key(0, "steps in which only the critic learns", ge=0)

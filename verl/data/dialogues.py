@@ -8,6 +8,7 @@ import torch
 
 from verl.data.tokenization import as_chat_or_text, encode, render_chats
 from verl.protocol import DataProto
+from verl.utils.decoding import decode_all
 
 
 class DialogueReader:
@@ -34,7 +35,7 @@ class DialogueReader:
                 "text, but the dataset gives no column 'raw_prompt' (messages or text)"
             )
         width = batch.column("responses").shape[1]
-        answers = self.policy.batch_decode(_unpadded(ids[:, -width:], attended[:, -width:]), skip_special_tokens=True)
+        answers = decode_all(self.policy, _unpadded(ids[:, -width:], attended[:, -width:]))
         return self._encode(batch.column("raw_prompt"), answers)
 
     def _encode(self, prompts: np.ndarray, answers: Sequence[str]) -> list[list[int]]:

@@ -54,7 +54,7 @@ class _JsonPart:
     def __init__(self, path: Path):
         self.path = path
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")  # some programs put a mark before the first line
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: expected UTF-8 text: {error}") from error
         self.is_list = text.lstrip().startswith("[")

@@ -95,6 +95,16 @@ class SFTDataset(Dataset):
     def __len__(self) -> int:
         return len(self._kept)
 
+    @property
+    def largest_token_id(self) -> int:
+        """The largest token id of all rows: what the model's vocabulary must hold."""
+        return self._ids.largest
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row, prompt and response together."""
+        return self._ids.longest
+
     def __getitem__(self, item: int) -> dict[str, Any]:
         ids, mask = self._ids[item], self._mask[item]
         first = mask.index(1)
@@ -143,7 +153,12 @@ class SFTDataset(Dataset):
         if columns.messages is not None:
             return check_messages(row[columns.messages], where)
         response = _follow(row, columns.response, columns.response_path, where)
-        if not isinstance(response, str) or not response.strip():
+        if not isinstance(response, str) and response is not None:
+            kind = type(response).__name__
+            raise ValueError(
+                f"{where}: the response (column {columns.response!r}) is no text: found {response!r} ({kind})"
+            )
+        if response is None or not response.strip():
             raise ValueError(f"{where}: the response (column {columns.response!r}) is missing: found {response!r}")
         prompt = as_chat_or_text(
             _follow(row, columns.prompt, columns.prompt_path, where),

@@ -26,7 +26,7 @@ class Pass:
 
     turns: of the operators. places: where each of them runs; None is the thread of the flow.
     batch: what the first one is given, None for a source. observer: called after each operator.
-    spans: when each began and ended.
+    spans: when each began and ended. under_way: when those that have not ended began.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class Pass:
     ):
         self.batch = batch
         self.spans: dict[str, Span] = {}
+        self.under_way: dict[str, float] = {}
         self._operators, self._turns, self._places, self._observer = operators, turns, places, observer
         self._waits = waits(turns, places)
         self._ended: set[int] = set()
@@ -64,6 +65,7 @@ class Pass:
             here = [i for i in ready if self._places[i] is None]
             if here:
                 self._waiting.remove(here[0])
+                self.under_way[self._operators[here[0]].name] = time.perf_counter()
                 return here[0], self._given(here[0])
             concurrent.futures.wait(self._running, return_when=concurrent.futures.FIRST_COMPLETED)
         return None
@@ -72,6 +74,7 @@ class Pass:
         """Operator i is done, and returned `result`."""
         op = self._operators[i]
         self.spans[op.name] = span
+        del self.under_way[op.name]
         logger.info("[%s] %.2fs%s", op.name, span[1] - span[0], self._beside(op.name, span))
         self._ended.add(i)
         if result is not HOLD or op.on is not None:
@@ -124,6 +127,7 @@ class Pass:
 
         self._waiting.remove(i)
         self._running[future] = i, given
+        self.under_way[op.name] = time.perf_counter()
         # a daemon: a run that ends by an error does not wait for what it leaves behind; its processes end with it
         threading.Thread(target=work, name=f"operator {op.name}", daemon=True).start()
 

@@ -9,6 +9,7 @@ from verl.dataflow.one_pass import Observer, Pass, Span
 from verl.dataflow.operator import HOLD, Operator
 from verl.dataflow.order import turns
 from verl.dataflow.results import as_batch, require_columns
+from verl.dataflow.watch import watched
 from verl.protocol import DataProto
 
 
@@ -48,15 +49,16 @@ class Pipeline:
         way = Pass(self.operators, self._turns, self._places(), self._enter(batch), self.observer)
         self.spans = way.spans
         result: Any = None
-        while result is not HOLD and (turn := way.next()) is not None:
-            i, given = turn
-            op, began = self.operators[i], time.perf_counter()
-            try:
-                result = op.func() if given is None else op.func(given.batch)
-            except Exception as error:
-                way.blame(i, error)
-                raise
-            way.end(i, given, result, (began, time.perf_counter()))
+        with watched(way.under_way):
+            while result is not HOLD and (turn := way.next()) is not None:
+                i, given = turn
+                op, began = self.operators[i], time.perf_counter()
+                try:
+                    result = op.func() if given is None else op.func(given.batch)
+                except Exception as error:
+                    way.blame(i, error)
+                    raise
+                way.end(i, given, result, (began, time.perf_counter()))
         self.seconds = time.perf_counter() - start
         if result is HOLD:
             return HOLD

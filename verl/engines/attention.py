@@ -5,7 +5,8 @@ variable-length kernel takes the rows as they lie; long rows go one by one to cu
 fast on a Hopper but has no such form. Elsewhere queries, keys and values alone are laid out right-padded for the
 built-in causal attention, which needs no mask then: a padding position is after every real one of its row.
 
-Where ranks share the tokens (`sequence_parallel`), they trade them for heads around it.
+Where ranks share the tokens (`sequence_parallel`), they trade them for heads around it. Where rows share prompts
+(`prompt_sharing`), keys and values are taken from the tokens that have them.
 """
 
 import functools
@@ -18,6 +19,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from verl.engines.micro_batch import Packing
+from verl.engines.places import collect_rows, repeat_rows, spread_rows
 
 NAME = "verl_packed"
 #: the widest head that the variable-length kernel takes
@@ -37,10 +39,16 @@ _GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).pa
 
 def _unpack(x: torch.Tensor, packing: Packing) -> torch.Tensor:
     """(1, H, N, D) packed -> (b, H, L, D) right-padded with zeros."""
-    heads, _, dim = x.shape[1:]
-    padded = x.new_zeros(packing.rows * packing.max_length, heads, dim)
-    padded = padded.index_copy(0, packing.slots, x[0].transpose(0, 1))
-    return padded.view(packing.rows, packing.max_length, heads, dim).transpose(1, 2)
+    tokens, size = x[0].transpose(0, 1), packing.rows * packing.max_length
+    if len(tokens) != size:
+        tokens = spread_rows(tokens, packing.slots, size)
+    return tokens.unflatten(0, (packing.rows, packing.max_length)).transpose(1, 2)
+
+
+def _pack(x: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """(b, H, L, D) right-padded -> (1, N, H, D) packed."""
+    tokens = x.transpose(1, 2).flatten(0, 1)
+    return (tokens if len(tokens) == packing.slots.numel() else collect_rows(tokens, packing.slots))[None]
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
@@ -99,12 +107,19 @@ def _attend(
     softcap: float | None,
 ) -> torch.Tensor:
     """The attention of all tokens of some heads; shapes as `packed_attention`."""
-    window = sliding_window if sliding_window is not None and sliding_window < packing.max_length else None
+    longest = packing.max_length if packing.keys is None else packing.keys.packing.max_length
+    window = sliding_window if sliding_window is not None and sliding_window < longest else None
     narrow = value.dtype in (torch.bfloat16, torch.float16)
     if query.is_cuda and narrow and softcap is None and query.shape[-1] <= WIDEST_HEAD:
         if window is None and _goes_by_row(packing, query):
             return _attend_each_row(query, key, value, packing, scaling)
         return _attend_rows(query, key, value, packing, scaling, window)
+    if packing.keys is not None:
+        source, one_use = packing.keys.source, packing.keys.one_use
+        repeated = (repeat_rows(x.squeeze(0).transpose(0, 1), source, one_use) for x in (query, key, value))
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in repeated)
+        whole = _attend(q, k, v, packing.keys.packing, scaling, sliding_window, softcap)
+        return collect_rows(whole.squeeze(0), one_use).unsqueeze(0)
     q, k, v = (_unpack(x, packing) for x in (query, key, value))
     length = packing.max_length
     if softcap is not None:
@@ -115,9 +130,7 @@ def _attend(
         out = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
-    b, heads, _, dim = out.shape
-    flat = out.transpose(1, 2).reshape(b * length, heads, dim)
-    return flat[packing.slots][None]
+    return _pack(out, packing)
 
 
 def _attend_rows(
@@ -129,15 +142,24 @@ def _attend_rows(
     window: int | None,
 ) -> torch.Tensor:
     """The same by the variable-length kernel. window: keys that a query sees, its own among them; None for all."""
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    q, k, v = (x.squeeze(0).transpose(0, 1).contiguous() for x in (query, key, value))
+    of_keys = packing
+    if packing.keys is not None:
+        from verl.engines.layer_kernels import Repeat
+
+        of_keys = packing.keys.packing
+        k, v = (Repeat.apply(x, packing.keys.source, packing.keys.offsets, packing.keys.uses) for x in (k, v))
     starts, longest = packing.cu_seqlens, packing.max_length
+    # queries are the last ones of their rows: with as many keys as queries, or with more, both end together
     seen = (-1 if window is None else window - 1, 0)
-    return varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling, window_size=seen, **_GQA)[None]
+    return varlen_attn(
+        q, k, v, starts, of_keys.cu_seqlens, longest, of_keys.max_length, scale=scaling, window_size=seen, **_GQA
+    ).unsqueeze(0)
 
 
 def _goes_by_row(packing: Packing, query: torch.Tensor) -> bool:
     """Whether the rows are long enough for one call each, and the kernel that pays for it is there."""
-    long = sum(packing.lengths) >= LONG_ROWS * packing.rows
+    long = packing.keys is None and sum(packing.lengths) >= LONG_ROWS * packing.rows
     return long and query.shape[-1] <= WIDEST_CUDNN_HEAD and _fast_cudnn(query.device)
 
 

@@ -18,7 +18,7 @@ from verl.engines.base import MicroBatching, OptimizerConfig, Tensors
 from verl.engines.checkpoint import copy_into
 from verl.engines.distributed import device_mesh, init_process_group, reduce_values
 from verl.engines.hf import HFEngine
-from verl.engines.micro_batch import ModelInput, plan, split_to, token_budget
+from verl.engines.micro_batch import plan, split_to, token_budget
 from verl.engines.model import ModelConfig, empty_module, load_checked
 from verl.engines.offload import HOST, OffloadConfig
 from verl.engines.sequence_parallel import SequenceRanks
@@ -49,6 +49,7 @@ class FSDPEngine(HFEngine):
     """Every rank holds its shard of each parameter."""
 
     whole = False
+    all_here = False
 
     def __init__(
         self,
@@ -59,7 +60,6 @@ class FSDPEngine(HFEngine):
     ):
         """Raises ValueError for sizes that do not divide, besides what HFEngine raises."""
         self.sharding = sharding or ShardingConfig()
-        self.sequence_ranks: SequenceRanks | None = None
         self.ranks_of_a_row = self.sharding.sequence_parallel
         init_process_group(config.device, self.sharding.timeout)
         self._share_rows(config)
@@ -176,7 +176,7 @@ class FSDPEngine(HFEngine):
 
     # ---- what ranks must agree on -------------------------------------------------------------------------------
 
-    def _plan(self, lengths: list[int], micro: MicroBatching) -> list[list[int]]:
+    def _plan(self, lengths: list[int], micro: MicroBatching, columns: Tensors | None) -> list[list[int]]:
         """As many micro-batches on every rank as on the one that needs most: the layers are gathered together.
 
         A budget of tokens is one rank's; ranks that share rows have as many budgets together.
@@ -184,13 +184,9 @@ class FSDPEngine(HFEngine):
         budget = token_budget(lengths, micro)
         if budget is not None:
             micro = MicroBatching(tokens=budget * self.sharding.sequence_parallel)
-        pieces = plan(lengths, micro)
+        pieces = plan(lengths, micro, columns)
         (count,) = self.max_over_ranks([float(len(pieces))])
         return split_to(pieces, int(count))
-
-    def _input(self, columns: Tensors, rows: list[int] | None) -> ModelInput:
-        whole = super()._input(columns, rows)
-        return whole if self.sequence_ranks is None else whole.share_of(self.sequence_ranks)
 
     def _backward(self, loss: torch.Tensor) -> None:
         # FSDP takes the mean of the gradients over the ranks; an objective's shares add up, so their sum is wanted.

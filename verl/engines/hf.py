@@ -13,19 +13,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.engines import checkpoint, memory
+from verl.engines import attention, checkpoint, memory
 from verl.engines.base import MicroBatching, Objective, OptimizerConfig, Tensors, TrainEngine
 from verl.engines.checkpoint import BackgroundWriter
 from verl.engines.distributed import clip_gradients, full_tensor, gradient_norm
 from verl.engines.layers import use_kernels
 from verl.engines.lora import Adapters
 from verl.engines.metrics import MetricSums
-from verl.engines.micro_batch import ModelInput, build_input, plan, row_lengths
+from verl.engines.micro_batch import ModelInput, build_input, plan, row_lengths, to_device
 from verl.engines.model import ModelConfig, TokenModel, checked, load_checked
 from verl.engines.offload import OffloadConfig, OnDevice, move_optimizer
+from verl.engines.products import Phase
+from verl.engines.sequence_parallel import SequenceRanks
 from verl.protocol import DataProto
 
 logger = logging.getLogger("verl.engines")
+
+#: tokens of an update's micro-batch on a CPU: the fewer, the more of what they leave for the backward pass is in caches
+CACHED_TOKENS = 5120
 
 _READS = ("input_ids", "attention_mask", "position_ids", "responses")
 
@@ -33,8 +38,11 @@ _READS = ("input_ids", "attention_mask", "position_ids", "responses")
 class HFEngine(TrainEngine):
     """One device, one model. Parameters in model_dtype (float32 masters), compute in compute_dtype."""
 
-    #: how many ranks share the tokens of a row
+    #: how many ranks share the tokens of a row, and the way between them
     ranks_of_a_row: int = 1
+    sequence_ranks: SequenceRanks | None = None
+    #: whether parameters are all here, and their gradients nobody else's business
+    all_here: bool = True
 
     def __init__(
         self,
@@ -58,7 +66,8 @@ class HFEngine(TrainEngine):
         self._said = ""
         if optimizer is not None:
             self._checkpoint(config.gradient_checkpointing is True)
-        use_kernels(self.module, config.kernels)
+        self._phase = Phase()
+        use_kernels(self.module, config.kernels, self._phase)
         self._distribute()
         self._writer = BackgroundWriter()
         self._writer_group: dist.ProcessGroup | None = None
@@ -93,37 +102,62 @@ class HFEngine(TrainEngine):
     ) -> Tensors:
         columns = _columns(batch, _READS)
         lengths = row_lengths(columns["attention_mask"])
+        shares = self._shares_prompts(lengths)
         found = {name: torch.zeros(columns["responses"].shape, dtype=torch.float32) for name in outputs}
-        with self.loaded(), torch.no_grad():
-            for rows in self._plan(lengths, micro):
-                model_input = self._input(columns, rows)
-                for name, values in self.model(model_input, outputs, temperature).items():
-                    found[name][rows] = values.float().cpu()
+        pieces = []
+        with self.loaded(), torch.no_grad(), self._weights_stay(training=False):
+            for rows in self._plan(lengths, micro, columns if shares else None):
+                given = self.model(self._input(columns, rows, shares), outputs, temperature)
+                pieces.append((rows, {k: v.float().to("cpu", non_blocking=True) for k, v in given.items()}))
+        if self.config.device.type == "cuda":
+            torch.cuda.synchronize(self.config.device)  # once, not for every piece
+        for rows, given in pieces:
+            for name, values in given.items():
+                found[name][rows] = values
         return found
 
     def train_batch(
         self, batch: DataProto, objective: Objective, micro: MicroBatching, temperature: float = 1.0
     ) -> dict[str, Any]:
-        columns = batch.tensors
+        columns = _columns(batch, tuple(batch.tensors))
         lengths = row_lengths(columns["attention_mask"])
+        shares = self._shares_prompts(lengths)
         sums = MetricSums()
         with self.loaded(optimizer=True):
             self.optimizer.zero_grad(set_to_none=True)
-            for rows in self._plan(lengths, self._fitted(lengths, micro)):
-                share = {name: values[rows].to(self.config.device) for name, values in columns.items()}
-                outputs = self.model(self._input(share, None), objective.needs, temperature)
-                loss, metrics = objective.loss(outputs, share)
-                self._backward(loss)
-                sums.add(metrics, rows=len(rows))
+            micro = self._fitted(lengths, micro)
+            with self._weights_stay(training=True):
+                for rows in self._plan(lengths, micro, columns if shares else None):
+                    share = {name: values[rows] for name, values in columns.items()}
+                    outputs = self.model(self._input(share, None, shares), objective.needs, temperature)
+                    share = {name: to_device(values, self.config.device) for name, values in share.items()}
+                    loss, metrics = objective.loss(outputs, share)
+                    self._backward(loss)
+                    sums.add(metrics, rows=len(rows))
             return sums.result(self.max_over_ranks) | self._step()
 
-    def _plan(self, lengths: list[int], micro: MicroBatching) -> list[list[int]]:
-        return plan(lengths, micro)
+    def _weights_stay(self, training: bool) -> AbstractContextManager[None]:
+        """A phase in which fused layers may keep what they make of the weights, and in training add up gradients."""
+        return self._phase(keep=self.all_here, add_gradients=training and self.all_here)
+
+    def _plan(self, lengths: list[int], micro: MicroBatching, columns: Tensors | None) -> list[list[int]]:
+        """Row indices of each micro-batch. columns: as `plan` has them."""
+        return plan(lengths, micro, columns)
+
+    def _shares_prompts(self, lengths: list[int]) -> bool:
+        """Whether rows with the same prompt compute it once: where attention takes all rows in one call."""
+        config = self.config
+        if not config.use_remove_padding or self.ranks_of_a_row > 1:
+            return False
+        in_one_call = config.compute_dtype.itemsize == 2 and sum(lengths) < attention.LONG_ROWS * len(lengths)
+        return config.device.type == "cpu" or in_one_call
 
     def _fitted(self, lengths: list[int], micro: MicroBatching) -> MicroBatching:
         """How to cut an update and, where that is left open, whether activations are kept: as free memory allows."""
         config, is_open = self.config, micro.tokens == "auto"
-        if config.device.type == "cpu" or not (is_open or config.gradient_checkpointing == "auto"):
+        if config.device.type == "cpu":
+            return MicroBatching(tokens=max(CACHED_TOKENS, *lengths)) if is_open else micro
+        if not (is_open or config.gradient_checkpointing == "auto"):
             return micro
         room, longest = self._room(), -(-max(lengths) // self.ranks_of_a_row)
         largest = 0 if is_open else micro.tokens or (micro.rows or len(lengths)) * longest
@@ -143,18 +177,21 @@ class HFEngine(TrainEngine):
         config, vocabulary = self.config, self.model.vocab_size
         if self._kept is None:
             self._checkpoint(False)
-            self._kept = memory.measure_kept(self._trial, self.module, vocabulary)
+            with self._weights_stay(training=False):
+                self._kept = memory.measure_kept(self._trial, self.module, vocabulary)
         free = memory.free_bytes(config.device)
         free -= memory.update_bytes(self.module.parameters(), self.optimizer)
+        if self.all_here and config.compute_dtype != config.model_dtype:
+            free -= sum(p.numel() for p in self.module.parameters()) * config.compute_dtype.itemsize  # copies in it
         return memory.room(
             self._kept, free - memory.logits_bytes(vocabulary, config.compute_dtype.itemsize, config.device)
         )
 
     def _trial(self, tokens: int) -> Tensors:
         """The outputs of a forward pass over so many tokens, one row."""
-        ids = torch.zeros(1, tokens * self.ranks_of_a_row, dtype=torch.long, device=self.config.device)
+        ids = torch.zeros(1, tokens * self.ranks_of_a_row, dtype=torch.long)
         rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "responses": ids[:, 1:]}
-        rows["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None]
+        rows["position_ids"] = torch.arange(ids.shape[1])[None]
         outputs = ("values",) if self.config.kind == "value" else ("log_probs",)
         return self.model(self._input(rows, None), outputs, 1.0)
 
@@ -199,9 +236,12 @@ class HFEngine(TrainEngine):
             raise RuntimeError("an update with a gradient changed none of the trained parameters")
         self._unproven = False
 
-    def _input(self, columns: Tensors, rows: list[int] | None) -> ModelInput:
-        chosen = {k: columns[k] if rows is None else columns[k][rows].to(self.config.device) for k in _READS}
-        return build_input(chosen, self.config.use_remove_padding)
+    def _input(self, columns: Tensors, rows: list[int] | None, shares: bool = False) -> ModelInput:
+        """What the model reads of some rows, None for all; put together on the host, which waits for no device then."""
+        chosen = {k: columns[k] if rows is None else columns[k][rows] for k in _READS}
+        whole = build_input(chosen, self.config.use_remove_padding, shares)
+        own = whole if self.sequence_ranks is None else whole.share_of(self.sequence_ranks)
+        return own.to(self.config.device)
 
     def lr_step(self) -> float:
         rate = self.schedule.get_last_lr()[0]
@@ -309,11 +349,16 @@ class HFEngine(TrainEngine):
             else:
                 checkpoint.load_model(folder, self.model, self.module)
             if "optimizer" in contents:
+                # the moments of the checkpoint, with the learning rate and the decay that this run asks for
+                groups = self.optimizer.param_groups
+                settings = [{name: value for name, value in g.items() if name != "params"} for g in groups]
                 checkpoint.load_optimizer(folder, self.model, self.optimizer)
+                for group, own in zip(self.optimizer.param_groups, settings):
+                    group.update(own)
         if "extra" in contents:
-            self.schedule.load_state_dict(_read(folder / "extra.pt")["schedule"])
-            # the rate of the next step by this run's schedule, which may end at another step than the saved one
-            schedule = self.schedule
+            # where the schedule stands; the rates are this run's, and so is the step at which it ends
+            schedule, saved = self.schedule, _read(folder / "extra.pt")["schedule"]
+            schedule.load_state_dict({name: value for name, value in saved.items() if name != "base_lrs"})
             rates = [lr * factor(schedule.last_epoch) for lr, factor in zip(schedule.base_lrs, schedule.lr_lambdas)]
             for group, rate in zip(self.optimizer.param_groups, rates):
                 group["lr"] = rate
@@ -330,7 +375,7 @@ def make_optimizer(config: OptimizerConfig, module: torch.nn.Module, device: tor
             f"override_optimizer_config: {sorted(set(further) - known)} are not further arguments of AdamW; expected "
             f"some of {sorted(known)} (lr, betas and weight_decay have keys of their own beside it)"
         )
-    if device.type == "cuda" and "foreach" not in further:
+    if device.type in ("cpu", "cuda") and "foreach" not in further:
         named["fused"] = True
     return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], **named | further)
 
@@ -347,7 +392,8 @@ def _on_host(state: Any) -> Any:
 
 
 def _columns(batch: DataProto, names: tuple[str, ...]) -> Tensors:
-    return {name: batch.column(name) for name in names}
+    """On the host, where micro-batches are put together."""
+    return {name: batch.column(name).cpu() for name in names}
 
 
 def _read(path: Path) -> Any:

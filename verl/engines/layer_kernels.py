@@ -1,24 +1,32 @@
-"""Triton kernels of what stands between the matrix products of a decoder layer: RMS norm, SwiGLU, rotary embedding.
+"""Triton kernels of what stands between the matrix products of a decoder layer.
 
-Each reads its inputs once and writes its outputs once, forward and backward; arithmetic is float32, what is stored has
-the dtype asked for. `layers` puts them into a model. N: rows; D: columns.
+A sum with the RMS norm of it, SwiGLU, and the rotary embedding of queries and keys (with the norms of their heads) that
+lie side by side with the values. Each reads its inputs once and writes its outputs once, forward and backward;
+arithmetic is float32, what is stored has the dtype asked for. `fused_layers` puts them into a model. N: rows; D:
+columns.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-BLOCK = 4096  # elements that a program holds at a time
+BLOCK = 1024  # elements that a program holds at a time
 PROGRAMS = 1024  # at most, where each adds up a part of a weight's gradient
 
 
 @triton.jit
-def _norm_kernel(x, weight, y, scale, N, eps, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
+def _norm_kernel(x, branch, weight, total, y, scale, N, eps, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr,
+                 ADD: tl.constexpr):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BD)
     mask = (rows < N)[:, None] & (columns < D)[None, :]
     at = rows[:, None] * D + columns[None, :]
     v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        v += tl.load(branch + at, mask=mask, other=0.0).to(tl.float32)
+        stored = v.to(total.dtype.element_ty)
+        tl.store(total + at, stored, mask=mask)
+        v = stored.to(tl.float32)
     w = tl.load(weight + columns, mask=columns < D, other=0.0).to(tl.float32)
     r = tl.rsqrt(tl.sum(v * v, 1) / D + eps)
     tl.store(scale + rows, r, mask=rows < N)
@@ -26,12 +34,12 @@ def _norm_kernel(x, weight, y, scale, N, eps, D: tl.constexpr, BD: tl.constexpr,
 
 
 @triton.jit
-def _norm_gradient_kernel(gy, x, weight, scale, gx, gw, N, tiles, programs, D: tl.constexpr, BD: tl.constexpr,
-                          ROWS: tl.constexpr):  # fmt: skip
+def _norm_gradient_kernel(gy, g_total, x, weight, scale, gx, g_branch, gw, N, tiles, programs, D: tl.constexpr,
+                          BD: tl.constexpr, ROWS: tl.constexpr, ADDED: tl.constexpr, BRANCH: tl.constexpr):  # fmt: skip
     columns = tl.arange(0, BD)
     inside = columns < D
     w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    total = tl.zeros((BD,), tl.float32)
+    found = tl.zeros((BD,), tl.float32)
     for tile in range(tl.program_id(0), tiles, programs):
         rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
         mask = (rows < N)[:, None] & inside[None, :]
@@ -39,60 +47,167 @@ def _norm_gradient_kernel(gy, x, weight, scale, gx, gw, N, tiles, programs, D: t
         r = tl.load(scale + rows, mask=rows < N, other=0.0)[:, None]
         g = tl.load(gy + at, mask=mask, other=0.0).to(tl.float32)
         unit = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) * r
-        total += tl.sum(g * unit, 0)
+        found += tl.sum(g * unit, 0)
         g *= w[None, :]
         along = tl.sum(g * unit, 1)[:, None] / D
-        tl.store(gx + at, (r * (g - unit * along)).to(gx.dtype.element_ty), mask=mask)
-    tl.store(gw + tl.program_id(0) * D + columns, total, mask=inside)
+        g = r * (g - unit * along)
+        if ADDED:
+            g += tl.load(g_total + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(gx + at, g.to(gx.dtype.element_ty), mask=mask)
+        if BRANCH:
+            tl.store(g_branch + at, g.to(g_branch.dtype.element_ty), mask=mask)
+    tl.store(gw + tl.program_id(0) * D + columns, found, mask=inside)
 
 
 @triton.jit
-def _swiglu_kernel(gate, up, y, N, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    g = tl.load(gate + at, mask=at < N, other=0.0).to(tl.float32)
-    u = tl.load(up + at, mask=at < N, other=0.0).to(tl.float32)
-    tl.store(y + at, (g * tl.sigmoid(g) * u).to(y.dtype.element_ty), mask=at < N)
+def _swiglu_kernel(gate, up, y, stride, D: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < D
+    g = tl.load(gate + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + row * D + column, (g * tl.sigmoid(g) * u).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _swiglu_gradient_kernel(gy, gate, up, g_gate, g_up, N, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    gradient = tl.load(gy + at, mask=at < N, other=0.0).to(tl.float32)
-    g = tl.load(gate + at, mask=at < N, other=0.0).to(tl.float32)
-    u = tl.load(up + at, mask=at < N, other=0.0).to(tl.float32)
+def _swiglu_gradient_kernel(gy, gate, up, g_gate, g_up, stride, D: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < D
+    at = row * stride + column
+    gradient = tl.load(gy + row * D + column, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
     s = tl.sigmoid(g)
-    tl.store(g_up + at, (gradient * g * s).to(g_up.dtype.element_ty), mask=at < N)
-    tl.store(g_gate + at, (gradient * u * s * (1 + g * (1 - s))).to(g_gate.dtype.element_ty), mask=at < N)
+    tl.store(g_up + at, (gradient * g * s).to(g_up.dtype.element_ty), mask=inside)
+    tl.store(g_gate + at, (gradient * u * s * (1 + g * (1 - s))).to(g_gate.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _rotary_kernel(x, cos, sin, y, stride_head, stride_token, H: tl.constexpr, BH: tl.constexpr, HALF: tl.constexpr,
-                   BHALF: tl.constexpr, BACK: tl.constexpr):  # fmt: skip
+def _angles(table, token, d, HALF: tl.constexpr):
+    """A token's numbers in a table (N, 2 HALF): those of the first half of a head, and of the second."""
+    at = table + token * 2 * HALF + d
+    first = tl.load(at, mask=d < HALF, other=0.0).to(tl.float32)
+    second = tl.load(at + HALF, mask=d < HALF, other=0.0).to(tl.float32)
+    return first[None, :], second[None, :]
+
+
+@triton.jit
+def _rotary_kernel(x, cos, sin, weight, y, stride_x, eps, H: tl.constexpr, BH: tl.constexpr, HALF: tl.constexpr,
+                   BHALF: tl.constexpr, NORM: tl.constexpr):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head, d = tl.arange(0, BH), tl.arange(0, BHALF)
     mask = (head < H)[:, None] & (d < HALF)[None, :]
-    read = token * stride_token + head[:, None] * stride_head + d[None, :]
-    a = tl.load(x + read, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(x + read + HALF, mask=mask, other=0.0).to(tl.float32)
-    cos += token * 2 * HALF
-    sin += token * 2 * HALF
-    cos_a = tl.load(cos + d, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
-    cos_b = tl.load(cos + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
-    sin_a = tl.load(sin + d, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
-    sin_b = tl.load(sin + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
-    if BACK:
-        first, second = a * cos_a + b * sin_b, b * cos_b - a * sin_a
-    else:
-        first, second = a * cos_a - b * sin_a, b * cos_b + a * sin_b
-    write = (token * H + head[:, None]) * (2 * HALF) + d[None, :]
-    tl.store(y + write, first.to(y.dtype.element_ty), mask=mask)
-    tl.store(y + write + HALF, second.to(y.dtype.element_ty), mask=mask)
+    at = head[:, None] * (2 * HALF) + d[None, :]
+    a = tl.load(x + token * stride_x + at, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(x + token * stride_x + at + HALF, mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        r = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
+        w_a, w_b = _angles(weight, 0, d, HALF)
+        a, b = a * r * w_a, b * r * w_b
+    cos_a, cos_b = _angles(cos, token, d, HALF)
+    sin_a, sin_b = _angles(sin, token, d, HALF)
+    y += token * H * 2 * HALF + at
+    tl.store(y, (a * cos_a - b * sin_a).to(y.dtype.element_ty), mask=mask)
+    tl.store(y + HALF, (b * cos_b + a * sin_b).to(y.dtype.element_ty), mask=mask)
 
 
-def _tile(width: int) -> tuple[int, int]:
-    """(columns, rows) of a tile that holds whole rows, powers of two."""
+@triton.jit
+def _rotary_gradient_kernel(gy, x, cos, sin, weight, gx, gw, stride_x, stride_gx, eps, N, programs, H: tl.constexpr,
+                            BH: tl.constexpr, HALF: tl.constexpr, BHALF: tl.constexpr, NORM: tl.constexpr):  # fmt: skip
+    head, d = tl.arange(0, BH), tl.arange(0, BHALF)
+    mask = (head < H)[:, None] & (d < HALF)[None, :]
+    at = head[:, None] * (2 * HALF) + d[None, :]
+    gw_a, gw_b = tl.zeros((BH, BHALF), tl.float32), tl.zeros((BH, BHALF), tl.float32)
+    for token in range(tl.program_id(0).to(tl.int64), N, programs):
+        read = gy + token * H * 2 * HALF + at
+        a = tl.load(read, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(read + HALF, mask=mask, other=0.0).to(tl.float32)
+        cos_a, cos_b = _angles(cos, token, d, HALF)
+        sin_a, sin_b = _angles(sin, token, d, HALF)
+        g_a, g_b = a * cos_a + b * sin_b, b * cos_b - a * sin_a
+        if NORM:
+            unit_a = tl.load(x + token * stride_x + at, mask=mask, other=0.0).to(tl.float32)
+            unit_b = tl.load(x + token * stride_x + at + HALF, mask=mask, other=0.0).to(tl.float32)
+            r = tl.rsqrt((tl.sum(unit_a * unit_a, 1) + tl.sum(unit_b * unit_b, 1)) / (2 * HALF) + eps)[:, None]
+            unit_a, unit_b = unit_a * r, unit_b * r
+            gw_a += g_a * unit_a
+            gw_b += g_b * unit_b
+            w_a, w_b = _angles(weight, 0, d, HALF)
+            g_a, g_b = g_a * w_a, g_b * w_b
+            along = (tl.sum(g_a * unit_a, 1) + tl.sum(g_b * unit_b, 1))[:, None] / (2 * HALF)
+            g_a, g_b = r * (g_a - unit_a * along), r * (g_b - unit_b * along)
+        write = gx + token * stride_gx + at
+        tl.store(write, g_a.to(gx.dtype.element_ty), mask=mask)
+        tl.store(write + HALF, g_b.to(gx.dtype.element_ty), mask=mask)
+    if NORM:
+        gw += tl.program_id(0) * 2 * HALF + d
+        tl.store(gw, tl.sum(gw_a, 0), mask=d < HALF)
+        tl.store(gw + HALF, tl.sum(gw_b, 0), mask=d < HALF)
+
+
+@triton.jit
+def _sum_uses_kernel(g, offsets, uses, y, D: tl.constexpr, BD: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BD)
+    total = tl.zeros((BD,), tl.float32)
+    for i in range(tl.load(offsets + token), tl.load(offsets + token + 1)):
+        read = g + tl.load(uses + i).to(tl.int64) * D + column
+        total += tl.load(read, mask=column < D, other=0.0).to(tl.float32)
+    tl.store(y + token * D + column, total.to(y.dtype.element_ty), mask=column < D)
+
+
+@triton.jit
+def _column_sums_kernel(x, y, N, D: tl.constexpr, rows_each, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    start = tl.program_id(1).to(tl.int64) * rows_each
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, rows_each, ROWS):
+        row = start + first + tl.arange(0, ROWS)
+        mask = ((row < N) & (row < start + rows_each))[:, None] & (column < D)[None, :]
+        total += tl.load(x + row[:, None] * D + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(y + tl.program_id(1) * D + column, tl.sum(total, 0), mask=column < D)
+
+
+def column_sums(x: torch.Tensor) -> torch.Tensor:
+    """The sums over the rows of x (N, D): (D,) float32."""
+    rows, width = x.shape
+    parts, columns = min(64, triton.cdiv(rows, 32)), 128
+    found = x.new_empty((parts, width), dtype=torch.float32)
+    if rows:
+        grid = (triton.cdiv(width, columns), parts)
+        _column_sums_kernel[grid](x.contiguous(), found, rows, width, triton.cdiv(rows, parts), 32, columns)
+    return found.sum(0)
+
+
+def _tile(width: int) -> tuple[int, int, int]:
+    """(columns, rows, warps) of a tile that holds whole rows; columns and rows are powers of two."""
     columns = triton.next_power_of_2(width)
-    return columns, max(1, BLOCK // columns)
+    return columns, max(1, BLOCK // columns), min(16, max(4, columns // 256))
+
+
+class AddRMSNorm(torch.autograd.Function):
+    """(s, weight * s / sqrt(mean(s^2) + eps)) of the sum s = x + branch. x, branch (..., D), weight (D,).
+
+    The sum has the dtype that x + branch has, the norm the dtype asked for.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, x: torch.Tensor, branch: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, branch = x.contiguous(), branch.contiguous()
+        total = torch.empty_like(x, dtype=torch.result_type(x, branch))
+        y, scale = _normed(x, branch, total, weight, eps, dtype)
+        ctx.save_for_backward(total, weight, scale)
+        ctx.dtypes = x.dtype, branch.dtype
+        ctx.set_materialize_grads(False)
+        return total, y
+
+    @staticmethod
+    def backward(ctx, g_total: torch.Tensor | None, gy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gx, g_branch, gw = _norm_gradients(gy, g_total, ctx.saved_tensors, *ctx.dtypes)
+        return gx, g_branch, gw, None, None
 
 
 class RMSNorm(torch.autograd.Function):
@@ -100,71 +215,167 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
-        width = x.shape[-1]
         x = x.contiguous()
-        rows = x.numel() // width
-        y, scale = torch.empty_like(x, dtype=dtype), x.new_empty(rows, dtype=torch.float32)
-        columns, per_tile = _tile(width)
-        _norm_kernel[(triton.cdiv(rows, per_tile),)](
-            x, weight, y, scale, rows, eps, width, columns, per_tile, num_warps=8
-        )
+        y, scale = _normed(x, None, None, weight, eps, dtype)
         ctx.save_for_backward(x, weight, scale)
         return y
 
     @staticmethod
     def backward(ctx, gy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, scale = ctx.saved_tensors
-        width, rows = x.shape[-1], scale.numel()
-        columns, per_tile = _tile(width)
-        tiles = triton.cdiv(rows, per_tile)
-        programs = min(tiles, PROGRAMS)
-        gx, gw = torch.empty_like(x), x.new_empty((programs, width), dtype=torch.float32)
-        _norm_gradient_kernel[(programs,)](
-            gy.contiguous(), x, weight, scale, gx, gw, rows, tiles, programs, width, columns, per_tile, num_warps=8
-        )
-        return gx, gw.sum(0).to(weight.dtype), None, None
+        saved = ctx.saved_tensors
+        gx, _, gw = _norm_gradients(gy, None, saved, saved[0].dtype, None)
+        return gx, gw, None, None
+
+
+def _normed(
+    x: torch.Tensor,
+    branch: torch.Tensor | None,
+    total: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the norm of x, or of x + branch, which is written to total; what its rows were multiplied with)."""
+    width = x.shape[-1]
+    rows = x.numel() // width
+    y, scale = torch.empty_like(x, dtype=dtype), x.new_empty(rows, dtype=torch.float32)
+    columns, per_tile, warps = _tile(width)
+    _norm_kernel[(triton.cdiv(rows, per_tile),)](
+        x, branch, weight, total, y, scale, rows, eps, width, columns, per_tile, branch is not None, num_warps=warps
+    )
+    return y, scale
+
+
+def _norm_gradients(
+    gy: torch.Tensor,
+    g_total: torch.Tensor | None,
+    saved: tuple[torch.Tensor, ...],
+    dtype: torch.dtype,
+    branch_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """The gradients of x and the branch, equal but for their dtypes, and of the weight.
+
+    saved: what was normed, the weight, and what the rows were multiplied with.
+    """
+    x, weight, scale = saved
+    width, rows = x.shape[-1], scale.numel()
+    columns, per_tile, warps = _tile(width)
+    tiles = triton.cdiv(rows, per_tile)
+    programs = min(tiles, PROGRAMS)
+    gx, gw = torch.empty_like(x, dtype=dtype), x.new_empty((programs, width), dtype=torch.float32)
+    apart = branch_dtype is not None and branch_dtype != dtype
+    g_branch = torch.empty_like(x, dtype=branch_dtype) if apart else None
+    _norm_gradient_kernel[(programs,)](
+        gy.contiguous(), None if g_total is None else g_total.contiguous(), x, weight, scale, gx, g_branch, gw, rows,
+        tiles, programs, width, columns, per_tile, g_total is not None, apart, num_warps=warps,
+    )  # fmt: skip
+    return gx, g_branch if apart else gx, gw.sum(0).to(weight.dtype)
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up, of one shape and dtype."""
+    """silu(gate) * up, (..., D): of two tensors (..., D), or of one (..., 2 D) that has them side by side."""
 
     @staticmethod
-    def forward(ctx, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
-        ctx.save_for_backward(gate, up)
-        y, count = torch.empty_like(gate), gate.numel()
-        _swiglu_kernel[(triton.cdiv(count, BLOCK),)](gate, up, y, count, BLOCK)
+    def forward(ctx, *parts: torch.Tensor) -> torch.Tensor:
+        parts = [part.contiguous() for part in parts]
+        ctx.save_for_backward(*parts)
+        gate, up = _halves(parts)
+        y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        _swiglu_kernel[_swiglu_grid(gate)](gate, up, y, _row_stride(parts), gate.shape[-1], BLOCK)
         return y
 
     @staticmethod
-    def backward(ctx, gy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        gate, up = ctx.saved_tensors
-        g_gate, g_up, count = torch.empty_like(gate), torch.empty_like(up), gate.numel()
-        _swiglu_gradient_kernel[(triton.cdiv(count, BLOCK),)](gy.contiguous(), gate, up, g_gate, g_up, count, BLOCK)
-        return g_gate, g_up
+    def backward(ctx, gy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        parts = ctx.saved_tensors
+        gradients = [torch.empty_like(part) for part in parts]
+        gate, up = _halves(parts)
+        _swiglu_gradient_kernel[_swiglu_grid(gate)](
+            gy.contiguous(), gate, up, *_halves(gradients), _row_stride(parts), gate.shape[-1], BLOCK
+        )
+        return tuple(gradients)
 
 
-class Rotary(torch.autograd.Function):
-    """x * cos + rotate_half(x) * sin. x (1, H, N, D); cos, sin (1, N, D) -> (1, H, N, D), in memory (1, N, H, D)."""
+def _halves(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    return list(parts[0].chunk(2, -1)) if len(parts) == 1 else list(parts)
+
+
+def _row_stride(parts: list[torch.Tensor]) -> int:
+    return parts[0].shape[-1]
+
+
+def _swiglu_grid(gate: torch.Tensor) -> tuple[int, int]:
+    width = gate.shape[-1]
+    return gate.numel() // width, triton.cdiv(width, BLOCK)
+
+
+class RotaryQKV(torch.autograd.Function):
+    """Queries (N, HQ, D), keys and values (N, HK, D) of a joint projection (N, (HQ + 2 HK) D), the first two rotated.
+
+    x * cos + rotate_half(x) * sin, with cos and sin (N, D). heads: (HQ, HK). weights: none, or (D,) for queries and for
+    keys, with which each of their heads goes through an RMS norm first.
+    """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.dtype = x.dtype
-        return _rotate(x, cos, sin, dtype, back=False)
+    def forward(
+        ctx,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        heads: tuple[int, int],
+        eps: float,
+        *weights: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx.heads, ctx.eps = (*heads, heads[1]), eps
+        cos, sin = cos.contiguous(), sin.contiguous()
+        ctx.save_for_backward(cos, sin, qkv if weights else None, *weights)
+        q, k, v = qkv.view(len(qkv), -1, cos.shape[-1]).split(ctx.heads, 1)
+        turned = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k)]
+        for x, weight, y in zip((q, k), weights or (None, None), turned):
+            sizes = _head_sizes(x)
+            _rotary_kernel[(len(x),)](x, cos, sin, weight, y, x.stride(0), eps, *sizes, weight is not None)
+        return *turned, v.clone(memory_format=torch.contiguous_format)
 
     @staticmethod
-    def backward(ctx, gy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _rotate(gy, *ctx.saved_tensors, ctx.dtype, back=True), None, None, None
+    def backward(ctx, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cos, sin, qkv, *weights = ctx.saved_tensors
+        tokens, _, size = gradients[0].shape
+        joint = gradients[0].new_empty((tokens, sum(ctx.heads), size))
+        read = (joint if qkv is None else qkv.view(joint.shape)).split(ctx.heads, 1)
+        found: list[torch.Tensor] = []
+        write = joint.split(ctx.heads, 1)
+        programs = min(tokens, PROGRAMS) if weights else tokens
+        for i, weight in enumerate(weights or (None, None)):
+            gw = cos.new_empty((programs, size), dtype=torch.float32) if weights else None
+            _rotary_gradient_kernel[(programs,)](
+                gradients[i].contiguous(), read[i], cos, sin, weight, write[i], gw, read[i].stride(0),
+                write[i].stride(0), ctx.eps, tokens, programs, *_head_sizes(write[i]), weight is not None,
+            )  # fmt: skip
+            found += [gw.sum(0).to(weight.dtype)] if weights else []
+        write[2].copy_(gradients[2])
+        return joint.flatten(1), None, None, None, None, *found
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype, back: bool) -> torch.Tensor:
-    _, heads, tokens, width = x.shape
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    y = x.new_empty((1, tokens, heads, width), dtype=dtype)
-    half = width // 2
-    _rotary_kernel[(tokens,)](
-        x, cos.contiguous(), sin.contiguous(), y, x.stride(1), x.stride(2), heads, triton.next_power_of_2(heads), half,
-        triton.next_power_of_2(half), back,
-    )  # fmt: skip
-    return y.transpose(1, 2)
+def _head_sizes(x: torch.Tensor) -> tuple[int, int, int, int]:
+    """Heads and half a head of x (N, H, D), each with the power of two that holds it."""
+    heads, half = x.shape[1], x.shape[2] // 2
+    return heads, triton.next_power_of_2(heads), half, triton.next_power_of_2(half)
+
+
+class Repeat(torch.autograd.Function):
+    """x[source]: x (N, ...), source (M,). A row's gradient is the sum of those of its uses, always in one order.
+
+    offsets (N + 1,), uses (M,): row i is used at uses[offsets[i]] .. uses[offsets[i + 1] - 1].
+    """
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, source: torch.Tensor, offsets: torch.Tensor, uses: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(offsets, uses)
+        return x.index_select(0, source)
+
+    @staticmethod
+    def backward(ctx, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        offsets, uses = ctx.saved_tensors
+        rows, width = len(offsets) - 1, g[0].numel()
+        found = g.new_empty((rows, *g.shape[1:]))
+        _sum_uses_kernel[(rows,)](g.contiguous(), offsets, uses, found, width, triton.next_power_of_2(width))
+        return found, None, None, None

@@ -11,14 +11,14 @@ BLOCK = 4096  # columns that a program reads at a time
 
 
 @triton.jit
-def _statistics_kernel(logits, targets, lse, log_probs, entropys, squares, stride, temperature, V,
+def _statistics_kernel(logits, targets, lse, log_probs, entropys, squares, stride, scale, V,
                        ENTROPY: tl.constexpr, SQUARES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     top, total, weighted, squared = -float("inf"), 0.0, 0.0, 0.0
     for start in range(0, V, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        x = tl.load(logits + column, mask=column < V, other=-float("inf")).to(tl.float32) / temperature
+        x = tl.load(logits + column, mask=column < V, other=-float("inf")).to(tl.float32) * scale
         new_top = tl.maximum(top, tl.max(x, 0))
         shift = tl.exp(top - new_top)
         e = tl.exp(x - new_top)
@@ -29,7 +29,7 @@ def _statistics_kernel(logits, targets, lse, log_probs, entropys, squares, strid
             squared = squared * shift * shift + tl.sum(e * e, 0)
         top = new_top
     sum_exp = top + tl.log(total)
-    chosen = tl.load(logits + tl.load(targets + row)).to(tl.float32) / temperature
+    chosen = tl.load(logits + tl.load(targets + row)).to(tl.float32) * scale
     tl.store(lse + row, sum_exp)
     tl.store(log_probs + row, chosen - sum_exp)
     if ENTROPY:
@@ -40,11 +40,11 @@ def _statistics_kernel(logits, targets, lse, log_probs, entropys, squares, strid
 
 @triton.jit
 def _gradient_kernel(logits, targets, lse, entropys, squares, of_log_prob, of_entropy, of_squares, found, stride,
-                     temperature, V, ENTROPY: tl.constexpr, SQUARES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                     scale, V, ENTROPY: tl.constexpr, SQUARES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < V
-    x = tl.load(logits + row * stride + column, mask=inside, other=-float("inf")).to(tl.float32) / temperature
+    x = tl.load(logits + row * stride + column, mask=inside, other=-float("inf")).to(tl.float32) * scale
     log_p = x - tl.load(lse + row)
     p = tl.exp(log_p)
     g = tl.load(of_log_prob + row)
@@ -53,7 +53,7 @@ def _gradient_kernel(logits, targets, lse, entropys, squares, of_log_prob, of_en
         factor -= tl.load(of_entropy + row) * (tl.where(p > 0, log_p, 0.0) + tl.load(entropys + row))
     if SQUARES:
         factor += tl.load(of_squares + row) * 2 * (p - tl.load(squares + row))
-    gradient = (p * factor + tl.where(column == tl.load(targets + row), g, 0.0)) / temperature
+    gradient = (p * factor + tl.where(column == tl.load(targets + row), g, 0.0)) * scale
     tl.store(found + row * V + column, gradient.to(found.dtype.element_ty), mask=inside)
 
 
@@ -65,7 +65,7 @@ def statistics(
     lse, log_probs, entropys, squares = (logits.new_zeros(rows, dtype=torch.float32) for _ in range(4))
     if rows:
         _statistics_kernel[(rows,)](
-            logits, targets, lse, log_probs, entropys, squares, logits.stride(0), temperature, vocabulary,
+            logits, targets, lse, log_probs, entropys, squares, logits.stride(0), 1 / temperature, vocabulary,
             ENTROPY=wanted[1], SQUARES=wanted[2], BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
     return [lse, log_probs, entropys, squares]
@@ -88,6 +88,6 @@ def logits_gradient(
         grid = (rows, triton.cdiv(vocabulary, BLOCK))
         _gradient_kernel[grid](
             logits, targets, lse, entropys, squares, *(g.contiguous() for g in gradients), found, logits.stride(0),
-            temperature, vocabulary, ENTROPY=wanted[1], SQUARES=wanted[2], BLOCK=BLOCK, num_warps=8,
+            1 / temperature, vocabulary, ENTROPY=wanted[1], SQUARES=wanted[2], BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
     return found

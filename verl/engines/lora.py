@@ -17,6 +17,7 @@ from torch import nn
 
 from verl.engines.checkpoint import copy_into
 from verl.engines.distributed import full_tensor
+from verl.registry import did_you_mean
 
 #: peft's names of the adapter that is trained, and of the one that training started from where it was given
 TRAINED, START = "default", "start"
@@ -76,6 +77,7 @@ def _settings(module: nn.Module, config: LoraConfig, base: str):
 
     head = ["score"] if not module.can_generate() else []  # a value head is trained whole
     if config.adapter_path is None:
+        _check_names(module, config)
         targets = list(config.target_modules)
         return PeftLoraConfig(
             r=config.rank,
@@ -101,6 +103,16 @@ def _settings(module: nn.Module, config: LoraConfig, base: str):
     settings.modules_to_save, settings.inference_mode, settings.lora_dropout = None, False, 0.0
     settings.base_model_name_or_path = base  # which may lie elsewhere than where the adapter was trained first
     return settings
+
+
+def _check_names(module: nn.Module, config: LoraConfig) -> None:
+    """Raise ValueError for a name that no module ends in: it would choose, or leave out, nothing."""
+    layers = dict(module.named_modules())
+    for key, ends in (("target_modules", config.target_modules), ("exclude_modules", config.exclude_modules)):
+        for end in ends:
+            if end != "all-linear" and not any(f".{name}".endswith(f".{end}") for name in layers):
+                known = {name.rpartition(".")[2] for name, layer in layers.items() if isinstance(layer, nn.Linear)}
+                raise ValueError(f"model.{key}: no linear layer is called {end!r}: {did_you_mean(end, known)}")
 
 
 def _check_layers(module: nn.Module) -> None:

@@ -51,7 +51,8 @@ def measure_kept(run: Callable[[int], object], module: nn.Module, vocab_size: in
     hidden = module.config.get_text_config().hidden_size
     per_token = (_saved_bytes(run, _LONG, vocab_size) - _saved_bytes(run, _SHORT, vocab_size)) / (_LONG - _SHORT)
     one_layer = per_token / layers
-    inputs = layers * hidden * torch.float32.itemsize
+    # the sum of all branches; fused layers are given the last branch apart from it, in 16 bits
+    inputs = layers * hidden * (torch.float32.itemsize + torch.bfloat16.itemsize)
     return Kept(per_token + WORKING_LAYERS * one_layer, inputs + (1 + WORKING_LAYERS) * one_layer)
 
 

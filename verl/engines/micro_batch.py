@@ -5,12 +5,15 @@ the last projection, the log-probs and their gradients are computed for response
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import pad
 
 from verl.engines.base import MicroBatching, Tensors
+from verl.engines.places import spread_rows
+from verl.engines.prompt_sharing import first_with_prompt, lay_out, plan_shared
 from verl.engines.sequence_parallel import SequenceRanks
 from verl.utils.balance import token_budget_micro_batches
 
@@ -23,7 +26,8 @@ class Packing:
     """Where the rows of a packed sequence lie. N tokens of b rows, the longest of L tokens.
 
     slots: (N,) index of each token in the (b * L) right-padded layout. cu_seqlens: (b+1,) int32. lengths: of the rows.
-    ranks: those that share the N tokens; None where this process computes them all.
+    ranks: those that share the N tokens; None where this process computes them all. keys: what the rows attend to where
+    that is more than their own tokens.
     """
 
     lengths: tuple[int, ...]
@@ -31,6 +35,7 @@ class Packing:
     slots: torch.Tensor
     max_length: int
     ranks: SequenceRanks | None = None
+    keys: "Keys | None" = None
 
     @property
     def rows(self) -> int:
@@ -45,6 +50,34 @@ class Packing:
         row = torch.repeat_interleave(rows, lengths, output_size=sum(known))
         within = torch.arange(row.numel(), device=lengths.device) - starts[row]
         return cls(known, starts.to(torch.int32), row * longest + within, longest)
+
+    def to(self, device: torch.device) -> "Packing":
+        """The same with its tensors, which are on the host, on a device."""
+        return dataclasses.replace(
+            self,
+            cu_seqlens=to_device(self.cu_seqlens, device),
+            slots=to_device(self.slots, device),
+            keys=None if self.keys is None else self.keys.to(device),
+        )
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys and values that packed rows attend to where rows share prompts (`prompt_sharing`), M of N tokens.
+
+    packing: the rows with their prompts. source, one_use, offsets, uses: as `prompt_sharing.Layout` has them.
+    """
+
+    packing: Packing
+    source: torch.Tensor
+    one_use: torch.Tensor
+    offsets: torch.Tensor
+    uses: torch.Tensor
+
+    def to(self, device: torch.device) -> "Keys":
+        """The same with its tensors, which are on the host, on a device."""
+        tensors = (self.source, self.one_use, self.offsets, self.uses)
+        return Keys(self.packing.to(device), *(to_device(tensor, device) for tensor in tensors))
 
 
 @dataclass(frozen=True)
@@ -67,8 +100,21 @@ class ModelInput:
 
     def scatter(self, values: torch.Tensor) -> torch.Tensor:
         """(S,) values of the selected states -> (b, T), 0 elsewhere."""
-        width = self.shape[1]
-        return values.new_zeros(self.shape).index_put((self.slots // width, self.slots % width), values)
+        return spread_rows(values, self.slots, self.shape[0] * self.shape[1]).view(self.shape)
+
+    def to(self, device: torch.device) -> "ModelInput":
+        """The same with its tensors, which are on the host, on a device."""
+        mask, packing = self.attention_mask, self.packing
+        return dataclasses.replace(
+            self,
+            input_ids=to_device(self.input_ids, device),
+            position_ids=to_device(self.position_ids, device),
+            attention_mask=None if mask is None else to_device(mask, device),
+            packing=None if packing is None else packing.to(device),
+            states=to_device(self.states, device),
+            targets=to_device(self.targets, device),
+            slots=to_device(self.slots, device),
+        )
 
     def share_of(self, ranks: SequenceRanks) -> "ModelInput":
         """One rank's part of a packed input: its run of tokens (filled up at the very end), and the states in it."""
@@ -87,6 +133,13 @@ class ModelInput:
         )
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host's tensor on a device; a GPU fetches it in its turn, and the host does not wait for that."""
+    if device.type != "cuda" or not tensor.numel():
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def row_lengths(attention_mask: torch.Tensor) -> list[int]:
     """Tokens of each row."""
     return attention_mask.sum(1).tolist()
@@ -97,11 +150,21 @@ def token_budget(lengths: list[int], micro: MicroBatching) -> int | None:
     return max(ENOUGH_TOKENS, *lengths) if micro.tokens == "auto" else micro.tokens
 
 
-def plan(lengths: list[int], micro: MicroBatching) -> list[list[int]]:
-    """Row indices of each micro-batch; every row is in exactly one."""
+def plan(lengths: list[int], micro: MicroBatching, columns: Tensors | None = None) -> list[list[int]]:
+    """Row indices of each micro-batch; every row is in exactly one.
+
+    columns: of the rows whose lengths these are, where prompts are shared: then a prompt counts once in a micro-batch.
+    """
     budget = token_budget(lengths, micro)
     if budget is not None:
-        return token_budget_micro_batches(lengths, budget)
+        pieces = token_budget_micro_batches(lengths, budget)
+        if columns is None:
+            return pieces
+        width = columns["responses"].shape[1]
+        prompts = columns["attention_mask"][:, :-width].sum(1).tolist()
+        first = first_with_prompt(columns["attention_mask"], columns["input_ids"], width)
+        shared = plan_shared(lengths, prompts, first, budget)
+        return shared if len(shared) <= len(pieces) else pieces
     size = micro.rows or len(lengths)
     return [list(range(i, min(i + size, len(lengths)))) for i in range(0, len(lengths), size)]
 
@@ -121,11 +184,11 @@ def split_to(pieces: list[list[int]], count: int) -> list[list[int]]:
     return pieces
 
 
-def build_input(rows: Tensors, remove_padding: bool) -> ModelInput:
+def build_input(rows: Tensors, remove_padding: bool, share_prompts: bool = False) -> ModelInput:
     """The model input of a micro-batch with the columns input_ids, attention_mask, position_ids and responses.
 
     Each row's tokens stand together (left-padded prompt, right-padded response); a response may be followed by padding
-    only.
+    only. share_prompts: tokens of a prompt that several rows have come once; for packed rows.
     """
     attention = rows["attention_mask"].bool()
     width = rows["responses"].shape[1]
@@ -140,12 +203,26 @@ def build_input(rows: Tensors, remove_padding: bool) -> ModelInput:
         return ModelInput(
             rows["input_ids"], rows["position_ids"], attention.long(), None, states, targets, slots, shape
         )
-    lengths = attention.sum(1)
-    packing = Packing.of(lengths)
-    kept = attention.flatten().nonzero()[:, 0]
-    prompt_lengths = lengths - answered.sum(1)
-    states = packing.cu_seqlens.long()[row] + prompt_lengths[row] + t - 1
-    position_ids = rows["position_ids"].flatten()[kept][None]
-    return ModelInput(
-        rows["input_ids"].flatten()[kept][None], position_ids, None, packing, states, targets, slots, shape
-    )
+    first = first_with_prompt(attention, rows["input_ids"], width) if share_prompts else range(b)
+    if len(set(first)) < b:
+        packing, kept, states = _shared(attention, width, first, row, t)
+    else:
+        lengths = attention.sum(1)
+        packing = Packing.of(lengths)
+        kept = attention.flatten().nonzero()[:, 0]
+        prompt_lengths = lengths - answered.sum(1)
+        states = packing.cu_seqlens.long()[row] + prompt_lengths[row] + t - 1
+    ids, position_ids = (rows[name].flatten()[kept][None] for name in ("input_ids", "position_ids"))
+    return ModelInput(ids, position_ids, None, packing, states, targets, slots, shape)
+
+
+def _shared(
+    attention: torch.Tensor, width: int, first: Sequence[int], row: torch.Tensor, t: torch.Tensor
+) -> tuple[Packing, torch.Tensor, torch.Tensor]:
+    """(packing, flat indices of the tokens, states that predict token t of the answer of a row), prompts shared."""
+    layout = lay_out(attention, width, first)
+    whole = Packing.of(attention.sum(1)[layout.rows])
+    keys = Keys(whole, layout.source, layout.one_use, layout.offsets, layout.uses)
+    own = torch.where(layout.own_prompt, layout.end, layout.start)  # where a row's answer begins
+    states = torch.where(t == 0, layout.end[row], own[row] + t) - 1
+    return dataclasses.replace(Packing.of(layout.queries), keys=keys), layout.kept, states

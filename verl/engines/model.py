@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from verl.engines import attention
+from verl.engines import attention, invariant
 from verl.engines.base import Tensors
 from verl.engines.layers import Kernels
 from verl.engines.logits import token_statistics
@@ -66,6 +66,13 @@ def empty_module(config: ModelConfig) -> nn.Module:
         return module if config.lora is None else add_adapters(module, config.lora, config.path)
 
 
+def check_model(config: ModelConfig) -> None:
+    """Raise ValueError for a model that cannot be built as asked; of its files, the config alone is read."""
+    _recipe(config)
+    if config.lora is not None:
+        empty_module(config)
+
+
 def _recipe(config: ModelConfig) -> tuple[Any, Any, dict[str, Any]]:
     """The Auto class, the HuggingFace config and the arguments that `config` is built with."""
     from transformers import (
@@ -103,7 +110,7 @@ def _recipe(config: ModelConfig) -> tuple[Any, Any, dict[str, Any]]:
         )
     build: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     if config.use_remove_padding:
-        build["attn_implementation"] = attention.NAME
+        build["attn_implementation"] = invariant.NAME if config.kernels == "invariant" else attention.NAME
     return auto, hf, build
 
 
@@ -197,6 +204,7 @@ class TokenModel(nn.Module):
         trunk, self.head = trunk_and_head(module, config.kind)
         self.trunk_of: Callable[[], nn.Module] = lambda: trunk  # not a second child of the same modules
         self.vocab_size = module.config.vocab_size
+        self.invariant = config.kernels == "invariant"
 
     def forward(self, model_input: ModelInput, outputs: tuple[str, ...], temperature: float) -> Tensors:
         """Each asked output, (b, T), float32 (float64 for a float64 model), 0 outside the response."""
@@ -215,7 +223,9 @@ class TokenModel(nn.Module):
                     raise ValueError(f"a critic or reward model gives values, not {sorted(set(outputs) - {'values'})}")
                 found = {"values": self.head(states)[:, 0]}
             else:
-                found = token_statistics(states, model_input.targets, self.head, self.vocab_size, outputs, temperature)
+                found = token_statistics(
+                    states, model_input.targets, self.head, self.vocab_size, outputs, temperature, self.invariant
+                )
         scattered = {
             name: model_input.scatter(values if values.dtype == torch.float64 else values.float())
             for name, values in found.items()

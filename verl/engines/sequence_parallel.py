@@ -72,7 +72,8 @@ class SequenceRanks:
     def heads_to_tokens(self, states: torch.Tensor) -> torch.Tensor:
         """(1, N, H / size, D) of this rank's heads -> (1, n, H, D) of this rank's tokens."""
         _, total, heads, d = states.shape
-        received = _AllToAll.apply(states.reshape(self.size, total // self.size, heads, d), self.group)
+        by_rank = states.reshape(self.size, total // self.size, heads, d).contiguous()
+        received = _AllToAll.apply(by_rank, self.group)
         return received.transpose(0, 1).reshape(1, total // self.size, self.size * heads, d)
 
     def check_heads(self, heads: int) -> None:

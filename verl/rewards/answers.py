@@ -9,6 +9,7 @@ import torch
 from verl.columns import DataProtoValidationError
 from verl.protocol import DataProto
 from verl.rewards.results import Row
+from verl.utils.decoding import decode_all
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def read_answers(data: DataProto, tokenizer: Any, reward_fn_key: str) -> Answers
     lengths = present.sum(1)
     flat, ends = responses[present].tolist(), lengths.cumsum(0).tolist()
     ids = [flat[end - length : end] for end, length in zip(ends, lengths.tolist())]
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    texts = decode_all(tokenizer, ids)
     steps = torch.arange(1, width + 1)
     positions = (chosen * steps).amax(1).sub(1).clamp(min=0)
     return Answers(
@@ -66,7 +67,7 @@ def prompt_texts(data: DataProto, tokenizer: Any, numbers: list[int]) -> list[st
     """The decoded prompts of some rows, special tokens included: what the model was really given."""
     prompts = data.column("prompts").cpu()
     mask = data.column("attention_mask").cpu()[:, : prompts.shape[1]].bool()
-    return tokenizer.batch_decode([prompts[i][mask[i]].tolist() for i in numbers], skip_special_tokens=False)
+    return decode_all(tokenizer, [prompts[i][mask[i]].tolist() for i in numbers], skip_special_tokens=False)
 
 
 def _rows(data: DataProto, texts: list[str], lengths: list[int], reward_fn_key: str) -> list[Row]:

@@ -5,8 +5,8 @@ import contextlib
 import json
 import math
 import re
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from verl.rewards.functions import register_reward
@@ -15,17 +15,8 @@ from verl.rewards.programs import run_program
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*(?:[\w+-]*)[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 
-# The tests of a harness are run after the answer's code, in its names. The code cannot end the process early and pass:
-# the word that says "all passed" is read before the code and written after the tests.
-_ASSERTS = """
-import os
-word = open("word").read()
-os.remove("word")
-names = {"__name__": "solution"}
-exec(compile(open("solution.py").read(), "solution.py", "exec"), names)
-exec(compile(open("tests.py").read(), "tests.py", "exec"), names)
-open("passed", "w").write(word)
-"""
+# Asserts are run in another process than the answer's code, which knows neither them nor the verdict.
+_ASSERTS = Path(__file__).with_name("assert_program.py")
 
 # One result per line, so that a call that fails does not take the ones before it along.
 _CALLS = """
@@ -61,6 +52,8 @@ def code_reward(
     - {"fn_name": "f", "inputs": [[arguments], ...], "outputs": [...]}: calls, and what they return
     - {"test_list": ["assert f(1) == 2", ...]}, a list of such lines, or {"test": code, "entry_point": "f"}, where the
       code defines `check(candidate)`
+
+    An answer cannot pass but by what it prints or returns: see `assert_program`. So tests can hand it plain data alone.
 
     timeout: seconds for one program run: each standard input, or all calls or asserts together. Returns score, acc and
     `passed`, the share of tests that are passed (asserts count as one test; without `partial` the tests after the first
@@ -124,10 +117,13 @@ def _run_inputs(code: str, tests: Mapping[str, Any], limits: Limits) -> Iterator
 
 
 def _run_asserts(code: str, tests: str, limits: Limits) -> Iterator[bool]:
-    word = secrets.token_hex(16)
-    files = {"solution.py": code, "tests.py": tests, "word": word, "passed": ""}
-    _, files = run_program(_ASSERTS, limits=limits, files=files)
-    yield files["passed"] == word
+    try:
+        ast.parse(tests)
+    except SyntaxError as error:
+        raise ValueError(f"code: the tests are no Python: {error}: {tests!r:.300}") from error
+    files = {"solution.py": code, "tests.py": tests}
+    finished, _ = run_program(_ASSERTS.read_text(), limits=limits, files=files)
+    yield finished.failure is None
 
 
 def _run_calls(code: str, tests: Mapping[str, Any], limits: Limits) -> Iterator[bool]:

@@ -1,7 +1,8 @@
 """Running a program in a process that can be killed, with limits on time, memory and output.
 
-The limits keep a bad program from stopping or filling the machine. They are not a wall: a program that means harm can
-still read files and use the network with the rights of this process. Run untrusted code in a container without them.
+The limits keep a bad program from stopping or filling the machine, and what it starts ends with it (program_boot). They
+are not a wall: a program that means harm can still read files and use the network with the rights of this process, and
+on kernels before Linux 6.12 stop other processes. Run untrusted code in a container without these rights.
 """
 
 import contextlib
@@ -15,18 +16,10 @@ from pathlib import Path
 
 from verl.rewards.isolation import Limits
 
-# Set in the new interpreter itself, before the program: a hook between fork and exec is unsafe beside threads.
-_BOOT = """
-import resource, runpy, sys
-cpu, memory, output = map(int, sys.argv[1:4])
-for kind, limit in ((resource.RLIMIT_CPU, cpu), (resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, output)):
-    if limit >= 0:
-        resource.setrlimit(kind, (limit, limit))
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-sys.argv = sys.argv[4:]
-sys.path.insert(0, "")
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+_BOOT = Path(__file__).with_name("program_boot.py")
+_SIGNALS = {int(number) for number in signal.Signals}
+#: what the process above a program has for ending what the program has left
+_SECONDS_TO_END = 5.0
 
 
 @dataclass(frozen=True)
@@ -46,8 +39,8 @@ def run_program(
 ) -> tuple[Finished, dict[str, str]]:
     """Run Python `code` as a script in an empty folder of its own, with this interpreter and without its environment.
 
-    files: further files to be there. Returns how it ended, and those files as they are in the end. Whatever processes
-    it has started in its group are killed with it.
+    files: further files to be there. Returns how it ended, and those files as they are in the end. The processes
+    that it has started are ended with it.
     """
     with tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True) as folder:
         for name, text in {"program.py": code, "stdin": stdin, **(files or {})}.items():
@@ -64,7 +57,7 @@ def _run(folder: str, arguments: tuple[str, ...], limits: Limits) -> str | None:
         -1 if limits.memory_bytes is None or sys.platform != "linux" else limits.memory_bytes,
         limits.output_bytes,
     )
-    command = [sys.executable, "-I", "-c", _BOOT, *map(str, bounds), "program.py", *arguments]
+    command = [sys.executable, "-I", str(_BOOT), *map(str, bounds), "program.py", *arguments]
     environment = {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "HOME": folder}
     with (
         open(f"{folder}/stdin", "rb") as stdin,
@@ -79,17 +72,22 @@ def _run(folder: str, arguments: tuple[str, ...], limits: Limits) -> str | None:
         except subprocess.TimeoutExpired:
             status = None
         finally:
-            _kill_group(process)
+            _end(process)
     if status is None:
         return f"did not end within {limits.wall_seconds:g} s"
-    if status == -signal.SIGXCPU:
+    if status == 128 + signal.SIGXCPU:
         return f"used more than {limits.cpu_seconds:g} s of processor time"
     if status == 0:
         return None
-    return f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
+    ended_by = signal.Signals(status - 128).name if status - 128 in _SIGNALS else None
+    return f"ended by {ended_by}" if ended_by else f"ended with exit status {status}"
 
 
-def _kill_group(process: subprocess.Popen) -> None:
+def _end(process: subprocess.Popen) -> None:
+    """The process above the program, which ends all below it; what it does not end in time, the group of it is."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_SECONDS_TO_END)
     with contextlib.suppress(ProcessLookupError):  # nobody of the group is left
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -43,6 +43,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def filters(self) -> bool:
+        """Whether tokens are excluded, so that log-probs are not those of the model's distribution."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
 
 @dataclass
 class Generation:

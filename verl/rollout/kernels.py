@@ -31,31 +31,23 @@ def _softcap(x, cap):
 
 
 @triton.jit
-def _rotated(start, offsets, mask, weight, weight_offsets, cos, sin, d, eps, D: tl.constexpr, R: tl.constexpr,
+def _partner(d, R: tl.constexpr):
+    """The dimension that each of d (D,) is turned with; itself beyond R."""
+    return tl.where(d < R // 2, d + R // 2, tl.where(d < R, d - R // 2, d))
+
+
+@triton.jit
+def _rotated(x, y, mask, weight, weight_offsets, cos, sin, d, eps, D: tl.constexpr, R: tl.constexpr,
              NORM: tl.constexpr):  # fmt: skip
-    """Heads (N, D) at start + offsets (N, 1), normed and rotated, float32. cos, sin: (D,), 1 and 0 beyond R."""
-    partner = tl.where(d < R // 2, d + R // 2, tl.where(d < R, d - R // 2, d))
-    x = tl.load(start + offsets + d[None, :], mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(start + offsets + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+    """Heads x (N, D) and y, the same with partners changed, normed and rotated, float32. cos, sin: (D,), 1 and 0 beyond
+    R."""
+    partner = _partner(d, R)
+    x, y = x.to(tl.float32), y.to(tl.float32)
     if NORM:
         scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
         x *= scale * tl.load(weight + weight_offsets + d[None, :], mask=mask, other=0.0).to(tl.float32)
         y *= scale * tl.load(weight + weight_offsets + partner[None, :], mask=mask, other=0.0).to(tl.float32)
     return x * cos[None, :] + y * sin[None, :]
-
-
-@triton.jit
-def _new_token(row, at, store, qk_norm, h, cos, sin, d, eps, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
-               R: tl.constexpr, NORM: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
-    """Key (1, DP) and value (DP,) of head h, rotated; put into the cache at `at` if `store`."""
-    inside = d < D
-    head = (HQ + h + tl.arange(0, 1)[:, None]) * D
-    k = _rotated(row, head, inside[None, :], qk_norm, head, cos, sin, d, eps, D, R, NORM).to(row.dtype.element_ty)
-    v = tl.load(row + (HQ + HK + h) * D + d, mask=inside, other=0.0)
-    if store:
-        tl.store(at + d[None, :], k, mask=inside[None, :])
-        tl.store(at + HK * PAGE * D + d, v, mask=inside)
-    return k, v
 
 
 @triton.jit
@@ -76,7 +68,8 @@ def _add_keys(q, at, mask, seen, highest, weight, total, scale, softcap, to_valu
 
 
 @triton.jit
-def _join(out, mask, pieces, arrived, s, splits, highest, weight, total, GP: tl.constexpr, DP: tl.constexpr):
+def _join(out, mask, pieces, arrived, s, splits, highest, weight, total, GP: tl.constexpr, DP: tl.constexpr,
+          SP: tl.constexpr):  # fmt: skip
     """Leave the running sum of program s in pieces (splits, GP, DP + 2); the last to arrive stores the attention."""
     g, d = tl.arange(0, GP), tl.arange(0, DP)
     own = pieces + (s * GP + g) * (DP + 2)
@@ -86,18 +79,46 @@ def _join(out, mask, pieces, arrived, s, splits, highest, weight, total, GP: tl.
     tl.debug_barrier()
     if tl.atomic_add(arrived, 1, sem="acq_rel") == splits - 1:
         tl.store(arrived, 0)
-        highest = tl.full([GP], -1e30, tl.float32)
-        weight, total = tl.zeros([GP], tl.float32), tl.zeros([GP, DP], tl.float32)
-        for i in range(0, splits):
-            piece = pieces + (i * GP + g) * (DP + 2)  # others wrote it just now: not from the nearest cache
-            top = tl.load(piece + DP, cache_modifier=".cg")
-            higher = tl.maximum(highest, top)
-            shrink, share = tl.exp(highest - higher), tl.exp(top - higher)
-            part = tl.load(piece[:, None] + d[None, :], cache_modifier=".cg")
-            total = total * shrink[:, None] + part * share[:, None]
-            weight = weight * shrink + tl.load(piece + DP + 1, cache_modifier=".cg") * share
-            highest = higher
+        # others wrote them just now: not from the nearest cache
+        i = tl.arange(0, SP)
+        each = pieces + (i[:, None] * GP + g[None, :]) * (DP + 2) + DP
+        tops = tl.load(each, mask=(i < splits)[:, None], other=-1e30, cache_modifier=".cg")
+        weights = tl.load(each + 1, mask=(i < splits)[:, None], other=0.0, cache_modifier=".cg")
+        highest = tl.max(tops, 0)
+        weight = tl.sum(weights * tl.exp(tops - highest[None, :]), 0)
+        total = tl.zeros([GP, DP], tl.float32)
+        for first in range(0, splits, 4):  # four loads on their way at once
+            for k in tl.static_range(4):
+                piece = pieces + ((first + k) * GP + g) * (DP + 2)
+                there = first + k < splits
+                share = tl.exp(tl.load(piece + DP, mask=there, other=-1e30, cache_modifier=".cg") - highest)
+                part = tl.load(piece[:, None] + d[None, :], mask=there, other=0.0, cache_modifier=".cg")
+                total += part * share[:, None]
         tl.store(out, (total / weight[:, None]).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _new_token(row, h, d, g, real, HQ: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+               R: tl.constexpr):  # fmt: skip
+    """Queries (GP, DP) and key (1, DP) of head h, each also with partners changed, and value (DP,), of a row of qkv."""
+    inside, partner = d < D, _partner(d, R)
+    heads, head = (h * G + g)[:, None] * D, (HQ + h + tl.arange(0, 1)[:, None]) * D
+    q = tl.load(row + heads + d[None, :], mask=real, other=0.0)
+    q_turned = tl.load(row + heads + partner[None, :], mask=real, other=0.0)
+    k = tl.load(row + head + d[None, :], mask=inside[None, :], other=0.0)
+    k_turned = tl.load(row + head + partner[None, :], mask=inside[None, :], other=0.0)
+    return q, q_turned, k, k_turned, tl.load(row + (HQ + HK + h) * D + d, mask=inside, other=0.0)
+
+
+@triton.jit
+def _first_sum(q, k, v, first, scale, softcap, GP: tl.constexpr, DP: tl.constexpr, SOFTCAP: tl.constexpr):
+    """A running softmax sum, as `_add_keys` has it, with the one key (1, DP) in it if `first`."""
+    score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
+    if SOFTCAP:
+        score = _softcap(score, softcap)
+    weight = tl.where(first, 1.0, 0.0) + tl.zeros([GP], tl.float32)
+    total = tl.where(first, v.to(tl.float32), 0.0)[None, :] + tl.zeros([GP, DP], tl.float32)
+    return tl.where(first, score, -1e30), weight, total
 
 
 @triton.jit(do_not_specialize=["slots", "table_width", "splits"])
@@ -105,7 +126,7 @@ def attend(
     qkv, pages, table, state, cos, sin, qk_norm, out, partial, arrived, scale, eps, softcap, slots, table_width, splits,
     HQ: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     R: tl.constexpr, NORM: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
-    PAGE: tl.constexpr, ROUND: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, ROUND: tl.constexpr, SP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention of a new token per row: norms and rotates its heads, stores key and value, attends to all before.
 
@@ -115,28 +136,28 @@ def attend(
     them and leaves its counter at 0.
     """
     b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    n = tl.load(state + _POSITION * slots + b)  # on its way while the status is
-    if tl.load(state + _STATUS * slots + b) != _LIVE:
-        return
+    # loads that do not wait for each other come first: most of a short row's time is waiting
+    n = tl.load(state + _POSITION * slots + b)
+    status = tl.load(state + _STATUS * slots + b)
     d, g = tl.arange(0, DP), tl.arange(0, GP)
-    inside = d < D
+    inside, heads, head = d < D, (h * G + g)[:, None] * D, (HQ + h + tl.arange(0, 1)[:, None]) * D
+    real = (g[:, None] < G) & inside[None, :]
+    row = qkv + b * (HQ + 2 * HK) * D
+    q, q_turned, new_k, k_turned, new_v = _new_token(row, h, d, g, real, HQ, HK, G, D, R)
+    if status != _LIVE:
+        return
     c = tl.load(cos + n * R + d, mask=d < R, other=1.0).to(tl.float32)
     sn = tl.load(sin + n * R + d, mask=d < R, other=0.0).to(tl.float32)
-    row = qkv + b * (HQ + 2 * HK) * D
-    heads = (h * G + g)[:, None] * D
-    real = (g[:, None] < G) & inside[None, :]
-    q = _rotated(row, heads, real, qk_norm, heads, c, sn, d, eps, D, R, NORM).to(out.dtype.element_ty)
+    new_page = tl.load(table + b * table_width + n // PAGE).to(tl.int64)
+    q = _rotated(q, q_turned, real, qk_norm, heads, c, sn, d, eps, D, R, NORM).to(new_v.dtype)
+    new_k = _rotated(new_k, k_turned, inside[None, :], qk_norm, head, c, sn, d, eps, D, R, NORM).to(new_v.dtype)
 
     first = s == 0  # puts the new token's key and value into the cache, and begins the sum with them
-    new_page = tl.load(table + b * table_width + n // PAGE).to(tl.int64)
-    new_at = pages + ((new_page * 2 * HK + h) * PAGE + n % PAGE) * D
-    new_k, new_v = _new_token(row, new_at, first, qk_norm, h, c, sn, d, eps, HQ, HK, D, R, NORM, PAGE)
-    score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1) * scale
-    if SOFTCAP:
-        score = _softcap(score, softcap)
-    highest = tl.where(first, score, -1e30)
-    weight = tl.where(first, 1.0, 0.0) + tl.zeros([GP], tl.float32)
-    total = tl.where(first, new_v.to(tl.float32), 0.0)[None, :] + tl.zeros([GP, DP], tl.float32)
+    if first:
+        new_at = pages + ((new_page * 2 * HK + h) * PAGE + n % PAGE) * D
+        tl.store(new_at + d[None, :], new_k, mask=inside[None, :])
+        tl.store(new_at + HK * PAGE * D + d, new_v, mask=inside)
+    highest, weight, total = _first_sum(q, new_k, new_v, first, scale, softcap, GP, DP, SOFTCAP)
 
     begin = tl.maximum(n - WINDOW + 1, 0) // PAGE if WINDOW > 0 else 0
     end = (n + PAGE - 1) // PAGE
@@ -158,7 +179,7 @@ def attend(
     at = out + b * HQ * D + heads + d[None, :]
     if SPLIT:
         pieces = partial + (b * HK + h) * splits * GP * (DP + 2)
-        _join(at, real, pieces, arrived + b * HK + h, s, splits, highest, weight, total, GP, DP)
+        _join(at, real, pieces, arrived + b * HK + h, s, splits, highest, weight, total, GP, DP, SP)
     else:
         tl.store(at, (total / weight[:, None]).to(q.dtype), mask=real)
 
@@ -172,27 +193,35 @@ def rotate(qkv, cos, sin, qk_norm, eps, HEADS: tl.constexpr, HQK: tl.constexpr, 
     c = tl.load(cos + n * R + d, mask=d < R, other=1.0).to(tl.float32)
     s = tl.load(sin + n * R + d, mask=d < R, other=0.0).to(tl.float32)
     mask = (heads < HQK) & (d < D)[None, :]
-    start = qkv + n * HEADS * D
-    x = _rotated(start, heads * D, mask, qk_norm, heads * D, c, s, d, eps, D, R, NORM)
+    start = qkv + n * HEADS * D + heads * D
+    x = tl.load(start + d[None, :], mask=mask, other=0.0)
+    y = tl.load(start + _partner(d, R)[None, :], mask=mask, other=0.0)
+    x = _rotated(x, y, mask, qk_norm, heads * D, c, s, d, eps, D, R, NORM)
     tl.debug_barrier()  # all have read what others are about to overwrite
-    tl.store(start + heads * D + d[None, :], x.to(qkv.dtype.element_ty), mask=mask)
+    tl.store(start + d[None, :], x.to(qkv.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def add_norm(
-    x, y, post_weight, weight, out, eps, H: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, POST: tl.constexpr
+    x, y, post_weight, weight, out, eps, H: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, POST: tl.constexpr
 ):
-    """x (N, H) += y, or with POST the norm of y; out = the norm of x. Grid (N,)."""
+    """x (N, H) += y, or with POST the norm of y; out = the norm of x. Grid (N,).
+
+    y: (PARTS, N, H), to be added up and rounded to the dtype of out first; none with PARTS = 0.
+    """
     at = tl.program_id(0) * H + tl.arange(0, BLOCK)
     c = tl.arange(0, BLOCK)
     mask = c < H
     v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    if ADD:
-        added = tl.load(y + at, mask=mask, other=0.0).to(tl.float32)
+    if PARTS > 0:
+        added = tl.zeros([BLOCK], tl.float32)
+        for part in tl.static_range(PARTS):
+            added += tl.load(y + part * tl.num_programs(0) * H + at, mask=mask, other=0.0).to(tl.float32)
+        added = added.to(out.dtype.element_ty).to(tl.float32)
         if POST:
             added *= tl.rsqrt(tl.sum(added * added, 0) / H + eps)
             added *= tl.load(post_weight + c, mask=mask, other=0.0).to(tl.float32)
-            added = added.to(x.dtype.element_ty).to(tl.float32)
+            added = added.to(out.dtype.element_ty).to(tl.float32)
         v = (v + added).to(x.dtype.element_ty).to(tl.float32)
         tl.store(x + at, v.to(x.dtype.element_ty), mask=mask)
     v *= tl.rsqrt(tl.sum(v * v, 0) / H + eps)

@@ -4,21 +4,24 @@ The rows are known in advance and nobody streams, so nothing here serves request
 for all their samples, rows take the places of those that finished, and random numbers come by counter.
 """
 
+import dataclasses
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
 from verl.rollout.base import Generation, RolloutEngine, RolloutStats, SamplingParams
-from verl.rollout.native_model import Decoder, check_supported, read_decoder
+from verl.rollout.native_exact import ExactCache, ExactDecoder, ModelForward
+from verl.rollout.native_model import Decoder, Projection, check_supported, read_decoder
 from verl.rollout.native_plan import Row, plan_rows
 from verl.rollout.native_slots import SlotBatch
 from verl.rollout.native_torch import PREFILL_TOKENS, SlotCache, TorchDecoder
 
 if TYPE_CHECKING:
-    from verl.rollout.native_cuda import CudaDecoder
+    from verl.rollout.native_cuda import Arena, CudaDecoder
     from verl.rollout.native_paged import PagedBatch
 
 #: rows at once where the caller sets no limit: more make a step slower by as much as they add
@@ -32,7 +35,8 @@ class NativeRollout(RolloutEngine):
     dtype: None computes in the parameters' own. Another one keeps a copy of the weights in it, made anew by each call.
     max_rows: rows at once at most. cache_bytes: memory for keys and values; None is what the rows need, up to a quarter
     of the free memory of a CPU, or on a GPU nine tenths of what is free and memory_share of all there is. graphs: False
-    launches every kernel of a step by itself, to look for an error.
+    launches every kernel of a step by itself, to look for an error. exact: generate by this forward pass of the module,
+    so that log-probs are those that it gives to whole rows, bit for bit (native_exact); dtype is its own then.
     Raises ValueError for a module that it cannot run.
     """
 
@@ -46,6 +50,7 @@ class NativeRollout(RolloutEngine):
         cache_bytes: int | None = None,
         memory_share: float = 1.0,
         graphs: bool = True,
+        exact: ModelForward | None = None,
     ):
         check_supported(module)
         self.module = module
@@ -55,9 +60,10 @@ class NativeRollout(RolloutEngine):
         self.cache_bytes = cache_bytes
         self.memory_share = memory_share
         self.graphs = graphs
+        self.exact = exact
         self.stats = RolloutStats()
         self._decoder: Decoder | None = None
-        self._cache: SlotCache | None = None
+        self._cache: SlotCache | ExactCache | None = None
         self._on_gpu: CudaDecoder | None = None
 
     def generate(
@@ -74,11 +80,11 @@ class NativeRollout(RolloutEngine):
         """
         start = time.perf_counter()
         self.stats = RolloutStats()
-        decoder = self._decoder = read_decoder(self.module, self.dtype, reuse=self._decoder)
+        decoder = self._decoder = self._read()
         rows = plan_rows(prompts, params, sample_ids, limits, decoder)
         if not rows:
             return []
-        with torch.inference_mode():
+        with torch.inference_mode(), nullcontext() if self.exact is None else self.exact.generating():
             try:
                 batch = self._batch(rows, params, decoder)
                 answers = batch.run()
@@ -90,10 +96,22 @@ class NativeRollout(RolloutEngine):
         self.stats.seconds = time.perf_counter() - start
         return answers
 
+    def _read(self) -> Decoder:
+        if self.exact is None:
+            return read_decoder(self.module, self.dtype, reuse=self._decoder)
+        # the module itself computes: this says how many layers, heads and positions it has, and the cache's dtype
+        decoder = read_decoder(self.module, turn_limit=0)
+        sizes = decoder.hidden_size, decoder.vocab_size
+        return dataclasses.replace(decoder, head=Projection(torch.empty(sizes, dtype=self.exact.dtype, device="meta")))
+
     def _batch(self, rows: list[Row], params: SamplingParams, decoder: Decoder) -> "SlotBatch | PagedBatch":
         if decoder.embedding.device.type == "cuda":
             return self._paged_batch(rows, params, decoder)
-        return SlotBatch(rows, params, TorchDecoder(decoder, self._room(decoder, rows)))
+        cache = self._room(decoder, rows)
+        if self.exact is not None:
+            return SlotBatch(rows, params, ExactDecoder(decoder, cache, self.exact))
+        longest = max(len(row.prompt) + row.limit for row in rows)
+        return SlotBatch(rows, params, TorchDecoder(decoder, cache, longest))
 
     def _paged_batch(self, rows: list[Row], params: SamplingParams, decoder: Decoder) -> "PagedBatch":
         """On a GPU: pages for as many of `rows` at once as fit, and graphs, kept from call to call."""
@@ -116,11 +134,18 @@ class NativeRollout(RolloutEngine):
                     f"{one * page:,}: allow more memory, or fewer tokens"
                 )
             arena = native_cuda.Arena(decoder, size, min(size.pages, budget // page))
-            self._on_gpu = native_cuda.CudaDecoder(decoder, arena, self.graphs)
+            self._on_gpu = self._gpu_decoder(decoder, arena)
         elif self._on_gpu.addresses != native_cuda.addresses(decoder):
-            self._on_gpu = native_cuda.CudaDecoder(decoder, self._on_gpu.arena, self.graphs)
+            self._on_gpu = self._gpu_decoder(decoder, self._on_gpu.arena)
         rows_at_once = min(self.max_rows, slots)
         return native_paged.PagedBatch(samples, params, self._on_gpu, rows_at_once)
+
+    def _gpu_decoder(self, decoder: Decoder, arena: "Arena") -> "CudaDecoder":
+        from verl.rollout import native_cuda, native_exact_cuda
+
+        if self.exact is None:
+            return native_cuda.CudaDecoder(decoder, arena, self.graphs)
+        return native_exact_cuda.ExactCudaDecoder(decoder, arena, self.graphs, self.exact)
 
     def _gpu_budget(self, decoder: Decoder, slots: int) -> int:
         """Bytes that keys and values may take, less what prefill and logits need beside them."""
@@ -131,23 +156,29 @@ class NativeRollout(RolloutEngine):
         work = 12 * slots * decoder.vocab_size + 8 * PREFILL_TOKENS * wide
         return int(min(0.9 * free, self.memory_share * total)) - work
 
-    def _room(self, decoder: Decoder, rows: list[Row]) -> SlotCache:
+    def _room(self, decoder: Decoder, rows: list[Row]) -> SlotCache | ExactCache:
         """A cache for as many of `rows` at once as fit."""
-        length = max(row.length for row in rows)
-        per_row = length * decoder.cache_bytes_per_token()
+        token = decoder.cache_bytes_per_token()
         budget = self.cache_bytes if self.cache_bytes is not None else psutil.virtual_memory().available // 4
-        slots = min(len(rows), self.max_rows, budget // per_row)
-        if slots < 1:
+        least = max(row.length for row in rows)
+        if budget < least * token:
             raise ValueError(
-                f"the key/value cache has {budget:,} bytes, and one row of {length} tokens needs {per_row:,}: allow "
-                "more memory, or fewer tokens"
+                f"the key/value cache has {budget:,} bytes, and one row of {least} tokens needs {least * token:,}: "
+                "allow more memory, or fewer tokens"
             )
+        # columns for all that rows which begin together write; half as many more where others follow them
+        length = max(len(row.prompt) for row in rows) + max(row.limit for row in rows) - 1
+        slots = min(len(rows), self.max_rows)
+        if slots < len(rows) or slots * length * token > budget:
+            length += length // 2
+        slots = max(1, min(slots, budget // (length * token)))
+        length = min(length, budget // (slots * token))
         old = self._cache
         like = decoder.embedding
         fits = old is not None and old.slots >= slots and old.length >= length
-        if not fits or old.keys[0].device != like.device or old.keys[0].dtype != like.dtype:
+        if not fits or old.keys.device != like.device or old.keys.dtype != decoder.dtype:
             self._cache = old = None  # freed before the new one is made
-            self._cache = SlotCache(decoder, slots, length)
+            self._cache = (SlotCache if self.exact is None else ExactCache)(decoder, slots, length)
         return self._cache
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -168,6 +199,8 @@ class NativeRollout(RolloutEngine):
     def sleep(self) -> None:
         """Give back the key/value cache, the graphs and every copy of a weight."""
         self._cache = self._decoder = self._on_gpu = None
+        if self.exact is not None:
+            self.exact.release()
 
     def wake(self) -> None:
         """Nothing: the cache is made by the next call that generates, for the rows it has."""

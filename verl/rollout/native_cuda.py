@@ -49,12 +49,17 @@ CHUNK = 8
 #: programs of attention below which the keys of a row are split over several
 _ENOUGH_PROGRAMS = 512
 _MOST_SPLITS = 32
-#: how attention is launched: measured on an H200
-_ATTENTION = {"num_warps": 4, "num_stages": 2, "ROUND": 2}
+#: parts of a product of few rows with many addends
+_PARTS = 4
 
 
 def bucket_of(rows: int) -> int:
     return next(bucket for bucket in BUCKETS if bucket >= rows)
+
+
+def attention_launch(rows: int, head_dim: int) -> dict[str, int]:
+    """Options of the attention kernel (benchmarks/attention.py; measured on an H200). ROUND: pages read at once."""
+    return {"num_warps": 4 if rows < 512 or head_dim > 64 else 2, "num_stages": 2, "ROUND": 1}
 
 
 def page_bytes(decoder: Decoder) -> int:
@@ -88,10 +93,9 @@ class Arena:
     def __init__(self, decoder: Decoder, size: Size, pages: int):
         self.size = size
         slots, width = self.slots, self.width = size.slots, size.width
-        like = decoder.embedding
-        device = like.device
+        device = decoder.embedding.device
         shape = (len(decoder.layers), pages, 2 * decoder.kv_heads, PAGE, decoder.head_dim)
-        self.pages = torch.empty(shape, dtype=like.dtype, device=device)
+        self.pages = torch.empty(shape, dtype=decoder.dtype, device=device)
         self.table = torch.zeros(slots, width, dtype=torch.int32, device=device)
         self.state = torch.zeros(kernels.FIELDS, slots, dtype=torch.int32, device=device)
         self.sample_ids = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -102,7 +106,7 @@ class Arena:
         self.blocks = triton.cdiv(decoder.vocab_size, kernels.VOCABULARY_BLOCK)
         self.arrived = torch.zeros(slots, decoder.kv_heads, dtype=torch.int32, device=device)
         self.parts = torch.zeros(slots, self.blocks, 3, dtype=torch.float32, device=device)
-        self.tables = [rope.table(size.positions, like.dtype) for rope in decoder.ropes]
+        self.tables = [rope.table(size.positions, decoder.stream_dtype) for rope in decoder.ropes]
 
     def fits(self, size: Size) -> bool:
         return all(have >= need for have, need in zip(astuple(self.size), astuple(size)))
@@ -119,8 +123,9 @@ class CudaDecoder(Layers):
         self.addresses = addresses(decoder)
         self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, torch.Tensor | None]] = {}
         self.pool: tuple[int, int] | None = None
+        self.processors = torch.cuda.get_device_properties(decoder.embedding.device).multi_processor_count
         # products in float32 stay float32: a test that asks for it means it
-        self.precision = "ieee" if decoder.embedding.dtype == torch.float32 else "tf32"
+        self.precision = "ieee" if decoder.dtype == torch.float32 else "tf32"
 
     # ---- prompts ------------------------------------------------------------------------------------------------
 
@@ -153,7 +158,7 @@ class CudaDecoder(Layers):
         )  # fmt: skip
 
     def _finish(self, layer: Layer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        h = torch.empty_like(x)
+        h = torch.empty_like(x, dtype=self.decoder.dtype)
         self._add_norm(x, layer.out(attended), layer.attention_post_norm, layer.mlp_norm, h)
         y = layer.down(self._gate(layer.gate_up(h)))
         return self._add_norm(x, y, layer.mlp_post_norm, layer.mlp_norm, h)
@@ -163,7 +168,7 @@ class CudaDecoder(Layers):
     def steps(self, count: int, rows: int, params: SamplingParams) -> None:
         """Launch `count` steps of the rows of slots 0 .. rows - 1."""
         # filters of the vocabulary are made of torch operations that a graph may not hold
-        inside = params.greedy or not filters(params)
+        inside = not params.filters
         key = (rows, params.greedy, params.temperature if inside else None, inside)
         if not self.use_graphs:
             for _ in range(count):
@@ -201,13 +206,13 @@ class CudaDecoder(Layers):
         """One token of `rows` rows, drawn too unless params is None. Logits (rows, V)."""
         decoder, arena = self.decoder, self.arena
         x = decoder.embed(arena.state[kernels.TOKEN, :rows]).contiguous()
-        h = torch.empty_like(x)
+        h = torch.empty_like(x, dtype=decoder.dtype)
         self._add_norm(x, None, None, decoder.layers[0].attention_norm, h)
         norms = [layer.attention_norm for layer in decoder.layers[1:]] + [decoder.norm]
         for layer, pages, next_norm in zip(decoder.layers, arena.pages, norms):
             attended = self._attend_pages(layer, layer.qkv(h), pages)
             self._add_norm(x, layer.out(attended), layer.attention_post_norm, layer.mlp_norm, h)
-            y = layer.down(self._gate(layer.gate_up(h)))
+            y = self._in_parts(layer.down, self._gate(layer.gate_up(h)))
             self._add_norm(x, y, layer.mlp_post_norm, next_norm, h)
         logits = decoder.head(h)
         if params is not None:
@@ -232,17 +237,29 @@ class CudaDecoder(Layers):
             qkv, pages, arena.table, arena.state, cos, sin, norm, out, partial, arena.arrived, decoder.scaling,
             decoder.eps, softcap or 1.0, arena.slots, arena.width, splits, **shape, R=cos.shape[1],
             NORM=layer.qk_norm is not None, SOFTCAP=softcap is not None, WINDOW=layer.window or 0, SPLIT=splits > 1,
-            PAGE=PAGE, PRECISION=self.precision, **_ATTENTION,
+            SP=triton.next_power_of_2(splits), PAGE=PAGE, PRECISION=self.precision,
+            **attention_launch(rows, size),
         )  # fmt: skip
         return out
 
+    def _in_parts(self, projection: Projection, x: torch.Tensor) -> torch.Tensor:
+        """x (N, in) -> (parts, N, out) float32 to be added up, where one product would leave processors idle; (N, out)
+        elsewhere. cuBLAS adds up parts by a kernel of its own: `add_norm` does it on its way."""
+        rows, (width, outputs) = len(x), projection.matrix.shape
+        tiles = triton.cdiv(rows, 64) * triton.cdiv(outputs, 64)
+        narrow = x.dtype in (torch.bfloat16, torch.float16) and projection.bias is None
+        if not narrow or width % (64 * _PARTS) or 2 * tiles > self.processors:
+            return projection(x)
+        y, matrix = x.unflatten(1, (_PARTS, -1)).transpose(0, 1), projection.matrix.unflatten(0, (_PARTS, -1))
+        return torch.bmm(y, matrix, out_dtype=torch.float32)
+
     def _add_norm(self, x, y, post_norm, weight, out) -> torch.Tensor:
-        """x += y (or its post norm), out = norm of x. x, y, out: (N, H). Returns x."""
+        """x += y (or its post norm), out = norm of x. x, out: (N, H); y: as x, or parts of it. Returns x."""
         width = x.shape[1]
         block = triton.next_power_of_2(width)
         kernels.add_norm[(len(x),)](
             x, x if y is None else y, weight if post_norm is None else post_norm, weight, out, self.decoder.eps,
-            H=width, BLOCK=block, ADD=y is not None, POST=post_norm is not None,
+            H=width, BLOCK=block, PARTS=0 if y is None else y.numel() // x.numel(), POST=post_norm is not None,
             num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
         return x
@@ -267,7 +284,7 @@ class CudaDecoder(Layers):
     def _sample(self, logits: torch.Tensor, first: int, params: SamplingParams, softcap: float | None) -> None:
         arena, rows = self.arena, len(logits)
         answers = (arena.state, arena.tokens, arena.log_probs, arena.is_stop, first, arena.slots)
-        if filters(params):
+        if params.filters:
             logits = logits.float() if softcap is None else softcap * torch.tanh(logits.float() / softcap)
             state, uniforms = arena.state[:, first : first + rows], arena.uniforms[:, first : first + rows]
             line = (state[kernels.STEP] - state[kernels.START]).clamp_(0, CHUNK - 1)
@@ -291,11 +308,6 @@ class CudaDecoder(Layers):
 def _capture_stream() -> torch.cuda.Stream:
     """One for all graphs: cuBLAS keeps a workspace for every stream that it has seen."""
     return torch.cuda.Stream()
-
-
-def filters(params: SamplingParams) -> bool:
-    """Whether tokens are excluded: this needs more than one pass over the vocabulary."""
-    return not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
 
 def addresses(decoder: Decoder) -> tuple[int, ...]:

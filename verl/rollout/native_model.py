@@ -7,8 +7,9 @@ nothing to refresh.
 
 Made anew on every reading, which is once per generate call: norm vectors whose weight needs arithmetic (1 + w, or one
 row per head); and on a CPU, up to TURN_LIMIT, turned copies of the matrices, with which a product of few rows takes a
-quarter less time. In those the dimensions that a rotary embedding turns together can be neighbours (`Decoder.paired`):
-then a rotation is one product of complex numbers.
+quarter less time. Those of float32 and float64 are `tuned` as well, to spare the small operations between the products:
+the weight of a norm is multiplied into the matrix that it stands before, the scale of attention into what makes the
+queries, and dimensions that a rotary embedding turns together are neighbours, so a rotation is one complex product.
 """
 
 import math
@@ -21,6 +22,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from verl.rollout.joint_memory import lay_together
+
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -28,11 +31,10 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x (..., H) over its root mean square, times weight (H,): in float32 where the weight is wider than x."""
-    if weight.dtype == x.dtype:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """x (..., H) over its root mean square, times weight (H,), computed in the wider dtype. dtype: None is x's."""
+    wide = torch.promote_types(x.dtype, weight.dtype)
+    return F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps).to(x.dtype if dtype is None else dtype)
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class Layer:
 
     qkv: H -> (HQ + 2 HK) D. out: HQ D -> H. gate_up: H -> 2 I. down: I -> H. attention_norm, mlp_norm: (H,), before.
     attention_post_norm, mlp_post_norm: (H,) after, or None. qk_norm: (HQ + HK, D) or None.
+    A norm before is None where the matrix after it holds its weight times sqrt(H) (`Decoder.tuned`).
     window: keys that a query sees, itself among them, or None. rope: index into Decoder.ropes.
     """
 
@@ -114,8 +117,8 @@ class Layer:
     out: Projection
     gate_up: Projection
     down: Projection
-    attention_norm: torch.Tensor
-    mlp_norm: torch.Tensor
+    attention_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor | None
     attention_post_norm: torch.Tensor | None
     mlp_post_norm: torch.Tensor | None
     qk_norm: torch.Tensor | None
@@ -133,15 +136,15 @@ class Rope:
     inverse_frequencies: torch.Tensor
     scale: float
 
-    def table(self, length: int, dtype: torch.dtype, paired: bool = False) -> RopeTable:
+    def table(self, length: int, dtype: torch.dtype, tuned: bool = False) -> RopeTable:
         """cos and signed sin, each (length, R): y = x * cos + swap_halves(x) * sin.
 
-        paired: cos + i sin (length, R / 2), a factor of numbers whose parts are neighbours.
+        tuned: cos + i sin (length, R / 2), a factor of numbers whose parts are neighbours.
         """
         positions = torch.arange(length, device=self.inverse_frequencies.device, dtype=torch.float32)
         angles = positions[:, None] * self.inverse_frequencies.float()
         cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
-        if paired:
+        if tuned:
             return (torch.complex(cos.to(dtype), sin.to(dtype)),)
         return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
@@ -152,13 +155,19 @@ class Decoder:
 
     scaling: factor on the attention scores. attention_softcap, final_softcap: c * tanh(x / c), or None.
     max_positions: prompt plus response at most; max_positions_reason says what sets it. copies: the weights that are no
-    parameters, in the order of reading. paired: in queries and keys, dimensions 2 i and 2 i + 1 of the first R are
-    turned together, where the model has i and i + R / 2.
+    parameters, in the order of reading.
+
+    tuned: in queries and keys, dimensions 2 i and 2 i + 1 of the first R are turned together, where the model has i and
+    i + R / 2; queries come scaled (`scaling` is 1); norms before projections have no weight, and floor is sqrt(H eps).
+
+    Products, keys and values have `dtype`; the sum that runs through the layers, norms and rotary tables have
+    `stream_dtype`, which is wider where the parameters are: so does training under autocast, and what is rounded
+    elsewhere than there is a gap between the log-probs of sampling and of training.
     """
 
     embedding: torch.Tensor
     head: Projection
-    norm: torch.Tensor
+    norm: torch.Tensor | None
     layers: tuple[Layer, ...]
     ropes: tuple[Rope, ...]
     heads: int
@@ -173,7 +182,16 @@ class Decoder:
     max_positions: int
     max_positions_reason: str
     copies: list[torch.Tensor]
-    paired: bool
+    tuned: bool
+    floor: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head.matrix.dtype
+
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        return self.embedding.dtype
 
     @property
     def vocab_size(self) -> int:
@@ -185,7 +203,7 @@ class Decoder:
 
     def cache_bytes_per_token(self) -> int:
         """Bytes of keys and values that one token of one row takes."""
-        return 2 * len(self.layers) * self.kv_heads * self.head_dim * self.embedding.element_size()
+        return 2 * len(self.layers) * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """(...) int64 -> (..., H)."""
@@ -194,9 +212,16 @@ class Decoder:
             x = x * self.embedding_scale
         return x
 
+    def normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """`rms_norm` before a projection. Without a weight, x (N, H) over the root of its sum of squares + H eps."""
+        if weight is not None:
+            return rms_norm(x, weight, self.eps, self.dtype)
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x / torch.hypot(size, self.floor, out=size)
+
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """(B, H) after the last layer -> (B, V) float32."""
-        logits = self.head(rms_norm(states, self.norm, self.eps)).float()
+        logits = self.head(self.normed(states, self.norm)).float()
         if self.final_softcap is not None:
             logits.div_(self.final_softcap).tanh_().mul_(self.final_softcap)
         return logits
@@ -231,10 +256,10 @@ def read_decoder(
 ) -> Decoder:
     """Read `module` (one of FAMILIES) as a Decoder on its own parameters.
 
-    dtype: None computes in the parameters' dtype on the parameters themselves. Another one makes a copy of them in it,
-    which is as old as this call. turn_limit: as TURN_LIMIT. reuse: an older reading; what is no parameter is made in
-    its memory. Raises ValueError for an architecture, activation or rotary variant it does not know,
-    for wrapped projections (adapters, quantisation) and for sharded parameters.
+    dtype: None computes in the parameters' dtype on the parameters themselves. Another one makes a copy of the
+    projections in it, which is as old as this call. turn_limit: as TURN_LIMIT. reuse: an older reading; what is no
+    parameter is made in its memory. Raises ValueError for an architecture, activation or rotary variant it does not
+    know, for wrapped projections (adapters, quantisation) and for sharded parameters.
     """
     family, config, trunk = check_supported(module), module.config, module.base_model
     head_dim = trunk.layers[0].self_attn.head_dim
@@ -242,89 +267,92 @@ def read_decoder(
     size = sum(p.numel() * p.element_size() for p in module.parameters())
     turned = head.device.type == "cpu" and size <= turn_limit
     dtype = head.dtype if dtype is None else dtype
-    paired = turned and dtype in (torch.float32, torch.float64)  # there are no complex numbers of 16 bits to use
-    activation = config.to_dict()[family.activation]
+    stream_dtype = torch.promote_types(head.dtype, dtype)
+    # what has 16 bits would be rounded once more, and there are no complex numbers of 16 bits to use
+    tuned = turned and dtype == stream_dtype and dtype in (torch.float32, torch.float64)
+    known = config.to_dict()
+    activation = known[family.activation]
     if activation not in ACTIVATIONS:
         raise ValueError(f"rollout.name=native: activation {activation!r} is unknown; known: {sorted(ACTIVATIONS)}")
     types = config.layer_types if family.window == "layer_types" else [None] * len(trunk.layers)
     rope_types = sorted(set(types)) if family.rope_per_type else [None]
     ropes, limits = zip(*(_rope(trunk.rotary_emb, config, kind) for kind in rope_types))
     max_positions, reason = min(limits)
-    pairs = _pairs(head_dim, 2 * len(ropes[0].inverse_frequencies)).to(head.device) if paired else None
-    reader = _Reader(family, dtype, turned, pairs, reuse.copies if reuse is not None else ())
+    pairs = _pairs(head_dim, 2 * len(ropes[0].inverse_frequencies)) if tuned else None
+    reader = _Reader(family, dtype, stream_dtype, turned, pairs, reuse.copies if reuse is not None else ())
     rope_of = {kind: i for i, kind in enumerate(rope_types)} if family.rope_per_type else dict.fromkeys(types, 0)
+    last_norm, last_factor = reader.norm_before(trunk.norm.weight)
     return Decoder(
-        embedding=reader.tensor(trunk.embed_tokens.weight),
-        head=reader.projection(lm_head=module.lm_head),
-        norm=reader.norm(trunk.norm.weight),
+        embedding=reader.wide(trunk.embed_tokens.weight),
+        head=reader.projection(last_factor, lm_head=module.lm_head),
+        norm=last_norm,
         layers=tuple(_layer(layer, config, reader, kind, rope_of[kind]) for layer, kind in zip(trunk.layers, types)),
         ropes=ropes,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=head_dim,
         eps=config.rms_norm_eps,
-        scaling=trunk.layers[0].self_attn.scaling,
+        scaling=1.0 if tuned else trunk.layers[0].self_attn.scaling,
         activation=activation,
         # rounded as the model rounds it
-        embedding_scale=float(torch.tensor(math.sqrt(config.hidden_size), dtype=reader.dtype)) if family.gemma else 1.0,
+        embedding_scale=float(torch.tensor(math.sqrt(config.hidden_size), dtype=stream_dtype)) if family.gemma else 1.0,
         attention_softcap=config.attn_logit_softcapping if family.softcaps else None,
-        final_softcap=config.to_dict().get("final_logit_softcapping"),
+        final_softcap=known.get("final_logit_softcapping"),
         max_positions=max_positions,
         max_positions_reason=reason,
         copies=reader.copies,
-        paired=paired,
+        tuned=tuned,
+        floor=torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps), dtype=dtype, device=head.device),
     )
 
 
 def _layer(layer: nn.Module, config, reader: "_Reader", kind: str | None, rope: int) -> Layer:
     family, attention, mlp = reader.family, layer.self_attn, layer.mlp
-    if family.fused:
-        projections = {"qkv_proj": attention.qkv_proj}
-        gate_up = reader.projection(gate_up_proj=mlp.gate_up_proj)
-    else:
-        projections = {"q_proj": attention.q_proj, "k_proj": attention.k_proj, "v_proj": attention.v_proj}
-        gate_up = reader.projection(gate_proj=mlp.gate_proj, up_proj=mlp.up_proj)
     after_attention, before_mlp, after_mlp = None, layer.post_attention_layernorm, None
     if family.post_norms:
         after_attention, before_mlp = layer.post_attention_layernorm, layer.pre_feedforward_layernorm
         after_mlp = layer.post_feedforward_layernorm
-    qk_norm = None
-    if family.qk_norm:
-        per_head = [attention.q_norm] * config.num_attention_heads + [attention.k_norm] * config.num_key_value_heads
-        qk_norm = reader.head_norms([norm.weight for norm in per_head])
+    attention_norm, attention_factor = reader.norm_before(layer.input_layernorm.weight)
+    mlp_norm, mlp_factor = reader.norm_before(before_mlp.weight)
+    if family.fused:
+        gate_up = reader.projection(mlp_factor, gate_up_proj=mlp.gate_up_proj)
+    else:
+        gate_up = reader.projection(mlp_factor, gate_proj=mlp.gate_proj, up_proj=mlp.up_proj)
     slides = family.window == "all" or kind == "sliding_attention"
     return Layer(
-        qkv=reader.projection(reader.order(config.num_attention_heads, config.num_key_value_heads), **projections),
+        qkv=reader.qkv(attention, config, attention_factor),
         out=reader.projection(o_proj=attention.o_proj),
         gate_up=gate_up,
         down=reader.projection(down_proj=mlp.down_proj),
-        attention_norm=reader.norm(layer.input_layernorm.weight),
-        mlp_norm=reader.norm(before_mlp.weight),
+        attention_norm=attention_norm,
+        mlp_norm=mlp_norm,
         attention_post_norm=None if after_attention is None else reader.norm(after_attention.weight),
         mlp_post_norm=None if after_mlp is None else reader.norm(after_mlp.weight),
-        qk_norm=qk_norm,
+        qk_norm=reader.qk_norm(attention, config) if family.qk_norm else None,
         window=config.sliding_window if slides else None,
         rope=rope,
     )
 
 
 class _Reader:
-    """How parameters are read: in a dtype, and turned to (in, out) copies or not.
+    """How parameters are read: projections in a dtype, turned to (in, out) copies or not, all others in stream_dtype.
 
-    pairs: the dimensions of a query or key head (D,) in the order to read them, or None. old: tensors of an older
-    reading; copies are made in their memory, in the order of reading, where they fit.
+    pairs: the dimensions of a query or key head (D,) in the order to read them; None where nothing is tuned. old:
+    tensors of an older reading; copies are made in their memory, in the order of reading, where they fit.
     """
 
     def __init__(
         self,
         family: Family,
         dtype: torch.dtype,
+        stream_dtype: torch.dtype,
         turned: bool,
         pairs: torch.Tensor | None,
         old: Sequence[torch.Tensor],
     ):
         self.family = family
         self.dtype = dtype
+        self.stream_dtype = stream_dtype
         self.turned = turned
         self.pairs = pairs
         self.old = list(old)
@@ -342,36 +370,66 @@ class _Reader:
         self.copies.append(old.copy_(joint))
         return old
 
-    def tensor(self, parameter: torch.Tensor) -> torch.Tensor:
-        return parameter.detach() if parameter.dtype == self.dtype else self._copy([parameter], self.dtype)
+    def wide(self, parameter: torch.Tensor) -> torch.Tensor:
+        same = parameter.dtype == self.stream_dtype
+        return parameter.detach() if same else self._copy([parameter], self.stream_dtype)
 
     def norm(self, weight: torch.Tensor) -> torch.Tensor:
         """The factor of an RMS norm. Gemma's 1 + w is formed in float32: bfloat16 would lose a small w."""
-        return self._copy([1 + weight.detach().float()], torch.float32) if self.family.gemma else self.tensor(weight)
+        return self._copy([1 + weight.detach().float()], torch.float32) if self.family.gemma else self.wide(weight)
 
-    def head_norms(self, weights: list[torch.Tensor]) -> torch.Tensor:
-        """One factor (D,) per head -> (heads, D)."""
-        rows = torch.stack([weight.detach() for weight in weights])
-        rows = rows if self.pairs is None else rows[:, self.pairs]
-        return self._copy([1 + rows.float()], torch.float32) if self.family.gemma else self._copy([rows], self.dtype)
-
-    def order(self, heads: int, kv_heads: int) -> torch.Tensor | None:
-        """The outputs of a joint projection to queries, keys and values, in the order to read them."""
+    def norm_before(self, weight: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The factor of an RMS norm before a projection, and what the projection's matrix takes of it: one is None."""
         if self.pairs is None:
-            return None
-        size, device = len(self.pairs), self.pairs.device
-        turned = torch.arange(heads + kv_heads, device=device)[:, None] * size + self.pairs
-        return torch.cat((turned.view(-1), torch.arange(kv_heads * size, device=device) + turned.numel()))
+            return self.norm(weight), None
+        factor = weight.detach().to(self.dtype)
+        return None, (1 + factor if self.family.gemma else factor) * math.sqrt(len(factor))
 
-    def projection(self, order: torch.Tensor | None = None, **linears: nn.Module) -> Projection:
-        """Several projections of one input as one, its outputs in another order where one is given."""
+    def qk_norm(self, attention: nn.Module, config) -> torch.Tensor:
+        """One factor (D,) per query and key head -> (HQ + HK, D)."""
+        norms = [attention.q_norm] * config.num_attention_heads + [attention.k_norm] * config.num_key_value_heads
+        rows = torch.stack([norm.weight.detach() for norm in norms])
+        rows = 1 + rows.float() if self.family.gemma else rows.to(self.stream_dtype)
+        if self.pairs is not None:
+            rows = rows[:, self.pairs]
+            rows[: config.num_attention_heads] *= attention.scaling
+        return self._copy([rows], rows.dtype)
+
+    def qkv(self, attention: nn.Module, config, factor: torch.Tensor | None) -> Projection:
+        """Queries, keys and values as one projection of what `factor` (see norm_before) belongs to."""
+        if self.family.fused:
+            projections = {"qkv_proj": attention.qkv_proj}
+        else:
+            projections = {"q_proj": attention.q_proj, "k_proj": attention.k_proj, "v_proj": attention.v_proj}
+        if self.pairs is None:
+            return self.projection(factor, **projections)
+        heads, size = config.num_attention_heads + config.num_key_value_heads, len(self.pairs)
+        turned = (torch.arange(heads)[:, None] * size + self.pairs).view(-1)
+        order = torch.cat((turned, torch.arange(config.num_key_value_heads * size) + heads * size))
+        joint = self.projection(factor, order, **projections)
+        if not self.family.qk_norm:  # else the norm sets the length of a query
+            for part in filter(lambda tensor: tensor is not None, (joint.matrix, joint.bias)):
+                part[..., : config.num_attention_heads * size] *= attention.scaling
+        return joint
+
+    def projection(
+        self, factor: torch.Tensor | None = None, order: torch.Tensor | None = None, **linears: nn.Module
+    ) -> Projection:
+        """Several projections of one input as one.
+
+        factor: (in,), to be multiplied into the matrix. order: of the outputs, another one.
+        """
         found = [_linear(name, linear) for name, linear in linears.items()]
         weights, biases = [f.weight for f in found], [f.bias for f in found if f.bias is not None]
         if order is not None:
+            weights = [torch.cat(weights).detach()[order]]
             bias = self._copy([torch.cat(biases).detach()[order]], self.dtype) if biases else None
-            return Projection(self._copy([torch.cat(weights).detach()[order]], self.dtype, turned=True), bias)
+        else:
+            bias = self._joint(biases) if biases else None
         matrix = self._copy(weights, self.dtype, turned=True) if self.turned else self._joint(weights).t()
-        return Projection(matrix, self._joint(biases) if biases else None)
+        if factor is not None:
+            matrix *= factor[:, None]
+        return Projection(matrix, bias)
 
     def _joint(self, parameters: list[nn.Parameter]) -> torch.Tensor:
         if self.dtype == parameters[0].dtype:
@@ -395,40 +453,6 @@ def _pairs(size: int, rotated: int) -> torch.Tensor:
     at = torch.arange(size)
     at[:rotated] = at[:rotated].view(2, -1).t().reshape(-1)
     return at
-
-
-def lay_together(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """The parameters, (n_i, ...), as one tensor (sum n_i, ...) on shared memory.
-
-    Where they are not neighbours already, they are copied into one block and become views of it: the Parameter objects,
-    and with them optimizers and hooks, stay. Whatever gives a parameter new memory later (`.to`, assigning .data) is
-    found and mended by the next call.
-    """
-    first = parameters[0].detach()
-    rows = sum(p.shape[0] for p in parameters)
-    if not _neighbours(parameters):
-        # an ordinary tensor even when the caller is in inference mode: training goes on with it
-        with torch.inference_mode(False), torch.no_grad():
-            block = torch.cat([p.detach() for p in parameters])
-            at = 0
-            for p in parameters:
-                p.data = block[at : at + p.shape[0]]
-                at += p.shape[0]
-        first = block
-    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
-
-
-def _neighbours(parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether each begins in memory where the one before it ends."""
-    if len(parameters) == 1:
-        return parameters[0].is_contiguous()
-    storage = parameters[0].untyped_storage().data_ptr()
-    at = parameters[0].storage_offset()
-    for p in parameters:
-        if not p.is_contiguous() or p.untyped_storage().data_ptr() != storage or p.storage_offset() != at:
-            return False
-        at += p.numel()
-    return True
 
 
 def _rope(rotary: nn.Module, config, layer_type: str | None) -> tuple[Rope, tuple[int, str]]:

@@ -7,7 +7,7 @@ import torch
 from verl.rollout.base import Generation, SamplingParams
 from verl.rollout.native_plan import Row
 from verl.rollout.native_torch import TorchDecoder
-from verl.rollout.sampling import check_finite, choose, uniform
+from verl.rollout.sampling import check_finite, uniform
 from verl.rollout.stopping import LOOK_EVERY
 
 #: steps for which random numbers are made at once, and after which broken rows are looked for
@@ -41,9 +41,9 @@ class SlotBatch:
         self.text_ends: dict[int, int] = {}  # row -> tokens of its answer, where a text ended it
         self.looked_at = [0] * len(rows)  # tokens of each row in which no text was found that ends it
         self.active = 0
-        self.longest = 0  # 1 + the largest position of an active row
         self.due = 0  # steps until the first active row has all its tokens
         self.steps = 0
+        decoder.seat(self.state[_POSITION, :0])
 
     def run(self) -> list[Generation]:
         while self.waiting or self.active:
@@ -93,8 +93,7 @@ class SlotBatch:
             if not self.params.greedy:
                 self.uniforms[live] = self._random(self.state[_SAMPLE, live], self.state[_STEP, live] + 1)
             self._check()
-        logits = self.decoder.step(self.state[_TOKEN, live], self.longest)
-        self.longest += 1
+        logits = self.decoder.step(self.state[_TOKEN, live])
         self.due -= 1
         self.steps += 1
         tokens = self._take(logits, live)
@@ -124,7 +123,7 @@ class SlotBatch:
     def _take(self, logits: torch.Tensor, slots: slice) -> torch.Tensor:
         """Draw a token for each row of `slots` and write it down. Returns the tokens."""
         state = self.state[:, slots]
-        tokens, log_probs = choose(logits, self.params, self.uniforms[slots, self.column])
+        tokens, log_probs = self.decoder.choose(logits, self.params, self.uniforms[slots, self.column])
         state[_TOKEN] = tokens
         state[_MOVING].add_(1)
         out = state[_OUT]
@@ -147,11 +146,10 @@ class SlotBatch:
                 self.decoder.cache.move(self.active, slot)
                 self.state[:, slot] = self.state[:, self.active]
                 self.uniforms[slot] = self.uniforms[self.active]
+        state = self.state[:, : self.active]
+        self.decoder.seat(state[_POSITION])
         if self.active:
-            state = self.state[:, : self.active]
-            self.longest = int(state[_POSITION].max()) + 1
             self.due = int((state[_LAST] - state[_OUT]).min())
-            self.decoder.seat(state[_POSITION])
 
     def _check(self) -> None:
         """Raises ValueError when an active row's last log-prob is not finite."""

@@ -88,7 +88,7 @@ class RankActor:
         setup_worker_logging(place.rank)
         role = ""
         try:
-            for role, spec in specs.items():  # noqa: B007: the role that fails is told below
+            for role, spec in specs.items():
                 self._workers[role] = spec.build(place)
         except BaseException as error:
             return False, WorkerError.of(error, role, "__init__", place.rank), time.time()

@@ -21,6 +21,7 @@ from verl.single_controller import WorkerGroup
 from verl.trainer.metrics import timing_metrics
 from verl.trainer.saved_state import load_state, save_state
 from verl.utils.checkpoint_store import CheckpointStore
+from verl.utils.lock import only_run_in
 from verl.utils.rng import rng_state, seed_everything, set_rng_state
 from verl.utils.tracking import Tracking
 
@@ -115,7 +116,14 @@ class Trainer(ABC):
     # ---- the loop -----------------------------------------------------------------------------------------------
 
     def fit(self) -> dict[str, float]:
-        """Train to the end, from the last checkpoint if there is one. Returns the last metrics."""
+        """Train to the end, from the last checkpoint if there is one. Returns the last metrics.
+
+        Raises InUseError where another run is at work in trainer.default_local_dir.
+        """
+        with only_run_in(self.checkpoints.root):
+            return self._run()
+
+    def _run(self) -> dict[str, float]:
         trainer = self.config.trainer
         seed_everything(trainer.seed)
         self.announce()
@@ -140,7 +148,7 @@ class Trainer(ABC):
 
     def where_it_stands(self) -> str:
         """For who interrupts a run: the step that it was in, and from where it can go on."""
-        saved = self.checkpoints.latest()
+        saved = self.checkpoints.newest()
         if saved is None:
             kept = f"nothing is saved (trainer.save_freq is {self.config.trainer.save_freq})"
         elif self.config.trainer.resume_mode == "disable":
@@ -287,6 +295,11 @@ class Trainer(ABC):
         self._report_changed_settings(state["config"])
         for role in self.saved_roles:
             if role in self.roles:
+                if not (folder / role).is_dir():
+                    raise ValueError(
+                        f"{folder} has no {role}: it is of a run without one. Start anew (trainer.resume_mode=disable, "
+                        "or another trainer.default_local_dir), or go on with the settings of that run"
+                    )
                 (left_out, *_) = self.roles[role].load_checkpoint(folder / role)
                 self._report_left_out(role, folder, left_out)
         self.pipeline.load_state_dict(state["flow"])

@@ -9,7 +9,8 @@ really teaches something shrinks while the policy gets better. `sample_dynamical
 
 What becomes of a prompt: its answers are trained on; or they all score alike, and it is dropped and counted; or the
 step was full, and it goes back to the front of the queue, to be answered anew by the policy of the next step. Answers
-are never kept for a later step, where they would be those of an older policy.
+are never kept for a later step, where they would be those of an older policy. At the limit of a step's generations the
+run ends, or the step is filled with groups whose answers score alike: they are trained on, to no effect.
 """
 
 import logging
@@ -63,9 +64,10 @@ class PromptQueue(Prompts):
 
 @dataclass
 class Gathered:
-    """What one step has so far. held: the groups that were kept; the other fields count all passes."""
+    """What one step has so far. held: the groups that were kept; alike: others; the other fields count all passes."""
 
     held: list[DataProto] = field(default_factory=list)
+    alike: list[DataProto] = field(default_factory=list)
     groups: int = 0
     passes: int = 0
     prompts: int = 0
@@ -81,8 +83,8 @@ class DynamicSampling(Stateful):
     metric: "reward", the summed reward of an answer, or a number that the reward function returns beside the score.
     pass_size: prompts of a full pass; the first pass of a step is one. Later ones ask for what is missing, divided by
     the share of groups kept so far.
-    max_passes: a step may ask for `max_passes * pass_size` prompts; with fewer groups kept after that, ValueError. 0 is
-    no limit.
+    max_passes: a step may ask for `max_passes * pass_size` prompts; 0 is no limit.
+    fill: with fewer groups kept after that, the step is filled with groups whose answers are alike; else ValueError.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class DynamicSampling(Stateful):
         num_groups: int,
         pass_size: int,
         max_passes: int,
+        fill: bool,
         pad_token_id: int,
     ):
         self.queue = queue
@@ -100,6 +103,7 @@ class DynamicSampling(Stateful):
         self.num_groups = num_groups
         self.pass_size = pass_size
         self.max_passes = max_passes
+        self.fill = fill
         self.pad_token_id = pad_token_id
         self.so_far = Gathered()
 
@@ -114,8 +118,12 @@ class DynamicSampling(Stateful):
         now.metric_sum += float(values.sum())
         if differing:
             now.held.append(batch[np.concatenate(differing)])
+        if self.fill and len(differing) < len(groups):
+            now.alike.append(
+                batch[np.concatenate([rows for rows in groups if values[rows].min() == values[rows].max()])]
+            )
         logger.info("dynamic sampling: %d of %d groups after %d prompts", now.groups, self.num_groups, now.prompts)
-        if now.groups >= self.num_groups:
+        if now.groups >= self.num_groups or self._at_limit():
             return self._release()
         self.queue.size = self._next_size()
         return HOLD
@@ -139,27 +147,34 @@ class DynamicSampling(Stateful):
             )
         return values.astype(np.float64)
 
-    def _next_size(self) -> int:
-        """Prompts of the next pass. Raises ValueError when the step may ask for no more."""
-        now, limit = self.so_far, self.max_passes * self.pass_size
-        if limit and now.prompts >= limit:
+    def _at_limit(self) -> bool:
+        """Whether the step may ask for no more prompts. Raises ValueError when it is, and is not to be filled."""
+        now = self.so_far
+        reached = self.max_passes > 0 and now.prompts >= self.max_passes * self.pass_size
+        if reached and not self.fill:
             raise ValueError(
                 f"dynamic sampling: only {now.groups} of {self.num_groups} groups have answers that differ in "
                 f"{self.metric!r}, after {now.prompts} prompts ({self.max_passes} generations of {self.pass_size}; "
                 f"mean {self.metric} {now.metric_sum / now.answers:.3g}): are the prompts much too easy or too hard? "
-                "Change the data, raise actor_rollout_ref.rollout.n, or raise "
-                "algorithm.filter_groups.max_num_gen_batches (0: no limit)"
+                "Change the data, raise actor_rollout_ref.rollout.n, raise algorithm.filter_groups.max_num_gen_batches "
+                "(0: no limit), or go on with the groups that there are: algorithm.filter_groups.at_limit=fill"
             )
+        return reached
+
+    def _next_size(self) -> int:
+        """Prompts of the next pass."""
+        now, limit = self.so_far, self.max_passes * self.pass_size
         missing = self.num_groups - now.groups
         size = min(self.pass_size, -(-missing * now.prompts // now.groups)) if now.groups else self.pass_size
         return min(size, limit - now.prompts) if limit else size
 
     def _release(self) -> DataProto:
-        """The first `num_groups` groups; the prompts of the others go back to the queue."""
+        """The first `num_groups` groups; the prompts of others that differ go back to the queue."""
         now, self.so_far, self.queue.size = self.so_far, Gathered(), self.pass_size
-        together = concat_sequences(now.held, self.pad_token_id)
+        filled = max(self.num_groups - now.groups, 0)
+        together = concat_sequences([*now.held, *(now.alike if filled else [])], self.pad_token_id)
         groups = group_rows(together)
-        chosen, spare = groups[: self.num_groups], groups[self.num_groups :]
+        chosen, spare = groups[: self.num_groups], groups[self.num_groups : now.groups]
         if spare:
             self.queue.put_back(together[[rows[0] for rows in spare]])
         batch = together[np.concatenate(chosen)]
@@ -169,6 +184,7 @@ class DynamicSampling(Stateful):
             "filter_groups/kept_share": now.groups / now.prompts,
             "filter_groups/prompts_put_back": len(spare),
             f"filter_groups/{self.metric}_mean": now.metric_sum / now.answers,
+            **({"filter_groups/filled": filled} if self.fill else {}),
         }
         return batch
 
@@ -205,6 +221,7 @@ def sample_dynamically(flow: DataFlow, config: tree.Config, pad_token_id: int) -
         num_groups=config.data.train_batch_size,
         pass_size=pass_size,
         max_passes=groups.max_num_gen_batches,
+        fill=groups.at_limit == "fill",
         pad_token_id=pad_token_id,
     )
     return flow.insert_after("reward", Operator("filter_groups", keep, reads=("uid", "token_level_rewards")))

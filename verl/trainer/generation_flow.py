@@ -34,6 +34,7 @@ from verl.registry import did_you_mean
 from verl.trainer.answer_parts import AnswerParts, Answers
 from verl.trainer.ppo_flow import Roles, repeat
 from verl.utils.atomic import make_folder_of, written_whole
+from verl.utils.decoding import decode_all
 
 logger = logging.getLogger("verl.trainer")
 
@@ -172,7 +173,7 @@ def decode(tokenizer: Any) -> Callable[[DataProto], DataProto]:
 
     def decode_responses(batch: DataProto) -> DataProto:
         ids = [row.tolist() for row in batch.non_tensor_batch["response_ids"]]
-        return DataProto.from_dict(non_tensors={"response": tokenizer.batch_decode(ids, skip_special_tokens=True)})
+        return DataProto.from_dict(non_tensors={"response": decode_all(tokenizer, ids)})
 
     return decode_responses
 

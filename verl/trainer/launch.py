@@ -11,6 +11,8 @@ from omegaconf import OmegaConf
 
 from verl.config import Config, check_inputs, load_config, unavailable
 from verl.registry import load_object
+from verl.trainer.command_line import MISTAKES, complain
+from verl.utils.disk import DiskFullError
 
 if TYPE_CHECKING:
     from verl.trainer.base import Trainer
@@ -55,15 +57,16 @@ def run(build: "Callable[[], Trainer]") -> int:
     """Build a trainer and train; the exit status.
 
     Whatever a user can get wrong is found while building, before a model is loaded, or while the workers are set up:
-    one message, status 1. An error in the run itself keeps its stack, which says where: fit -> run -> the function.
-    Ctrl-C and SIGTERM end the workers; the message says from where the run can go on. Status 130 or 143, as usual.
+    one message, status 1, and so is a full disk. Another error in the run itself keeps its stack, which says where:
+    fit -> run -> the function. Ctrl-C and SIGTERM end the workers; the message says from where the run can go on.
+    Status 130 or 143, as usual.
     """
     from verl.utils.tracking import setup_logging
 
     setup_logging()
     try:
         trainer = build()
-    except (ValueError, ImportError, SyntaxError, FileNotFoundError) as error:
+    except MISTAKES as error:
         return complain(error)
     usual = signal.signal(signal.SIGTERM, _terminated)
     try:
@@ -72,10 +75,13 @@ def run(build: "Callable[[], Trainer]") -> int:
         number = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT
         print(f"\nstopped by {number.name} {trainer.where_it_stands()}", file=sys.stderr)
         return 128 + number
-    except ValueError as error:
-        if trainer.ready:
-            raise
+    except DiskFullError as error:
         return complain(error)
+    except Exception as error:
+        if not trainer.ready and isinstance(error, ValueError):
+            return complain(error)
+        error.add_note(f"the run failed {trainer.where_it_stands()}")
+        raise
     finally:
         signal.signal(signal.SIGTERM, usual)
     return 0
@@ -87,10 +93,3 @@ class Terminated(KeyboardInterrupt):
 
 def _terminated(number: int, frame: object) -> None:
     raise Terminated
-
-
-def complain(error: Exception) -> int:
-    """Print an error of the set-up, with its notes and without a stack; the exit status that goes with it."""
-    notes = vars(error).get("__notes__", [])
-    print("\n  ".join([f"error: {error}", *notes]), file=sys.stderr)
-    return 1

@@ -13,10 +13,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from verl.config import check_data, dump_config, load_config
+from verl.config import check_data, load_config
 from verl.config.tree_offline import EvalConfig
 from verl.registry import import_module
 from verl.rewards.results import RewardError
+from verl.trainer.command_line import MISTAKES, command_line, complain
 from verl.trainer.evaluation_flow import Question, Scorer, find_function, read_answered, score_questions
 from verl.trainer.evaluation_report import (
     check_k,
@@ -26,9 +27,8 @@ from verl.trainer.evaluation_report import (
     evaluate,
     figures_table,
 )
-from verl.trainer.launch import complain
-from verl.trainer.main_ppo import split_arguments
 from verl.utils.atomic import make_folder_of, written_whole
+from verl.utils.disk import DiskFullError
 from verl.utils.log import console, setup_logging
 
 logger = logging.getLogger("verl.trainer")
@@ -109,22 +109,21 @@ class Evaluation:
 def main(arguments: list[str] | None = None) -> int:
     """Run; returns the exit status."""
     setup_logging()
+    return command_line(arguments, HELP, lambda *given: load_config(*given, tree=EvalConfig), _evaluate)
+
+
+def _evaluate(path: str | None, overrides: list[str]) -> int:
     try:
-        path, overrides, flags = split_arguments(sys.argv[1:] if arguments is None else arguments)
-        if flags & {"--help", "-h"}:
-            print(HELP)
-            return 0
-        if "--print-config" in flags:
-            print(dump_config(load_config(path, overrides, tree=EvalConfig)))
-            return 0
         evaluation = Evaluation(config_path=path, overrides=overrides)
-    except (ValueError, ImportError, FileNotFoundError) as error:
+    except MISTAKES as error:
         return complain(error)
     try:
         evaluation.run()
     except RewardError as error:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)  # where in the user's function
+        return complain(error)
+    except DiskFullError as error:
         return complain(error)
     return 0
 

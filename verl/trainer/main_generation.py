@@ -6,23 +6,26 @@ is given again, and its output is that of a run that was never stopped.
 
 import hashlib
 import logging
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.config import ConfigError, Problem, check_available, check_inputs, dump_config, load_config, to_flat_dict
+from verl.config import ConfigError, Problem, check_available, check_inputs, load_config, to_flat_dict
 from verl.config.tree_offline import GenerationConfig
 from verl.dataflow import DataFlow
 from verl.registry import import_module
 from verl.single_controller import LocalWorkerGroup, WorkerGroup, WorkerSpec
 from verl.trainer.answer_parts import AnswerParts, Answers
+from verl.trainer.command_line import MISTAKES, command_line, complain
+from verl.trainer.early_checks import check_model_section
 from verl.trainer.generation_flow import Questions, build_generation_flow, check_output, read_questions, write_output
-from verl.trainer.launch import complain
-from verl.trainer.main_ppo import split_arguments
+from verl.trainer.model_limits import ModelLimits
 from verl.trainer.setup import stop_token_ids
 from verl.utils.device import resolve_device, resolve_dtype
+from verl.utils.disk import DiskFullError
 from verl.utils.log import setup_logging
 from verl.workers.build import load_tokenizer, stop_strings
 from verl.workers.rollout import RolloutWorker
@@ -109,11 +112,21 @@ class GenerationRun:
         for address in config.imports:
             import_module(address)
         self.dtype = resolve_dtype(config.rollout.dtype, resolve_device(config.trainer.device))
+        check_model_section(config.model, "causal_lm")
         self.config = config
         self.roles: dict[str, WorkerGroup] = {}
         self.output = Path(config.data.output_path)
         self.tokenizer = load_tokenizer(config.model)
         self.questions: Questions = read_questions(config, self.tokenizer)
+        limits = ModelLimits.of(config.model)
+        limits.check_vocabulary(self.tokenizer, self.questions.prompt_ids.largest)
+        limits.check_engine(config.rollout.name)
+        limits.check_answers(
+            self.questions.prompt_ids.longest,
+            config.rollout.response_length,
+            "rollout.response_length",
+            "leave longer prompts out of the file",
+        )
         check_output(self.questions, self.output)
         self.parts = AnswerParts(
             self.output,
@@ -231,18 +244,20 @@ def _clock(seconds: float) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run; returns the exit status."""
     setup_logging()
+    return command_line(arguments, HELP, lambda *given: load_config(*given, tree=GenerationConfig), _generate)
+
+
+def _generate(path: str | None, overrides: list[str]) -> int:
     try:
-        path, overrides, flags = split_arguments(sys.argv[1:] if arguments is None else arguments)
-        if flags & {"--help", "-h"}:
-            print(HELP)
-            return 0
-        if "--print-config" in flags:
-            print(dump_config(load_config(path, overrides, tree=GenerationConfig)))
-            return 0
         run = GenerationRun(config_path=path, overrides=overrides)
-    except (ValueError, ImportError, FileNotFoundError) as error:
+    except MISTAKES as error:
         return complain(error)
-    run.run()
+    try:
+        run.run()
+    except DiskFullError as error:
+        return complain(error)
+    except KeyboardInterrupt:  # the log has said where it stands
+        return 128 + signal.SIGINT
     return 0
 
 

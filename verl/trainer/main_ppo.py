@@ -8,7 +8,10 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from verl.trainer.command_line import command_line
+
 if TYPE_CHECKING:
+    from verl.config import Config
     from verl.trainer.launch import Recipe
 
 Address = tuple[str, str]
@@ -33,24 +36,6 @@ HELP = """usage: python -m {program} [--config FILE.yaml] key=value ...
 """
 
 
-def split_arguments(arguments: list[str]) -> tuple[str | None, list[str], set[str]]:
-    """(config file, key=value overrides, flags) of a command line."""
-    path, overrides, flags = None, [], set()
-    rest = iter(arguments)
-    for argument in rest:
-        if argument in ("--config", "-c"):
-            path = next(rest, None)
-            if path is None:
-                raise ValueError("--config needs a file name after it")
-        elif argument.startswith(("--config=", "config=")):
-            path = argument.split("=", 1)[1]
-        elif argument in ("--help", "-h", "--print-config"):
-            flags.add(argument)
-        else:
-            overrides.append(argument)
-    return path, overrides, flags
-
-
 def main(
     arguments: list[str] | None = None,
     trainers: Mapping[str, Address] = TRAINERS,
@@ -62,33 +47,26 @@ def main(
     trainers: trainer.backend -> module and class of the trainer. recipe: what a method adds to the configuration.
     program: the module's name, for the help.
     """
-    try:
-        path, overrides, flags = split_arguments(sys.argv[1:] if arguments is None else arguments)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    if flags & {"--help", "-h"}:
-        print(HELP.format(program=program))
-        return 0
-    from verl.trainer.launch import Recipe, build_trainer, run
 
-    recipe = recipe or Recipe()
-    if "--print-config" in flags:
-        return _print_config(path, overrides, recipe)
-    return run(lambda: build_trainer(path, overrides, trainers, recipe))
+    def settings(path: str | None, overrides: list[str]) -> "Config":
+        from verl.algorithms.presets import PRESETS
+        from verl.config import load_config
+
+        chosen = _recipe(recipe)
+        return load_config(path, overrides, base=chosen.read(), presets=PRESETS, tree=chosen.tree)
+
+    def start(path: str | None, overrides: list[str]) -> int:
+        from verl.trainer.launch import build_trainer, run
+
+        return run(lambda: build_trainer(path, overrides, trainers, _recipe(recipe)))
+
+    return command_line(arguments, HELP.format(program=program), settings, start)
 
 
-def _print_config(path: str | None, overrides: list[str], recipe: "Recipe") -> int:
-    from verl.algorithms.presets import PRESETS
-    from verl.config import dump_config, load_config
+def _recipe(given: "Recipe | None") -> "Recipe":
+    from verl.trainer.launch import Recipe
 
-    try:
-        config = load_config(path, overrides, base=recipe.read(), presets=PRESETS, tree=recipe.tree)
-        print(dump_config(config, everything=True))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return given or Recipe()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from verl.single_controller import WorkerSpec
 from verl.trainer import setup
 from verl.trainer.base import Trainer
 from verl.trainer.dynamic_sampling import sample_dynamically
+from verl.trainer.early_checks import check_early
 from verl.trainer.launch import Recipe
 from verl.trainer.metrics import data_metrics, numeric_columns, validation_metrics
 from verl.trainer.ppo_flow import (
@@ -31,7 +32,7 @@ from verl.trainer.roles import placement_words, pools_of, worker_specs
 from verl.trainer.rollout_correction import correct_rollout
 from verl.trainer.samples import dump_generations, generations, write_jsonl
 from verl.trainer.unused_settings import warn_of_unused_settings
-from verl.utils.tracking import check_trackers, setup_logging
+from verl.utils.tracking import setup_logging
 from verl.workers.build import load_tokenizer
 
 logger = logging.getLogger("verl.trainer")
@@ -69,17 +70,14 @@ class PPOTrainer(Trainer):
             )
         check_available(config)
         setup.import_extensions(config)
-        check_trackers(config.trainer.logger)
-        setup.check_folder(config.trainer.default_local_dir)
-        setup.check_critic_setting(config)
-        setup.check_reward_model(config)
-        setup.check_settings(config)
-        setup.check_group_size(config)
+        check_early(config)
+        self.prepare_executor(config)
         setup.warn_of_choice_in_parts(config)
         warn_of_unused_settings(config)
         if tokenizer is None and isinstance(train_dataset, RLHFDataset):
             tokenizer = train_dataset.tokenizer
         tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.actor_rollout_ref.model)
+        self.reward_manager = reward_manager if reward_manager is not None else setup.load_rewards(config, tokenizer)
         self.train_dataset = train_dataset if train_dataset is not None else setup.load_dataset(config, tokenizer)
         self.val_dataset = val_dataset if val_dataset is not None else setup.load_val_dataset(config, tokenizer)
         check_dataset(self.train_dataset)
@@ -87,8 +85,8 @@ class PPOTrainer(Trainer):
             check_dataset(self.val_dataset)
         setup.check_validation(config.trainer, self.val_dataset)
         self.vocab_size = setup.check_model_fits(config, tokenizer, self.train_dataset)
-        self.reward_manager = reward_manager if reward_manager is not None else setup.load_rewards(config, tokenizer)
-        setup.try_rewards(self.reward_manager, self.train_dataset, tokenizer, config.reward.reward_model.enable)
+        with_model = config.reward.reward_model.enable
+        figures = setup.try_rewards(self.reward_manager, self.train_dataset, tokenizer, with_model)
         source = PromptSource(
             self.train_dataset,
             config.data.train_batch_size,
@@ -98,6 +96,8 @@ class PPOTrainer(Trainer):
         )
         self._said_tied = False
         super().__init__(config, source, tokenizer)
+        written = {column for operator in self.pipeline.operators for column in operator.writes}
+        setup.check_reward_names(config, figures, written)
         if config.trainer.overlap:
             self.pipeline.place_of = self.processes_of
         self.specs = self.worker_specs()
@@ -105,6 +105,9 @@ class PPOTrainer(Trainer):
         self.validation = build_validation_flow(config, self.roles, self.reward_manager).compile(
             inputs=("prompt_ids", "uid", "data_source", "reward_model")
         )
+
+    def prepare_executor(self, config: tree.Config) -> None:
+        """Raise ValueError for what is asked of the executor in vain. By then nothing has been read but settings."""
 
     def build_flow(self) -> DataFlow:
         prompts = Prompts(self.source, lambda: self.global_step, self.vocab_size)
@@ -150,6 +153,14 @@ class PPOTrainer(Trainer):
         if folder:
             dump_generations(folder, self.global_step, batch, self.tokenizer)
         metrics = data_metrics(batch)
+        gap = batch.meta_info["metrics"].get("rollout/logprob_gap_max", 0.0)
+        if self.config.actor_rollout_ref.rollout.deterministic and gap != 0:
+            logger.warning(
+                "step %d: log-probs of sampling and of training differ by up to %g, which rollout.deterministic rules "
+                "out: was rollout_log_probs changed in the flow? Else a library here rounds a row by its place",
+                self.global_step,
+                gap,
+            )
         if metrics.get("reward/tied_groups") == 1.0 and not self._said_tied:
             self._said_tied = True
             logger.warning(
@@ -163,6 +174,7 @@ class PPOTrainer(Trainer):
         """Answers to every validation prompt, scored: val-core/<source>/acc/mean@N and its relatives."""
         if self.val_dataset is None:
             return {}
+        logger.info("validating: %s prompts", f"{len(self.val_dataset):,}")
         scored, texts = [], []
         size = self.config.data.val_batch_size or len(self.val_dataset)
         for start in range(0, len(self.val_dataset), size):

@@ -1,10 +1,10 @@
 """RayPPOTrainer: the same flow, its workers Ray actors on the nodes of a cluster."""
 
 import os
-from typing import Any
 
 import ray
 
+from verl.config import tree
 from verl.single_controller.placement import ResourcePool
 from verl.single_controller.ray_group import colocate
 from verl.single_controller.ray_placement import START_TIMEOUT, reserve
@@ -32,10 +32,8 @@ class RayPPOTrainer(PPOTrainer):
     docs/multinode.md has the way to several nodes.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        """Raises ValueError, besides what a PPOTrainer raises, for settings of `ray.init` that cannot be used."""
-        super().__init__(*args, **kwargs)
-        given = self.config.ray_kwargs.ray_init
+    def prepare_executor(self, config: tree.Config) -> None:
+        given = config.ray_kwargs.ray_init
         if given and ray.is_initialized():
             raise ValueError(
                 f"ray_kwargs.ray_init sets {', '.join(given)}, but Ray is running in this process already, so that it "

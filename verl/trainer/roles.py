@@ -14,10 +14,20 @@ from verl.workers.critic import CriticWorker
 from verl.workers.reward_model import RewardModelWorker
 
 
+def roles_of(config: tree.Config) -> list[str]:
+    """The roles that have workers. Actor and rollout are one, `actor`: it generates with the weights that it trains."""
+    asked = {
+        "ref": needs_reference(config) and not has_adapters(config.actor_rollout_ref.model),
+        "critic": needs_critic(config),
+        "reward": config.reward.reward_model.enable,
+    }
+    return ["actor", *(role for role, wanted in asked.items() if wanted)]
+
+
 def worker_specs(
     config: tree.Config, *, total_steps: int, tokenizer: Any, stop_token_ids: tuple[int, ...]
 ) -> dict[str, WorkerSpec]:
-    """role -> its worker. Actor and rollout are one worker, `actor`: it generates with the weights that it trains."""
+    """role -> its worker, for the roles of `roles_of`."""
     policy, device = config.actor_rollout_ref, config.trainer.device
     common = {"device": device, "timeout": policy.nccl_timeout}
     specs = {
@@ -36,12 +46,13 @@ def worker_specs(
             },
         )
     }
-    if needs_reference(config) and not has_adapters(policy.model):
+    roles = roles_of(config)
+    if "ref" in roles:
         specs["ref"] = WorkerSpec(RefWorker, {"config": policy, "device": device})
-    if needs_critic(config):
+    if "critic" in roles:
         kwargs = {"config": config.critic, "total_training_steps": total_steps, **common}
         specs["critic"] = WorkerSpec(CriticWorker, kwargs)
-    if config.reward.reward_model.enable:
+    if "reward" in roles:
         kwargs = {"config": config.reward.reward_model, "policy_tokenizer": tokenizer, **common}
         specs["reward"] = WorkerSpec(RewardModelWorker, kwargs)
     return specs

@@ -15,8 +15,14 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import torch
+
 from verl.algorithms.policy_losses import get_policy_loss_fn
-from verl.algorithms.rollout_correction import compute_rollout_correction_and_rejection_mask, parse_rejections
+from verl.algorithms.rollout_correction import (
+    compute_rollout_correction_and_rejection_mask,
+    compute_rollout_correction_weights,
+    parse_rejections,
+)
 from verl.config import ConfigError, Problem, tree, tree_trainer
 from verl.dataflow import CONTROLLER, DataFlow, Operator
 from verl.protocol import DataProto
@@ -54,11 +60,8 @@ def sampled_log_probs(batch: DataProto) -> dict:
 
 
 def correct_rollout(flow: DataFlow, config: tree.Config) -> DataFlow:
-    """The edit that `algorithm.rollout_correction` asks for; none without it. Raises ConfigError for what cannot be."""
+    """The edit that `algorithm.rollout_correction` asks for; none without it."""
     correction = config.algorithm.rollout_correction
-    problems = list(_problems(config))
-    if problems:
-        raise ConfigError(problems)
     reads = ("rollout_log_probs", "response_mask")
     if correction.bypass_mode:
         copy = Operator("old_log_prob", sampled_log_probs, reads, ("old_log_probs",), CONTROLLER)
@@ -77,6 +80,13 @@ def correct_rollout(flow: DataFlow, config: tree.Config) -> DataFlow:
     return flow
 
 
+def check_correction(config: tree.Config) -> None:
+    """Raise ConfigError for a correction that cannot be, or not with the loss."""
+    problems = list(_problems(config))
+    if problems:
+        raise ConfigError(problems)
+
+
 def _problems(config: tree.Config) -> Iterator[Problem]:
     correction, loss = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
     if correction.rollout_rs is not None:
@@ -84,6 +94,12 @@ def _problems(config: tree.Config) -> Iterator[Problem]:
             parse_rejections(correction.rollout_rs, correction.rollout_rs_threshold)
         except ValueError as error:
             yield Problem(_KEY + "rollout_rs", str(error))
+    if correction.rollout_is is not None:
+        try:  # of one token
+            one = torch.ones(1, 1)
+            compute_rollout_correction_weights(one, one, correction.rollout_is, correction.rollout_is_threshold)
+        except ValueError as error:
+            yield Problem(_KEY + "rollout_is_threshold", str(error))
     asked = [name for name, value in correction.model_dump().items() if name in _MODES and value is not None]
     if correction.bypass_mode:
         asked += ["loss_type"] if correction.loss_type != "ppo_clip" else []

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.protocol import DataProto
+from verl.utils.atomic import written_whole
 
 
 def generations(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
@@ -38,4 +39,6 @@ def dump_generations(folder: str | Path, step: int, batch: DataProto, tokenizer:
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """One JSON object a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
+    with written_whole(path) as draft:
+        lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+        draft.write_text("".join(lines), encoding="utf-8")

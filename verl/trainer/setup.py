@@ -1,7 +1,6 @@
 """What a trainer prepares before a model is loaded."""
 
 import logging
-import tempfile
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,15 +14,16 @@ from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.binding import missing_settings
 from verl.algorithms.covariance_losses import CHOOSE_AMONG_THE_TOKENS_OF_ONE_CALL
 from verl.algorithms.policy_losses import get_policy_loss_fn
-from verl.config import ConfigError, Problem, check_critic, tree, tree_model, tree_sft, tree_trainer
+from verl.config import ConfigError, Problem, check_critic, tree, tree_sft, tree_trainer
 from verl.data.rlhf_dataset import RLHFDataset, collate_prompts, load_dataset_class
 from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
-from verl.registry import import_module
+from verl.registry import did_you_mean, import_module
 from verl.rewards import RewardManager, load_reward_manager
-from verl.rollout.native_model import family_of
 from verl.trainer.launch import Recipe
+from verl.trainer.model_limits import ModelLimits
 from verl.trainer.ppo_flow import needs_critic
+from verl.utils.atomic import check_folder
 
 logger = logging.getLogger("verl.trainer")
 
@@ -56,18 +56,11 @@ def check_validation(trainer: tree_trainer.TrainerConfig | tree_sft.SFTTrainerCo
         raise ValueError(f"{asked} asks for validation, but there are no data.val_files: give them, or leave it out")
 
 
-def check_folder(path: str) -> None:
-    """Checkpoints and logs can be written to trainer.default_local_dir."""
-    folder = Path(path).resolve()
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    what = f"trainer.default_local_dir: expected a folder to write to, found {str(there)!r}"
-    if not there.is_dir():
-        raise ValueError(f"{what}: it is a file")
-    try:
-        with tempfile.TemporaryDirectory(dir=there):
-            pass
-    except OSError as error:
-        raise ValueError(f"{what}: {error}") from error
+def check_folders(trainer: tree_trainer.TrainerConfig | tree_sft.SFTTrainerConfig) -> None:
+    """Everything that is written has a folder that can be written to."""
+    for name, path in trainer.model_dump().items():
+        if name in ("default_local_dir", "rollout_data_dir", "validation_data_dir") and path:
+            check_folder(f"trainer.{name}", Path(path))
 
 
 def check_model_fits(config: tree.Config, tokenizer: Any, dataset: Dataset) -> int:
@@ -76,43 +69,24 @@ def check_model_fits(config: tree.Config, tokenizer: Any, dataset: Dataset) -> i
 
     Returns the size of its vocabulary. Of a dataset of another class than RLHFDataset the first item is looked at.
     """
-    from transformers import AutoConfig
-
-    model = config.actor_rollout_ref.model
-    hf = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).get_text_config()
+    rollout, limits = config.actor_rollout_ref.rollout, ModelLimits.of(config.actor_rollout_ref.model)
     if isinstance(dataset, RLHFDataset):
         largest, longest = dataset.largest_token_id, dataset.longest_prompt
     else:
         prompt = collate_prompts([dataset[0]]).non_tensor_batch["prompt_ids"][0]
         largest, longest = max(prompt), len(prompt)
-    _check_vocabulary(model, tokenizer, largest, hf.vocab_size)
-    if config.actor_rollout_ref.rollout.name == "native":
-        for name in hf.architectures or ():
-            if name.endswith(("ForCausalLM", "LMHeadModel")):  # other heads are left out when it is loaded
-                family_of(name)
-    positions = {**hf.to_dict(), **model.override_config}.get("max_position_embeddings")
-    answer = config.actor_rollout_ref.rollout.response_length
-    if positions is not None and longest + answer > positions:
-        raise ValueError(
-            f"the longest prompt has {longest} tokens and an answer may have data.max_response_length={answer}, but "
-            f"the model {model.path!r} has {positions} positions (max_position_embeddings): set "
-            f"data.max_response_length={max(positions - longest, 1)}, or leave out longer prompts by "
-            "data.max_prompt_length"
-        )
-    return hf.vocab_size
+    limits.check_vocabulary(tokenizer, largest)
+    limits.check_engine(rollout.name)
+    limits.check_answers(
+        longest,
+        rollout.response_length,
+        "data.max_response_length",
+        "leave out longer prompts (data.max_prompt_length with data.filter_overlong_prompts=true)",
+    )
+    return limits.vocab_size
 
 
-def _check_vocabulary(model: tree_model.ModelConfig, tokenizer: Any, in_prompts: int, size: int) -> None:
-    """The tokenizer is the model's own, or fits it. in_prompts: the largest id of all prompts."""
-    largest = max(in_prompts, tokenizer.pad_token_id, tokenizer.eos_token_id)
-    if largest >= size:
-        raise ValueError(
-            f"the tokenizer gives the token id {largest}, but the model {model.path!r} has the ids 0 to {size - 1}: "
-            "use the tokenizer of this model (actor_rollout_ref.model.tokenizer_path)"
-        )
-
-
-def import_extensions(config: tree.Config) -> None:
+def import_extensions(config: tree.Config | tree_sft.SFTConfig) -> None:
     """Import the user's own files and modules, which register losses, estimators and rewards."""
     for address in config.imports:
         import_module(address)
@@ -198,11 +172,15 @@ def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
+def dataset_class(config: tree.Config | tree_sft.SFTConfig, usual: type[Dataset]) -> type[Dataset]:
+    """The user's own class of rows, or the usual one."""
+    custom = config.data.custom_cls
+    return load_dataset_class(custom.path, custom.name) if custom.path else usual
+
+
 def _dataset(config: tree.Config, tokenizer: Any, files: Sequence[str], max_samples: int) -> Dataset:
-    data = config.data
-    cls = load_dataset_class(data.custom_cls.path, data.custom_cls.name) if data.custom_cls.path else RLHFDataset
-    settings = data.model_dump() | {"train_max_samples": max_samples}
-    return cls(data_files=list(files), tokenizer=tokenizer, config=settings)
+    settings = config.data.model_dump() | {"train_max_samples": max_samples}
+    return dataset_class(config, RLHFDataset)(data_files=list(files), tokenizer=tokenizer, config=settings)
 
 
 def load_dataset(config: tree.Config, tokenizer: Any) -> Dataset:
@@ -253,12 +231,13 @@ def load_rewards(config: tree.Config, tokenizer: Any) -> RewardManager:
     return loaded
 
 
-def try_rewards(manager: RewardManager, dataset: Dataset, tokenizer: Any, with_model: bool = False) -> None:
+def try_rewards(manager: RewardManager, dataset: Dataset, tokenizer: Any, with_model: bool) -> set[str]:
     """Score two made-up answers to the first row, its ground truth and its prompt: one right, one wrong as a rule.
 
     A reward function that cannot score fails here, not after the model is loaded and the first batch generated.
     with_model: there will be scores of a reward model. Here they are made up, once 0 and once 1, and rewards that are
     the same both times bring a warning: the model would be run for nothing.
+    Returns the names of the figures that come with the score.
     """
     item = dataset[0]
     prompts = collate_prompts([item, item]).replace(uid=["trial", "trial"])
@@ -268,25 +247,43 @@ def try_rewards(manager: RewardManager, dataset: Dataset, tokenizer: Any, with_m
     columns = build_sequences(prompt_ids, [right, prompt_ids[0]], tokenizer.pad_token_id)
     batch = prompts.union(DataProto.from_dict(columns))
     if not with_model:
-        _try(manager, batch)
-        return
+        return set(_try(manager, batch)["reward_extra_info"])
     zeros = torch.zeros(columns["responses"].shape)
     ones = zeros.clone()
     ones[:, 0] = 1.0
     first, second = (_try(manager, batch.union(DataProto.from_dict({"rm_scores": made}))) for made in (zeros, ones))
-    if torch.equal(first, second):
+    if torch.equal(first["reward_tensor"], second["reward_tensor"]):
         logger.warning(
             "THE REWARD MODEL'S SCORE CHANGES NOTHING in a trial of the reward function %s, with scores 0 and 1: "
             "the function gets it as extra_info['rm_score'], and it is used nowhere else. Let the function read it, "
             "or leave the function out (then the score is the reward), or set reward.reward_model.enable=false",
             manager.compute_score.where,
         )
+    return set(first["reward_extra_info"])
 
 
-def _try(manager: RewardManager, batch: DataProto) -> torch.Tensor:
-    """The rewards of made-up answers; an error says that they were made up."""
+def check_reward_names(config: tree.Config, given: set[str], columns: set[str]) -> None:
+    """What is asked for by the name of a figure beside the score is given with it, or written by an operator.
+
+    given: the names that the reward function returns. columns: what the operators write.
+    """
+    algorithm = config.algorithm
+    asked: dict[str, list[str]] = {}
+    if algorithm.filter_groups.enable:
+        asked["algorithm.filter_groups.metric"] = [algorithm.filter_groups.metric]
+    if algorithm.adv_estimator == "gdpo":
+        asked["algorithm.gdpo_reward_keys"] = algorithm.gdpo_reward_keys
+    known = {"reward", *given}
+    for key, names in asked.items():
+        for name in names:
+            if name not in known and not {name, f"reward_{name}"} & columns:
+                raise ValueError(f"{key}: the reward function does not return {name!r}: {did_you_mean(name, known)}")
+
+
+def _try(manager: RewardManager, batch: DataProto) -> dict[str, Any]:
+    """What the manager says of made-up answers; an error says that they were made up."""
     try:
-        return manager(batch, return_dict=True)["reward_tensor"]
+        return manager(batch, return_dict=True)
     except Exception as error:
         stack = traceback.extract_tb(error.__cause__.__traceback__) if error.__cause__ else []
         for frame in stack[-1:]:

@@ -20,9 +20,13 @@ from verl.protocol import DataProto
 from verl.single_controller import LocalWorkerGroup, WorkerSpec
 from verl.trainer import setup
 from verl.trainer.base import Trainer
+from verl.trainer.command_line import command_line
+from verl.trainer.early_checks import check_model_section
+from verl.trainer.launch import run
+from verl.trainer.model_limits import ModelLimits
 from verl.utils.device import resolve_device
 from verl.utils.tracking import check_trackers, setup_logging
-from verl.workers.build import load_tokenizer
+from verl.workers.build import check_kernels, load_tokenizer
 from verl.workers.sft import SFTWorker
 
 logger = logging.getLogger("verl.trainer")
@@ -67,25 +71,34 @@ class SFTTrainer(Trainer):
             check = check_inputs if train_dataset is None else check_models
             config = load_config(config_path, overrides, tree=tree_sft.SFTConfig, extra_checks=[check, unavailable])
         check_available(config)
+        setup.import_extensions(config)
         check_trackers(config.trainer.logger)
         setup.check_one_host(config.trainer)
-        setup.check_folder(config.trainer.default_local_dir)
+        setup.check_folders(config.trainer)
         # of the last process: fewer GPUs than processes are found out now
-        self.on_gpu = resolve_device(config.trainer.device, config.trainer.n_gpus_per_node - 1).type == "cuda"
+        device = resolve_device(config.trainer.device, config.trainer.n_gpus_per_node - 1)
+        self.on_gpu = device.type == "cuda"
+        check_kernels(config.model, device)
+        check_model_section(config.model, "causal_lm")
+        dataset = setup.dataset_class(config, SFTDataset)
         tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model)
         data = config.data
         self.collate: Callable[[list], DataProto] = lambda items: collate_sft(items, tokenizer.pad_token_id)
         self.train_dataset = (
             train_dataset
             if train_dataset is not None
-            else SFTDataset(data.train_files, tokenizer, data.model_dump() | {"max_samples": data.train_max_samples})
+            else dataset(data.train_files, tokenizer, data.model_dump() | {"max_samples": data.train_max_samples})
         )
         self.val_dataset = val_dataset
         if val_dataset is None and data.val_files:
-            self.val_dataset = SFTDataset(
+            self.val_dataset = dataset(
                 data.val_files, tokenizer, data.model_dump() | {"max_samples": data.val_max_samples}
             )
         setup.check_validation(config.trainer, self.val_dataset)
+        if isinstance(self.train_dataset, SFTDataset):
+            limits = ModelLimits.of(config.model)
+            limits.check_vocabulary(tokenizer, self.train_dataset.largest_token_id)
+            limits.check_rows(self.train_dataset.longest_row, "data.max_length")
         source = PromptSource(
             self.train_dataset, data.train_batch_size, seed=data.seed, shuffle=data.shuffle, collate=self.collate
         )
@@ -125,17 +138,25 @@ class SFTTrainer(Trainer):
         return {"val/loss": -masked_mean(log_probs, batch.batch["response_mask"]).item()}
 
 
+HELP = """usage: python -m verl.trainer.sft_trainer [--config FILE.yaml] key=value ...
+
+  python -m verl.trainer.sft_trainer \\
+      data.train_files=train.parquet data.prompt_key=question data.response_key=answer data.train_batch_size=64 \\
+      model.path=/path/to/model optim.lr=1e-5 trainer.total_epochs=1 trainer.save_freq=100
+
+  --config FILE.yaml   settings from a file; keys on the command line win
+  --print-config       show the settings that would be used, and stop
+  --help               this text; all keys: python -m verl.cli.config --of sft
+"""
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run; returns the exit status."""
-    from verl.trainer.launch import run
-    from verl.trainer.main_ppo import split_arguments
 
-    try:
-        path, overrides, _ = split_arguments(sys.argv[1:] if arguments is None else arguments)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return run(lambda: SFTTrainer(config_path=path, overrides=overrides))
+    def start(path: str | None, overrides: list[str]) -> int:
+        return run(lambda: SFTTrainer(config_path=path, overrides=overrides))
+
+    return command_line(arguments, HELP, lambda *given: load_config(*given, tree=tree_sft.SFTConfig), start)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,25 @@
 """Files that are whole or not there at all, whenever the process is killed."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from verl.utils.disk import room_for
 
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
     """A path to write to; it becomes `path` when the block ends, flushed to the disk, and is removed when it fails.
 
-    A killed process leaves at most that draft, which the next one overwrites.
+    A killed process leaves at most that draft, which the next one overwrites. Raises DiskFullError.
     """
     draft = path.with_name(f".{path.name}.draft")
     try:
-        yield draft
-        _flush(draft)
+        with room_for(path.name, path.parent, "Make room, and give the same command again"):
+            yield draft
+            _flush(draft)
         draft.replace(path)
         _flush(path.parent)
     except BaseException:
@@ -23,12 +27,24 @@ def written_whole(path: Path) -> Iterator[Path]:
         raise
 
 
-def make_folder_of(path: Path, key: str) -> None:
-    """The folder that `path` will lie in. ValueError, with the key that named the path, when it cannot be made."""
+def check_folder(key: str, folder: Path) -> None:
+    """Raise ValueError, with the key that named it, for a folder that cannot be written to, or cannot be made."""
+    folder = folder.expanduser().resolve()
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    what = f"{key}: expected a folder to write to, found {str(there)!r}"
+    if not there.is_dir():
+        raise ValueError(f"{what}: it is a file")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=there):
+            pass
     except OSError as error:
-        raise ValueError(f"{key}: the folder {path.parent} cannot be made: {error}") from error
+        raise ValueError(f"{what}: {error}") from error
+
+
+def make_folder_of(path: Path, key: str) -> None:
+    """The folder that `path` will lie in. Raises ValueError as `check_folder` does."""
+    check_folder(key, path.parent)
+    path.parent.mkdir(parents=True, exist_ok=True)
 
 
 def _flush(path: Path) -> None:

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.utils.disk import DiskFullError, disk_full, in_bytes, size_of, why_no_room
+
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
@@ -83,6 +85,11 @@ def step_of(folder: Path) -> int:
     return int(match.group(1))
 
 
+def step_of_saved(folder: Path) -> int:
+    """The step of a checkpoint that has a manifest; nothing else of it is read. CheckpointError when it has none."""
+    return _read(folder).step
+
+
 def verify(folder: str | Path) -> Path:
     """Check the folder against its manifest, every byte, and return it.
 
@@ -111,6 +118,7 @@ class CheckpointStore:
         """An empty folder to fill; it becomes `global_step_<step>` when the block ends, and vanishes when it fails.
 
         A checkpoint of the same step is replaced. Older ones are deleted down to `keep` afterwards, never before.
+        Raises DiskFullError where there was no room for it, whatever the block raised.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         self._tidy()
@@ -123,15 +131,33 @@ class CheckpointStore:
             self._publish(folder, step)
         except BaseException as error:
             if folder.exists():
+                reason, written = why_no_room(error, folder), size_of(folder)
                 shutil.rmtree(folder, ignore_errors=True)  # what stays now, the next save removes
-                free = shutil.disk_usage(self.root).free / 2**30
+                if reason is not None:
+                    raise self._full(step, reason, written) from error
                 error.add_note(
-                    f"The checkpoint of step {step} was not written to {self.root} ({free:.1f} GiB free there); "
-                    "its folder was removed, the checkpoints of before are untouched."
+                    f"The checkpoint of step {step} was not written to {self.root}; its folder was removed, the "
+                    "checkpoints of before are untouched."
                 )
             raise
         if self.keep is not None:
             self.prune(self.keep)
+
+    def _full(self, step: int, reason: str, written: int) -> DiskFullError:
+        """For the checkpoint of `step`, which broke off after so many bytes."""
+        newest = self.newest()
+        if newest is None:
+            needed, kept, way_on = f"more than {in_bytes(written)}", "There is none before it.", "starts anew"
+        else:
+            size = size_of(newest)
+            needed = in_bytes(size) if size >= written else f"more than {in_bytes(written)}"
+            kept, way_on = f"{newest.name} and those before it are untouched.", f"goes on from {newest}"
+        advice = (
+            f"{kept} Make room (trainer.max_*ckpt_to_keep says how many stay; a new one is written before an old one "
+            "goes), or move the folder to a larger disk and let trainer.default_local_dir name it there: the same "
+            f"command then {way_on}"
+        )
+        return disk_full(f"the checkpoint of step {step}, which needs {needed},", self.root, reason, advice)
 
     def latest(self) -> Path | None:
         """The newest checkpoint whose every byte is as it was written, or None when there is no checkpoint at all.
@@ -157,6 +183,10 @@ class CheckpointStore:
                 "Set trainer.resume_mode=disable to start anew, or another trainer.default_local_dir"
             )
         return None
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint that is whole by the sizes of its files; their contents are not read."""
+        return next((saved.folder for saved in self._scan()[0] if saved.whole), None)
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of `step` is, or would be."""
@@ -197,7 +227,7 @@ class CheckpointStore:
         intact = [saved for saved in checkpoints if saved.size_fault() is None]
         if len(intact) <= keep:
             return []
-        resumable = next((saved.folder for saved in self._scan()[0] if saved.whole), None)
+        resumable = self.newest()
         oldest = intact[keep - 1].serial
         return [saved for saved in checkpoints if saved.serial < oldest and saved.folder != resumable]
 

@@ -57,8 +57,8 @@ class ActorRolloutWorker(EngineWorker):
         self.pad_token_id = pad_token_id
         for address in imports:
             import_module(address)
-        section = config.actor.fsdp_config
-        model = model_config(config.model, section, device, self.local_rank)
+        section, exact = config.actor.fsdp_config, config.rollout.deterministic
+        model = model_config(config.model, section, device, self.local_rank, deterministic=exact)
         self.device = model.device
         optimizer = optimizer_config(config.actor.optim, total_training_steps)
         self.engine: TrainEngine = make_engine(model, section, optimizer, self.world_size, config.nccl_timeout)
@@ -171,8 +171,8 @@ class RefWorker(EngineWorker):
 
     def __init__(self, config: tree.ActorRolloutRefConfig, *, device: str):
         self.config = config
-        section = config.ref.fsdp_config
-        model = model_config(config.model, section, device, self.local_rank)
+        section, exact = config.ref.fsdp_config, config.rollout.deterministic
+        model = model_config(config.model, section, device, self.local_rank, deterministic=exact)
         self.engine = make_engine(model, section, None, self.world_size, config.nccl_timeout)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)

@@ -1,6 +1,7 @@
 """From the sections of the configuration to the plain values that engines and rollouts take."""
 
 import dataclasses
+import importlib.util
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from verl.config import tree_model, tree_offline, tree_rollout
 from verl.engines.base import MicroBatching, OptimizerConfig
 from verl.engines.fsdp import FSDPEngine, ShardingConfig
 from verl.engines.hf import HFEngine
+from verl.engines.invariant import Forward, use_invariant
 from verl.engines.layers import Kernels
 from verl.engines.lora import LoraConfig
-from verl.engines.model import ModelConfig, empty_module
+from verl.engines.model import ModelConfig, TokenModel, empty_module
 from verl.engines.offload import OffloadConfig
 from verl.protocol import DataProto
 from verl.rollout.base import RolloutEngine, SamplingParams
@@ -33,8 +35,9 @@ def model_config(
     device: str,
     local_rank: int,
     kind: str = "causal_lm",
+    deterministic: bool = False,
 ) -> ModelConfig:
-    """A model section and an engine section as an engine reads them."""
+    """A model section and an engine section as an engine reads them. deterministic: `rollout.deterministic`."""
     on = resolve_device(device, local_rank)
     compute_dtype, lora = resolve_dtype(engine.dtype, on), lora_config(model)
     # what is trained stays float32 where nothing else is asked for: bf16 weights lose updates smaller than 2**-8 of
@@ -51,28 +54,37 @@ def model_config(
         trust_remote_code=model.trust_remote_code,
         override_config=tuple(model.override_config.items()),
         lora=lora,
-        kernels=kernels_for(model, engine, on, compute_dtype),
+        kernels="invariant" if deterministic else kernels_for(model, engine, on, compute_dtype),
     )
 
 
 def kernels_for(
     model: tree_model.ModelConfig, engine: tree_model.EngineConfig, device: torch.device, dtype: torch.dtype
 ) -> Kernels:
-    """How the layers are computed: on a GPU by our own kernels unless others are asked for, on a CPU by plain torch.
+    """How the layers are computed: by our own functions unless others are asked for.
 
-    Raises ValueError for Liger on a CPU.
+    Raises what `check_kernels` does.
     """
+    check_kernels(model, device)
     if device.type != "cuda":
-        if model.use_liger:
-            raise ValueError(f"model.use_liger: Liger's kernels run on a GPU, and this is a {device.type}: use false")
         if engine.use_torch_compile:
             logger.info("use_torch_compile changes nothing on a %s: layers are compiled on a GPU alone", device.type)
-        return "plain"
+        return "fused" if dtype in (torch.float32, torch.float64) else "plain"  # a CPU's functions know no autocast
     if model.use_liger:
         return "liger"
     if engine.use_torch_compile:
         return "compiled"
     return "plain" if dtype == torch.float64 else "fused"  # our kernels compute in float32
+
+
+def check_kernels(model: tree_model.ModelConfig, device: torch.device) -> None:
+    """Raise ValueError for Liger on a CPU, or without its package."""
+    if not model.use_liger:
+        return
+    if device.type != "cuda":
+        raise ValueError(f"model.use_liger: Liger's kernels run on a GPU, and this is a {device.type}: use false")
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise ValueError("model.use_liger: the package liger-kernel is not installed: pip install it, or use false")
 
 
 def lora_config(model: tree_model.ModelConfig) -> LoraConfig | None:
@@ -166,19 +178,28 @@ def make_rollout(engine: HFEngine, config: tree_rollout.RolloutConfig, pad_token
     transformers' `generate` computes with adapters as they are.
     """
     if engine.whole and (engine.config.lora is None or config.name == "hf"):
-        return rollout_on(engine.module, engine.config.compute_dtype, config, pad_token_id)
+        exact = Forward(engine.model) if config.deterministic else None
+        return rollout_on(engine.module, engine.config.compute_dtype, config, pad_token_id, exact)
     narrow = dataclasses.replace(engine.config, model_dtype=engine.config.compute_dtype, lora=None)
     module = empty_module(narrow).to_empty(device=narrow.device).requires_grad_(False)
     module.tie_weights()  # each got memory of its own
     for name, buffer in engine.module.named_buffers():
         module.get_buffer(name).copy_(buffer)
-    return ReplicaRollout(rollout_on(module, narrow.compute_dtype, config, pad_token_id), module)
+    exact = None
+    if config.deterministic:  # the training computation, whose layers are gathered in the narrow dtype too
+        use_invariant(module)
+        exact = Forward(TokenModel(module, engine.config))
+    return ReplicaRollout(rollout_on(module, narrow.compute_dtype, config, pad_token_id, exact), module)
 
 
 def rollout_on(
-    module: torch.nn.Module, dtype: torch.dtype, config: tree_rollout.SamplingConfig, pad_token_id: int
+    module: torch.nn.Module,
+    dtype: torch.dtype,
+    config: tree_rollout.SamplingConfig,
+    pad_token_id: int,
+    exact: Forward | None = None,
 ) -> RolloutEngine:
-    """The engine that `rollout.name` asks for. dtype: of the training computation."""
+    """The engine that `rollout.name` asks for. dtype: of the training computation. exact: its forward pass."""
     if config.name == "hf":
         return HFRollout(module, pad_token_id, max_rows=config.max_num_seqs, compute_dtype=dtype)
     if config.dtype != "auto":
@@ -190,6 +211,7 @@ def rollout_on(
         max_rows=config.max_num_seqs,
         memory_share=config.gpu_memory_utilization,
         graphs=not config.enforce_eager,
+        exact=exact,
     )
 
 

@@ -1,0 +1,162 @@
+"""On a GPU: sampled log-probs equal the trainer's in every bit, by pages, graphs and Triton's kernels."""
+
+import importlib.util
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from verl.data.sequences import build_sequences
+from verl.engines import attention, invariant
+from verl.engines.base import MicroBatching, OptimizerConfig
+from verl.engines.hf import HFEngine
+from verl.engines.model import ModelConfig
+from verl.protocol import DataProto
+from verl.rollout.base import Generation, SamplingParams
+from verl.rollout.native import NativeRollout
+from verl.workers.objectives import aggregation, policy_objective
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+_file = Path(__file__).parents[1] / "rollout" / "test_native_families.py"
+_spec = importlib.util.spec_from_file_location("native_families_deterministic", _file)
+families = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(families)
+
+CUDA, FP32, BF16 = torch.device("cuda"), torch.float32, torch.bfloat16
+#: (of the parameters, of the computation): bf16 with fp32 masters is the default on a GPU
+PRECISIONS = {"fp32": (FP32, FP32), "bf16": (FP32, BF16), "bf16 weights": (BF16, BF16)}
+CUTS = [MicroBatching(rows=1), MicroBatching(tokens=200), MicroBatching(rows=7)]
+TEMPERATURE = 0.7
+# prompts that end before, at and after the end of a page of 64 tokens, and samples of one
+PROMPTS = families.PROMPTS + [[(7 * i + n) % 90 + 3 for i in range(n)] for n in (1, 63, 64, 65, 130, 130)]
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(("inside", "outside"), [(896, 128), (4864, 896), (333, 77), (896, 20000)])
+def test_a_product_has_the_same_bits_for_any_number_of_rows(inside, outside, dtype):
+    from verl.invariant import kernels  # needs triton
+
+    torch.manual_seed(0)
+    x, weight = (torch.randn(n, inside, device=CUDA, dtype=dtype) for n in (2300, outside))
+    bias = torch.randn(outside, device=CUDA, dtype=dtype)
+    whole = kernels.product(x, weight, bias)
+    for count in (1, 2, 63, 256, 257, 2048):
+        assert torch.equal(kernels.product(x[-count:], weight, bias), whole[-count:])
+    exact = x.double() @ weight.double().t() + bias.double()
+    tolerance = 1e-3 if dtype == FP32 else 0.5
+    torch.testing.assert_close(whole.double(), exact, atol=tolerance, rtol=1e-2)
+
+
+def on_gpu(module: torch.nn.Module, precision: str, kernels: str = "invariant") -> HFEngine:
+    model, compute = PRECISIONS[precision]
+    module.set_attn_implementation(invariant.NAME if kernels == "invariant" else attention.NAME)
+    config = ModelConfig("", device=CUDA, model_dtype=model, compute_dtype=compute, kernels=kernels)
+    return HFEngine(config, OptimizerConfig(lr=1e-4), module=module)
+
+
+def engine(case: str, precision: str, kernels: str = "invariant") -> HFEngine:
+    module = families.model(case, PRECISIONS[precision][0]).cuda()
+    module.config.max_position_embeddings = 48 if case == "phi3-longrope" else 300
+    return on_gpu(module, precision, kernels)
+
+
+def rollout(trained: HFEngine, **settings) -> NativeRollout:
+    settings = {"memory_share": 0.2, **settings}
+    return NativeRollout(trained.module, pad_token_id=0, exact=invariant.Forward(trained.model), **settings)
+
+
+def as_batch(prompts: list[list[int]], answers: list[Generation]) -> DataProto:
+    columns = build_sequences(prompts, [answer.token_ids for answer in answers], 0)
+    log_probs = torch.zeros(columns["responses"].shape)
+    log_probs[columns["response_mask"].bool()] = torch.tensor([p for answer in answers for p in answer.log_probs])
+    return DataProto.from_dict({**columns, "rollout_log_probs": log_probs})
+
+
+def check(trained: HFEngine, batch: DataProto, cuts: list[MicroBatching], temperature: float) -> None:
+    for cut in cuts:
+        found = trained.infer(batch, ("log_probs",), cut, temperature)["log_probs"]
+        gap = (found - batch.batch["rollout_log_probs"]).abs()
+        assert torch.equal(found, batch.batch["rollout_log_probs"]), f"{cut}: {int((gap > 0).sum())}, {gap.max()}"
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3", "mistral", "phi3-partial", "gemma2", "gemma3"])
+def test_log_probs_are_bit_equal(case, precision):
+    trained = engine(case, precision)
+    params = SamplingParams(40, (3, 4, 9), temperature=TEMPERATURE, seed=1)
+    batch = as_batch(PROMPTS, rollout(trained, max_rows=5).generate(PROMPTS, params))
+    assert int(batch.batch["response_mask"].sum()) > 60
+    check(trained, batch, CUTS, TEMPERATURE)
+
+
+def test_rotary_frequencies_that_depend_on_the_length():
+    trained, prompts = engine("phi3-longrope", "bf16"), families.PROMPTS
+    batch = as_batch(prompts, rollout(trained).generate(prompts, SamplingParams(24, (), seed=1)))
+    check(trained, batch, CUTS, 1.0)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_an_answer_is_the_same_whatever_else_is_in_the_batch(graphs):
+    trained = engine("qwen2", "bf16")
+    params, ids = SamplingParams(40, (3,), temperature=TEMPERATURE, seed=1), list(range(len(PROMPTS)))
+    together = rollout(trained, max_rows=3, graphs=graphs).generate(PROMPTS, params, ids)
+    for i in (0, 3, len(PROMPTS) - 1):
+        assert rollout(trained, graphs=graphs).generate([PROMPTS[i]], params, [i]) == [together[i]]
+    again = rollout(trained, graphs=graphs).generate(PROMPTS[::-1], params, ids[::-1])
+    assert again[::-1] == together
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_steps_of_training(precision):
+    """Sample and update, three times, with one engine for rollout: no gap in any update, ordinary gradients."""
+    trained = engine("qwen3", precision)
+    generator = rollout(trained, max_rows=6)
+    settings = {"clip_ratio": 0.2, "entropy_coeff": 0.01, "use_kl_loss": False}
+    params = SamplingParams(40, (3,), temperature=TEMPERATURE, seed=1)
+    for step in range(3):
+        batch = as_batch(PROMPTS, generator.generate(PROMPTS, params))
+        batch.batch["advantages"] = torch.randn(batch.batch["responses"].shape, generator=torch.manual_seed(step))
+        if step == 1:
+            generator.sleep()  # and once without, so that graphs and copies of weights outlive an update
+        agg = aggregation("token-mean", batch.batch["response_mask"], trained, None)
+        objective = policy_objective("vanilla", settings, agg, old_is_current=True)
+        if step == 0:
+            plain = engine("qwen3", precision, "plain")
+            expected = plain.train_batch(batch, objective, MicroBatching(tokens=200), TEMPERATURE)["grad_norm"]
+        metrics = trained.train_batch(batch, objective, MicroBatching(tokens=200), TEMPERATURE)
+        assert metrics["rollout/logprob_gap_max"] == (0.0, 1.0)
+        if step == 0:
+            assert metrics["grad_norm"] == pytest.approx(expected, rel=1e-3 if precision == "fp32" else 5e-2)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_shape_of_a_real_model(precision):
+    """Qwen2.5-0.5B with few layers: wide products, a large vocabulary, many rows, refilled, of all lengths."""
+    config = Qwen2Config(
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=3,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        vocab_size=151936,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    with CUDA:
+        module = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            p.mul_(3 if p.dim() > 1 and "embed" not in name else 1)
+    trained, rng = on_gpu(module, precision), random.Random(0)
+    prompts = [[rng.randrange(151936) for _ in range(rng.randrange(1, 200))] for _ in range(20)]
+    prompts = [prompt for prompt in prompts for _ in range(4)]
+    limits = [rng.randrange(1, 150) for _ in prompts]
+    answers = rollout(trained, max_rows=50).generate(prompts, SamplingParams(150, (), seed=1), limits=limits)
+    cuts = [MicroBatching(rows=1), MicroBatching(tokens=3000), MicroBatching(tokens=16384)]
+    check(trained, as_batch(prompts, answers), cuts, 1.0)

@@ -1,0 +1,55 @@
+"""The commands that a page prints, and a shell for them: for the tests that do what a page says, from top to bottom."""
+
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The fenced blocks of docs/<page> in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands(page: str) -> list[str]:
+    """One string a command of docs/<page>: lines of a here-document stay together."""
+    one = re.compile(r"^\w.*<<'EOF'\n(?:.*\n)*?EOF$|^.+$", re.MULTILINE)
+    return [found for block in blocks(page, "bash") for found in one.findall(block)]
+
+
+class Shell:
+    """Runs commands in a folder that has `examples`, too: programs of Python in this process, the rest in bash.
+
+    A program that runs here need not import everything anew.
+    """
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
+        self.monkeypatch = monkeypatch
+        monkeypatch.chdir(folder)
+        (folder / "examples").symlink_to(ROOT / "examples")
+
+    def run(self, command: str) -> None:
+        """Fails the test where the command fails."""
+        if not command.startswith("python "):
+            subprocess.run(["bash", "-ec", command], check=True)
+            return
+        words = shlex.split(command)[1:]
+        if words[0] == "-c":
+            exec(words[1], {})
+            return
+        module = words[0] == "-m"
+        program, arguments = (words[1], words[2:]) if module else (words[0], words[1:])
+        with self.monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", [program, *arguments])
+            patch.setattr(sys, "path", [str(Path(program).parent), *sys.path])
+            try:
+                (runpy.run_module if module else runpy.run_path)(program, run_name="__main__")
+            except SystemExit as end:
+                assert not end.code, f"{command}: {end.code}"

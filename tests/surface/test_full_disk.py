@@ -1,0 +1,56 @@
+"""A disk that is full while a run saves: one message, nothing lost, and the same command goes on when there is room.
+
+`ulimit -f` stands for the full disk: any file that grows beyond it is refused by the system, as on a disk without room.
+"""
+
+import resource
+from contextlib import contextmanager
+
+import pytest
+from safetensors.torch import load_file
+
+from verl.trainer.main_ppo import main
+from verl.utils.checkpoint_store import verify
+
+ASYNC = "actor_rollout_ref.actor.checkpoint.async_save=true"
+
+
+@contextmanager
+def files_up_to(size: int):
+    """In this process no file becomes larger than `size` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("how", [[], [ASYNC]], ids=["at once", "in the background"])
+def test_a_run_goes_on_when_there_is_room_again(how, settings, tmp_path, capsys):
+    run = tmp_path / "run"
+    command = [*settings, *how, "trainer.save_freq=2", "trainer.total_training_steps=4"]
+    assert main([*command, "trainer.total_training_steps=2"]) == 0
+    capsys.readouterr()
+    with files_up_to(100_000):  # the weights are 413 kB
+        assert main(command) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith(
+        f"error: no room for the checkpoint of step 4, which needs 1.7 MiB, in {run} (File too large"
+    )
+    assert "global_step_2 and those before it are untouched" in shown and "Traceback" not in shown
+    assert shown.rstrip().endswith(f"the same command then goes on from {run / 'global_step_2'}")
+    assert sorted(path.name for path in run.glob("*global_step*")) == ["global_step_2"]
+    verify(run / "global_step_2")
+    assert main(command) == 0
+    assert main([*command, f"trainer.default_local_dir={tmp_path / 'whole'}"]) == 0
+    weights = "global_step_4/actor/huggingface/model.safetensors"
+    whole = load_file(tmp_path / "whole" / weights)
+    assert all((tensor == whole[name]).all() for name, tensor in load_file(run / weights).items())
+
+
+def test_answers_that_find_no_room(settings, tmp_path, capsys):
+    with files_up_to(100):
+        assert main([*settings, f"trainer.rollout_data_dir={tmp_path / 'answers'}", "trainer.logger=[console]"]) == 1
+    assert capsys.readouterr().err.startswith(f"error: no room for 1.jsonl in {tmp_path / 'answers'} (File too large")
+    assert list((tmp_path / "answers").iterdir()) == []

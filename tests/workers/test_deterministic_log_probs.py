@@ -1,0 +1,102 @@
+"""Sampled log-probs equal the trainer's in every bit, for each architecture, precision and way to cut a batch."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl.data.sequences import build_sequences
+from verl.engines import attention, invariant
+from verl.engines.base import MicroBatching, OptimizerConfig
+from verl.engines.hf import HFEngine
+from verl.engines.model import ModelConfig
+from verl.protocol import DataProto
+from verl.rollout.base import SamplingParams
+from verl.rollout.native import NativeRollout
+from verl.workers.objectives import aggregation, policy_objective
+
+_file = Path(__file__).parents[1] / "rollout" / "test_native_families.py"
+_spec = importlib.util.spec_from_file_location("native_families_of_workers", _file)
+families = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(families)
+
+FP32, BF16 = torch.float32, torch.bfloat16
+#: (of the parameters, of the computation): bf16 with fp32 masters is the default on a GPU
+PRECISIONS = {"fp32": (FP32, FP32), "bf16": (FP32, BF16), "bf16 weights": (BF16, BF16)}
+CUTS = [MicroBatching(rows=1), MicroBatching(tokens=130), MicroBatching(rows=7)]
+TEMPERATURE = 0.7
+SETTINGS = {"clip_ratio": 0.2, "entropy_coeff": 0.01, "use_kl_loss": False}
+# samples of one prompt; and rows that end before, in and after the second block of 64 keys
+PROMPTS = [*families.PROMPTS, *families.PROMPTS[:2], [(7 * i) % 90 + 3 for i in range(60)]]
+
+
+def engine(case: str, precision: str, optimizer: OptimizerConfig | None = None) -> HFEngine:
+    model, compute = PRECISIONS[precision]
+    module = families.model(case, model)
+    module.config.max_position_embeddings = 48 if case == "phi3-longrope" else 128
+    module.set_attn_implementation(invariant.NAME)
+    config = ModelConfig("", model_dtype=model, compute_dtype=compute, kernels="invariant")
+    return HFEngine(config, optimizer, module=module)
+
+
+def sample(engine: HFEngine, prompts: list[list[int]], max_rows: int = 4, sample_ids: list[int] | None = None):
+    rollout = NativeRollout(engine.module, pad_token_id=0, max_rows=max_rows, exact=invariant.Forward(engine.model))
+    return rollout.generate(prompts, SamplingParams(24, (3, 4, 9), temperature=TEMPERATURE, seed=1), sample_ids)
+
+
+def as_batch(prompts: list[list[int]], answers) -> DataProto:
+    columns = build_sequences(prompts, [answer.token_ids for answer in answers], 0)
+    log_probs = torch.zeros(columns["responses"].shape)
+    log_probs[columns["response_mask"].bool()] = torch.tensor([p for answer in answers for p in answer.log_probs])
+    return DataProto.from_dict({**columns, "rollout_log_probs": log_probs})
+
+
+def prompts_for(case: str) -> list[list[int]]:
+    return PROMPTS[:-1] if case == "phi3-longrope" else PROMPTS  # it has 48 positions
+
+
+@pytest.mark.parametrize(
+    ("case", "precision"),
+    [*((case, p) for case in families.CASES for p in ("fp32", "bf16")), ("qwen2", "bf16 weights")],
+)
+def test_log_probs_are_bit_equal(case, precision):
+    trained, prompts = engine(case, precision), prompts_for(case)
+    batch = as_batch(prompts, sample(trained, prompts))
+    assert int(batch.batch["response_mask"].sum()) > 60
+    for cut in CUTS:
+        found = trained.infer(batch, ("log_probs",), cut, TEMPERATURE)["log_probs"]
+        assert torch.equal(found, batch.batch["rollout_log_probs"])
+
+
+@pytest.mark.parametrize("case", ["qwen2", "gemma3"])
+def test_an_answer_is_the_same_whatever_else_is_in_the_batch(case):
+    trained = engine(case, "bf16")
+    together = sample(trained, PROMPTS, max_rows=3, sample_ids=list(range(len(PROMPTS))))
+    for i in (0, 3, len(PROMPTS) - 1):
+        assert sample(trained, [PROMPTS[i]], sample_ids=[i]) == [together[i]]
+    order = list(reversed(range(len(PROMPTS))))
+    again = sample(trained, [PROMPTS[i] for i in order], max_rows=20, sample_ids=order)
+    assert [again[i] for i in order] == together
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("case", ["qwen3", "gemma2"])
+def test_an_update_starts_from_the_same_bits_and_has_the_ordinary_gradient(case, precision):
+    optimizer, model = OptimizerConfig(lr=1e-3), PRECISIONS[precision]
+    exact = engine(case, precision, optimizer)
+    batch = as_batch(PROMPTS, sample(exact, PROMPTS))
+    batch.batch["advantages"] = torch.randn(batch.batch["responses"].shape, generator=torch.manual_seed(0))
+    module = families.model(case, model[0])
+    module.config.max_position_embeddings = 128
+    module.set_attn_implementation(attention.NAME)
+    plain = HFEngine(ModelConfig("", model_dtype=model[0], compute_dtype=model[1]), optimizer, module=module)
+    metrics = []
+    for trained in (exact, plain):
+        agg = aggregation("token-mean", batch.batch["response_mask"], trained, None)
+        objective = policy_objective("vanilla", SETTINGS, agg, old_is_current=True)
+        metrics.append(trained.train_batch(batch, objective, MicroBatching(tokens=130), TEMPERATURE))
+    assert metrics[0]["rollout/logprob_gap_max"] == (0.0, 1.0)
+    assert metrics[1]["rollout/logprob_gap_max"] > (0.0, 1.0)
+    tolerance = 1e-4 if precision == "fp32" else 5e-2
+    assert metrics[0]["grad_norm"] == pytest.approx(metrics[1]["grad_norm"], rel=tolerance)

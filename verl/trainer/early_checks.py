@@ -1,0 +1,51 @@
+"""What is refused in the first second: all that the settings and the configs of the models can tell.
+
+The tokenizer, the data and the weights, which may take minutes, are read after this.
+"""
+
+from verl.config import tree, tree_model
+from verl.data.rlhf_dataset import RLHFDataset
+from verl.engines.model import ModelConfig, check_model
+from verl.trainer import setup
+from verl.trainer.roles import pools_of, roles_of
+from verl.trainer.rollout_correction import check_correction
+from verl.utils.tracking import check_trackers
+from verl.workers.build import lora_config
+
+
+def check_early(config: tree.Config) -> None:
+    """Raise ValueError, or what a file of the user's raises, for settings that cannot be run."""
+    check_trackers(config.trainer.logger)
+    setup.check_folders(config.trainer)
+    setup.check_critic_setting(config)
+    setup.check_reward_model(config)
+    setup.check_settings(config)
+    setup.check_group_size(config)
+    check_correction(config)
+    pools_of(config, roles_of(config))
+    setup.dataset_class(config, RLHFDataset)
+    _check_models(config)
+
+
+def _check_models(config: tree.Config) -> None:
+    """The config of each model is there and takes the overrides; adapters find their modules."""
+    policy, reward = config.actor_rollout_ref.model, config.reward.reward_model
+    models = {"actor": (policy, "causal_lm"), "critic": (config.critic.model, "value")}
+    for role, (model, kind) in models.items():
+        if role in roles_of(config):
+            check_model_section(model, kind)
+    if reward.enable:
+        check_model(ModelConfig(reward.model_path, "reward", trust_remote_code=reward.trust_remote_code))
+
+
+def check_model_section(model: tree_model.ModelConfig, kind: str) -> None:
+    """Raise ValueError for a `model` section whose model cannot be built. kind: as ModelConfig has it."""
+    check_model(
+        ModelConfig(
+            path=model.path,
+            kind=kind,
+            trust_remote_code=model.trust_remote_code,
+            override_config=tuple(model.override_config.items()),
+            lora=lora_config(model),
+        )
+    )
