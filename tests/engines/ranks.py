@@ -1,10 +1,14 @@
 """Tests over several ranks: a tiny model, a batch with a loss, and real processes that form a gloo group."""
 
+import copy
+import faulthandler
 import functools
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +28,17 @@ from verl.single_controller.worker import free_port
 from verl.workers.objectives import aggregation, policy_objective, value_objective
 
 VOCABULARY = 32
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 ROWS = 8
+LONGEST = 120.0  # seconds that ranks may take: a hang ends with their stacks, well before pytest's own limit
 UNEVEN = MicroBatching(tokens=18)  # cuts the ranks into different numbers of micro-batches
 OPTIMIZER = OptimizerConfig(lr=1e-2, lr_scheduler_type="cosine", total_training_steps=9)
 SETTINGS = {
@@ -37,21 +51,14 @@ SETTINGS = {
 
 
 def qwen2(heads: int = 4, kv_heads: int = 2) -> Qwen2Config:
-    return Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-    )
+    sizes = SIZES | {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return Qwen2Config(**sizes, tie_word_embeddings=True)
 
 
 def save_model(config: PretrainedConfig, folder: Path, kind: str = "causal_lm") -> str:
     """A random model with weights large enough for a wrong position to show."""
     torch.manual_seed(0)
+    config = copy.deepcopy(config)
     config.num_labels = 1
     auto = AutoModelForCausalLM if kind == "causal_lm" else AutoModelForTokenClassification
     model = auto.from_config(config)
@@ -126,6 +133,8 @@ def assert_same(ranks: list[dict[str, Any]], expected: dict[str, Any], atol: flo
 def _on_rank(rank: int, world: int, port: int, out: str, function: Callable) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
+    stacks = Path(out, f"stacks{rank}.txt").open("w")  # noqa: SIM115  kept open for a signal
+    faulthandler.register(signal.SIGUSR1, stacks)
     try:
         result = function()
     except BaseException:
@@ -137,11 +146,19 @@ def _on_rank(rank: int, world: int, port: int, out: str, function: Callable) -> 
         dist.destroy_process_group()
 
 
+def _stacks(processes: list, out: Path) -> str:
+    """Where each thread of processes that hang stands."""
+    for process in processes:
+        os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(1)  # for them to be written
+    return "\n".join(f"{path.stem}:\n{path.read_text()}" for path in sorted(out.glob("stacks*.txt")))
+
+
 def run_on_ranks(world: int, function: Callable, *args: Any, **kwargs: Any) -> list[Any]:
     """function(*args, **kwargs) in `world` processes with the variables of a launcher; its results in rank order.
 
-    Raises AssertionError with the traceback of the ranks that fail. The processes are forked from a server that has
-    imported what they need.
+    Raises AssertionError with the traceback of the ranks that fail, or with the stacks of all when they have not ended
+    within LONGEST. The processes are forked from a server that has imported what they need.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.engines.ranks", "transformers.models.qwen2.modeling_qwen2", "peft"])
@@ -152,12 +169,18 @@ def run_on_ranks(world: int, function: Callable, *args: Any, **kwargs: Any) -> l
         ]
         for process in processes:
             process.start()
-        while any(p.is_alive() for p in processes) and not any(p.exitcode for p in processes):
-            multiprocessing.connection.wait([p.sentinel for p in processes if p.is_alive()])
+        limit = time.monotonic() + LONGEST
+        while (alive := [p for p in processes if p.is_alive()]) and not any(p.exitcode for p in processes):
+            if not multiprocessing.connection.wait([p.sentinel for p in alive], limit - time.monotonic()):
+                stacks = _stacks(alive, Path(out))
+                break
+        else:
+            stacks = ""
         for process in processes:
             if process.is_alive():
                 process.kill()
             process.join()
+        assert not stacks, f"not done after {LONGEST:.0f} s:\n{stacks}"
         errors = [path.read_text() for path in sorted(Path(out).glob("error*.txt"))]
         assert not errors and not any(p.exitcode for p in processes), "\n".join(errors) or "a process died"
         return [torch.load(Path(out, f"rank{rank}.pt"), weights_only=False) for rank in range(world)]

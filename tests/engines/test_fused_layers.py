@@ -6,6 +6,7 @@ from transformers import Qwen3Config
 
 from tests.engines.ranks import (
     OPTIMIZER,
+    SIZES,
     UNEVEN,
     assert_same,
     engine_alone,
@@ -20,21 +21,12 @@ from verl.engines.hf import HFEngine
 from verl.engines.lora import LoraConfig
 from verl.engines.model import ModelConfig
 
-SIZES = {
-    "vocab_size": 32,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "tie_word_embeddings": True,
-}
+CONFIG = Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)
 
 
 @pytest.mark.parametrize(("kind", "lora"), [("value", None), ("causal_lm", LoraConfig(rank=2, alpha=4))])
 def test_critics_and_adapters_have_fused_layers_too(kind, lora, tmp_path):
-    path = save_model(Qwen3Config(**SIZES), tmp_path, kind)
+    path = save_model(CONFIG, tmp_path, kind)
     output, found = "values" if kind == "value" else "log_probs", []
     for kernels in ("plain", "fused"):
         torch.manual_seed(0)
@@ -49,6 +41,6 @@ def test_critics_and_adapters_have_fused_layers_too(kind, lora, tmp_path):
     "sharding", [ShardingConfig(), ShardingConfig(tensor_parallel=2), ShardingConfig(sequence_parallel=2)], ids=str
 )
 def test_fused_layers_over_ranks(sharding, tmp_path):
-    path = save_model(Qwen3Config(**SIZES), tmp_path)
+    path = save_model(CONFIG, tmp_path)
     ranks = run_on_ranks(2, engine_on_rank, path, sharding, UNEVEN, kernels="fused")
     assert_same(ranks, engine_alone(path), atol=1e-3)

@@ -1,14 +1,12 @@
 """The one-device engine: its log-probs, and a gradient that does not depend on how a mini-batch is cut."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForTokenClassification,
     Gemma2Config,
     LlamaConfig,
     MistralConfig,
@@ -16,6 +14,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from tests.engines.ranks import SIZES, save_model
 from verl.data.sequences import build_sequences
 from verl.engines import logits
 from verl.engines.base import MicroBatching, OptimizerConfig
@@ -25,16 +24,7 @@ from verl.engines.model import ModelConfig
 from verl.protocol import DataProto
 from verl.workers.objectives import aggregation, policy_objective, value_objective
 
-SMALL = {
-    "vocab_size": 32,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
+SMALL = {**SIZES, "head_dim": 8}
 FAMILIES = {
     "llama": LlamaConfig(**SMALL),
     "qwen2": Qwen2Config(**SMALL, tie_word_embeddings=True),
@@ -44,19 +34,6 @@ FAMILIES = {
 }
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11], [12, 13], [3, 3, 3, 3]]
 RESPONSES = [[3, 4, 5, 6], [7], [8, 9, 10, 11, 12, 13], [14, 15], [2]]
-
-
-def save_model(config, folder: Path, kind: str = "causal_lm") -> str:
-    torch.manual_seed(0)
-    auto = AutoModelForCausalLM if kind == "causal_lm" else AutoModelForTokenClassification
-    config = copy.deepcopy(config)
-    config.num_labels = 1
-    model = auto.from_config(config)
-    with torch.no_grad():  # larger weights than at initialisation, so that a wrong position shows
-        for p in model.parameters():
-            p.normal_(0, 0.2)
-    model.save_pretrained(folder)
-    return str(folder)
 
 
 def make_batch() -> DataProto:

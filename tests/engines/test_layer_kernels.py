@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.engines.ranks import SIZES
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching, OptimizerConfig
 from verl.engines.hf import HFEngine
@@ -24,16 +25,6 @@ from verl.engines.layer_kernels import AddRMSNorm, Repeat, RMSNorm, RotaryQKV, S
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16, FP32 = torch.bfloat16, torch.float32
-
-
-SIZES = {
-    "vocab_size": 32,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
 
 def apart(found: torch.Tensor, expected: torch.Tensor) -> float:

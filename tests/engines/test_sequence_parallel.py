@@ -7,6 +7,7 @@ from transformers import Gemma2Config
 from tests.engines.ranks import (
     FLOAT64,
     OPTIMIZER,
+    SIZES,
     assert_same,
     engine_alone,
     engine_on_rank,
@@ -20,16 +21,7 @@ from verl.engines.model import ModelConfig
 from verl.engines.sequence_parallel import SequenceRanks
 
 GEMMA2 = Gemma2Config(  # soft-capped scores, and a window in every other layer
-    vocab_size=32,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    sliding_window=4,
-    query_pre_attn_scalar=8,
-    max_position_embeddings=64,
+    **SIZES, head_dim=8, sliding_window=4, query_pre_attn_scalar=8
 )
 MODELS = {"2 of 4 heads": qwen2(4, 2), "1 of 4 heads": qwen2(4, 1), "3 of 6 heads": qwen2(6, 3), "gemma2": GEMMA2}
 MODELS["3 of 6 heads"].hidden_size = 48
@@ -67,7 +59,8 @@ def test_groups_of_ranks_share_rows_and_count_them_once(tmp_path):
     assert [rank["place"] for rank in found] == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
     assert all(rank["counted"] == [3.0] for rank in found)
     sharding, micro = ShardingConfig(fsdp_size=2, sequence_parallel=2), MicroBatching(tokens=9)
-    assert_same(run_on_ranks(4, engine_on_rank, path, sharding, micro), engine_alone(path))
+    ranks = run_on_ranks(4, engine_on_rank, path, sharding, micro, **FLOAT64)
+    assert_same(ranks, engine_alone(path, **FLOAT64), atol=1e-9)
 
 
 def test_heads_that_the_ranks_cannot_share_are_refused():

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Phi3Conf
 from tests.engines.ranks import (
     FLOAT64,
     OPTIMIZER,
+    SIZES,
     UNEVEN,
     assert_same,
     engine_alone,
@@ -29,15 +30,6 @@ from verl.engines.tensor_parallel import planned_layers
 from verl.model_merger.merge import MergeOptions, merge
 
 CONTENTS = ("model", "optimizer", "extra")
-SIZES = {
-    "vocab_size": 32,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 MODELS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=False, attention_bias=True),
     "qwen2": qwen2(),  # biases, tied embeddings

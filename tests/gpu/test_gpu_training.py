@@ -20,6 +20,26 @@ def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
+def random_heads(tokens: int, heads: int, key_heads: int, dim: int) -> list[torch.Tensor]:
+    """Queries, keys, values and a gradient of the output, in bf16."""
+    shapes = [(1, heads, tokens, dim), (1, key_heads, tokens, dim), (1, key_heads, tokens, dim)]
+    leaves = [torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes]
+    return [*leaves, torch.randn(1, tokens, heads, dim, device="cuda", dtype=torch.bfloat16)]
+
+
+def attended(packing: Packing, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, **options) -> list:
+    """Attention's output and the gradients of its inputs."""
+    out, _ = attention.packed_attention(None, q, k, v, None, packing, **options)
+    return [out, *torch.autograd.grad(out, (q, k, v), g)]
+
+
+def apart_from_float64(packing: Packing, tokens: int, sizes: tuple[int, int, int], window: int | None) -> float:
+    inputs = random_heads(tokens, *sizes)
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    found, expected = (attended(packing, *x, sliding_window=window) for x in (inputs, wide))
+    return max(map(apart, found, expected))
+
+
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize(("heads", "key_heads", "dim"), [(4, 4, 64), (14, 2, 64), (16, 8, 128)])
 def test_rows_by_the_variable_length_kernel(heads, key_heads, dim, window):
@@ -27,15 +47,7 @@ def test_rows_by_the_variable_length_kernel(heads, key_heads, dim, window):
     lengths = torch.tensor([3, 130, 1, 64, 77])
     packing = Packing.of(lengths.cuda())
     n = int(lengths.sum())
-    shapes = [(1, heads, n, dim), (1, key_heads, n, dim), (1, key_heads, n, dim)]
-    q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes)
-    g = torch.randn(1, n, heads, dim, device="cuda", dtype=torch.bfloat16)
-    out, _ = attention.packed_attention(None, q, k, v, None, packing, sliding_window=window)
-    found = [out, *torch.autograd.grad(out, (q, k, v), g)]
-    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    out, _ = attention.packed_attention(None, *wide, None, packing, sliding_window=window)
-    expected = [out, *torch.autograd.grad(out, wide, g.double())]
-    assert max(map(apart, found, expected)) < 1e-2
+    assert apart_from_float64(packing, n, (heads, key_heads, dim), window) < 1e-2
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -48,15 +60,7 @@ def test_rows_that_share_prompts_by_the_variable_length_kernel(heads, key_heads,
     packing = build_input(columns, True, share_prompts=True).packing.to(torch.device("cuda"))
     n = sum(packing.lengths)
     assert n == 70 + 3 + 129 + 268
-    shapes = [(1, heads, n, dim), (1, key_heads, n, dim), (1, key_heads, n, dim)]
-    q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes)
-    g = torch.randn(1, n, heads, dim, device="cuda", dtype=torch.bfloat16)
-    out, _ = attention.packed_attention(None, q, k, v, None, packing, sliding_window=window)
-    found = [out, *torch.autograd.grad(out, (q, k, v), g)]
-    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    out, _ = attention.packed_attention(None, *wide, None, packing, sliding_window=window)
-    expected = [out, *torch.autograd.grad(out, wide, g.double())]
-    assert max(map(apart, found, expected)) < 1e-2
+    assert apart_from_float64(packing, n, (heads, key_heads, dim), window) < 1e-2
 
 
 @pytest.mark.parametrize(("heads", "key_heads", "dim"), [(14, 2, 64), (16, 8, 128)])
@@ -65,15 +69,12 @@ def test_long_rows_one_by_one(heads, key_heads, dim, lengths, monkeypatch):
     torch.manual_seed(0)
     packing = Packing.of(torch.tensor(lengths).cuda())
     n = sum(lengths)
-    shapes = [(1, heads, n, dim), (1, key_heads, n, dim), (1, key_heads, n, dim)]
-    q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes)
-    g = torch.randn(1, n, heads, dim, device="cuda", dtype=torch.bfloat16)
+    q, k, v, g = random_heads(n, heads, key_heads, dim)
     assert attention._goes_by_row(packing, q) == attention._fast_cudnn(q.device)
     found = {}
     for by_row in (True, False):
         monkeypatch.setattr(attention, "_goes_by_row", lambda *_, by_row=by_row: by_row)
-        out, _ = attention.packed_attention(None, q, k, v, None, packing)
-        found[by_row] = [out, *torch.autograd.grad(out, (q, k, v), g)]
+        found[by_row] = attended(packing, q, k, v, g)
     assert max(map(apart, found[True], found[False])) < 1e-2
 
 
