@@ -1,15 +1,15 @@
 """Checkpoints in the background: what is saved is the state at the call, and errors come back."""
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.engines.ranks import OPTIMIZER, UNEVEN, make_batch, qwen2, run_on_ranks, save_model, share_of, train
-from verl.engines import checkpoint
 from verl.engines.base import MicroBatching
-from verl.engines.checkpoint import BackgroundWriter
+from verl.engines.checkpoint import CheckpointWriter, ShardWriter
 from verl.engines.fsdp import FSDPEngine
 from verl.engines.hf import HFEngine
 from verl.engines.lora import LoraConfig
@@ -29,8 +29,8 @@ def test_what_is_written_is_the_state_at_the_call(lora, tmp_path, monkeypatch):
     engine = HFEngine(ModelConfig(path, lora=lora), OPTIMIZER)
     train(engine, make_batch(), MicroBatching())
     engine.save(tmp_path / "now", CONTENTS)
-    gate, write = threading.Event(), checkpoint.save_shards
-    monkeypatch.setattr(checkpoint, "save_shards", lambda *args: (gate.wait(), write(*args)))
+    gate, write = threading.Event(), ShardWriter.write
+    monkeypatch.setattr(ShardWriter, "write", lambda shards: gate.wait() and write(shards))
     engine.save(tmp_path / "later", CONTENTS, background=True)
     assert not engine.is_saved()
     train(engine, make_batch(), MicroBatching())  # changes weights, optimizer and schedule
@@ -48,27 +48,71 @@ def test_what_is_written_is_the_state_at_the_call(lora, tmp_path, monkeypatch):
 
 def test_the_error_of_a_write_surfaces_once_where_it_is_waited_for(tmp_path):
     engine = HFEngine(ModelConfig(save_model(qwen2(), tmp_path / "model")), OPTIMIZER)
-    (tmp_path / "file").write_text("where a folder is expected")
-    engine.save(tmp_path / "file", CONTENTS, background=True)
-    with pytest.raises(OSError, match=r"file/shards could not be written: {0: .*NotADirectoryError"):
+    bad, told = (
+        tmp_path / "bad",
+        pytest.raises(OSError, match=r"bad/shards could not be written: {0: .*IsADirectoryError"),
+    )
+    (bad / "shards" / "__0_0.distcp").mkdir(parents=True)  # where a file is expected
+    engine.save(bad, CONTENTS, background=True)
+    with told:
         engine.finish_save()
     engine.finish_save()
-    engine.save(tmp_path / "file", CONTENTS, background=True)
-    with pytest.raises(
-        OSError, match=r"file/shards could not be written: {0: .*NotADirectoryError"
-    ):  # the next save does not pass over it either
+    engine.save(bad, CONTENTS, background=True)
+    with told:  # the next save does not pass over it either
         engine.save(tmp_path / "good", CONTENTS)
+    with told:
+        engine.save(bad, CONTENTS)
+    (tmp_path / "file").write_text("where a folder is expected")
+    with pytest.raises(OSError, match=r"file/shards could not be written: {0: .*NotADirectoryError"):
+        engine.save(tmp_path / "file", CONTENTS, background=True)
+    assert engine.is_saved()
 
 
-def test_one_write_after_another():
-    writer, order, gate = BackgroundWriter(), [], threading.Event()
-    writer.start(lambda: (gate.wait(), order.append(1)))
-    assert not writer.is_done()
+def test_what_is_no_shard_is_written_in_the_background_too(tmp_path):
+    writer, done, gate = CheckpointWriter(), [], threading.Event()
+    writer.start(tmp_path, {}, lambda: (gate.wait(), done.append(1)), background=True)
+    assert not writer.is_done() and not done
     threading.Timer(0.05, gate.set).start()
-    writer.start(lambda: order.append(2))
-    assert order[:1] == [1]
-    writer.wait()
-    assert order == [1, 2] and writer.is_done()
+    writer.finish()
+    assert done == [1] and writer.is_done() and not list(tmp_path.iterdir())
+
+
+def one_rank_is_slow(path: str, out: Path) -> None:
+    engine, gate, write = FSDPEngine(ModelConfig(path), OPTIMIZER), threading.Event(), ShardWriter.write
+    if not engine.is_first:
+        ShardWriter.write = lambda shards: gate.wait() and write(shards)
+    engine.save(out, CONTENTS, background=True)
+    if engine.is_first:  # is done without the other
+        while not engine.is_saved():
+            time.sleep(0.01)
+        assert not (out / "shards" / ".metadata").exists()
+    train(engine, share_of(engine, make_batch()), UNEVEN)
+    assert engine.is_saved() == engine.is_first
+    gate.set()
+    engine.finish_save()
+    assert (out / "shards" / ".metadata").exists() or not engine.is_first
+
+
+def test_no_rank_waits_for_another_while_it_writes(tmp_path):
+    run_on_ranks(2, one_rank_is_slow, save_model(qwen2(), tmp_path / "model"), tmp_path / "out")
+
+
+def one_rank_cannot_write(path: str, out: Path) -> list[str]:
+    engine, found = FSDPEngine(ModelConfig(path), OPTIMIZER), []
+    for background in (True, False):
+        try:
+            engine.save(out, CONTENTS, background)
+            engine.finish_save()
+        except OSError as error:
+            found.append(str(error))
+    return found
+
+
+def test_every_rank_hears_of_the_one_that_cannot_write(tmp_path):
+    (tmp_path / "out" / "shards" / "__1_0.distcp").mkdir(parents=True)
+    ranks = run_on_ranks(2, one_rank_cannot_write, save_model(qwen2(), tmp_path / "model"), tmp_path / "out")
+    assert ranks[0] == ranks[1] and len(ranks[0]) == 2
+    assert all("out/shards could not be written: {1: \"IsADirectoryError" in text for text in ranks[0])
 
 
 def save_while_training(path: str, out: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from verl.engines import checkpoint
+from verl.engines.checkpoint import ShardWriter
 from verl.trainer.base import StepReport
 from verl.trainer.local_trainer import LocalPPOTrainer
 
@@ -85,8 +85,8 @@ class Gate:
     """Holds every write of shards until it is opened."""
 
     def __init__(self, monkeypatch):
-        self.opened, write = threading.Event(), checkpoint.save_shards
-        monkeypatch.setattr(checkpoint, "save_shards", lambda *args: (self.opened.wait(), write(*args)))
+        self.opened, write = threading.Event(), ShardWriter.write
+        monkeypatch.setattr(ShardWriter, "write", lambda shards: self.opened.wait() and write(shards))
 
 
 def names(folder: Path) -> list[str]:
@@ -110,13 +110,13 @@ def test_it_counts_when_all_of_it_is_written(settings, tmp_path, monkeypatch):
 
 def test_a_write_that_fails_stops_the_run_and_leaves_the_checkpoints_of_before(settings, tmp_path, monkeypatch):
     run(settings, *ASYNC, "trainer.save_freq=1", steps=1)
-    write = checkpoint.save_shards
+    write = ShardWriter.write
 
-    def fail(folder: Path, *args) -> None:
-        write(folder, *args)
+    def fail(shards: ShardWriter) -> None:
+        write(shards)
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(checkpoint, "save_shards", fail)
+    monkeypatch.setattr(ShardWriter, "write", fail)
     with pytest.raises(OSError, match="the disk is full") as error:
         run(settings, *ASYNC, "trainer.save_freq=2", steps=6)
     assert "The checkpoint of step 2 was not written" in "".join(error.value.__notes__)

@@ -9,8 +9,9 @@ extra.pt        the learning-rate schedule
 import copy
 import pickle
 import warnings
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +19,66 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from verl.utils.shard_files import ShardPlanner, ShardReader
 
 
-def save_shards(folder: Path, state: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
-    """Write nested state; every rank its own shards. group: through which the ranks agree, None for the default.
+class ShardWriter:
+    """Writes nested state, every rank its own shards.
 
-    Raises OSError, on every rank, when one of them cannot write.
+    The ranks agree on who writes what here and on the outcome in `finish`: all must come to both. Between the two no
+    rank waits for another, so that `write` can run beside whatever else they do together.
+    Raises OSError, on every rank, when one of them cannot begin.
     """
-    if not state:
-        return
-    try:
-        with warnings.catch_warnings():  # torch remarks that without a process group it saves from this process alone
-            warnings.simplefilter("ignore", UserWarning)
-            dcp.save(state, checkpoint_id=folder / "shards", process_group=group, no_dist=not dist.is_initialized())
-    except dcp.api.CheckpointException as error:  # a BaseException, which would pass by handlers of errors
-        causes = {rank: f"{type(e).__name__}: {e}" for rank, (e, _) in error.failures.items()}
-        raise OSError(f"{folder / 'shards'} could not be written: {causes}") from error
+
+    def __init__(self, folder: Path, state: dict[str, Any]) -> None:
+        self._folder = folder
+        self._ranks = _DistWrapper(None, dist.is_initialized(), 0)
+        self._files = dcp.FileSystemWriter(folder)
+        self._planner = dcp.DefaultSavePlanner()
+        self._metadata: Metadata | None = None  # the first rank's
+        with self._named_errors():
+            self._plan = self._ranks.reduce_scatter("plan", lambda: self._plan_own(state), self._plan_all)
+
+    def _plan_own(self, state: dict[str, Any]) -> dcp.SavePlan:
+        first = self._ranks.is_coordinator
+        self._planner.set_up_planner(state, self._files.storage_meta(), first)
+        self._files.set_up_storage_writer(first)
+        return self._files.prepare_local_plan(self._planner.create_local_plan())
+
+    def _plan_all(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
+        plans, self._metadata = self._planner.create_global_plan(plans)
+        return self._files.prepare_global_plan(plans)
+
+    def write(self) -> list[WriteResult]:
+        """This rank's part; what was written is for `finish`. Raises what the file system raises."""
+        return self._files.write_data(self._planner.finish_plan(self._plan), self._planner).wait()
+
+    def finish(self, written: Callable[[], list[WriteResult]]) -> None:
+        """Describe what the ranks wrote. written: gives the result of this rank's `write`, or raises its error.
+
+        Raises OSError, on every rank, when one of them could not write.
+        """
+        with self._named_errors():
+            self._ranks.all_reduce("write", written, lambda results: self._files.finish(self._metadata, results))
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except dcp.api.CheckpointException as error:  # a BaseException, which would pass by handlers of errors
+            causes = {rank: f"{type(e).__name__}: {e}" for rank, (e, _) in error.failures.items()}
+            raise OSError(f"{self._folder} could not be written: {causes}") from error
 
 
 def host_copy(state: Any) -> Any:
@@ -56,29 +92,55 @@ def host_copy(state: Any) -> Any:
     return state.to("cpu", copy=True) if isinstance(state, torch.Tensor) else state
 
 
-class BackgroundWriter:
-    """Writes in a thread of its own, one thing at a time. The interpreter does not end before it is done."""
+class CheckpointWriter:
+    """Writes one checkpoint of an engine at a time, in a thread of its own where that is asked for.
+
+    All ranks must come to `start` and `finish` together. The interpreter does not end before a write is done.
+    """
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._write: Future[None] | None = None
+        self._shards: ShardWriter | None = None
+        self._write: Future[list[WriteResult]] | None = None
 
-    def start(self, write: Callable[[], None]) -> None:
-        """Begin a write, after the one before."""
-        self.wait()
-        self._write = self._threads.submit(write)
+    def start(self, folder: Path, shards: dict[str, Any], write_rest: Callable[[], None], background: bool) -> None:
+        """Write the shards and then the rest. The write before must be finished.
+
+        shards: nested state for `folder / "shards"`, may be empty; write_rest: writes what this rank alone knows or
+        writes for all; background: return while it is being written, and `finish` later; the state must not change.
+        Raises OSError when it cannot be written, on every rank if it is about shards.
+        """
+        self._shards = ShardWriter(folder / "shards", shards) if shards else None
+        if background:
+            self._write = self._threads.submit(self._run, self._shards, write_rest)
+            return
+        self._write = Future()
+        try:
+            self._write.set_result(self._run(self._shards, write_rest))
+        except Exception as error:
+            self._write.set_exception(error)
+        self.finish()
+
+    @staticmethod
+    def _run(shards: ShardWriter | None, write_rest: Callable[[], None]) -> list[WriteResult]:
+        written = shards.write() if shards is not None else []
+        write_rest()
+        return written
 
     def is_done(self) -> bool:
-        """Whether nothing is being written any more; `wait` tells whether it went well."""
+        """Whether this rank is not writing any more; `finish` tells whether it went well."""
         return self._write is None or self._write.done()
 
-    def wait(self) -> None:
-        """Wait for the write under way. Raises its error, once."""
-        try:
-            if self._write is not None:
-                self._write.result()
-        finally:
-            self._write = None
+    def finish(self) -> None:
+        """Wait for the write under way and complete it. Raises its error, once."""
+        if self._write is None:
+            return
+        wait([self._write])  # an interruption here leaves the write as it is
+        write, shards, self._write, self._shards = self._write, self._shards, None, None
+        if shards is None:
+            write.result()
+        else:
+            shards.finish(write.result)
 
 
 def load_shards(folder: Path, state: dict[str, Any]) -> None:

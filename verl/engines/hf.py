@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from verl.engines import attention, checkpoint, memory
 from verl.engines.base import MicroBatching, Objective, OptimizerConfig, Tensors, TrainEngine
-from verl.engines.checkpoint import BackgroundWriter
+from verl.engines.checkpoint import CheckpointWriter
 from verl.engines.distributed import clip_gradients, full_tensor, gradient_norm
 from verl.engines.layers import use_kernels
 from verl.engines.lora import Adapters
@@ -69,8 +68,7 @@ class HFEngine(TrainEngine):
         self._phase = Phase()
         use_kernels(self.module, config.kernels, self._phase)
         self._distribute()
-        self._writer = BackgroundWriter()
-        self._writer_group: dist.ProcessGroup | None = None
+        self._writer = CheckpointWriter()
         self._weights_used: AbstractContextManager[None] = nullcontext()
         self._optimizer_used: AbstractContextManager[None] = nullcontext()
         if optimizer is not None:
@@ -282,26 +280,21 @@ class HFEngine(TrainEngine):
 
     def save(self, folder: Path, contents: tuple[str, ...], background: bool = False) -> None:
         folder = Path(folder)
-        self._writer.wait()
+        self._writer.finish()
         with self.loaded(optimizer=True):
-            state = self._state(contents, checkpoint.host_copy if background else _on_host)
-        if not background:
-            self._write(folder, state)
-            return
-        if self._writer_group is None and dist.is_initialized():
-            self._writer_group = dist.new_group(backend="gloo")  # the default group is in use meanwhile
-        self._writer.start(partial(self._write, folder, state))
+            shards, known = self._state(contents, checkpoint.host_copy if background else _on_host)
+        self._writer.start(folder, shards, partial(self._write_known, folder, known), background)
 
     def is_saved(self) -> bool:
         return self._writer.is_done()
 
     def finish_save(self) -> None:
-        self._writer.wait()
+        self._writer.finish()
 
-    def _state(self, contents: tuple[str, ...], keep: Callable[[Any], Any]) -> dict[str, Any]:
-        """What this rank writes: part -> its contents, each as `keep` makes it of what is in use."""
+    def _state(self, contents: tuple[str, ...], keep: Callable[[Any], Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """This rank's shards and what all ranks know, each tensor as `keep` makes it of what is in use."""
         shards: dict[str, Any] = {}
-        known: dict[str, Any] = {"huggingface": {}}  # to all ranks, so the first one writes it
+        known: dict[str, Any] = {"huggingface": {}}
         if "hf_model" in contents or ("model" in contents and self.whole):
             known["huggingface"] = self._collect(self.weights(), keep) | _persistent_buffers(self.module, keep)
         if "model" in contents and self.adapters is not None:
@@ -312,7 +305,7 @@ class HFEngine(TrainEngine):
             shards["optimizer"] = keep(checkpoint.optimizer_state(self.model, self.optimizer))
         if "extra" in contents:
             known["extra"] = {"schedule": self.schedule.state_dict()}
-        return {"shards": shards} | (known if self.is_first else {})
+        return shards, known
 
     def _collect(self, tensors: Iterable[tuple[str, torch.Tensor]], keep: Callable[[Any], Any]) -> dict[str, Any]:
         """Whole tensors, kept by the first rank; the others only help to gather them."""
@@ -322,22 +315,21 @@ class HFEngine(TrainEngine):
                 kept[name] = keep(tensor)
         return kept
 
-    def _write(self, folder: Path, state: dict[str, Any]) -> None:
-        checkpoint.save_shards(folder, state["shards"], self._writer_group)
+    def _write_known(self, folder: Path, known: dict[str, Any]) -> None:
         if not self.is_first:
             return
-        if state["huggingface"]:
-            self.module.save_pretrained(folder / "huggingface", state_dict=state["huggingface"])
+        if known["huggingface"]:
+            self.module.save_pretrained(folder / "huggingface", state_dict=known["huggingface"])
         else:
             checkpoint.save_description(self.module, folder / "huggingface")
-        if "lora_adapter" in state:
-            self.adapters.save(folder / "lora_adapter", state["lora_adapter"])
-        if "extra" in state:
-            torch.save(state["extra"], folder / "extra.pt")
+        if "lora_adapter" in known:
+            self.adapters.save(folder / "lora_adapter", known["lora_adapter"])
+        if "extra" in known:
+            torch.save(known["extra"], folder / "extra.pt")
 
     def load(self, folder: Path, contents: tuple[str, ...]) -> None:
         folder = Path(folder)
-        self._writer.wait()
+        self._writer.finish()
         if not {"model", "hf_model"} & set(contents):
             raise ValueError(
                 f"checkpoint.load_contents is {list(contents)}: without model (or hf_model) the run would go on with "
