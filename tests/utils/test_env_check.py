@@ -152,6 +152,18 @@ def test_a_driver_that_fails(tmp_path, monkeypatch):
     assert nvidia_smi() == Cards()
 
 
+def test_answers_of_the_driver_that_say_little(tmp_path, monkeypatch):
+    fake_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA GB10, [N/A], [N/A], 580.1'")
+    gpu, nccl = check_gpus(torch_says(), nvidia_smi())
+    assert gpu.found == "1 x NVIDIA GB10, driver 580.1; CUDA 13.0, 1 visible" and nccl.state == OK
+    fake_nvidia_smi(tmp_path, monkeypatch, "echo 'Unable to determine the device handle'")
+    (gpu,) = check_gpus(torch_says(usable=False), nvidia_smi())
+    assert gpu.state == NOTE and "answers 'Unable to determine the device handle' where name, memory" in gpu.found
+    for host in (nvidia_smi(), Cards()):  # what torch can use is used
+        gpu, nccl = check_gpus(torch_says(), host)
+        assert gpu.state == OK and gpu.found.startswith("1 visible to torch, CUDA 13.0 (") and nccl.state == OK
+
+
 def test_a_low_limit_of_open_files():
     program = "import resource; from verl.utils.env_machine import check_open_files; print(check_open_files())"
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

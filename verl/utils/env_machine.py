@@ -50,7 +50,10 @@ def nvidia_smi() -> Cards:
     lines = (done.stdout or done.stderr).strip().splitlines()
     if done.returncode != 0:
         return Cards(problem=lines[0] if lines else f"nvidia-smi ended with status {done.returncode}")
-    return Cards(tuple(dict(zip(fields, line.split(", "))) for line in lines))
+    rows = [line.split(", ") for line in lines]
+    if strange := [line for line, row in zip(lines, rows) if len(row) != len(fields)]:
+        return Cards(problem=f"nvidia-smi answers {strange[0]!r} where {', '.join(fields)} are expected")
+    return Cards(tuple(dict(zip(fields, row)) for row in rows))
 
 
 def check_gpus(torch_probe: Probe, host: Cards) -> list[Check]:
@@ -59,11 +62,16 @@ def check_gpus(torch_probe: Probe, host: Cards) -> list[Check]:
     A GPU that torch fails to use is a fault of its own: a run would fall back to the CPU.
     """
     found = torch_probe.info or {"usable": False, "cuda": None, "reason": torch_probe.error or ""}
-    if host.problem is not None:
+    visible = len(found["capabilities"]) if found["usable"] else 0
+    if host.problem is not None and not visible:
         fix = "install the NVIDIA driver again and restart the host (in a container: start it with --gpus all)"
         return [Check("GPU", NOTE, f"the driver fails: {host.problem}", fix)]
-    if not host.rows:
+    if not host.rows and not visible:
         return [Check("GPU", NOTE, "no NVIDIA GPU: everything runs on the CPU")]
+    if not host.rows:  # torch asks the driver by itself
+        unseen = host.problem or "there is no nvidia-smi"
+        seen = Check("GPU", OK, f"{visible} visible to torch, CUDA {found['cuda']} ({unseen})")
+        return [seen, *_check_gpu_details(found, host)]
     cards = f"{len(host.rows)} x {host.rows[0]['name']}, driver {host.rows[0]['driver_version']}"
     reinstall = "pip install uv && uv pip install --reinstall --torch-backend=auto torch"
     if found["cuda"] is None:
@@ -73,7 +81,7 @@ def check_gpus(torch_probe: Probe, host: Cards) -> list[Check]:
             return [Check("GPU", NOTE, f"{cards}; hidden by CUDA_VISIBLE_DEVICES", "unset CUDA_VISIBLE_DEVICES")]
         fix = f"update the NVIDIA driver, or take a torch that fits it: {reinstall}"
         return [Check("GPU", FAULT, f"{cards}; torch cannot use them: {found['reason']}", fix, required=True)]
-    seen = Check("GPU", OK, f"{cards}; CUDA {found['cuda']}, {len(found['capabilities'])} visible")
+    seen = Check("GPU", OK, f"{cards}; CUDA {found['cuda']}, {visible} visible")
     return [seen, *_check_gpu_details(found, host)]
 
 
@@ -86,7 +94,8 @@ def _check_gpu_details(found: Mapping[str, Any], host: Cards) -> list[Check]:
     taken = [
         f"GPU {i}: {card['memory.used']} of {card['memory.total']} MiB"
         for i, card in enumerate(host.rows)
-        if float(card["memory.used"]) > 0.1 * float(card["memory.total"])
+        if "N/A" not in card["memory.used"] + card["memory.total"]  # where the GPU has the host's memory
+        and float(card["memory.used"]) > 0.1 * float(card["memory.total"])
     ]
     if taken:
         found_text = f"in use by another program: {', '.join(taken)}"
