@@ -1,9 +1,9 @@
 """Every block of docs/extend_*.md is run, from top to bottom, with a tiny model in place of the one that a reader has.
 
-    python, beginning with "# name.py"   written to that file; test_*.py is run
-    bash                                 run; commands that train get the tiny model and two steps at their end
-    text                                 each line must be in what the bash block before it printed
-    diff                                 applied to a copy of the package, which must still import
+python, beginning with "# name.py"   written to that file; test_*.py is run
+bash                                 run; commands that train get the tiny model and two steps at their end
+text                                 each line must be in what the bash block before it printed
+diff                                 applied to a copy of the package, which must still import
 """
 
 import re

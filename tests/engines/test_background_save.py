@@ -112,7 +112,7 @@ def test_every_rank_hears_of_the_one_that_cannot_write(tmp_path):
     (tmp_path / "out" / "shards" / "__1_0.distcp").mkdir(parents=True)
     ranks = run_on_ranks(2, one_rank_cannot_write, save_model(qwen2(), tmp_path / "model"), tmp_path / "out")
     assert ranks[0] == ranks[1] and len(ranks[0]) == 2
-    assert all("out/shards could not be written: {1: \"IsADirectoryError" in text for text in ranks[0])
+    assert all('out/shards could not be written: {1: "IsADirectoryError' in text for text in ranks[0])
 
 
 def save_while_training(path: str, out: Path) -> None:

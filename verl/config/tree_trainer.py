@@ -93,6 +93,9 @@ class RunConfig(Node):
     val_only: bool = key(False, "validate and stop")
     test_freq: int = key(-1, "validate every so many steps; -1: never", ge=-1)
     save_freq: int = key(-1, "checkpoint every so many steps; -1: never", ge=-1)
+    max_skipped_steps: int = key(
+        5, "end after so many steps without an update, as no gradient was finite; 0: never", ge=0
+    )
     resume_mode: Literal["auto", "disable", "resume_path"] = key("auto", "go on from the newest checkpoint, or not")
     resume_from_path: FilePath | None = key(None, "the global_step_N folder of resume_path")
 

@@ -81,6 +81,7 @@ class Trainer(ABC):
         self.on_step: list[Callable[[StepReport], None]] = []
         self.checkpoints = CheckpointStore(Path(config.trainer.default_local_dir), keep=None)
         self._saving: _Saving | None = None
+        self._skipped: dict[str, int] = {}  # metric of a role -> steps in a row in which none of its updates was made
         self.pipeline: Pipeline = self.finish_flow(self.build_flow()).compile()
 
     # ---- what a subclass says -----------------------------------------------------------------------------------
@@ -198,6 +199,7 @@ class Trainer(ABC):
         metrics |= timing_metrics(timings, seconds, int(batch.batch["attention_mask"].sum()), self.world_size)
         metrics |= {"training/global_step": self.global_step, "training/epoch": self.source.epoch}
         tracking.log(metrics, self.global_step)
+        self._check_skipped(metrics)
         last = self.global_step == self.total_steps
         if trainer.test_freq > 0 and (last or self.global_step % trainer.test_freq == 0):
             metrics |= self._validate(tracking)
@@ -207,6 +209,24 @@ class Trainer(ABC):
         for callback in self.on_step:
             callback(report)
         return metrics
+
+    def _check_skipped(self, metrics: dict[str, float]) -> None:
+        """A run that can no longer update a role ends. Raises FloatingPointError."""
+        limit = self.config.trainer.max_skipped_steps
+        for name, share in metrics.items():
+            if not name.endswith("grad_skipped"):
+                continue
+            self._skipped[name] = self._skipped.get(name, 0) + 1 if share == 1 else 0
+            if 0 < limit <= self._skipped[name]:
+                raise FloatingPointError(
+                    f"{name} was 1 for {limit} steps in a row: no gradient was finite, so nothing is learnt. Look at "
+                    f"the metrics of the steps before (learning rate, KL, lengths); {self._last_saved()}. "
+                    "trainer.max_skipped_steps says how many such steps are borne (0: any number)"
+                )
+
+    def _last_saved(self) -> str:
+        saved = self.checkpoints.newest()
+        return "nothing was saved" if saved is None else f"the newest checkpoint is {saved}"
 
     def _validate(self, tracking: Tracking) -> dict[str, float]:
         start = time.perf_counter()

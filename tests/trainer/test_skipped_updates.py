@@ -1,0 +1,58 @@
+"""A run whose gradients are not finite: single updates are skipped, and a run that can make none ends."""
+
+import pytest
+
+from verl.trainer.local_trainer import LocalPPOTrainer
+
+LOSS = """
+from verl.algorithms.masked import agg_loss
+from verl.algorithms.policy_losses import register_policy_loss
+
+calls = 0
+
+@register_policy_loss("sometimes_broken")
+def sometimes_broken(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, *, broken=()):
+    global calls
+    calls += 1
+    loss = -log_prob * advantages
+    if calls in {BROKEN}:
+        loss = (log_prob - log_prob.detach()).sqrt()  # 0, with an infinite slope
+    return agg_loss(loss, response_mask, loss_agg_mode), {}
+"""
+
+
+def run(settings: list[str], folder, broken: range, *overrides: str) -> list[float]:
+    """The share of updates that each step skipped; two updates a step, numbered from 1."""
+    (folder / "loss.py").write_text(LOSS.replace("{BROKEN}", repr(broken)))
+    trainer = LocalPPOTrainer(
+        overrides=[
+            *settings,
+            f"imports=[{folder / 'loss.py'}]",
+            "algorithm.name=rloo",
+            "algorithm.use_kl_in_reward=false",
+            "actor_rollout_ref.actor.policy_loss.loss_mode=sometimes_broken",
+            "trainer.total_training_steps=8",
+            *overrides,
+        ]
+    )
+    found = []
+    trainer.on_step.append(lambda report: found.append(report.metrics["actor/grad_skipped"]))
+    trainer.fit()
+    return found
+
+
+def test_a_run_that_cannot_update_ends(settings, tmp_path):
+    with pytest.raises(FloatingPointError, match=r"actor/grad_skipped was 1 for 5 steps .*; nothing was saved\."):
+        run(settings, tmp_path, range(100))
+
+
+def test_what_was_saved_is_named(settings, tmp_path):
+    with pytest.raises(FloatingPointError, match=r"for 2 steps in a row.* newest checkpoint is .*run/global_step_3\."):
+        run(settings, tmp_path, range(7, 100), "trainer.max_skipped_steps=2", "trainer.save_freq=3")
+
+
+@pytest.mark.parametrize(("broken", "limit"), [(range(2, 6), 2), (range(1, 7), 0)])
+def test_a_run_goes_on_that_can_update_now_and_then(broken, limit, settings, tmp_path):
+    found = run(settings, tmp_path, broken, f"trainer.max_skipped_steps={limit}")
+    updates = [float(number in broken) for number in range(1, 17)]
+    assert found == [sum(pair) / 2 for pair in zip(updates[::2], updates[1::2])]
