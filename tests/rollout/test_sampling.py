@@ -60,6 +60,23 @@ def test_frequencies_and_log_probs_are_exact(options, vocabulary):
     assert chi_square < 26, "the 99.95 % point of 7 degrees of freedom"
 
 
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.95])
+def test_top_p_of_sharp_and_flat_rows_by_its_definition(top_p):
+    """Rows of which few tokens have the mass, and rows that need more than are looked at first."""
+    torch.manual_seed(0)
+    sharpness = torch.tensor([0.0, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0])[:, None]
+    logits = torch.randn(7, 5000) * sharpness + torch.randn(7, 5000) * 1e-3
+    kept = filter_logits(logits, SamplingParams(1, (), top_p=top_p)).isfinite()
+    for row, found in zip(logits.double(), kept):
+        ordered, index = row.softmax(0).sort(descending=True)
+        before = ordered.cumsum(0) - ordered
+        expected = set(index[before < top_p].tolist())
+        unsure = set(index[(before - top_p).abs() < 1e-6].tolist())  # where float32 may round to the other side
+        assert set(found.nonzero()[:, 0].tolist()) ^ expected <= unsure
+        assert len(unsure) <= 1
+    assert torch.equal(kept[2:3], filter_logits(logits[2:3], SamplingParams(1, (), top_p=top_p)).isfinite())
+
+
 def test_greedy_takes_the_most_probable_and_reports_the_unscaled_log_prob():
     tokens, log_probs = draw(torch.tensor([LOGITS]), SamplingParams(1, (), temperature=0), torch.tensor([0]), 0)
     assert tokens.tolist() == [3]

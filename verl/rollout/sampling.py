@@ -17,6 +17,8 @@ _BELOW_ONE = 1 - 2.0**-53  # the largest float64 below one; times this, a number
 #: in vocabularies above _LARGE, the token that was drawn is looked for in two levels: its block, then its place there
 _LARGE = 4096
 _BLOCK = 256
+#: most probable tokens among which top-p looks first; a row of which they are too few is sorted as a whole
+_NUCLEUS = 256
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -57,12 +59,29 @@ def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         else:
             logits = logits.masked_fill(logits < top.values[:, -1:], excluded)
     elif params.top_p < 1:
-        ordered, index = logits.sort(-1, descending=True)
-        outside = _outside(ordered, params.top_p)
-        logits = logits.masked_fill(torch.zeros_like(outside).scatter_(1, index, outside), excluded)
+        logits = _nucleus(logits, params.top_p)
     if params.min_p > 0:
         logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(params.min_p), excluded)
     return logits
+
+
+def _nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    """(B, V) logits, -inf at all but the fewest tokens that have the mass top_p together."""
+    total, vocabulary = logits.logsumexp(-1, keepdim=True), logits.shape[-1]
+
+    def nucleus(rows: torch.Tensor, total: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits, and whether one of the `size` tokens looked at is outside, so that no other is inside."""
+        top = rows.topk(size, -1)
+        probs = (top.values - total).exp_()
+        outside = probs.cumsum(-1) - probs >= top_p
+        kept = top.values.masked_fill_(outside, float("-inf"))
+        return torch.full_like(rows, float("-inf")).scatter_(1, top.indices, kept), outside[:, -1]
+
+    size = _NUCLEUS if vocabulary > _LARGE else vocabulary
+    found, whole = nucleus(logits, total, size)
+    if size < vocabulary and len(wide := (~whole).nonzero()[:, 0]):
+        found[wide] = nucleus(logits[wide], total[wide], vocabulary)[0]
+    return found
 
 
 def _outside(ordered: torch.Tensor, top_p: float) -> torch.Tensor:
