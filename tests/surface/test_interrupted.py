@@ -16,7 +16,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize(
     ("number", "processes", "word"),
-    [(signal.SIGINT, 1, "SIGINT"), (signal.SIGTERM, 1, "SIGTERM"), (signal.SIGINT, 2, "SIGINT")],
+    [
+        pytest.param(signal.SIGINT, 1, "SIGINT", marks=pytest.mark.slow),
+        (signal.SIGTERM, 1, "SIGTERM"),
+        (signal.SIGINT, 2, "SIGINT"),
+    ],
 )
 def test_a_stopped_run_says_from_where_it_goes_on(tiny, tmp_path, number, processes, word):
     out = tmp_path / "run"

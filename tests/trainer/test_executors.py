@@ -161,7 +161,7 @@ slow = pytest.mark.slow
         pytest.param("ppo", "four share both", marks=slow),
         pytest.param("ppo", "two pools", marks=slow),
         pytest.param("ppo", "three pools", marks=slow),
-        ("dapo", "two"),
+        pytest.param("dapo", "two", marks=slow),
         pytest.param("dapo", "two by tokens", marks=slow),
         pytest.param("dapo", "two share sequences", marks=slow),
         pytest.param("dapo", "four", marks=slow),

@@ -40,8 +40,15 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.parametrize("stop", [4, 6])  # inside an epoch of 6 steps, and on its boundary
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    ("algorithm", "stop"),  # inside an epoch of 6 steps, and on its boundary
+    [
+        ("ppo", 4),
+        pytest.param("ppo", 6, marks=pytest.mark.slow),
+        pytest.param("grpo", 4, marks=pytest.mark.slow),
+        ("grpo", 6),
+    ],
+)
 def test_resumed_is_bit_equal_to_uninterrupted(algorithm, stop, settings, tmp_path):
     run = tmp_path / "run"
     chosen = [*settings, *ALGORITHMS[algorithm], "trainer.save_freq=2", "trainer.test_freq=4"]
