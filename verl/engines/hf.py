@@ -243,7 +243,9 @@ class HFEngine(TrainEngine):
 
     def lr_step(self) -> float:
         rate = self.schedule.get_last_lr()[0]
-        self.schedule.step()
+        with warnings.catch_warnings():  # torch takes a first update that was skipped for a mistake in the order
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            self.schedule.step()
         return rate
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
