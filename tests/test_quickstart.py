@@ -37,6 +37,19 @@ def test_a_short_run_shows_and_leaves_what_it_promises(tmp_path):
     assert AutoTokenizer.from_pretrained(folder).decode([4, 5]) == "ab"
 
 
+def test_a_folder_with_other_things_in_it_is_not_replaced(tmp_path):
+    from examples.quickstart.run import arguments
+
+    (tmp_path / "thesis.tex").write_text("years of work")
+    (tmp_path / "model").mkdir()
+    for out in (tmp_path, tmp_path / "thesis.tex"):
+        with pytest.raises(SystemExit):
+            arguments(["--out", str(out)])
+    (tmp_path / "thesis.tex").unlink()
+    assert arguments(["--out", str(tmp_path)]).out == tmp_path
+    assert arguments([]).out != arguments(["--shuffle-rewards"]).out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo", "rloo", "remax", "reinforce_plus_plus", "drgrpo"])
 def test_every_algorithm_learns(algorithm, tmp_path):

@@ -39,6 +39,8 @@ WARM_UP_STEPS = {"reverse": 200, "sort": 80, "countdown3": 600, "digit": 90}
 MODEL_SIZE = {"reverse": "tiny", "sort": "tiny", "countdown3": "mini", "digit": "tiny"}
 CRITIC = ["critic.model.enable_gradient_checkpointing=false", "critic.optim.lr=1e-3"]
 SAMPLES_EVERY = 10
+#: what a run leaves in its folder, which the next one replaces
+WRITTEN = {"model", "data", "sft", "rl", "curves.png"}
 
 
 def warm_up(model: Path, data: Path, out: Path, steps: int, seed: int) -> Path:
@@ -99,7 +101,7 @@ def learn(args: argparse.Namespace, model: Path, data: Path, out: Path) -> tuple
     trainer = LocalPPOTrainer(overrides=rl_overrides(args, model, data, out))
     rewards: list[float] = []
     draw = Random(args.seed)
-    title = f"{args.algorithm} on {args.task}: 64 prompts x 8 answers a step"
+    title = f"{name_of(args)} on {args.task}: 64 prompts x 8 answers a step"
     with TrainingProgress(trainer.total_steps, title) as progress:
 
         def show(report: StepReport) -> None:
@@ -115,20 +117,32 @@ def learn(args: argparse.Namespace, model: Path, data: Path, out: Path) -> tuple
     return rewards, metrics
 
 
+def name_of(args: argparse.Namespace) -> str:
+    return f"{args.algorithm} with shuffled rewards" if args.shuffle_rewards else args.algorithm
+
+
 def arguments(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="grpo")
     parser.add_argument("--task", choices=sorted(TASKS), default="reverse")
     parser.add_argument("--steps", type=int, default=100, help="RL steps (default 100)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=None, help="default: outputs/quickstart/<task>-<algorithm>")
+    parser.add_argument(
+        "--out", type=Path, default=None, help="default: outputs/quickstart/<task>-<algorithm>[-shuffled]"
+    )
     parser.add_argument("--shuffle-rewards", action="store_true", help="the control: nothing can be learnt")
     parser.add_argument("override", nargs="*", metavar="key=value", help="any key of the configuration")
     args = parser.parse_args(given)
     if args.steps < 1 or args.seed < 1:
         parser.error("--steps and --seed must be at least 1")
     if args.out is None:
-        args.out = Path("outputs/quickstart") / f"{args.task}-{args.algorithm}"
+        kind = "-shuffled" if args.shuffle_rewards else ""
+        args.out = Path("outputs/quickstart") / f"{args.task}-{args.algorithm}{kind}"
+    if args.out.is_file():
+        parser.error(f"--out {args.out} is a file, a folder is expected")
+    others = sorted({path.name for path in args.out.glob("*")} - WRITTEN)
+    if others:
+        parser.error(f"--out {args.out} would be replaced, and holds {', '.join(others[:3])}: name a new folder")
     return args
 
 
@@ -154,7 +168,7 @@ def main(given: list[str] | None = None) -> int:
     greedy = metrics[f"val-core/{args.task}/acc/mean@1"]
     saved = args.out / "rl" / f"global_step_{args.steps}" / "actor" / "huggingface"
     console.print(
-        f"\n[bold]{first:.2f} -> {last:.2f} in {args.steps} steps[/bold] of {args.algorithm} "
+        f"\n[bold]{first:.2f} -> {last:.2f} in {args.steps} steps[/bold] of {name_of(args)} "
         f"(mean reward, first and last {window} steps); {greedy:.2f} on 500 unseen prompts, greedy; "
         f"{time.perf_counter() - start:.0f} s in all",
         highlight=False,

@@ -1,6 +1,8 @@
 """Runs that train adapters, and runs whose checkpoints are written in the background."""
 
 import json
+import os
+import signal
 import threading
 from pathlib import Path
 
@@ -121,6 +123,27 @@ def test_a_write_that_fails_stops_the_run_and_leaves_the_checkpoints_of_before(s
         run(settings, *ASYNC, "trainer.save_freq=2", steps=6)
     assert "The checkpoint of step 2 was not written" in "".join(error.value.__notes__)
     assert names(tmp_path / "run") == ["global_step_1"]
+
+
+@pytest.mark.parametrize("steps", [1, 2])  # waited for at the end, and by the next save
+def test_an_interruption_while_a_checkpoint_is_waited_for_keeps_it(steps, settings, tmp_path, monkeypatch, caplog):
+    gate = Gate(monkeypatch)
+    given = [*ASYNC, "trainer.save_freq=1", f"trainer.total_training_steps={steps}"]
+    trainer = LocalPPOTrainer(overrides=[*settings, *given])
+    finish = trainer._publish_saved
+
+    def interrupted(wait: bool) -> None:
+        if trainer._saving is not None and wait:
+            trainer._publish_saved = finish
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            threading.Timer(0.6, gate.opened.set).start()
+        finish(wait)
+
+    trainer._publish_saved = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    assert names(tmp_path / "run") == ["global_step_1"]
+    assert "global_step_1, which is being written; interrupted again, it is lost" in caplog.text
 
 
 def test_a_run_that_fails_keeps_the_checkpoint_that_it_was_writing(settings, tmp_path, monkeypatch):

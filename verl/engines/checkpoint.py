@@ -135,7 +135,7 @@ class CheckpointWriter:
         """Wait for the write under way and complete it. Raises its error, once."""
         if self._write is None:
             return
-        wait([self._write])  # an interruption here leaves the write as it is
+        wait([self._write])
         write, shards, self._write, self._shards = self._write, self._shards, None, None
         if shards is None:
             write.result()
@@ -218,7 +218,8 @@ def load_weights(module: nn.Module, folder: Path) -> None:
     if missing or unknown or shapes:
         raise ValueError(
             f"{folder} holds another model than {type(module).__name__} here: "
-            f"missing {missing[:3]}, unknown {unknown[:3]}, of other shape {shapes[:3]}"
+            f"missing {missing[:3]}, unknown {unknown[:3]}, of other shape {shapes[:3]}. Name the model that the run "
+            "began with, or begin anew in another folder (trainer.experiment_name or trainer.default_local_dir)"
         )
     with torch.no_grad():
         for file in files:

@@ -41,8 +41,14 @@ def digest_of(settings: Settings) -> str:
 
 def changed(before: Settings, now: Settings) -> str:
     """`rollout.top_p: 1.0 -> 0.95, ...`: the settings that differ."""
-    keys = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
-    return ", ".join(f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys)
+    words = []
+    for key in sorted(before.keys() | now.keys()):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, list) and isinstance(new, list):  # what files are like: no news to a reader
+            words += [f"{key}: others than then"] if old != new else []
+        elif old != new:
+            words.append(f"{key}: {old} -> {new}")
+    return ", ".join(words)
 
 
 def settings_file(output: Path) -> Path:

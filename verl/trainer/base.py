@@ -37,6 +37,10 @@ _FREE_TO_CHANGE = (
 )
 
 
+_LOOK = 0.05  # seconds between two looks at a checkpoint that is being written
+_LONGEST_WRITE = 3600.0  # seconds after which one is given up
+
+
 @dataclass(frozen=True)
 class StepReport:
     """What a callback in `Trainer.on_step` learns after each step. metrics holds timing_s/* among the rest."""
@@ -174,9 +178,11 @@ class Trainer(ABC):
         if self.global_step >= self.total_steps:
             logger.warning(
                 "nothing to train: the checkpoint is of step %d and the run ends at step %d; raise "
-                "trainer.total_training_steps or trainer.total_epochs to go on",
+                "trainer.total_training_steps or trainer.total_epochs to go on, or begin anew in another folder than "
+                "%s (trainer.experiment_name or trainer.default_local_dir)",
                 self.global_step,
                 self.total_steps,
+                self.checkpoints.root,
             )
         while self.global_step < self.total_steps:
             metrics |= self._step(tracking)
@@ -204,7 +210,11 @@ class Trainer(ABC):
         if trainer.test_freq > 0 and (last or self.global_step % trainer.test_freq == 0):
             metrics |= self._validate(tracking)
         if trainer.save_freq > 0 and (last or self.global_step % trainer.save_freq == 0):
-            self.save()
+            if any(self._skipped.values()) and trainer.max_skipped_steps > 0 and not last:
+                # who goes on after the end that may be near begins before the steps that changed nothing
+                logger.warning("step %d is not saved: it made no update", self.global_step)
+            else:
+                self.save()
         report = StepReport(self.global_step, self.total_steps, metrics, timings, batch)
         for callback in self.on_step:
             callback(report)
@@ -218,6 +228,7 @@ class Trainer(ABC):
                 continue
             self._skipped[name] = self._skipped.get(name, 0) + 1 if share == 1 else 0
             if 0 < limit <= self._skipped[name]:
+                self._publish_saved(wait=True)
                 raise FloatingPointError(
                     f"{name} was 1 for {limit} steps in a row: no gradient was finite, so nothing is learnt. Look at "
                     f"the metrics of the steps before (learning rate, KL, lengths); {self._last_saved()}. "
@@ -278,9 +289,21 @@ class Trainer(ABC):
 
         Raises the error of a role that could not write its part; the folder is gone then.
         """
-        groups = [self.roles[role] for role in self.saved_roles if role in self.roles]
-        if self._saving is None or not (wait or all(all(group.is_checkpoint_written()) for group in groups)):
+        if self._saving is None:
             return
+        groups = [self.roles[role] for role in self.saved_roles if role in self.roles]
+        limit = time.monotonic() + _LONGEST_WRITE
+        try:
+            while not all(all(group.is_checkpoint_written()) for group in groups):
+                if not wait:
+                    return
+                if time.monotonic() > limit:
+                    raise TimeoutError(f"{self._saving.path} is not written after {_LONGEST_WRITE:.0f} s")
+                time.sleep(_LOOK)  # an interruption here leaves the write as it is
+        except Exception:
+            saving, self._saving = self._saving, None
+            with saving.folder:
+                raise
         saving, self._saving = self._saving, None
         with saving.folder:
             for group in groups:
@@ -291,6 +314,8 @@ class Trainer(ABC):
 
     def _rescue_saved(self, error: BaseException) -> None:
         """A run that fails keeps the checkpoint that it was writing, if its workers can still finish it."""
+        if self._saving is not None and isinstance(error, KeyboardInterrupt):
+            logger.warning("waiting for %s, which is being written; interrupted again, it is lost", self._saving.path)
         try:
             self._publish_saved(wait=True)
         except Exception as second:
@@ -347,4 +372,7 @@ class Trainer(ABC):
         changed = [k for k in sorted(saved.keys() | now.keys()) if saved.get(k) != now.get(k)]
         words = [f"{k}: {saved.get(k)} -> {now.get(k)}" for k in changed if k not in _FREE_TO_CHANGE]
         if words:
-            logger.warning("resuming with other settings than the checkpoint's: %s", ", ".join(words))
+            logger.warning(
+                "resuming with other settings than the checkpoint's: %s (another trainer.experiment_name begins anew)",
+                ", ".join(words),
+            )

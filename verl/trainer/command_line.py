@@ -52,7 +52,11 @@ def command_line(
             return 0
     except ValueError as error:
         return complain(error)
-    return run(path, overrides)
+    try:
+        return run(path, overrides)
+    except KeyboardInterrupt:  # of a run that is under way `run` itself tells more
+        print("\nstopped by SIGINT before anything was done", file=sys.stderr)
+        return 130
 
 
 def complain(error: Exception) -> int:
