@@ -54,7 +54,7 @@ def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     if 0 < params.top_k < logits.shape[-1]:
         top = logits.topk(params.top_k, -1)
         if params.top_p < 1:  # the few that are left are in order already
-            kept = top.values.masked_fill(_outside(top.values, params.top_p), excluded)
+            kept = top.values.masked_fill(_outside(top.values.softmax(-1), params.top_p), excluded)
             logits = torch.full_like(logits, excluded).scatter_(1, top.indices, kept)
         else:
             logits = logits.masked_fill(logits < top.values[:, -1:], excluded)
@@ -72,8 +72,7 @@ def _nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
     def nucleus(rows: torch.Tensor, total: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The logits, and whether one of the `size` tokens looked at is outside, so that no other is inside."""
         top = rows.topk(size, -1)
-        probs = (top.values - total).exp_()
-        outside = probs.cumsum(-1) - probs >= top_p
+        outside = _outside((top.values - total).exp_(), top_p)
         kept = top.values.masked_fill_(outside, float("-inf"))
         return torch.full_like(rows, float("-inf")).scatter_(1, top.indices, kept), outside[:, -1]
 
@@ -84,9 +83,8 @@ def _nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
     return found
 
 
-def _outside(ordered: torch.Tensor, top_p: float) -> torch.Tensor:
-    """(B, K) logits in falling order -> True where the tokens before have the mass top_p already."""
-    probs = ordered.softmax(-1)
+def _outside(probs: torch.Tensor, top_p: float) -> torch.Tensor:
+    """(B, K) probabilities in falling order -> True where the tokens before have the mass top_p already."""
     return probs.cumsum(-1) - probs >= top_p
 
 
