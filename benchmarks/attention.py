@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from rollout import SHAPES, aligned, measure_speed  # noqa: E402
 
-from verl.rollout import kernels, native_cuda  # noqa: E402
-from verl.rollout.native_model import read_decoder  # noqa: E402
+from verl.rollout.native import cuda_decoder, triton_kernels  # noqa: E402
+from verl.rollout.native.model import read_decoder  # noqa: E402
 
 #: shape, rows, tokens of context
 CASES = [("0.5B", 64, 256), ("0.5B", 256, 256), ("0.5B", 1024, 384), ("0.5B", 256, 1536), ("7B", 256, 768)]
@@ -48,14 +48,14 @@ def measure(name: str, rows: int, context: int, options: list[tuple], bytes_per_
     config = Qwen2Config(**SHAPES[name] | {"num_hidden_layers": LAYERS, "vocab_size": 64})
     with torch.device("cuda"):
         decoder = read_decoder(Qwen2ForCausalLM._from_config(config, dtype=torch.bfloat16))
-    width = -(-context // kernels.PAGE)
-    size = native_cuda.Size(rows, rows * width, width, 1, width * kernels.PAGE)
-    arena = native_cuda.Arena(decoder, size, size.pages)
+    width = -(-context // triton_kernels.PAGE)
+    size = cuda_decoder.Size(rows, rows * width, width, 1, width * triton_kernels.PAGE)
+    arena = cuda_decoder.Arena(decoder, size, size.pages)
     arena.pages.normal_()
     arena.table.copy_(torch.randperm(rows * width, device="cuda").view(rows, width))
-    arena.state[kernels.POSITION] = context - 1
-    arena.state[kernels.STATUS] = kernels.LIVE
-    engine = native_cuda.CudaDecoder(decoder, arena)
+    arena.state[triton_kernels.POSITION] = context - 1
+    arena.state[triton_kernels.STATUS] = triton_kernels.LIVE
+    engine = cuda_decoder.CudaDecoder(decoder, arena)
     qkv = torch.randn(rows, (decoder.heads + 2 * decoder.kv_heads) * decoder.head_dim, device="cuda").bfloat16()
 
     def run() -> None:
@@ -66,8 +66,8 @@ def measure(name: str, rows: int, context: int, options: list[tuple], bytes_per_
     lines = []
     for warps, stages, pages_at_once, programs in options:
         launch = {"num_warps": warps, "num_stages": stages, "ROUND": pages_at_once}
-        native_cuda.attention_launch = lambda rows, head_dim, launch=launch: launch
-        native_cuda._ENOUGH_PROGRAMS = programs
+        cuda_decoder.attention_launch = lambda rows, head_dim, launch=launch: launch
+        cuda_decoder._ENOUGH_PROGRAMS = programs
         took = microseconds(run)
         setting = [name, rows, context, warps, stages, pages_at_once, programs]
         lines.append([*setting, f"{took:.1f}", f"{floor:.1f}", f"{took / floor:.2f}"])

@@ -20,13 +20,14 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from verl.data.sequences import build_sequences  # noqa: E402
-from verl.engines import attention, invariant  # noqa: E402
 from verl.engines.base import MicroBatching, OptimizerConfig  # noqa: E402
-from verl.engines.hf import HFEngine  # noqa: E402
-from verl.engines.model import ModelConfig  # noqa: E402
+from verl.engines.loading import ModelConfig  # noqa: E402
+from verl.engines.torch_engine import HFEngine  # noqa: E402
+from verl.modeling import attention  # noqa: E402
+from verl.modeling.batch_invariant import model as batch_invariant  # noqa: E402
 from verl.protocol import DataProto  # noqa: E402
 from verl.rollout.base import SamplingParams  # noqa: E402
-from verl.rollout.native import NativeRollout  # noqa: E402
+from verl.rollout.native.engine import NativeRollout  # noqa: E402
 from verl.utils.device import resolve_device, resolve_dtype  # noqa: E402
 from verl.workers.objectives import aggregation, policy_objective  # noqa: E402
 
@@ -56,7 +57,7 @@ def build(shape: str, mode: str, device: torch.device, dtype: torch.dtype, longe
         eos_token_id=None,
     )
     exact = mode == "deterministic"
-    config._attn_implementation = invariant.NAME if exact else attention.NAME
+    config._attn_implementation = batch_invariant.NAME if exact else attention.NAME
     torch.manual_seed(0)
     with device:
         module = Qwen2ForCausalLM(config)
@@ -83,7 +84,7 @@ def measure(mode: str, args: argparse.Namespace, device: torch.device) -> dict:
         engine.module,
         pad_token_id=0,
         dtype=dtype if mode == "normal" and dtype != torch.float32 else None,
-        exact=invariant.Forward(engine.model) if mode == "deterministic" else None,
+        exact=batch_invariant.Forward(engine.model) if mode == "deterministic" else None,
         memory_share=0.4,
     )
     prompts = torch.randint(1, vocabulary, (args.rows // args.samples, args.prompt), generator=torch.manual_seed(1))

@@ -15,8 +15,8 @@ from triton.testing import do_bench
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from verl.invariant import kernels  # noqa: E402
-from verl.invariant.attention import Scores  # noqa: E402
+from verl.modeling.batch_invariant import triton_kernels  # noqa: E402
+from verl.modeling.batch_invariant.attention import Scores  # noqa: E402
 
 #: of products: rows, outputs, addends, warps, stages
 FEW = ((64, 64, 64, 4, 4), (64, 64, 128, 4, 3), (64, 64, 128, 4, 4), (64, 32, 128, 4, 4), (64, 64, 256, 4, 3))
@@ -32,7 +32,7 @@ def timed(function: Callable[..., torch.Tensor], *arguments) -> tuple[float, tor
 
 def product_tiles(device: torch.device) -> None:
     """Tiles of the product: speed beside cuBLAS, and whether they give the bits of those that are used."""
-    used = kernels.TILES[2]
+    used = triton_kernels.TILES[2]
     print("product, bf16: TFLOP/s of tiles (rows x outputs x addends, warps, stages); = where the bits are those used")
     for inside, outside in ((896, 896), (896, 4864), (4864, 896), (896, 151936)):
         for rows, options in ((64, FEW), (256, FEW), (1024, FEW), (4096, MANY), (16384, MANY)):
@@ -43,14 +43,14 @@ def product_tiles(device: torch.device) -> None:
             flops = 2e-9 * rows * inside * outside
             milliseconds, _ = timed(torch.nn.functional.linear, x, weight)
             said = [f"cuBLAS {flops / milliseconds:.0f}"]
-            reference = kernels.product(x, weight)
+            reference = triton_kernels.product(x, weight)
             for option in options:
-                kernels.TILES[2] = dict(zip(("BM", "BN", "BK", "num_warps", "num_stages"), option))
-                milliseconds, out = timed(kernels.product, x, weight)
+                triton_kernels.TILES[2] = dict(zip(("BM", "BN", "BK", "num_warps", "num_stages"), option))
+                milliseconds, out = timed(triton_kernels.product, x, weight)
                 same = "=" if torch.equal(out, reference) else "x"
                 name = "x".join(map(str, option[:3]))
                 said.append(f"{name},{option[3]},{option[4]} {flops / milliseconds:.0f}{same}")
-            kernels.TILES[2] = used
+            triton_kernels.TILES[2] = used
             print(f"{rows:6} {inside:5} -> {outside:6}: " + "  ".join(said), flush=True)
 
 
@@ -59,27 +59,27 @@ def attention_tiles(device: torch.device) -> None:
     heads, key_heads, size, rows, length = 14, 2, 64, 256, 384
     lengths, scores = (length,) * (rows // 8), Scores(size**-0.5)
     q, k, v = (torch.randn(sum(lengths), h, size, device=device, dtype=torch.bfloat16) for h in (heads, 2, 2))
-    blocks = length // kernels.BLOCK
-    pages = torch.zeros(2, rows * blocks, key_heads, kernels.BLOCK, size, device=device, dtype=torch.bfloat16)
+    blocks = length // triton_kernels.BLOCK
+    pages = torch.zeros(2, rows * blocks, key_heads, triton_kernels.BLOCK, size, device=device, dtype=torch.bfloat16)
     for store, part in zip(pages, (k, v)):
-        packed = part.view(len(lengths), blocks, kernels.BLOCK, key_heads, size).transpose(2, 3).flatten(0, 1)
+        packed = part.view(len(lengths), blocks, triton_kernels.BLOCK, key_heads, size).transpose(2, 3).flatten(0, 1)
         store[: len(packed)] = packed
     table = torch.arange(rows * blocks, device=device, dtype=torch.int32).view(rows, blocks)
     positions = torch.full((rows,), length - 1, device=device, dtype=torch.int32)
-    tiles = kernels.single_queries(positions, torch.ones_like(positions))
+    tiles = triton_kernels.single_queries(positions, torch.ones_like(positions))
     last = torch.zeros(rows, heads, size, device=device, dtype=torch.bfloat16)
     last[: len(lengths)] = q.view(len(lengths), length, heads, size)[:, -1]
-    reference = kernels.attend_rows(q, k, v, lengths, scores)
+    reference = triton_kernels.attend_rows(q, k, v, lengths, scores)
     print(f"attention, bf16: ms of {len(lengths)} rows of {length}, of a step of {rows} such rows, whether they agree")
-    used = kernels.QUERIES, kernels.ATTENTION
+    used = triton_kernels.QUERIES, triton_kernels.ATTENTION
     for queries, warps, stages in itertools.product((16, 32, 64), (2, 4), (2, 3)):
-        kernels.QUERIES, kernels.ATTENTION = queries, {"num_warps": warps, "num_stages": stages}
-        whole, out = timed(kernels.attend_rows, q, k, v, lengths, scores)
-        step, one = timed(kernels.attend_cached, last, *pages, tiles, table, scores)
+        triton_kernels.QUERIES, triton_kernels.ATTENTION = queries, {"num_warps": warps, "num_stages": stages}
+        whole, out = timed(triton_kernels.attend_rows, q, k, v, lengths, scores)
+        step, one = timed(triton_kernels.attend_cached, last, *pages, tiles, table, scores)
         same = torch.equal(one[: len(lengths)], out.view(len(lengths), length, heads, size)[:, -1])
         words = f"{'equal' if same else 'DIFFERENT'}, {'' if torch.equal(out, reference) else 'not '}those of the used"
         print(f"  {queries:4} queries, {warps} warps, {stages} stages: {whole:.3f}  {step:.3f}  {words}", flush=True)
-    kernels.QUERIES, kernels.ATTENTION = used
+    triton_kernels.QUERIES, triton_kernels.ATTENTION = used
 
 
 if __name__ == "__main__":

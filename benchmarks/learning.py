@@ -39,12 +39,12 @@ from recipe.dpo import LocalDPOTrainer
 from recipe.prime import LocalPRIMETrainer
 from verl.algorithms.presets import PRESETS
 from verl.dataflow import Operator, Pipeline
+from verl.tracking.curves import WINDOW, moving_mean
 from verl.trainer.base import StepReport
 from verl.trainer.dynamic_sampling import PromptQueue
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.ppo_flow import build_validation_flow, generate, repeat
 from verl.trainer.ppo_trainer import PPOTrainer
-from verl.utils.curves import WINDOW, moving_mean
 
 TEST_FREQ, SAMPLED_FREQ = 10, 100
 PROMPTS, ANSWERS = 64, 8

@@ -20,7 +20,7 @@ from statistics import mean, median
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.learning import THRESHOLD, Curve, draw, read_runs, spread, summary
-from verl.utils.curves import WINDOW, moving_mean
+from verl.tracking.curves import WINDOW, moving_mean
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "learning.jsonl"

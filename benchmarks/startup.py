@@ -23,7 +23,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from rollout import SHAPES
 from verl.rollout.base import SamplingParams
-from verl.rollout.native import NativeRollout
+from verl.rollout.native.engine import NativeRollout
 print("imported", time.time(), flush=True)
 with torch.device({device!r}):
     dtype = getattr(torch, {dtype!r})

@@ -39,8 +39,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from verl.data.sequences import build_sequences  # noqa: E402
 from verl.engines.base import MicroBatching, OptimizerConfig  # noqa: E402
-from verl.engines.hf import HFEngine  # noqa: E402
-from verl.engines.model import ModelConfig  # noqa: E402
+from verl.engines.loading import ModelConfig  # noqa: E402
+from verl.engines.torch_engine import HFEngine  # noqa: E402
 from verl.protocol import DataProto  # noqa: E402
 from verl.workers.objectives import aggregation, policy_objective  # noqa: E402
 

@@ -9,8 +9,8 @@ from benchmarks.learning_pool import read_plan
 from verl.algorithms.masked import LOSS_AGG_MODES
 from verl.algorithms.policy_losses import POLICY_LOSS_REGISTRY
 from verl.algorithms.presets import PRESET_NOTES, PRESETS
-from verl.config.node import leaves
-from verl.config.tree import Config
+from verl.config.fields import leaves
+from verl.config.schema.ppo import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "algorithms.md").read_text()

@@ -12,17 +12,17 @@ OPTIONAL = {"ray", "vllm", "sglang", "megatron", "liger_kernel", "matplotlib", "
 
 #: modules that are the adapter of an optional package and nothing else
 ADAPTERS = {
-    "verl.single_controller.ray_group",
-    "verl.single_controller.ray_placement",
+    "verl.single_controller.ray.group",
+    "verl.single_controller.ray.placement",
     "verl.trainer.ray_trainer",
     # kernels for a GPU, written in Triton
-    "verl.engines.layer_kernels",
-    "verl.engines.logits_kernels",
-    "verl.invariant.kernels",
-    "verl.rollout.kernels",
-    "verl.rollout.native_cuda",
-    "verl.rollout.native_exact_cuda",
-    "verl.rollout.native_paged",
+    "verl.modeling.layers_triton",
+    "verl.modeling.log_probs_triton",
+    "verl.modeling.batch_invariant.triton_kernels",
+    "verl.rollout.native.triton_kernels",
+    "verl.rollout.native.cuda_decoder",
+    "verl.rollout.native.batch_invariant_cuda",
+    "verl.rollout.native.paged_scheduler",
 }
 
 

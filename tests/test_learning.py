@@ -15,7 +15,7 @@ from benchmarks.learning_page import table
 from benchmarks.learning_pool import SECONDS, Pool, read_plan
 from examples.quickstart.tasks import write_task
 from verl.algorithms.presets import PRESETS
-from verl.utils.curves import WINDOW
+from verl.tracking.curves import WINDOW
 
 STEPS = 60
 METHODS = sorted({*PRESETS, *RECIPES})

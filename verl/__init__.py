@@ -2,6 +2,8 @@
 
 import importlib
 
+from verl import compat  # noqa: F401 (registers the import hook for old module paths)
+
 __version__ = "0.1.0"
 
 _HOME = {
@@ -11,7 +13,7 @@ _HOME = {
     "Operator": "verl.dataflow",
     "Pipeline": "verl.dataflow",
     "HOLD": "verl.dataflow",
-    "check_env": "verl.utils.env_check",
+    "check_env": "verl.env_check",
 }
 
 __all__ = ["__version__", *_HOME]

@@ -24,13 +24,13 @@ from rich.console import Console
 
 from examples.quickstart.tasks import TASKS, write_task
 from examples.quickstart.tiny_model import tiny_model
+from verl.tracking.console import TrainingProgress
+from verl.tracking.curves import save_curves
+from verl.tracking.tracking import setup_logging
 from verl.trainer.base import StepReport
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.samples import generations
 from verl.trainer.sft_trainer import SFTTrainer
-from verl.utils.curves import save_curves
-from verl.utils.progress import TrainingProgress
-from verl.utils.tracking import setup_logging
 
 ALGORITHMS = ("grpo", "ppo", "rloo", "remax", "reinforce_plus_plus", "drgrpo")
 SCORER = str(Path(__file__).resolve().parent / "tasks.py")

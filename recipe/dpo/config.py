@@ -2,8 +2,8 @@
 
 from typing import Literal
 
-from verl.config.node import Node, key, part
-from verl.config.tree import Config
+from verl.config.fields import Node, key, part
+from verl.config.schema.ppo import Config
 
 
 class DPOSection(Node):

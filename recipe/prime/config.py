@@ -2,9 +2,9 @@
 
 from typing import Literal
 
-from verl.config.node import Node, key, part
-from verl.config.tree import Config
-from verl.config.tree_model import CheckpointConfig, EngineConfig, OptimConfig
+from verl.config.fields import Node, key, part
+from verl.config.schema.model import CheckpointConfig, EngineConfig, OptimConfig
+from verl.config.schema.ppo import Config
 
 _ACTOR = "${actor_rollout_ref.actor."
 

@@ -6,7 +6,7 @@ import torch
 
 from recipe.prime.config import PrimeSection
 from verl.algorithms.prime import prime_loss
-from verl.config import tree
+from verl.config import schema
 from verl.engines.base import Objective, Tensors
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
@@ -19,7 +19,7 @@ class ImplicitPRMWorker(EngineWorker):
     """config: the section `prime`. policy: the section `actor_rollout_ref`, whose model phi starts from."""
 
     def __init__(
-        self, config: PrimeSection, policy: tree.ActorRolloutRefConfig, *, device: str, total_training_steps: int
+        self, config: PrimeSection, policy: schema.ActorRolloutRefConfig, *, device: str, total_training_steps: int
     ):
         self.config = config
         self.checkpoint = config.checkpoint

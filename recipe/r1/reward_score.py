@@ -6,7 +6,7 @@ answer, so a rule must not see them.
 
 from typing import Any
 
-from verl.rewards.maths import math_reward
+from verl.rewards.rules.maths import math_reward
 from verl.rewards.sources import rule_for
 
 END_OF_THOUGHT = "</think>"

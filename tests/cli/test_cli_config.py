@@ -3,7 +3,7 @@
 import pytest
 
 from verl.cli.config import TREES, main
-from verl.config.node import leaves
+from verl.config.fields import leaves
 
 
 @pytest.mark.parametrize("name", TREES)

@@ -5,11 +5,11 @@ import logging
 import pytest
 
 from verl.config import ConfigError, batch_words, check_available, check_critic, check_inputs, load_config
-from verl.config.available import BUILT, INSTEAD, NO_EFFECT, NOT_BUILT, matches
-from verl.config.node import leaves
-from verl.config.tree import Config
-from verl.config.tree_offline import GenerationConfig
-from verl.config.tree_sft import SFTConfig
+from verl.config.fields import leaves
+from verl.config.schema.offline import GenerationConfig
+from verl.config.schema.ppo import Config
+from verl.config.schema.sft import SFTConfig
+from verl.config.supported import BUILT, INSTEAD, NO_EFFECT, NOT_BUILT, matches
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from verl.config import Config, ConfigError, Problem, load_config, to_flat_dict
-from verl.config.node import followers, leaves
+from verl.config.fields import followers, leaves
 
 
 def load(*overrides, **kwargs):

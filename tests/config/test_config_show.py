@@ -6,9 +6,9 @@ import pytest
 import yaml
 
 from verl.config import Config, dump_config, load_config, reference_table, to_flat_dict
-from verl.config.node import leaves
-from verl.config.tree_offline import EvalConfig, GenerationConfig
-from verl.config.tree_sft import SFTConfig
+from verl.config.fields import leaves
+from verl.config.schema.offline import EvalConfig, GenerationConfig
+from verl.config.schema.sft import SFTConfig
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
 

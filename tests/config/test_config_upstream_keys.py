@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from verl.config import ConfigError, check_available, load_config, to_flat_dict
-from verl.config.dialects import RL, renamed
+from verl.config.aliases import RL, renamed
+from verl.config.fields import leaves
 from verl.config.known_keys import KNOWN, known_key
-from verl.config.node import leaves
-from verl.config.tree import Config
+from verl.config.schema.ppo import Config
 
 LINES = Path(__file__).with_name("upstream_keys.txt").read_text().splitlines()
 UPSTREAM = dict(line.split(" = ", 1) for line in LINES if not line.startswith("#"))

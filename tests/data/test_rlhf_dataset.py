@@ -8,7 +8,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from verl.config.tree_data import DataConfig
+from verl.config.schema.data import DataConfig
 from verl.data.files import PromptSource
 from verl.data.rlhf_dataset import RLHFDataset, check_dataset, collate_prompts, load_dataset_class
 from verl.data.settings import PromptSettings, read_settings

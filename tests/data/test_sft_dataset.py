@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from verl.config.tree_sft import SFTDataConfig
+from verl.config.schema.sft import SFTDataConfig
 from verl.data.chat_segments import encode_conversations
 from verl.data.files import PromptSource
 from verl.data.settings import SFTSettings, read_settings

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching, OptimizerConfig
-from verl.engines.fsdp import FSDPEngine, ShardingConfig
-from verl.engines.hf import HFEngine
-from verl.engines.model import ModelConfig
+from verl.engines.loading import ModelConfig
+from verl.engines.sharding import FSDPEngine, ShardingConfig
+from verl.engines.torch_engine import HFEngine
 from verl.protocol import DataProto
 from verl.single_controller.worker import free_port
 from verl.workers.objectives import aggregation, policy_objective, value_objective

@@ -10,10 +10,10 @@ import torch
 from tests.engines.ranks import OPTIMIZER, UNEVEN, make_batch, qwen2, run_on_ranks, save_model, share_of, train
 from verl.engines.base import MicroBatching
 from verl.engines.checkpoint import CheckpointWriter, ShardWriter
-from verl.engines.fsdp import FSDPEngine
-from verl.engines.hf import HFEngine
+from verl.engines.loading import ModelConfig
 from verl.engines.lora import LoraConfig
-from verl.engines.model import ModelConfig
+from verl.engines.sharding import FSDPEngine
+from verl.engines.torch_engine import HFEngine
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 

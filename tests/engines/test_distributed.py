@@ -8,8 +8,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.engines.ranks import qwen2, run_on_ranks, save_model
 from verl.engines.distributed import gradient_norm, init_process_group, timeout_of
-from verl.engines.fsdp import FSDPEngine, ShardingConfig
-from verl.engines.model import ModelConfig
+from verl.engines.loading import ModelConfig
+from verl.engines.sharding import FSDPEngine, ShardingConfig
 
 
 def norm_on_rank() -> float:

@@ -22,9 +22,9 @@ from tests.engines.ranks import (
     train,
 )
 from verl.engines.base import MicroBatching
-from verl.engines.fsdp import FSDPEngine, ShardingConfig
-from verl.engines.hf import HFEngine
-from verl.engines.model import ModelConfig
+from verl.engines.loading import ModelConfig
+from verl.engines.sharding import FSDPEngine, ShardingConfig
+from verl.engines.torch_engine import HFEngine
 
 CONTENTS = ("model", "optimizer", "extra")
 

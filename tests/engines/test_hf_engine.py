@@ -16,11 +16,11 @@ from transformers import (
 
 from tests.engines.ranks import SIZES, save_model
 from verl.data.sequences import build_sequences
-from verl.engines import logits
 from verl.engines.base import MicroBatching, OptimizerConfig
 from verl.engines.checkpoint import load_weights
-from verl.engines.hf import HFEngine, lr_multiplier
-from verl.engines.model import ModelConfig
+from verl.engines.loading import ModelConfig
+from verl.engines.torch_engine import HFEngine, lr_multiplier
+from verl.modeling import log_probs
 from verl.protocol import DataProto
 from verl.workers.objectives import aggregation, policy_objective, value_objective
 
@@ -141,7 +141,7 @@ def test_metrics_do_not_depend_on_the_cut_either(tmp_path):
 def test_chunked_log_probs_have_the_gradient_of_whole_ones(tmp_path, monkeypatch):
     path = save_model(FAMILIES["qwen2"], tmp_path)
     whole = gradients(path, True, MicroBatching(), "causal_lm", "token-mean")
-    monkeypatch.setitem(logits.CHUNK_ELEMENTS, "cpu", 3 * 32)
+    monkeypatch.setitem(log_probs.CHUNK_ELEMENTS, "cpu", 3 * 32)
     cut = gradients(path, True, MicroBatching(), "causal_lm", "token-mean")
     assert all(torch.allclose(whole[name], cut[name], rtol=1e-9, atol=1e-12) for name in whole)
 

@@ -22,10 +22,10 @@ from tests.engines.ranks import (
     train,
 )
 from verl.engines.base import MicroBatching, OptimizerConfig
-from verl.engines.fsdp import FSDPEngine, ShardingConfig
-from verl.engines.hf import HFEngine
+from verl.engines.loading import ModelConfig, load_module
 from verl.engines.lora import LoraConfig, merge_adapters
-from verl.engines.model import ModelConfig, load_module
+from verl.engines.sharding import FSDPEngine, ShardingConfig
+from verl.engines.torch_engine import HFEngine
 
 pytest.importorskip("peft")
 

@@ -7,10 +7,10 @@ from transformers import Qwen2Config
 from verl.data.sequences import build_sequences
 from verl.engines import memory, micro_batch
 from verl.engines.base import MicroBatching, OptimizerConfig
-from verl.engines.hf import HFEngine
+from verl.engines.loading import ModelConfig
 from verl.engines.memory import Kept, Room, room, settle
 from verl.engines.micro_batch import ENOUGH_TOKENS
-from verl.engines.model import ModelConfig
+from verl.engines.torch_engine import HFEngine
 from verl.protocol import DataProto
 from verl.workers.objectives import aggregation, policy_objective
 

@@ -14,10 +14,10 @@ from tests.engines.ranks import (
     save_model,
 )
 from verl.engines.base import MicroBatching
-from verl.engines.fsdp import FSDPEngine
-from verl.engines.hf import HFEngine
-from verl.engines.model import ModelConfig
+from verl.engines.loading import ModelConfig
 from verl.engines.offload import HOST, OffloadConfig, OnDevice, move_optimizer
+from verl.engines.sharding import FSDPEngine
+from verl.engines.torch_engine import HFEngine
 
 GPU = torch.device("cuda", 0)
 

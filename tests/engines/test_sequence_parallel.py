@@ -16,9 +16,9 @@ from tests.engines.ranks import (
     save_model,
 )
 from verl.engines.base import MicroBatching
-from verl.engines.fsdp import FSDPEngine, ShardingConfig
-from verl.engines.model import ModelConfig
-from verl.engines.sequence_parallel import SequenceRanks
+from verl.engines.loading import ModelConfig
+from verl.engines.sharding import FSDPEngine, ShardingConfig
+from verl.modeling.sequence_parallel import SequenceRanks
 
 GEMMA2 = Gemma2Config(  # soft-capped scores, and a window in every other layer
     **SIZES, head_dim=8, sliding_window=4, query_pre_attn_scalar=8

@@ -22,11 +22,11 @@ from tests.engines.ranks import (
     train,
 )
 from verl.engines.base import MicroBatching
-from verl.engines.fsdp import FSDPEngine, ShardingConfig
-from verl.engines.hf import HFEngine
+from verl.engines.loading import ModelConfig
 from verl.engines.lora import LoraConfig
-from verl.engines.model import ModelConfig
+from verl.engines.sharding import FSDPEngine, ShardingConfig
 from verl.engines.tensor_parallel import planned_layers
+from verl.engines.torch_engine import HFEngine
 from verl.model_merger.merge import MergeOptions, merge
 
 CONTENTS = ("model", "optimizer", "extra")

@@ -9,13 +9,14 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl.data.sequences import build_sequences
-from verl.engines import attention, invariant
 from verl.engines.base import MicroBatching, OptimizerConfig
-from verl.engines.hf import HFEngine
-from verl.engines.model import ModelConfig
+from verl.engines.loading import ModelConfig
+from verl.engines.torch_engine import HFEngine
+from verl.modeling import attention
+from verl.modeling.batch_invariant import model
 from verl.protocol import DataProto
 from verl.rollout.base import Generation, SamplingParams
-from verl.rollout.native import NativeRollout
+from verl.rollout.native.engine import NativeRollout
 from verl.workers.objectives import aggregation, policy_objective
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -37,14 +38,14 @@ PROMPTS = families.PROMPTS + [[(7 * i + n) % 90 + 3 for i in range(n)] for n in 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize(("inside", "outside"), [(896, 128), (4864, 896), (333, 77), (896, 20000)])
 def test_a_product_has_the_same_bits_for_any_number_of_rows(inside, outside, dtype):
-    from verl.invariant import kernels  # needs triton
+    from verl.modeling.batch_invariant import triton_kernels  # needs triton
 
     torch.manual_seed(0)
     x, weight = (torch.randn(n, inside, device=CUDA, dtype=dtype) for n in (2300, outside))
     bias = torch.randn(outside, device=CUDA, dtype=dtype)
-    whole = kernels.product(x, weight, bias)
+    whole = triton_kernels.product(x, weight, bias)
     for count in (1, 2, 63, 256, 257, 2048):
-        assert torch.equal(kernels.product(x[-count:], weight, bias), whole[-count:])
+        assert torch.equal(triton_kernels.product(x[-count:], weight, bias), whole[-count:])
     exact = x.double() @ weight.double().t() + bias.double()
     tolerance = 1e-3 if dtype == FP32 else 0.5
     torch.testing.assert_close(whole.double(), exact, atol=tolerance, rtol=1e-2)
@@ -52,7 +53,7 @@ def test_a_product_has_the_same_bits_for_any_number_of_rows(inside, outside, dty
 
 def on_gpu(module: torch.nn.Module, precision: str, kernels: str = "invariant") -> HFEngine:
     model, compute = PRECISIONS[precision]
-    module.set_attn_implementation(invariant.NAME if kernels == "invariant" else attention.NAME)
+    module.set_attn_implementation(model.NAME if kernels == "invariant" else attention.NAME)
     config = ModelConfig("", device=CUDA, model_dtype=model, compute_dtype=compute, kernels=kernels)
     return HFEngine(config, OptimizerConfig(lr=1e-4), module=module)
 
@@ -65,7 +66,7 @@ def engine(case: str, precision: str, kernels: str = "invariant") -> HFEngine:
 
 def rollout(trained: HFEngine, **settings) -> NativeRollout:
     settings = {"memory_share": 0.2, **settings}
-    return NativeRollout(trained.module, pad_token_id=0, exact=invariant.Forward(trained.model), **settings)
+    return NativeRollout(trained.module, pad_token_id=0, exact=model.Forward(trained.model), **settings)
 
 
 def as_batch(prompts: list[list[int]], answers: list[Generation]) -> DataProto:

@@ -9,10 +9,10 @@ import torch
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
 from verl.rollout.base import SamplingParams
-from verl.rollout.native import NativeRollout
-from verl.rollout.native_model import read_decoder
+from verl.rollout.native.engine import NativeRollout
+from verl.rollout.native.model import read_decoder
 from verl.rollout.sampling import draw
-from verl.rollout.stopping import StopStrings
+from verl.rollout.stop_strings import StopStrings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

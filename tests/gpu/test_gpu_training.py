@@ -5,11 +5,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl.data.sequences import build_sequences
-from verl.engines import attention, logits, memory
+from verl.engines import memory
 from verl.engines.base import MicroBatching, OptimizerConfig
-from verl.engines.hf import HFEngine
-from verl.engines.micro_batch import Packing, build_input
-from verl.engines.model import ModelConfig
+from verl.engines.loading import ModelConfig
+from verl.engines.torch_engine import HFEngine
+from verl.modeling import attention, log_probs
+from verl.modeling.packing import Packing, build_input
 from verl.protocol import DataProto
 from verl.workers.objectives import aggregation, policy_objective
 
@@ -88,8 +89,9 @@ def test_statistics_of_the_logits_and_their_gradient(vocabulary, temperature):
     found = {}
     for dtype in (torch.float32, torch.float64):
         s, w = (x.detach().to(dtype).requires_grad_() for x in (states, weight))
-        outs = logits.token_statistics(s, targets, lambda x, w=w: x @ w.t(), vocabulary, logits.OUTPUTS, temperature)
-        total = sum((outs[name] * (i + 1)).sum() for i, name in enumerate(logits.OUTPUTS))
+        names = log_probs.OUTPUTS
+        outs = log_probs.token_statistics(s, targets, lambda x, w=w: x @ w.t(), vocabulary, names, temperature)
+        total = sum((outs[name] * (i + 1)).sum() for i, name in enumerate(log_probs.OUTPUTS))
         found[dtype] = [*outs.values(), *torch.autograd.grad(total, (s, w))]
     assert max(map(apart, found[torch.float32], found[torch.float64])) < 1e-3
 

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 from examples.quickstart.tiny_model import char_tokenizer
 from verl.engines.base import OptimizerConfig
-from verl.engines.fsdp import FSDPEngine
-from verl.engines.hf import HFEngine
-from verl.engines.model import ModelConfig
+from verl.engines.loading import ModelConfig
+from verl.engines.sharding import FSDPEngine
+from verl.engines.torch_engine import HFEngine
 from verl.single_controller.worker import free_port
 
 # 37 rows do not divide by 2 or 4

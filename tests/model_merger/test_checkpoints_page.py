@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.pages import DOCS, commands
-from verl.utils.checkpoint_store import CheckpointStore
+from verl.checkpoints.store import CheckpointStore
 
 PAGE = (DOCS / "checkpoints.md").read_text()
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from verl.checkpoints.store import CheckpointStore, verify
 from verl.model_merger.checkpoint import open_checkpoint
 from verl.model_merger.huggingface import Export, describe
 from verl.model_merger.lora import with_adapters_merged
 from verl.model_merger.merge import MergeOptions, compare, merge
 from verl.model_merger.verify import check_against_checkpoint
-from verl.utils.checkpoint_store import CheckpointStore, verify
 
 
 def assert_refused(actor: Path, message: str, **options) -> None:

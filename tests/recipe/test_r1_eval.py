@@ -21,10 +21,8 @@ from examples.quickstart.tiny_model import tiny_model
 from recipe.r1.main_eval import main
 from recipe.r1.reward_score import final_part, reward_func
 from verl.config import load_config
-from verl.config.tree_offline import EvalConfig, GenerationConfig
-from verl.registry import load_object
-from verl.rewards import ScoreFunction
-from verl.utils.statistics import (
+from verl.config.schema.offline import EvalConfig, GenerationConfig
+from verl.evaluation.statistics import (
     bootstrap_intervals,
     bootstrap_means,
     compare_paired,
@@ -32,6 +30,8 @@ from verl.utils.statistics import (
     sign_flip_test,
     sign_test,
 )
+from verl.registry import load_object
+from verl.rewards import ScoreFunction
 
 ROOT = Path(__file__).parents[2]
 REWARDS = ROOT / "tests/rewards/sample_rewards.py"

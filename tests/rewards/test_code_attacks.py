@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from verl.rewards.code_tests import code_reward
-from verl.rewards.program_boot import LANDLOCK_ABI_WITH_SCOPES, landlock_abi
+from verl.rewards.sandbox.code_tests import code_reward
+from verl.rewards.sandbox.program_boot import LANDLOCK_ABI_WITH_SCOPES, landlock_abi
 
 ASSERTS = {"test_list": ["assert double(1) == 2", "assert double(21) == 42"]}
 CALLS = {"fn_name": "double", "inputs": [[1], [21]], "outputs": [2, 42]}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.rewards import gsm8k
+from verl.rewards.rules import gsm8k
 
 # (answer, what a reader says that it answers)
 ANSWERS = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.rewards import gsm8k
+from verl.rewards.rules import gsm8k
 
 # (text, the number a reader takes from it)
 LABELLED = [

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from verl.registry import import_module
-from verl.rewards.isolation import Call, DeadlineExceeded, Limits, ProcessPool, address_of, interrupt_after
+from verl.rewards.sandbox.pool import Call, DeadlineExceeded, Limits, ProcessPool, address_of, interrupt_after
 
 SAMPLES = import_module(str(Path(__file__).with_name("sample_rewards.py")))
 
@@ -141,7 +141,7 @@ def test_a_worker_does_not_outlive_its_parent(tmp_path):
     script.write_text(
         "import os, sys, threading, time\n"
         "from verl.registry import import_module\n"
-        "from verl.rewards.isolation import *\n"
+        "from verl.rewards.sandbox.pool import *\n"
         f"samples = import_module({SAMPLES.__file__!r})\n"
         "pool = ProcessPool(1)\n"
         "print(pool.run(Call(address_of(samples.which_process), {'x': 0}), Limits()).value[0], flush=True)\n"

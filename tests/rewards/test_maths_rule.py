@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from verl.rewards import maths
-from verl.rewards.isolation import Limits
+from verl.rewards.rules import maths
+from verl.rewards.sandbox.pool import Limits
 
 # (reference, boxed answer, is it right?)
 LABELLED = [

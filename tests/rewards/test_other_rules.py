@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from verl.rewards import resolve_reward_function
-from verl.rewards.choice import extract_choice, multiple_choice
-from verl.rewards.code_tests import code_reward, extract_code, same_output
-from verl.rewards.formats import format_reward, length_reward
+from verl.rewards.rules.choice import extract_choice, multiple_choice
+from verl.rewards.rules.formats import format_reward, length_reward
+from verl.rewards.sandbox.code_tests import code_reward, extract_code, same_output
 
 SAMPLES = str(Path(__file__).with_name("sample_rewards.py"))
 

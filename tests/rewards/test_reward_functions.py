@@ -16,9 +16,9 @@ from verl.rewards import (
     register_reward,
     resolve_reward_function,
 )
-from verl.rewards.accuracy import accuracy_reward
-from verl.rewards.isolation import Outcome
-from verl.rewards.results import read_outcome
+from verl.rewards.outcome import read_outcome
+from verl.rewards.rules.accuracy import accuracy_reward
+from verl.rewards.sandbox.pool import Outcome
 from verl.rewards.sources import rule_for
 
 SAMPLES = str(Path(__file__).with_name("sample_rewards.py"))
@@ -216,7 +216,7 @@ def test_accuracy_reward_wants_a_reference(reference):
 def test_the_rules_are_light():
     """A worker process that runs one rule must not pay for torch."""
     code = (
-        "import sys, verl.rewards.resolve, verl.rewards.isolation_worker; "
+        "import sys, verl.rewards.resolve, verl.rewards.sandbox.worker; "
         "print([m for m in ('torch', 'transformers', 'sympy', 'ray') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

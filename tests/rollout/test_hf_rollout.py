@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching
-from verl.engines.hf import HFEngine
-from verl.engines.model import ModelConfig
+from verl.engines.loading import ModelConfig
+from verl.engines.torch_engine import HFEngine
 from verl.protocol import DataProto
 from verl.rollout.base import SamplingParams
 from verl.rollout.hf import HFRollout

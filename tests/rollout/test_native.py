@@ -8,8 +8,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl.rollout.base import SamplingParams
-from verl.rollout.native import NativeRollout
-from verl.rollout.native_model import read_decoder
+from verl.rollout.native.engine import NativeRollout
+from verl.rollout.native.model import read_decoder
 
 VOCAB = 29
 
@@ -75,7 +75,7 @@ def test_rows_are_what_they_are_alone_whatever_the_cache_holds(module, case):
 def test_large_models_compute_on_their_parameters_and_small_ones_on_turned_copies_alike(module, monkeypatch):
     params = SamplingParams(12, (), temperature=0)
     expected = NativeRollout(module, pad_token_id=0).generate([[1, 2], [3]], params)
-    monkeypatch.setattr("verl.rollout.native.read_decoder", partial(read_decoder, turn_limit=0))
+    monkeypatch.setattr("verl.rollout.native.engine.read_decoder", partial(read_decoder, turn_limit=0))
     answers = NativeRollout(module, pad_token_id=0).generate([[1, 2], [3]], params)
     assert [a.token_ids for a in answers] == [a.token_ids for a in expected]
 

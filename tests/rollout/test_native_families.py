@@ -25,8 +25,8 @@ from transformers import (
 )
 
 from verl.rollout.base import SamplingParams
-from verl.rollout.native import NativeRollout
-from verl.rollout.native_model import FAMILIES, read_decoder
+from verl.rollout.native.engine import NativeRollout
+from verl.rollout.native.model import FAMILIES, read_decoder
 
 SHAPE = dict(
     vocab_size=97,

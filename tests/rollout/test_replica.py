@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from verl.rollout.base import SamplingParams
 from verl.rollout.hf import HFRollout
-from verl.rollout.native import NativeRollout
+from verl.rollout.native.engine import NativeRollout
 from verl.rollout.replica import ReplicaRollout
 
 CONFIG = LlamaConfig(

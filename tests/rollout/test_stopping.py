@@ -5,12 +5,12 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl.config import load_config
-from verl.config.tree_offline import GenerationConfig
+from verl.config.schema.offline import GenerationConfig
 from verl.rollout.base import SamplingParams
 from verl.rollout.hf import HFRollout
-from verl.rollout.native import NativeRollout
-from verl.rollout.native_model import read_decoder
-from verl.rollout.stopping import StopStrings
+from verl.rollout.native.engine import NativeRollout
+from verl.rollout.native.model import read_decoder
+from verl.rollout.stop_strings import StopStrings
 from verl.workers.build import stop_strings
 
 PIECES = ["a", "b", "ab", "ba", "abc", "", "é"]

@@ -17,7 +17,7 @@ import torch
 import verl
 from verl.protocol import DataProto
 from verl.single_controller import LocalWorkerGroup, WorkerDied, WorkerError, WorkerSpec, WorkerTimeout, colocate
-from verl.single_controller.process_pool import ProcessPool
+from verl.single_controller.local.process_pool import ProcessPool
 from verl.single_controller.remote_tensor import RemoteTensor
 
 WORKERS = str(Path(__file__).with_name("pool_workers.py"))

@@ -17,7 +17,7 @@ from verl.single_controller.placement import ResourcePool
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from verl.single_controller.ray_group import RayWorkerGroup  # noqa: E402
+from verl.single_controller.ray.group import RayWorkerGroup  # noqa: E402
 
 WORKERS = str(Path(__file__).with_name("pool_workers.py"))
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from verl.single_controller.remote_tensor import RemoteTensor
 
 ray = pytest.importorskip("ray")
 
-from verl.single_controller.ray_group import colocate  # noqa: E402
+from verl.single_controller.ray.group import colocate  # noqa: E402
 
 WORKERS = str(Path(__file__).with_name("pool_workers.py"))
 

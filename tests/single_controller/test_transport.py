@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from verl.protocol import DataProto
+from verl.single_controller.local.transport import Kind, Parcel, receive, send
 from verl.single_controller.pickling import pack
-from verl.single_controller.transport import Kind, Parcel, receive, send
 
 
 @pytest.fixture

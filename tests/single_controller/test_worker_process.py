@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from verl.single_controller import WorkerError, WorkerSpec
-from verl.single_controller.column_files import call_parcel
 from verl.single_controller.dispatch import Call
-from verl.single_controller.transport import Kind, receive, send
+from verl.single_controller.local.column_files import call_parcel
+from verl.single_controller.local.transport import Kind, receive, send
+from verl.single_controller.local.worker_main import WorkerHost
 from verl.single_controller.worker import Place
-from verl.single_controller.worker_process import WorkerHost
 
 WORKERS = str(Path(__file__).with_name("pool_workers.py"))
 

@@ -313,7 +313,7 @@ def test_an_architecture_that_the_engine_of_generation_does_not_know(complaint, 
 
 
 def test_a_package_that_only_one_backend_needs(complaint, monkeypatch):
-    for module in ("verl.trainer.ray_trainer", "verl.single_controller.ray_group"):
+    for module in ("verl.trainer.ray_trainer", "verl.single_controller.ray.group"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
     assert "trainer.backend=ray needs it: pip install ray" in complaint("trainer.backend=ray")

@@ -9,7 +9,7 @@ import pytest
 from tests.trainer.conftest import run_settings
 from verl.cli.config import TREES
 from verl.config import load_config
-from verl.config.node import leaves
+from verl.config.fields import leaves
 from verl.trainer.main_ppo import main
 
 MODEL, RS = "actor_rollout_ref.model.", "algorithm.rollout_correction."

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl import DataProto, DataProtoValidationError, Operator
-from verl.rewards.results import RewardError
+from verl.rewards.outcome import RewardError
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.main_ppo import main
 

@@ -2,10 +2,10 @@
 
 import pytest
 
+from verl.checkpoints.store import verify
 from verl.config import load_config
-from verl.config.tree_sft import SFTConfig
+from verl.config.schema.sft import SFTConfig
 from verl.trainer.sft_trainer import main
-from verl.utils.checkpoint_store import verify
 
 ROWS = '''
 from verl.data.sft_dataset import SFTDataset

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import pytest
 from safetensors.torch import load_file
 
+from verl.checkpoints.store import verify
 from verl.trainer.main_ppo import main
-from verl.utils.checkpoint_store import verify
 
 ASYNC = "actor_rollout_ref.actor.checkpoint.async_save=true"
 

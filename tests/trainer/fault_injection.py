@@ -4,8 +4,8 @@ import os
 import signal
 import time
 
-from verl.engines.hf import HFEngine
-from verl.rollout.native import NativeRollout
+from verl.engines.torch_engine import HFEngine
+from verl.rollout.native.engine import NativeRollout
 
 
 def strike(kind: str) -> None:

@@ -14,16 +14,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from verl.checkpoints.atomic import written_whole
 from verl.config import load_config
-from verl.config.tree_offline import GenerationConfig
+from verl.config.schema.offline import GenerationConfig
 from verl.data.rlhf_dataset import RLHFDataset
+from verl.evaluation.shards import AnswerParts, Answers, changed, digest_of
 from verl.protocol import DataProto
 from verl.rollout.base import SamplingParams
 from verl.rollout.hf import HFRollout
 from verl.trainer import main_generation
-from verl.trainer.answer_parts import AnswerParts, Answers, changed, digest_of
 from verl.trainer.main_generation import GenerationRun, main
-from verl.utils.atomic import written_whole
 from verl.utils.rng import fork_seed
 from verl.workers.rollout import RolloutWorker
 

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from verl.config import load_config
+from verl.single_controller.ray.runtime_env import default_excludes, prepare_runtime_env
 from verl.single_controller.worker import free_port
-from verl.trainer.runtime_env import default_excludes, prepare_runtime_env
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "multinode.md").read_text()

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 import verl
-from verl.trainer.runtime_env import check_package, default_excludes, ignore_matcher, prepare_runtime_env, travelling
+from verl.single_controller.ray.runtime_env import (
+    check_package,
+    default_excludes,
+    ignore_matcher,
+    prepare_runtime_env,
+    travelling,
+)
 
 
 def fill(folder: Path, files: dict[str, int]) -> Path:

@@ -7,7 +7,7 @@ import pytest
 from tests.trainer.conftest import run_settings
 from verl.algorithms.presets import PRESETS
 from verl.config import load_config
-from verl.config.available import without_effect
+from verl.config.supported import without_effect
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.unused_settings import unused_settings
 

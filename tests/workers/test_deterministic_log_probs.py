@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from verl.data.sequences import build_sequences
-from verl.engines import attention, invariant
 from verl.engines.base import MicroBatching, OptimizerConfig
-from verl.engines.hf import HFEngine
-from verl.engines.model import ModelConfig
+from verl.engines.loading import ModelConfig
+from verl.engines.torch_engine import HFEngine
+from verl.modeling import attention
+from verl.modeling.batch_invariant import model
 from verl.protocol import DataProto
 from verl.rollout.base import SamplingParams
-from verl.rollout.native import NativeRollout
+from verl.rollout.native.engine import NativeRollout
 from verl.workers.objectives import aggregation, policy_objective
 
 _file = Path(__file__).parents[1] / "rollout" / "test_native_families.py"
@@ -35,13 +36,13 @@ def engine(case: str, precision: str, optimizer: OptimizerConfig | None = None) 
     model, compute = PRECISIONS[precision]
     module = families.model(case, model)
     module.config.max_position_embeddings = 48 if case == "phi3-longrope" else 128
-    module.set_attn_implementation(invariant.NAME)
+    module.set_attn_implementation(model.NAME)
     config = ModelConfig("", model_dtype=model, compute_dtype=compute, kernels="invariant")
     return HFEngine(config, optimizer, module=module)
 
 
 def sample(engine: HFEngine, prompts: list[list[int]], max_rows: int = 4, sample_ids: list[int] | None = None):
-    rollout = NativeRollout(engine.module, pad_token_id=0, max_rows=max_rows, exact=invariant.Forward(engine.model))
+    rollout = NativeRollout(engine.module, pad_token_id=0, max_rows=max_rows, exact=model.Forward(engine.model))
     return rollout.generate(prompts, SamplingParams(24, (3, 4, 9), temperature=TEMPERATURE, seed=1), sample_ids)
 
 

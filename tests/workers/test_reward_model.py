@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from examples.quickstart.tiny_model import tiny_model
-from verl.config import tree_data
+from verl.config import schema
 from verl.data.dialogues import DialogueReader
 from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
@@ -41,7 +41,7 @@ def batch_of(tokenizer, prompts: list, answers: list[str], texts: list[str]) -> 
 
 
 def scores(folder, policy, batch: DataProto, **settings) -> torch.Tensor:
-    config = tree_data.RewardModelConfig(enable=True, model_path=str(folder), **settings)
+    config = schema.RewardModelConfig(enable=True, model_path=str(folder), **settings)
     spec = WorkerSpec(RewardModelWorker, {"config": config, "device": "cpu", "policy_tokenizer": policy})
     return LocalWorkerGroup(spec).compute_rm_score(batch).batch["rm_scores"]
 

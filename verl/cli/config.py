@@ -7,11 +7,11 @@ import argparse
 import sys
 
 from verl.config import Config, reference_table
-from verl.config.dialects import renamed
+from verl.config.aliases import renamed
 from verl.config.errors import nearest_key
-from verl.config.node import Tree, leaves
-from verl.config.tree_offline import EvalConfig, GenerationConfig
-from verl.config.tree_sft import SFTConfig
+from verl.config.fields import Tree, leaves
+from verl.config.schema.offline import EvalConfig, GenerationConfig
+from verl.config.schema.sft import SFTConfig
 
 TREES: dict[str, type[Tree]] = {
     "ppo": Config,

@@ -4,7 +4,7 @@ Three words are mixed up more than any others: a batch and a mini-batch count PR
 `rollout.n` answers; a micro-batch counts SEQUENCES (an answer with its prompt) of one rank.
 """
 
-from verl.config.tree import ActorConfig, Config, CriticConfig
+from verl.config.schema.ppo import ActorConfig, Config, CriticConfig
 
 
 def batch_words(config: Config, world_size: int = 1, *, critic: bool = True) -> str:

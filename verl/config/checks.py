@@ -7,11 +7,11 @@ import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from verl.checkpoints.store import CheckpointError, step_of_saved
 from verl.config.errors import Problem, in_words
-from verl.config.node import Tree, flatten
-from verl.config.tree import Config, DataConfig, TrainerConfig
-from verl.config.tree_sft import SFTConfig, SFTDataConfig, SFTTrainerConfig
-from verl.utils.checkpoint_store import CheckpointError, step_of_saved
+from verl.config.fields import Tree, flatten
+from verl.config.schema.ppo import Config, DataConfig, TrainerConfig
+from verl.config.schema.sft import SFTConfig, SFTDataConfig, SFTTrainerConfig
 
 _ACTOR = "actor_rollout_ref.actor."
 _ROLLOUT = "actor_rollout_ref.rollout."

@@ -18,10 +18,10 @@ from pydantic import ValidationError
 
 from verl.config.checks import check_tree, notes_of
 from verl.config.errors import ConfigError, Problem, in_words
-from verl.config.node import Tree, flatten, followers, leaves, unflatten
+from verl.config.fields import Tree, flatten, followers, leaves, unflatten
 from verl.config.reader import Reader
+from verl.config.schema.ppo import Config
 from verl.config.sources import Layer, read_mapping, read_overrides, read_yaml
-from verl.config.tree import Config
 from verl.registry import did_you_mean
 
 T = TypeVar("T", bound=Tree)

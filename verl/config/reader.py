@@ -7,10 +7,10 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.config.dialects import renamed
+from verl.config.aliases import renamed
 from verl.config.errors import Problem, in_words, nearest_key
+from verl.config.fields import Leaf, Tree, flatten, leaves, sections, unflatten
 from verl.config.known_keys import known_key
-from verl.config.node import Leaf, Tree, flatten, leaves, sections, unflatten
 from verl.config.sources import Given, Layer, has_interpolation
 
 Named = list[tuple[str, Given]]

@@ -2,8 +2,8 @@
 
 import yaml
 
-from verl.config.node import Tree, leaves
-from verl.config.tree import Config
+from verl.config.fields import Tree, leaves
+from verl.config.schema.ppo import Config
 
 
 def reference_table(tree: type[Tree] = Config) -> str:

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.errors import ConfigError, Problem
-from verl.config.node import flatten
+from verl.config.fields import flatten
 
 _FILE = "the configuration file"
 

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from verl.utils.shard_files import ShardPlanner, ShardReader
+from verl.checkpoints.shard_files import ShardPlanner, ShardReader
 
 
 class ShardWriter:

@@ -14,8 +14,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from verl.engines.logits import CHUNK_ELEMENTS, KEPT_SHARE
 from verl.engines.micro_batch import ENOUGH_TOKENS
+from verl.modeling.log_probs import CHUNK_ELEMENTS, KEPT_SHARE
 
 #: the share of the free memory that is planned for: blocks of memory of many sizes leave gaps
 SHARE = 0.8

@@ -9,12 +9,12 @@ from typing import Any
 
 import yaml
 
+from verl.checkpoints.store import MANIFEST
 from verl.model_merger.adapter_folder import AdaptersOverBase, has_adapters, recorded_base
 from verl.model_merger.distributed_checkpoint import DistributedCheckpoint
 from verl.model_merger.fsdp import RankFiles, is_rank_file
 from verl.model_merger.safetensors_folder import SafetensorsFolder, has_weights, local_folder
 from verl.model_merger.source import WeightSource
-from verl.utils.checkpoint_store import MANIFEST
 
 _LOOKS_LIKE = (
     "expected one of: model_world_size_W_rank_R.pt files, a folder shards/, lora_adapter/, or "

@@ -17,8 +17,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from verl.checkpoints.shard_files import ShardReader
 from verl.model_merger.source import Shape, TensorInfo, WeightSource, join
-from verl.utils.shard_files import ShardReader
 
 #: of every weight: the engine saves {"model": ...} of a module that holds the HuggingFace model as `module`
 _PREFIX = "model.module."

@@ -13,7 +13,7 @@ _HOME = {
     "resolve_reward_function": "verl.rewards.resolve",
     "ScoreFunction": "verl.rewards.functions",
     "register_reward": "verl.rewards.functions",
-    "RewardError": "verl.rewards.results",
+    "RewardError": "verl.rewards.outcome",
     "REWARD_MANAGER_REGISTRY": "verl.rewards.managers",
     "RewardManager": "verl.rewards.managers",
     "register_reward_manager": "verl.rewards.managers",

@@ -22,11 +22,11 @@ import torch
 
 from verl.protocol import DataProto
 from verl.registry import Registry, did_you_mean
-from verl.rewards.answers import prompt_texts, read_answers
-from verl.rewards.calls import call_rows
 from verl.rewards.functions import ScoreFunction
-from verl.rewards.isolation import Outcome, ProcessPool, address_of
-from verl.rewards.results import BadOutcome, RewardError, Row, read_outcome, split_outcome
+from verl.rewards.outcome import BadOutcome, RewardError, Row, read_outcome, split_outcome
+from verl.rewards.responses import prompt_texts, read_answers
+from verl.rewards.sandbox.calls import call_rows
+from verl.rewards.sandbox.pool import Outcome, ProcessPool, address_of
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,11 @@ from functools import lru_cache
 from typing import Any
 
 from verl.registry import did_you_mean, load_object
-from verl.rewards import accuracy, formats, model_score  # noqa: F401 (their functions are registered by this)
+from verl.rewards import model_score  # noqa: F401 (their functions are registered by this)
 from verl.rewards.functions import ACCEPTED_FORMS, REWARD_FUNCTION_REGISTRY, ScoreFunction, register_reward
-from verl.rewards.isolation import Outcome
-from verl.rewards.results import BadOutcome, read_outcome
+from verl.rewards.outcome import BadOutcome, read_outcome
+from verl.rewards.rules import accuracy, formats  # noqa: F401 (their functions are registered by this)
+from verl.rewards.sandbox.pool import Outcome
 from verl.rewards.sources import default_compute_score, rule_for
 
 DEFAULT_FUNCTION_NAME = "compute_score"

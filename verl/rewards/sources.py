@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from verl.rewards.choice import multiple_choice
-from verl.rewards.code_tests import code_reward
 from verl.rewards.functions import REWARD_FUNCTION_REGISTRY, ScoreFunction, register_reward
-from verl.rewards.gsm8k import gsm8k_strict
-from verl.rewards.maths import math_reward
+from verl.rewards.rules.choice import multiple_choice
+from verl.rewards.rules.gsm8k import gsm8k_strict
+from verl.rewards.rules.maths import math_reward
+from verl.rewards.sandbox.code_tests import code_reward
 
 # A name or the beginning of names: "math" also stands for "math_dapo" and "math500", not for "mathvista".
 RULES_BY_DATA_SOURCE: dict[str, ScoreFunction] = {

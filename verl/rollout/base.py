@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from verl.rollout.stopping import StopStrings
+from verl.rollout.stop_strings import StopStrings
 
 
 @dataclass(frozen=True)

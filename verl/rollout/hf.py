@@ -14,7 +14,7 @@ from transformers import (
 
 from verl.rollout.base import Generation, RolloutEngine, RolloutStats, SamplingParams
 from verl.rollout.sampling import draw
-from verl.rollout.stopping import StopStrings
+from verl.rollout.stop_strings import StopStrings
 
 
 class _Sampler(LogitsProcessor):

@@ -1,7 +1,7 @@
 """One controller, many workers: dispatch -> execute -> collect. Ray is imported by `ray_group` only."""
 
 from verl.single_controller.dispatch import Coordinates, Dispatch, Execute, Layout, register, register_dispatch_mode
-from verl.single_controller.local_group import LocalWorkerGroup, colocate
+from verl.single_controller.local.group import LocalWorkerGroup, colocate
 from verl.single_controller.worker import Worker, WorkerSpec
 from verl.single_controller.worker_group import Future, WorkerDied, WorkerError, WorkerGroup, WorkerTimeout
 

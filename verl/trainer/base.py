@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.checkpoints.store import CheckpointStore
 from verl.config import dump_config, to_flat_dict
 from verl.data.files import PromptSource
 from verl.dataflow import HOLD, DataFlow, Pipeline
 from verl.protocol import DataProto
 from verl.single_controller import WorkerGroup
+from verl.tracking.tracking import Tracking
 from verl.trainer.metrics import timing_metrics
 from verl.trainer.saved_state import load_state, save_state
-from verl.utils.checkpoint_store import CheckpointStore
 from verl.utils.lock import only_run_in
 from verl.utils.rng import rng_state, seed_everything, set_rng_state
-from verl.utils.tracking import Tracking
 
 logger = logging.getLogger("verl.trainer")
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from verl.config.node import Tree
+    from verl.config.fields import Tree
 
 #: what a user can get wrong before a run begins: settings, files, packages, code of one's own
 MISTAKES = (ValueError, ImportError, SyntaxError, FileNotFoundError)

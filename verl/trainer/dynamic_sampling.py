@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.config import tree
+from verl.config import schema
 from verl.data.sequences import concat_sequences
 from verl.dataflow import HOLD, DataFlow, Operator, Stateful
 from verl.protocol import DataProto
@@ -211,7 +211,7 @@ def group_rows(batch: DataProto) -> list[np.ndarray]:
     return [np.array(members) for members in rows.values()]
 
 
-def sample_dynamically(flow: DataFlow, config: tree.Config, pad_token_id: int) -> DataFlow:
+def sample_dynamically(flow: DataFlow, config: schema.Config, pad_token_id: int) -> DataFlow:
     """The edit: `prompts` becomes a queue, and `filter_groups` stands behind `reward`."""
     groups = config.algorithm.filter_groups
     pass_size = config.data.gen_batch_size or config.data.train_batch_size

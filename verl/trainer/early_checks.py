@@ -3,17 +3,17 @@
 The tokenizer, the data and the weights, which may take minutes, are read after this.
 """
 
-from verl.config import tree, tree_model
+from verl.config import schema
 from verl.data.rlhf_dataset import RLHFDataset
-from verl.engines.model import ModelConfig, check_model
+from verl.engines.loading import ModelConfig, check_model
+from verl.tracking.tracking import check_trackers
 from verl.trainer import setup
 from verl.trainer.roles import pools_of, roles_of
 from verl.trainer.rollout_correction import check_correction
-from verl.utils.tracking import check_trackers
 from verl.workers.build import lora_config
 
 
-def check_early(config: tree.Config) -> None:
+def check_early(config: schema.Config) -> None:
     """Raise ValueError, or what a file of the user's raises, for settings that cannot be run."""
     check_trackers(config.trainer.logger)
     setup.check_folders(config.trainer)
@@ -27,7 +27,7 @@ def check_early(config: tree.Config) -> None:
     _check_models(config)
 
 
-def _check_models(config: tree.Config) -> None:
+def _check_models(config: schema.Config) -> None:
     """The config of each model is there and takes the overrides; adapters find their modules."""
     policy, reward = config.actor_rollout_ref.model, config.reward.reward_model
     models = {"actor": (policy, "causal_lm"), "critic": (config.critic.model, "value")}
@@ -38,7 +38,7 @@ def _check_models(config: tree.Config) -> None:
         check_model(ModelConfig(reward.model_path, "reward", trust_remote_code=reward.trust_remote_code))
 
 
-def check_model_section(model: tree_model.ModelConfig, kind: str) -> None:
+def check_model_section(model: schema.ModelConfig, kind: str) -> None:
     """Raise ValueError for a `model` section whose model cannot be built. kind: as ModelConfig has it."""
     check_model(
         ModelConfig(

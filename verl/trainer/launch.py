@@ -61,7 +61,7 @@ def run(build: "Callable[[], Trainer]") -> int:
     fit -> run -> the function. Ctrl-C and SIGTERM end the workers; the message says from where the run can go on.
     Status 130 or 143, as usual.
     """
-    from verl.utils.tracking import setup_logging
+    from verl.tracking.tracking import setup_logging
 
     setup_logging()
     try:

@@ -4,7 +4,7 @@ With one process (`trainer.n_gpus_per_node: 1`) all of it is *this* process: for
 a breakpoint just works. With more, the roles live in as many processes of this host, which share each model.
 """
 
-from verl.config import tree
+from verl.config import schema
 from verl.single_controller import LocalWorkerGroup, WorkerSpec, colocate
 from verl.single_controller.placement import ResourcePool
 from verl.trainer.ppo_trainer import PPOTrainer
@@ -20,7 +20,7 @@ class LocalPPOTrainer(PPOTrainer):
     >>> LocalPPOTrainer(config_path="./config.yaml", train_dataset=train_dataset).fit()
     """
 
-    def prepare_executor(self, config: tree.Config) -> None:
+    def prepare_executor(self, config: schema.Config) -> None:
         trainer = config.trainer
         check_one_host(trainer)
         # of the last process: fewer GPUs than processes are found out now

@@ -13,13 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from verl.checkpoints.atomic import make_folder_of, written_whole
 from verl.config import check_data, load_config
-from verl.config.tree_offline import EvalConfig
-from verl.registry import import_module
-from verl.rewards.results import RewardError
-from verl.trainer.command_line import MISTAKES, command_line, complain
-from verl.trainer.evaluation_flow import Question, Scorer, find_function, read_answered, score_questions
-from verl.trainer.evaluation_report import (
+from verl.config.schema.offline import EvalConfig
+from verl.evaluation.report import (
     check_k,
     check_same_questions,
     compare,
@@ -27,7 +24,10 @@ from verl.trainer.evaluation_report import (
     evaluate,
     figures_table,
 )
-from verl.utils.atomic import make_folder_of, written_whole
+from verl.evaluation.score import Question, Scorer, find_function, read_answered, score_questions
+from verl.registry import import_module
+from verl.rewards.outcome import RewardError
+from verl.trainer.command_line import MISTAKES, command_line, complain
 from verl.utils.disk import DiskFullError
 from verl.utils.log import console, setup_logging
 

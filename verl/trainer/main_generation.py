@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import ConfigError, Problem, check_available, check_inputs, load_config, to_flat_dict
-from verl.config.tree_offline import GenerationConfig
+from verl.config.schema.offline import GenerationConfig
 from verl.dataflow import DataFlow
+from verl.evaluation.generate import Questions, build_generation_flow, check_output, read_questions, write_output
+from verl.evaluation.shards import AnswerParts, Answers
 from verl.registry import import_module
 from verl.single_controller import LocalWorkerGroup, WorkerGroup, WorkerSpec
-from verl.trainer.answer_parts import AnswerParts, Answers
 from verl.trainer.command_line import MISTAKES, command_line, complain
 from verl.trainer.early_checks import check_model_section
-from verl.trainer.generation_flow import Questions, build_generation_flow, check_output, read_questions, write_output
 from verl.trainer.model_limits import ModelLimits
 from verl.trainer.setup import stop_token_ids
 from verl.utils.device import resolve_device, resolve_dtype

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config import tree_model
-from verl.rollout.native_model import family_of
+from verl.config import schema
+from verl.rollout.native.model import family_of
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class ModelLimits:
     architectures: tuple[str, ...]
 
     @classmethod
-    def of(cls, model: tree_model.ModelConfig) -> "ModelLimits":
+    def of(cls, model: schema.ModelConfig) -> "ModelLimits":
         from transformers import AutoConfig
 
         hf = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).get_text_config()

@@ -20,7 +20,7 @@ from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.binding import asks_for_all, bind_arguments, optional_columns, required_columns
 from verl.algorithms.kl import FixedKLController, apply_kl_penalty, get_kl_controller
 from verl.algorithms.policy_losses import get_policy_loss_fn
-from verl.config import tree, tree_trainer
+from verl.config import schema
 from verl.data.files import PromptSource
 from verl.dataflow import CONTROLLER, DataFlow, Operator, Stateful
 from verl.engines.metrics import MetricSums
@@ -75,28 +75,28 @@ class Prompts(Stateful):
         self.source.load_state_dict(state)
 
 
-def estimator_settings(algorithm: tree_trainer.AlgorithmConfig) -> dict[str, Any]:
+def estimator_settings(algorithm: schema.AlgorithmConfig) -> dict[str, Any]:
     """The settings that an advantage estimator may ask for by name: the `algorithm` section."""
     return algorithm.model_dump()
 
 
-def estimator_columns(algorithm: tree_trainer.AlgorithmConfig) -> tuple[str, ...]:
+def estimator_columns(algorithm: schema.AlgorithmConfig) -> tuple[str, ...]:
     """The columns that the configured estimator asks for."""
     return required_columns(get_adv_estimator_fn(algorithm.adv_estimator), estimator_settings(algorithm))
 
 
-def needs_critic(config: tree.Config) -> bool:
+def needs_critic(config: schema.Config) -> bool:
     """Whether the configured estimator reads the column `values`."""
     return "values" in estimator_columns(config.algorithm)
 
 
-def needs_reference(config: tree.Config) -> bool:
+def needs_reference(config: schema.Config) -> bool:
     """Whether the reference is asked for by name, or by a KL in the reward or in the loss."""
     policy = config.actor_rollout_ref
     return bool(policy.ref.enable) or config.algorithm.use_kl_in_reward or policy.actor.use_kl_loss
 
 
-def loss_columns(config: tree.Config) -> tuple[str, ...]:
+def loss_columns(config: schema.Config) -> tuple[str, ...]:
     """The columns that the actor's loss asks for, the reference's among them where a KL is in the loss."""
     actor = config.actor_rollout_ref.actor
     loss = get_policy_loss_fn(actor.policy_loss.loss_mode)
@@ -181,7 +181,7 @@ def model_scores(roles: Roles) -> Callable[[DataProto], DataProto]:
     return rm
 
 
-def reward_operators(config: tree.Config, roles: Roles, reward: Reward) -> list[Operator]:
+def reward_operators(config: schema.Config, roles: Roles, reward: Reward) -> list[Operator]:
     """From answers to rewards: the reward model's scores, where there is one, and the reward manager's verdict."""
     writes = ("token_level_scores", "token_level_rewards")
     reads = ("responses", "response_mask", "data_source", "reward_model")
@@ -191,7 +191,7 @@ def reward_operators(config: tree.Config, roles: Roles, reward: Reward) -> list[
     return [rm, Operator("reward", reward, (*reads, "rm_scores"), writes, on=CONTROLLER)]
 
 
-def reward_baseline(config: tree.Config, roles: Roles, manager: RewardManager) -> Callable[[DataProto], DataProto]:
+def reward_baseline(config: schema.Config, roles: Roles, manager: RewardManager) -> Callable[[DataProto], DataProto]:
     """The reward of one greedy answer to each prompt (ReMax, Li et al. 2023, arXiv 2310.10505)."""
 
     def greedy_reward(batch: DataProto) -> DataProto:
@@ -279,7 +279,7 @@ class KLInReward(Stateful):
         self.controller.load_state_dict(state)
 
 
-def advantage(algorithm: tree_trainer.AlgorithmConfig) -> Callable[[DataProto], DataProto]:
+def advantage(algorithm: schema.AlgorithmConfig) -> Callable[[DataProto], DataProto]:
     """Advantages and returns by the configured estimator, its parameters bound by name."""
     estimator = get_adv_estimator_fn(algorithm.adv_estimator)
     settings = estimator_settings(algorithm)
@@ -362,7 +362,7 @@ class Update:
 
 
 def build_ppo_flow(
-    config: tree.Config,
+    config: schema.Config,
     prompts: Callable[[], DataProto],
     roles: Roles,
     manager: RewardManager,
@@ -414,7 +414,7 @@ def _reads(flow: DataFlow, function: Callable, asked: Sequence[str], on: str) ->
     return reads, None if asks_for_all(function) else on
 
 
-def _add_updates(flow: DataFlow, config: tree.Config, roles: Roles) -> DataFlow:
+def _add_updates(flow: DataFlow, config: schema.Config, roles: Roles) -> DataFlow:
     critic, actor, n = config.critic, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
     if "values" in estimator_columns(config.algorithm):
         plan = UpdatePlan(critic.ppo_mini_batch_size * n, critic.ppo_epochs, critic.shuffle, critic.data_loader_seed)
@@ -428,7 +428,7 @@ def _add_updates(flow: DataFlow, config: tree.Config, roles: Roles) -> DataFlow:
     return flow.add_operator(Operator("update_actor", Update(roles, "actor", "update_actor", plan), reads, on=on))
 
 
-def spare_old_log_prob(flow: DataFlow, config: tree.Config) -> DataFlow:
+def spare_old_log_prob(flow: DataFlow, config: schema.Config) -> DataFlow:
     """Leave `old_log_prob` out where the only update of a step has the log-probs of the old policy itself.
 
     It stays where there are several updates or none (the critic's warm-up), where another operator reads what it
@@ -452,7 +452,7 @@ def spare_old_log_prob(flow: DataFlow, config: tree.Config) -> DataFlow:
     return flow.remove("old_log_prob").replace(update.name, replace(update, reads=tuple(reads)))
 
 
-def build_validation_flow(config: tree.Config, roles: Roles, manager: RewardManager) -> DataFlow:
+def build_validation_flow(config: schema.Config, roles: Roles, manager: RewardManager) -> DataFlow:
     """repeat -> gen -> [rm] -> reward, sampled as rollout.val_kwargs says."""
     return DataFlow(
         [

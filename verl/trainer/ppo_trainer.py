@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 from torch.utils.data import Dataset
 
 from verl.algorithms.presets import PRESETS
-from verl.config import batch_words, check_available, check_inputs, check_models, load_config, tree, unavailable
+from verl.config import batch_words, check_available, check_inputs, check_models, load_config, schema, unavailable
 from verl.data.files import PromptSource
 from verl.data.rlhf_dataset import RLHFDataset, check_dataset, collate_prompts
 from verl.dataflow import CONTROLLER, DataFlow
 from verl.protocol import DataProto
 from verl.rewards import RewardManager
 from verl.single_controller import WorkerSpec
+from verl.tracking.tracking import setup_logging
 from verl.trainer import setup
 from verl.trainer.base import Trainer
 from verl.trainer.dynamic_sampling import sample_dynamically
@@ -32,7 +33,6 @@ from verl.trainer.roles import placement_words, pools_of, worker_specs
 from verl.trainer.rollout_correction import correct_rollout
 from verl.trainer.samples import dump_generations, generations, write_jsonl
 from verl.trainer.unused_settings import warn_of_unused_settings
-from verl.utils.tracking import setup_logging
 from verl.workers.build import load_tokenizer
 
 logger = logging.getLogger("verl.trainer")
@@ -51,7 +51,7 @@ class PPOTrainer(Trainer):
 
     def __init__(
         self,
-        config: tree.Config | None = None,
+        config: schema.Config | None = None,
         *,
         config_path: str | Path | None = None,
         overrides: Sequence[str] = (),
@@ -106,7 +106,7 @@ class PPOTrainer(Trainer):
             inputs=("prompt_ids", "uid", "data_source", "reward_model")
         )
 
-    def prepare_executor(self, config: tree.Config) -> None:
+    def prepare_executor(self, config: schema.Config) -> None:
         """Raise ValueError for what is asked of the executor in vain. By then nothing has been read but settings."""
 
     def build_flow(self) -> DataFlow:

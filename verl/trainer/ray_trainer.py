@@ -4,15 +4,15 @@ import os
 
 import ray
 
-from verl.config import tree
+from verl.config import schema
 from verl.single_controller.placement import ResourcePool
-from verl.single_controller.ray_group import colocate
-from verl.single_controller.ray_placement import START_TIMEOUT, reserve
+from verl.single_controller.ray.group import colocate
+from verl.single_controller.ray.placement import START_TIMEOUT, reserve
+from verl.single_controller.ray.runtime_env import prepare_runtime_env
 from verl.single_controller.worker import WorkerSpec
 from verl.single_controller.worker_group import WorkerGroup
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.roles import roles_of_actor, start_pools
-from verl.trainer.runtime_env import prepare_runtime_env
 
 _ALONE_TIMEOUT = 3.0  # seconds
 _ALONE = (
@@ -32,7 +32,7 @@ class RayPPOTrainer(PPOTrainer):
     docs/multinode.md has the way to several nodes.
     """
 
-    def prepare_executor(self, config: tree.Config) -> None:
+    def prepare_executor(self, config: schema.Config) -> None:
         given = config.ray_kwargs.ray_init
         if given and ray.is_initialized():
             raise ValueError(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from verl.config import tree
+from verl.config import schema
 from verl.single_controller import WorkerGroup, WorkerSpec
 from verl.single_controller.placement import ResourcePool, place_roles
 from verl.trainer.ppo_flow import needs_critic, needs_reference
@@ -14,7 +14,7 @@ from verl.workers.critic import CriticWorker
 from verl.workers.reward_model import RewardModelWorker
 
 
-def roles_of(config: tree.Config) -> list[str]:
+def roles_of(config: schema.Config) -> list[str]:
     """The roles that have workers. Actor and rollout are one, `actor`: it generates with the weights that it trains."""
     asked = {
         "ref": needs_reference(config) and not has_adapters(config.actor_rollout_ref.model),
@@ -25,7 +25,7 @@ def roles_of(config: tree.Config) -> list[str]:
 
 
 def worker_specs(
-    config: tree.Config, *, total_steps: int, tokenizer: Any, stop_token_ids: tuple[int, ...]
+    config: schema.Config, *, total_steps: int, tokenizer: Any, stop_token_ids: tuple[int, ...]
 ) -> dict[str, WorkerSpec]:
     """role -> its worker, for the roles of `roles_of`."""
     policy, device = config.actor_rollout_ref, config.trainer.device
@@ -58,13 +58,13 @@ def worker_specs(
     return specs
 
 
-def roles_of_actor(config: tree.Config) -> tuple[str, ...]:
+def roles_of_actor(config: schema.Config) -> tuple[str, ...]:
     """The other roles that the actor's workers have: they generate, and with adapters they are the reference too."""
     shares = needs_reference(config) and has_adapters(config.actor_rollout_ref.model)
     return ("rollout", "ref") if shares else ("rollout",)
 
 
-def pools_of(config: tree.Config, roles: list[str]) -> dict[str, list[tuple[str, ResourcePool]]]:
+def pools_of(config: schema.Config, roles: list[str]) -> dict[str, list[tuple[str, ResourcePool]]]:
     """Pool name -> the roles that live in it, with the pool: roles without devices of their own are with the actor."""
     trainer = config.trainer
     placed = place_roles(roles, config.placement.model_dump(), trainer.nnodes, trainer.n_gpus_per_node)

@@ -23,7 +23,7 @@ from verl.algorithms.rollout_correction import (
     compute_rollout_correction_weights,
     parse_rejections,
 )
-from verl.config import ConfigError, Problem, tree, tree_trainer
+from verl.config import ConfigError, Problem, schema
 from verl.dataflow import CONTROLLER, DataFlow, Operator
 from verl.protocol import DataProto
 
@@ -32,7 +32,7 @@ _MODES = ("rollout_is", "rollout_rs")
 _LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 
 
-def rollout_correction(correction: tree_trainer.RolloutCorrectionConfig) -> Callable[[DataProto], DataProto]:
+def rollout_correction(correction: schema.RolloutCorrectionConfig) -> Callable[[DataProto], DataProto]:
     """Weights and mask of the gap, as far as they are asked for, and its metrics (rollout_corr/*)."""
 
     def correct(batch: DataProto) -> DataProto:
@@ -59,7 +59,7 @@ def sampled_log_probs(batch: DataProto) -> dict:
     return {"old_log_probs": batch.batch["rollout_log_probs"]}
 
 
-def correct_rollout(flow: DataFlow, config: tree.Config) -> DataFlow:
+def correct_rollout(flow: DataFlow, config: schema.Config) -> DataFlow:
     """The edit that `algorithm.rollout_correction` asks for; none without it."""
     correction = config.algorithm.rollout_correction
     reads = ("rollout_log_probs", "response_mask")
@@ -80,14 +80,14 @@ def correct_rollout(flow: DataFlow, config: tree.Config) -> DataFlow:
     return flow
 
 
-def check_correction(config: tree.Config) -> None:
+def check_correction(config: schema.Config) -> None:
     """Raise ConfigError for a correction that cannot be, or not with the loss."""
     problems = list(_problems(config))
     if problems:
         raise ConfigError(problems)
 
 
-def _problems(config: tree.Config) -> Iterator[Problem]:
+def _problems(config: schema.Config) -> Iterator[Problem]:
     correction, loss = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
     if correction.rollout_rs is not None:
         try:

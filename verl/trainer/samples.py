@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from verl.checkpoints.atomic import written_whole
 from verl.protocol import DataProto
-from verl.utils.atomic import written_whole
 
 
 def generations(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:

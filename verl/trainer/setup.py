@@ -14,7 +14,8 @@ from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.binding import missing_settings
 from verl.algorithms.covariance_losses import CHOOSE_AMONG_THE_TOKENS_OF_ONE_CALL
 from verl.algorithms.policy_losses import get_policy_loss_fn
-from verl.config import ConfigError, Problem, check_critic, tree, tree_sft, tree_trainer
+from verl.checkpoints.atomic import check_folder
+from verl.config import ConfigError, Problem, check_critic, schema
 from verl.data.rlhf_dataset import RLHFDataset, collate_prompts, load_dataset_class
 from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
@@ -23,7 +24,6 @@ from verl.rewards import RewardManager, load_reward_manager
 from verl.trainer.launch import Recipe
 from verl.trainer.model_limits import ModelLimits
 from verl.trainer.ppo_flow import needs_critic
-from verl.utils.atomic import check_folder
 
 logger = logging.getLogger("verl.trainer")
 
@@ -35,7 +35,7 @@ def base_config(recipe: Recipe, train: Dataset | None, val: Dataset | None) -> d
     return recipe.read() | files
 
 
-def check_one_host(trainer: tree_trainer.TrainerConfig | tree_sft.SFTTrainerConfig) -> None:
+def check_one_host(trainer: schema.TrainerConfig | schema.SFTTrainerConfig) -> None:
     """Several hosts need Ray, and who asks for Ray does not get something else."""
     if trainer.backend != "local":
         raise ValueError(
@@ -49,21 +49,21 @@ def check_one_host(trainer: tree_trainer.TrainerConfig | tree_sft.SFTTrainerConf
         )
 
 
-def check_validation(trainer: tree_trainer.TrainerConfig | tree_sft.SFTTrainerConfig, dataset: Dataset | None) -> None:
+def check_validation(trainer: schema.TrainerConfig | schema.SFTTrainerConfig, dataset: Dataset | None) -> None:
     """Validation that is asked for by name needs rows."""
     asked = "trainer.val_only=true" if trainer.val_only else f"trainer.test_freq={trainer.test_freq}"
     if dataset is None and (trainer.val_only or trainer.test_freq > 0):
         raise ValueError(f"{asked} asks for validation, but there are no data.val_files: give them, or leave it out")
 
 
-def check_folders(trainer: tree_trainer.TrainerConfig | tree_sft.SFTTrainerConfig) -> None:
+def check_folders(trainer: schema.TrainerConfig | schema.SFTTrainerConfig) -> None:
     """Everything that is written has a folder that can be written to."""
     for name, path in trainer.model_dump().items():
         if name in ("default_local_dir", "rollout_data_dir", "validation_data_dir") and path:
             check_folder(f"trainer.{name}", Path(path))
 
 
-def check_model_fits(config: tree.Config, tokenizer: Any, dataset: Dataset) -> int:
+def check_model_fits(config: schema.Config, tokenizer: Any, dataset: Dataset) -> int:
     """The model has an embedding for every token that it will be given, and a position for the longest answer; the
     engine of `rollout.name` generates with it.
 
@@ -86,13 +86,13 @@ def check_model_fits(config: tree.Config, tokenizer: Any, dataset: Dataset) -> i
     return limits.vocab_size
 
 
-def import_extensions(config: tree.Config | tree_sft.SFTConfig) -> None:
+def import_extensions(config: schema.Config | schema.SFTConfig) -> None:
     """Import the user's own files and modules, which register losses, estimators and rewards."""
     for address in config.imports:
         import_module(address)
 
 
-def check_group_size(config: tree.Config) -> None:
+def check_group_size(config: schema.Config) -> None:
     """An estimator that compares the answers to one prompt needs several of them."""
     n = config.actor_rollout_ref.rollout.n
     estimator = get_adv_estimator_fn(config.algorithm.adv_estimator)
@@ -103,21 +103,21 @@ def check_group_size(config: tree.Config) -> None:
         )
 
 
-def check_critic_setting(config: tree.Config) -> None:
+def check_critic_setting(config: schema.Config) -> None:
     """critic.enable must fit the estimator, which decides whether values are needed."""
     problems = list(check_critic(config, needs_critic(config)))
     if problems:
         raise ConfigError(problems)
 
 
-def check_reward_model(config: tree.Config) -> None:
+def check_reward_model(config: schema.Config) -> None:
     """A reward model that is asked for has a path."""
     key = "reward.reward_model"
     if config.reward.reward_model.enable and not config.reward.reward_model.model_path:
         raise ConfigError([Problem(f"{key}.model_path", f"null, but {key}.enable is true: which model scores?")])
 
 
-def check_settings(config: tree.Config) -> None:
+def check_settings(config: schema.Config) -> None:
     """The estimator and the loss have a value for every setting that they cannot do without."""
     actor = config.actor_rollout_ref.actor
     chosen = {
@@ -142,7 +142,7 @@ def check_settings(config: tree.Config) -> None:
             raise ValueError(f"{name} needs the setting {missing[0]!r}: give it in the section {section}")
 
 
-def warn_of_choice_in_parts(config: tree.Config) -> None:
+def warn_of_choice_in_parts(config: schema.Config) -> None:
     """Two losses choose tokens among those of one micro-batch: said where that is a part of a mini-batch."""
     actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
     loss = actor.policy_loss.loss_mode
@@ -172,29 +172,29 @@ def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def dataset_class(config: tree.Config | tree_sft.SFTConfig, usual: type[Dataset]) -> type[Dataset]:
+def dataset_class(config: schema.Config | schema.SFTConfig, usual: type[Dataset]) -> type[Dataset]:
     """The user's own class of rows, or the usual one."""
     custom = config.data.custom_cls
     return load_dataset_class(custom.path, custom.name) if custom.path else usual
 
 
-def _dataset(config: tree.Config, tokenizer: Any, files: Sequence[str], max_samples: int) -> Dataset:
+def _dataset(config: schema.Config, tokenizer: Any, files: Sequence[str], max_samples: int) -> Dataset:
     settings = config.data.model_dump() | {"train_max_samples": max_samples}
     return dataset_class(config, RLHFDataset)(data_files=list(files), tokenizer=tokenizer, config=settings)
 
 
-def load_dataset(config: tree.Config, tokenizer: Any) -> Dataset:
+def load_dataset(config: schema.Config, tokenizer: Any) -> Dataset:
     """The training prompts."""
     return _dataset(config, tokenizer, config.data.train_files, config.data.train_max_samples)
 
 
-def load_val_dataset(config: tree.Config, tokenizer: Any) -> Dataset | None:
+def load_val_dataset(config: schema.Config, tokenizer: Any) -> Dataset | None:
     """The validation prompts; None when there are no files."""
     files = config.data.val_files
     return _dataset(config, tokenizer, files, config.data.val_max_samples) if files else None
 
 
-def load_rewards(config: tree.Config, tokenizer: Any) -> RewardManager:
+def load_rewards(config: schema.Config, tokenizer: Any) -> RewardManager:
     """The reward manager that the `reward` section describes."""
     reward = config.reward
     function, manager = reward.custom_reward_function, reward.reward_manager
@@ -262,7 +262,7 @@ def try_rewards(manager: RewardManager, dataset: Dataset, tokenizer: Any, with_m
     return set(first["reward_extra_info"])
 
 
-def check_reward_names(config: tree.Config, given: set[str], columns: set[str]) -> None:
+def check_reward_names(config: schema.Config, given: set[str], columns: set[str]) -> None:
     """What is asked for by the name of a figure beside the score is given with it, or written by an operator.
 
     given: the names that the reward function returns. columns: what the operators write.

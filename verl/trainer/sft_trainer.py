@@ -12,12 +12,13 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from verl.algorithms.masked import masked_mean
-from verl.config import check_available, check_inputs, check_models, load_config, tree_sft, unavailable
+from verl.config import check_available, check_inputs, check_models, load_config, schema, unavailable
 from verl.data.files import PromptSource
 from verl.data.sft_dataset import SFTDataset, collate_sft
 from verl.dataflow import DataFlow, Operator, Stateful
 from verl.protocol import DataProto
 from verl.single_controller import LocalWorkerGroup, WorkerSpec
+from verl.tracking.tracking import check_trackers, setup_logging
 from verl.trainer import setup
 from verl.trainer.base import Trainer
 from verl.trainer.command_line import command_line
@@ -25,7 +26,6 @@ from verl.trainer.early_checks import check_model_section
 from verl.trainer.launch import run
 from verl.trainer.model_limits import ModelLimits
 from verl.utils.device import resolve_device
-from verl.utils.tracking import check_trackers, setup_logging
 from verl.workers.build import check_kernels, load_tokenizer
 from verl.workers.sft import SFTWorker
 
@@ -58,7 +58,7 @@ class SFTTrainer(Trainer):
 
     def __init__(
         self,
-        config: tree_sft.SFTConfig | None = None,
+        config: schema.SFTConfig | None = None,
         *,
         config_path: str | Path | None = None,
         overrides: Sequence[str] = (),
@@ -69,7 +69,7 @@ class SFTTrainer(Trainer):
         setup_logging()
         if config is None:
             check = check_inputs if train_dataset is None else check_models
-            config = load_config(config_path, overrides, tree=tree_sft.SFTConfig, extra_checks=[check, unavailable])
+            config = load_config(config_path, overrides, tree=schema.SFTConfig, extra_checks=[check, unavailable])
         check_available(config)
         setup.import_extensions(config)
         check_trackers(config.trainer.logger)
@@ -156,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
     def start(path: str | None, overrides: list[str]) -> int:
         return run(lambda: SFTTrainer(config_path=path, overrides=overrides))
 
-    return command_line(arguments, HELP, lambda *given: load_config(*given, tree=tree_sft.SFTConfig), start)
+    return command_line(arguments, HELP, lambda *given: load_config(*given, tree=schema.SFTConfig), start)
 
 
 if __name__ == "__main__":

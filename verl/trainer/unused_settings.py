@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY
 from verl.algorithms.binding import parameter_names
 from verl.algorithms.policy_losses import POLICY_LOSS_REGISTRY
-from verl.config import differences, tree
-from verl.config.node import followers
+from verl.config import differences, schema
+from verl.config.fields import followers
 from verl.registry import Registry
 from verl.trainer.ppo_flow import needs_critic, needs_reference
 
@@ -20,19 +20,19 @@ logger = logging.getLogger("verl.trainer")
 _ACTOR, _CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 
 
-def warn_of_unused_settings(config: tree.Config) -> None:
+def warn_of_unused_settings(config: schema.Config) -> None:
     """One warning for each setting that was given and changes nothing, with the key and the reason."""
     for note in unused_settings(config):
         logger.warning(note)
 
 
-def unused_settings(config: tree.Config) -> list[str]:
+def unused_settings(config: schema.Config) -> list[str]:
     """What is set, differs from its default, and is read by nothing in the chosen algorithm."""
     given = differences(config)
     return [f"{key}: {given[key]} changes nothing with {reason}" for key, reason in _unused(config, list(given))]
 
 
-def _unused(config: tree.Config, given: list[str]) -> Iterator[tuple[str, str]]:
+def _unused(config: schema.Config, given: list[str]) -> Iterator[tuple[str, str]]:
     loss, correction = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.algorithm.rollout_correction
     estimator = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
     others = _asked_by_others(ADV_ESTIMATOR_REGISTRY, config.algorithm.adv_estimator)
@@ -59,7 +59,7 @@ def _asked_by_others(registry: Registry[Callable], chosen: str) -> set[str]:
     if "config" in own:
         return set()
     # who asks for clip_ratio_low is reached by clip_ratio, which it follows
-    followed = {_name(key.strip("${}")) for key_of, key in followers(tree.Config).items() if _name(key_of) in own}
+    followed = {_name(key.strip("${}")) for key_of, key in followers(schema.Config).items() if _name(key_of) in own}
     return set().union(*(parameter_names(registered) for _, registered in registry.items())) - own - followed
 
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from verl.config import tree, tree_trainer
+from verl.config import schema
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching, TrainEngine
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.registry import import_module
 from verl.rollout.base import Generation, RolloutEngine, SamplingParams
-from verl.rollout.stopping import StopStrings
+from verl.rollout.stop_strings import StopStrings
 from verl.single_controller import Coordinates, Dispatch, register
 from verl.utils.device import peak_memory
 from verl.workers.build import (
@@ -39,9 +39,9 @@ class ActorRolloutWorker(EngineWorker):
 
     def __init__(
         self,
-        config: tree.ActorRolloutRefConfig,
+        config: schema.ActorRolloutRefConfig,
         *,
-        correction: tree_trainer.RolloutCorrectionConfig,
+        correction: schema.RolloutCorrectionConfig,
         imports: Sequence[str] = (),
         device: str,
         total_training_steps: int,
@@ -169,7 +169,7 @@ class ActorRolloutWorker(EngineWorker):
 class RefWorker(EngineWorker):
     """The reference policy: the weights that training started from."""
 
-    def __init__(self, config: tree.ActorRolloutRefConfig, *, device: str):
+    def __init__(self, config: schema.ActorRolloutRefConfig, *, device: str):
         self.config = config
         section, exact = config.ref.fsdp_config, config.rollout.deterministic
         model = model_config(config.model, section, device, self.local_rank, deterministic=exact)
@@ -181,7 +181,7 @@ class RefWorker(EngineWorker):
         return _ref_log_prob(self.engine, self.config, batch)
 
 
-def _ref_log_prob(engine: TrainEngine, config: tree.ActorRolloutRefConfig, batch: DataProto) -> DataProto:
+def _ref_log_prob(engine: TrainEngine, config: schema.ActorRolloutRefConfig, batch: DataProto) -> DataProto:
     ref = config.ref
     micro: MicroBatching = micro_batching(
         ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu

@@ -8,21 +8,21 @@ from typing import Any
 
 import torch
 
-from verl.config import tree_model, tree_offline, tree_rollout
+from verl.config import schema
 from verl.engines.base import MicroBatching, OptimizerConfig
-from verl.engines.fsdp import FSDPEngine, ShardingConfig
-from verl.engines.hf import HFEngine
-from verl.engines.invariant import Forward, use_invariant
-from verl.engines.layers import Kernels
+from verl.engines.loading import ModelConfig, TokenModel, empty_module
 from verl.engines.lora import LoraConfig
-from verl.engines.model import ModelConfig, TokenModel, empty_module
 from verl.engines.offload import OffloadConfig
+from verl.engines.sharding import FSDPEngine, ShardingConfig
+from verl.engines.torch_engine import HFEngine
+from verl.modeling.batch_invariant.model import Forward, use_invariant
+from verl.modeling.layers import Kernels
 from verl.protocol import DataProto
 from verl.rollout.base import RolloutEngine, SamplingParams
 from verl.rollout.hf import HFRollout
-from verl.rollout.native import NativeRollout
+from verl.rollout.native.engine import NativeRollout
 from verl.rollout.replica import ReplicaRollout
-from verl.rollout.stopping import StopStrings
+from verl.rollout.stop_strings import StopStrings
 from verl.utils.device import resolve_device, resolve_dtype
 from verl.utils.rng import fork_seed
 
@@ -30,8 +30,8 @@ logger = logging.getLogger("verl.workers")
 
 
 def model_config(
-    model: tree_model.ModelConfig,
-    engine: tree_model.EngineConfig,
+    model: schema.ModelConfig,
+    engine: schema.EngineConfig,
     device: str,
     local_rank: int,
     kind: str = "causal_lm",
@@ -59,7 +59,7 @@ def model_config(
 
 
 def kernels_for(
-    model: tree_model.ModelConfig, engine: tree_model.EngineConfig, device: torch.device, dtype: torch.dtype
+    model: schema.ModelConfig, engine: schema.EngineConfig, device: torch.device, dtype: torch.dtype
 ) -> Kernels:
     """How the layers are computed: by our own functions unless others are asked for.
 
@@ -77,7 +77,7 @@ def kernels_for(
     return "plain" if dtype == torch.float64 else "fused"  # our kernels compute in float32
 
 
-def check_kernels(model: tree_model.ModelConfig, device: torch.device) -> None:
+def check_kernels(model: schema.ModelConfig, device: torch.device) -> None:
     """Raise ValueError for Liger on a CPU, or without its package."""
     if not model.use_liger:
         return
@@ -87,7 +87,7 @@ def check_kernels(model: tree_model.ModelConfig, device: torch.device) -> None:
         raise ValueError("model.use_liger: the package liger-kernel is not installed: pip install it, or use false")
 
 
-def lora_config(model: tree_model.ModelConfig) -> LoraConfig | None:
+def lora_config(model: schema.ModelConfig) -> LoraConfig | None:
     """The adapters that a model section asks for, None when all weights are trained."""
     if not has_adapters(model):
         return None
@@ -100,12 +100,12 @@ def lora_config(model: tree_model.ModelConfig) -> LoraConfig | None:
     )
 
 
-def has_adapters(model: tree_model.ModelConfig) -> bool:
+def has_adapters(model: schema.ModelConfig) -> bool:
     """Whether adapters are trained, so that the model that training started from is still there."""
     return model.lora_rank > 0 or model.lora_adapter_path is not None
 
 
-def load_tokenizer(model: tree_model.ModelConfig) -> Any:
+def load_tokenizer(model: schema.ModelConfig) -> Any:
     """The tokenizer beside the model, or of model.tokenizer_path. Raises ValueError when there is none."""
     from transformers import AutoTokenizer
 
@@ -122,7 +122,7 @@ def load_tokenizer(model: tree_model.ModelConfig) -> Any:
     return tokenizer
 
 
-def optimizer_config(optim: tree_model.OptimConfig, total_training_steps: int) -> OptimizerConfig:
+def optimizer_config(optim: schema.OptimConfig, total_training_steps: int) -> OptimizerConfig:
     """An `optim` section. total_training_steps: the run's, where the section leaves its own open."""
     total = optim.total_training_steps if optim.total_training_steps > 0 else total_training_steps
     warmup = optim.lr_warmup_steps if optim.lr_warmup_steps > 0 else int(optim.lr_warmup_steps_ratio * total)
@@ -142,7 +142,7 @@ def optimizer_config(optim: tree_model.OptimConfig, total_training_steps: int) -
 
 def make_engine(
     config: ModelConfig,
-    engine: tree_model.EngineConfig,
+    engine: schema.EngineConfig,
     optimizer: OptimizerConfig | None,
     world_size: int,
     timeout: float | None = None,
@@ -171,7 +171,7 @@ def make_engine(
     return HFEngine(config, optimizer, offload=offload)
 
 
-def make_rollout(engine: HFEngine, config: tree_rollout.RolloutConfig, pad_token_id: int) -> RolloutEngine:
+def make_rollout(engine: HFEngine, config: schema.RolloutConfig, pad_token_id: int) -> RolloutEngine:
     """Generation on the engine's own module where that holds the weights as they are, else on a replica of them.
 
     They are not in the module where they are sharded, and where adapters lie beside them that must be merged first;
@@ -195,7 +195,7 @@ def make_rollout(engine: HFEngine, config: tree_rollout.RolloutConfig, pad_token
 def rollout_on(
     module: torch.nn.Module,
     dtype: torch.dtype,
-    config: tree_rollout.SamplingConfig,
+    config: schema.SamplingConfig,
     pad_token_id: int,
     exact: Forward | None = None,
 ) -> RolloutEngine:
@@ -215,7 +215,7 @@ def rollout_on(
     )
 
 
-def stop_strings(rollout: tree_rollout.SamplingConfig, tokenizer: Any) -> StopStrings | None:
+def stop_strings(rollout: schema.SamplingConfig, tokenizer: Any) -> StopStrings | None:
     """`rollout.stop` with the tokenizer that turns answers into text."""
     return StopStrings(tuple(rollout.stop), tokenizer.decode) if rollout.stop else None
 
@@ -226,7 +226,7 @@ def micro_batching(rows: int | None, dynamic: bool, tokens: int | None) -> Micro
 
 
 def sampling_params(
-    rollout: tree_rollout.RolloutConfig | tree_offline.GenerationRolloutConfig,
+    rollout: schema.RolloutConfig | schema.GenerationRolloutConfig,
     response_length: int,
     stop_token_ids: tuple[int, ...],
     stop: StopStrings | None = None,
@@ -245,7 +245,7 @@ def sampling_params(
     )
 
 
-def sampling_in_mode(params: SamplingParams, mode: str, val: tree_rollout.ValSamplingConfig) -> SamplingParams:
+def sampling_in_mode(params: SamplingParams, mode: str, val: schema.ValSamplingConfig) -> SamplingParams:
     """mode: "train", "greedy" (the same limits, no randomness) or "validate" (as rollout.val_kwargs says)."""
     changes: dict[str, Any] = {
         "train": {},

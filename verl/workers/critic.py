@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from verl.config import tree_actor
+from verl.config import schema
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
@@ -15,7 +15,7 @@ class CriticWorker(EngineWorker):
     """A value for every response token. config: the `critic` section. timeout: of a collective, in s."""
 
     def __init__(
-        self, config: tree_actor.CriticConfig, *, device: str, total_training_steps: int, timeout: float | None = None
+        self, config: schema.CriticConfig, *, device: str, total_training_steps: int, timeout: float | None = None
     ):
         self.config = config
         self.checkpoint = config.checkpoint

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from verl.config.tree_model import CheckpointConfig
+from verl.config.schema.model import CheckpointConfig
 from verl.engines.base import TrainEngine
 from verl.single_controller import Coordinates, Dispatch, Worker, register
 

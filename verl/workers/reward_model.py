@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from verl.config import tree_data, tree_model
+from verl.config import schema
 from verl.data.dialogues import DialogueReader
 from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
@@ -20,9 +20,9 @@ class RewardModelWorker(EngineWorker):
     """
 
     def __init__(
-        self, config: tree_data.RewardModelConfig, *, device: str, policy_tokenizer: Any, timeout: float | None = None
+        self, config: schema.RewardModelConfig, *, device: str, policy_tokenizer: Any, timeout: float | None = None
     ):
-        section = tree_model.ModelConfig(
+        section = schema.ModelConfig(
             path=config.model_path,
             tokenizer_path=config.tokenizer_path,
             custom_chat_template=config.custom_chat_template,

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from verl.config.tree_model import ModelConfig as ModelSection
-from verl.config.tree_offline import GenerationRolloutConfig
+from verl.config.schema.model import ModelConfig as ModelSection
+from verl.config.schema.offline import GenerationRolloutConfig
+from verl.engines.loading import ModelConfig, load_module
 from verl.engines.lora import merge_adapters
-from verl.engines.model import ModelConfig, load_module
 from verl.protocol import DataProto
 from verl.registry import import_module
 from verl.rollout.base import RolloutEngine
-from verl.rollout.stopping import StopStrings
+from verl.rollout.stop_strings import StopStrings
 from verl.single_controller import Dispatch, Worker, register
 from verl.utils.device import resolve_device, resolve_dtype
 from verl.workers.build import lora_config, rollout_on, sample_ids, sampling_params

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from verl.config import tree_sft
+from verl.config import schema
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
@@ -14,7 +14,7 @@ from verl.workers.objectives import aggregation, sft_objective
 class SFTWorker(EngineWorker):
     """One model that learns by imitation."""
 
-    def __init__(self, config: tree_sft.SFTConfig, *, total_training_steps: int):
+    def __init__(self, config: schema.SFTConfig, *, total_training_steps: int):
         model = model_config(config.model, config.engine, config.trainer.device, self.local_rank)
         optimizer = optimizer_config(config.optim, total_training_steps)
         self.engine = make_engine(model, config.engine, optimizer, self.world_size)

@@ -1,0 +1,310 @@
+"""Checkpoints are whole or absent: killed at every file-system call, damaged, pruned, replaced, on a full disk."""
+
+import hashlib
+import json
+import logging
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from verl.checkpoints.store import CheckpointError, CheckpointStore, verify
+from verl.utils.disk import DiskFullError
+
+PARTS = ("actor", "critic")
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def save(store, step, parts=PARTS, text=None):
+    with store.writing(step) as folder:
+        for part in parts:
+            (folder / part).mkdir()
+            (folder / part / "model.bin").write_text(text or f"{part} of step {step}" * 50)
+        (folder / "trainer.json").write_text(f'{{"step": {step}}}')
+    return folder
+
+
+def names(root):
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_layout_and_manifest(tmp_path):
+    store = CheckpointStore(tmp_path / "run")
+    assert store.latest() is None
+    save(store, 20)
+    folder = tmp_path / "run" / "global_step_20"
+    assert names(tmp_path / "run") == ["global_step_20", TRACKER]
+    assert names(folder) == ["actor", "critic", "manifest.json", "trainer.json"]
+    assert (tmp_path / "run" / TRACKER).read_text() == "20"
+    entry = json.loads((folder / "manifest.json").read_text())["files"]["actor/model.bin"]
+    digest = hashlib.sha256(b"actor of step 20" * 50).hexdigest()
+    assert entry == {"bytes": 16 * 50, "sha256": digest}
+    assert store.latest() == folder == verify(folder)
+
+
+def test_failure_inside_the_block_leaves_no_trace(tmp_path):
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    with pytest.raises(RuntimeError, match="out of memory") as caught, store.writing(2) as folder:
+        (folder / "half").write_text("x")
+        raise RuntimeError("out of memory")
+    assert "The checkpoint of step 2 was not written" in caught.value.__notes__[0]
+    assert names(tmp_path) == ["global_step_1", TRACKER] and (tmp_path / TRACKER).read_text() == "1"
+    with pytest.raises(CheckpointError, match="nothing was written"), store.writing(2):
+        pass
+    assert store.latest() == tmp_path / "global_step_1"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs the device that is always full")
+def test_full_disk_keeps_what_was_there(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1)
+    save(store, 1)
+    with pytest.raises(DiskFullError, match="step 2, which needs 2 KiB") as caught, store.writing(2) as folder:
+        (folder / "model.bin").symlink_to("/dev/full")
+        try:
+            (folder / "model.bin").write_text("x")
+        except OSError as error:
+            raise RuntimeError("file write failed") from error  # as torch says it
+    assert "No space left on device" in str(caught.value) and "global_step_1" in str(caught.value)
+    assert names(tmp_path) == ["global_step_1", TRACKER] and store.latest() == tmp_path / "global_step_1"
+
+
+def test_full_disk_is_found_out_where_the_error_says_nothing_of_it(tmp_path):
+    store = CheckpointStore(tmp_path)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
+    try:
+        message = r"needs more than 1 KiB, .* \(File too large; .* There is none before"
+        with pytest.raises(DiskFullError, match=message), store.writing(1) as folder:
+            (folder / "model.bin").write_text("x" * 1024)
+            raise RuntimeError("a process on another machine could not write")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert names(tmp_path) == []
+
+
+DAMAGE = {
+    "one byte changed": (lambda f: flip_byte(f / "critic/model.bin"), "critic/model.bin has the sha256"),
+    "cut short": (lambda f: os.truncate(f / "actor/model.bin", 10), "actor/model.bin has 10 bytes, written were 800"),
+    "file gone": (lambda f: (f / "actor/model.bin").unlink(), "actor/model.bin is missing"),
+    "manifest gone": (lambda f: (f / "manifest.json").unlink(), "has no manifest.json"),
+    "manifest cut": (lambda f: os.truncate(f / "manifest.json", 30), "manifest.json cannot be read"),
+    "manifest of another kind": (lambda f: (f / "manifest.json").write_text("[]"), "manifest.json cannot be read"),
+}
+
+
+def flip_byte(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_refused_by_name_and_the_one_before_is_used(tmp_path, caplog, kind):
+    damage, message = DAMAGE[kind]
+    store = CheckpointStore(tmp_path)
+    save(store, 10)
+    save(store, 20)
+    damage(tmp_path / "global_step_20")
+    with caplog.at_level(logging.ERROR):
+        assert store.latest() == tmp_path / "global_step_10"
+    assert "global_step_20" in caplog.text and message in caplog.text
+    with pytest.raises(CheckpointError, match="global_step_20"):
+        store.resume_path(tmp_path / "global_step_20")
+    # The damaged step is reached and saved again.
+    save(store, 20)
+    assert store.latest() == tmp_path / "global_step_20"
+
+
+def test_nothing_usable_is_an_error_not_a_new_start(tmp_path):
+    store = CheckpointStore(tmp_path)
+    save(store, 10)
+    flip_byte(tmp_path / "global_step_10/actor/model.bin")
+    with pytest.raises(CheckpointError, match=r"no usable checkpoint .*global_step_10 is damaged.*resume_mode=disable"):
+        store.latest()
+
+
+def test_a_path_named_by_the_user_is_used_or_refused(tmp_path):
+    store = CheckpointStore(tmp_path)
+    save(store, 10)
+    save(store, 20)
+    assert store.path(20) == store.latest()
+    assert store.resume_path(str(tmp_path / "global_step_10")) == tmp_path / "global_step_10"
+    with pytest.raises(ValueError, match=r"needs trainer\.resume_from_path"):
+        store.resume_path(None)
+    with pytest.raises(CheckpointError, match="global_step_99 does not exist"):
+        store.resume_path(tmp_path / "global_step_99")
+    with pytest.raises(CheckpointError, match="expected a folder called global_step_N"):
+        store.resume_path(tmp_path)
+
+
+def test_keep_holds_over_a_resume(tmp_path):
+    for _ in range(3):  # a new process each time: nothing is remembered but what is on the disk
+        store = CheckpointStore(tmp_path, keep=2)
+        latest = store.latest()
+        begin = int(latest.name.split("_")[-1]) if latest else 0
+        for step in (begin + 1, begin + 2):
+            save(store, step)
+    assert names(tmp_path) == ["global_step_5", "global_step_6", TRACKER]
+    with pytest.raises(ValueError, match="keep is 0: expected at least 1"):
+        CheckpointStore(tmp_path, keep=0)
+
+
+def test_a_run_started_again_from_an_earlier_step_keeps_its_own(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (90, 100):
+        save(store, step)
+    save(store, 10)  # a new start in the same folder: the newest is step 10, whatever the number says
+    assert names(tmp_path) == ["global_step_10", "global_step_100", TRACKER]
+    assert store.latest() == tmp_path / "global_step_10"
+
+
+def test_pruning_spares_the_newest_intact_one(tmp_path):
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3, 4):
+        save(store, step)
+    (tmp_path / "global_step_4/actor/model.bin").unlink()
+    store.prune(1)
+    assert names(tmp_path) == ["global_step_3", "global_step_4", TRACKER]
+    foreign = tmp_path / "global_step_0"
+    foreign.mkdir()
+    store.prune(1)
+    assert foreign.is_dir()  # what we did not write is not ours to delete
+
+
+def test_parts_are_pruned_each_by_their_own_number(tmp_path, caplog):
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3, 4):
+        save(store, step)
+        store.prune_part("actor", 1)
+        store.prune_part("critic", 3)
+    assert names(tmp_path) == ["global_step_2", "global_step_3", "global_step_4", TRACKER]
+    assert [(tmp_path / f"global_step_{s}" / "actor").exists() for s in (2, 3, 4)] == [False, False, True]
+    assert all((tmp_path / f"global_step_{s}" / "critic/model.bin").exists() for s in (2, 3, 4))
+    assert store.latest() == tmp_path / "global_step_4" and not caplog.records
+    with pytest.raises(CheckpointError, match="global_step_3 has no actor any more, deleted to save space"):
+        verify(tmp_path / "global_step_3")
+    store.prune_part("critic", None)
+    assert len(names(tmp_path)) == 4
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced_and_a_foreign_one_set_aside(tmp_path, caplog):
+    store = CheckpointStore(tmp_path)
+    save(store, 5, text="first")
+    save(store, 5, text="second")
+    assert (tmp_path / "global_step_5/actor/model.bin").read_text() == "second"
+    assert names(tmp_path) == ["global_step_5", TRACKER]
+    (tmp_path / "global_step_6").mkdir()
+    (tmp_path / "global_step_6/mine").write_text("precious")
+    save(store, 6)
+    (aside,) = tmp_path.glob("global_step_6.set_aside_*")
+    assert (aside / "mine").read_text() == "precious" and "set_aside" in caplog.text
+    assert store.latest() == tmp_path / "global_step_6"
+
+
+# A process that counts the file-system calls of saving and kills itself (SIGKILL: no clean-up runs) at number `fatal`.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from verl.checkpoints.store import CheckpointStore
+
+root, fatal = Path(sys.argv[1]), int(sys.argv[2])
+calls = 0
+
+def count(event, args):
+    global calls
+    if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree") and str(root) in str(args):
+        calls += 1
+        if calls == fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+store = CheckpointStore(root, keep=2)
+sys.addaudithook(count)
+for step in (3, 4, 3):  # new, new with pruning, and one that replaces
+    with store.writing(step) as folder:
+        for part in ("actor", "critic"):
+            (folder / part).mkdir()
+            (folder / part / "model.bin").write_text(f"{part} {step}")
+    store.prune_part("critic", 1)
+"""
+
+
+def prepared(root):
+    store = CheckpointStore(root, keep=2)
+    for step in (1, 2):
+        with store.writing(step) as folder:
+            for part in PARTS:
+                (folder / part).mkdir()
+                (folder / part / "model.bin").write_text(f"{part} {step}")
+
+
+def assert_sound(root, caplog):
+    """No checkpoint looks damaged, the newest holds its own step, and a save afterwards leaves no rest of the kill."""
+    caplog.clear()
+    store = CheckpointStore(root, keep=2)
+    latest = store.latest()
+    step = int(latest.name.split("_")[-1])
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert [(latest / part / "model.bin").read_text() for part in PARTS] == [f"{part} {step}" for part in PARTS]
+    for folder in root.glob("global_step_*"):
+        if folder != latest:
+            try:
+                verify(folder)
+            except CheckpointError as error:
+                assert "no critic any more" in str(error)
+    save(store, 50)
+    store.prune_part("critic", 1)
+    assert not [name for name in names(root) if name.startswith(".") and "draft" not in name]
+    assert len(list(root.glob("global_step_*"))) == 2
+    return step
+
+
+@pytest.fixture
+def in_memory(tmp_path):
+    """A folder in memory where there is one: thousands of fsyncs on a disk take half a minute."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def test_killed_at_every_file_system_call(in_memory, caplog):
+    """One forked process per call: a fresh interpreter each time would take the test's time for nothing."""
+    fatal, seen = 0, set()
+    while True:
+        fatal += 1
+        root = in_memory / str(fatal)
+        prepared(root)
+        pid = os.fork()
+        if pid == 0:
+            sys.argv = ["killed", str(root), str(fatal)]
+            exec(compile(KILLED, "killed", "exec"), {"__name__": "killed"})
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        if os.WIFEXITED(status):
+            assert os.WEXITSTATUS(status) == 0
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        seen.add(assert_sound(root, caplog))
+    assert fatal > 60 and seen == {2, 3, 4}
+
+
+def test_killed_at_random_times_while_saving(tmp_path, caplog):
+    program = KILLED.replace("for step in (3, 4, 3):", "import itertools\nfor step in itertools.count(3):")
+    rng = random.Random(0)
+    prepared(tmp_path)
+    for _ in range(4):
+        process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path), "-1"])
+        time.sleep(0.2 + 0.3 * rng.random())
+        process.kill()
+        process.wait()
+        assert CheckpointStore(tmp_path).latest() is not None
+    assert_sound(tmp_path, caplog)

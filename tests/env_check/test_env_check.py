@@ -1,0 +1,226 @@
+"""The check of the machine, against faults that are really there: broken packages, low limits, bad variables."""
+
+import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from verl.env_check import machine
+from verl.env_check.machine import Cards, check_gpus, check_variables, nvidia_smi
+from verl.env_check.packages import CORE, OPTIONAL, check_attention, check_core, check_fsdp2, check_optional
+from verl.env_check.probe import Probe
+from verl.env_check.report import FAULT, NOTE, OK, Check, EnvReport
+from verl.utils.env_check import check_env, possible_modes
+
+ROOT = Path(__file__).parents[2]
+LOOPBACK = socket.if_nameindex()[0][1]  # lo, lo0
+
+
+def test_this_machine_is_fit(capsys):
+    report = check_env()
+    text = capsys.readouterr().out
+    assert report.ok and report["torch"].state == OK and report["other packages"].state == OK
+    assert report.modes["local trainer, one process"] is None and report.modes["rollout.name=hf"] is None
+    names = ["Python", "torch", "transformers", "GPU", "FSDP2", "packed attention", "Ray"]
+    for name in [*names, "flash-attn", "disk", "open files", "NCCL variables"]:
+        assert re.search(rf"^\[[✓✗!]\] {name}: ", text, re.MULTILINE), name
+    assert "local trainer, one process      yes" in text and "Versions used side by side: Python" in text
+
+
+@pytest.fixture
+def broken_packages(tmp_path):
+    """A folder of packages that are installed and fail: two that some modes need, one that all need."""
+    faults = {
+        "ray": "raise ImportError('libray.so: undefined symbol')",
+        "torchvision": "raise RuntimeError('operator torchvision::nms does not exist')",
+        "sglang": "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)",
+        "pyarrow": "raise ImportError('libarrow.so.26: cannot open shared object file')",
+    }
+    for name, code in faults.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(code)
+    return tmp_path
+
+
+def test_broken_packages_are_named_with_cause_and_cure(broken_packages):
+    environment = {**os.environ, "PYTHONPATH": f"{broken_packages}{os.pathsep}{ROOT}", "NCCL_P2P_DISABLE": "1"}
+    command = [sys.executable, "-c", "from verl.utils.env_check import check_env; check_env(verbose=False)"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=broken_packages)
+    assert done.returncode == 1 and done.stderr == ""  # pyarrow is needed by all
+    lines = done.stdout.splitlines()
+
+    def shown(name):
+        at = next(i for i, line in enumerate(lines) if line[1:].startswith(("✗", "!")) and line[4:].startswith(name))
+        return lines[at], lines[at + 1].strip()
+
+    fault, cure = shown("pyarrow")
+    assert fault.startswith("[✗]") and "does not load: ImportError: libarrow.so.26: cannot open" in fault
+    assert cure.startswith("-> pip install --force-reinstall --no-deps pyarrow==")
+    fault, cure = shown("Ray")
+    assert fault.startswith("[✗]") and "ImportError: libray.so: undefined symbol" in fault and "pip install ray" in cure
+    fault, cure = shown("torchvision")
+    assert "operator torchvision::nms does not exist" in fault and "pip uninstall -y torchvision" in cure
+    assert "ended by SIGSEGV" in shown("SGLang")[0]
+    assert shown("NCCL_P2P_DISABLE")[1] == "-> unset NCCL_P2P_DISABLE"
+    assert "[✓]" not in done.stdout  # verbose=False
+
+
+def test_the_table_of_core_packages_is_that_of_the_project():
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found = dict(re.match(r"([\w-]+)(?:\[.*\])?>=([\d.]+)$", line).groups() for line in wanted["dependencies"])
+    assert dict(CORE.values()) == found
+    extras = {line.split(">")[0].split("[")[0] for lines in wanted["optional-dependencies"].values() for line in lines}
+    assert {p.distributions[0] for p in OPTIONAL} - {"flash-attn"} <= extras
+
+
+def probes(**errors):
+    found = {module: Probe() for module in [*CORE, "fsdp2", "varlen"]}
+    return found | {name: Probe(error) for name, error in errors.items()}
+
+
+def test_old_and_missing_packages(monkeypatch):
+    versions = {"torch": "2.4.0", "transformers": None}
+    monkeypatch.setattr("verl.env_check.packages.version_of", lambda name: versions.get(name, "99.0"))
+    torch, transformers, others = check_core(probes())
+    assert (torch.state, torch.found) == (FAULT, "2.4.0, needed is 2.11 or newer") and "'torch>=2.11'" in torch.fix
+    assert (transformers.state, transformers.found) == (FAULT, "not installed")
+    assert transformers.fix == "pip install 'transformers>=5.0'" and others.state == OK
+    assert not EnvReport((torch, others), {}).ok
+
+
+def test_optional_packages_that_are_absent_are_no_fault():
+    checks = check_optional(probes())
+    assert {check.state for check in checks} == {NOTE} and all(check.fix.startswith("pip install") for check in checks)
+    found = [check.name for check in check_optional(probes(sglang=None), unused={"vLLM", "SGLang"})]
+    assert "vLLM" not in found and "SGLang" in found  # nothing uses vLLM, so nobody is told to install it
+    assert check_fsdp2(probes(fsdp2="ImportError: x")).state == FAULT
+    assert check_attention(probes(), gpu=True).found == "torch varlen_attn"
+    assert check_attention(probes(varlen="ImportError: x", flash_attn=None), gpu=True).found == "flash-attn"
+    assert check_attention(probes(varlen="ImportError: x"), gpu=True).state == NOTE
+
+
+def fake_nvidia_smi(folder, monkeypatch, script):
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+def torch_says(**info):
+    return Probe(info={"cuda": "13.0", "usable": True, "reason": "", "capabilities": [[9, 0]], "nccl": "2.28.3"} | info)
+
+
+def test_gpus_that_the_driver_sees_and_torch_uses(tmp_path, monkeypatch):
+    fake_nvidia_smi(
+        tmp_path, monkeypatch, "echo 'NVIDIA H200, 143771, 60, 580.1'\necho 'NVIDIA H200, 143771, 90000, 580.1'"
+    )
+    host = nvidia_smi()
+    assert len(host.rows) == 2
+    gpu, memory, nccl = check_gpus(torch_says(), host)
+    assert (gpu.state, gpu.found) == (OK, "2 x NVIDIA H200, driver 580.1; CUDA 13.0, 1 visible")
+    assert memory.state == NOTE and "GPU 1: 90000 of 143771 MiB" in memory.found and "GPU 0" not in memory.found
+    assert (nccl.state, nccl.found) == (OK, "2.28.3")
+    old = check_gpus(torch_says(capabilities=[[7, 0]], nccl=None), Cards(host.rows[:1]))
+    assert [(c.name, c.state) for c in old] == [("GPU", OK), ("bfloat16", NOTE), ("NCCL", FAULT)]
+
+
+def test_gpus_that_torch_cannot_use(tmp_path, monkeypatch):
+    fake_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA H200, 143771, 60, 470.0'")
+    (check,) = check_gpus(torch_says(usable=False, reason="The NVIDIA driver on your system is too old"), nvidia_smi())
+    assert check.state == FAULT and check.required and "driver on your system is too old" in check.found
+    assert "update the NVIDIA driver" in check.fix
+    (check,) = check_gpus(torch_says(usable=False, cuda=None), nvidia_smi())
+    assert check.state == NOTE and "built for the CPU" in check.found and "--torch-backend=auto" in check.fix
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (check,) = check_gpus(torch_says(usable=False), nvidia_smi())
+    assert check.state == NOTE and check.fix == "unset CUDA_VISIBLE_DEVICES"
+
+
+def test_a_driver_that_fails(tmp_path, monkeypatch):
+    fake_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA-SMI has failed'\nexit 9")
+    (check,) = check_gpus(torch_says(usable=False), nvidia_smi())
+    assert (
+        check.state == NOTE and "the driver fails: NVIDIA-SMI has failed" in check.found and "--gpus all" in check.fix
+    )
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    assert nvidia_smi() == Cards()
+
+
+def test_answers_of_the_driver_that_say_little(tmp_path, monkeypatch):
+    fake_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA GB10, [N/A], [N/A], 580.1'")
+    gpu, nccl = check_gpus(torch_says(), nvidia_smi())
+    assert gpu.found == "1 x NVIDIA GB10, driver 580.1; CUDA 13.0, 1 visible" and nccl.state == OK
+    fake_nvidia_smi(tmp_path, monkeypatch, "echo 'Unable to determine the device handle'")
+    (gpu,) = check_gpus(torch_says(usable=False), nvidia_smi())
+    assert gpu.state == NOTE and "answers 'Unable to determine the device handle' where name, memory" in gpu.found
+    for host in (nvidia_smi(), Cards()):  # what torch can use is used
+        gpu, nccl = check_gpus(torch_says(), host)
+        assert gpu.state == OK and gpu.found.startswith("1 visible to torch, CUDA 13.0 (") and nccl.state == OK
+
+
+def test_a_low_limit_of_open_files():
+    program = "import resource; from verl.env_check.machine import check_open_files; print(check_open_files())"
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    found = subprocess.run(
+        ["sh", "-c", f'ulimit -Sn 256; exec "$0" -c "{program}"', sys.executable],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    reachable = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    assert found.stdout == f"[!] open files: 256: Ray and many workers need more\n      -> ulimit -n {reachable}\n"
+
+
+def test_little_room(monkeypatch, tmp_path):
+    assert machine.check_shared_memory(tmp_path / "none") is None
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(64 << 20, 0, 3 << 30))
+    shared, disk = machine.check_shared_memory(tmp_path), machine.check_disk(tmp_path)
+    assert shared.state == NOTE and shared.found.startswith("0.06 GiB") and "--shm-size=16g" in shared.fix
+    assert disk.state == NOTE and disk.found.startswith("3.0 GiB free") and "max_actor_ckpt_to_keep" in disk.fix
+
+
+def test_variables():
+    (none,) = check_variables({"HOME": "x"})
+    assert str(none) == "[✓] NCCL variables: none set"
+    costly, listed = check_variables({"NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "WARN"})
+    assert (costly.state, costly.fix) == (NOTE, "unset NCCL_IB_DISABLE") and listed.found == "NCCL_DEBUG=WARN"
+
+
+@pytest.mark.parametrize(
+    ("words", "state"),
+    [
+        (LOOPBACK, OK),
+        (f"={LOOPBACK}", OK),
+        (LOOPBACK[:-1], OK),
+        (f"={LOOPBACK[:-1]}", FAULT),
+        ("nosuch0", FAULT),
+        (f"nosuch,{LOOPBACK}", OK),
+        ("^=nosuch", OK),
+    ],
+)
+def test_network_interfaces_that_nccl_is_told_to_use(words, state):
+    check = check_variables({"NCCL_SOCKET_IFNAME": words})[0]
+    assert check.state == state
+    assert state == OK or check.fix.startswith("export NCCL_SOCKET_IFNAME=")
+
+
+def test_modes_follow_the_findings(tmp_path, monkeypatch):
+    for file in ("trainer/local_trainer.py", "single_controller/ray/group.py", "rollout/vllm/engine.py"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    monkeypatch.setattr("verl.env_check.check._PACKAGE", tmp_path)
+    names = ("FSDP2", "vLLM", "SGLang", "Megatron", "GPU")
+    checks = [Check(name, OK, "") for name in names] + [Check("Ray", FAULT, "does not load")]
+    modes = possible_modes(checks)
+    assert modes["local trainer, one process"] is None and modes["rollout.name=vllm"] is None
+    assert modes["Ray, one or many hosts"] == "needs Ray"
+    assert modes["rollout.name=sglang"] == "not built in this version"
+    broken = possible_modes([*checks, Check("torch", FAULT, "", required=True)])
+    assert set(broken.values()) == {"torch first", "not built in this version"}
+    assert broken["rollout.name=vllm"] == "torch first" and broken["rollout.name=sglang"] == "not built in this version"

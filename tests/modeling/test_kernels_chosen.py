@@ -1,0 +1,83 @@
+"""Which kernels compute the layers, as settings and device say; and rows that go one by one through attention."""
+
+import importlib.util
+import logging
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from verl.config import ConfigError, load_config
+from verl.config.schema.model import EngineConfig, ModelConfig
+from verl.modeling import attention
+from verl.modeling.layers import LLAMA_LIKE, use_kernels
+from verl.modeling.linear import Phase
+from verl.modeling.packing import Packing
+from verl.workers.build import kernels_for
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+NARROW = torch.bfloat16
+
+
+def test_kernels_by_device_and_settings(caplog):
+    model, engine, compiled = ModelConfig(), EngineConfig(), EngineConfig(use_torch_compile=True)
+    assert kernels_for(model, engine, CPU, torch.float32) == "fused"
+    assert kernels_for(model, engine, CPU, NARROW) == "plain"
+    assert kernels_for(model, engine, GPU, NARROW) == "fused"
+    assert kernels_for(model, engine, GPU, torch.float64) == "plain"
+    assert kernels_for(model, compiled, GPU, NARROW) == "compiled"
+    if importlib.util.find_spec("liger_kernel") is not None:
+        assert kernels_for(ModelConfig(use_liger=True), engine, GPU, NARROW) == "liger"
+    with caplog.at_level(logging.INFO, "verl.workers"):
+        assert kernels_for(model, compiled, CPU, torch.float32) == "fused"
+    assert "use_torch_compile changes nothing on a cpu" in caplog.text
+    with pytest.raises(ValueError, match=r"model\.use_liger.*run on a GPU"):
+        kernels_for(ModelConfig(use_liger=True), engine, CPU, torch.float32)
+
+
+def test_liger_and_compilation_are_not_for_the_same_layers():
+    liger = "actor_rollout_ref.model.use_liger=true"
+    load_config(overrides=[liger])
+    with pytest.raises(ConfigError, match="choose one of them"):
+        load_config(overrides=[liger, "actor_rollout_ref.actor.use_torch_compile=true"])
+
+
+@pytest.mark.parametrize("kind", LLAMA_LIKE)
+def test_every_layer_of_a_known_family_is_fused(kind):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    for activation, fused in (("silu", True), ("gelu", False)):
+        config = AutoConfig.for_model(kind, **sizes, num_key_value_heads=2, vocab_size=32, hidden_act=activation)
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(config)
+        layer = type(module.base_model.layers[0])
+        use_kernels(module, "fused", Phase())
+        children = {name: child for name, child in module.named_modules() if "forward" in vars(child)}
+        norms = [name for name, child in module.named_modules() if type(child).__name__.endswith("RMSNorm")]
+        assert len(norms) >= 5
+        expected = {*norms, "lm_head", "model.embed_tokens", *(f"model.layers.{i}.self_attn" for i in range(2))}
+        assert set(children) == expected | ({f"model.layers.{i}.mlp" for i in range(2)} if fused else set())
+        for found in module.base_model.layers:
+            assert type(found).__bases__ == (layer,)
+            assert type(found).__name__ == layer.__name__  # by which layers are found that are to be sharded
+
+
+def test_rows_one_by_one_are_the_rows_together():
+    torch.manual_seed(0)
+    packing = Packing.of(torch.tensor([3, 70, 1, 33]))
+    shapes = [(1, heads, 107, 16) for heads in (4, 2, 2)]
+    q, k, v = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    found = []
+    for out in (
+        attention._attend_each_row(q, k, v, packing, None),
+        attention._attend(q, k, v, packing, None, None, None),
+    ):
+        assert out.shape == (1, 107, 4, 16)
+        found.append([out, *torch.autograd.grad(out.sin().sum(), (q, k, v))])
+    for ours, expected in zip(*found):
+        assert torch.allclose(ours, expected, atol=1e-5)
+
+
+def test_a_row_is_filled_up_to_one_of_few_lengths():
+    filled = {n + -n % attention._granularity(n) for n in range(4096, 8193)}
+    assert filled == {4096, *range(4608, 8193, 512)}
+    assert {attention._granularity(n) for n in (1, 16, 255)} == {16}

@@ -1,0 +1,222 @@
+"""Metrics arrive at every tracker, once, also over a resume; and no tracker can stop the training."""
+
+import importlib
+import json
+import logging
+import os
+import sqlite3
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from verl.tracking.headline import headline, short
+from verl.tracking.trackers import TRACKER_REGISTRY, Tracker
+from verl.tracking.tracking import Tracking, check_trackers
+
+CONFIG = {"trainer.seed": 1, "data.train_files": ["a.parquet"], "critic.path": None}
+
+
+def tracking(folder, *names, resume_step=0):
+    return Tracking(names, "project", "run", CONFIG, folder, resume_step=resume_step)
+
+
+def lines(folder, name="metrics.jsonl"):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def test_jsonl_holds_each_call_at_once(tmp_path):
+    run = tracking(tmp_path, "jsonl")
+    run.log({"critic/score/mean": np.float32(0.5), "actor/kl": torch.tensor(0.25)}, 1)
+    run.log({"val-core/gsm8k/acc/mean@1": 1}, 1)
+    run.log_samples("val/generations", [{"input": "1+1=", "output": "2", "score": 1.0}], 1)
+    found = lines(tmp_path)  # before finish: every line is flushed
+    assert [{k: v for k, v in line.items() if k != "time"} for line in found] == [
+        {"step": 1, "critic/score/mean": 0.5, "actor/kl": 0.25},
+        {"step": 1, "val-core/gsm8k/acc/mean@1": 1.0},
+    ]
+    assert lines(tmp_path, "samples.jsonl")[0]["rows"] == [{"input": "1+1=", "output": "2", "score": 1.0}]
+    run.finish()
+
+
+def test_jsonl_resumed_holds_no_step_twice_and_loses_nothing(tmp_path):
+    with tracking(tmp_path, "jsonl") as run:
+        for step in range(1, 6):
+            run.log({"loss": step}, step)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')  # killed while it wrote
+    with tracking(tmp_path, "jsonl", resume_step=3) as run:
+        for step in range(4, 8):
+            run.log({"loss": 10 * step}, step)
+    assert [(x["step"], x["loss"]) for x in lines(tmp_path)] == [
+        (1, 1),
+        (2, 2),
+        (3, 3),
+        (4, 40),
+        (5, 50),
+        (6, 60),
+        (7, 70),
+    ]
+    assert (tmp_path / "metrics.dropped.jsonl").read_text().count("\n") == 3
+    with tracking(tmp_path, "jsonl") as run:  # from the beginning, in the same folder
+        run.log({"loss": 0}, 1)
+    assert [x["step"] for x in lines(tmp_path)] == [1]
+    assert (tmp_path / "metrics.dropped.jsonl").read_text().count("\n") == 10
+
+
+def test_tensorboard_resumed_shows_each_step_once(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with tracking(tmp_path, "tensorboard") as run:
+        for step in range(1, 6):
+            run.log({"actor/loss": step}, step)
+        run.log_samples("val/generations", [{"input": "a|b", "output": "c\nd"}], 5)
+    with tracking(tmp_path, "tensorboard", resume_step=3) as run:
+        for step in range(4, 7):
+            run.log({"actor/loss": 10 * step}, step)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("actor/loss")] == [
+        (1, 1),
+        (2, 2),
+        (3, 3),
+        (4, 40),
+        (5, 50),
+        (6, 60),
+    ]
+
+
+def test_console_line_has_one_order_and_short_numbers(tmp_path, caplog):
+    metrics = {
+        "timing_s/step": 1.2345,
+        "perf/throughput": 152_345.0,
+        "actor/pg_loss": -0.012345,
+        "critic/score/mean": 0.625,
+        "reward/acc": 0.5,
+        "critic/rewards/mean": 0.61,
+        "response_length/mean": 5.123,
+        "actor/ref_kl": 0.00123,
+        "actor/entropy": 0.5,
+        "actor/grad_norm": 0.41,
+        "critic/score/max": 1.0,
+    }
+    with caplog.at_level(logging.INFO, logger="verl"), tracking(tmp_path, "console") as run:
+        run.log(metrics, 12)
+        run.log({"val-core/gsm8k/acc/mean@1": 0.25, "val-aux/gsm8k/reward/mean@1": 0.3, "timing_s/testing": 3.0}, 12)
+        run.log({"my/number": 3, "timing_s/step_2": 1.0}, 13)
+    assert [record.getMessage() for record in caplog.records] == [
+        "step 12 | score 0.625 | acc 0.5 | reward 0.61 | length 5.12 | kl 0.00123 | entropy 0.5 | pg_loss -0.0123"
+        " | grad_norm 0.41 | tok/s 152k | seconds 1.23",
+        "step 12 | val-core/gsm8k/acc/mean@1 0.25",
+        "step 13 | my/number 3",
+    ]
+
+
+def test_the_console_shows_a_number_once():
+    same = {"critic/score/mean": 0.5, "reward/acc": 0.5 + 1e-9, "critic/rewards/mean": 0.5, "actor/entropy": 0.5}
+    assert headline(same) == {"score": "0.5", "entropy": "0.5"}
+    assert headline({**same, "critic/rewards/mean": 0.4}) == {"score": "0.5", "reward": "0.4", "entropy": "0.5"}
+    assert list(headline({**same, "critic/score/mean": 0.6})) == ["score", "acc", "entropy"]
+    assert list(headline({**same, "reward/acc": float("nan")})) == ["score", "acc", "entropy"]
+
+
+def test_short_numbers():
+    values = [0, 1, 0.5, 1.239, 12.5, 999, 1000, 9994, 9995, 152_345, 2.5e6, 3e9, -0.01234, float("nan")]
+    words = ["0", "1", "0.5", "1.24", "12.5", "999", "1000", "9994", "9.99k", "152k", "2.5M", "3G", "-0.0123", "nan"]
+    assert [short(v) for v in values] == words
+    assert headline({}) == {}
+
+
+class Flaky(Tracker):
+    """A service that stops answering in the middle of the run."""
+
+    def log(self, metrics, step):
+        if step > 1:
+            raise ConnectionError("no route to the tracking service")
+
+    def log_samples(self, name, rows, step):
+        raise TimeoutError
+
+    def finish(self, failed):
+        (self.run.folder / "ending").write_text("failed" if failed else "well")
+
+
+def test_a_failing_tracker_is_said_once_and_counted_and_the_others_go_on(tmp_path, caplog, monkeypatch):
+    monkeypatch.setitem(TRACKER_REGISTRY, "flaky", Flaky)
+    with caplog.at_level(logging.WARNING), tracking(tmp_path, "flaky", "jsonl") as run:
+        for step in range(1, 5):
+            run.log({"loss": 1.0}, step)
+        run.log_samples("s", [{"a": 1}], 4)
+    assert [x["step"] for x in lines(tmp_path)] == [1, 2, 3, 4]
+    first, last = [record.getMessage() for record in caplog.records]
+    assert first.startswith("the tracker flaky failed (ConnectionError: no route to the tracking service)")
+    assert last == "the tracker flaky lost 4 calls"
+    assert (tmp_path / "ending").read_text() == "well"
+
+
+def test_trackers_learn_that_the_run_failed(tmp_path, monkeypatch):
+    monkeypatch.setitem(TRACKER_REGISTRY, "flaky", Flaky)
+    with pytest.raises(ZeroDivisionError), tracking(tmp_path, "flaky"):
+        raise ZeroDivisionError
+    assert (tmp_path / "ending").read_text() == "failed"
+
+
+def test_numbers_that_are_not_finite_are_said_loudly(tmp_path, caplog):
+    with caplog.at_level(logging.ERROR), tracking(tmp_path, "jsonl") as run:
+        run.log({"actor/grad_norm": float("nan"), "loss": 1.0}, 1)
+        run.log({"actor/grad_norm": float("inf"), "loss": 1.0}, 2)
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == ["step 1: actor/grad_norm is nan", "actor/grad_norm was not finite at 2 steps"]
+    assert [line["actor/grad_norm"] for line in lines(tmp_path)] == [None, None]
+    with pytest.raises(ValueError, match="the metric 'acc' is 'high': expected a number"):
+        tracking(tmp_path, "jsonl").log({"acc": "high"}, 3)
+
+
+def test_names_and_packages_are_checked_before_anything_starts(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="no tracker is called 'tensorbord': did you mean 'tensorboard'"):
+        check_trackers(["console", "tensorbord"])
+
+    class Service(Flaky):
+        package = "metrics_service"
+
+    monkeypatch.setitem(TRACKER_REGISTRY, "service", Service)
+    (tmp_path / "metrics_service").mkdir()  # such a folder, left in the working directory, is not the package
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="needs the package metrics_service, which is not installed: pip install"):
+        check_trackers(["service"])
+    (tmp_path / "metrics_service" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    check_trackers(["service"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
+def test_services_work_offline_and_resume_as_the_same_run(tmp_path, name):
+    pytest.importorskip(name)
+    program = (
+        "import sys; from verl.tracking.tracking import Tracking\n"
+        "name, folder, resume = sys.argv[1], sys.argv[2], int(sys.argv[3])\n"
+        "with Tracking([name], 'project', 'run', {'a.b': 1, 'c': None}, folder, resume_step=resume) as run:\n"
+        "    for step in (resume + 1, resume + 2):\n"
+        "        run.log({'critic/score/mean': step / 10, 'val-core/x/acc/mean@2': 1.0}, step)\n"
+        "    run.log_samples('val/generations', [{'input': 'a', 'output': 'b', 'score': 1.0}], resume + 2)\n"
+        "assert not run.failures, run.failures\n"
+    )
+    ids = []
+    for resume in (0, 2):
+        subprocess.run(
+            [sys.executable, "-c", program, name, str(tmp_path), str(resume)],
+            check=True,
+            env={**os.environ, "WANDB_MODE": "offline", "SWANLAB_MODE": "offline"},
+        )
+        ids.append(json.loads((tmp_path / "tracker_ids.json").read_text())[name])
+    assert ids[0] == ids[1]
+    if name == "mlflow":
+        rows = sqlite3.connect(tmp_path / "mlflow.db").execute(
+            "select step, value, run_uuid from metrics where key like 'critic%'"
+        )
+        assert sorted(rows) == [(step, step / 10, ids[0]) for step in (1, 2, 3, 4)]
+    else:
+        assert len([path for path in (tmp_path / name).iterdir() if ids[0] in path.name and path.is_dir()]) == 2

@@ -1,0 +1,5 @@
+"""python -m verl.env_check: exits with status 1 when a required component is missing or broken."""
+
+from verl.env_check.check import check_env
+
+check_env()

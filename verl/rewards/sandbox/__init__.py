@@ -1,0 +1,1 @@
+"""Reward functions and generated programs in separate, limited processes."""

@@ -1,0 +1,100 @@
+"""Running a program in a process that can be killed, with limits on time, memory and output.
+
+The limits keep a bad program from stopping or filling the machine, and what it starts ends with it (program_boot). They
+are not a wall: a program that means harm can still read files and use the network with the rights of this process, and
+on kernels before Linux 6.12 stop other processes. Run untrusted code in a container without these rights.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl.rewards.sandbox.pool import Limits
+
+_BOOT = Path(__file__).with_name("program_boot.py")
+_SIGNALS = {int(number) for number in signal.Signals}
+#: what the process above a program has for ending what the program has left
+_SECONDS_TO_END = 5.0
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a program ended. failure: None where it ended by itself with status 0, else a phrase that says why not.
+
+    stdout, stderr: what it printed, cut at the limit.
+    """
+
+    failure: str | None
+    stdout: str
+    stderr: str
+
+
+def run_program(
+    code: str, *, limits: Limits, stdin: str = "", arguments: tuple[str, ...] = (), files: dict[str, str] | None = None
+) -> tuple[Finished, dict[str, str]]:
+    """Run Python `code` as a script in an empty folder of its own, with this interpreter and without its environment.
+
+    files: further files to be there. Returns how it ended, and those files as they are in the end. The processes
+    that it has started are ended with it.
+    """
+    with tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True) as folder:
+        for name, text in {"program.py": code, "stdin": stdin, **(files or {})}.items():
+            (Path(folder) / name).write_text(text, encoding="utf-8", errors="replace")
+        failure = _run(folder, arguments, limits)
+        read = {name: _read(Path(folder) / name, limits.output_bytes) for name in ("stdout", "stderr", *(files or {}))}
+    return Finished(failure, read.pop("stdout"), read.pop("stderr")), read
+
+
+def _run(folder: str, arguments: tuple[str, ...], limits: Limits) -> str | None:
+    bounds = (
+        -1 if limits.cpu_seconds is None else int(limits.cpu_seconds) + 1,
+        # Address space, of which Linux alone makes a limit that programs survive.
+        -1 if limits.memory_bytes is None or sys.platform != "linux" else limits.memory_bytes,
+        limits.output_bytes,
+    )
+    command = [sys.executable, "-I", str(_BOOT), *map(str, bounds), "program.py", *arguments]
+    environment = {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "HOME": folder}
+    with (
+        open(f"{folder}/stdin", "rb") as stdin,
+        open(f"{folder}/stdout", "wb") as stdout,
+        open(f"{folder}/stderr", "wb") as stderr,
+    ):
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
+        )
+        try:
+            status = process.wait(limits.wall_seconds)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            _end(process)
+    if status is None:
+        return f"did not end within {limits.wall_seconds:g} s"
+    if status == 128 + signal.SIGXCPU:
+        return f"used more than {limits.cpu_seconds:g} s of processor time"
+    if status == 0:
+        return None
+    ended_by = signal.Signals(status - 128).name if status - 128 in _SIGNALS else None
+    return f"ended by {ended_by}" if ended_by else f"ended with exit status {status}"
+
+
+def _end(process: subprocess.Popen) -> None:
+    """The process above the program, which ends all below it; what it does not end in time, the group of it is."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_SECONDS_TO_END)
+    with contextlib.suppress(ProcessLookupError):  # nobody of the group is left
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _read(path: Path, limit: int) -> str:
+    if not path.is_file():
+        return ""
+    with open(path, "rb") as file:
+        return file.read(limit).decode("utf-8", errors="replace")

@@ -1,0 +1,135 @@
+"""The worker of `ProcessPool`: calls one function after another, under limits, until its parent is gone.
+
+Started as `python -m verl.rewards.sandbox.worker FD`, FD being its end of the connection. It reads pickled
+(address, limits, pickled arguments) and answers with ("called",), when the function is found and the clock starts, and
+then ("value", pickled value, output) or ("error", type, message, traceback, output).
+"""
+
+import asyncio
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import io
+import os
+import pickle
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from verl.registry import import_module
+from verl.rewards.sandbox.pool import Limits
+
+
+@cache
+def find_function(module: str, file: str, name: str) -> Callable:
+    """The function at an address: from the module if that is the same file here, else from the file itself."""
+    spec = importlib.util.find_spec(module) if _parent_exists(module) else None
+    same = spec is not None and spec.origin is not None and Path(spec.origin).resolve() == Path(file).resolve()
+    found = importlib.import_module(module) if same else import_module(file)
+    return vars(found)[name]
+
+
+def _parent_exists(module: str) -> bool:
+    """Whether the packages above `module` can be imported: `find_spec` wants that."""
+    parent = module.rpartition(".")[0]
+    return not parent or (_parent_exists(parent) and importlib.util.find_spec(parent) is not None)
+
+
+class BoundedOutput(io.TextIOBase):
+    """A text stream that keeps the first `limit` characters and counts the rest."""
+
+    def __init__(self, limit: int):
+        self._parts: list[str] = []
+        self._room, self._dropped = limit, 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        kept = text[: self._room]
+        if kept:
+            self._parts.append(kept)
+            self._room -= len(kept)
+        self._dropped += len(text) - len(kept)
+        return len(text)
+
+    def text(self) -> str:
+        note = f"\n[{self._dropped} more characters of output were dropped]\n" if self._dropped else ""
+        return "".join(self._parts) + note
+
+
+@contextlib.contextmanager
+def limited(limits: Limits):
+    """Real time, processor time and memory of this process, counted from here. Memory is limited on Linux only."""
+    bounds = {}
+    if limits.cpu_seconds is not None:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        bounds[resource.RLIMIT_CPU] = int(usage.ru_utime + usage.ru_stime + limits.cpu_seconds) + 1
+    if limits.memory_bytes is not None and sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        bounds[resource.RLIMIT_AS] = pages * resource.getpagesize() + limits.memory_bytes
+    before = {kind: resource.getrlimit(kind) for kind in bounds}
+    for kind, soft in bounds.items():
+        resource.setrlimit(kind, (soft, before[kind][1]))
+    if limits.wall_seconds is not None:
+        # The parent keeps this deadline. The alarm, which nobody handles, ends the process should the parent be gone.
+        signal.setitimer(signal.ITIMER_REAL, limits.wall_seconds + 30.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for kind, limit in before.items():
+            resource.setrlimit(kind, limit)
+
+
+def answer(connection: Connection, address: tuple[str, str, str], limits: Limits, arguments: bytes) -> tuple:
+    """The message that tells how one call ended."""
+    output = BoundedOutput(limits.output_bytes)
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            function, keywords = find_function(*address), pickle.loads(arguments)
+            connection.send_bytes(pickle.dumps(("called",)))
+            with limited(limits):
+                value = function(**keywords)
+                if inspect.iscoroutine(value):
+                    value = asyncio.run(value)
+            return "value", _pickled(value), output.text()
+    except BaseException as error:  # sys.exit() in a user's function included: the worker lives on
+        trace = "".join(traceback.format_exception(error))
+        return "error", type(error).__name__, str(error)[:2000], trace[-20000:], output.text()
+
+
+def _pickled(value: object) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:  # the value's own class decides what is raised here
+        raise TypeError(f"returned a {type(value).__name__} that cannot be sent to another process: {error}") from error
+
+
+def die_with(parent: int) -> None:
+    """End this process when its parent is gone, also while a function hangs."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def main() -> None:
+    connection = Connection(int(sys.argv[1]))
+    threading.Thread(target=die_with, args=(os.getppid(),), daemon=True).start()
+    connection.send_bytes(pickle.dumps(("ready",)))
+    with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
+        while True:
+            job = pickle.loads(connection.recv_bytes())
+            connection.send_bytes(pickle.dumps(answer(connection, *job)))
+
+
+if __name__ == "__main__":
+    main()

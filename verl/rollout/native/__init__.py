@@ -1,0 +1,1 @@
+"""The native rollout engine: generates with the parameters of the training model."""

@@ -1,0 +1,134 @@
+"""Generation by the trainer's own forward pass: `rollout.deterministic` on a CPU.
+
+Everywhere else the native engine computes a model by products and kernels of its own, which are faster and round in
+another way than training does. Here it only keeps the keys and values: the numbers come from a `ModelForward`, which
+treats a token alike in every batch, so a token's log-prob has the bits that training will give it.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from verl.modeling.batch_invariant.attention import Attend, Scores, attend_cached, attend_rows
+from verl.rollout.base import SamplingParams
+from verl.rollout.native.model import Decoder
+from verl.rollout.native.torch_decoder import PREFILL_TOKENS
+from verl.rollout.sampling import choose
+
+
+class ModelForward(Protocol):
+    """A model that gives each of N tokens the same numbers in every batch. dtype: of keys and values."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def generating(self) -> AbstractContextManager[None]:
+        """A phase in which the weights do not change."""
+
+    def release(self) -> None:
+        """Give back the memory that only generation needs."""
+
+    def states(self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """ids, positions (N,) -> (N, H), with `attend` for the attention of each layer."""
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """(N, H) -> (N, V), not scaled by a temperature."""
+
+    def log_probs(self, logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+        """Of tokens (N,) under softmax(logits / temperature): (N,) float32."""
+
+
+class ExactCache:
+    """Keys and values of `slots` rows of at most `length` tokens: (layers, slots, HK, L, D), position p in column p."""
+
+    def __init__(self, decoder: Decoder, slots: int, length: int):
+        shape = (len(decoder.layers), slots, decoder.kv_heads, length, decoder.head_dim)
+        # zeros, not just any memory: an unseen column weighs 0, and 0 times what was there must be 0
+        self.keys = decoder.embedding.new_zeros(shape, dtype=decoder.dtype)
+        self.values = decoder.embedding.new_zeros(shape, dtype=decoder.dtype)
+        self.slots, self.length = slots, length
+
+    def move(self, source: int, target: int) -> None:
+        """Give the row of slot `source` the slot `target`."""
+        self.keys[:, target] = self.keys[:, source]
+        self.values[:, target] = self.values[:, source]
+
+
+class ExactDecoder:
+    """As native_torch.TorchDecoder, by a `ModelForward`."""
+
+    def __init__(self, decoder: Decoder, cache: ExactCache, forward: ModelForward):
+        self.decoder = decoder
+        self.cache = cache
+        self.forward = forward
+        self.seat(torch.zeros(0, dtype=torch.int64))
+
+    def prefill(self, prompts: list[list[int]], slots: list[list[int]]) -> torch.Tensor:
+        """Compute each of `prompts` once, with keys and values into its `slots`. Logits (len(prompts), V)."""
+        logits = []
+        for chosen in together([len(prompt) for prompt in prompts]):
+            logits.append(self._prefill([prompts[i] for i in chosen], [slots[i] for i in chosen]))
+        return torch.cat(logits)
+
+    def _prefill(self, prompts: list[list[int]], slots: list[list[int]]) -> torch.Tensor:
+        lengths = tuple(map(len, prompts))
+
+        def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores):
+            for targets, k, v in zip(slots, key.split(lengths), value.split(lengths)):
+                self.cache.keys[layer][targets, :, : len(k)] = k.transpose(0, 1)
+                self.cache.values[layer][targets, :, : len(v)] = v.transpose(0, 1)
+            return attend_rows(query, key, value, lengths, scores)
+
+        return self.forward.logits(prompt_states(self.forward, prompts, attend, torch.device("cpu")))
+
+    def seat(self, positions: torch.Tensor) -> None:
+        """The next `step` is of rows 0 .. B - 1 at `positions` (B,), those after it each one further."""
+        self.positions = positions.clone()
+        self.seen = int(positions.max()) + 1 if len(positions) else 0
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens: (B,) of rows 0 .. B - 1. Logits (B, V)."""
+        rows, positions = torch.arange(len(tokens)), self.positions
+
+        def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores):
+            keys, values = self.cache.keys[layer], self.cache.values[layer]
+            keys[rows, :, positions], values[rows, :, positions] = key, value
+            seen = slice(len(tokens)), slice(None), slice(self.seen)
+            return attend_cached(query, keys[seen], values[seen], positions, scores)
+
+        logits = self.forward.logits(self.forward.states(tokens, positions, attend))
+        self.positions, self.seen = positions + 1, self.seen + 1
+        return logits
+
+    def choose(
+        self, logits: torch.Tensor, params: SamplingParams, uniforms: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As sampling.choose."""
+        tokens, log_probs = choose(logits, params, uniforms)
+        if params.filters:  # of a distribution that training does not know
+            return tokens, log_probs
+        return tokens, self.forward.log_probs(logits, tokens, 1.0 if params.greedy else params.temperature)
+
+
+def together(lengths: list[int]) -> list[list[int]]:
+    """Which prompts of these lengths to compute at once: up to PREFILL_TOKENS, or one that is longer."""
+    parts: list[list[int]] = []
+    tokens = 0
+    for i, length in enumerate(lengths):
+        if not parts or tokens + length > PREFILL_TOKENS:
+            parts.append([])
+            tokens = 0
+        parts[-1].append(i)
+        tokens += length
+    return parts
+
+
+def prompt_states(
+    forward: ModelForward, prompts: list[list[int]], attend: Attend, device: torch.device
+) -> torch.Tensor:
+    """The hidden state of each prompt's last token, (len(prompts), H), by one pass over all of them, packed."""
+    ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
+    positions = torch.tensor([at for prompt in prompts for at in range(len(prompt))], device=device)
+    ends = torch.tensor([len(prompt) for prompt in prompts], device=device).cumsum(0) - 1
+    return forward.states(ids, positions, attend)[ends]

@@ -1,0 +1,331 @@
+"""The decoder of the native engine on a GPU: paged keys and values, one CUDA graph per number of rows.
+
+Everything that a graph reads or writes lives in an `Arena` and keeps its address. The weights are the parameters
+themselves; where they moved, the graphs are made anew.
+"""
+
+from dataclasses import astuple, dataclass, fields
+from functools import cache
+
+import torch
+import triton
+
+from verl.rollout.base import SamplingParams
+from verl.rollout.native import triton_kernels
+from verl.rollout.native.model import Decoder, Layer, Projection, RopeTable
+from verl.rollout.native.torch_decoder import Layers
+from verl.rollout.native.triton_kernels import PAGE
+from verl.rollout.sampling import choose
+
+#: numbers of rows for which there are graphs: a step computes the next larger one
+BUCKETS = (
+    1,
+    2,
+    4,
+    8,
+    16,
+    32,
+    48,
+    64,
+    96,
+    128,
+    192,
+    256,
+    320,
+    384,
+    448,
+    512,
+    640,
+    768,
+    896,
+    1024,
+    1280,
+    1536,
+    1792,
+    2048,
+)
+#: steps that are launched without looking at their outcome
+CHUNK = 8
+#: programs of attention below which the keys of a row are split over several
+_ENOUGH_PROGRAMS = 512
+_MOST_SPLITS = 32
+#: parts of a product of few rows with many addends
+_PARTS = 4
+
+
+def bucket_of(rows: int) -> int:
+    return next(bucket for bucket in BUCKETS if bucket >= rows)
+
+
+def attention_launch(rows: int, head_dim: int) -> dict[str, int]:
+    """Options of the attention kernel (benchmarks/attention.py; measured on an H200). ROUND: pages read at once."""
+    return {"num_warps": 4 if rows < 512 or head_dim > 64 else 2, "num_stages": 2, "ROUND": 1}
+
+
+def page_bytes(decoder: Decoder) -> int:
+    return PAGE * decoder.cache_bytes_per_token()
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a generate call needs. slots: rows at once. pages: of the key/value cache. width: pages of a row at most.
+    answers: response tokens of all rows together at most. positions: of the rotary tables."""
+
+    slots: int
+    pages: int
+    width: int
+    answers: int
+    positions: int
+
+    def roomy(self) -> "Size":
+        """Up to an eighth more, so that a call of a few tokens more finds room too."""
+
+        def up(n: int) -> int:
+            grain = 1 << max(0, n.bit_length() - 4)
+            return -(-n // grain) * grain
+
+        return Size(self.slots, up(self.pages), up(self.width), up(self.answers), up(self.positions))
+
+
+class Arena:
+    """The memory of generation: pages (`pages` of them, size.pages were wanted), the rows' state and the answers."""
+
+    def __init__(self, decoder: Decoder, size: Size, pages: int):
+        self.size = size
+        slots, width = self.slots, self.width = size.slots, size.width
+        device = decoder.embedding.device
+        shape = (len(decoder.layers), pages, 2 * decoder.kv_heads, PAGE, decoder.head_dim)
+        self.pages = torch.empty(shape, dtype=decoder.dtype, device=device)
+        self.table = torch.zeros(slots, width, dtype=torch.int32, device=device)
+        self.state = torch.zeros(triton_kernels.FIELDS, slots, dtype=torch.int32, device=device)
+        self.sample_ids = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.uniforms = torch.zeros(CHUNK, slots, dtype=torch.float64, device=device)
+        self.tokens = torch.zeros(size.answers, dtype=torch.int32, device=device)
+        self.log_probs = torch.zeros(size.answers, dtype=torch.float32, device=device)
+        self.is_stop = torch.zeros(decoder.vocab_size, dtype=torch.int8, device=device)
+        self.blocks = triton.cdiv(decoder.vocab_size, triton_kernels.VOCABULARY_BLOCK)
+        self.arrived = torch.zeros(slots, decoder.kv_heads, dtype=torch.int32, device=device)
+        self.parts = torch.zeros(slots, self.blocks, 3, dtype=torch.float32, device=device)
+        self.tables = [rope.table(size.positions, decoder.stream_dtype) for rope in decoder.ropes]
+
+    def fits(self, size: Size) -> bool:
+        return all(have >= need for have, need in zip(astuple(self.size), astuple(size)))
+
+
+class CudaDecoder(Layers):
+    """Runs a `Decoder` over an `Arena`: prompts in plain torch, steps by graphs of kernels, or without `graphs`."""
+
+    def __init__(self, decoder: Decoder, arena: Arena, graphs: bool = True):
+        super().__init__(decoder, 0)
+        self.use_graphs = graphs
+        self.tables = arena.tables
+        self.arena = arena
+        self.addresses = addresses(decoder)
+        self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, torch.Tensor | None]] = {}
+        self.pool: tuple[int, int] | None = None
+        self.processors = torch.cuda.get_device_properties(decoder.embedding.device).multi_processor_count
+        # products in float32 stay float32: a test that asks for it means it
+        self.precision = "ieee" if decoder.dtype == torch.float32 else "tf32"
+
+    # ---- prompts ------------------------------------------------------------------------------------------------
+
+    def prefill(self, prompts: list[list[int]], pages: list[list[int]]) -> torch.Tensor:
+        """Compute `prompts`, with keys and values into their `pages`. Logits (len(prompts), V) float32."""
+        cache, where = self.arena.pages, {}
+
+        def store(layer: int, chosen: list[int], stored: torch.Tensor) -> None:
+            count, width, heads, size = stored.shape
+            used = triton.cdiv(width, PAGE)
+            if layer == 0:
+                flat = [(i * used + at, page) for i, c in enumerate(chosen) for at, page in enumerate(pages[c])]
+                where["source"], where["target"] = self._upload([list(x) for x in zip(*flat)])
+            whole = torch.nn.functional.pad(stored, (0, 0, 0, 0, 0, used * PAGE - width))
+            whole = whole.reshape(count * used, PAGE, heads, size).transpose(1, 2)
+            cache[layer].index_copy_(0, where["target"], whole[where["source"]])
+
+        return self.prompts(prompts, store)
+
+    def _upload(self, values: list) -> torch.Tensor:
+        return upload(values, torch.int64, self.arena.pages.device)
+
+    def _rotate(self, layer: Layer, qkv: torch.Tensor, table: RopeTable) -> None:
+        cos, sin = table
+        heads, size, rotated = qkv.shape[1], qkv.shape[2], self.decoder.heads + self.decoder.kv_heads
+        norm = layer.qk_norm if layer.qk_norm is not None else cos
+        triton_kernels.rotate[(len(qkv),)](
+            qkv, cos, sin, norm, self.decoder.eps, HEADS=heads, HQK=rotated, HP=triton.next_power_of_2(rotated), D=size,
+            DP=triton.next_power_of_2(size), R=cos.shape[-1], NORM=layer.qk_norm is not None, num_warps=4,
+        )  # fmt: skip
+
+    def _finish(self, layer: Layer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        h = torch.empty_like(x, dtype=self.decoder.dtype)
+        self._add_norm(x, layer.out(attended), layer.attention_post_norm, layer.mlp_norm, h)
+        y = layer.down(self._gate(layer.gate_up(h)))
+        return self._add_norm(x, y, layer.mlp_post_norm, layer.mlp_norm, h)
+
+    # ---- steps --------------------------------------------------------------------------------------------------
+
+    def steps(self, count: int, rows: int, params: SamplingParams) -> None:
+        """Launch `count` steps of the rows of slots 0 .. rows - 1."""
+        # filters of the vocabulary are made of torch operations that a graph may not hold
+        inside = not params.filters
+        key = (rows, params.greedy, params.temperature if inside else None, inside)
+        if not self.use_graphs:
+            for _ in range(count):
+                self.sample(self._step(rows, None), 0, params)
+            return
+        if key not in self.graphs:
+            self.graphs[key] = self._capture(rows, params if inside else None)
+        graph, logits = self.graphs[key]
+        for _ in range(count):
+            graph.replay()
+            if not inside:
+                self.sample(logits, 0, params)
+
+    def _capture(self, rows: int, params: SamplingParams | None) -> tuple[torch.cuda.CUDAGraph, torch.Tensor | None]:
+        """The graph of one step, and its logits unless tokens are drawn inside (params)."""
+        status = self.arena.state[triton_kernels.STATUS]
+        saved = status.clone()
+        status.zero_()
+        self._step(rows, params)  # compiles what is not yet, and leaves alone all rows, since none is live
+        status.copy_(saved)
+        graph, stream, side = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), _capture_stream()
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
+        side.wait_stream(stream)
+        # not `with torch.cuda.graph`: that empties torch's cache of memory, at a cost above that of the capture
+        with torch.cuda.stream(side):
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            logits = self._step(rows, params)
+            graph.capture_end()
+        stream.wait_stream(side)
+        # logits that are drawn from inside give their memory to the graphs to come
+        return graph, logits if params is None else None
+
+    def _step(self, rows: int, params: SamplingParams | None) -> torch.Tensor:
+        """One token of `rows` rows, drawn too unless params is None. Logits (rows, V)."""
+        decoder, arena = self.decoder, self.arena
+        x = decoder.embed(arena.state[triton_kernels.TOKEN, :rows]).contiguous()
+        h = torch.empty_like(x, dtype=decoder.dtype)
+        self._add_norm(x, None, None, decoder.layers[0].attention_norm, h)
+        norms = [layer.attention_norm for layer in decoder.layers[1:]] + [decoder.norm]
+        for layer, pages, next_norm in zip(decoder.layers, arena.pages, norms):
+            attended = self._attend_pages(layer, layer.qkv(h), pages)
+            self._add_norm(x, layer.out(attended), layer.attention_post_norm, layer.mlp_norm, h)
+            y = self._in_parts(layer.down, self._gate(layer.gate_up(h)))
+            self._add_norm(x, y, layer.mlp_post_norm, next_norm, h)
+        logits = decoder.head(h)
+        if params is not None:
+            self._sample(logits, 0, params, decoder.final_softcap)
+        return logits
+
+    def _attend_pages(self, layer: Layer, qkv: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        """qkv (B, (HQ + 2 HK) D), not rotated yet -> (B, HQ D)."""
+        decoder, arena, rows = self.decoder, self.arena, len(qkv)
+        heads, kv_heads, size = decoder.heads, decoder.kv_heads, decoder.head_dim
+        group = heads // kv_heads
+        shape = {"HQ": heads, "HK": kv_heads, "G": group, "GP": max(16, triton.next_power_of_2(group))}
+        shape |= {"D": size, "DP": max(16, triton.next_power_of_2(size))}
+        splits = min(_MOST_SPLITS, max(1, _ENOUGH_PROGRAMS // (rows * kv_heads)), arena.width)
+        out = qkv.new_empty(rows, heads * size)
+        pieces = (rows, kv_heads, splits, shape["GP"], shape["DP"] + 2) if splits > 1 else (1,)
+        partial = torch.empty(pieces, dtype=torch.float32, device=qkv.device)
+        cos, sin = self.tables[layer.rope]
+        norm = layer.qk_norm if layer.qk_norm is not None else cos
+        softcap = decoder.attention_softcap
+        triton_kernels.attend[(rows, kv_heads, splits)](
+            qkv, pages, arena.table, arena.state, cos, sin, norm, out, partial, arena.arrived, decoder.scaling,
+            decoder.eps, softcap or 1.0, arena.slots, arena.width, splits, **shape, R=cos.shape[1],
+            NORM=layer.qk_norm is not None, SOFTCAP=softcap is not None, WINDOW=layer.window or 0, SPLIT=splits > 1,
+            SP=triton.next_power_of_2(splits), PAGE=PAGE, PRECISION=self.precision,
+            **attention_launch(rows, size),
+        )  # fmt: skip
+        return out
+
+    def _in_parts(self, projection: Projection, x: torch.Tensor) -> torch.Tensor:
+        """x (N, in) -> (parts, N, out) float32 to be added up, where one product would leave processors idle; (N, out)
+        elsewhere. cuBLAS adds up parts by a kernel of its own: `add_norm` does it on its way."""
+        rows, (width, outputs) = len(x), projection.matrix.shape
+        tiles = triton.cdiv(rows, 64) * triton.cdiv(outputs, 64)
+        narrow = x.dtype in (torch.bfloat16, torch.float16) and projection.bias is None
+        if not narrow or width % (64 * _PARTS) or 2 * tiles > self.processors:
+            return projection(x)
+        y, matrix = x.unflatten(1, (_PARTS, -1)).transpose(0, 1), projection.matrix.unflatten(0, (_PARTS, -1))
+        return torch.bmm(y, matrix, out_dtype=torch.float32)
+
+    def _add_norm(self, x, y, post_norm, weight, out) -> torch.Tensor:
+        """x += y (or its post norm), out = norm of x. x, out: (N, H); y: as x, or parts of it. Returns x."""
+        width = x.shape[1]
+        block = triton.next_power_of_2(width)
+        triton_kernels.add_norm[(len(x),)](
+            x, x if y is None else y, weight if post_norm is None else post_norm, weight, out, self.decoder.eps,
+            H=width, BLOCK=block, PARTS=0 if y is None else y.numel() // x.numel(), POST=post_norm is not None,
+            num_warps=min(16, max(1, block // 512)),
+        )  # fmt: skip
+        return x
+
+    def _gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """(N, 2 I) -> (N, I)."""
+        rows, width = len(gate_up), gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, width)
+        grid = (rows, triton.cdiv(width, 1024))
+        triton_kernels.gate[grid](gate_up, out, I=width, BLOCK=1024, ACTIVATION=self.decoder.activation, num_warps=4)
+        return out
+
+    # ---- drawing tokens -----------------------------------------------------------------------------------------
+
+    def sample(self, logits: torch.Tensor, first: int, params: SamplingParams, capped: bool = False) -> None:
+        """Draw a token for each of the slots `first` and on from logits (n, V) and write it down.
+
+        capped: the final soft-capping is in the logits already.
+        """
+        self._sample(logits, first, params, None if capped else self.decoder.final_softcap)
+
+    def _sample(self, logits: torch.Tensor, first: int, params: SamplingParams, softcap: float | None) -> None:
+        arena, rows = self.arena, len(logits)
+        answers = (arena.state, arena.tokens, arena.log_probs, arena.is_stop, first, arena.slots)
+        if params.filters:
+            logits = logits.float() if softcap is None else softcap * torch.tanh(logits.float() / softcap)
+            state, uniforms = arena.state[:, first : first + rows], arena.uniforms[:, first : first + rows]
+            line = (state[triton_kernels.STEP] - state[triton_kernels.START]).clamp_(0, CHUNK - 1)
+            drawn = choose(logits, params, uniforms.gather(0, line[None].long())[0])
+            triton_kernels.note_token[(rows,)](*drawn, *answers, num_warps=1)
+            return
+        scale = 1.0 if params.greedy else 1 / params.temperature
+        common = {"BLOCK": triton_kernels.VOCABULARY_BLOCK, "NB": arena.blocks, "SOFTCAP": softcap is not None}
+        common["GREEDY"] = params.greedy
+        sizes = (scale, softcap or 1.0, self.decoder.vocab_size)
+        triton_kernels.scan_vocabulary[(rows, arena.blocks)](
+            logits, arena.state, arena.parts, first, arena.slots, *sizes, **common, num_warps=8
+        )
+        triton_kernels.draw_token[(rows,)](
+            logits, arena.parts, arena.uniforms, *answers, *sizes, **common, NBP=triton.next_power_of_2(arena.blocks),
+            num_warps=8,
+        )  # fmt: skip
+
+
+@cache
+def _capture_stream() -> torch.cuda.Stream:
+    """One for all graphs: cuBLAS keeps a workspace for every stream that it has seen."""
+    return torch.cuda.Stream()
+
+
+def addresses(decoder: Decoder) -> tuple[int, ...]:
+    """Where the weights are: graphs hold these."""
+    found: list[int] = []
+
+    def visit(value) -> None:
+        if isinstance(value, torch.Tensor):
+            found.append(value.data_ptr())
+        elif isinstance(value, Layer | Projection):
+            for field in fields(value):
+                visit(vars(value)[field.name])
+
+    for value in (decoder.embedding, decoder.head, decoder.norm, *decoder.layers):
+        visit(value)
+    return tuple(found)
+
+
+def upload(values: list, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor on the device, without waiting for it."""
+    return torch.tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,1 @@
+"""Worker groups in this process and in processes of this host."""

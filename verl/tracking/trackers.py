@@ -1,0 +1,280 @@
+"""Where metrics go: one small class per destination, all with the same three verbs (log, log_samples, finish)."""
+
+import importlib
+import json
+import logging
+import math
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from verl.tracking.headline import headline, short
+from verl.utils.log import setup_logging
+
+logger = logging.getLogger(__name__)
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The run that is tracked. `resume_step`: the step that it goes on from, 0 when it starts from the beginning."""
+
+    project_name: str
+    experiment_name: str
+    config: Mapping[str, Any]  # flat: key.with.dots -> value
+    folder: Path
+    resume_step: int = 0
+
+    def known_id(self, tracker: str) -> str | None:
+        """The id that `tracker` gave this run before it was stopped; None for a run that starts."""
+        return self._ids().get(tracker) if self.resume_step else None
+
+    def remember_id(self, tracker: str, run_id: str) -> None:
+        """Keep the id beside the checkpoints, for the next time that this run is resumed."""
+        (self.folder / "tracker_ids.json").write_text(json.dumps(self._ids() | {tracker: run_id}))
+
+    def _ids(self) -> dict[str, str]:
+        file = self.folder / "tracker_ids.json"
+        return json.loads(file.read_text()) if file.is_file() else {}
+
+
+class Tracker(ABC):
+    """One destination of metrics, made once per run in the process that controls it."""
+
+    #: what must be installed, None for nothing
+    package: ClassVar[str | None] = None
+
+    def __init__(self, run: Run):
+        self.run = run
+
+    @abstractmethod
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Take the metrics of a step. A step may come in several calls with different metrics."""
+
+    @abstractmethod
+    def log_samples(self, name: str, rows: Rows, step: int) -> None:
+        """Take a table of sampled answers: equal keys in every row."""
+
+    @abstractmethod
+    def finish(self, failed: bool) -> None:
+        """Send what is pending and close. `failed`: the run ended by an error."""
+
+
+class ConsoleTracker(Tracker):
+    """A line per step in the log, with the metrics worth a glance."""
+
+    def __init__(self, run: Run):
+        super().__init__(run)
+        setup_logging()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        parts = [f"{label} {text}" for label, text in headline(metrics).items()]
+        logger.info(" | ".join([f"step {step}", *parts]))
+
+    def log_samples(self, name: str, rows: Rows, step: int) -> None:
+        for row in rows:
+            fields = "; ".join(f"{key}: {short(v) if isinstance(v, float) else v}" for key, v in row.items())
+            logger.info("%s at step %d: %s", name, step, fields)
+
+    def finish(self, failed: bool) -> None:
+        pass
+
+
+class JsonlTracker(Tracker):
+    """`metrics.jsonl`: one JSON object per call with "step", "time" and the metrics; samples in `samples.jsonl`.
+
+    A run that goes on from step N drops the lines after N, which it will write again; they move to
+    `metrics.dropped.jsonl`. Values that are not finite are written as null.
+    """
+
+    def __init__(self, run: Run):
+        super().__init__(run)
+        self._files = {name: self._opened(run.folder / f"{name}.jsonl") for name in ("metrics", "samples")}
+
+    def _opened(self, path: Path):
+        kept, dropped = [], []
+        if path.is_file():
+            for line in path.read_text().splitlines(keepends=True):
+                (kept if self._stays(line) else dropped).append(line)
+        if dropped:
+            with path.with_suffix(".dropped.jsonl").open("a") as file:
+                file.writelines(line if line.endswith("\n") else f"{line}\n" for line in dropped)
+            draft = path.with_suffix(".draft")
+            draft.write_text("".join(kept))
+            draft.replace(path)
+            logger.info("%s: %d lines after step %d moved away", path, len(dropped), self.run.resume_step)
+        return path.open("a")
+
+    def _stays(self, line: str) -> bool:
+        if not self.run.resume_step:
+            return False
+        try:
+            return json.loads(line)["step"] <= self.run.resume_step
+        except json.JSONDecodeError:
+            return False  # a line that a killed process left half written
+
+    def _write(self, name: str, record: dict[str, Any]) -> None:
+        file = self._files[name]
+        file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+        file.flush()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._write("metrics", {"step": step, "time": time.time(), **values})
+
+    def log_samples(self, name: str, rows: Rows, step: int) -> None:
+        self._write("samples", {"step": step, "name": name, "rows": [dict(row) for row in rows]})
+
+    def finish(self, failed: bool) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+class TensorboardTracker(Tracker):
+    """Event files in `tensorboard/`; what a stopped run wrote after the resumed step is hidden by a purge mark."""
+
+    package = "tensorboard"
+
+    def __init__(self, run: Run):
+        super().__init__(run)
+        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+        first = run.resume_step + 1 if run.resume_step else 0
+        self._writer = writer(str(run.folder / "tensorboard"), purge_step=first)
+        self._writer.add_text("config", _markdown([{"key": k, "value": v} for k, v in run.config.items()]), first)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def log_samples(self, name: str, rows: Rows, step: int) -> None:
+        self._writer.add_text(name, _markdown(rows), step)
+
+    def finish(self, failed: bool) -> None:
+        self._writer.close()
+
+
+class WandbTracker(Tracker):
+    """Weights & Biases; WANDB_MODE=offline keeps it on this machine. A resumed run goes on as the same run.
+
+    Its own step counter cannot go back to the step of a checkpoint, so the step travels as a metric that is the x-axis.
+    """
+
+    package = "wandb"
+
+    def __init__(self, run: Run):
+        super().__init__(run)
+        self._wandb = importlib.import_module("wandb")
+        self._run = self._wandb.init(
+            project=run.project_name,
+            name=run.experiment_name,
+            id=run.known_id("wandb") or secrets.token_hex(4),
+            resume="allow",
+            config=dict(run.config),
+            dir=str(run.folder),
+        )
+        run.remember_id("wandb", self._run.id)
+        self._run.define_metric("training/global_step")
+        self._run.define_metric("*", step_metric="training/global_step")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log({**metrics, "training/global_step": step})
+
+    def log_samples(self, name: str, rows: Rows, step: int) -> None:
+        columns = list(rows[0])
+        table = self._wandb.Table(columns=columns, data=[[str(row[c]) for c in columns] for row in rows])
+        self._run.log({name: table, "training/global_step": step})
+
+    def finish(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+class MlflowTracker(Tracker):
+    """MLflow: at MLFLOW_TRACKING_URI, or in `mlflow.db` of the run's folder. A resumed run goes on as the same run."""
+
+    package = "mlflow"
+
+    def __init__(self, run: Run):
+        super().__init__(run)
+        mlflow = importlib.import_module("mlflow")
+        self._metric = mlflow.entities.Metric
+        address = mlflow.environment_variables.MLFLOW_TRACKING_URI.get()
+        self._client = mlflow.MlflowClient(address or f"sqlite:///{(run.folder / 'mlflow.db').resolve()}")
+        artifacts = None if address else (run.folder / "mlflow").resolve().as_uri()
+        self._id = run.known_id("mlflow") or self._new_run(artifacts)
+        run.remember_id("mlflow", self._id)
+        self._client.update_run(self._id, status="RUNNING")
+        self._client.log_dict(self._id, dict(run.config), "config.json")
+
+    def _new_run(self, artifact_location: str | None) -> str:
+        experiment = self._client.get_experiment_by_name(self.run.project_name)
+        if experiment is not None:
+            experiment_id = experiment.experiment_id
+        else:
+            experiment_id = self._client.create_experiment(self.run.project_name, artifact_location=artifact_location)
+        return self._client.create_run(experiment_id, run_name=self.run.experiment_name).info.run_id
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        now = int(time.time() * 1000)
+        # "@" is not allowed in a name: val-core/gsm8k/acc/mean@8 becomes .../mean_at_8
+        entries = [self._metric(name.replace("@", "_at_"), value, now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._id, metrics=entries)
+
+    def log_samples(self, name: str, rows: Rows, step: int) -> None:
+        self._client.log_dict(self._id, {"rows": [dict(row) for row in rows]}, f"{name}/{step}.json")
+
+    def finish(self, failed: bool) -> None:
+        self._client.set_terminated(self._id, status="FAILED" if failed else "FINISHED")
+
+
+class SwanlabTracker(Tracker):
+    """SwanLab; SWANLAB_MODE=offline or local keeps it on this machine. A resumed run goes on as the same run."""
+
+    package = "swanlab"
+
+    def __init__(self, run: Run):
+        super().__init__(run)
+        self._swanlab = importlib.import_module("swanlab")
+        run_id = run.known_id("swanlab") or secrets.token_hex(8)
+        self._run = self._swanlab.init(
+            project=run.project_name,
+            name=run.experiment_name,
+            id=run_id,
+            resume="allow",
+            config=dict(run.config),
+            log_dir=str(run.folder / "swanlab"),
+        )
+        run.remember_id("swanlab", run_id)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, name: str, rows: Rows, step: int) -> None:
+        texts = [self._swanlab.Text("\n".join(f"{key}: {value}" for key, value in row.items())) for row in rows]
+        self._run.log({name: texts}, step=step)
+
+    def finish(self, failed: bool) -> None:
+        self._run.finish(state="crashed" if failed else "success")
+
+
+def _markdown(rows: Rows) -> str:
+    """A table; a cell is one line."""
+    columns = list(rows[0])
+    lines = [columns, ["---"] * len(columns), *([str(row[c]) for c in columns] for row in rows)]
+    return "\n".join("| " + " | ".join(c.replace("|", "\\|").replace("\n", " ") for c in line) + " |" for line in lines)
+
+
+#: The words of `trainer.logger`. One's own: `TRACKER_REGISTRY["mine"] = MyTracker` before the trainer is made.
+TRACKER_REGISTRY: dict[str, type[Tracker]] = {
+    "console": ConsoleTracker,
+    "jsonl": JsonlTracker,
+    "tensorboard": TensorboardTracker,
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+    "swanlab": SwanlabTracker,
+}
