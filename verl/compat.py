@@ -94,6 +94,8 @@ MOVED = {
     "verl.single_controller.column_files": "verl.single_controller.local.column_files",
     "verl.single_controller.ray_group": "verl.single_controller.ray.group",
     "verl.single_controller.ray_placement": "verl.single_controller.ray.placement",
+    "verl.trainer.setup": "verl.trainer.inputs",
+    "verl.trainer.early_checks": "verl.trainer.preflight",
 }
 
 #: packages that no longer exist but are the parents of moved modules
