@@ -80,7 +80,7 @@ def test_a_score_that_is_not_read_is_said(judged, tmp_path, caplog):
         )
         caplog.clear()
         LocalPPOTrainer(overrides=[*judged, f"reward.custom_reward_function.path={rule}"])
-        assert (f"{said} of the reward function compute_score() at {rule}:1" in caplog.text) == (name == "deaf")
+        assert (f"{said}: the reward function compute_score() at {rule}:1" in caplog.text) == (name == "deaf")
     caplog.clear()
     LocalPPOTrainer(overrides=judged)  # the score itself is the reward
     assert said not in caplog.text
