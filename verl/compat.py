@@ -94,6 +94,14 @@ MOVED = {
     "verl.single_controller.column_files": "verl.single_controller.local.column_files",
     "verl.single_controller.ray_group": "verl.single_controller.ray.group",
     "verl.single_controller.ray_placement": "verl.single_controller.ray.placement",
+    "verl.trainer.setup": "verl.trainer.inputs",
+    "verl.trainer.early_checks": "verl.trainer.preflight",
+    "recipe.dapo.trainer": "recipe.dapo.main_dapo",
+    "recipe.dpo.config": "recipe.dpo.worker",
+    "recipe.dpo.offline": "recipe.dpo.flow",
+    "recipe.dpo.trainer": "recipe.dpo.main_dpo",
+    "recipe.prime.config": "recipe.prime.worker",
+    "recipe.prime.trainer": "recipe.prime.main_prime",
 }
 
 #: packages that no longer exist but are the parents of moved modules

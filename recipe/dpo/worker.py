@@ -1,18 +1,20 @@
-"""The policy's worker with DPO's update.
+"""The settings of DPO, and the policy's worker with its update.
 
-A pair's loss needs the log-probs of both answers at once, but engines cut a mini-batch into micro-batches as memory
-allows. So the update has two passes: the first computes the log-prob of every answer without gradient, and from it
-d loss / d log-prob; the second is a sum weighted by that, which may be cut in any way. The gradient is the same.
+The loss of a pair needs the log-probs of both responses at once, but engines split a mini-batch into micro-batches as
+memory allows. So the update has two passes: the first computes the log-prob of every response without gradient, and
+from it d loss / d log-prob; the second is a sum weighted by that, which may be split in any way. The gradient is the
+same.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from recipe.dpo.config import DPOSection
 from verl.algorithms.policy_losses import LossAndMetrics
 from verl.algorithms.preference import dpo_loss, sequence_log_prob
+from verl.config.fields import Node, key, part
+from verl.config.schema.ppo import Config
 from verl.engines.base import Objective, Tensors
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
@@ -23,8 +25,25 @@ from verl.workers.build import micro_batching
 Pairs = tuple[torch.Tensor, torch.Tensor]
 
 
+class DPOSection(Node):
+    """`dpo`: where the pairs come from, and their loss."""
+
+    answers: Literal["policy", "file"] = key("policy", "policy: generated and compared by reward; file: both are given")
+    chosen_key: str = key("chosen", "file: the column of the chosen responses")
+    rejected_key: str = key("rejected", "file: the column of the rejected responses")
+    beta: float = key(0.1, "strength of the KL constraint to the reference", gt=0)
+    loss_type: Literal["sigmoid", "ipo"] = key("sigmoid", "DPO, or IPO (a squared error, which does not saturate)")
+    label_smoothing: float = key(0.0, "sigmoid: share of preferences assumed to be wrong", ge=0, lt=0.5)
+
+
+class DPOConfig(Config):
+    """The root, with the section of DPO."""
+
+    dpo: DPOSection = part(DPOSection, "DPO")
+
+
 class DPOActorWorker(ActorRolloutWorker):
-    """dpo: the section `dpo`; everything else as for the actor of the main trainer."""
+    """The actor of the main trainer with the update of DPO. dpo: the section `dpo`."""
 
     def __init__(self, *args: Any, dpo: DPOSection, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -32,9 +51,9 @@ class DPOActorWorker(ActorRolloutWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_dpo(self, batch: DataProto) -> dict[str, Any]:
-        """One pass over this rank's pairs, rows 2i (better) and 2i + 1 (worse); `pair_weight` 0 marks a tie.
+        """One pass over the pairs of this rank: rows 2i (chosen) and 2i + 1 (rejected); `pair_weight` 0 marks a tie.
 
-        Reads ref_log_prob, and the facts that `update_actor` reads.
+        Reads ref_log_prob, and the meta_info that `update_actor` reads.
         """
         actor, temperature = self.config.actor, self.config.rollout.temperature
         micro = micro_batching(
@@ -55,9 +74,12 @@ class DPOActorWorker(ActorRolloutWorker):
         return {**sums.result(), **lr}
 
     def pair_loss(self, policy: Pairs, reference: Pairs, lengths: Pairs, num_pairs: float) -> LossAndMetrics:
-        """The loss of N pairs, divided by num_pairs, those of the whole mini-batch. Override it for another one.
+        """The loss of N pairs. Override it for another one.
 
-        policy, reference: log-probs of the better and of the worse answers, (N,) each; lengths: their tokens.
+        Args:
+            policy, reference: log-probs of the chosen and of the rejected responses, (N,) each.
+            lengths: their tokens.
+            num_pairs: pairs of the whole mini-batch, by which the loss is divided.
         """
         settings = self.dpo.model_dump(include={"beta", "loss_type", "label_smoothing"})
         return dpo_loss(*policy, *reference, num_pairs=num_pairs, **settings)
@@ -66,9 +88,13 @@ class DPOActorWorker(ActorRolloutWorker):
 def sequence_weights(
     log_probs: torch.Tensor, rows: Tensors, num_pairs: float, pair_loss: Callable[..., LossAndMetrics]
 ) -> LossAndMetrics:
-    """d loss / d (log-prob of each answer), (B,), and the metrics of the loss.
+    """d loss / d (log-prob of each response), (B,), and the metrics of the loss.
 
-    log_probs: (B, T), of the current policy. num_pairs: of the whole mini-batch, ties not counted. A tie gets 0.
+    Args:
+        log_probs: (B, T), of the current policy.
+        rows: ref_log_prob and response_mask, (B, T); pair_weight, (B,). A tie gets weight 0.
+        num_pairs: pairs of the whole mini-batch, without ties.
+        pair_loss: as `DPOActorWorker.pair_loss`.
     """
     mask, real = rows["response_mask"], rows["pair_weight"][0::2].bool()
 
@@ -88,4 +114,4 @@ def _weighted_log_prob(outputs: Tensors, rows: Tensors) -> tuple[torch.Tensor, d
 
 
 WEIGHTED_LOG_PROB = Objective(_weighted_log_prob, ("log_probs",))
-"""sum over answers of sequence_weight * log-prob: its gradient is that of the loss which the weights come from."""
+"""Sum over responses of sequence_weight * log-prob; its gradient is that of the loss that the weights come from."""

@@ -1,12 +1,14 @@
-"""The worker of the implicit process reward model phi: its log-probs, and its update from outcomes."""
+"""The settings of PRIME, and the worker of its implicit process reward model (PRM) phi: log-probs and updates."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from recipe.prime.config import PrimeSection
 from verl.algorithms.prime import prime_loss
 from verl.config import schema
+from verl.config.fields import Node, key, part
+from verl.config.schema.model import CheckpointConfig, EngineConfig, OptimConfig
+from verl.config.schema.ppo import Config
 from verl.engines.base import Objective, Tensors
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
@@ -14,9 +16,59 @@ from verl.single_controller import Dispatch, register
 from verl.workers.build import make_engine, micro_batching, model_config, optimizer_config
 from verl.workers.engine_worker import EngineWorker
 
+_ACTOR = "${actor_rollout_ref.actor."
+
+
+class PRMOptimConfig(OptimConfig):
+    """`prime.optim`."""
+
+    weight_decay: float = key(0.0, "decoupled weight decay", ge=0)
+    clip_grad: float = key(10.0, "gradients are clipped to this norm", gt=0)
+
+
+class PromptFilterConfig(Node):
+    """`prime.filter`: generate for more prompts than a step trains on, and prefer those of medium accuracy."""
+
+    enable: bool = key(True, "select among oversample_factor x train_batch_size prompts")
+    oversample_factor: int = key(4, "prompts generated for each prompt that is trained on", ge=1)
+    accuracy_lower_bound: float = key(0.2, "lowest accuracy of a preferred prompt", ge=0, le=1)
+    accuracy_upper_bound: float = key(0.8, "highest accuracy of a preferred prompt", ge=0, le=1)
+    filter_truncate: bool = key(True, "prefer prompts without a truncated response")
+
+
+class PrimeSection(Node):
+    """`prime`: the implicit process reward model, which starts as a copy of the policy."""
+
+    beta: float = key(0.05, "reward of a token = beta * (log phi - log ref)", gt=0)
+    update: Literal["before", "after"] = key("before", "update the reward model before or after it scores a batch")
+    batch_norm: bool = key(True, "divide the rewards of a batch by its largest reward-to-go")
+    ppo_mini_batch_size: int = key(
+        256, "PROMPTS per optimizer update, as for the actor", follows=_ACTOR + "ppo_mini_batch_size}", ge=1
+    )
+    ppo_micro_batch_size_per_gpu: int | None = key(
+        None,
+        "SEQUENCES per micro-batch of one rank",
+        follows=_ACTOR + "ppo_micro_batch_size_per_gpu}",
+        ge=1,
+    )
+    use_dynamic_bsz: bool = key(False, "micro-batches by a number of tokens", follows=_ACTOR + "use_dynamic_bsz}")
+    ppo_max_token_len_per_gpu: int | None = key(
+        None, "tokens in a micro-batch of one rank", follows=_ACTOR + "ppo_max_token_len_per_gpu}", ge=1
+    )
+    optim: PRMOptimConfig = part(PRMOptimConfig, "optimizer")
+    fsdp_config: EngineConfig = part(EngineConfig, "precision, sharding, offloading")
+    checkpoint: CheckpointConfig = part(CheckpointConfig, "what a checkpoint holds")
+    filter: PromptFilterConfig = part(PromptFilterConfig, "selection of prompts")
+
+
+class PrimeConfig(Config):
+    """The root, with the section of PRIME."""
+
+    prime: PrimeSection = part(PrimeSection, "implicit process reward model")
+
 
 class ImplicitPRMWorker(EngineWorker):
-    """config: the section `prime`. policy: the section `actor_rollout_ref`, whose model phi starts from."""
+    """The PRM. config: the section `prime`. policy: the section `actor_rollout_ref`, from whose model phi starts."""
 
     def __init__(
         self, config: PrimeSection, policy: schema.ActorRolloutRefConfig, *, device: str, total_training_steps: int
@@ -33,13 +85,13 @@ class ImplicitPRMWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_prm_log_prob(self, batch: DataProto) -> DataProto:
-        """The column prm_log_prob, at the temperature of the policy's and the reference's log-probs."""
+        """The column prm_log_prob, at the temperature of the policy and the reference."""
         found = self.engine.infer(batch, ("log_probs",), self.micro, temperature=self.temperature)
         return DataProto.from_dict({"prm_log_prob": found["log_probs"]})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_prm(self, batch: DataProto) -> dict[str, Any]:
-        """One pass over this rank's rows in mini-batches, as the actor's update. Reads ref_log_prob and acc (B,)."""
+        """One pass over the rows of this rank in mini-batches. Reads ref_log_prob (B, T) and acc (B,)."""
         sums = MetricSums()
         with self.engine.loaded(optimizer=True):
             for mini in batch.split(batch.meta_info["mini_batch_rows"] // self.engine.dp_size):
@@ -52,7 +104,7 @@ class ImplicitPRMWorker(EngineWorker):
 
 
 def prm_objective(beta: float, num_sequences: float) -> Objective:
-    """Cross-entropy of the sum of beta * (log phi - log ref) against the outcome; num_sequences of the mini-batch."""
+    """Cross-entropy of the sum of beta * (log phi - log ref) against the outcome, averaged over `num_sequences`."""
 
     def loss(outputs: Tensors, rows: Tensors) -> tuple[torch.Tensor, dict[str, Any]]:
         log_ratio = outputs["log_probs"] - rows["ref_log_prob"]
