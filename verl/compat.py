@@ -94,6 +94,9 @@ MOVED = {
     "verl.single_controller.column_files": "verl.single_controller.local.column_files",
     "verl.single_controller.ray_group": "verl.single_controller.ray.group",
     "verl.single_controller.ray_placement": "verl.single_controller.ray.placement",
+    "verl.single_controller.data_plane": "verl.single_controller.remote_batch",
+    "verl.single_controller.remote_tensor": "verl.single_controller.remote_batch",
+    "verl.single_controller.pickling": "verl.single_controller.remote_batch",
 }
 
 #: packages that no longer exist but are the parents of moved modules
