@@ -97,6 +97,8 @@ MOVED = {
     "verl.single_controller.data_plane": "verl.single_controller.remote_batch",
     "verl.single_controller.remote_tensor": "verl.single_controller.remote_batch",
     "verl.single_controller.pickling": "verl.single_controller.remote_batch",
+    "verl.trainer.setup": "verl.trainer.inputs",
+    "verl.trainer.early_checks": "verl.trainer.preflight",
 }
 
 #: packages that no longer exist but are the parents of moved modules
