@@ -76,7 +76,7 @@ class ProcessCluster:
             devices = None
             if on_gpu:
                 devices = pool.devices if pool.devices is not None else range(pool.world_size)
-            where = {"timeout": self.timeout, "devices": devices, "env": self.env, "apart": True}
+            where = {"timeout": self.timeout, "devices": devices, "env": self.env, "separate_process": True}
             return colocate(roles, pool.world_size, **where)
 
         self._groups = start_pools(pools, specs, start)
