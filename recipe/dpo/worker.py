@@ -13,7 +13,7 @@ import torch
 
 from verl.algorithms.policy_losses import LossAndMetrics
 from verl.algorithms.preference import dpo_loss, sequence_log_prob
-from verl.config.fields import Node, key, part
+from verl.config.fields import Section, field, section
 from verl.config.schema.ppo import Config
 from verl.engines.base import Objective, Tensors
 from verl.engines.metrics import MetricSums
@@ -25,21 +25,21 @@ from verl.workers.build import micro_batching
 Pairs = tuple[torch.Tensor, torch.Tensor]
 
 
-class DPOSection(Node):
+class DPOSection(Section):
     """`dpo`: where the pairs come from, and their loss."""
 
-    answers: Literal["policy", "file"] = key("policy", "policy: generated and compared by reward; file: both are given")
-    chosen_key: str = key("chosen", "file: the column of the chosen responses")
-    rejected_key: str = key("rejected", "file: the column of the rejected responses")
-    beta: float = key(0.1, "strength of the KL constraint to the reference", gt=0)
-    loss_type: Literal["sigmoid", "ipo"] = key("sigmoid", "DPO, or IPO (a squared error, which does not saturate)")
-    label_smoothing: float = key(0.0, "sigmoid: share of preferences assumed to be wrong", ge=0, lt=0.5)
+    answers: Literal["policy", "file"] = field("policy", "policy: generated, compared by reward; file: given")
+    chosen_key: str = field("chosen", "file: the column of the chosen responses")
+    rejected_key: str = field("rejected", "file: the column of the rejected responses")
+    beta: float = field(0.1, "strength of the KL constraint to the reference", gt=0)
+    loss_type: Literal["sigmoid", "ipo"] = field("sigmoid", "DPO, or IPO (a squared error, which does not saturate)")
+    label_smoothing: float = field(0.0, "sigmoid: share of preferences assumed to be wrong", ge=0, lt=0.5)
 
 
 class DPOConfig(Config):
     """The root, with the section of DPO."""
 
-    dpo: DPOSection = part(DPOSection, "DPO")
+    dpo: DPOSection = section(DPOSection, "DPO")
 
 
 class DPOActorWorker(ActorRolloutWorker):

@@ -6,7 +6,7 @@ import torch
 
 from verl.algorithms.prime import prime_loss
 from verl.config import schema
-from verl.config.fields import Node, key, part
+from verl.config.fields import Section, field, section
 from verl.config.schema.model import CheckpointConfig, EngineConfig, OptimConfig
 from verl.config.schema.ppo import Config
 from verl.engines.base import Objective, Tensors
@@ -22,49 +22,49 @@ _ACTOR = "${actor_rollout_ref.actor."
 class PRMOptimConfig(OptimConfig):
     """`prime.optim`."""
 
-    weight_decay: float = key(0.0, "decoupled weight decay", ge=0)
-    clip_grad: float = key(10.0, "gradients are clipped to this norm", gt=0)
+    weight_decay: float = field(0.0, "decoupled weight decay", ge=0)
+    clip_grad: float = field(10.0, "gradients are clipped to this norm", gt=0)
 
 
-class PromptFilterConfig(Node):
+class PromptFilterConfig(Section):
     """`prime.filter`: generate for more prompts than a step trains on, and prefer those of medium accuracy."""
 
-    enable: bool = key(True, "select among oversample_factor x train_batch_size prompts")
-    oversample_factor: int = key(4, "prompts generated for each prompt that is trained on", ge=1)
-    accuracy_lower_bound: float = key(0.2, "lowest accuracy of a preferred prompt", ge=0, le=1)
-    accuracy_upper_bound: float = key(0.8, "highest accuracy of a preferred prompt", ge=0, le=1)
-    filter_truncate: bool = key(True, "prefer prompts without a truncated response")
+    enable: bool = field(True, "select among oversample_factor x train_batch_size prompts")
+    oversample_factor: int = field(4, "prompts generated for each prompt that is trained on", ge=1)
+    accuracy_lower_bound: float = field(0.2, "lowest accuracy of a preferred prompt", ge=0, le=1)
+    accuracy_upper_bound: float = field(0.8, "highest accuracy of a preferred prompt", ge=0, le=1)
+    filter_truncate: bool = field(True, "prefer prompts without a truncated response")
 
 
-class PrimeSection(Node):
+class PrimeSection(Section):
     """`prime`: the implicit process reward model, which starts as a copy of the policy."""
 
-    beta: float = key(0.05, "reward of a token = beta * (log phi - log ref)", gt=0)
-    update: Literal["before", "after"] = key("before", "update the reward model before or after it scores a batch")
-    batch_norm: bool = key(True, "divide the rewards of a batch by its largest reward-to-go")
-    ppo_mini_batch_size: int = key(
+    beta: float = field(0.05, "reward of a token = beta * (log phi - log ref)", gt=0)
+    update: Literal["before", "after"] = field("before", "update the reward model before or after it scores a batch")
+    batch_norm: bool = field(True, "divide the rewards of a batch by its largest reward-to-go")
+    ppo_mini_batch_size: int = field(
         256, "PROMPTS per optimizer update, as for the actor", follows=_ACTOR + "ppo_mini_batch_size}", ge=1
     )
-    ppo_micro_batch_size_per_gpu: int | None = key(
+    ppo_micro_batch_size_per_gpu: int | None = field(
         None,
         "SEQUENCES per micro-batch of one rank",
         follows=_ACTOR + "ppo_micro_batch_size_per_gpu}",
         ge=1,
     )
-    use_dynamic_bsz: bool = key(False, "micro-batches by a number of tokens", follows=_ACTOR + "use_dynamic_bsz}")
-    ppo_max_token_len_per_gpu: int | None = key(
+    use_dynamic_bsz: bool = field(False, "micro-batches by a number of tokens", follows=_ACTOR + "use_dynamic_bsz}")
+    ppo_max_token_len_per_gpu: int | None = field(
         None, "tokens in a micro-batch of one rank", follows=_ACTOR + "ppo_max_token_len_per_gpu}", ge=1
     )
-    optim: PRMOptimConfig = part(PRMOptimConfig, "optimizer")
-    fsdp_config: EngineConfig = part(EngineConfig, "precision, sharding, offloading")
-    checkpoint: CheckpointConfig = part(CheckpointConfig, "what a checkpoint holds")
-    filter: PromptFilterConfig = part(PromptFilterConfig, "selection of prompts")
+    optim: PRMOptimConfig = section(PRMOptimConfig, "optimizer")
+    fsdp_config: EngineConfig = section(EngineConfig, "precision, sharding, offloading")
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "what a checkpoint holds")
+    filter: PromptFilterConfig = section(PromptFilterConfig, "selection of prompts")
 
 
 class PrimeConfig(Config):
     """The root, with the section of PRIME."""
 
-    prime: PrimeSection = part(PrimeSection, "implicit process reward model")
+    prime: PrimeSection = section(PrimeSection, "implicit process reward model")
 
 
 class ImplicitPRMWorker(EngineWorker):

@@ -89,7 +89,7 @@ def updated(tiny, *overrides: str) -> torch.Tensor:
             "actor_rollout_ref.actor.optim.lr=1e-2",
             *overrides,
         ],
-        tree=DPOConfig,
+        schema=DPOConfig,
     )
     worker = DPOActorWorker(
         config.actor_rollout_ref,
@@ -192,7 +192,7 @@ def test_two_processes_give_the_numbers_of_one(settings):
 )
 def test_settings_that_do_not_fit(override, message):
     with pytest.raises(ValueError, match=message):
-        load_config(overrides=[override], base=RECIPE.read(), tree=DPOConfig, extra_checks=[RECIPE.check])
+        load_config(overrides=[override], base=RECIPE.read(), schema=DPOConfig, extra_checks=[RECIPE.check])
 
 
 def test_a_step_of_ties_only_reports_no_loss(settings, tmp_path):

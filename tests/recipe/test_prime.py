@@ -100,7 +100,7 @@ def test_both_update_orders(order, first, second, settings):
 def test_the_reward_model_learns_to_tell_right_from_wrong(tiny):
     config = load_config(
         overrides=[f"actor_rollout_ref.model.path={tiny / 'model'}", "prime.optim.lr=3e-3", "prime.beta=0.5"],
-        tree=PrimeConfig,
+        schema=PrimeConfig,
     )
     worker = ImplicitPRMWorker(config.prime, config.actor_rollout_ref, device="cpu", total_training_steps=10)
     answers = [[4 + i, 5, 6, 2] if i % 2 else [4 + i, 6, 5, 2] for i in range(8)]
@@ -141,7 +141,7 @@ def test_settings_that_do_not_fit(override, message):
         load_config(
             overrides=[override, "actor_rollout_ref.rollout.n=2"],
             base=RECIPE.read(),
-            tree=PrimeConfig,
+            schema=PrimeConfig,
             presets={"prime": {"algorithm.adv_estimator": "prime"}},
             extra_checks=[RECIPE.check],
         )

@@ -14,7 +14,7 @@ from typing import Any
 
 from verl.checkpoints.store import CheckpointStore
 from verl.config import to_flat_dict
-from verl.config.fields import Tree
+from verl.config.fields import Schema
 from verl.data.files import PromptSource
 from verl.dataflow import HOLD, DataFlow, Pipeline
 from verl.protocol import DataProto
@@ -60,7 +60,7 @@ class Trainer(ABC):
 
     def __init__(self, run: Run, source: PromptSource):
         self.run = run
-        self.config: Tree = run.config
+        self.config: Schema = run.config
         self.cluster = run.cluster
         self.source = source
         self.tokenizer = run.inputs.tokenizer

@@ -18,7 +18,7 @@ from typing import Any
 
 from verl.checkpoints.store import CheckpointStore
 from verl.config import dump_config, to_flat_dict
-from verl.config.fields import Tree
+from verl.config.fields import Schema
 from verl.dataflow import Pipeline
 from verl.single_controller import WorkerGroup
 from verl.trainer.saved_state import load_state, save_state
@@ -65,7 +65,7 @@ class Checkpointer:
     def __init__(
         self,
         store: CheckpointStore,
-        config: Tree,
+        config: Schema,
         *,
         saved_roles: Sequence[str],
         roles: Mapping[str, WorkerGroup],

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from verl.config.fields import Tree
+    from verl.config.fields import Schema
 
 #: what a user can get wrong before a run starts: settings, files, packages, custom code
 USER_ERRORS = (ValueError, ImportError, SyntaxError, FileNotFoundError)
@@ -37,7 +37,7 @@ def split_arguments(arguments: list[str]) -> tuple[str | None, list[str], set[st
 def command_line(
     arguments: list[str] | None,
     usage: str,
-    settings: "Callable[[str | None, list[str]], Tree]",
+    settings: "Callable[[str | None, list[str]], Schema]",
     run: Program,
     dry_run: Program | None = None,
 ) -> int:

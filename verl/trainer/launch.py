@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from omegaconf import OmegaConf
 
 from verl.config import Config, Problem, load_config
-from verl.config.fields import Tree
+from verl.config.fields import Schema
 from verl.registry import load_object
 from verl.trainer.command_line import USER_ERRORS, print_error
 from verl.utils.disk import DiskFullError
@@ -38,7 +38,7 @@ class Recipe:
 
     name: str | None = None
     settings: Path | None = None
-    tree: type[Tree] = Config
+    schema: type[Schema] = Config
     check: Callable[[Any], Iterable[Problem]] | None = None
     check_inputs: "Callable[[Any, Inputs], None] | None" = None
 
@@ -82,10 +82,10 @@ def build_trainer(
     return load_object(*trainers[backend])(config)
 
 
-def _load(config_path: str | None, overrides: Sequence[str], recipe: Recipe) -> Tree:
+def _load(config_path: str | None, overrides: Sequence[str], recipe: Recipe) -> Schema:
     from verl.algorithms.presets import PRESETS
 
-    return load_config(config_path, overrides, base=recipe.read(), presets=PRESETS, tree=recipe.tree)
+    return load_config(config_path, overrides, base=recipe.read(), presets=PRESETS, schema=recipe.schema)
 
 
 def dry_run(build: Callable[[], Planned]) -> int:

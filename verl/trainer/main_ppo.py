@@ -55,7 +55,7 @@ def main(
         from verl.trainer.launch import Recipe
 
         chosen = recipe or (trainers.recipe if isinstance(trainers, type) else Recipe())
-        return load_config(path, overrides, base=chosen.read(), presets=PRESETS, tree=chosen.tree)
+        return load_config(path, overrides, base=chosen.read(), presets=PRESETS, schema=chosen.schema)
 
     def build(path: str | None, overrides: list[str]) -> "Trainer":
         from verl.trainer.launch import build_trainer

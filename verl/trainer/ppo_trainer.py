@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch.utils.data import Dataset
 
-from verl.config import batch_words, schema
+from verl.config import batch_summary, schema
 from verl.data.files import PromptSource
 from verl.data.rlhf_dataset import collate_prompts
 from verl.dataflow import CONTROLLER, DataFlow
@@ -139,7 +139,7 @@ class PPOTrainer(Trainer):
         return {
             "model": config.actor_rollout_ref.model.path,
             "algorithm": f"{self.recipe.name or config.algorithm.adv_estimator}; steps: {self.total_steps}",
-            "batch": batch_words(config, critic=needs_critic(config)),
+            "batch": batch_summary(config, critic=needs_critic(config)),
             "data": f"{self.source.describe()}; validation: {validation}",
             **({"placement": placement_words(self.pools)} if self.world_size > 1 else {}),
             "flow": " -> ".join(op.name for op in self.pipeline.operators),

@@ -34,10 +34,10 @@ from verl.config import (
     check_models,
     load_config,
     schema,
-    unavailable,
+    unsupported,
 )
-from verl.config.checks import check_tree
-from verl.config.fields import Tree
+from verl.config.checks import check_combinations
+from verl.config.fields import Schema
 from verl.config.supported import without_effect
 from verl.data.rlhf_dataset import RLHFDataset, check_dataset, collate_prompts
 from verl.data.sequences import build_sequences
@@ -83,7 +83,7 @@ class Run:
         passed: names of the checks that have passed.
     """
 
-    config: Tree
+    config: Schema
     recipe: Recipe = field(default_factory=Recipe)
     rows_given: bool = False
     backend: str = "local"
@@ -108,14 +108,14 @@ class Check:
     name: str
     stage: str
     run: Callable[[Run], Iterable[Problem] | None]
-    of: type[Tree] | tuple[type[Tree], ...] = _TRAINING
+    of: type[Schema] | tuple[type[Schema], ...] = _TRAINING
 
-    def applies_to(self, config: Tree) -> bool:
+    def applies_to(self, config: Schema) -> bool:
         return isinstance(config, self.of)
 
 
 def prepare_run(
-    config: Tree | None,
+    config: Schema | None,
     config_path: str | Path | None = None,
     overrides: Sequence[str] = (),
     *,
@@ -139,7 +139,9 @@ def prepare_run(
     if config is None:
         base = base_settings(recipe, train_dataset, val_dataset)
         checks = [_reader_check(check, recipe, rows_given) for check in CHECKS[1:] if check.stage == SETTINGS]
-        config = load_config(config_path, overrides, base=base, presets=PRESETS, tree=recipe.tree, extra_checks=checks)
+        config = load_config(
+            config_path, overrides, base=base, presets=PRESETS, schema=recipe.schema, extra_checks=checks
+        )
         run = Run(config, recipe, rows_given)
         run.passed += [check.name for check in CHECKS if check.stage == SETTINGS and check.applies_to(config)]
     else:
@@ -152,7 +154,7 @@ def prepare_run(
     return run
 
 
-def _reader_check(check: Check, recipe: Recipe, rows_given: bool) -> Callable[[Tree], Iterable[Problem]]:
+def _reader_check(check: Check, recipe: Recipe, rows_given: bool) -> Callable[[Schema], Iterable[Problem]]:
     """A check as `load_config` takes it. It runs the first check of the list by itself."""
     return lambda config: check.run(Run(config, recipe, rows_given)) or () if check.applies_to(config) else ()
 
@@ -440,11 +442,11 @@ def reward_names(run: Run) -> None:
 
 
 CHECKS: tuple[Check, ...] = (
-    Check("settings fit together", SETTINGS, lambda run: check_tree(run.config), Tree),
-    Check("files exist", SETTINGS, files, Tree),
-    Check("options are supported", SETTINGS, lambda run: unavailable(run.config), Tree),
+    Check("settings fit together", SETTINGS, lambda run: check_combinations(run.config), Schema),
+    Check("files exist", SETTINGS, files, Schema),
+    Check("options are supported", SETTINGS, lambda run: unsupported(run.config), Schema),
     Check("recipe settings", SETTINGS, recipe_settings),
-    Check("imports", CONFIG, imports, Tree),
+    Check("imports", CONFIG, imports, Schema),
     Check("trackers", CONFIG, lambda run: check_trackers(run.config.trainer.logger)),
     Check("output folders", CONFIG, output_folders),
     Check("critic", CONFIG, lambda run: check_critic(run.config, needs_critic(run.config)), schema.Config),

@@ -74,7 +74,7 @@ class SFTTrainer(Trainer):
             config,
             config_path,
             overrides,
-            recipe=Recipe(tree=schema.SFTConfig),
+            recipe=Recipe(schema=schema.SFTConfig),
             train_dataset=train_dataset,
             val_dataset=val_dataset,
             cluster=cluster,
@@ -156,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
     def check(path: str | None, overrides: list[str]) -> int:
         return dry_run(lambda: SFTTrainer(config_path=path, overrides=overrides))
 
-    return command_line(arguments, HELP, lambda *given: load_config(*given, tree=schema.SFTConfig), start, check)
+    return command_line(arguments, HELP, lambda *given: load_config(*given, schema=schema.SFTConfig), start, check)
 
 
 if __name__ == "__main__":
