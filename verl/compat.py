@@ -106,6 +106,9 @@ MOVED = {
     "recipe.prime.config": "recipe.prime.worker",
     "recipe.prime.trainer": "recipe.prime.main_prime",
     "verl.config.batch_words": "verl.config.batch_summary",
+    "verl.engines.distributed": "verl.engines.parallel",
+    "verl.engines.tensor_parallel": "verl.engines.parallel",
+    "verl.engines.offload": "verl.engines.memory",
 }
 
 #: packages that no longer exist but are the parents of moved modules

@@ -10,11 +10,9 @@ from verl.config.fields import Section, field, section
 from verl.config.schema.model import CheckpointConfig, EngineConfig, OptimConfig
 from verl.config.schema.ppo import Config
 from verl.engines.base import Objective, Tensors
-from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
-from verl.workers.build import make_engine, micro_batching, model_config, optimizer_config
-from verl.workers.engine_worker import EngineWorker
+from verl.workers.engine_worker import EngineWorker, micro_batching
 
 _ACTOR = "${actor_rollout_ref.actor."
 
@@ -43,17 +41,17 @@ class PrimeSection(Section):
     update: Literal["before", "after"] = field("before", "update the reward model before or after it scores a batch")
     batch_norm: bool = field(True, "divide the rewards of a batch by its largest reward-to-go")
     ppo_mini_batch_size: int = field(
-        256, "PROMPTS per optimizer update, as for the actor", follows=_ACTOR + "ppo_mini_batch_size}", ge=1
+        256, "PROMPTS per optimizer update, as for the actor", default_from=_ACTOR + "ppo_mini_batch_size}", ge=1
     )
     ppo_micro_batch_size_per_gpu: int | None = field(
         None,
         "SEQUENCES per micro-batch of one rank",
-        follows=_ACTOR + "ppo_micro_batch_size_per_gpu}",
+        default_from=_ACTOR + "ppo_micro_batch_size_per_gpu}",
         ge=1,
     )
-    use_dynamic_bsz: bool = field(False, "micro-batches by a number of tokens", follows=_ACTOR + "use_dynamic_bsz}")
+    use_dynamic_bsz: bool = field(False, "micro-batches by a number of tokens", default_from=_ACTOR + "use_dynamic_bsz}")
     ppo_max_token_len_per_gpu: int | None = field(
-        None, "tokens in a micro-batch of one rank", follows=_ACTOR + "ppo_max_token_len_per_gpu}", ge=1
+        None, "tokens in a micro-batch of one rank", default_from=_ACTOR + "ppo_max_token_len_per_gpu}", ge=1
     )
     optim: PRMOptimConfig = section(PRMOptimConfig, "optimizer")
     fsdp_config: EngineConfig = section(EngineConfig, "precision, sharding, offloading")
@@ -68,7 +66,14 @@ class PrimeConfig(Config):
 
 
 class ImplicitPRMWorker(EngineWorker):
-    """The PRM. config: the section `prime`. policy: the section `actor_rollout_ref`, from whose model phi starts."""
+    """The model phi, which starts as a copy of the policy.
+
+    Args:
+        config: the section `prime`.
+        policy: the section `actor_rollout_ref`.
+        device: `trainer.device`.
+        total_training_steps: length of the run, for the learning-rate schedule.
+    """
 
     def __init__(
         self, config: PrimeSection, policy: schema.ActorRolloutRefConfig, *, device: str, total_training_steps: int
@@ -79,9 +84,15 @@ class ImplicitPRMWorker(EngineWorker):
         self.micro = micro_batching(
             config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu
         )
-        model = model_config(policy.model, config.fsdp_config, device, self.local_rank)
-        optimizer = optimizer_config(config.optim, total_training_steps)
-        self.engine = make_engine(model, config.fsdp_config, optimizer, self.world_size, policy.nccl_timeout)
+        self.engine = self.build_engine(
+            policy.actor.strategy,
+            policy.model,
+            config.fsdp_config,
+            config.optim,
+            device=device,
+            total_training_steps=total_training_steps,
+            timeout=policy.nccl_timeout,
+        )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_prm_log_prob(self, batch: DataProto) -> DataProto:
@@ -91,20 +102,21 @@ class ImplicitPRMWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_prm(self, batch: DataProto) -> dict[str, Any]:
-        """One pass over the rows of this rank in mini-batches. Reads ref_log_prob (B, T) and acc (B,)."""
-        sums = MetricSums()
-        with self.engine.loaded(optimizer=True):
-            for mini in batch.split(batch.meta_info["mini_batch_rows"] // self.engine.dp_size):
-                (num_sequences,) = self.engine.sum_over_ranks([float(len(mini))])
-                objective = prm_objective(self.config.beta, num_sequences)
-                metrics = self.engine.train_batch(mini, objective, self.micro, temperature=self.temperature)
-                sums.add({name if "/" in name else f"prm/{name}": value for name, value in metrics.items()})
-        lr = {"prm/lr": self.engine.lr_step()} if batch.meta_info["last_pass"] else {}
-        return {**sums.result(), **lr}
+        """One pass over this rank's rows. Reads ref_log_prob, acc (B,) and the meta_info that `update_actor` reads."""
+        minis = self.mini_batches(batch)
+        counts = self.engine.sum_over_ranks([float(len(mini)) for mini in minis])
+        steps = [(mini, prm_objective(self.config.beta, count)) for mini, count in zip(minis, counts)]
+        last_pass = batch.meta_info["last_pass"]
+        return self.update_mini_batches(steps, self.micro, "prm", temperature=self.temperature, last_pass=last_pass)
 
 
 def prm_objective(beta: float, num_sequences: float) -> Objective:
-    """Cross-entropy of the sum of beta * (log phi - log ref) against the outcome, averaged over `num_sequences`."""
+    """Cross-entropy of the sum of beta * (log phi - log ref) against the outcome.
+
+    Args:
+        beta: reward of a token = beta * (log phi - log ref).
+        num_sequences: sequences of the whole mini-batch, over all ranks.
+    """
 
     def loss(outputs: Tensors, rows: Tensors) -> tuple[torch.Tensor, dict[str, Any]]:
         log_ratio = outputs["log_probs"] - rows["ref_log_prob"]

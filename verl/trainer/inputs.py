@@ -14,10 +14,10 @@ from torch.utils.data import Dataset
 from verl.config import schema
 from verl.data.rlhf_dataset import RLHFDataset, load_dataset_class
 from verl.data.sft_dataset import SFTDataset
+from verl.data.tokenization import load_tokenizer
 from verl.rewards import RewardManager, load_reward_manager
 from verl.trainer.launch import Recipe
 from verl.trainer.model_limits import ModelLimits
-from verl.workers.build import load_tokenizer
 
 
 @dataclass

@@ -42,7 +42,7 @@ from verl.config.supported import without_effect
 from verl.data.rlhf_dataset import RLHFDataset, check_dataset, collate_prompts
 from verl.data.sequences import build_sequences
 from verl.data.sft_dataset import SFTDataset
-from verl.engines.loading import ModelConfig, check_model
+from verl.engines.loading import check_kernels, check_model
 from verl.protocol import DataProto
 from verl.registry import did_you_mean, import_module
 from verl.rewards import RewardManager
@@ -55,7 +55,6 @@ from verl.trainer.roles import pools_of, roles_of
 from verl.trainer.rollout_correction import check_correction
 from verl.trainer.unused_settings import unused_settings
 from verl.utils.device import resolve_device
-from verl.workers.build import check_kernels, lora_config
 
 logger = logging.getLogger("verl.trainer")
 
@@ -262,20 +261,13 @@ def model_configs(run: Run) -> None:
     if "critic" in roles_of(config):
         check_model_section(critic, "value")
     if reward.enable:
-        check_model(ModelConfig(reward.model_path, "reward", trust_remote_code=reward.trust_remote_code))
+        section = schema.ModelConfig(path=reward.model_path, trust_remote_code=reward.trust_remote_code)
+        check_model(section, "reward")
 
 
 def check_model_section(model: schema.ModelConfig, kind: str) -> None:
-    """Raise ValueError for a `model` section whose model cannot be built. kind: as in `engines.loading.ModelConfig`."""
-    check_model(
-        ModelConfig(
-            path=model.path,
-            kind=kind,
-            trust_remote_code=model.trust_remote_code,
-            override_config=tuple(model.override_config.items()),
-            lora=lora_config(model),
-        )
-    )
+    """Raise ValueError for a `model` section whose model cannot be built. kind: as in `EngineSpec`."""
+    check_model(model, kind)
 
 
 def kernels(run: Run) -> None:
