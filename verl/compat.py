@@ -94,6 +94,14 @@ MOVED = {
     "verl.single_controller.column_files": "verl.single_controller.local.column_files",
     "verl.single_controller.ray_group": "verl.single_controller.ray.group",
     "verl.single_controller.ray_placement": "verl.single_controller.ray.placement",
+    "verl.rewards.load": "verl.rewards.managers",
+    "verl.rewards.sources": "verl.rewards.resolve",
+    "verl.rewards.model_score": "verl.rewards.resolve",
+    "verl.model_merger.source": "verl.model_merger.sources",
+    "verl.model_merger.safetensors_folder": "verl.model_merger.sources",
+    "verl.model_merger.distributed_checkpoint": "verl.model_merger.sources",
+    "verl.model_merger.shard_pickle": "verl.model_merger.fsdp",
+    "verl.model_merger.adapter_folder": "verl.model_merger.lora",
 }
 
 #: packages that no longer exist but are the parents of moved modules
