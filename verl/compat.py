@@ -102,6 +102,8 @@ MOVED = {
     "verl.model_merger.distributed_checkpoint": "verl.model_merger.sources",
     "verl.model_merger.shard_pickle": "verl.model_merger.fsdp",
     "verl.model_merger.adapter_folder": "verl.model_merger.lora",
+    "verl.trainer.setup": "verl.trainer.inputs",
+    "verl.trainer.early_checks": "verl.trainer.preflight",
 }
 
 #: packages that no longer exist but are the parents of moved modules

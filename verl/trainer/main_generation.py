@@ -20,10 +20,10 @@ from verl.evaluation.generate import Questions, build_generation_flow, check_out
 from verl.evaluation.shards import AnswerParts, Answers
 from verl.registry import import_module
 from verl.single_controller import LocalWorkerGroup, WorkerGroup, WorkerSpec
-from verl.trainer.command_line import MISTAKES, command_line, complain
-from verl.trainer.early_checks import check_model_section
+from verl.trainer.command_line import USER_ERRORS, command_line, print_error
+from verl.trainer.inputs import stop_token_ids
 from verl.trainer.model_limits import ModelLimits
-from verl.trainer.setup import stop_token_ids
+from verl.trainer.preflight import check_model_section
 from verl.utils.device import resolve_device, resolve_dtype
 from verl.utils.disk import DiskFullError
 from verl.utils.log import setup_logging
@@ -121,7 +121,7 @@ class GenerationRun:
         limits = ModelLimits.of(config.model)
         limits.check_vocabulary(self.tokenizer, self.questions.prompt_ids.largest)
         limits.check_engine(config.rollout.name)
-        limits.check_answers(
+        limits.check_response_length(
             self.questions.prompt_ids.longest,
             config.rollout.response_length,
             "rollout.response_length",
@@ -250,12 +250,12 @@ def main(arguments: list[str] | None = None) -> int:
 def _generate(path: str | None, overrides: list[str]) -> int:
     try:
         run = GenerationRun(config_path=path, overrides=overrides)
-    except MISTAKES as error:
-        return complain(error)
+    except USER_ERRORS as error:
+        return print_error(error)
     try:
         run.run()
     except DiskFullError as error:
-        return complain(error)
+        return print_error(error)
     except KeyboardInterrupt:  # the log has said where it stands
         return 128 + signal.SIGINT
     return 0
