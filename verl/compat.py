@@ -94,6 +94,10 @@ MOVED = {
     "verl.single_controller.column_files": "verl.single_controller.local.column_files",
     "verl.single_controller.ray_group": "verl.single_controller.ray.group",
     "verl.single_controller.ray_placement": "verl.single_controller.ray.placement",
+    "verl.dataflow.one_pass": "verl.dataflow.run",
+    "verl.dataflow.results": "verl.dataflow.run",
+    "verl.dataflow.order": "verl.dataflow.operator",
+    "verl.dataflow.watch": "verl.dataflow.pipeline",
 }
 
 #: packages that no longer exist but are the parents of moved modules

@@ -99,7 +99,7 @@ class PPOTrainer(Trainer):
         written = {column for operator in self.pipeline.operators for column in operator.writes}
         setup.check_reward_names(config, figures, written)
         if config.trainer.overlap:
-            self.pipeline.place_of = self.processes_of
+            self.pipeline.processes_of = self.processes_of
         self.specs = self.worker_specs()
         self.pools = pools_of(config, list(self.specs))
         self.validation = build_validation_flow(config, self.roles, self.reward_manager).compile(
