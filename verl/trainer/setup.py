@@ -12,8 +12,7 @@ from torch.utils.data import Dataset
 
 from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.binding import missing_settings
-from verl.algorithms.covariance_losses import CHOOSE_AMONG_THE_TOKENS_OF_ONE_CALL
-from verl.algorithms.policy_losses import get_policy_loss_fn
+from verl.algorithms.policy_losses import SELECTS_PER_MICRO_BATCH, get_policy_loss_fn
 from verl.checkpoints.atomic import check_folder
 from verl.config import ConfigError, Problem, check_critic, schema
 from verl.data.rlhf_dataset import RLHFDataset, collate_prompts, load_dataset_class
@@ -146,7 +145,7 @@ def warn_of_choice_in_parts(config: schema.Config) -> None:
     """Two losses choose tokens among those of one micro-batch: said where that is a part of a mini-batch."""
     actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
     loss = actor.policy_loss.loss_mode
-    if loss not in CHOOSE_AMONG_THE_TOKENS_OF_ONE_CALL:
+    if loss not in SELECTS_PER_MICRO_BATCH:
         return
     rows = actor.ppo_mini_batch_size * rollout.n // (trainer.nnodes * trainer.n_gpus_per_node)
     whole = actor.ppo_micro_batch_size_per_gpu is not None and actor.ppo_micro_batch_size_per_gpu >= rows
