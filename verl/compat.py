@@ -98,6 +98,8 @@ MOVED = {
     "verl.dataflow.results": "verl.dataflow.run",
     "verl.dataflow.order": "verl.dataflow.operator",
     "verl.dataflow.watch": "verl.dataflow.pipeline",
+    "verl.algorithms.covariance_losses": "verl.algorithms.policy_losses",
+    "verl.algorithms.losses": "verl.algorithms.kl",
 }
 
 #: packages that no longer exist but are the parents of moved modules
