@@ -117,6 +117,12 @@ MOVED = {
     "verl.engines.distributed": "verl.engines.parallel",
     "verl.engines.tensor_parallel": "verl.engines.parallel",
     "verl.engines.offload": "verl.engines.memory",
+    "verl.dataflow.one_pass": "verl.dataflow.run",
+    "verl.dataflow.results": "verl.dataflow.run",
+    "verl.dataflow.order": "verl.dataflow.operator",
+    "verl.dataflow.watch": "verl.dataflow.pipeline",
+    "verl.algorithms.covariance_losses": "verl.algorithms.policy_losses",
+    "verl.algorithms.losses": "verl.algorithms.kl",
 }
 
 #: packages that no longer exist but are the parents of moved modules

@@ -6,8 +6,8 @@ in the reasoning.
 
 from typing import Any
 
-from verl.rewards.rules.maths import math_reward
 from verl.rewards.resolve import rule_for
+from verl.rewards.rules.maths import math_reward
 
 END_OF_THOUGHT = "</think>"
 

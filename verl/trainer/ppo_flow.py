@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from verl.algorithms.advantages import get_adv_estimator_fn
-from verl.algorithms.binding import asks_for_all, bind_arguments, optional_columns, required_columns
+from verl.algorithms.binding import bind_arguments, optional_columns, reads_all_columns, required_columns
 from verl.algorithms.kl import FixedKLController, apply_kl_penalty, get_kl_controller
 from verl.algorithms.policy_losses import get_policy_loss_fn
 from verl.config import schema
@@ -411,7 +411,7 @@ def _reads(flow: DataFlow, function: Callable, asked: Sequence[str], on: str) ->
     """
     written = dict.fromkeys(column for op in flow for column in op.writes)
     reads = tuple(dict.fromkeys((*asked, *optional_columns(function, written))))
-    return reads, None if asks_for_all(function) else on
+    return reads, None if reads_all_columns(function) else on
 
 
 def _add_updates(flow: DataFlow, config: schema.Config, roles: Roles) -> DataFlow:
