@@ -37,7 +37,7 @@ from verl.config import (
 )
 from verl.config.checks import check_combinations
 from verl.config.fields import Schema
-from verl.config.supported import without_effect
+from verl.config.supported import settings_without_effect
 from verl.data.rlhf_dataset import RLHFDataset, check_dataset, collate_prompts
 from verl.data.sequences import build_sequences
 from verl.data.sft_dataset import SFTDataset
@@ -310,7 +310,7 @@ def saved(run: Run) -> None:
 
 def unused(run: Run) -> None:
     """Warn once of each setting that has no effect with the others."""
-    notes = without_effect(run.config)
+    notes = settings_without_effect(run.config)
     if isinstance(run.config, schema.Config):
         notes += unused_settings(run.config)
     for note in notes:
