@@ -64,7 +64,7 @@ def test_code_of_ones_own_is_used(command, tmp_path, monkeypatch, caplog):
         (["data.custom_cls.path=nowhere.py", "data.custom_cls.name=Rows"], "no file 'nowhere.py'"),
         (["model.override_config.hiden_size=1"], "did you mean 'hidden_size'?"),
         (["imports=[nowhere.py]"], "no file 'nowhere.py'"),
-        (["model.override_config.max_position_embeddings=9"], "the longest row has 10 tokens, but the model"),
+        (["model.override_config.max_position_embeddings=9"], "the longest sequence has 10 tokens, but the model"),
         (["model.use_liger=true", "trainer.device=cpu"], "Liger's kernels run on a GPU"),
     ],
 )

@@ -153,8 +153,12 @@ def prepare_run(
 
 
 def _reader_check(check: Check, recipe: Recipe, rows_given: bool) -> Callable[[Schema], Iterable[Problem]]:
-    """A check as `load_config` takes it. It runs the first check of the list by itself."""
-    return lambda config: check.run(Run(config, recipe, rows_given)) or () if check.applies_to(config) else ()
+    """A check as `load_config` takes it, which runs the first check of the list by itself."""
+
+    def problems(config: Schema) -> Iterable[Problem]:
+        return (check.run(Run(config, recipe, rows_given)) or ()) if check.applies_to(config) else ()
+
+    return problems
 
 
 def run_checks(run: Run, stage: str) -> None:
