@@ -95,6 +95,8 @@ MOVED = {
     "verl.single_controller.ray_group": "verl.single_controller.ray.group",
     "verl.single_controller.ray_placement": "verl.single_controller.ray.placement",
     "verl.config.batch_words": "verl.config.batch_summary",
+    "verl.data.chat_segments": "verl.data.chat",
+    "verl.data.dialogues": "verl.data.chat",
 }
 
 #: packages that no longer exist but are the parents of moved modules
