@@ -116,7 +116,7 @@ def test_as_a_process(unloadable, tmp_path):
         ([ACTOR + "optim.lr_scheduler_type=cosin"], "expected one of constant, cosine; did you mean cosine?"),
         # what does not fit together
         ([ACTOR + "ppo_mini_batch_size=3"], "4 is not a multiple of " + ACTOR + "ppo_mini_batch_size 3"),
-        (["data.train_batch_size=64"], "a batch of 64 prompts needs as many rows, but the data set has 24"),
+        (["data.train_batch_size=64"], "the batch size is 64 prompts, but the data has 24 rows"),
         ([ROLLOUT + "n=1"], "adv_estimator=grpo compares the answers to one prompt: " + ROLLOUT + "n must be at least"),
         # names that are misspelt
         (["algorithm.adv_estimator=grop"], "no advantage estimator is called 'grop': did you mean 'grpo'?"),
@@ -181,7 +181,7 @@ def test_a_gpu_that_is_not_there(complaint, monkeypatch):
     [
         ([{"question": "ab=", "answer": "ba"}], "rows.jsonl: no column 'prompt' for the prompt (data.prompt_key)"),
         ([{"prompt": "ab="}], "rows.jsonl: no answers to score against: expected a column 'reward_model'"),
-        ([ROW, {"prompt": "ab="}], "rows.jsonl, line 2: the answer (column 'answer') is missing: found None"),
+        ([ROW, {"prompt": "ab="}], "rows.jsonl, line 2: the ground truth (column 'answer') is missing: found None"),
         ([ROW, {"prompt": "", "answer": "x"}], "rows.jsonl, line 2: the prompt is empty"),
         ([{**ROW, "data_source": 3}], "rows.jsonl, line 1: expected a name in column 'data_source', found 3"),
         ([{**ROW, "prompt": CHAT}], "rows.jsonl, line 1: the prompt is a chat, but the tokenizer has no chat template"),

@@ -70,7 +70,7 @@ def read_questions(config: GenerationConfig, tokenizer: Any) -> Questions:
     """
     data = config.data
     rows = read_rows(data.path)
-    names = ", ".join(str(part.path) for part in rows.parts)
+    names = rows.names
     if data.prompt_key not in rows.columns:
         raise ValueError(
             f"{names}: no column {data.prompt_key!r} for the prompt (data.prompt_key): "

@@ -55,7 +55,7 @@ class ScoredQuestion:
 def read_answered(paths: Sequence[str], data: EvalDataConfig) -> list[Question]:
     """The questions of some files, every row checked. Raises ValueError that names file and row."""
     rows = read_rows(paths)
-    names = ", ".join(str(part.path) for part in rows.parts)
+    names = rows.names
     for key, column in {"prompt_key": data.prompt_key, "response_key": data.response_key}.items():
         if column not in rows.columns:
             raise ValueError(f"{names}: no column {column!r} (data.{key}): {did_you_mean(column, rows.columns)}")
