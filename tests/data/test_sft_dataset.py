@@ -148,7 +148,10 @@ def test_a_template_that_ends_with_another_token_is_said_once(chat_tokenizer, ca
 @pytest.mark.parametrize(
     "rows, message",
     [
-        ([{"messages": CHAT[:2]}], r"line 1: the chat has no assistant turn after the first message.*\['system', 'user'\]"),
+        (
+            [{"messages": CHAT[:2]}],
+            r"line 1: the chat has no assistant turn after the first message.*\['system', 'user'\]",
+        ),
         ([{"messages": CHAT}, {"messages": []}], "line 2: expected a list of chat messages"),
         ([{"prompt": "a", "response": "b"}, {"prompt": "a", "response": None}], "line 2: the response .* is missing"),
         ([{"prompt": "a", "response": 2}], r"line 1: the response .* is not text: found 2 \(int\)"),

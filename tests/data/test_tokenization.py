@@ -108,7 +108,9 @@ def test_render_chats_by_hand(chat_tokenizer):
 def test_a_template_that_refuses_names_the_chat(chat_tokenizer):
     template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}ok"
     chats = [[{"role": "user", "content": "a"}], [{"role": "system", "content": "b"}]]
-    with pytest.raises(ValueError, match=r"chat 1: the chat template raises an error for the turns \['system'\]: no system"):
+    with pytest.raises(
+        ValueError, match=r"chat 1: the chat template raises an error for the turns \['system'\]: no system"
+    ):
         render_chats(chat_tokenizer, chats, add_generation_prompt=True, chat_template=template)
 
 

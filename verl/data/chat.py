@@ -48,11 +48,8 @@ def encode_conversations(
     """
     turns = [(i, t) for i, chat in enumerate(chats) for t, m in enumerate(chat) if t > 0 and m["role"] == "assistant"]
     _check_every_chat_has_a_turn(chats, turns, where)
-    settings = {
-        "chat_template": chat_template,
-        "template_kwargs": template_kwargs,
-        "where": lambda k: where(turns[k][0]),
-    }
+    settings = {"chat_template": chat_template, "template_kwargs": template_kwargs}
+    settings["where"] = lambda k: where(turns[k][0])
     prefixes = render_chats(tokenizer, [chats[i][:t] for i, t in turns], add_generation_prompt=True, **settings)
     with_turn = render_chats(tokenizer, [chats[i][: t + 1] for i, t in turns], add_generation_prompt=False, **settings)
     contexts, responses, done = [], [], [""] * len(chats)
