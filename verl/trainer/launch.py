@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from verl.config import Config, check_inputs, load_config, unsupported
-from verl.registry import load_object
+from verl.config import Config, Problem, check_inputs, check_registered, load_config, unsupported
+from verl.config.fields import Schema
+from verl.registry import import_module, load_object
 from verl.trainer.command_line import MISTAKES, complain
 from verl.utils.disk import DiskFullError
 
@@ -41,7 +42,7 @@ def build_trainer(
     """The trainer of trainer.backend: this host's processes, or a Ray cluster. Arguments as those of main_ppo."""
     from verl.algorithms.presets import PRESETS
 
-    checks = [check_inputs, unsupported]
+    checks = [check_inputs, unsupported, unregistered]
     config = load_config(
         config_path, overrides, base=recipe.read(), presets=PRESETS, schema=recipe.tree, extra_checks=checks
     )
@@ -51,6 +52,13 @@ def build_trainer(
         error.add_note(f"trainer.backend={config.trainer.backend} needs it: pip install {error.name}")
         raise
     return trainer(config)
+
+
+def unregistered(config: Schema) -> list[Problem]:
+    """For `extra_checks`: engine names that neither this project nor a file of `imports` has registered."""
+    for address in config.imports:
+        import_module(address)
+    return check_registered(config, {"rollout.name": ("hf", "native"), "strategy": ("fsdp", "fsdp2")})
 
 
 def run(build: "Callable[[], Trainer]") -> int:

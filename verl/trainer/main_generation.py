@@ -22,6 +22,7 @@ from verl.registry import import_module
 from verl.single_controller import LocalWorkerGroup, WorkerGroup, WorkerSpec
 from verl.trainer.command_line import MISTAKES, command_line, complain
 from verl.trainer.early_checks import check_model_section
+from verl.trainer.launch import unregistered
 from verl.trainer.model_limits import ModelLimits
 from verl.trainer.setup import stop_token_ids
 from verl.utils.device import resolve_device, resolve_dtype
@@ -104,7 +105,7 @@ class GenerationRun:
         overrides: Sequence[str] = (),
     ):
         if config is None:
-            checks = [check_inputs, check_generation]
+            checks = [check_inputs, check_generation, unregistered]
             config = load_config(config_path, overrides, schema=GenerationConfig, extra_checks=checks)
         elif problems := list(check_generation(config)):
             raise ConfigError(problems)

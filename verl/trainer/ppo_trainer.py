@@ -20,7 +20,7 @@ from verl.trainer import setup
 from verl.trainer.base import Trainer
 from verl.trainer.dynamic_sampling import sample_dynamically
 from verl.trainer.early_checks import check_early
-from verl.trainer.launch import Recipe
+from verl.trainer.launch import Recipe, unregistered
 from verl.trainer.metrics import data_metrics, numeric_columns, validation_metrics
 from verl.trainer.ppo_flow import (
     Prompts,
@@ -64,7 +64,7 @@ class PPOTrainer(Trainer):
         if config is None:
             check = check_inputs if train_dataset is None else check_models
             base = setup.base_config(self.recipe, train_dataset, val_dataset)
-            tree_of_keys, checks = self.recipe.tree, [check, unsupported]
+            tree_of_keys, checks = self.recipe.tree, [check, unsupported, unregistered]
             config = load_config(
                 config_path, overrides, base=base, presets=PRESETS, schema=tree_of_keys, extra_checks=checks
             )

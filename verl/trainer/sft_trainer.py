@@ -23,7 +23,7 @@ from verl.trainer import setup
 from verl.trainer.base import Trainer
 from verl.trainer.command_line import command_line
 from verl.trainer.early_checks import check_model_section
-from verl.trainer.launch import run
+from verl.trainer.launch import run, unregistered
 from verl.trainer.model_limits import ModelLimits
 from verl.utils.device import resolve_device
 from verl.workers.build import check_kernels, load_tokenizer
@@ -69,7 +69,9 @@ class SFTTrainer(Trainer):
         setup_logging()
         if config is None:
             check = check_inputs if train_dataset is None else check_models
-            config = load_config(config_path, overrides, schema=schema.SFTConfig, extra_checks=[check, unsupported])
+            config = load_config(
+                config_path, overrides, schema=schema.SFTConfig, extra_checks=[check, unsupported, unregistered]
+            )
         check_supported(config)
         setup.import_extensions(config)
         check_trackers(config.trainer.logger)
