@@ -123,6 +123,8 @@ MOVED = {
     "verl.dataflow.watch": "verl.dataflow.pipeline",
     "verl.algorithms.covariance_losses": "verl.algorithms.policy_losses",
     "verl.algorithms.losses": "verl.algorithms.kl",
+    "verl.data.chat_segments": "verl.data.chat",
+    "verl.data.dialogues": "verl.data.chat",
 }
 
 #: packages that no longer exist but are the parents of moved modules
