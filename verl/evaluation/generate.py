@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.config import ConfigError, Problem, check_supported, check_inputs, load_config, to_flat_dict
+from verl.config import ConfigError, Problem, check_inputs, check_supported, load_config, to_flat_dict
 from verl.config.schema.offline import GenerationConfig
+from verl.data.tokenization import load_tokenizer, stop_strings
 from verl.dataflow import DataFlow, Operator
 from verl.evaluation.prompts import PromptSet, check_output, read_prompts, write_output
 from verl.evaluation.shards import Responses, ResponseShards
@@ -29,7 +30,6 @@ from verl.utils.decoding import decode_all
 from verl.utils.device import resolve_device, resolve_dtype
 from verl.utils.disk import DiskFullError
 from verl.utils.log import setup_logging
-from verl.data.tokenization import load_tokenizer, stop_strings
 from verl.workers.rollout import RolloutWorker
 
 logger = logging.getLogger("verl.trainer")
