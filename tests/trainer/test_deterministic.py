@@ -52,7 +52,7 @@ class Changed(LocalPPOTrainer):
 def test_a_gap_is_said_loudly(settings, caplog):
     metrics = Changed(overrides=[*settings, *RUN, "trainer.total_training_steps=1"]).fit()
     assert metrics["rollout/logprob_gap_max"] > 0
-    assert "which rollout.deterministic rules out" in caplog.text
+    assert "although rollout.deterministic is true" in caplog.text
 
 
 @pytest.mark.parametrize(
