@@ -89,8 +89,8 @@ def _peft_config(module: nn.Module, model: schema.ModelConfig):
         raise ValueError(f"{path} holds {settings.peft_type} adapters, expected LORA")
     if model.lora_rank and (model.lora_rank, model.lora_alpha) != (settings.r, settings.lora_alpha):
         raise ValueError(
-            f"lora_rank {model.lora_rank} and lora_alpha {model.lora_alpha:g} differ from those of {path}, {settings.r} "
-            f"and {settings.lora_alpha:g}: leave lora_rank at 0, the adapter sets both"
+            f"lora_rank {model.lora_rank} and lora_alpha {model.lora_alpha:g} differ from those of {path}, "
+            f"{settings.r} and {settings.lora_alpha:g}: leave lora_rank at 0, the adapter sets both"
         )
     unsupported = {
         k: v for k, v in (("use_dora", settings.use_dora), ("bias", settings.bias)) if v not in (False, "none")
