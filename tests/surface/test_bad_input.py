@@ -266,7 +266,7 @@ def test_a_reward_function_that_is_not_there_or_fits_nothing(complaint, reward, 
 
 
 def test_a_reward_function_of_lists(reward):
-    assert "takes lists, which NaiveRewardManager does not give: use reward_manager=batch" in reward(
+    assert "takes lists, which NaiveRewardManager does not support: use reward_manager=batch" in reward(
         "return [1.0] * len(solution_strs)", "reward_model.reward_manager=naive", takes=LISTS
     )
 

@@ -305,9 +305,9 @@ class Evaluation:
         """Describe what `run` would do."""
         counts = [f"{sum(len(p.responses) for p in prompts):,} responses" for prompts in self._both()]
         compared = f" and compare them with {counts[1]}" if len(counts) > 1 else ""
+        function = self.function.where if self.function.route is None else "the rules by data source"
         return (
-            f"would score {counts[0]} to {len(self.prompts):,} prompts{compared} with {self.function.where}; output: "
-            f"{self.output}"
+            f"would score {counts[0]} to {len(self.prompts):,} prompts{compared} with {function}; output: {self.output}"
         )
 
     def _both(self) -> list[list[PromptWithResponses]]:
