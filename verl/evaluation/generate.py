@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.checkpoints.atomic import make_folder_of, written_whole
+from verl.checkpoints.atomic import atomic_write, make_parent_folder
 from verl.config.schema.offline import GenerationConfig
 from verl.data.files import Rows, read_rows
 from verl.data.tokenization import (
@@ -200,7 +200,7 @@ def check_output(questions: Questions, path: Path) -> None:
 
     The kind is the ending: .parquet (columns keep their types) or .jsonl.
     """
-    make_folder_of(path, "data.output_path")
+    make_parent_folder(path, "data.output_path")
     empty = [[""]] * len(questions)
     if path.suffix == ".jsonl":
         for _ in _lines(questions, empty):
@@ -216,7 +216,7 @@ def check_output(questions: Questions, path: Path) -> None:
 
 def write_output(questions: Questions, responses: list[list[str]], path: Path) -> None:
     """The columns of the input and the answers. responses: for every question a list of texts."""
-    with written_whole(path) as draft:
+    with atomic_write(path) as draft:
         if path.suffix == ".jsonl":
             with draft.open("w", encoding="utf-8") as file:
                 file.writelines(_lines(questions, responses))

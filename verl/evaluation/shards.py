@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoints.atomic import written_whole
+from verl.checkpoints.atomic import atomic_write
 
 logger = logging.getLogger("verl.trainer")
 
@@ -83,7 +83,7 @@ class AnswerParts:
     def open(self) -> None:
         """Make the folder; say so where answers of other settings lie beside it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with written_whole(self.folder / "settings.json") as draft:
+        with atomic_write(self.folder / "settings.json") as draft:
             draft.write_text(json.dumps(self.settings, indent=1, sort_keys=True) + "\n")
         for other in sorted(self.folder.parent.glob("*/settings.json")):
             if other.parent != self.folder:
@@ -105,7 +105,7 @@ class AnswerParts:
 
     def write(self, part: int, answers: Sequence[Answers]) -> None:
         """Keep the answers to the prompts of `rows_of(part)`."""
-        with written_whole(self._path(part)) as draft:
+        with atomic_write(self._path(part)) as draft:
             draft.write_text("".join(json.dumps(asdict(answer)) + "\n" for answer in answers))
 
     def read(self) -> list[Answers]:
@@ -115,7 +115,7 @@ class AnswerParts:
     def finish(self, facts: Mapping[str, Any]) -> None:
         """Write down what the output was made with, before the output itself is put in its place."""
         about = {"settings": self.settings, **facts}
-        with written_whole(settings_file(self.output)) as draft:
+        with atomic_write(settings_file(self.output)) as draft:
             draft.write_text(json.dumps(about, indent=1, sort_keys=True) + "\n")
 
     def delete(self) -> None:

@@ -22,7 +22,7 @@ from verl.single_controller import WorkerGroup
 from verl.tracking.tracking import Tracking
 from verl.trainer.metrics import timing_metrics
 from verl.trainer.saved_state import load_state, save_state
-from verl.utils.lock import only_run_in
+from verl.utils.lock import lock_folder
 from verl.utils.rng import rng_state, seed_everything, set_rng_state
 
 logger = logging.getLogger("verl.trainer")
@@ -125,7 +125,7 @@ class Trainer(ABC):
 
         Raises InUseError where another run is at work in trainer.default_local_dir.
         """
-        with only_run_in(self.checkpoints.root):
+        with lock_folder(self.checkpoints.root):
             return self._run()
 
     def _run(self) -> dict[str, float]:
@@ -309,7 +309,7 @@ class Trainer(ABC):
             for group in groups:
                 group.finish_checkpoint()
         for part, keep in self.checkpoints_to_keep().items():
-            self.checkpoints.prune_part(part, keep)
+            self.checkpoints.prune_subfolder(part, keep)
         logger.info("[save] %.2fs %s", time.perf_counter() - saving.start, saving.path)
 
     def _rescue_saved(self, error: BaseException) -> None:

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoints.atomic import make_folder_of, written_whole
+from verl.checkpoints.atomic import atomic_write, make_parent_folder
 from verl.config import check_data, load_config
 from verl.config.schema.offline import EvalConfig
 from verl.evaluation.report import (
@@ -74,7 +74,7 @@ class Evaluation:
         self.scorer = Scorer(self.function, config.reward)
         path = config.evaluation.output_path
         self.output = Path(path) if path else Path(config.data.path[0]).with_suffix(".eval.json")
-        make_folder_of(self.output, "evaluation.output_path")
+        make_parent_folder(self.output, "evaluation.output_path")
 
     def _both(self) -> list[list[Question]]:
         return [self.questions] if self.compared is None else [self.questions, self.compared]
@@ -100,7 +100,7 @@ class Evaluation:
             comparison = compare(*scored, settings)
             report["comparison"] = asdict(comparison)
             console().print(comparison_table(comparison, settings.confidence))
-        with written_whole(self.output) as draft:
+        with atomic_write(self.output) as draft:
             draft.write_text(json.dumps(report, indent=1) + "\n")
         logger.info("wrote %s", self.output)
         return report
