@@ -308,7 +308,7 @@ BAD = {
     "rollout.name=sglang": "not built yet",
     "trainer.backend=ray": "ray does not generate without training yet: use local",
     "trainer.nnodes=2": "generation runs on one host",
-    "trainer.device=cuda": "device 'cuda' was asked for",
+    "trainer.device=cuda": "device 'cuda' was requested",
     "imports=nowhere.py": "no file 'nowhere.py'",
 }
 
