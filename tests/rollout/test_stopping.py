@@ -11,7 +11,7 @@ from verl.rollout.hf import HFRollout
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import read_decoder
 from verl.rollout.stop_strings import StopStrings
-from verl.workers.build import stop_strings
+from verl.workers.rollout_build import stop_strings
 
 PIECES = ["a", "b", "ab", "ba", "abc", "", "é"]
 PROMPTS = [[1, 2], [3], [4, 0, 1], [2], [6, 6]] * 4
@@ -71,6 +71,6 @@ def test_the_setting_brings_the_tokenizer():
     class Tokenizer:
         decode = staticmethod(decode)
 
-    rollout = load_config(overrides=["rollout.stop=[ba,é]"], tree=GenerationConfig).rollout
+    rollout = load_config(overrides=["rollout.stop=[ba,é]"], schema=GenerationConfig).rollout
     assert stop_strings(rollout, Tokenizer()).find([0, 3]) == 2
-    assert stop_strings(load_config(overrides=[], tree=GenerationConfig).rollout, Tokenizer()) is None
+    assert stop_strings(load_config(overrides=[], schema=GenerationConfig).rollout, Tokenizer()) is None

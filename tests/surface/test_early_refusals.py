@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.conftest import run_settings
-from verl.cli.config import TREES
+from verl.cli.config import SCHEMAS
 from verl.config import load_config
-from verl.config.fields import leaves
+from verl.config.fields import fields_of
 from verl.trainer.main_ppo import main
 
 MODEL, RS = "actor_rollout_ref.model.", "algorithm.rollout_correction."
@@ -59,7 +59,7 @@ def complaint(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
         (["trainer.logger=[swanlab]"], "needs the package swanlab, which is not installed"),
         ([RS + "rollout_rs=tokn_k1", RS + "rollout_rs_threshold=2"], "did you mean 'token_k1'?"),
         ([RS + "rollout_is=token", RS + "rollout_is_threshold=high"], "expected a number, or two joined by '_'"),
-        (["actor_rollout_ref.rollout.stop=['']"], "found an empty text"),
+        (["actor_rollout_ref.rollout.stop=['']"], "found an empty string"),
         # places
         (["placement.ref_devices=[0]"], "this run has no role 'ref'"),
         (["placement.actor_devices=[0,0]"], "expected different numbers from 0 to 0"),
@@ -75,7 +75,7 @@ def complaint(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
         ([MODEL + "lora_adapter_path=./nowhere"], "there is no folder './nowhere'"),
         ([MODEL + "lora_adapter_path=global_step_3"], "'global_step_3' has no adapter_config.json"),
         # models, of which the config alone is read
-        ([MODEL + "custom_chat_template=chat.jinja"], "'chat.jinja' (text) reads no `messages`"),
+        ([MODEL + "custom_chat_template=chat.jinja"], "'chat.jinja' (str) does not read `messages`"),
         ([MODEL + "override_config.hiden_size=1"], "did you mean 'hidden_size'?"),
         (["algorithm.adv_estimator=gae", "critic.model.override_config.hiden_size=1"], "did you mean 'hidden_size'?"),
         ([RM + "enable=true", RM + "model_path=model"], "expected a reward model, a sequence classifier"),
@@ -112,14 +112,14 @@ def test_figures_beside_the_reward_by_the_trial(complaint, tiny, overrides, mess
     assert message in complaint(tiny, *overrides)
 
 
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("name", SCHEMAS)
 def test_every_choice_of_words_knows_the_nearest(name):
     """One wrong letter behind each word of each key that is a choice of words."""
-    choices = {key: leaf for key, leaf in leaves(TREES[name]).items() if leaf.words()}
+    choices = {key: found for key, found in fields_of(SCHEMAS[name]).items() if found.choices()}
     assert choices or name == "evaluation"
-    for key, leaf in choices.items():
-        word = leaf.words()[0]
-        wrong = f"[{word}q]" if leaf.expected().startswith("a list") else f"{word}q"
+    for key, found in choices.items():
+        word = found.choices()[0]
+        wrong = f"[{word}q]" if found.expected().startswith("list[") else f"{word}q"
         with pytest.raises(ValueError, match="did you mean") as refused:
-            load_config(overrides=[f"{key}={wrong}"], tree=TREES[name])
+            load_config(overrides=[f"{key}={wrong}"], schema=SCHEMAS[name])
         assert f"{key} (override" in str(refused.value) and f"did you mean {word}?" in str(refused.value)

@@ -37,7 +37,7 @@ def test_help_and_settings_start_no_run(command, tmp_path, capsys):
     assert "usage: python -m verl.trainer.sft_trainer" in capsys.readouterr().out
     assert main([*command, "--print-config"]) == 0
     (tmp_path / "shown.yaml").write_text(capsys.readouterr().out)
-    assert load_config(tmp_path / "shown.yaml", tree=SFTConfig) == load_config(overrides=command, tree=SFTConfig)
+    assert load_config(tmp_path / "shown.yaml", schema=SFTConfig) == load_config(overrides=command, schema=SFTConfig)
     assert not (tmp_path / "run").exists()
 
 
@@ -64,7 +64,7 @@ def test_code_of_ones_own_is_used(command, tmp_path, monkeypatch, caplog):
         (["data.custom_cls.path=nowhere.py", "data.custom_cls.name=Rows"], "no file 'nowhere.py'"),
         (["model.override_config.hiden_size=1"], "did you mean 'hidden_size'?"),
         (["imports=[nowhere.py]"], "no file 'nowhere.py'"),
-        (["model.override_config.max_position_embeddings=9"], "the longest row has 10 tokens, but the model"),
+        (["model.override_config.max_position_embeddings=9"], "the longest sequence has 10 tokens, but the model"),
         (["model.use_liger=true", "trainer.device=cpu"], "Liger's kernels run on a GPU"),
     ],
 )

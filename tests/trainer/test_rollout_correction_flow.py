@@ -131,7 +131,7 @@ def test_what_cannot_be_is_refused(overrides, message):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([f"{CORRECTION}rollout_is=token", f"{LOSS}=decoupled_ppo"], "takes no rollout_is_weights"),
+        ([f"{CORRECTION}rollout_is=token", f"{LOSS}=decoupled_ppo"], "does not take rollout_is_weights"),
         ([f"{LOSS}=bypass_mode"], "but .* is bypass_mode"),
         (
             [f"{CORRECTION}bypass_mode=true", f"{LOSS}=vanilla", f"{CORRECTION}loss_type=reinforce"],

@@ -1,17 +1,17 @@
 """Which workers a run has, and where they live: the same answer for every executor."""
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.config import schema
-from verl.single_controller import WorkerGroup, WorkerSpec
+from verl.engines.lora import has_adapters
+from verl.single_controller import WorkerSpec
 from verl.single_controller.placement import ResourcePool, place_roles
 from verl.trainer.ppo_flow import needs_critic, needs_reference
 from verl.workers.actor_rollout_ref import ActorRolloutWorker, RefWorker
-from verl.workers.build import has_adapters, stop_strings
 from verl.workers.critic import CriticWorker
 from verl.workers.reward_model import RewardModelWorker
+from verl.workers.rollout_build import stop_strings
 
 
 def roles_of(config: schema.Config) -> list[str]:
@@ -83,27 +83,3 @@ def placement_words(pools: Mapping[str, Sequence[tuple[str, ResourcePool]]]) -> 
         where = "device" if len(numbers) == 1 else "devices"
         words.append(f"{', '.join(role for role, _ in placed)} on {where} {', '.join(map(str, numbers))}")
     return "; ".join(words)
-
-
-def start_pools(
-    pools: Mapping[str, list[tuple[str, ResourcePool]]],
-    specs: Mapping[str, WorkerSpec],
-    start: Callable[[dict[str, WorkerSpec], ResourcePool], Mapping[str, WorkerGroup]],
-) -> dict[str, WorkerGroup]:
-    """The worker group of every role; the pools start at the same time, since each takes seconds to import and load.
-
-    start: makes the groups of the roles of one pool. Raises the error of the first pool that failed, and ends the
-    others.
-    """
-    wanted = [({role: specs[role] for role, _ in placed}, placed[0][1]) for placed in pools.values()]
-    if len(wanted) == 1:  # in this thread, where a breakpoint in a worker's constructor is one of this program
-        return dict(start(*wanted[0]))
-    with ThreadPoolExecutor(len(wanted)) as threads:
-        starting = [threads.submit(start, *one) for one in wanted]
-    errors = [future.exception() for future in starting if future.exception() is not None]
-    groups = {role: group for f in starting if f.exception() is None for role, group in f.result().items()}
-    if errors:
-        for group in groups.values():
-            group.shutdown()
-        raise errors[0]
-    return groups

@@ -1,0 +1,225 @@
+"""Short, deprecated and computed aliases, presets, and two names of one key that disagree."""
+
+import logging
+
+import pytest
+
+from verl.algorithms.presets import PRESETS as PUBLISHED
+from verl.config import ConfigError, load_config, to_flat_dict
+
+PRESETS = {
+    "ppo": {
+        "algorithm.adv_estimator": "gae",
+        "actor_rollout_ref.actor.clip_ratio_low": 0.2,
+        "actor_rollout_ref.actor.clip_ratio_high": 0.2,
+        "algorithm.use_kl_in_reward": True,
+    },
+    "gspo": {
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.actor.clip_ratio_low": 3e-4,
+        "actor_rollout_ref.actor.clip_ratio_high": 4e-4,
+        "actor_rollout_ref.rollout.n": 8,
+    },
+}
+
+CLI = """
+algorithm:
+  name: ppo
+  clip_range: 0.1
+  value_loss_coef: 0.5
+model:
+  pretrain_model_path: /models/tiny
+reward_function: accuracy_reward
+data:
+  train_path: x.jsonl
+  batch_size_per_gpu: 16
+engine:
+  actor_type: fsdp
+  critic_type: fsdp2
+  num_gpus: 4
+"""
+
+LOCAL = """
+trainer:
+  project_name: proj
+  experiment_name: run1
+  n_gpus_per_node: 1
+  total_epochs: 3
+  save_freq: 10
+  backend: fsdp2
+actor_rollout:
+  model_name_or_path: /models/policy
+  use_vllm: false
+critic:
+  model_name_or_path: /models/critic
+data:
+  train_files: [a.parquet, b.parquet]
+  max_prompt_length: 256
+use_critic: true
+use_reference_policy: false
+use_rm: true
+"""
+
+
+def load(tmp_path, text, *overrides, **kwargs):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return load_config(path, overrides, **kwargs)
+
+
+def test_the_short_form_of_the_command_line(tmp_path):
+    config = load(tmp_path, CLI, presets=PRESETS)
+    actor = config.actor_rollout_ref.actor
+    assert config.algorithm.name == "ppo"
+    assert config.algorithm.adv_estimator == "gae"
+    assert config.algorithm.use_kl_in_reward is True
+    # the user's clip range overrides the preset, which sets both sides
+    assert (actor.clip_ratio, actor.clip_ratio_low, actor.clip_ratio_high) == (0.1, 0.1, 0.1)
+    assert config.critic.value_loss_coef == 0.5
+    assert config.actor_rollout_ref.model.path == config.critic.model.path == "/models/tiny"
+    assert config.reward.reward_function == "accuracy_reward"
+    assert config.data.train_files == ["x.jsonl"]
+    assert config.trainer.n_gpus_per_node == 4
+    assert config.data.train_batch_size == 64  # 16 on each of 4 GPUs
+    assert actor.ppo_mini_batch_size == config.critic.ppo_mini_batch_size == 64  # one update: the default is larger
+    assert (actor.strategy, config.critic.strategy) == ("fsdp", "fsdp2")
+
+
+def test_batch_size_per_gpu_is_explained_in_the_log(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "verl.config"):
+        load(tmp_path, CLI, presets=PRESETS)
+    assert "data.batch_size_per_gpu: 16 (config.yaml line 11) sets data.train_batch_size: 64" in caplog.text
+
+
+def test_batch_size_per_gpu_counts_the_hosts_of_an_override(tmp_path):
+    assert load(tmp_path, CLI, "trainer.nnodes=2", presets=PRESETS).data.train_batch_size == 128
+
+
+def test_the_short_form_of_the_local_trainer(tmp_path):
+    config = load(tmp_path, LOCAL)
+    assert (config.trainer.project_name, config.trainer.experiment_name) == ("proj", "run1")
+    assert config.trainer.default_local_dir == "checkpoints/proj/run1"
+    assert (config.trainer.total_epochs, config.trainer.save_freq) == (3, 10)
+    assert config.trainer.backend == "local"  # fsdp2 is a training engine, not an executor
+    assert config.actor_rollout_ref.actor.strategy == config.critic.strategy == "fsdp2"
+    assert config.actor_rollout_ref.model.path == "/models/policy"
+    assert config.critic.model.path == "/models/critic"
+    assert config.actor_rollout_ref.rollout.name == "native"
+    assert config.data.train_files == ["a.parquet", "b.parquet"]
+    assert config.data.max_prompt_length == config.actor_rollout_ref.rollout.prompt_length == 256
+    assert config.critic.enable is True
+    assert config.actor_rollout_ref.ref.enable is False
+    assert config.reward.reward_model.enable is True
+
+
+def test_use_vllm(tmp_path):
+    assert load(tmp_path, "actor_rollout: {use_vllm: true}").actor_rollout_ref.rollout.name == "vllm"
+    with pytest.raises(ConfigError, match=r"false contradicts actor_rollout_ref\.rollout\.name=vllm"):
+        load(tmp_path, "actor_rollout: {use_vllm: false}", "actor_rollout_ref.rollout.name=vllm")
+
+
+def test_the_executor_keeps_its_name():
+    assert load_config(overrides=["trainer.backend=ray"]).trainer.backend == "ray"
+
+
+@pytest.mark.parametrize(
+    ("old", "key", "value"),
+    [
+        ("custom_reward_function.path=r.py", "reward.custom_reward_function.path", "r.py"),
+        ("custom_reward_function.name=score", "reward.custom_reward_function.name", "score"),
+        ("custom_reward_function.reward_kwargs.a=1", "reward.custom_reward_function.reward_kwargs", {"a": 1}),
+        ("reward_model.reward_manager=dapo", "reward.reward_manager.name", "dapo"),
+        ("reward_model.enable=true", "reward.reward_model.enable", True),
+        ("reward_model.model.path=/rm", "reward.reward_model.model_path", "/rm"),
+        ("reward_model.reward_kwargs.max_resp_len=9", "reward.reward_kwargs", {"max_resp_len": 9}),
+        (
+            "+reward_model.reward_kwargs.overlong_buffer_cfg.len=5",
+            "reward.reward_kwargs",
+            {"overlong_buffer": {"len": 5}},
+        ),
+        ("sandbox_fusion.max_concurrent=3", "reward.sandbox_fusion.max_concurrent", 3),
+        ("actor_rollout_ref.actor.grad_clip=0.5", "actor_rollout_ref.actor.optim.clip_grad", 0.5),
+        ("critic.grad_clip=0.5", "critic.optim.clip_grad", 0.5),
+        (
+            "actor_rollout_ref.actor.optim.warmup_style=cosine",
+            "actor_rollout_ref.actor.optim.lr_scheduler_type",
+            "cosine",
+        ),
+        (
+            "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+            "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size",
+            2,
+        ),
+        ("critic.model.fsdp_config.param_offload=true", "critic.fsdp.param_offload", True),
+        ("critic.model.fsdp_config.strategy=fsdp2", "critic.strategy", "fsdp2"),
+        ("critic.model.fsdp_config.mixed_precision.param_dtype=bf16", "critic.fsdp.dtype", "bf16"),
+        (
+            "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp16",
+            "actor_rollout_ref.actor.fsdp_config.dtype",
+            "fp16",
+        ),
+        ("actor_rollout_ref.model.external_lib=my.pkg", "imports", ["my.pkg"]),
+    ],
+)
+def test_deprecated_names_work_with_a_warning(old, key, value, caplog):
+    with caplog.at_level(logging.WARNING, "verl.config"):
+        config = load_config(overrides=[old, "trainer.n_gpus_per_node=2"])
+    assert to_flat_dict(config)[key] == value
+    assert "is deprecated: rename it to" in caplog.text
+
+
+def test_a_deprecated_name_that_is_null_is_ignored():
+    config = load_config(
+        overrides=["reward_model.reward_manager=null", "actor_rollout_ref.actor.optim.warmup_style=null"]
+    )
+    assert config.reward.reward_manager.name == "naive"
+
+
+def test_global_micro_batches_are_shared_among_the_gpus():
+    words = ["actor_rollout_ref.actor.ppo_micro_batch_size=8", "trainer.n_gpus_per_node=2", "trainer.nnodes=2"]
+    assert load_config(overrides=words).actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 2
+    with pytest.raises(ConfigError, match=r"6 sequences over all GPUs are not divisible by 4 GPUs; use .*_per_gpu"):
+        load_config(overrides=["actor_rollout_ref.actor.ppo_micro_batch_size=6", *words[1:]])
+
+
+def test_two_names_of_one_key_must_agree():
+    same = ["reward_model.reward_manager=dapo", "reward.reward_manager.name=dapo"]
+    assert load_config(overrides=same).reward.reward_manager.name == "dapo"
+    with pytest.raises(ConfigError) as error:
+        load_config(overrides=["reward_model.reward_manager=dapo", "reward.reward_manager.name=naive"])
+    assert "reward_model.reward_manager: dapo (override 'reward_model.reward_manager=dapo')" in str(error.value)
+    assert "reward.reward_manager.name: naive" in str(error.value)
+
+
+def test_two_aliases_in_one_file_must_agree(tmp_path):
+    text = "model: {pretrain_model_path: /a}\nactor_rollout: {model_name_or_path: /b}"
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, text)
+    message = str(error.value)
+    assert "model.pretrain_model_path: /a (config.yaml line 1)" in message
+    assert "actor_rollout.model_name_or_path: /b (config.yaml line 2)" in message
+
+
+def test_an_override_beats_the_file_under_any_name(tmp_path):
+    config = load(tmp_path, "actor_rollout: {model_name_or_path: /a}", "model.pretrain_model_path=/b")
+    assert config.actor_rollout_ref.model.path == "/b"
+
+
+def test_overrides_win_over_a_preset(tmp_path):
+    config = load_config(overrides=["algorithm.name=gspo", "actor_rollout_ref.rollout.n=4"], presets=PRESETS)
+    actor = config.actor_rollout_ref.actor
+    assert config.algorithm.adv_estimator == "grpo"
+    assert (actor.clip_ratio_low, actor.clip_ratio_high) == (3e-4, 4e-4)
+    assert config.actor_rollout_ref.rollout.n == 4
+
+
+def test_an_unknown_preset_lists_the_known_ones():
+    with pytest.raises(ConfigError, match=r"there is no algorithm 'gsp': did you mean 'gspo'\? known: gspo, ppo"):
+        load_config(overrides=["algorithm.name=gsp"], presets=PRESETS)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_every_published_preset_loads(name):
+    config = load_config(overrides=[f"algorithm.name={name}"], presets=PUBLISHED)
+    flat = to_flat_dict(config)
+    assert {key: flat[key] for key in PUBLISHED[name]} == PUBLISHED[name]
