@@ -121,8 +121,8 @@ MOVED = {
     "verl.dataflow.results": "verl.dataflow.run",
     "verl.dataflow.order": "verl.dataflow.operator",
     "verl.dataflow.watch": "verl.dataflow.pipeline",
-    "verl.algorithms.policy_losses": "verl.algorithms.policy_losses",
-    "verl.algorithms.kl": "verl.algorithms.kl",
+    "verl.algorithms.covariance_losses": "verl.algorithms.policy_losses",
+    "verl.algorithms.losses": "verl.algorithms.kl",
     "verl.data.chat_segments": "verl.data.chat",
     "verl.data.dialogues": "verl.data.chat",
 }

@@ -223,4 +223,5 @@ def test_modes_follow_the_findings(tmp_path, monkeypatch):
     assert modes["rollout.name=sglang"] == "not supported in this version"
     broken = possible_modes([*checks, Check("torch", FAULT, "", required=True)])
     assert set(broken.values()) == {"fix torch first", "not supported in this version"}
-    assert broken["rollout.name=vllm"] == "fix torch first" and broken["rollout.name=sglang"] == "not supported in this version"
+    assert broken["rollout.name=vllm"] == "fix torch first"
+    assert broken["rollout.name=sglang"] == "not supported in this version"

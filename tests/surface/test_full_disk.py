@@ -52,5 +52,6 @@ def test_a_run_goes_on_when_there_is_room_again(how, settings, tmp_path, capsys)
 def test_answers_that_find_no_room(settings, tmp_path, capsys):
     with files_up_to(100):
         assert main([*settings, f"trainer.rollout_data_dir={tmp_path / 'answers'}", "trainer.logger=[console]"]) == 1
-    assert capsys.readouterr().err.startswith(f"error: no space left for 1.jsonl in {tmp_path / 'answers'} (File too large")
+    error = f"error: no space left for 1.jsonl in {tmp_path / 'answers'} (File too large"
+    assert capsys.readouterr().err.startswith(error)
     assert list((tmp_path / "answers").iterdir()) == []

@@ -41,7 +41,7 @@ def test_dtype_words():
     assert resolve_dtype("bf16", CPU) == resolve_dtype("bfloat16", CPU) == torch.bfloat16
     assert resolve_dtype("fp32", CPU) == torch.float32
     assert resolve_dtype(torch.float64, CPU) == torch.float64
-    with pytest.raises(ValueError, match="dtype: expected auto, fp64, .* found 'int8'"):
+    with pytest.raises(ValueError, match=r"dtype: expected auto, fp64, .* found 'int8'"):
         resolve_dtype("int8", CPU)
 
 
