@@ -179,7 +179,7 @@ def test_a_local_trainer_does_not_stand_in_for_ray(settings):
 
 def test_a_gpu_that_is_not_there(complaint, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert "device 'cuda' was asked for, but " in complaint("trainer.device=cuda")
+    assert "device 'cuda' was requested, but " in complaint("trainer.device=cuda")
 
 
 @pytest.mark.parametrize(

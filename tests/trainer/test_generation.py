@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl.checkpoints.atomic import written_whole
+from verl.checkpoints.atomic import atomic_write
 from verl.config import load_config
 from verl.config.schema.offline import GenerationConfig
 from verl.data.rlhf_dataset import RLHFDataset
@@ -276,12 +276,12 @@ def test_digest_depends_on_every_value_and_not_on_the_order():
 
 def test_a_file_is_whole_or_not_there(tmp_path):
     path = tmp_path / "x"
-    with pytest.raises(OSError), written_whole(path) as draft:
+    with pytest.raises(OSError), atomic_write(path) as draft:
         draft.write_text("half")
         raise OSError("no space left")
     assert list(tmp_path.iterdir()) == []
     path.write_text("old")
-    with written_whole(path) as draft:
+    with atomic_write(path) as draft:
         draft.write_text("new")
         assert path.read_text() == "old"
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
@@ -308,7 +308,7 @@ BAD = {
     "rollout.name=sglang": "not built yet",
     "trainer.backend=ray": "ray is not supported by generation without training: use local",
     "trainer.nnodes=2": "generation runs on one host",
-    "trainer.device=cuda": "device 'cuda' was asked for",
+    "trainer.device=cuda": "device 'cuda' was requested",
     "imports=nowhere.py": "no file 'nowhere.py'",
 }
 

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.checkpoints.atomic import check_folder, written_whole
+from verl.checkpoints.atomic import atomic_write, check_folder
 from verl.config.schema.offline import GenerationConfig
 from verl.data.files import Rows, read_rows
 from verl.data.tokenization import (
@@ -145,7 +145,7 @@ def check_output(prompts: PromptSet, path: Path) -> None:
 
 def write_output(prompts: PromptSet, responses: list[list[str]], path: Path) -> None:
     """Write the columns of the input and the responses, a list of texts for each prompt."""
-    with written_whole(path) as draft:
+    with atomic_write(path) as draft:
         if path.suffix == ".jsonl":
             with draft.open("w", encoding="utf-8") as file:
                 file.writelines(_lines(prompts, responses))

@@ -16,7 +16,7 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from verl.checkpoints.atomic import check_folder, written_whole
+from verl.checkpoints.atomic import atomic_write, check_folder
 from verl.config import check_data, load_config
 from verl.config.schema.offline import EvalConfig, EvaluationConfig
 from verl.evaluation.score import (
@@ -336,7 +336,7 @@ class Evaluation:
             report["comparison"] = as_json(comparison)
             console().print(comparison_table(comparison, settings.confidence))
         self.output.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(self.output) as draft:
+        with atomic_write(self.output) as draft:
             draft.write_text(json.dumps(report, indent=1) + "\n")
         logger.info("wrote %s", self.output)
         return report

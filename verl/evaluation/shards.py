@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoints.atomic import written_whole
+from verl.checkpoints.atomic import atomic_write
 
 logger = logging.getLogger("verl.trainer")
 
@@ -100,7 +100,7 @@ class ResponseShards:
     def open(self) -> None:
         """Create the folder, and warn of shards of other settings next to it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with written_whole(self.folder / "settings.json") as draft:
+        with atomic_write(self.folder / "settings.json") as draft:
             draft.write_text(json.dumps(self.settings, indent=1, sort_keys=True) + "\n")
         for other in sorted(self.folder.parent.glob("*/settings.json")):
             if other.parent != self.folder:
@@ -121,7 +121,7 @@ class ResponseShards:
 
     def write(self, shard: int, responses: Sequence[Responses]) -> None:
         """Write the responses to the prompts of a shard."""
-        with written_whole(self._path(shard)) as draft:
+        with atomic_write(self._path(shard)) as draft:
             draft.write_text("".join(json.dumps(asdict(of_prompt)) + "\n" for of_prompt in responses))
 
     def read(self) -> list[Responses]:
@@ -131,7 +131,7 @@ class ResponseShards:
     def finish(self, facts: Mapping[str, Any]) -> None:
         """Write the settings file of the output. Called before the output is written."""
         about = {"settings": self.settings, **facts}
-        with written_whole(settings_file(self.output)) as draft:
+        with atomic_write(settings_file(self.output)) as draft:
             draft.write_text(json.dumps(about, indent=1, sort_keys=True) + "\n")
 
     def delete(self) -> None:

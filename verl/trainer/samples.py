@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoints.atomic import written_whole
+from verl.checkpoints.atomic import atomic_write
 from verl.protocol import DataProto
 
 
@@ -39,6 +39,6 @@ def dump_generations(folder: str | Path, step: int, batch: DataProto, tokenizer:
 def write_jsonl(path: Path, items: Iterable[Mapping[str, Any]]) -> None:
     """Write one JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(path) as draft:
+    with atomic_write(path) as draft:
         lines = (json.dumps(item, ensure_ascii=False, default=str) + "\n" for item in items)
         draft.write_text("".join(lines), encoding="utf-8")
