@@ -1,7 +1,8 @@
 """A custom training engine: plain data parallelism, written with torch and transformers only.
 
-Every rank holds the whole model and computes its share of the samples; gradients are summed over the ranks. The objective
-returns shares of the loss of the whole mini-batch, so the sum of the gradients is the gradient of the mini-batch.
+Every rank holds the whole model and computes its share of the samples; gradients are summed over the ranks. The
+objective returns shares of the loss of the whole mini-batch, so the sum of the gradients is that of the mini-batch.
+Omitted to keep it short: token budgets, packing, LoRA, value models, offloading, learning-rate schedules.
 
     python -m verl.trainer.main_ppo ... imports=[examples/custom_train_engine/data_parallel_engine.py] \
         actor_rollout_ref.actor.strategy=data_parallel
@@ -32,11 +33,11 @@ class DataParallelEngine(TrainEngine):
         self.dp_rank, self.dp_size = spec.rank, spec.world_size
         if self.dp_size > 1 and not dist.is_initialized():
             dist.init_process_group("nccl" if spec.device.type == "cuda" else "gloo")
-        self.model = AutoModelForCausalLM.from_pretrained(spec.model.path, dtype=torch.float32).to(spec.device).eval()
+        self.module = AutoModelForCausalLM.from_pretrained(spec.model.path, dtype=torch.float32).to(spec.device).eval()
         if spec.optimizer is not None:
             optim = spec.optimizer
             self.optimizer = torch.optim.AdamW(
-                self.model.parameters(), lr=optim.lr, betas=tuple(optim.betas), weight_decay=optim.weight_decay
+                self.module.parameters(), lr=optim.lr, betas=tuple(optim.betas), weight_decay=optim.weight_decay
             )
 
     # ---- computing ----------------------------------------------------------------------------------------------
@@ -44,7 +45,7 @@ class DataParallelEngine(TrainEngine):
     def _forward(self, columns: Tensors, outputs: tuple[str, ...], temperature: float) -> Tensors:
         """The requested outputs, each (b, T)."""
         responses = columns["responses"]
-        logits = self.model(
+        logits = self.module(
             input_ids=columns["input_ids"],
             attention_mask=columns["attention_mask"],
             position_ids=columns["position_ids"],
@@ -53,13 +54,15 @@ class DataParallelEngine(TrainEngine):
         found = {"log_probs": log_p.gather(-1, responses[..., None])[..., 0]}
         if "entropys" in outputs:
             found["entropys"] = -(log_p.exp() * log_p).sum(-1)
+        if "sum_pi_squared" in outputs:
+            found["sum_pi_squared"] = log_p.mul(2).exp().sum(-1)
         unknown = set(outputs) - set(found)
         if unknown:
             raise ValueError(f"strategy=data_parallel does not compute {sorted(unknown)}")
         return {name: found[name] for name in outputs}
 
     def _micro_batches(self, batch: DataProto, micro: MicroBatching) -> Iterator[tuple[slice, Tensors]]:
-        size = micro.rows or len(batch)  # a token budget is ignored: memory is not a concern of this example
+        size = micro.rows or len(batch)
         for start in range(0, len(batch), size):
             rows = slice(start, start + size)
             yield rows, {name: values[rows].to(self.spec.device) for name, values in batch.tensors.items()}
@@ -86,7 +89,7 @@ class DataParallelEngine(TrainEngine):
             loss, metrics = objective.loss(outputs, columns)
             loss.backward()
             sums.add(metrics, rows=len(columns["responses"]))
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        parameters = [p for p in self.module.parameters() if p.grad is not None]
         if self.dp_size > 1:
             for parameter in parameters:
                 dist.all_reduce(parameter.grad)
@@ -115,10 +118,10 @@ class DataParallelEngine(TrainEngine):
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
+        yield from ((name, parameter.detach()) for name, parameter in self.module.named_parameters())
 
     def shared_module(self) -> torch.nn.Module:
-        return self.model  # the native and hf rollout engines generate with it, without a copy
+        return self.module  # the native and hf rollout engines generate with it, without a copy
 
     def reference(self) -> AbstractContextManager[None]:
         raise ValueError("strategy=data_parallel trains all weights: the initial ones are gone")
@@ -128,10 +131,10 @@ class DataParallelEngine(TrainEngine):
     def save(self, folder: Path, contents: tuple[str, ...], background: bool = False) -> None:
         if self.dp_rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+            state = {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
             torch.save({name: state[name] for name in contents if name in state}, folder / "data_parallel.pt")
             if "hf_model" in contents:
-                self.model.save_pretrained(folder / "huggingface")
+                self.module.save_pretrained(folder / "huggingface")
 
     def is_saved(self) -> bool:
         return True
@@ -142,7 +145,7 @@ class DataParallelEngine(TrainEngine):
     def load(self, folder: Path, contents: tuple[str, ...]) -> None:
         state = torch.load(folder / "data_parallel.pt", map_location=self.spec.device, weights_only=True)
         if "model" in contents:
-            self.model.load_state_dict(state["model"])
+            self.module.load_state_dict(state["model"])
         if "optimizer" in contents and "optimizer" in state:
             self.optimizer.load_state_dict(state["optimizer"])
 

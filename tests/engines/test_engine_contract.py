@@ -12,7 +12,7 @@ from verl.registry import import_module
 from verl.workers.engine_worker import EngineWorker
 from verl.workers.objectives import aggregation, policy_objective
 
-CUSTOM = Path(__file__).parents[2] / "examples" / "custom_train_engine" / "plain_engine.py"
+CUSTOM = Path(__file__).parents[2] / "examples" / "custom_train_engine" / "data_parallel_engine.py"
 CONTENTS = ("model", "optimizer", "extra")
 
 
@@ -29,7 +29,7 @@ def engine(strategy: str, path: str) -> TrainEngine:
     return made
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "plain"])
+@pytest.mark.parametrize("strategy", ["fsdp2", "data_parallel"])
 def test_an_engine_selected_by_name_gives_the_numbers_of_the_built_in_one(strategy, path, tmp_path):
     batch, outputs = make_batch(), ("log_probs", "entropys", "sum_pi_squared")
     expected, found = engine("fsdp", path), engine(strategy, path)
@@ -55,7 +55,7 @@ def test_an_engine_selected_by_name_gives_the_numbers_of_the_built_in_one(strate
 
 
 def test_a_name_that_is_not_registered_lists_those_that_are(path):
-    with pytest.raises(ValueError, match=r"'fdsp': did you mean 'fsdp'\? known: fsdp, fsdp2, plain"):
+    with pytest.raises(ValueError, match=r"'fdsp': did you mean 'fsdp'\? known: data_parallel, fsdp, fsdp2"):
         make_engine("fdsp", make_spec(path))
 
 
@@ -72,7 +72,7 @@ def test_workers_update_any_engine_with_one_loop(path):
     batch = make_batch().replace()
     batch.meta_info["mini_batch_rows"] = 4
     found = {}
-    for strategy in ("fsdp", "plain"):
+    for strategy in ("fsdp", "data_parallel"):
         worker = EngineWorker()
         worker.engine = worker.build_engine(strategy, spec.model, spec.engine, OPTIMIZER, device="cpu")
         minis = worker.mini_batches(batch)
@@ -84,6 +84,6 @@ def test_workers_update_any_engine_with_one_loop(path):
         assert found[strategy]["x/lr"] == OPTIMIZER.lr
         assert found[strategy]["x/grad_norm"][1] == 2
         assert "actor/pg_loss" in found[strategy]
-    assert found["fsdp"].keys() == found["plain"].keys()
+    assert found["fsdp"].keys() == found["data_parallel"].keys()
     for name, value in found["fsdp"].items():
-        assert found["plain"][name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+        assert found["data_parallel"][name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
