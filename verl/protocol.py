@@ -7,8 +7,8 @@ It has three containers: `batch` (a TensorDict: tensor columns with the same fir
     batch = batch.union(DataProto.from_dict({"advantages": advantages}))
     mini_batches = batch.split(32)
 
-Every operation except `pop` returns a new DataProto with new containers: a column or fact set in one batch never appears
-in another. The columns are shared where nothing has to be computed (`select`, `union`, slices), like views in
+Every operation except `pop` returns a new DataProto with new containers: a column or fact set in one batch never
+appears in another. The columns are shared where nothing has to be computed (`select`, `union`, slices), like views in
 torch: set a new column instead of writing into an existing one.
 """
 
