@@ -37,6 +37,7 @@ from verl.config import (
 )
 from verl.config.checks import check_combinations
 from verl.config.fields import Schema
+from verl.config.schema.offline import EvalConfig, GenerationConfig
 from verl.config.supported import settings_without_effect
 from verl.data.rlhf_dataset import RLHFDataset, check_dataset, collate_prompts
 from verl.data.sequences import build_sequences
@@ -184,7 +185,8 @@ def run_checks(run: Run, stage: str) -> None:
 
 def files(run: Run) -> Iterator[Problem]:
     """Models, checkpoints and data files are named and exist."""
-    yield from check_models(run.config)
+    if not isinstance(run.config, EvalConfig):
+        yield from check_models(run.config)
     if not run.rows_given:
         yield from check_data(run.config)
 
@@ -256,7 +258,7 @@ def custom_dataset(run: Run) -> None:
 def model_configs(run: Run) -> None:
     """The config of each model exists and accepts the overrides; LoRA finds its modules."""
     config = run.config
-    if isinstance(config, schema.SFTConfig):
+    if not isinstance(config, schema.Config):
         check_model_section(config.model, "causal_lm")
         return
     policy, critic, reward = config.actor_rollout_ref.model, config.critic.model, config.reward.reward_model
@@ -440,7 +442,7 @@ CHECKS: tuple[Check, ...] = (
     Check("settings fit together", SETTINGS, lambda run: check_combinations(run.config), Schema),
     Check("files exist", SETTINGS, files, Schema),
     Check("options are supported", SETTINGS, lambda run: unsupported(run.config), Schema),
-    Check("recipe settings", SETTINGS, recipe_settings),
+    Check("recipe settings", SETTINGS, recipe_settings, Schema),
     Check("imports", CONFIG, imports, Schema),
     Check("trackers", CONFIG, lambda run: check_trackers(run.config.trainer.logger)),
     Check("output folders", CONFIG, output_folders),
@@ -451,7 +453,7 @@ CHECKS: tuple[Check, ...] = (
     Check("rollout correction", CONFIG, lambda run: check_correction(run.config), schema.Config),
     Check("placement", CONFIG, placement, schema.Config),
     Check("dataset class", CONFIG, custom_dataset),
-    Check("model configs", CONFIG, model_configs),
+    Check("model configs", CONFIG, model_configs, (*_TRAINING, GenerationConfig)),
     Check("cluster", CONFIG, lambda run: run.cluster.check(run.config)),
     Check("kernels", CONFIG, kernels),
     Check("micro-batch losses", CONFIG, micro_batch_losses, schema.Config),
