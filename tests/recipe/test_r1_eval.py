@@ -336,7 +336,7 @@ def test_other_prompts_are_not_compared(responses, tmp_path, capsys):
         ("evaluation.confidence=95", "expected a number > 0 and < 1"),
         ("custom_reward_function.path=nowhere.py", "no file 'nowhere.py'"),
         ("custom_reward_function.name=compute_scores", "did you mean 'compute_score'?"),
-        ("custom_reward_function.name=which_process", "reward function with an wrong signature"),
+        ("custom_reward_function.name=which_process", "reward function with a wrong signature"),
         ("custom_reward_function.path=null", "no reward rule for data_source 'sums'"),
         ("data.path=null", "data.path"),
         ("evaluation.output_path=/dev/null/x.json", "output_path: expected a folder to write to, found '/dev/null'"),
