@@ -70,7 +70,7 @@ def test_stop_and_length_end_an_answer(engine):
 def test_greedy_answers_are_those_of_transformers(engine):
     rollout = HFRollout(engine.module, pad_token_id=0)
     found = rollout.generate(PROMPTS, SamplingParams(max_tokens=8, stop_token_ids=(), temperature=0, ignore_eos=True))
-    plain = AutoModelForCausalLM.from_pretrained(engine.config.path)
+    plain = AutoModelForCausalLM.from_pretrained(engine.spec.model.path)
     for prompt, answer in zip(PROMPTS, found):
         ids = torch.tensor([prompt])
         expected = plain.generate(
