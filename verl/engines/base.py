@@ -130,6 +130,21 @@ class TrainEngine(ABC):
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(HuggingFace name, full tensor) of every parameter, adapters merged in. All ranks iterate together."""
 
+    def shared_module(self) -> torch.nn.Module | None:
+        """The module that holds all parameters unsharded on this device, for a rollout engine in the same process.
+
+        None otherwise: the rollout engine then needs a copy, which `weights` fills.
+        """
+        return None
+
+    def model_forward(self) -> Any:
+        """The batch-invariant forward pass of the model, for `rollout.deterministic`; None without it."""
+        return None
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of what the model computes with beside its parameters, the same on every rank."""
+        return iter(())
+
     @abstractmethod
     def reference(self) -> AbstractContextManager[None]:
         """A context in which `infer` asks the model that training started from.

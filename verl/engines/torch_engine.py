@@ -22,6 +22,7 @@ from verl.engines.metrics import MetricSums
 from verl.engines.micro_batch import plan
 from verl.engines.offload import OffloadConfig, OnDevice, move_optimizer
 from verl.modeling import attention
+from verl.modeling.batch_invariant.model import Forward
 from verl.modeling.layers import use_kernels
 from verl.modeling.linear import Phase
 from verl.modeling.packing import ModelInput, build_input, row_lengths, to_device
@@ -274,6 +275,15 @@ class HFEngine(TrainEngine):
                 return
             for name, parameter in self.module.named_parameters():
                 yield name, full_tensor(parameter.detach())
+
+    def shared_module(self) -> torch.nn.Module | None:
+        return self.module if self.all_here else None
+
+    def model_forward(self) -> Forward | None:
+        return Forward(self.model) if self.config.kernels == "invariant" else None
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.module.named_buffers()
 
     def reference(self) -> AbstractContextManager[None]:
         if self.adapters is None:
