@@ -94,6 +94,9 @@ MOVED = {
     "verl.single_controller.column_files": "verl.single_controller.local.column_files",
     "verl.single_controller.ray_group": "verl.single_controller.ray.group",
     "verl.single_controller.ray_placement": "verl.single_controller.ray.placement",
+    "verl.engines.distributed": "verl.engines.parallel",
+    "verl.engines.tensor_parallel": "verl.engines.parallel",
+    "verl.engines.offload": "verl.engines.memory",
 }
 
 #: packages that no longer exist but are the parents of moved modules

@@ -1,11 +1,11 @@
-"""The policy's worker with DPO's update.
+"""The policy's worker with the DPO update (Rafailov et al. 2023, arXiv 2305.18290).
 
-A pair's loss needs the log-probs of both answers at once, but engines cut a mini-batch into micro-batches as memory
-allows. So the update has two passes: the first computes the log-prob of every answer without gradient, and from it
-d loss / d log-prob; the second is a sum weighted by that, which may be cut in any way. The gradient is the same.
+The loss of a pair needs the log-probs of both responses at once, but engines split a mini-batch into micro-batches as
+memory allows. So a step has two passes: the first computes the log-prob of every response without gradient, and from it
+d loss / d log-prob; the second is a sum weighted by that, which may be split in any way. The gradient is the same.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,13 +18,13 @@ from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
 from verl.workers.actor_rollout_ref import ActorRolloutWorker
-from verl.workers.build import micro_batching
+from verl.workers.engine_worker import micro_batching
 
 Pairs = tuple[torch.Tensor, torch.Tensor]
 
 
 class DPOActorWorker(ActorRolloutWorker):
-    """dpo: the section `dpo`; everything else as for the actor of the main trainer."""
+    """The policy, trained on pairs. `dpo`: the section `dpo`; other arguments as for `ActorRolloutWorker`."""
 
     def __init__(self, *args: Any, dpo: DPOSection, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -32,32 +32,36 @@ class DPOActorWorker(ActorRolloutWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_dpo(self, batch: DataProto) -> dict[str, Any]:
-        """One pass over this rank's pairs, rows 2i (better) and 2i + 1 (worse); `pair_weight` 0 marks a tie.
+        """One pass over this rank's pairs, rows 2i (chosen) and 2i + 1 (rejected); `pair_weight` 0 marks a tie.
 
-        Reads ref_log_prob, and the facts that `update_actor` reads.
+        Reads ref_log_prob and the meta_info that `update_actor` reads.
         """
         actor, temperature = self.config.actor, self.config.rollout.temperature
         micro = micro_batching(
             actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
         )
-        sums = MetricSums()
-        with self.engine.loaded(optimizer=True):
-            for mini in batch.split(batch.meta_info["mini_batch_rows"] // self.engine.dp_size):
+        minis, pair_metrics = self.mini_batches(batch), MetricSums()
+
+        def steps() -> Iterator[tuple[DataProto, Objective]]:
+            for mini in minis:
                 log_probs = self.engine.infer(mini, ("log_probs",), micro, temperature=temperature)["log_probs"]
                 (num_pairs,) = self.engine.sum_over_ranks([mini.batch["pair_weight"].sum().item() / 2])
                 weights, metrics = sequence_weights(log_probs, mini.tensors, num_pairs, self.pair_loss)
-                sums.add(metrics)
-                mini = mini.replace(sequence_weight=weights)
-                found = self.engine.train_batch(mini, WEIGHTED_LOG_PROB, micro, temperature=temperature)
-                sums.add({f"actor/{name}": value for name, value in found.items()})
-                self.version += 1
-        lr = {"actor/lr": self.engine.lr_step()} if batch.meta_info["last_pass"] else {}
-        return {**sums.result(), **lr}
+                pair_metrics.add(metrics)
+                yield mini.replace(sequence_weight=weights), WEIGHTED_LOG_PROB
+
+        last_pass = batch.meta_info["last_pass"]
+        found = self.update_mini_batches(steps(), micro, "actor", temperature=temperature, last_pass=last_pass)
+        self.version += len(minis)
+        return {**pair_metrics.result(), **found}
 
     def pair_loss(self, policy: Pairs, reference: Pairs, lengths: Pairs, num_pairs: float) -> LossAndMetrics:
-        """The loss of N pairs, divided by num_pairs, those of the whole mini-batch. Override it for another one.
+        """The loss of N pairs. Override it for another one.
 
-        policy, reference: log-probs of the better and of the worse answers, (N,) each; lengths: their tokens.
+        Args:
+            policy, reference: log-probs of the chosen and of the rejected responses, (N,) each.
+            lengths: their numbers of tokens.
+            num_pairs: pairs of the whole mini-batch; divides the loss.
         """
         settings = self.dpo.model_dump(include={"beta", "loss_type", "label_smoothing"})
         return dpo_loss(*policy, *reference, num_pairs=num_pairs, **settings)
@@ -66,9 +70,13 @@ class DPOActorWorker(ActorRolloutWorker):
 def sequence_weights(
     log_probs: torch.Tensor, rows: Tensors, num_pairs: float, pair_loss: Callable[..., LossAndMetrics]
 ) -> LossAndMetrics:
-    """d loss / d (log-prob of each answer), (B,), and the metrics of the loss.
+    """d loss / d (log-prob of each response), (B,), and the metrics of the loss. A tie gets 0.
 
-    log_probs: (B, T), of the current policy. num_pairs: of the whole mini-batch, ties not counted. A tie gets 0.
+    Args:
+        log_probs: (B, T) of the current policy.
+        rows: tensor columns of the pairs.
+        num_pairs: pairs of the whole mini-batch, without ties.
+        pair_loss: as `DPOActorWorker.pair_loss`.
     """
     mask, real = rows["response_mask"], rows["pair_weight"][0::2].bool()
 
@@ -88,4 +96,4 @@ def _weighted_log_prob(outputs: Tensors, rows: Tensors) -> tuple[torch.Tensor, d
 
 
 WEIGHTED_LOG_PROB = Objective(_weighted_log_prob, ("log_probs",))
-"""sum over answers of sequence_weight * log-prob: its gradient is that of the loss which the weights come from."""
+"""Sum over responses of sequence_weight * log-prob: its gradient is that of the loss that the weights come from."""

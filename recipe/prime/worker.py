@@ -1,4 +1,7 @@
-"""The worker of the implicit process reward model phi: its log-probs, and its update from outcomes."""
+"""The worker of the implicit process reward model phi: its log-probs, and its update from outcome rewards.
+
+PRIME (Cui et al. 2025, arXiv 2502.01456).
+"""
 
 from typing import Any
 
@@ -8,15 +11,20 @@ from recipe.prime.config import PrimeSection
 from verl.algorithms.prime import prime_loss
 from verl.config import schema
 from verl.engines.base import Objective, Tensors
-from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
-from verl.workers.build import make_engine, micro_batching, model_config, optimizer_config
-from verl.workers.engine_worker import EngineWorker
+from verl.workers.engine_worker import EngineWorker, micro_batching
 
 
 class ImplicitPRMWorker(EngineWorker):
-    """config: the section `prime`. policy: the section `actor_rollout_ref`, whose model phi starts from."""
+    """The model phi, which starts as a copy of the policy.
+
+    Args:
+        config: the section `prime`.
+        policy: the section `actor_rollout_ref`.
+        device: `trainer.device`.
+        total_training_steps: length of the run, for the learning-rate schedule.
+    """
 
     def __init__(
         self, config: PrimeSection, policy: schema.ActorRolloutRefConfig, *, device: str, total_training_steps: int
@@ -27,9 +35,15 @@ class ImplicitPRMWorker(EngineWorker):
         self.micro = micro_batching(
             config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu
         )
-        model = model_config(policy.model, config.fsdp_config, device, self.local_rank)
-        optimizer = optimizer_config(config.optim, total_training_steps)
-        self.engine = make_engine(model, config.fsdp_config, optimizer, self.world_size, policy.nccl_timeout)
+        self.engine = self.build_engine(
+            policy.actor.strategy,
+            policy.model,
+            config.fsdp_config,
+            config.optim,
+            device=device,
+            total_training_steps=total_training_steps,
+            timeout=policy.nccl_timeout,
+        )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_prm_log_prob(self, batch: DataProto) -> DataProto:
@@ -39,20 +53,21 @@ class ImplicitPRMWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_prm(self, batch: DataProto) -> dict[str, Any]:
-        """One pass over this rank's rows in mini-batches, as the actor's update. Reads ref_log_prob and acc (B,)."""
-        sums = MetricSums()
-        with self.engine.loaded(optimizer=True):
-            for mini in batch.split(batch.meta_info["mini_batch_rows"] // self.engine.dp_size):
-                (num_sequences,) = self.engine.sum_over_ranks([float(len(mini))])
-                objective = prm_objective(self.config.beta, num_sequences)
-                metrics = self.engine.train_batch(mini, objective, self.micro, temperature=self.temperature)
-                sums.add({name if "/" in name else f"prm/{name}": value for name, value in metrics.items()})
-        lr = {"prm/lr": self.engine.lr_step()} if batch.meta_info["last_pass"] else {}
-        return {**sums.result(), **lr}
+        """One pass over this rank's rows. Reads ref_log_prob, acc (B,) and the meta_info that `update_actor` reads."""
+        minis = self.mini_batches(batch)
+        counts = self.engine.sum_over_ranks([float(len(mini)) for mini in minis])
+        steps = [(mini, prm_objective(self.config.beta, count)) for mini, count in zip(minis, counts)]
+        last_pass = batch.meta_info["last_pass"]
+        return self.update_mini_batches(steps, self.micro, "prm", temperature=self.temperature, last_pass=last_pass)
 
 
 def prm_objective(beta: float, num_sequences: float) -> Objective:
-    """Cross-entropy of the sum of beta * (log phi - log ref) against the outcome; num_sequences of the mini-batch."""
+    """Cross-entropy of the sum of beta * (log phi - log ref) against the outcome.
+
+    Args:
+        beta: reward of a token = beta * (log phi - log ref).
+        num_sequences: sequences of the whole mini-batch, over all ranks.
+    """
 
     def loss(outputs: Tensors, rows: Tensors) -> tuple[torch.Tensor, dict[str, Any]]:
         log_ratio = outputs["log_probs"] - rows["ref_log_prob"]

@@ -13,7 +13,6 @@ from verl.modeling import attention
 from verl.modeling.layers import LLAMA_LIKE, use_kernels
 from verl.modeling.linear import Phase
 from verl.modeling.packing import Packing
-from verl.workers.build import kernels_for
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 NARROW = torch.bfloat16

@@ -11,7 +11,7 @@ from verl.rollout.hf import HFRollout
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import read_decoder
 from verl.rollout.stop_strings import StopStrings
-from verl.workers.build import stop_strings
+from verl.workers.rollout_build import stop_strings
 
 PIECES = ["a", "b", "ab", "ba", "abc", "", "é"]
 PROMPTS = [[1, 2], [3], [4, 0, 1], [2], [6, 6]] * 4

@@ -3,9 +3,12 @@
 import array
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jinja2
+
+from verl.config import schema
 
 logger = logging.getLogger("verl.data")
 
@@ -298,3 +301,40 @@ def _normal(tokenizer: Any, text: str) -> str:
 
 def _shorten(text: str, width: int = 60) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def load_tokenizer(model: schema.ModelConfig) -> Any:
+    """The tokenizer of a `model` section: beside the model, or at model.tokenizer_path.
+
+    Raises:
+        ValueError: there is no tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    path = model.tokenizer_path or model.path
+    if not Path(path).is_dir():
+        _check_hub(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        where = f"in {path!r}" if Path(path).is_dir() else f"there is no folder {path!r}, and as a name of the hub"
+        raise ValueError(f"no tokenizer: {where}: {error}") from error
+    if model.custom_chat_template is not None:
+        tokenizer.chat_template = model.custom_chat_template
+    return tokenizer
+
+
+def _check_hub(name: str) -> None:
+    """Raise ValueError if a model is neither cached nor on the hub. Without this check, retries take minutes."""
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+
+    if constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    logger.info("there is no folder %r: asking %s", name, constants.ENDPOINT)
+    try:
+        HfApi().model_info(name, timeout=10)
+    except Exception as error:
+        raise ValueError(
+            f"there is no folder {name!r}, and no model of that name was found at {constants.ENDPOINT}: "
+            f"{type(error).__name__}: {error}"
+        ) from error

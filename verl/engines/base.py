@@ -1,24 +1,36 @@
-"""What a training engine offers. An engine computes and updates one model; it does not know what PPO is.
+"""The contract of a training engine, and the registry of engines that `strategy` selects from.
 
-The loss comes to it as an `Objective`: a callable over the model's outputs and the rows of a micro-batch. The gradient
-of a mini-batch is the same however it is cut into micro-batches, because every objective returns *sums divided by
-counts of the whole mini-batch*, so that the pieces add up.
+An engine computes and updates one model. It does not know PPO: the loss arrives as an `Objective`, a callable over the
+model's outputs and the tensor columns of a micro-batch. Every objective returns *sums divided by counts of the whole
+mini-batch*, so the shares of the micro-batches add up to the same gradient for any split.
+
+An engine of your own is selected by `actor_rollout_ref.actor.strategy=my_engine` after its file is listed in `imports`:
+
+    from verl.engines import EngineSpec, TrainEngine, register_train_engine
+
+    class MyEngine(TrainEngine): ...
+
+    @register_train_engine("my_engine")
+    def make(spec: EngineSpec) -> TrainEngine:
+        return MyEngine(spec)
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from verl.config import schema
 from verl.protocol import DataProto
+from verl.registry import Registry
 
 Tensors = dict[str, torch.Tensor]
 
-#: what `infer` and an objective may ask of a model, each (B, T) at the positions of the response tokens
+#: model outputs that `infer` and an objective may request, each (B, T) at the positions of the response tokens
 OUTPUTS = ("log_probs", "entropys", "sum_pi_squared", "values")
 
 
@@ -26,10 +38,12 @@ OUTPUTS = ("log_probs", "entropys", "sum_pi_squared", "values")
 class Objective:
     """A loss and the model outputs that it reads.
 
-    loss: (outputs, rows) -> (scalar, metrics). outputs: the `needs`, each (b, T) with gradient; rows: the tensor
-    columns of the micro-batch, on the model's device. The scalar is this micro-batch's *share* of the whole loss.
-    Metrics: name -> number, or a pair (sum, count), which merges exactly over micro-batches, or a `metrics.Largest`.
-    needs: names out of OUTPUTS.
+    Attributes:
+        loss: (outputs, columns) -> (scalar, metrics). `outputs` holds the `needs`, each (b, T) with gradient; `columns`
+            holds the tensor columns of the micro-batch on the model's device. The scalar is this micro-batch's *share*
+            of the mini-batch loss. A metric is a number, a pair (sum, count), which merges exactly over micro-batches,
+            or a `metrics.Largest`.
+        needs: names out of `OUTPUTS`.
     """
 
     loss: Callable[[Tensors, Tensors], tuple[torch.Tensor, dict[str, Any]]]
@@ -38,10 +52,12 @@ class Objective:
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """How a mini-batch is cut: by a count of rows, or by a budget of tokens (the sum of the rows' lengths).
+    """How a mini-batch is split into micro-batches: by sequences or by tokens.
 
-    rows: rows per micro-batch, None for no limit. tokens: token budget, None for no limit, "auto" for what fills the
-    device and fits its memory; excludes `rows`.
+    Attributes:
+        rows: sequences per micro-batch; None for no limit.
+        tokens: token budget of a micro-batch; None for no limit, "auto" for what keeps the device busy and fits its
+            memory. Excludes `rows`.
     """
 
     rows: int | None = None
@@ -49,124 +65,190 @@ class MicroBatching:
 
     def __post_init__(self) -> None:
         if self.rows is not None and self.tokens is not None:
-            raise ValueError("micro-batches are cut by a count of rows or by a budget of tokens, not by both")
+            raise ValueError("micro-batches are split by rows or by tokens: expected one of the two, found both")
         for name, value in (("rows", self.rows), ("tokens", self.tokens)):
             if value not in (None, "auto") and value < 1:
                 raise ValueError(f"micro-batch {name}: expected at least 1, found {value}")
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW and its schedule. Steps of the schedule are counted by `lr_step` (one a training step).
+class EngineSpec:
+    """What an engine is built from: sections of the configuration and the rank that it runs on.
 
-    lr_scheduler_type: "constant" or "cosine" (to min_lr_ratio * lr over total_training_steps, num_cycles half-waves);
-    both after lr_warmup_steps of linear warm-up. further: other arguments of torch.optim.AdamW.
+    Attributes:
+        kind: "causal_lm" (policy, reference), "value" (critic: one number per token) or "reward" (the same number from
+            a sequence classifier whose head is in the checkpoint).
+        model: the `model` section.
+        engine: the `fsdp_config` section (precision, sharding, offloading).
+        optimizer: the `optim` section; None builds a model for inference only.
+        total_training_steps: length of the run, for a schedule that does not set its own.
+        deterministic: compute every token alike in every batch (`rollout.deterministic`).
+        timeout: seconds a collective waits for the other ranks; None for no limit of the engine's own.
+        device: device of this rank.
+        rank, world_size, local_rank: the rank among all ranks of the worker group, and on its host.
     """
 
-    lr: float = 1e-6
-    weight_decay: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    clip_grad: float | None = 1.0
-    lr_scheduler_type: str = "constant"
-    lr_warmup_steps: int = 0
+    kind: Literal["causal_lm", "value", "reward"]
+    model: schema.ModelConfig
+    engine: schema.EngineConfig = field(default_factory=schema.EngineConfig)
+    optimizer: schema.OptimConfig | None = None
     total_training_steps: int = -1
-    min_lr_ratio: float = 0.0
-    num_cycles: float = 0.5
-    further: tuple[tuple[str, Any], ...] = ()
+    deterministic: bool = False
+    timeout: float | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
 
 
 class TrainEngine(ABC):
-    """One model with its optimizer. B rows, T response tokens."""
+    """One model with its optimizer. B samples, T response tokens.
 
-    #: the parameters' module; the in-process rollout generates with it
-    module: torch.nn.Module
-    #: whether the module's parameters are all weights, so that a rollout can run on the module itself
-    whole: bool
-    #: which part of the rows this rank has, of how many
+    Attributes:
+        dp_rank: which share of the samples this rank computes.
+        dp_size: number of shares.
+        model_parallel_rank: rank among the ranks that compute the same samples (tensor or sequence parallelism).
+    """
+
     dp_rank: int = 0
     dp_size: int = 1
-    #: its place among the ranks that have the same rows
-    inner_rank: int = 0
+    model_parallel_rank: int = 0
 
-    @abstractmethod
-    def loaded(self, optimizer: bool = False) -> AbstractContextManager[None]:
-        """A phase in which the weights (and the optimizer's state) are on the device, wherever they are outside of it.
-
-        Every method below takes care of that itself; a phase around several calls spares the moves between them.
-        """
+    # ---- computing ----------------------------------------------------------------------------------------------
 
     @abstractmethod
     def infer(
         self, batch: DataProto, outputs: tuple[str, ...], micro: MicroBatching, temperature: float = 1.0
     ) -> Tensors:
-        """The asked outputs, without gradient: name -> (B, T) float32 on the CPU, 0 outside the response."""
+        """Forward pass without gradient.
+
+        Returns:
+            name -> (B, T) float32 on the CPU for each of `outputs`, 0 outside the response.
+        """
 
     @abstractmethod
     def train_batch(
         self, batch: DataProto, objective: Objective, micro: MicroBatching, temperature: float = 1.0
     ) -> dict[str, Any]:
-        """One optimizer step on a mini-batch. Returns the objective's metrics as pairs (sum, count), and `grad_norm`.
+        """One optimizer step on a mini-batch.
 
-        A gradient that is not finite skips the step and is reported as `grad_skipped` = 1.
+        Returns:
+            The metrics of the objective as pairs (sum, count), `grad_norm`, and `grad_skipped`, which is 1 if the
+            gradient was not finite and the step was skipped.
         """
 
     @abstractmethod
     def lr_step(self) -> float:
-        """Advance the learning-rate schedule by one training step; the rate that was in force."""
+        """Advance the learning-rate schedule by one training step. Returns the rate that was in force."""
 
     @abstractmethod
     def sum_over_ranks(self, values: list[float]) -> list[float]:
-        """Each value summed over the data-parallel ranks: the counts of a mini-batch that is spread over them.
+        """Each value summed over the data-parallel ranks, e.g. the token count of a mini-batch.
 
-        Ranks that have the same rows count them once.
+        Ranks that compute the same samples count once.
         """
 
     @abstractmethod
     def max_over_ranks(self, values: list[float]) -> list[float]:
-        """The largest of each value over all ranks: widths that all must agree on."""
+        """The maximum of each value over all ranks, e.g. a width that all ranks must agree on."""
+
+    # ---- weights ------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HuggingFace name, full tensor) of every parameter, adapters merged in. All ranks iterate together."""
+        """(HuggingFace name, full tensor) of every parameter, with adapters merged. All ranks iterate together."""
+
+    @abstractmethod
+    def reference(self) -> AbstractContextManager[None]:
+        """A context in which `infer` computes with the weights that training started from.
+
+        Raises:
+            ValueError: all weights are trained, so the initial ones are gone. With adapters they are still there.
+        """
 
     def shared_module(self) -> torch.nn.Module | None:
-        """The module that holds all parameters unsharded on this device, for a rollout engine in the same process.
+        """The module that holds all parameters, unsharded, on this device; None if there is none.
 
-        None otherwise: the rollout engine then needs a copy, which `weights` fills.
+        A rollout engine in the same process can generate with it without a copy of the weights.
         """
         return None
 
-    def model_forward(self) -> Any:
-        """The batch-invariant forward pass of the model, for `rollout.deterministic`; None without it."""
+    def model_forward(self) -> Any | None:
+        """The batch-invariant forward pass of the model, for generation with the bits of training; or None.
+
+        A rollout engine calls it on `shared_module`, or computes a copy of the weights as it does.
+        """
         return None
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) of what the model computes with beside its parameters, the same on every rank."""
         return iter(())
 
-    @abstractmethod
-    def reference(self) -> AbstractContextManager[None]:
-        """A context in which `infer` asks the model that training started from.
+    # ---- memory -------------------------------------------------------------------------------------------------
 
-        Raises ValueError where all weights are trained and that model is gone; with adapters it is still there.
+    def onload(self, optimizer: bool = False) -> None:  # noqa: B027  optional: an engine may never offload
+        """Move the weights (and the optimizer state) to the device until `offload`. Calls nest.
+
+        Every method of an engine onloads what it needs; a phase around several calls saves the moves in between.
         """
+
+    def offload(self) -> None:  # noqa: B027
+        """End the phase of the last `onload`. When the outermost phase ends, offloaded state is back on the host."""
+
+    @contextmanager
+    def on_device(self, optimizer: bool = False) -> Iterator[None]:
+        """`onload` and `offload` as a context."""
+        self.onload(optimizer)
+        try:
+            yield
+        finally:
+            self.offload()
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
 
     @abstractmethod
     def save(self, folder: Path, contents: tuple[str, ...], background: bool = False) -> None:
-        """Write `contents` (any of model, optimizer, extra, hf_model) under `folder`.
+        """Write a checkpoint.
 
-        background: return as soon as a copy is in host memory; `finish_save` waits for what is being written then.
+        Args:
+            folder: where to write it.
+            contents: any of "model", "optimizer", "extra" (schedule) and "hf_model".
+            background: return as soon as the state is copied to host memory; `finish_save` waits for the write.
         """
 
     @abstractmethod
     def is_saved(self) -> bool:
-        """Whether nothing is being written in the background any more, well or not."""
+        """Whether no background write is running any more, successful or not."""
 
     @abstractmethod
     def finish_save(self) -> None:
-        """Wait for what is being written in the background. Raises the error of a write that failed."""
+        """Wait for the background write. Raises its error."""
 
     @abstractmethod
     def load(self, folder: Path, contents: tuple[str, ...]) -> None:
-        """Restore what `save` wrote. Raises ValueError when the folder holds another model."""
+        """Restore a checkpoint that `save` wrote. Raises ValueError if the folder holds another model."""
+
+
+EngineFactory = Callable[[EngineSpec], TrainEngine]
+
+#: strategy -> factory
+ENGINES: Registry[EngineFactory] = Registry("training engine (strategy)")
+
+
+def register_train_engine(name: str) -> Callable[[EngineFactory], EngineFactory]:
+    """Register a factory (spec) -> TrainEngine under a value of `strategy`."""
+    return ENGINES.register(name)
+
+
+@register_train_engine("fsdp")
+@register_train_engine("fsdp2")
+def _torch_engine(spec: EngineSpec) -> TrainEngine:
+    """The built-in engine: one process holds the whole model, several shard it with FSDP2."""
+    from verl.engines.torch_engine import make_torch_engine  # transformers and FSDP are imported at use
+
+    return make_torch_engine(spec)
+
+
+def make_engine(strategy: str, spec: EngineSpec) -> TrainEngine:
+    """The engine registered as `strategy`. Raises ValueError that lists the registered names if there is none."""
+    return ENGINES[strategy](spec)

@@ -1,8 +1,8 @@
-"""What an engine writes and reads: the same folder for one device and for many ranks, so that either loads the other's.
+"""The checkpoint of an engine: one folder layout for any number of ranks, so that either loads the other's.
 
-huggingface/    config, and the weights when one process holds them all (or `hf_model` asks for them)
-lora_adapter/   the adapters, where these alone are trained
-shards/         torch.distributed.checkpoint: optimizer state, and the weights when they are sharded
+huggingface/    config, and the weights if one process holds them all or `hf_model` is in save_contents
+lora_adapter/   the adapters, if only they are trained
+shards/         torch.distributed.checkpoint: optimizer state, and the weights if they are sharded
 extra.pt        the learning-rate schedule
 """
 
@@ -36,9 +36,15 @@ from verl.checkpoints.shard_files import ShardPlanner, ShardReader
 class ShardWriter:
     """Writes nested state, every rank its own shards.
 
-    The ranks agree on who writes what here and on the outcome in `finish`: all must come to both. Between the two no
-    rank waits for another, so that `write` can run beside whatever else they do together.
-    Raises OSError, on every rank, when one of them cannot begin.
+    The constructor plans the write and `finish` collects its outcome: both are collective calls. In between no rank
+    waits for another, so `write` may run in a thread beside training.
+
+    Args:
+        folder: where to write.
+        state: nested dictionary of tensors.
+
+    Raises:
+        OSError: on every rank, if one of them cannot start the write.
     """
 
     def __init__(self, folder: Path, state: dict[str, Any]) -> None:
@@ -46,7 +52,7 @@ class ShardWriter:
         self._ranks = _DistWrapper(None, dist.is_initialized(), 0)
         self._files = dcp.FileSystemWriter(folder)
         self._planner = dcp.DefaultSavePlanner()
-        self._metadata: Metadata | None = None  # the first rank's
+        self._metadata: Metadata | None = None  # on the first rank
         with self._named_errors():
             self._plan = self._ranks.reduce_scatter("plan", lambda: self._plan_own(state), self._plan_all)
 
@@ -61,13 +67,17 @@ class ShardWriter:
         return self._files.prepare_global_plan(plans)
 
     def write(self) -> list[WriteResult]:
-        """This rank's part; what was written is for `finish`. Raises what the file system raises."""
+        """Write the shards of this rank. Returns what `finish` needs. Raises the errors of the file system."""
         return self._files.write_data(self._planner.finish_plan(self._plan), self._planner).wait()
 
     def finish(self, written: Callable[[], list[WriteResult]]) -> None:
-        """Describe what the ranks wrote. written: gives the result of this rank's `write`, or raises its error.
+        """Write the metadata of all shards. All ranks call it.
 
-        Raises OSError, on every rank, when one of them could not write.
+        Args:
+            written: returns the result of this rank's `write`, or raises its error.
+
+        Raises:
+            OSError: on every rank, if one of them failed to write.
         """
         with self._named_errors():
             self._ranks.all_reduce("write", written, lambda results: self._files.finish(self._metadata, results))
@@ -76,13 +86,13 @@ class ShardWriter:
     def _named_errors(self) -> Iterator[None]:
         try:
             yield
-        except dcp.api.CheckpointException as error:  # a BaseException, which would pass by handlers of errors
+        except dcp.api.CheckpointException as error:  # a BaseException, which `except Exception` misses
             causes = {rank: f"{type(e).__name__}: {e}" for rank, (e, _) in error.failures.items()}
             raise OSError(f"{self._folder} could not be written: {causes}") from error
 
 
 def host_copy(state: Any) -> Any:
-    """Nested state with every tensor copied to host memory, shards as shards: what is trained on may change then."""
+    """Nested state with every tensor copied to host memory, so that training may continue. Shards stay shards."""
     if isinstance(state, dict):
         return {name: host_copy(value) for name, value in state.items()}
     if isinstance(state, DTensor):
@@ -93,9 +103,9 @@ def host_copy(state: Any) -> Any:
 
 
 class CheckpointWriter:
-    """Writes one checkpoint of an engine at a time, in a thread of its own where that is asked for.
+    """Writes one checkpoint at a time, optionally in a background thread.
 
-    All ranks must come to `start` and `finish` together. The interpreter does not end before a write is done.
+    `start` and `finish` are collective calls. The interpreter does not exit before a write is done.
     """
 
     def __init__(self) -> None:
@@ -104,11 +114,16 @@ class CheckpointWriter:
         self._write: Future[list[WriteResult]] | None = None
 
     def start(self, folder: Path, shards: dict[str, Any], write_rest: Callable[[], None], background: bool) -> None:
-        """Write the shards and then the rest. The write before must be finished.
+        """Write the shards and then the rest. The previous write must be finished.
 
-        shards: nested state for `folder / "shards"`, may be empty; write_rest: writes what this rank alone knows or
-        writes for all; background: return while it is being written, and `finish` later; the state must not change.
-        Raises OSError when it cannot be written, on every rank if it is about shards.
+        Args:
+            folder: the checkpoint.
+            shards: nested state for `folder / "shards"`; may be empty.
+            write_rest: writes the other files of this rank.
+            background: return during the write; `finish` waits for it. The state must not change until then.
+
+        Raises:
+            OSError: the checkpoint cannot be written; on every rank, if it is about shards.
         """
         self._shards = ShardWriter(folder / "shards", shards) if shards else None
         if background:
@@ -128,11 +143,11 @@ class CheckpointWriter:
         return written
 
     def is_done(self) -> bool:
-        """Whether this rank is not writing any more; `finish` tells whether it went well."""
+        """Whether the write of this rank has ended; `finish` raises its error."""
         return self._write is None or self._write.done()
 
     def finish(self) -> None:
-        """Wait for the write under way and complete it. Raises its error, once."""
+        """Wait for the running write and complete it. Raises its error, once."""
         if self._write is None:
             return
         wait([self._write])
@@ -144,9 +159,9 @@ class CheckpointWriter:
 
 
 def load_shards(folder: Path, state: dict[str, Any]) -> None:
-    """Fill nested state in place. Raises ValueError when the folder has other contents."""
+    """Fill nested state in place. Raises ValueError if the folder has other contents."""
     if not (folder / "shards").is_dir():
-        raise ValueError(f"the checkpoint has no shards (looked at {folder / 'shards'}): was it saved without them?")
+        raise ValueError(f"the checkpoint has no shards (expected {folder / 'shards'}): was it saved without them?")
     reader = ShardReader(folder / "shards")
     try:
         reader.read_metadata()
@@ -156,21 +171,21 @@ def load_shards(folder: Path, state: dict[str, Any]) -> None:
     except (OSError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"{folder / 'shards'}: the file .metadata cannot be read: {error}") from error
     except (RuntimeError, ValueError, dcp.api.CheckpointException) as error:
-        raise ValueError(f"{folder} holds another model, or lacks what load_contents names: {error}") from error
+        raise ValueError(f"{folder} holds another model, or lacks some of load_contents: {error}") from error
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """The weights by name, sharded as they are."""
+    """The weights by name, with their sharding."""
     return get_model_state_dict(model)
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state by the names of the parameters, so that it does not depend on how they are sharded."""
+    """The optimizer state by parameter name, which does not depend on the sharding."""
     return get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
 
 
 def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Restore the optimizer's state from the shards of a folder."""
+    """Restore the optimizer state from the shards of a folder."""
     state = {"optimizer": optimizer_state(model, optimizer)}
     load_shards(folder, state)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -178,9 +193,12 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
 
 
 def load_model(folder: Path, model: nn.Module, module: nn.Module) -> None:
-    """Restore weights: from `huggingface/` when they are there, from the shards otherwise.
+    """Restore weights from `huggingface/` if they are there, otherwise from the shards.
 
-    model: what shards are named after; module: the HuggingFace module in it.
+    Args:
+        folder: the checkpoint.
+        model: the module whose parameter names the shards have.
+        module: the HuggingFace module inside it.
     """
     if list((folder / "huggingface").glob("*.safetensors")):
         load_weights(module, folder / "huggingface")
@@ -189,8 +207,16 @@ def load_model(folder: Path, model: nn.Module, module: nn.Module) -> None:
     load_shards(folder, state)  # in place: the tensors of the state are the parameters
 
 
+def load_extra(folder: Path) -> Any:
+    """The contents of `extra.pt`. Raises ValueError if the checkpoint was saved without it."""
+    path = folder / "extra.pt"
+    if not path.is_file():
+        raise ValueError(f"the checkpoint has no extra.pt (expected {path}): was it saved without it (save_contents)?")
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
 def save_description(module: nn.Module, folder: Path) -> None:
-    """What a HuggingFace folder of the model holds beside its weights: its config, and how it ends its answers."""
+    """Write the config and the generation config of a HuggingFace folder, without weights."""
     config = copy.deepcopy(module.config)
     config.architectures = [type(module).__name__]
     config.save_pretrained(folder)
@@ -211,15 +237,15 @@ def load_weights(module: nn.Module, folder: Path) -> None:
     for file in files:
         with safe_open(file, "pt") as tensors:
             saved |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    there = {id(present[name]) for name in saved if name in present}
-    missing = [name for name, p in present.items() if id(p) not in there]
+    found = {id(present[name]) for name in saved if name in present}
+    missing = [name for name, p in present.items() if id(p) not in found]
     unknown = sorted(set(saved) - set(present) - buffers)
     shapes = [name for name, shape in saved.items() if name in present and tuple(present[name].shape) != shape]
     if missing or unknown or shapes:
         raise ValueError(
             f"{folder} holds another model than {type(module).__name__} here: "
-            f"missing {missing[:3]}, unknown {unknown[:3]}, of other shape {shapes[:3]}. Name the model that the run "
-            "began with, or begin anew in another folder (trainer.experiment_name or trainer.default_local_dir)"
+            f"missing {missing[:3]}, unknown {unknown[:3]}, with another shape {shapes[:3]}. Use the model that the "
+            "run started with, or start a fresh run (a new trainer.experiment_name or trainer.default_local_dir)"
         )
     with torch.no_grad():
         for file in files:

@@ -1,81 +1,142 @@
-"""The model that an engine trains: loaded whole or refused, and one forward pass from token ids to outputs."""
+"""The model that an engine trains: resolved from the configuration, loaded, and one forward pass to the outputs."""
 
+import importlib.util
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from verl.engines.base import Tensors
-from verl.engines.lora import LoraConfig, add_adapters
+from verl.config import schema
+from verl.engines.base import EngineSpec, Tensors
+from verl.engines.lora import add_adapters, has_adapters
+from verl.engines.memory import HOST
 from verl.modeling import attention
-from verl.modeling.batch_invariant import model
+from verl.modeling.batch_invariant import model as batch_invariant
 from verl.modeling.layers import Kernels
 from verl.modeling.log_probs import token_statistics
 from verl.modeling.packing import ModelInput
 from verl.registry import did_you_mean
+from verl.utils.device import resolve_dtype
 
 logger = logging.getLogger("verl.engines")
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """Where a model comes from and how it computes.
+# ---- what the configuration means on this device --------------------------------------------------------------------
 
-    path: HuggingFace id or folder. kind: "causal_lm" (policy, reference), "value" (critic: one number per token) or
-    "reward" (the same numbers, of a sequence classifier that is complete).
-    model_dtype: dtype of the parameters. compute_dtype: dtype of the forward pass (autocast when it differs).
-    gradient_checkpointing: compute activations again in the backward pass; "auto": where memory asks for it (`memory`).
-    override_config: values set in the HuggingFace config. use_remove_padding: packed rows.
-    random_init: weights from the config and the seed, nothing loaded (tests, benchmarks).
-    lora: adapters to train in place of the weights. kernels: how norms, MLPs and rotary embeddings run (`layers`).
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A `model` section with what the engine derived from the configuration and the device.
+
+    Attributes:
+        section: the `model` section.
+        kind: as in `EngineSpec`.
+        device: where the parameters live.
+        model_dtype: dtype of the parameters.
+        compute_dtype: dtype of the forward pass; autocast if it differs from model_dtype.
+        kernels: how norms, MLPs and rotary embeddings are computed (`modeling.layers`).
+        random_init: initialise from the config and the seed instead of loading weights (tests, benchmarks).
     """
 
-    path: str
+    section: schema.ModelConfig
     kind: str = "causal_lm"
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device: torch.device = HOST
     model_dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype = torch.float32
-    gradient_checkpointing: bool | Literal["auto"] = False
-    use_remove_padding: bool = True
-    trust_remote_code: bool = False
-    override_config: tuple[tuple[str, Any], ...] = ()
-    random_init: bool = False
-    lora: LoraConfig | None = None
     kernels: Kernels = "plain"
+    random_init: bool = False
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the model has LoRA adapters."""
+        return has_adapters(self.section)
 
 
-def load_module(config: ModelConfig) -> nn.Module:
-    """The model of `config`, dropout off. Raises ValueError that names the path when it cannot be loaded."""
-    auto, hf, build = _recipe(config)
-    if config.random_init:
-        with config.device:
-            module = auto.from_config(hf, dtype=config.model_dtype, **build)
+def resolve_model(spec: EngineSpec) -> ModelSpec:
+    """Dtypes and kernels of the model that `spec` describes. Raises what `check_kernels` raises."""
+    compute_dtype = resolve_dtype(spec.engine.dtype, spec.device)
+    # trained weights stay float32 by default: bf16 weights lose updates smaller than 2**-8 of them; the frozen weights
+    # under adapters are not trained
+    default = compute_dtype if has_adapters(spec.model) else torch.float32
+    narrow = spec.engine.model_dtype
+    return ModelSpec(
+        section=spec.model,
+        kind=spec.kind,
+        device=spec.device,
+        model_dtype=default if narrow == "auto" else resolve_dtype(narrow, spec.device),
+        compute_dtype=compute_dtype,
+        kernels="batch_invariant"
+        if spec.deterministic
+        else choose_kernels(spec.model, spec.engine, spec.device, compute_dtype),
+    )
+
+
+def choose_kernels(
+    model: schema.ModelConfig, engine: schema.EngineConfig, device: torch.device, dtype: torch.dtype
+) -> Kernels:
+    """The kernels of the layers: our fused functions unless the configuration selects others.
+
+    Raises:
+        ValueError: as `check_kernels`.
+    """
+    check_kernels(model, device)
+    if device.type != "cuda":
+        if engine.use_torch_compile:
+            logger.info("use_torch_compile has no effect on a %s: layers are compiled on a GPU only", device.type)
+        return "fused" if dtype in (torch.float32, torch.float64) else "plain"  # the CPU functions have no autocast
+    if model.use_liger:
+        return "liger"
+    if engine.use_torch_compile:
+        return "compiled"
+    return "plain" if dtype == torch.float64 else "fused"  # our kernels compute in float32
+
+
+def check_kernels(model: schema.ModelConfig, device: torch.device) -> None:
+    """Raise ValueError if Liger is selected on a CPU or its package is missing."""
+    if not model.use_liger:
+        return
+    if device.type != "cuda":
+        raise ValueError(f"model.use_liger: Liger kernels need a GPU, found a {device.type}: use false")
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise ValueError("model.use_liger: the package liger-kernel is not installed: pip install it, or use false")
+
+
+# ---- loading --------------------------------------------------------------------------------------------------------
+
+
+def load_module(spec: ModelSpec) -> nn.Module:
+    """The model with its weights, dropout off. Raises ValueError that names the path if it cannot be loaded."""
+    auto, hf, build = _recipe(spec)
+    if spec.random_init:
+        with spec.device:
+            module = auto.from_config(hf, dtype=spec.model_dtype, **build)
     else:
-        module = _from_pretrained(auto, config, hf, build)
-    module = module.to(config.device)
-    return module if config.lora is None else add_adapters(module, config.lora, config.path)
+        module = _from_pretrained(auto, spec, hf, build)
+    module = module.to(spec.device)
+    return add_adapters(module, spec.section) if spec.has_adapters else module
 
 
-def empty_module(config: ModelConfig) -> nn.Module:
-    """The model of `config` without memory behind its parameters and buffers (device "meta")."""
-    auto, hf, build = _recipe(config)
+def empty_module(spec: ModelSpec) -> nn.Module:
+    """The model with parameters and buffers on the device "meta", which takes no memory."""
+    auto, hf, build = _recipe(spec)
     with torch.device("meta"):
-        module = auto.from_config(hf, dtype=config.model_dtype, **build)
-        return module if config.lora is None else add_adapters(module, config.lora, config.path)
+        module = auto.from_config(hf, dtype=spec.model_dtype, **build)
+        return add_adapters(module, spec.section) if spec.has_adapters else module
 
 
-def check_model(config: ModelConfig) -> None:
-    """Raise ValueError for a model that cannot be built as asked; of its files, the config alone is read."""
-    _recipe(config)
-    if config.lora is not None:
-        empty_module(config)
+def check_model(model: schema.ModelConfig, kind: str = "causal_lm") -> None:
+    """Raise ValueError for a `model` section whose model cannot be built. Reads its config.json only."""
+    spec = ModelSpec(model, kind)
+    _recipe(spec)
+    if spec.has_adapters:
+        empty_module(spec)
 
 
-def _recipe(config: ModelConfig) -> tuple[Any, Any, dict[str, Any]]:
-    """The Auto class, the HuggingFace config and the arguments that `config` is built with."""
+def _recipe(spec: ModelSpec) -> tuple[Any, Any, dict[str, Any]]:
+    """The Auto class, the HuggingFace config and the arguments that the model is built with."""
     from transformers import (
         AutoConfig,
         AutoModelForCausalLM,
@@ -89,61 +150,62 @@ def _recipe(config: ModelConfig) -> tuple[Any, Any, dict[str, Any]]:
         "causal_lm": AutoModelForCausalLM,
         "value": AutoModelForTokenClassification,
         "reward": AutoModelForSequenceClassification,
-    }[config.kind]
+    }[spec.kind]
+    section = spec.section
     try:
-        hf = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+        hf = AutoConfig.from_pretrained(section.path, trust_remote_code=section.trust_remote_code)
     except OSError as error:
-        raise ValueError(f"no HuggingFace model at {config.path!r}: {error}") from error
-    # dropout would make the log-probs of one and the same weights differ from pass to pass
-    off = {k: 0.0 for k in hf.to_dict() if "dropout" in k or k in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
+        raise ValueError(f"no HuggingFace model at {section.path!r}: {error}") from error
     known = hf.to_dict()
-    for name in dict(config.override_config):
+    for name in section.override_config:
         if name not in known:
             raise ValueError(f"override_config: the model's configuration has no {name!r}: {did_you_mean(name, known)}")
-    for name, value in {**off, **dict(config.override_config)}.items():
+    # with dropout, the log-probs of the same weights would differ from pass to pass
+    off = {k: 0.0 for k in known if "dropout" in k or k in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
+    for name, value in {**off, **section.override_config}.items():
         setattr(hf, name, value)
-    if config.kind == "value":
+    if spec.kind == "value":
         hf.num_labels = 1
-    if config.kind == "reward" and hf.num_labels != 1:
+    if spec.kind == "reward" and hf.num_labels != 1:
         raise ValueError(
-            f"expected a reward model, a sequence classifier with one label, at {config.path!r}, found "
+            f"expected a reward model, a sequence classifier with one label, at {section.path!r}, found "
             f"{hf.architectures} with {hf.num_labels} labels"
         )
-    build: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
-    if config.use_remove_padding:
-        build["attn_implementation"] = model.NAME if config.kernels == "invariant" else attention.NAME
+    build: dict[str, Any] = {"trust_remote_code": section.trust_remote_code}
+    if section.use_remove_padding:
+        build["attn_implementation"] = batch_invariant.NAME if spec.kernels == "batch_invariant" else attention.NAME
     return auto, hf, build
 
 
-def _from_pretrained(auto: Any, config: ModelConfig, hf: Any, build: dict[str, Any]) -> nn.Module:
-    """Load weights, and refuse a checkpoint that leaves some of them random."""
+def _from_pretrained(auto: Any, spec: ModelSpec, hf: Any, build: dict[str, Any]) -> nn.Module:
+    """Load the weights. Raises ValueError for a checkpoint that would leave some of them random."""
     from transformers.utils import logging as hf_logging
 
-    verbosity = hf_logging.get_verbosity()
-    hf_logging.set_verbosity_error()  # its table of missing keys is answered below
+    verbosity, path = hf_logging.get_verbosity(), spec.section.path
+    hf_logging.set_verbosity_error()  # missing keys raise below
     try:
         module, report = auto.from_pretrained(
-            config.path, config=hf, dtype=config.model_dtype, output_loading_info=True, **build
+            path, config=hf, dtype=spec.model_dtype, output_loading_info=True, **build
         )
     finally:
         hf_logging.set_verbosity(verbosity)
     missing = set(report["missing_keys"])
-    new_head = {name for name in missing if name.startswith("score.")} if config.kind == "value" else set()
+    new_head = {name for name in missing if name.startswith("score.")} if spec.kind == "value" else set()
     if missing - new_head or report["mismatched_keys"]:
         raise ValueError(
-            f"{config.path!r} lacks weights of {type(module).__name__}, which would stay random: "
-            f"missing {sorted(missing - new_head)[:5]}, of other shape {list(report['mismatched_keys'])[:5]}"
+            f"{path!r} lacks weights of {type(module).__name__}, which would stay random: "
+            f"missing {sorted(missing - new_head)[:5]}, with another shape {list(report['mismatched_keys'])[:5]}"
         )
     if new_head:
-        # values start at 0, not at noise: the first advantages are then the returns themselves
-        logger.info("%s has no value head: a new one starts at 0", config.path)
+        # values start at 0 rather than at noise, so the first advantages are the returns themselves
+        logger.info("%s has no value head: initialising one with zeros", path)
         for name in new_head:
             nn.init.zeros_(module.get_parameter(name))
     return module
 
 
 def trunk_and_head(module: nn.Module, kind: str) -> tuple[nn.Module, Callable]:
-    """The decoder that gives hidden states, and the function from them to logits or values."""
+    """The decoder that returns hidden states, and the function from hidden states to logits or values."""
     trunk = module.base_model
     if kind != "causal_lm":
         return trunk, module.score
@@ -157,23 +219,20 @@ def trunk_and_head(module: nn.Module, kind: str) -> tuple[nn.Module, Callable]:
     return trunk, head
 
 
-def load_checked(config: ModelConfig) -> nn.Module:
-    """`load_module`, and `checked`."""
-    return checked(load_module(config), config.kind)
-
-
 @torch.no_grad()
 def checked(module: nn.Module, kind: str) -> nn.Module:
-    """The module, if the logits of `trunk_and_head` are its own.
+    """The module, after comparing its own logits with those of `trunk_and_head` on four tokens.
 
-    Raises ValueError for an architecture whose logits are not its last projection of the hidden states (and, where the
-    config says so, their soft-capping): log-probs computed here would silently be others than the model's.
+    Raises:
+        ValueError: the architecture changes its logits after the last projection (other than by the soft-capping of its
+            config), so log-probs computed here would silently differ from the model's.
     """
     if kind == "value":
         return module
     if kind == "reward" and "score" not in dict(module.named_children()):
         raise ValueError(
-            f"{type(module).__name__} is no decoder with a head called `score`: it cannot be a reward model"
+            f"{type(module).__name__} is not a decoder with a head called `score`: it is not supported as a reward "
+            "model"
         )
     trunk, head = trunk_and_head(module, kind)
     ids = torch.arange(min(4, module.config.vocab_size), device=module.device)[None]
@@ -181,34 +240,38 @@ def checked(module: nn.Module, kind: str) -> nn.Module:
     module.set_attn_implementation("eager")
     expected, ours = module(ids).logits, head(trunk(ids).last_hidden_state)
     module.set_attn_implementation(implementation)
-    if kind == "reward":  # a classifier gives the logits of the last token
+    if kind == "reward":  # a classifier returns the logits of the last token
         ours = ours[:, -1]
     if not torch.allclose(expected.float(), ours.float(), rtol=1e-3, atol=1e-4):
         raise ValueError(
-            f"{type(module).__name__} changes its logits after the last projection in a way this engine does not know; "
-            "its log-probs or scores would be wrong here"
+            f"{type(module).__name__} changes its logits after the last projection, which this engine does not "
+            "support: its log-probs or scores would be wrong"
         )
     return module
 
 
 class TokenModel(nn.Module):
-    """A HuggingFace model whose forward pass gives what objectives read, at the response tokens only.
+    """A HuggingFace model whose forward pass returns what objectives read, at the response tokens only.
 
-    One entry point for everything that wraps a forward pass: sharding, compilation, autocast.
+    The single entry point for everything that wraps a forward pass: sharding, compilation, autocast.
+
+    Args:
+        module: the HuggingFace model.
+        spec: how it computes.
     """
 
-    def __init__(self, module: nn.Module, config: ModelConfig):
+    def __init__(self, module: nn.Module, spec: ModelSpec):
         super().__init__()
         self.module = module
-        self.kind = config.kind
-        self.autocast_to = None if config.compute_dtype == config.model_dtype else config.compute_dtype
-        trunk, self.head = trunk_and_head(module, config.kind)
-        self.trunk_of: Callable[[], nn.Module] = lambda: trunk  # not a second child of the same modules
+        self.kind = spec.kind
+        self.autocast_to = None if spec.compute_dtype == spec.model_dtype else spec.compute_dtype
+        trunk, self.head = trunk_and_head(module, spec.kind)
+        self.trunk_of: Callable[[], nn.Module] = lambda: trunk  # not a second child with the same parameters
         self.vocab_size = module.config.vocab_size
-        self.invariant = config.kernels == "invariant"
+        self.batch_invariant = spec.kernels == "batch_invariant"
 
     def forward(self, model_input: ModelInput, outputs: tuple[str, ...], temperature: float) -> Tensors:
-        """Each asked output, (b, T), float32 (float64 for a float64 model), 0 outside the response."""
+        """Each requested output, (b, T), float32 (float64 for a float64 model), 0 outside the response."""
         extra = {"packing": model_input.packing} if model_input.packing is not None else {}
         with torch.autocast(model_input.input_ids.device.type, self.autocast_to, enabled=self.autocast_to is not None):
             hidden = self.trunk_of()(
@@ -221,11 +284,12 @@ class TokenModel(nn.Module):
             states = hidden.flatten(0, 1)[model_input.states]
             if self.kind != "causal_lm":
                 if set(outputs) != {"values"}:
-                    raise ValueError(f"a critic or reward model gives values, not {sorted(set(outputs) - {'values'})}")
+                    unknown = sorted(set(outputs) - {"values"})
+                    raise ValueError(f"a critic or reward model outputs values, not {unknown}")
                 found = {"values": self.head(states)[:, 0]}
             else:
                 found = token_statistics(
-                    states, model_input.targets, self.head, self.vocab_size, outputs, temperature, self.invariant
+                    states, model_input.targets, self.head, self.vocab_size, outputs, temperature, self.batch_invariant
                 )
         scattered = {
             name: model_input.scatter(values if values.dtype == torch.float64 else values.float())

@@ -1,12 +1,14 @@
-"""Does an update fit into the memory of a GPU: how long micro-batches may be, and whether activations must go.
+"""Memory of a training engine: offloading to the host, and the number of tokens that fit into a GPU.
 
-What the layers keep for the backward pass is measured once, per token, by the tensors that autograd saves in two small
-forward passes. From it and the memory that is free follow the tokens that fit: with all activations kept, or with those
-of one layer at a time (activation checkpointing, Chen et al. 2016, arXiv 1604.06174), which costs a forward pass more.
+The bytes that the layers keep for the backward pass are measured once, per token, from the tensors that autograd saves
+in two small forward passes. Together with the free memory they give the number of tokens that fit: with all
+activations kept, or with activation checkpointing (Chen et al. 2016, arXiv 1604.06174), which keeps the activations of
+one layer at a time and costs another forward pass.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Literal
 
 import torch
@@ -17,70 +19,115 @@ from torch.distributed.tensor import DTensor
 from verl.engines.micro_batch import ENOUGH_TOKENS
 from verl.modeling.log_probs import CHUNK_ELEMENTS, KEPT_SHARE
 
-#: the share of the free memory that is planned for: blocks of memory of many sizes leave gaps
+HOST = torch.device("cpu")
+
+#: share of the free memory that is planned for; the rest covers fragmentation
 SHARE = 0.8
-#: what the layers use beside what they keep, as a multiple of what one layer keeps: gradients on their way
+#: working memory of the layers beside what they keep, as a multiple of what one layer keeps: gradients in flight
 WORKING_LAYERS = 2
-#: lengths of the two rows whose difference is what tokens cost, weights' copies and tables left out
+#: lengths of the two probe sequences; their difference removes what does not depend on the number of tokens
 _SHORT, _LONG = 128, 384
 
 
+# ---- offloading -----------------------------------------------------------------------------------------------------
+
+
+class OnDevice:
+    """A reentrant context in which some state is on the device; outside of it the state is in host memory.
+
+    Args:
+        move: moves the state to the given device.
+        device: the device.
+    """
+
+    def __init__(self, move: Callable[[torch.device], object], device: torch.device):
+        self._move = move
+        self._device = device
+        self._depth = 0
+        move(HOST)
+
+    def __enter__(self) -> None:
+        if not self._depth:
+            self._move(self._device)
+        self._depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, stack: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._move(HOST)
+
+
+def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move the optimizer state. Step counts (scalars) stay where the optimizer created them."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                state[name] = value.to(device)
+
+
+# ---- tokens that fit ------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class Kept:
-    """Bytes per token that wait for the backward pass: of all activations, or of what checkpointing leaves of them."""
+class ActivationBytes:
+    """Bytes per token held until the backward pass: with all activations kept, and with checkpointing."""
 
     plain: float
     checkpointed: float
 
 
 @dataclass(frozen=True)
-class Room:
-    """Tokens of a micro-batch that fit with all activations kept, and with checkpointing."""
+class TokenBudget:
+    """Tokens of a micro-batch that fit: with all activations kept, and with checkpointing."""
 
     plain: int
     checkpointed: int
 
 
-def measure_kept(run: Callable[[int], object], module: nn.Module, vocab_size: int) -> Kept:
-    """Bytes per token that the layers of `module` keep.
+def measure_activations(run: Callable[[int], object], module: nn.Module, vocab_size: int) -> ActivationBytes:
+    """Bytes per token that the layers of `module` keep for the backward pass.
 
-    run: does a forward pass over so many tokens, and gives what its backward pass would start from. The logits are not
-    counted: `logits` decides about them.
+    Args:
+        run: does a forward pass over the given number of tokens and returns its outputs.
+        module: the HuggingFace model.
+        vocab_size: tensors whose last dimension this is (logits) are not counted; `logits_bytes` estimates them.
     """
     layers = module.config.get_text_config().num_hidden_layers
     hidden = module.config.get_text_config().hidden_size
     per_token = (_saved_bytes(run, _LONG, vocab_size) - _saved_bytes(run, _SHORT, vocab_size)) / (_LONG - _SHORT)
     one_layer = per_token / layers
-    # the sum of all branches; fused layers are given the last branch apart from it, in 16 bits
+    # the residual stream; fused layers receive the last branch separately, in 16 bits
     inputs = layers * hidden * (torch.float32.itemsize + torch.bfloat16.itemsize)
-    return Kept(per_token + WORKING_LAYERS * one_layer, inputs + (1 + WORKING_LAYERS) * one_layer)
+    return ActivationBytes(per_token + WORKING_LAYERS * one_layer, inputs + (1 + WORKING_LAYERS) * one_layer)
 
 
 def _saved_bytes(run: Callable[[int], object], tokens: int, vocab_size: int) -> int:
-    """Of the memory behind all tensors that autograd saves, each block once."""
-    blocks: dict[int, int] = {}
+    """Bytes of the storages behind all tensors that autograd saves, each storage counted once."""
+    storages: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.shape[-1:] != (vocab_size,):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             storage = local.untyped_storage()
-            blocks[storage.data_ptr()] = storage.nbytes()
+            storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):
-        alive = run(tokens)  # while it is, no block is used twice
+        alive = run(tokens)  # keeps the graph, so that no address is reused
     del alive
-    return sum(blocks.values())
+    return sum(storages.values())
 
 
 def free_bytes(device: torch.device) -> int:
-    """What torch could still take of a GPU's memory."""
+    """Bytes of GPU memory that torch can still allocate."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def update_bytes(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
-    """What an update takes beside activations: the gradients, and Adam's moments where they are not there yet."""
+    """Bytes that an update needs beside activations: gradients, and Adam's moments before the first step."""
     trained = sum(_local(p).numel() * p.dtype.itemsize for p in parameters if p.requires_grad)
     return trained if optimizer.state else 3 * trained
 
@@ -89,32 +136,42 @@ def _local(parameter: nn.Parameter) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def logits_bytes(vocab_size: int, width: int, device: torch.device) -> int:
-    """What the last projection takes at most: logits that are kept, a chunk of them and its gradient.
+def logits_bytes(vocab_size: int, itemsize: int, device: torch.device) -> int:
+    """Upper bound of the bytes of the last projection: the logits that are kept, one chunk and its gradient.
 
-    width: bytes of a number.
+    Args:
+        vocab_size: columns of the logits.
+        itemsize: bytes of one logit.
+        device: a GPU.
     """
     total = torch.cuda.get_device_properties(device).total_memory
-    kept = min(KEPT_SHARE * total, ENOUGH_TOKENS * vocab_size * width)
+    kept = min(KEPT_SHARE * total, ENOUGH_TOKENS * vocab_size * itemsize)
     chunk = min(CHUNK_ELEMENTS[device.type], ENOUGH_TOKENS * vocab_size)
-    return int(kept + 3 * chunk * width)
+    return int(kept + 3 * chunk * itemsize)
 
 
-def room(kept: Kept, free: int) -> Room:
+def token_budget(activations: ActivationBytes, free: int) -> TokenBudget:
     """The tokens that fit into `free` bytes."""
     usable = max(0, SHARE * free)
-    return Room(int(usable / kept.plain), int(usable / kept.checkpointed))
+    return TokenBudget(int(usable / activations.plain), int(usable / activations.checkpointed))
 
 
-def settle(
-    tokens: int | None, longest: int, room: Room, checkpointing: bool | Literal["auto"]
+def choose_micro_batching(
+    tokens: int | None, longest: int, budget: TokenBudget, checkpointing: bool | Literal["auto"]
 ) -> tuple[int | None, bool]:
-    """(tokens of a micro-batch at most, whether activations are computed again).
+    """Choose the token budget of a micro-batch and whether to checkpoint activations.
 
-    tokens: of the largest micro-batch where the user says how they are cut, else None; longest: of a row.
+    Args:
+        tokens: tokens of the largest micro-batch if the user fixed the split, otherwise None.
+        longest: tokens of the longest sequence, which is never split.
+        budget: tokens that fit into the free memory.
+        checkpointing: the user's choice; "auto" checkpoints if the memory requires it.
+
+    Returns:
+        (tokens of a micro-batch at most, whether to checkpoint).
     """
     if checkpointing == "auto":
-        # half a full micro-batch without checkpointing is as fast as a full one with it is slow
-        checkpointing = room.plain < max(longest, tokens if tokens is not None else ENOUGH_TOKENS // 2)
-    fits = room.checkpointed if checkpointing else room.plain
+        # half a full micro-batch without checkpointing is as fast as a full one with it
+        checkpointing = budget.plain < max(longest, tokens if tokens is not None else ENOUGH_TOKENS // 2)
+    fits = budget.checkpointed if checkpointing else budget.plain
     return (tokens if tokens is not None else max(longest, min(ENOUGH_TOKENS, fits))), checkpointing

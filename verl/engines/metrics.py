@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Largest:
-    """A metric of which the largest value counts. value: a number or a tensor of one."""
+    """A metric that is reduced by the maximum. `value`: a number or a tensor with one element."""
 
     value: Any
 
@@ -20,11 +20,10 @@ def _number(value: Any) -> float:
 
 
 class MetricSums:
-    """Adds up metrics: a pair (sum, count) merges exactly; a plain number counts once per row that it speaks of.
+    """Accumulates metrics.
 
-    Of a `Largest` the largest is kept, which `max_over_ranks` finds over those that share a mini-batch.
-
-    Values stay tensors until `result`, so that a device is not waited for at every micro-batch.
+    A pair (sum, count) merges exactly; a plain number counts once per row that it describes; of a `Largest` the maximum
+    is kept. Values stay tensors until `result`, so that the host does not wait for the device at every micro-batch.
     """
 
     def __init__(self) -> None:
@@ -33,6 +32,7 @@ class MetricSums:
         self._largest: dict[str, list[Any]] = defaultdict(list)
 
     def add(self, metrics: dict[str, Any], rows: int = 1) -> None:
+        """Add the metrics of a micro-batch or mini-batch of `rows` rows."""
         for name, value in metrics.items():
             if isinstance(value, Largest):
                 self._largest[name].append(value.value)
@@ -44,7 +44,11 @@ class MetricSums:
     def result(
         self, max_over_ranks: Callable[[list[float]], list[float]] = lambda values: values
     ) -> dict[str, tuple[float, float]]:
-        """name -> (sum, count), still a pair: the ranks of a group are merged by the same rule."""
+        """name -> (sum, count): still a pair, because the ranks of a group are merged by the same rule.
+
+        Args:
+            max_over_ranks: reduces the `Largest` values over the ranks that share a mini-batch.
+        """
         pairs = {name: (_number(total), _number(self._counts[name])) for name, total in self._sums.items()}
         if not self._largest:
             return pairs

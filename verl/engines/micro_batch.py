@@ -1,47 +1,50 @@
-"""Splits a mini-batch into micro-batches, by a number of rows or by a budget of tokens."""
+"""Splits a mini-batch into micro-batches, by a number of sequences or by a token budget."""
 
 from verl.engines.base import MicroBatching, Tensors
-from verl.modeling.shared_prefix import first_with_prompt, plan_shared
+from verl.modeling.shared_prefix import plan_shared_prefixes
 from verl.utils.balance import token_budget_micro_batches
 
 #: tokens that keep a GPU busy: larger micro-batches take more memory and gain next to nothing
 ENOUGH_TOKENS = 16384
 
 
-def token_budget(lengths: list[int], micro: MicroBatching) -> int | None:
-    """The most tokens of a micro-batch, None where they are not what limits it."""
-    return max(ENOUGH_TOKENS, *lengths) if micro.tokens == "auto" else micro.tokens
+def plan(
+    lengths: list[int], micro: MicroBatching, shared: Tensors | None = None, budget_factor: int = 1
+) -> list[list[int]]:
+    """Assign every row to one micro-batch.
 
+    Args:
+        lengths: tokens of each row, prompt and response.
+        micro: how to split.
+        shared: the columns of the rows if rows with the same prompt compute it once per micro-batch; a prompt then
+            counts once in a token budget.
+        budget_factor: ranks that share the tokens of a row, each of which has the token budget.
 
-def plan(lengths: list[int], micro: MicroBatching, columns: Tensors | None = None) -> list[list[int]]:
-    """Row indices of each micro-batch; every row is in exactly one.
-
-    columns: of the rows whose lengths these are, where prompts are shared: then a prompt counts once in a micro-batch.
+    Returns:
+        Row indices of each micro-batch.
     """
-    budget = token_budget(lengths, micro)
+    budget = max(ENOUGH_TOKENS, *lengths) if micro.tokens == "auto" else micro.tokens
     if budget is not None:
-        pieces = token_budget_micro_batches(lengths, budget)
-        if columns is None:
-            return pieces
-        width = columns["responses"].shape[1]
-        prompts = columns["attention_mask"][:, :-width].sum(1).tolist()
-        first = first_with_prompt(columns["attention_mask"], columns["input_ids"], width)
-        shared = plan_shared(lengths, prompts, first, budget)
-        return shared if len(shared) <= len(pieces) else pieces
+        budget *= budget_factor
+        chunks = token_budget_micro_batches(lengths, budget)
+        if shared is None:
+            return chunks
+        with_prefixes = plan_shared_prefixes(shared, lengths, budget)
+        return with_prefixes if len(with_prefixes) <= len(chunks) else chunks
     size = micro.rows or len(lengths)
     return [list(range(i, min(i + size, len(lengths)))) for i in range(0, len(lengths), size)]
 
 
-def split_to(pieces: list[list[int]], count: int) -> list[list[int]]:
+def split_to(chunks: list[list[int]], count: int) -> list[list[int]]:
     """The same rows in exactly `count` micro-batches, by halving the largest.
 
-    Ranks that shard one model go through their layers together: they need the same number of micro-batches.
+    Ranks that shard one model run its layers together, so they need the same number of micro-batches.
     """
-    pieces = list(pieces)
-    while len(pieces) < count:
-        largest = max(range(len(pieces)), key=lambda i: len(pieces[i]))
-        rows = pieces[largest]
+    chunks = list(chunks)
+    while len(chunks) < count:
+        largest = max(range(len(chunks)), key=lambda i: len(chunks[i]))
+        rows = chunks[largest]
         if len(rows) < 2:
-            raise ValueError(f"{sum(map(len, pieces))} rows cannot be cut into {count} micro-batches")
-        pieces[largest : largest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
-    return pieces
+            raise ValueError(f"{sum(map(len, chunks))} rows cannot be split into {count} micro-batches")
+        chunks[largest : largest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+    return chunks

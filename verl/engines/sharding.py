@@ -1,203 +1,265 @@
-"""The training engine of several ranks: parameters, gradients and optimizer state sharded by FSDP2 (`fully_shard`).
+"""How `TorchEngine` lays out a model and its batch over ranks: one device, or FSDP2 (`fully_shard`).
 
-Every rank holds its shard of each parameter. What a rank computes is its own rows of a batch, or, of the rows that a
-few ranks share, its own tokens (sequence parallelism) or its own part of every layer (tensor parallelism).
+With FSDP2 every rank holds a shard of each parameter, gradient and optimizer state. A rank computes its own samples or,
+of the samples that a few ranks have in common, its own tokens (sequence parallelism) or its own share of every layer
+(tensor parallelism).
 """
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from abc import ABC, abstractmethod
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from verl.engines.base import MicroBatching, OptimizerConfig, Tensors
+from verl.engines.base import EngineSpec
 from verl.engines.checkpoint import copy_into
-from verl.engines.distributed import device_mesh, init_process_group, reduce_values
-from verl.engines.loading import ModelConfig, empty_module, load_checked
-from verl.engines.micro_batch import plan, split_to, token_budget
-from verl.engines.offload import HOST, OffloadConfig
-from verl.engines.tensor_parallel import tensor_parallel
-from verl.engines.torch_engine import HFEngine
+from verl.engines.loading import ModelSpec, TokenModel, checked, empty_module, load_module
+from verl.engines.lora import has_adapters
+from verl.engines.memory import HOST
+from verl.engines.micro_batch import split_to
+from verl.engines.parallel import device_mesh, init_process_group, reduce_values, tensor_parallel
 from verl.modeling.sequence_parallel import SequenceRanks
 
 
-@dataclass(frozen=True)
-class ShardingConfig:
-    """How a model is spread over the ranks.
+class Sharding(ABC):
+    """The layout of one model over the ranks of a process group.
 
-    fsdp_size: ranks that share one copy of the parameters (or of a tensor-parallel part of them), -1 for all; fewer
-    gives copies of shards (HSDP).
-    reshard_after_forward: free the gathered parameters of a layer between its forward and backward pass (ZeRO-3);
-    otherwise keep them (ZeRO-2). offload: keep shards in host memory and bring each layer to the device when it runs.
-    sequence_parallel: ranks that share the tokens of the same rows. tensor_parallel: neighbouring ranks that share the
-    layers for the same tokens. timeout: seconds that a rank waits for the others, None for a day.
+    Attributes:
+        dp_rank, dp_size: which share of the samples this rank computes, and the number of shares.
+        model_parallel_rank: rank among the ranks that compute the same samples.
+        sp_size: ranks that share the tokens of a sequence.
+        sequence_ranks: the process group of these ranks; None without sequence parallelism.
+        is_unsharded: whether this process holds every parameter and computes its full gradient.
+        is_first_rank: whether this rank writes what all ranks know.
     """
 
-    fsdp_size: int = -1
-    reshard_after_forward: bool = True
-    offload: bool = False
-    sequence_parallel: int = 1
-    tensor_parallel: int = 1
-    timeout: float | None = None
+    dp_rank: int = 0
+    dp_size: int = 1
+    model_parallel_rank: int = 0
+    sp_size: int = 1
+    sequence_ranks: SequenceRanks | None = None
+    is_unsharded: bool
+    is_first_rank: bool
+
+    @abstractmethod
+    def build(self, spec: ModelSpec) -> torch.nn.Module:
+        """The module that `shard` lays out."""
+
+    @abstractmethod
+    def shard(self, model: TokenModel, spec: ModelSpec) -> None:
+        """Lay out the parameters of `model`, in place, and fill them."""
+
+    @abstractmethod
+    def equalize(self, chunks: list[list[int]]) -> list[list[int]]:
+        """The micro-batches of this rank, as many as every rank needs."""
+
+    @abstractmethod
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss whose backward pass yields the sum of the ranks' gradients."""
+
+    @abstractmethod
+    def free_gathered(self, model: TokenModel) -> None:
+        """Free parameters that a forward pass left gathered."""
+
+    @abstractmethod
+    def sum_over_ranks(self, values: list[float]) -> list[float]:
+        """Each value summed over the data-parallel ranks."""
+
+    @abstractmethod
+    def max_over_ranks(self, values: list[float]) -> list[float]:
+        """The maximum of each value over all ranks."""
 
 
-class FSDPEngine(HFEngine):
-    """Every rank holds its shard of each parameter."""
+@final
+class SingleDevice(Sharding):
+    """The whole model on the device of this process."""
 
-    whole = False
-    all_here = False
+    is_unsharded = True
+    is_first_rank = True
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        optimizer: OptimizerConfig | None = None,
-        sharding: ShardingConfig | None = None,
-        offload: OffloadConfig | None = None,
-    ):
-        """Raises ValueError for sizes that do not divide, besides what HFEngine raises."""
-        self.sharding = sharding or ShardingConfig()
-        self.ranks_of_a_row = self.sharding.sequence_parallel
-        init_process_group(config.device, self.sharding.timeout)
-        self._share_rows(config)
-        if self.sharding.offload:  # FSDP keeps the shards in host memory all the time
-            offload = None
-        super().__init__(config, optimizer, offload=offload)
+    def build(self, spec: ModelSpec) -> torch.nn.Module:
+        return checked(load_module(spec), spec.kind)
 
-    @property
-    def is_first(self) -> bool:
-        return dist.get_rank() == 0
+    def shard(self, model: TokenModel, spec: ModelSpec) -> None:
+        """Nothing to lay out."""
 
-    # ---- spreading rows and model -------------------------------------------------------------------------------
+    def equalize(self, chunks: list[list[int]]) -> list[list[int]]:
+        return chunks
 
-    def _share_rows(self, config: ModelConfig) -> None:
-        """Which ranks have the same rows, and which ranks have the others."""
-        world, sequence, tensor = dist.get_world_size(), self.sharding.sequence_parallel, self.sharding.tensor_parallel
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss
+
+    def free_gathered(self, model: TokenModel) -> None:
+        """Nothing is ever gathered."""
+
+    def sum_over_ranks(self, values: list[float]) -> list[float]:
+        return list(values)
+
+    def max_over_ranks(self, values: list[float]) -> list[float]:
+        return list(values)
+
+
+@final
+class FSDP2(Sharding):
+    """Every rank holds a shard of each parameter (ZeRO-3, or ZeRO-2 with reshard_after_forward=false).
+
+    Args:
+        spec: `spec.engine` sets the sizes of the groups; joins the process group that the environment describes.
+
+    Raises:
+        ValueError: sizes that do not divide the ranks, or a combination that is not supported.
+    """
+
+    is_unsharded = False
+
+    def __init__(self, spec: EngineSpec):
+        self.section = spec.engine
+        self.device = spec.device
+        self.sp_size = spec.engine.ulysses_sequence_parallel_size
+        self.tp_size = spec.engine.tensor_parallel_size
+        self._first_copy: torch.nn.Module | None = None
+        init_process_group(spec.device, spec.timeout)
+        self.is_first_rank = dist.get_rank() == 0
+        self.dp_group = dist.group.WORLD
+        self._assign_samples(spec)
+
+    def _assign_samples(self, spec: EngineSpec) -> None:
+        """Which ranks compute the same samples."""
+        world, sequence, tensor = dist.get_world_size(), self.sp_size, self.tp_size
         for key, size in (("ulysses_sequence_parallel_size", sequence), ("tensor_parallel_size", tensor)):
             if world % size:
                 raise ValueError(f"{key} {size} does not divide the {world} ranks")
-        sharing = sequence * tensor
-        if world % sharing:
+        model_parallel = sequence * tensor
+        if world % model_parallel:
             raise ValueError(
-                f"{sharing} ranks are to share their rows (ulysses_sequence_parallel_size {sequence} x "
+                f"{model_parallel} ranks would compute the same samples (ulysses_sequence_parallel_size {sequence} x "
                 f"tensor_parallel_size {tensor}), which does not divide the {world} ranks"
             )
-        self.dp_rank, self.inner_rank = divmod(dist.get_rank(), sharing)
-        self.dp_size = world // sharing
-        self._dp_group = dist.group.WORLD
-        if sharing == 1:
+        self.dp_rank, self.model_parallel_rank = divmod(dist.get_rank(), model_parallel)
+        self.dp_size = world // model_parallel
+        if model_parallel == 1:
             return
-        if tensor > 1 and config.lora is not None:
-            raise ValueError("LoRA adapters are not spread over tensor-parallel ranks: set tensor_parallel_size=1")
-        if sequence > 1 and not config.use_remove_padding:
-            raise ValueError("sequence parallelism splits packed rows: set model.use_remove_padding=true")
+        if tensor > 1 and has_adapters(spec.model):
+            raise ValueError("LoRA is not supported with tensor parallelism: set tensor_parallel_size=1")
+        if sequence > 1 and not spec.model.use_remove_padding:
+            raise ValueError("sequence parallelism splits packed sequences: set model.use_remove_padding=true")
         shape = (self.dp_size, sequence, tensor)
-        mesh = device_mesh(config.device.type, shape, ("dp", "sequence", "tensor"))
-        self._dp_group = mesh.get_group("dp")
+        mesh = device_mesh(self.device.type, shape, ("dp", "sequence", "tensor"))
+        self.dp_group = mesh.get_group("dp")
         if sequence > 1:
-            self.sequence_ranks = SequenceRanks(mesh.get_group("sequence"), self.inner_rank // tensor, sequence)
+            rank = self.model_parallel_rank // tensor
+            self.sequence_ranks = SequenceRanks(mesh.get_group("sequence"), rank, sequence)
 
-    def _build(self) -> torch.nn.Module:
-        """Parameters without memory on every rank; the first one's host has a whole copy until they are filled."""
-        config = dataclasses.replace(self.config, device=HOST)
-        self._source = load_checked(config) if self.is_first else None
-        module = empty_module(config)
-        if self._source is not None and self._source.can_generate():
-            module.generation_config = self._source.generation_config  # belongs to what a checkpoint exports
+    # ---- parameters ---------------------------------------------------------------------------------------------
+
+    def build(self, spec: ModelSpec) -> torch.nn.Module:
+        """Parameters without memory on every rank; the first rank's host holds a full copy until `shard` is done."""
+        on_host = dataclasses.replace(spec, device=HOST)
+        self._first_copy = checked(load_module(on_host), spec.kind) if self.is_first_rank else None
+        module = empty_module(on_host)
+        if self._first_copy is not None and self._first_copy.can_generate():
+            module.generation_config = self._first_copy.generation_config  # part of an exported checkpoint
         if self.sequence_ranks is not None:
-            self.sequence_ranks.check_heads(module.config.num_attention_heads // self.sharding.tensor_parallel)
+            self.sequence_ranks.check_heads(module.config.num_attention_heads // self.tp_size)
         return module
 
-    def _distribute(self) -> None:
+    def shard(self, model: TokenModel, spec: ModelSpec) -> None:
         """Shard every decoder layer, then the rest (embedding, last norm and projection) as one more unit."""
-        device, tensor = self.config.device.type, self.sharding.tensor_parallel
+        device, tensor, module = self.device.type, self.tp_size, model.module
         ranks = dist.get_world_size() // tensor
-        shard = ranks if self.sharding.fsdp_size == -1 else self.sharding.fsdp_size
+        shard = ranks if self.section.fsdp_size == -1 else self.section.fsdp_size
         if ranks % shard:
-            of = f" of a tensor-parallel part (tensor_parallel_size {tensor})" if tensor > 1 else ""
+            of = f" of a tensor-parallel share (tensor_parallel_size {tensor})" if tensor > 1 else ""
             raise ValueError(f"fsdp_size {shard} does not divide the {ranks} ranks{of}")
         names = ("shard",) if shard == ranks else ("replicate", "shard")
         shape = (ranks // shard, shard)[-len(names) :]
-        # all that the ranks of a tensor-parallel group compute alike is sharded over them too
-        whole = device_mesh(device, (*shape[:-1], shard * tensor), names)
-        of_layers = whole
+        # what the ranks of a tensor-parallel group all compute is sharded over them too
+        full_mesh = device_mesh(device, (*shape[:-1], shard * tensor), names)
+        layer_mesh = full_mesh
         if tensor > 1:
             mesh = device_mesh(device, (*shape, tensor), (*names, "tensor"))
-            tensor_parallel(self.module, mesh["tensor"])
-            of_layers = mesh[names]
-        options = self._sharding_options()
-        layer_classes = set(self.module._no_split_modules or ())
-        for layer in self.module.modules():
+            tensor_parallel(module, mesh["tensor"])
+            layer_mesh = mesh[names]
+        options = self._options(spec)
+        layer_classes = set(module._no_split_modules or ())
+        for layer in module.modules():
             if type(layer).__name__ in layer_classes:
-                fully_shard(layer, mesh=of_layers, **options)
-        fully_shard(self.model, mesh=whole, **options)
-        self._fill()
+                fully_shard(layer, mesh=layer_mesh, **options)
+        fully_shard(model, mesh=full_mesh, **options)
+        self._broadcast_parameters(model)
 
-    def _sharding_options(self) -> dict[str, Any]:
-        on_gpu, narrow = self.config.device.type == "cuda", self.config.compute_dtype != self.config.model_dtype
+    def _options(self, spec: ModelSpec) -> dict[str, Any]:
+        on_gpu, narrow = self.device.type == "cuda", spec.compute_dtype != spec.model_dtype
         return {
-            "reshard_after_forward": self.sharding.reshard_after_forward,
+            "reshard_after_forward": self.section.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(
-                param_dtype=self.config.compute_dtype if narrow else None,
+                param_dtype=spec.compute_dtype if narrow else None,
                 reduce_dtype=torch.float32 if narrow else None,  # gradients are summed in full precision
                 cast_forward_inputs=False,
             ),
-            "offload_policy": CPUOffloadPolicy(on_gpu) if self.sharding.offload else OffloadPolicy(),
+            "offload_policy": CPUOffloadPolicy(on_gpu) if self.section.offload_policy else OffloadPolicy(),
         }
 
     @torch.no_grad()
-    def _fill(self) -> None:
-        """Hand the first rank's parameters and buffers to all, one after another, so that none is whole for long."""
-        device = self.config.device
-        self.model.to_empty(device=HOST if self.sharding.offload else device)
-        for name, buffer in self.module.named_buffers():  # FSDP keeps these where the layers compute
+    def _broadcast_parameters(self, model: TokenModel) -> None:
+        """Broadcast the first rank's parameters and buffers one by one, so that one full tensor exists at a time."""
+        device, module = self.device, model.module
+        model.to_empty(device=HOST if self.section.offload_policy else device)
+        for name, buffer in module.named_buffers():  # FSDP keeps buffers where the layers compute
             owner, _, last = name.rpartition(".")
-            setattr(self.module.get_submodule(owner), last, buffer.to(device))
-        source = _named_tensors(self._source) if self._source is not None else None
-        for name, tensor in _named_tensors(self.module).items():
+            setattr(module.get_submodule(owner), last, buffer.to(device))
+        source = _named_tensors(self._first_copy) if self._first_copy is not None else None
+        for name, tensor in _named_tensors(module).items():
             if source is not None:
-                whole = source[name].to(device, tensor.dtype)
+                full = source[name].to(device, tensor.dtype)
             else:
-                whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            dist.broadcast(whole, 0)
-            copy_into(tensor, whole)
-        self._source = None
+                full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            dist.broadcast(full, 0)
+            copy_into(tensor, full)
+        self._first_copy = None
 
-    @contextmanager
-    def loaded(self, optimizer: bool = False) -> Iterator[None]:
-        with super().loaded(optimizer):
-            yield
-            for module in self.model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()  # what a forward pass left gathered would pass for the parameters
+    def free_gathered(self, model: TokenModel) -> None:
+        """Reshard: parameters that are still gathered would be taken for the weights."""
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     # ---- what ranks must agree on -------------------------------------------------------------------------------
 
-    def _plan(self, lengths: list[int], micro: MicroBatching, columns: Tensors | None) -> list[list[int]]:
-        """As many micro-batches on every rank as on the one that needs most: the layers are gathered together.
+    def equalize(self, chunks: list[list[int]]) -> list[list[int]]:
+        """As many micro-batches as on the rank that needs most: the ranks gather the layers together."""
+        (count,) = self.max_over_ranks([float(len(chunks))])
+        return split_to(chunks, int(count))
 
-        A budget of tokens is one rank's; ranks that share rows have as many budgets together.
-        """
-        budget = token_budget(lengths, micro)
-        if budget is not None:
-            micro = MicroBatching(tokens=budget * self.sharding.sequence_parallel)
-        pieces = plan(lengths, micro, columns)
-        (count,) = self.max_over_ranks([float(len(pieces))])
-        return split_to(pieces, int(count))
-
-    def _backward(self, loss: torch.Tensor) -> None:
-        # FSDP takes the mean of the gradients over the ranks; an objective's shares add up, so their sum is wanted.
-        # Tensor-parallel ranks all have the whole loss, which counts once
-        (loss * (dist.get_world_size() // self.sharding.tensor_parallel)).backward()
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        # FSDP averages the gradients over the ranks, but the shares of an objective must be summed. Tensor-parallel
+        # ranks all compute the full loss, which counts once
+        return loss * (dist.get_world_size() // self.tp_size)
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
-        return reduce_values(values, dist.ReduceOp.SUM, self.config.device, self._dp_group)
+        return reduce_values(values, dist.ReduceOp.SUM, self.device, self.dp_group)
 
     def max_over_ranks(self, values: list[float]) -> list[float]:
-        return reduce_values(values, dist.ReduceOp.MAX, self.config.device, dist.group.WORLD)
+        return reduce_values(values, dist.ReduceOp.MAX, self.device, dist.group.WORLD)
+
+
+def make_sharding(spec: EngineSpec) -> Sharding:
+    """One process holds the whole model; several shard it with FSDP2.
+
+    Raises:
+        ValueError: a setting that needs several processes if there is one.
+    """
+    if spec.world_size > 1:
+        return FSDP2(spec)
+    if spec.engine.offload_policy:
+        raise ValueError("offload_policy is FSDP's, which needs several processes: with one, use param_offload")
+    for key in ("ulysses_sequence_parallel_size", "tensor_parallel_size"):
+        size = spec.engine.model_dump()[key]
+        if size > 1:
+            raise ValueError(f"{key} is {size}, but there is one process: use 1")
+    return SingleDevice()
 
 
 def _named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -1,12 +1,12 @@
-"""Attention over packed rows, registered with transformers as "verl_packed": no token of padding is computed.
+"""Attention over packed sequences without padding, registered with transformers as "verl_packed".
 
-The model runs over (1, N) tokens of many rows; attention must not cross from row to row. On a GPU, in 16 bits, torch's
-variable-length kernel takes the rows as they lie; long rows go one by one to cuDNN's kernel, which is up to twice as
-fast on a Hopper but has no such form. Elsewhere queries, keys and values alone are laid out right-padded for the
-built-in causal attention, which needs no mask then: a padding position is after every real one of its row.
+The model runs over (1, N) tokens of many sequences, and attention must not cross sequences. On a GPU, in 16 bits,
+torch's variable-length kernel takes the packed tokens directly. Long sequences are computed one by one with cuDNN's
+kernel, which is up to twice as fast on a Hopper but has no variable-length form. Otherwise queries, keys and values are
+right-padded for the built-in causal attention, which then needs no mask: padding comes after every token of a sequence.
 
-Where ranks share the tokens (`sequence_parallel`), they trade them for heads around it. Where rows share prompts
-(`prompt_sharing`), keys and values are taken from the tokens that have them.
+With sequence parallelism (`sequence_parallel`), ranks exchange tokens for heads before and after. With a shared prefix
+(`shared_prefix`), keys and values are gathered from the rows that hold them.
 """
 
 import functools
@@ -18,22 +18,22 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from verl.modeling.indexing import collect_rows, repeat_rows, spread_rows
+from verl.modeling.indexing import gather_rows, repeat_rows, scatter_rows
 from verl.modeling.packing import Packing
 
 NAME = "verl_packed"
-#: the widest head that the variable-length kernel takes
+#: largest head size of the variable-length kernel
 WIDEST_HEAD = 256
-#: the mean number of tokens of a row from which on each row is a call of its own (at 640 tokens that takes 3 to 6 times
-#: as long as one call for all rows, at 4096 it takes 0.75 to 0.92 of it, at 16384 0.55)
+#: mean length from which each sequence gets its own call (its time relative to one variable-length call: 3 to 6 at 640
+#: tokens, 0.75 to 0.92 at 4096, 0.55 at 16384)
 LONG_ROWS = 4096
 
-#: the widest head whose backward pass cuDNN has
+#: largest head size of cuDNN's backward pass
 WIDEST_CUDNN_HEAD = 128
-# in this order; the second is for what the first refuses
+# in order of priority; the second is for inputs that the first does not support
 _LONG_ROW_KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 
-# before torch 2.13 fewer key heads than query heads are taken without a word
+# before torch 2.13, grouped-query attention needs no argument
 _GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
@@ -41,18 +41,18 @@ def _unpack(x: torch.Tensor, packing: Packing) -> torch.Tensor:
     """(1, H, N, D) packed -> (b, H, L, D) right-padded with zeros."""
     tokens, size = x[0].transpose(0, 1), packing.rows * packing.max_length
     if len(tokens) != size:
-        tokens = spread_rows(tokens, packing.slots, size)
+        tokens = scatter_rows(tokens, packing.slots, size)
     return tokens.unflatten(0, (packing.rows, packing.max_length)).transpose(1, 2)
 
 
 def _pack(x: torch.Tensor, packing: Packing) -> torch.Tensor:
     """(b, H, L, D) right-padded -> (1, N, H, D) packed."""
     tokens = x.transpose(1, 2).flatten(0, 1)
-    return (tokens if len(tokens) == packing.slots.numel() else collect_rows(tokens, packing.slots))[None]
+    return (tokens if len(tokens) == packing.slots.numel() else gather_rows(tokens, packing.slots))[None]
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """(L, L) True where query i sees key j: the last `window` positions up to its own."""
+    """(L, L) True where query i attends to key j: the last `window` positions up to its own."""
     i = torch.arange(length, device=device)
     distance = i[:, None] - i[None]
     return (distance >= 0) & (distance < window)
@@ -67,7 +67,7 @@ def _softcapped(q, k, v, scaling: float, softcap: float, mask: torch.Tensor) -> 
     return weights @ v
 
 
-@torch.compiler.disable  # the kernel is one call, and the lengths of the rows are no constants to compile for
+@torch.compiler.disable  # the kernel is one call, and compiling for each set of lengths would not pay
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -81,20 +81,20 @@ def packed_attention(
     s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention inside each row. query (1, H, N, D), key and value (1, K, N, D) -> (1, N, H, D)."""
+    """Causal attention inside each sequence. query (1, H, N, D), key and value (1, K, N, D) -> (1, N, H, D)."""
     if s_aux is not None:
-        raise ValueError("attention sinks are not known to the packed attention: set model.use_remove_padding=false")
-    # under autocast the rotary embedding leaves queries and keys in float32; the values have the dtype to compute in
+        raise ValueError("attention sinks are not supported by packed attention: set model.use_remove_padding=false")
+    # under autocast the rotary embedding leaves queries and keys in float32; the values have the compute dtype
     query, key = query.to(value.dtype), key.to(value.dtype)
     options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
     if packing.ranks is None:
         return _attend(query, key, value, packing, **options), None
     ranks, heads = packing.ranks, query.shape[1]
-    key, value = ranks.spread_heads(key, heads), ranks.spread_heads(value, heads)
+    key, value = ranks.repeat_heads(key, heads), ranks.repeat_heads(value, heads)
     q, k, v = ranks.tokens_to_heads(query, key, value)
-    tokens, filled = packing.slots.numel(), q.shape[2]
+    tokens, padded = packing.slots.numel(), q.shape[2]
     out = _attend(*(x[:, :, :tokens] for x in (q, k, v)), packing, **options)
-    return ranks.heads_to_tokens(pad(out, (0, 0, 0, 0, 0, filled - tokens))), None
+    return ranks.heads_to_tokens(pad(out, (0, 0, 0, 0, 0, padded - tokens))), None
 
 
 def _attend(
@@ -106,20 +106,20 @@ def _attend(
     sliding_window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """The attention of all tokens of some heads; shapes as `packed_attention`."""
+    """Attention over all tokens of some heads; shapes as `packed_attention`."""
     longest = packing.max_length if packing.keys is None else packing.keys.packing.max_length
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
     narrow = value.dtype in (torch.bfloat16, torch.float16)
     if query.is_cuda and narrow and softcap is None and query.shape[-1] <= WIDEST_HEAD:
-        if window is None and _goes_by_row(packing, query):
+        if window is None and _one_call_per_row(packing, query):
             return _attend_each_row(query, key, value, packing, scaling)
-        return _attend_rows(query, key, value, packing, scaling, window)
+        return _attend_varlen(query, key, value, packing, scaling, window)
     if packing.keys is not None:
         source, one_use = packing.keys.source, packing.keys.one_use
         repeated = (repeat_rows(x.squeeze(0).transpose(0, 1), source, one_use) for x in (query, key, value))
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in repeated)
-        whole = _attend(q, k, v, packing.keys.packing, scaling, sliding_window, softcap)
-        return collect_rows(whole.squeeze(0), one_use).unsqueeze(0)
+        full = _attend(q, k, v, packing.keys.packing, scaling, sliding_window, softcap)
+        return gather_rows(full.squeeze(0), one_use).unsqueeze(0)
     q, k, v = (_unpack(x, packing) for x in (query, key, value))
     length = packing.max_length
     if softcap is not None:
@@ -133,7 +133,7 @@ def _attend(
     return _pack(out, packing)
 
 
-def _attend_rows(
+def _attend_varlen(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -141,39 +141,48 @@ def _attend_rows(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """The same by the variable-length kernel. window: keys that a query sees, its own among them; None for all."""
+    """`_attend` with the variable-length kernel. `window`: keys that a query attends to, including its own."""
     q, k, v = (x.squeeze(0).transpose(0, 1).contiguous() for x in (query, key, value))
-    of_keys = packing
+    key_packing = packing
     if packing.keys is not None:
         from verl.modeling.layers_triton import Repeat
 
-        of_keys = packing.keys.packing
+        key_packing = packing.keys.packing
         k, v = (Repeat.apply(x, packing.keys.source, packing.keys.offsets, packing.keys.uses) for x in (k, v))
     starts, longest = packing.cu_seqlens, packing.max_length
-    # queries are the last ones of their rows: with as many keys as queries, or with more, both end together
+    # queries and keys of a row end together, also if there are more keys than queries
     seen = (-1 if window is None else window - 1, 0)
     return varlen_attn(
-        q, k, v, starts, of_keys.cu_seqlens, longest, of_keys.max_length, scale=scaling, window_size=seen, **_GQA
+        q,
+        k,
+        v,
+        starts,
+        key_packing.cu_seqlens,
+        longest,
+        key_packing.max_length,
+        scale=scaling,
+        window_size=seen,
+        **_GQA,
     ).unsqueeze(0)
 
 
-def _goes_by_row(packing: Packing, query: torch.Tensor) -> bool:
-    """Whether the rows are long enough for one call each, and the kernel that pays for it is there."""
+def _one_call_per_row(packing: Packing, query: torch.Tensor) -> bool:
+    """Whether the sequences are long enough for one call each, and the fast kernel is available."""
     long = packing.keys is None and sum(packing.lengths) >= LONG_ROWS * packing.rows
     return long and query.shape[-1] <= WIDEST_CUDNN_HEAD and _fast_cudnn(query.device)
 
 
 @functools.cache
 def _fast_cudnn(device: torch.device) -> bool:
-    """Whether cuDNN has its attention for Hopper and later here."""
+    """Whether cuDNN's attention for Hopper and later is available."""
     return torch.backends.cudnn.is_available() and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _attend_each_row(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, scaling: float | None
 ) -> torch.Tensor:
-    """The same by cuDNN, row by row; each new length costs it a search, so a row is filled up to one of few."""
-    parts = []
+    """`_attend` with cuDNN, one sequence at a time, padded to one of few lengths: each new length costs a search."""
+    chunks = []
     rows = zip(*(x.split(packing.lengths, 2) for x in (query, key, value)), packing.lengths)
     with sdpa_kernel(_LONG_ROW_KERNELS, set_priority=True):
         for q, k, v, length in rows:
@@ -181,12 +190,12 @@ def _attend_each_row(
             q, k, v = (pad(x, (0, 0, 0, fill)) if fill else x for x in (q, k, v))
             gqa = q.shape[1] != k.shape[1]
             out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
-            parts.append(out[:, :, :length].transpose(1, 2))
-    return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+            chunks.append(out[:, :, :length].transpose(1, 2))
+    return torch.cat(chunks, 1) if len(chunks) > 1 else chunks[0]
 
 
 def _granularity(length: int) -> int:
-    """Lengths are rounded up to a multiple of this: eight lengths from one power of two to the next, 16 at least."""
+    """Lengths are rounded up to a multiple of this: eight lengths per power of two, and at least 16."""
     return 1 << max(4, length.bit_length() - 4)
 
 

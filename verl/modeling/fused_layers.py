@@ -1,10 +1,9 @@
-"""Decoder layers like Llama's with what stands between their matrix products in few kernels (`layers_triton`), or on a
-CPU in few passes over memory (`layers_cpu`).
+"""Llama-like decoder layers with fused functions between their GEMMs: `layers_triton` on a GPU, `layers_cpu` on a CPU.
 
-Over packed rows a layer hands on two tensors, the sum of all branches but the last and the last branch, since the norm
-that follows adds them up on its way. Queries, keys and values are one product, and so are gate and up (`products`).
-Everything else (padded rows, layers that tensor parallelism spreads or adapters wrap) takes the layer's own way, with
-the fused parts that fit.
+Over packed sequences a layer returns two tensors, the residual stream without the last branch and the last branch,
+because the norm that follows adds them. Queries, keys and values are one GEMM (`linear`), and so are gate and up.
+Padded batches, and layers that are sharded by tensor parallelism or wrapped by adapters, use the forward pass of transformers
+with those fused functions that apply.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,13 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from verl.modeling import layers_cpu
 from verl.modeling.attention import packed_attention
-from verl.modeling.layers import compute_dtype
-from verl.modeling.linear import Embedding, Phase, Product
+from verl.modeling.linear import Embedding, FusedLinear, WeightCache, compute_dtype
 from verl.modeling.packing import Packing
 
 States = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
-#: model type -> the keys that an attention layer's queries see, None for all
+#: model type -> the sliding window of an attention layer, None without one
 _WINDOWS: dict[str, Callable[[nn.Module], int | None]] = {
     "llama": lambda attention: None,
     "mistral": lambda attention: attention.config.sliding_window,
@@ -33,8 +31,13 @@ _WINDOWS: dict[str, Callable[[nn.Module], int | None]] = {
 }
 
 
-def fuse(module: nn.Module, phase: Phase) -> None:
-    """Let the layers of a model, of a type in LLAMA_LIKE, compute so. phase: when its weights do not change."""
+def fuse(module: nn.Module, cache: WeightCache) -> None:
+    """Let the layers of a Llama-like model compute with fused functions, in place.
+
+    Args:
+        module: a HuggingFace model whose type is in `layers.LLAMA_LIKE`.
+        cache: tells when its weights do not change.
+    """
     kind, trunk = module.config.model_type, module.base_model
     silu, head_norms = module.config.hidden_act in ("silu", "swish"), kind == "qwen3"
     layer_classes: dict[type, type] = {}
@@ -43,10 +46,10 @@ def fuse(module: nn.Module, phase: Phase) -> None:
         attention = layer.self_attn
         norms += [layer.input_layernorm, layer.post_attention_layernorm]
         norms += [attention.q_norm, attention.k_norm] if head_norms else []
-        attention.forward = partial(_attention, attention, phase, _WINDOWS[kind], head_norms)
+        attention.forward = partial(_attention, attention, cache, _WINDOWS[kind], head_norms)
         if silu:
-            layer.mlp.forward = partial(_mlp, layer.mlp, phase)
-        # a class, not a function of the instance: checkpointing wraps what a class calls forward
+            layer.mlp.forward = partial(_mlp, layer.mlp, cache)
+        # a subclass rather than an instance attribute: checkpointing wraps the forward of the class
         own = type(layer)
         if own not in layer_classes:
             layer_classes[own] = type(own.__name__, (own,), {"forward": partialmethod(_layer, own)})
@@ -54,25 +57,25 @@ def fuse(module: nn.Module, phase: Phase) -> None:
     for norm in norms:
         norm.forward = partial(_norm, norm)
     if type(trunk.embed_tokens) is nn.Embedding:
-        trunk.embed_tokens.forward = partial(_embedding, trunk.embed_tokens, phase)
+        trunk.embed_tokens.forward = partial(_embedding, trunk.embed_tokens, cache)
     head = module.get_output_embeddings()
     if type(head) is nn.Linear:
-        head.forward = partial(_head, head, phase)
+        head.forward = partial(_head, head, cache)
 
 
 def _functions(x: torch.Tensor) -> ModuleType:
-    """The functions between products for tensors like x: kernels on a GPU, else plain torch."""
+    """The functions between GEMMs for tensors like x: Triton kernels on a GPU, otherwise plain torch."""
     if x.is_cuda:
-        from verl.modeling import layers_triton  # needs triton, which only torch for GPUs brings
+        from verl.modeling import layers_triton  # triton comes only with torch for GPUs
 
         return layers_triton
     return layers_cpu
 
 
 def _layer(self: nn.Module, own: type, hidden_states: States, **others: Any) -> States:
-    """The forward pass of a decoder layer of the class `own`; over packed rows it takes and gives (sum, branch)."""
-    spread = isinstance(self.mlp.down_proj.weight, DTensor)  # then a branch may still be on its way from other ranks
-    if "packing" not in others or spread:
+    """The forward pass of a decoder layer of class `own`; packed sequences pass (stream, branch) between layers."""
+    sharded = isinstance(self.mlp.down_proj.weight, DTensor)  # then a branch may be a pending reduction over ranks
+    if "packing" not in others or sharded:
         return own.forward(self, hidden_states, **others)
     if isinstance(hidden_states, tuple):
         stream, x = _add_norm(self.input_layernorm, *hidden_states)
@@ -91,14 +94,14 @@ def _add_norm(norm: nn.Module, stream: torch.Tensor, branch: torch.Tensor) -> tu
 def _norm(module: nn.Module, x: States) -> torch.Tensor:
     if isinstance(x, tuple):
         return _add_norm(module, *x)[1]
-    if isinstance(x, DTensor):  # a norm of heads that tensor parallelism spreads
+    if isinstance(x, DTensor):  # a norm of single heads under tensor parallelism
         return type(module).forward(module, x)
     return _functions(x).RMSNorm.apply(x, module.weight, module.variance_epsilon, compute_dtype(x, module.weight))
 
 
 def _attention(
     module: nn.Module,
-    phase: Phase,
+    cache: WeightCache,
     window: Callable[[nn.Module], int | None],
     head_norms: bool,
     hidden_states: torch.Tensor,
@@ -109,65 +112,69 @@ def _attention(
     """(1, N, hidden) -> (1, N, hidden)."""
     layers = (module.q_proj, module.k_proj, module.v_proj)
     cos, sin = position_embeddings
-    spread = any(isinstance(layer.weight, DTensor) for layer in layers)
-    if packing is None or cos.shape[-1] != module.head_dim or spread:
+    sharded = any(isinstance(layer.weight, DTensor) for layer in layers)
+    if packing is None or cos.shape[-1] != module.head_dim or sharded:
         extra = {} if packing is None else {"packing": packing}
         return type(module).forward(
             module, hidden_states=hidden_states, position_embeddings=position_embeddings, **extra, **others
         )
     norms = (module.q_norm, module.k_norm) if head_norms else ()
     heads, key_heads = (layer.out_features // module.head_dim for layer in layers[:2])
-    one = _are_one(layers, phase)
-    qkv = _product(layers, phase, hidden_states) if one else torch.cat([layer(hidden_states) for layer in layers], -1)
-    parts = _functions(hidden_states).RotaryQKV.apply(
-        qkv.squeeze(0),  # an index would cost its gradient a copy
+    if _can_fuse(layers, cache):
+        qkv = _fused_linear(layers, cache, hidden_states)
+    else:
+        qkv = torch.cat([layer(hidden_states) for layer in layers], -1)
+    heads_qkv = _functions(hidden_states).RotaryQKV.apply(
+        qkv.squeeze(0),  # the gradient of indexing would be a copy
         cos[0],
         sin[0],
         (heads, key_heads),
         norms[0].variance_epsilon if norms else 0.0,
         *(norm.weight for norm in norms),
     )
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in parts)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in heads_qkv)
     out, _ = packed_attention(module, q, k, v, None, packing, scaling=module.scaling, sliding_window=window(module))
-    return _linear(module.o_proj, phase, out.flatten(2)), None
+    return _linear(module.o_proj, cache, out.flatten(2)), None
 
 
-def _mlp(module: nn.Module, phase: Phase, x: torch.Tensor) -> torch.Tensor:
+def _mlp(module: nn.Module, cache: WeightCache, x: torch.Tensor) -> torch.Tensor:
     swiglu = _functions(x).SwiGLU.apply
     layers = (module.gate_proj, module.up_proj)
-    if x.is_cuda and _are_one(layers, phase):
-        return _linear(module.down_proj, phase, swiglu(_product(layers, phase, x)))
-    gate, up = (_linear(layer, phase, x) for layer in layers)  # on a CPU, functions of halves of rows are slow
-    if isinstance(gate, DTensor):  # of an MLP that tensor parallelism spreads
+    if x.is_cuda and _can_fuse(layers, cache):
+        return _linear(module.down_proj, cache, swiglu(_fused_linear(layers, cache, x)))
+    gate, up = (_linear(layer, cache, x) for layer in layers)  # on a CPU, strided halves are slow
+    if isinstance(gate, DTensor):  # an MLP under tensor parallelism
         return module.down_proj(module.act_fn(gate) * up)
-    return _linear(module.down_proj, phase, swiglu(gate, up))
+    return _linear(module.down_proj, cache, swiglu(gate, up))
 
 
-def _embedding(module: nn.Embedding, phase: Phase, ids: torch.Tensor) -> torch.Tensor:
-    if phase.on and not isinstance(module.weight, DTensor):
-        return Embedding.apply(ids, module.weight, module.padding_idx, phase)
+def _embedding(module: nn.Embedding, cache: WeightCache, ids: torch.Tensor) -> torch.Tensor:
+    if cache.active and not isinstance(module.weight, DTensor):
+        return Embedding.apply(ids, module.weight, module.padding_idx, cache)
     return type(module).forward(module, ids)
 
 
-def _head(module: nn.Module, phase: Phase, states: torch.Tensor) -> torch.Tensor:
-    return _product([module], phase, states) if _are_one([module], phase) else type(module).forward(module, states)
-
-
-def _linear(module: nn.Module, phase: Phase, x: torch.Tensor) -> torch.Tensor:
-    return _product([module], phase, x) if _are_one([module], phase) else module(x)
-
-
-def _are_one(layers: Sequence[nn.Module], phase: Phase) -> bool:
-    """Whether layers can be one product: they are plain, whole, and trained alike."""
+def _head(module: nn.Module, cache: WeightCache, states: torch.Tensor) -> torch.Tensor:
     return (
-        phase.on
+        _fused_linear([module], cache, states) if _can_fuse([module], cache) else type(module).forward(module, states)
+    )
+
+
+def _linear(module: nn.Module, cache: WeightCache, x: torch.Tensor) -> torch.Tensor:
+    return _fused_linear([module], cache, x) if _can_fuse([module], cache) else module(x)
+
+
+def _can_fuse(layers: Sequence[nn.Module], cache: WeightCache) -> bool:
+    """Whether layers can be one GEMM: plain linear layers, unsharded, and all or none of them trained."""
+    return (
+        cache.active
         and all(type(layer) is nn.Linear and not isinstance(layer.weight, DTensor) for layer in layers)
         and len({(layer.bias is None, layer.weight.requires_grad) for layer in layers}) == 1
     )
 
 
-def _product(layers: Sequence[nn.Linear], phase: Phase, x: torch.Tensor) -> torch.Tensor:
-    """What the layers give for x (..., I), side by side: (..., O)."""
+def _fused_linear(layers: Sequence[nn.Linear], cache: WeightCache, x: torch.Tensor) -> torch.Tensor:
+    """The concatenated outputs of the layers for x (..., I): (..., O)."""
     weights = [layer.weight for layer in layers]
     biases = [layer.bias for layer in layers if layer.bias is not None]
-    return Product.apply(x, compute_dtype(x, weights[0]), phase, len(layers), *weights, *biases)
+    return FusedLinear.apply(x, compute_dtype(x, weights[0]), cache, len(layers), *weights, *biases)

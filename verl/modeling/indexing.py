@@ -1,34 +1,34 @@
-"""Rows of a tensor to places of a larger one and back, with gradients that are copies.
+"""Scatter and gather of the rows of a tensor, with gradients that are plain copies.
 
-The gradients of torch's own indexing add up row by row, in case places are not distinct; here it is known which are.
+The gradients of torch's own indexing accumulate, because indices may repeat. Here they are known to be distinct.
 """
 
 import torch
 
 
-class _Spread(torch.autograd.Function):
+class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
-        ctx.save_for_backward(places)
-        return x.new_zeros(count, *x.shape[1:]).index_copy_(0, places, x)
+    def forward(ctx, x: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor:
+        ctx.save_for_backward(index)
+        return x.new_zeros(count, *x.shape[1:]).index_copy_(0, index, x)
 
     @staticmethod
     def backward(ctx, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (places,) = ctx.saved_tensors
-        return g.index_select(0, places), None, None
+        (index,) = ctx.saved_tensors
+        return g.index_select(0, index), None, None
 
 
-class _Collect(torch.autograd.Function):
+class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(places)
+    def forward(ctx, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index)
         ctx.count = len(x)
-        return x.index_select(0, places)
+        return x.index_select(0, index)
 
     @staticmethod
     def backward(ctx, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (places,) = ctx.saved_tensors
-        return g.new_zeros(ctx.count, *g.shape[1:]).index_copy_(0, places, g), None
+        (index,) = ctx.saved_tensors
+        return g.new_zeros(ctx.count, *g.shape[1:]).index_copy_(0, index, g), None
 
 
 class _Repeat(torch.autograd.Function):
@@ -45,16 +45,16 @@ class _Repeat(torch.autograd.Function):
         return found, None, None
 
 
-def spread_rows(x: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
-    """x (N, ...) -> (count, ...): row i at places[i], which are distinct; 0 elsewhere."""
-    return _Spread.apply(x, places, count)
+def scatter_rows(x: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor:
+    """x (N, ...) -> (count, ...): row i at index[i], 0 elsewhere. The indices are distinct."""
+    return _Scatter.apply(x, index, count)
 
 
-def collect_rows(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """x (count, ...) -> (N, ...): the rows at `places` (N,), which are distinct."""
-    return _Collect.apply(x, places)
+def gather_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """x (count, ...) -> (N, ...): the rows at `index` (N,), which are distinct."""
+    return _Gather.apply(x, index)
 
 
 def repeat_rows(x: torch.Tensor, source: torch.Tensor, one_use: torch.Tensor) -> torch.Tensor:
-    """x (N, ...) -> (M, ...): row source[i] as row i. one_use: (N,) one row that each row of x becomes."""
+    """x (N, ...) -> (M, ...): row source[i] as row i. `one_use` (N,): for each row of x one row that it becomes."""
     return _Repeat.apply(x, source, one_use)

@@ -1,8 +1,8 @@
-"""What stands between the matrix products of a decoder layer, in plain torch with gradients by hand: for a CPU.
+"""The functions between the GEMMs of a decoder layer on a CPU: plain torch with hand-written gradients.
 
-The same functions as those of `layer_kernels`, for inputs of one dtype. Each goes through its rows a few at a time, so
-that what its operations hand to each other stays in the processor's cache; autograd would write a tensor of all tokens
-for every operation, and keep it. N: rows; D: columns.
+The same functions as in `layers_triton`, for inputs of one dtype. Each processes its rows in blocks, so that
+intermediate results stay in the processor's cache; autograd would write and keep a tensor of all tokens for every
+operation. N: rows; D: columns.
 """
 
 import math
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import silu
 
-#: elements of a tensor that each thread computes with at a time: a quarter of a MiB in float32
+#: elements per thread and block: a quarter of a MiB in float32
 BLOCK = 2**16
 
 
@@ -64,23 +64,23 @@ def _scale(x: torch.Tensor, eps: float) -> torch.Tensor:
 def _normed(
     x: torch.Tensor, branch: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(x, or x + branch; its norm; what its rows were multiplied with, (N, 1))."""
+    """(x or x + branch; its norm; the scale of each row, (N, 1))."""
     flat = x.reshape(-1, x.shape[-1])
     total = flat if branch is None else torch.empty_like(flat)
     y, scale = torch.empty_like(flat), flat.new_empty(len(flat), 1)
     for rows in _blocks(flat):
-        part = total[rows]
+        block = total[rows]
         if branch is not None:
-            torch.add(flat[rows], branch.view(flat.shape)[rows], out=part)
-        scale[rows] = _scale(part, eps)
-        torch.mul(part, scale[rows], out=y[rows]).mul_(weight)
+            torch.add(flat[rows], branch.view(flat.shape)[rows], out=block)
+        scale[rows] = _scale(block, eps)
+        torch.mul(block, scale[rows], out=y[rows]).mul_(weight)
     return total.view(x.shape), y.view(x.shape), scale
 
 
 def _norm_gradients(
     gy: torch.Tensor, g_total: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of what was normed, x, and of the weight. scale: what the rows of x were multiplied with."""
+    """The gradients of the normalised tensor x and of the weight. `scale`: as `_normed` returns it."""
     shape, width = x.shape, x.shape[-1]
     x, gy = x.reshape(-1, width), gy.reshape(-1, width)
     g_total = None if g_total is None else g_total.reshape(-1, width)
@@ -96,7 +96,7 @@ def _norm_gradients(
 def _add_norm_gradient(
     gy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, gx: torch.Tensor, gw: torch.Tensor
 ) -> None:
-    """Write the gradient of rows x (n, D) to gx, and add that of the weight to gw. scale: (n, 1)."""
+    """Write the gradient of rows x (n, D) to gx and add that of the weight to gw. scale: (n, 1)."""
     along = gy * x
     gw.addmv_(along.t(), scale[:, 0])
     torch.mul(gy, weight, out=gx).mul_(scale)
@@ -104,22 +104,22 @@ def _add_norm_gradient(
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up, (..., D): of two tensors (..., D), or of one (..., 2 D) that has them side by side."""
+    """silu(gate) * up, (..., D): of two tensors (..., D), or of one (..., 2 D) that concatenates them."""
 
     @staticmethod
-    def forward(ctx, *parts: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*parts)
-        gate, up = _halves(parts)
+    def forward(ctx, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*inputs)
+        gate, up = _halves(inputs)
         y = gate.new_empty(gate.shape)
         for rows in _blocks(y):
             torch.ops.aten.silu.out(gate[rows], out=y[rows]).mul_(up[rows])
-        return y.view(*parts[0].shape[:-1], -1)
+        return y.view(*inputs[0].shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, gy: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        parts = ctx.saved_tensors
-        gradients = tuple(torch.empty_like(part, memory_format=torch.contiguous_format) for part in parts)
-        gate, up = _halves(parts)
+        inputs = ctx.saved_tensors
+        gradients = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
+        gate, up = _halves(inputs)
         g_gate, g_up = _halves(gradients)
         gy = gy.reshape(gate.shape)
         for rows in _blocks(gy):
@@ -128,17 +128,17 @@ class SwiGLU(torch.autograd.Function):
         return gradients
 
 
-def _halves(parts: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+def _halves(inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     """Gate and up, (N, D)."""
-    flat = [part.flatten(0, -2) for part in parts]
+    flat = [x.flatten(0, -2) for x in inputs]
     return list(flat[0].chunk(2, -1)) if len(flat) == 1 else flat
 
 
 class RotaryQKV(torch.autograd.Function):
     """Queries (N, HQ, D), keys and values (N, HK, D) of a joint projection (N, (HQ + 2 HK) D), the first two rotated.
 
-    x * cos + rotate_half(x) * sin, with cos and sin (N, D). heads: (HQ, HK). weights: none, or (D,) for queries and for
-    keys, with which each of their heads goes through an RMS norm first.
+    x * cos + rotate_half(x) * sin, with cos and sin (N, D) (Su et al. 2021, arXiv 2104.09864). heads: (HQ, HK).
+    weights: none, or (D,) for queries and for keys, whose heads then go through an RMS norm first.
     """
 
     @staticmethod
@@ -154,39 +154,39 @@ class RotaryQKV(torch.autograd.Function):
         ctx.heads, ctx.eps = (*heads, heads[1]), eps
         ctx.save_for_backward(cos, sin, qkv if weights else None, *weights)
         x = qkv.view(*cos.shape[:1], -1, cos.shape[1])
-        found, turned = torch.empty_like(x), sum(heads)
+        found, rotated = torch.empty_like(x), sum(heads)
         for rows in _blocks(x):
-            part = x[rows, :turned]
+            block = x[rows, :rotated]
             if weights:
-                parts = zip(part.split(heads, 1), weights)
-                part = torch.cat([each * _scale(each, eps) * weight for each, weight in parts], 1)
-            _rotate(part, cos[rows, None], sin[rows, None], found[rows, :turned])
-            found[rows, turned:] = x[rows, turned:]
+                pairs = zip(block.split(heads, 1), weights)
+                block = torch.cat([each * _scale(each, eps) * weight for each, weight in pairs], 1)
+            _rotate(block, cos[rows, None], sin[rows, None], found[rows, :rotated])
+            found[rows, rotated:] = x[rows, rotated:]
         return found.split(ctx.heads, 1)
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cos, sin, qkv, *weights = ctx.saved_tensors
         tokens, size = cos.shape
-        joint, turned = cos.new_empty(tokens, sum(ctx.heads), size), sum(ctx.heads[:2])
-        of_weights = [torch.zeros_like(weight) for weight in weights]
+        joint, rotated = cos.new_empty(tokens, sum(ctx.heads), size), sum(ctx.heads[:2])
+        weight_gradients = [torch.zeros_like(weight) for weight in weights]
         for rows in _blocks(joint):
             g = torch.cat([gradient[rows] for gradient in gradients[:2]], 1)
-            _rotate(g, cos[rows, None], sin[rows, None], joint[rows, :turned], back=True)
-            joint[rows, turned:] = gradients[2][rows]
+            _rotate(g, cos[rows, None], sin[rows, None], joint[rows, :rotated], back=True)
+            joint[rows, rotated:] = gradients[2][rows]
             if not weights:
                 continue
             read, write = (t.view(joint.shape)[rows].split(ctx.heads, 1) for t in (qkv, joint))
-            for x, into, weight, gw in zip(read, write, weights, of_weights):
+            for x, into, weight, gw in zip(read, write, weights, weight_gradients):
                 x, g = x.reshape(-1, size), into.reshape(-1, size)
                 gx = torch.empty_like(x)
                 _add_norm_gradient(g, x, weight, _scale(x, ctx.eps), gx, gw)
                 into.copy_(gx.view(into.shape))
-        return joint.flatten(1), None, None, None, None, *of_weights
+        return joint.flatten(1), None, None, None, None, *weight_gradients
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, y: torch.Tensor, back: bool = False) -> None:
-    """Write x (n, H, D), rotated forth or back, to y. cos, sin: (n, 1, D)."""
+    """Write x (n, H, D), rotated (or rotated back), to y. cos, sin: (n, 1, D)."""
     half = x.shape[-1] // 2
     sin_of_first, sin_of_second = (sin[..., half:], sin[..., :half]) if back else (sin[..., :half], sin[..., half:])
     sign = 1 if back else -1

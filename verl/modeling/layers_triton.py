@@ -1,9 +1,8 @@
-"""Triton kernels of what stands between the matrix products of a decoder layer.
+"""Triton kernels of the functions between the GEMMs of a decoder layer.
 
-A sum with the RMS norm of it, SwiGLU, and the rotary embedding of queries and keys (with the norms of their heads) that
-lie side by side with the values. Each reads its inputs once and writes its outputs once, forward and backward;
-arithmetic is float32, what is stored has the dtype asked for. `fused_layers` puts them into a model. N: rows; D:
-columns.
+Residual sum with RMS norm, SwiGLU, and the rotary embedding of queries and keys (with the norms of their heads) in a
+joint QKV projection. Each kernel reads its inputs once and writes its outputs once, forward and backward. Arithmetic is
+float32, outputs have the requested dtype. `fused_layers` puts them into a model. N: rows; D: columns.
 """
 
 import torch
@@ -11,7 +10,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 1024  # elements that a program holds at a time
-PROGRAMS = 1024  # at most, where each adds up a part of a weight's gradient
+PROGRAMS = 1024  # limit where each program accumulates a partial sum of a weight's gradient
 
 
 @triton.jit
@@ -85,7 +84,7 @@ def _swiglu_gradient_kernel(gy, gate, up, g_gate, g_up, stride, D: tl.constexpr,
 
 @triton.jit
 def _angles(table, token, d, HALF: tl.constexpr):
-    """A token's numbers in a table (N, 2 HALF): those of the first half of a head, and of the second."""
+    """The entries of a token in a table (N, 2 HALF): for the first half of a head and for the second."""
     at = table + token * 2 * HALF + d
     first = tl.load(at, mask=d < HALF, other=0.0).to(tl.float32)
     second = tl.load(at + HALF, mask=d < HALF, other=0.0).to(tl.float32)
@@ -172,16 +171,16 @@ def _column_sums_kernel(x, y, N, D: tl.constexpr, rows_each, ROWS: tl.constexpr,
 def column_sums(x: torch.Tensor) -> torch.Tensor:
     """The sums over the rows of x (N, D): (D,) float32."""
     rows, width = x.shape
-    parts, columns = min(64, triton.cdiv(rows, 32)), 128
-    found = x.new_empty((parts, width), dtype=torch.float32)
+    chunks, columns = min(64, triton.cdiv(rows, 32)), 128
+    found = x.new_empty((chunks, width), dtype=torch.float32)
     if rows:
-        grid = (triton.cdiv(width, columns), parts)
-        _column_sums_kernel[grid](x.contiguous(), found, rows, width, triton.cdiv(rows, parts), 32, columns)
+        grid = (triton.cdiv(width, columns), chunks)
+        _column_sums_kernel[grid](x.contiguous(), found, rows, width, triton.cdiv(rows, chunks), 32, columns)
     return found.sum(0)
 
 
 def _tile(width: int) -> tuple[int, int, int]:
-    """(columns, rows, warps) of a tile that holds whole rows; columns and rows are powers of two."""
+    """(columns, rows, warps) of a tile that holds full rows; columns and rows are powers of two."""
     columns = triton.next_power_of_2(width)
     return columns, max(1, BLOCK // columns), min(16, max(4, columns // 256))
 
@@ -189,7 +188,7 @@ def _tile(width: int) -> tuple[int, int, int]:
 class AddRMSNorm(torch.autograd.Function):
     """(s, weight * s / sqrt(mean(s^2) + eps)) of the sum s = x + branch. x, branch (..., D), weight (D,).
 
-    The sum has the dtype that x + branch has, the norm the dtype asked for.
+    The sum has the dtype of x + branch, the norm the requested dtype.
     """
 
     @staticmethod
@@ -211,7 +210,7 @@ class AddRMSNorm(torch.autograd.Function):
 
 
 class RMSNorm(torch.autograd.Function):
-    """weight * x / sqrt(mean(x^2) + eps). x (..., D), weight (D,) -> (..., D) of the dtype asked for."""
+    """weight * x / sqrt(mean(x^2) + eps). x (..., D), weight (D,) -> (..., D) of the requested dtype."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
@@ -235,7 +234,7 @@ def _normed(
     eps: float,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the norm of x, or of x + branch, which is written to total; what its rows were multiplied with)."""
+    """(the norm of x, or of x + branch, which is written to `total`; the scale of each row)."""
     width = x.shape[-1]
     rows = x.numel() // width
     y, scale = torch.empty_like(x, dtype=dtype), x.new_empty(rows, dtype=torch.float32)
@@ -253,9 +252,14 @@ def _norm_gradients(
     dtype: torch.dtype,
     branch_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """The gradients of x and the branch, equal but for their dtypes, and of the weight.
+    """The gradients of x and the branch, which differ in dtype only, and of the weight.
 
-    saved: what was normed, the weight, and what the rows were multiplied with.
+    Args:
+        gy: gradient of the norm.
+        g_total: gradient of the sum, or None.
+        saved: the normalised tensor, the weight, and the scale of each row.
+        dtype: of the gradient of x.
+        branch_dtype: of the gradient of the branch, or None without a branch.
     """
     x, weight, scale = saved
     width, rows = x.shape[-1], scale.numel()
@@ -263,44 +267,44 @@ def _norm_gradients(
     tiles = triton.cdiv(rows, per_tile)
     programs = min(tiles, PROGRAMS)
     gx, gw = torch.empty_like(x, dtype=dtype), x.new_empty((programs, width), dtype=torch.float32)
-    apart = branch_dtype is not None and branch_dtype != dtype
-    g_branch = torch.empty_like(x, dtype=branch_dtype) if apart else None
+    separate = branch_dtype is not None and branch_dtype != dtype
+    g_branch = torch.empty_like(x, dtype=branch_dtype) if separate else None
     _norm_gradient_kernel[(programs,)](
         gy.contiguous(), None if g_total is None else g_total.contiguous(), x, weight, scale, gx, g_branch, gw, rows,
-        tiles, programs, width, columns, per_tile, g_total is not None, apart, num_warps=warps,
+        tiles, programs, width, columns, per_tile, g_total is not None, separate, num_warps=warps,
     )  # fmt: skip
-    return gx, g_branch if apart else gx, gw.sum(0).to(weight.dtype)
+    return gx, g_branch if separate else gx, gw.sum(0).to(weight.dtype)
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up, (..., D): of two tensors (..., D), or of one (..., 2 D) that has them side by side."""
+    """silu(gate) * up, (..., D): of two tensors (..., D), or of one (..., 2 D) that concatenates them."""
 
     @staticmethod
-    def forward(ctx, *parts: torch.Tensor) -> torch.Tensor:
-        parts = [part.contiguous() for part in parts]
-        ctx.save_for_backward(*parts)
-        gate, up = _halves(parts)
+    def forward(ctx, *inputs: torch.Tensor) -> torch.Tensor:
+        inputs = [x.contiguous() for x in inputs]
+        ctx.save_for_backward(*inputs)
+        gate, up = _halves(inputs)
         y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        _swiglu_kernel[_swiglu_grid(gate)](gate, up, y, _row_stride(parts), gate.shape[-1], BLOCK)
+        _swiglu_kernel[_swiglu_grid(gate)](gate, up, y, _row_stride(inputs), gate.shape[-1], BLOCK)
         return y
 
     @staticmethod
     def backward(ctx, gy: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        parts = ctx.saved_tensors
-        gradients = [torch.empty_like(part) for part in parts]
-        gate, up = _halves(parts)
+        inputs = ctx.saved_tensors
+        gradients = [torch.empty_like(x) for x in inputs]
+        gate, up = _halves(inputs)
         _swiglu_gradient_kernel[_swiglu_grid(gate)](
-            gy.contiguous(), gate, up, *_halves(gradients), _row_stride(parts), gate.shape[-1], BLOCK
+            gy.contiguous(), gate, up, *_halves(gradients), _row_stride(inputs), gate.shape[-1], BLOCK
         )
         return tuple(gradients)
 
 
-def _halves(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    return list(parts[0].chunk(2, -1)) if len(parts) == 1 else list(parts)
+def _halves(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    return list(inputs[0].chunk(2, -1)) if len(inputs) == 1 else list(inputs)
 
 
-def _row_stride(parts: list[torch.Tensor]) -> int:
-    return parts[0].shape[-1]
+def _row_stride(inputs: list[torch.Tensor]) -> int:
+    return inputs[0].shape[-1]
 
 
 def _swiglu_grid(gate: torch.Tensor) -> tuple[int, int]:
@@ -311,8 +315,8 @@ def _swiglu_grid(gate: torch.Tensor) -> tuple[int, int]:
 class RotaryQKV(torch.autograd.Function):
     """Queries (N, HQ, D), keys and values (N, HK, D) of a joint projection (N, (HQ + 2 HK) D), the first two rotated.
 
-    x * cos + rotate_half(x) * sin, with cos and sin (N, D). heads: (HQ, HK). weights: none, or (D,) for queries and for
-    keys, with which each of their heads goes through an RMS norm first.
+    x * cos + rotate_half(x) * sin, with cos and sin (N, D) (Su et al. 2021, arXiv 2104.09864). heads: (HQ, HK).
+    weights: none, or (D,) for queries and for keys, whose heads then go through an RMS norm first.
     """
 
     @staticmethod
@@ -329,11 +333,11 @@ class RotaryQKV(torch.autograd.Function):
         cos, sin = cos.contiguous(), sin.contiguous()
         ctx.save_for_backward(cos, sin, qkv if weights else None, *weights)
         q, k, v = qkv.view(len(qkv), -1, cos.shape[-1]).split(ctx.heads, 1)
-        turned = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k)]
-        for x, weight, y in zip((q, k), weights or (None, None), turned):
+        rotated = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k)]
+        for x, weight, y in zip((q, k), weights or (None, None), rotated):
             sizes = _head_sizes(x)
             _rotary_kernel[(len(x),)](x, cos, sin, weight, y, x.stride(0), eps, *sizes, weight is not None)
-        return *turned, v.clone(memory_format=torch.contiguous_format)
+        return *rotated, v.clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -356,13 +360,13 @@ class RotaryQKV(torch.autograd.Function):
 
 
 def _head_sizes(x: torch.Tensor) -> tuple[int, int, int, int]:
-    """Heads and half a head of x (N, H, D), each with the power of two that holds it."""
+    """The heads and the half head size of x (N, H, D), each followed by the next power of two."""
     heads, half = x.shape[1], x.shape[2] // 2
     return heads, triton.next_power_of_2(heads), half, triton.next_power_of_2(half)
 
 
 class Repeat(torch.autograd.Function):
-    """x[source]: x (N, ...), source (M,). A row's gradient is the sum of those of its uses, always in one order.
+    """x[source]: x (N, ...), source (M,). The gradient of a row is summed over its uses in a fixed order.
 
     offsets (N + 1,), uses (M,): row i is used at uses[offsets[i]] .. uses[offsets[i + 1] - 1].
     """

@@ -1,11 +1,11 @@
-"""Products with a model's weights in the dtype to compute in, and the gradients of those weights.
+"""Linear layers over weights that are cast once, with gradients accumulated outside of autograd.
 
-Under autocast a float32 weight is cast once in every forward pass, and its gradient comes in 16 bits and is cast back
-and added up once in every backward pass. Here, in a `Phase` in which the weights do not change, a weight is cast once,
-and a product adds its gradient to `.grad` itself, in the dtype of the parameter, rounded nowhere in between. Linear
-layers that read the same input are one product of their weights, one below the other.
+Under autocast a float32 weight is cast in every forward pass, and its gradient arrives in 16 bits, is cast back and is
+added up in every backward pass. Here a `WeightCache` covers a phase in which the weights do not change: a weight is cast
+once, and the backward GEMM accumulates into `.grad` directly, in the parameter's dtype, without rounding in between.
+Linear layers that read the same input are fused into one GEMM over their concatenated weights.
 
-N: tokens; I: inputs; O: outputs of all layers of a product.
+N: tokens; I: input features; O: output features of all fused layers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,58 +15,60 @@ import torch
 from torch import nn
 
 
-class Phase:
-    """A stretch of training or inference with a model whose weights do not change.
+class WeightCache:
+    """Casts of weights and their accumulated gradients, for a phase in which the weights do not change.
 
-    Outside of one, layers compute as torch does.
+    Outside of `fixed_weights`, layers compute as torch does.
     """
 
     def __init__(self) -> None:
-        self.on = self._keeps = self.adds_gradients = False
-        self._copies: dict[tuple[int, ...], torch.Tensor] = {}
+        self.active = self._keeps = self.accumulates_gradients = False
+        self._casts: dict[tuple[int, ...], torch.Tensor] = {}
         self._gradients: dict[tuple[int, ...], torch.Tensor] = {}
 
     @contextmanager
-    def __call__(self, keep: bool, add_gradients: bool) -> Iterator[None]:
-        """keep: a weight in the dtype to compute in is made once, not at every use; for weights that are all there.
+    def fixed_weights(self, keep: bool, accumulate_gradients: bool) -> Iterator[None]:
+        """A phase in which the weights do not change.
 
-        add_gradients: gradients go to `.grad` here and not through autograd, which must be None at the start; not
-        where something else waits for them.
+        Args:
+            keep: cast a weight once instead of at every use; requires unsharded weights.
+            accumulate_gradients: write gradients to `.grad` here and not through autograd. `.grad` must be None at the
+                start, and nothing else (such as a hook) may wait for the gradients.
         """
-        self.on, self._keeps, self.adds_gradients = True, keep, add_gradients
+        self.active, self._keeps, self.accumulates_gradients = True, keep, accumulate_gradients
         try:
             yield
         finally:
-            self.on = self._keeps = self.adds_gradients = False
-            self._copies.clear()
+            self.active = self._keeps = self.accumulates_gradients = False
+            self._casts.clear()
             self._gradients.clear()
 
-    def joint(self, parameters: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    def concatenated(self, parameters: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """The parameters (o_i, ...) as one tensor (O, ...) of a dtype."""
         if len(parameters) == 1 and parameters[0].dtype == dtype:
             return parameters[0].detach()
         key = tuple(map(id, parameters))
-        if key in self._copies:
-            return self._copies[key]
+        if key in self._casts:
+            return self._casts[key]
         rows = sum(p.shape[0] for p in parameters)
-        made = parameters[0].new_empty((rows, *parameters[0].shape[1:]), dtype=dtype, requires_grad=False)
-        for part, parameter in zip(made.split([p.shape[0] for p in parameters]), parameters):
-            part.copy_(parameter.detach())
+        cast = parameters[0].new_empty((rows, *parameters[0].shape[1:]), dtype=dtype, requires_grad=False)
+        for chunk, parameter in zip(cast.split([p.shape[0] for p in parameters]), parameters):
+            chunk.copy_(parameter.detach())
         if self._keeps:
-            self._copies[key] = made
-        return made
+            self._casts[key] = cast
+        return cast
 
-    def add_product(self, parameters: Sequence[nn.Parameter], g: torch.Tensor, x: torch.Tensor) -> None:
+    def accumulate_matmul(self, parameters: Sequence[nn.Parameter], g: torch.Tensor, x: torch.Tensor) -> None:
         """Add g^T x to the gradients of weights. g: (N, O). x: (N, I)."""
         old = self._gradient(parameters)
         if old is None:
-            self._keep_gradient(parameters, _product(g.t(), x, parameters[0].dtype))
+            self._keep_gradient(parameters, _matmul(g.t(), x, parameters[0].dtype))
         elif old.dtype == x.dtype:
             old.addmm_(g.t(), x)
         else:
             torch.ops.aten.addmm.dtype_out(old, g.t(), x, old.dtype, out=old)
 
-    def add(self, parameters: Sequence[nn.Parameter], gradient: torch.Tensor) -> None:
+    def accumulate(self, parameters: Sequence[nn.Parameter], gradient: torch.Tensor) -> None:
         """Add a gradient (O,) to those of biases."""
         old = self._gradient(parameters)
         if old is None:
@@ -77,15 +79,21 @@ class Phase:
     def _gradient(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor | None:
         return parameters[0].grad if len(parameters) == 1 else self._gradients.get(tuple(map(id, parameters)))
 
-    def _keep_gradient(self, parameters: Sequence[nn.Parameter], joint: torch.Tensor) -> None:
-        """The parameters' gradients are views of the joint one, which products to come add to."""
-        self._gradients[tuple(map(id, parameters))] = joint
-        for part, parameter in zip(joint.split([p.shape[0] for p in parameters]), parameters):
-            parameter.grad = part
+    def _keep_gradient(self, parameters: Sequence[nn.Parameter], gradient: torch.Tensor) -> None:
+        """Let `.grad` of the parameters be views of one tensor, which later GEMMs accumulate into."""
+        self._gradients[tuple(map(id, parameters))] = gradient
+        for chunk, parameter in zip(gradient.split([p.shape[0] for p in parameters]), parameters):
+            parameter.grad = chunk
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """a b in a dtype that is that of a and b, or float32."""
+def compute_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    """The dtype in which torch computes the GEMM of x and weight: autocast's, or the result type."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.result_type(x, weight)
+
+
+def _matmul(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """a b in `dtype`: that of a and b, or float32."""
     return torch.mm(a, b) if dtype == a.dtype else torch.mm(a, b, out_dtype=dtype)
 
 
@@ -99,23 +107,23 @@ def _column_sums(x: torch.Tensor) -> torch.Tensor:
 
 
 class Embedding(torch.autograd.Function):
-    """weight[ids]: ids (...), weight (V, D) -> (..., D). padding: an id that gets no gradient, or None.
+    """weight[ids]: ids (...), weight (V, D) -> (..., D). `padding`: an id without gradient, or None.
 
-    A gradient that is there already is added to where it is, not by way of a (V, D) tensor that is zero nearly
-    everywhere. The order of its sums is always the same.
+    Accumulates into an existing gradient in place, without a (V, D) tensor that is zero nearly everywhere. The order of
+    the sums is deterministic.
     """
 
     @staticmethod
-    def forward(ctx, ids: torch.Tensor, weight: nn.Parameter, padding: int | None, phase: Phase) -> torch.Tensor:
+    def forward(ctx, ids: torch.Tensor, weight: nn.Parameter, padding: int | None, cache: WeightCache) -> torch.Tensor:
         ctx.save_for_backward(ids)
-        ctx.weight, ctx.padding, ctx.phase = weight, padding, phase
+        ctx.weight, ctx.padding, ctx.cache = weight, padding, cache
         return nn.functional.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
         weight, padding = ctx.weight, ctx.padding
-        if not ctx.phase.adds_gradients or weight.grad is None:
+        if not ctx.cache.accumulates_gradients or weight.grad is None:
             none = -1 if padding is None else padding
             return None, torch.ops.aten.embedding_dense_backward(g, ids, len(weight), none, False), None, None
         if padding is not None:
@@ -124,36 +132,39 @@ class Embedding(torch.autograd.Function):
         return None, None, None, None
 
 
-class Product(torch.autograd.Function):
-    """x W^T + b of some linear layers, (..., I) -> (..., O), in a dtype. parameters: their weights, then biases."""
+class FusedLinear(torch.autograd.Function):
+    """x W^T + b of several linear layers as one GEMM: (..., I) -> (..., O) in `dtype`.
+
+    `parameters`: the weights of the layers, then their biases.
+    """
 
     @staticmethod
     def forward(
-        ctx, x: torch.Tensor, dtype: torch.dtype, phase: Phase, layers: int, *parameters: nn.Parameter
+        ctx, x: torch.Tensor, dtype: torch.dtype, cache: WeightCache, layers: int, *parameters: nn.Parameter
     ) -> torch.Tensor:
         weights, biases = parameters[:layers], parameters[layers:]
-        ctx.phase, ctx.weights, ctx.biases, ctx.dtypes = phase, weights, biases, (x.dtype, dtype)
+        ctx.cache, ctx.weights, ctx.biases, ctx.dtypes = cache, weights, biases, (x.dtype, dtype)
         x = x.to(dtype)
         ctx.save_for_backward(x if any(ctx.needs_input_grad[4:]) else None)
-        bias = phase.joint(biases, dtype) if biases else None
-        return nn.functional.linear(x, phase.joint(weights, dtype), bias)
+        bias = cache.concatenated(biases, dtype) if biases else None
+        return nn.functional.linear(x, cache.concatenated(weights, dtype), bias)
 
     @staticmethod
     def backward(ctx, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        phase, weights, biases, (x_dtype, dtype) = ctx.phase, ctx.weights, ctx.biases, ctx.dtypes
-        gx = torch.matmul(g, phase.joint(weights, dtype)).to(x_dtype) if ctx.needs_input_grad[0] else None
+        cache, weights, biases, (x_dtype, dtype) = ctx.cache, ctx.weights, ctx.biases, ctx.dtypes
+        gx = torch.matmul(g, cache.concatenated(weights, dtype)).to(x_dtype) if ctx.needs_input_grad[0] else None
         found: list[torch.Tensor | None] = [None] * (len(weights) + len(biases))
         if x is None:
             return gx, None, None, None, *found
         g, x = g.flatten(0, -2), x.flatten(0, -2)
-        of_biases = _column_sums(g).to(biases[0].dtype) if biases else None
-        if phase.adds_gradients:
-            phase.add_product(weights, g, x)
-            if of_biases is not None:
-                phase.add(biases, of_biases)
+        bias_gradient = _column_sums(g).to(biases[0].dtype) if biases else None
+        if cache.accumulates_gradients:
+            cache.accumulate_matmul(weights, g, x)
+            if bias_gradient is not None:
+                cache.accumulate(biases, bias_gradient)
         else:
             sizes = [w.shape[0] for w in weights]
             found = list(torch.mm(g.t(), x).to(weights[0].dtype).split(sizes))
-            found += of_biases.split(sizes) if of_biases is not None else []
+            found += bias_gradient.split(sizes) if bias_gradient is not None else []
         return gx, None, None, None, *found

@@ -1,8 +1,8 @@
 """From hidden states to log-probs, entropies and their gradients, without a (tokens, V) float32 tensor.
 
-States go through the last projection in chunks. Of a chunk the logits stay in the dtype that the projection gives, and
-sums over the vocabulary run in float32; the backward pass writes the gradient of the logits from them in one pass.
-Where the logits of all chunks are few they wait for it; else those of a chunk are computed again.
+The last projection runs in chunks. The logits of a chunk stay in the dtype of the projection, and sums over the
+vocabulary run in float32; the backward pass writes the gradient of the logits in one pass. If the logits of all chunks
+fit, they are kept for it; otherwise they are recomputed chunk by chunk.
 
 V: vocabulary; S: selected states. x: logits / temperature; p: softmax(x); H: entropy.
 """
@@ -16,11 +16,11 @@ from verl.modeling.batch_invariant.chunked import log_sum_exp
 
 OUTPUTS = ("log_probs", "entropys", "sum_pi_squared")
 
-#: logits of one chunk at most. A GPU needs thousands of rows for a fast product; 2**24 float32 numbers are 64 MiB
+#: logits per chunk. A GPU needs thousands of rows for a fast GEMM; 2**24 float32 numbers are 64 MiB
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 5 * 2**28}
-#: logits that each thread of a CPU computes with at a time: a quarter of a MiB in float32
+#: logits that each CPU thread computes with at a time: a quarter of a MiB in float32
 CACHED_ELEMENTS = 2**16
-#: the share of a GPU's memory that logits may take between the forward and the backward pass
+#: share of a GPU's memory that logits may take between the forward and the backward pass
 KEPT_SHARE = 1 / 16
 
 
@@ -34,9 +34,9 @@ class _TokenStatistics(torch.autograd.Function):
         targets: torch.Tensor,
         temperature: float,
         wanted: tuple[bool, bool, bool],
-        invariant: bool,
+        batch_invariant: bool,
     ) -> tuple[torch.Tensor, ...]:
-        lse, *found = statistics_by(logits, targets, temperature, wanted, invariant)
+        lse, *found = logit_statistics(logits, targets, temperature, wanted, batch_invariant)
         ctx.save_for_backward(logits, targets, lse, *found[1:])
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
@@ -45,24 +45,26 @@ class _TokenStatistics(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         logits, targets, lse, entropys, squares = ctx.saved_tensors
-        wanted = tuple(gradient is not None for gradient in gradients)  # what was measured alone costs nothing here
+        wanted = tuple(
+            gradient is not None for gradient in gradients
+        )  # outputs that are only measured cost nothing here
         gradients = tuple(torch.zeros_like(lse) if gradient is None else gradient for gradient in gradients)
-        compute = _gradient_on_gpu if _by_kernel(logits) else logits_gradient
+        compute = _gradient_on_gpu if _has_kernel(logits) else logits_gradient
         found = compute(logits, targets, lse, entropys, squares, gradients, ctx.temperature, wanted)
         return found, None, None, None, None
 
 
-def statistics_by(
+def logit_statistics(
     logits: torch.Tensor,
     targets: torch.Tensor,
     temperature: float,
     wanted: tuple[bool, bool, bool],
-    invariant: bool = False,
+    batch_invariant: bool = False,
 ) -> list[torch.Tensor]:
-    """As `statistics`, by the kernel on a GPU, which goes through each row alone."""
-    if _by_kernel(logits):
+    """`statistics`, with the Triton kernel on a GPU, which is batch-invariant."""
+    if _has_kernel(logits):
         return _statistics_on_gpu(logits, targets, temperature, wanted)
-    return statistics(logits, targets, temperature, wanted, invariant)
+    return statistics(logits, targets, temperature, wanted, batch_invariant)
 
 
 def statistics(
@@ -70,11 +72,16 @@ def statistics(
     targets: torch.Tensor,
     temperature: float,
     wanted: tuple[bool, bool, bool],
-    invariant: bool = False,
+    batch_invariant: bool = False,
 ) -> list[torch.Tensor]:
-    """[log sum exp x, log-probs, entropies, sums of squares], each (s,) and 0 where not wanted, in plain torch.
+    """[log sum exp x, log-probs, entropies, sums of squares], each (s,), in plain torch; 0 where not wanted.
 
-    invariant: the first two of a row have the same bits whatever the other rows are.
+    Args:
+        logits: (s, V).
+        targets: (s,) token ids.
+        temperature: divides the logits.
+        wanted: which of log-probs, entropies and sums of squares.
+        batch_invariant: the bits of the first two do not depend on the other rows.
     """
     found = [logits.new_zeros(len(logits), dtype=_wide(logits)) for _ in range(4)]
     for rows in _blocks(logits):
@@ -82,12 +89,12 @@ def statistics(
         top = x.amax(-1)
         e = (x - top[:, None]).exp_()
         total = e.sum(-1)
-        lse = found[0][rows] = log_sum_exp(x) if invariant else top + total.log()
+        lse = found[0][rows] = log_sum_exp(x) if batch_invariant else top + total.log()
         found[1][rows] = x.gather(-1, targets[rows, None])[:, 0] - lse
         if wanted[2]:
             found[3][rows] = e.square().sum(-1) / total.square()
         if wanted[1]:
-            # a logit of -inf has no part in it: 0 times it is NaN, which is left out (a NaN of x is in lse too)
+            # a logit of -inf contributes nothing, but 0 * -inf is NaN and is skipped (a NaN of x is in lse too)
             found[2][rows] = lse - e.mul_(x).nansum(-1) / total
     return found
 
@@ -102,7 +109,7 @@ def logits_gradient(
     temperature: float,
     wanted: tuple[bool, bool, bool],
 ) -> torch.Tensor:
-    """(s, V) in the dtype of the logits, in plain torch.
+    """The gradient of the logits, (s, V) in their dtype, in plain torch.
 
     d log p_y / dx = 1[y] - p;  d H / dx = -p (log p + H);  d sum p^2 / dx = 2 p (p - sum p^2).
     """
@@ -125,7 +132,7 @@ def logits_gradient(
 
 
 def _blocks(logits: torch.Tensor) -> Iterator[slice]:
-    """Runs of rows that plain torch goes through at a time, many operations each: a CPU's cache holds them."""
+    """Runs of rows that fit into the cache of a CPU, which plain torch computes one after another."""
     rows = len(logits) if logits.is_cuda else max(1, CACHED_ELEMENTS * torch.get_num_threads() // logits.shape[1])
     return (slice(start, start + rows) for start in range(0, len(logits), max(1, rows)))
 
@@ -139,7 +146,7 @@ def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return logits if temperature == 1.0 else logits / temperature
 
 
-def _by_kernel(logits: torch.Tensor) -> bool:
+def _has_kernel(logits: torch.Tensor) -> bool:
     return logits.is_cuda and logits.dtype != torch.float64  # the kernels compute in float32
 
 
@@ -162,35 +169,41 @@ def token_statistics(
     vocab_size: int,
     outputs: tuple[str, ...],
     temperature: float = 1.0,
-    invariant: bool = False,
+    batch_invariant: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Each asked output, (S,), of the distribution softmax(head(states) / temperature).
+    """Statistics of the distribution softmax(head(states) / temperature).
 
-    float32, or float64 for a float64 model.
+    Args:
+        states: (S, hidden).
+        targets: (S,) token ids.
+        head: (s, hidden) -> (s, V).
+        vocab_size: V.
+        outputs: any of log_probs (of the targets), entropys, sum_pi_squared (sum over V of squared probabilities).
+        temperature: divides the logits.
+        batch_invariant: the bits of log_probs do not depend on the other states, provided that the head's do not.
 
-    states: (S, hidden). targets: (S,) token ids. head: (s, hidden) -> (s, V).
-    outputs: log_probs of the targets, entropys, sum_pi_squared (the sum over V of squared probabilities).
-    invariant: log_probs do not depend, in any bit, on the other states; so must the head.
+    Returns:
+        name -> (S,) float32, or float64 for a float64 model.
     """
     unknown = set(outputs) - set(OUTPUTS)
     if unknown:
-        raise ValueError(f"the logits give {', '.join(OUTPUTS)}, not {sorted(unknown)}")
+        raise ValueError(f"expected outputs out of {', '.join(OUTPUTS)}, found {sorted(unknown)}")
     wanted = tuple(name in outputs for name in OUTPUTS)
 
     def of_chunk(states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return _TokenStatistics.apply(head(states), targets, temperature, wanted, invariant)
+        return _TokenStatistics.apply(head(states), targets, temperature, wanted, batch_invariant)
 
     rows = max(1, CHUNK_ELEMENTS[states.device.type] // vocab_size)
-    if states.is_cuda and len(states) > rows:  # chunks of one size: a small last one would be a slow product
+    if states.is_cuda and len(states) > rows:  # equal chunks: a small last one would be a slow GEMM
         rows = -(-len(states) // -(-len(states) // rows))
     chunks = list(zip(states.split(rows), targets.split(rows)))
     recompute = torch.is_grad_enabled() and len(chunks) > 1 and not _fit(states, vocab_size)
-    parts = [checkpoint(of_chunk, *chunk, use_reentrant=False) if recompute else of_chunk(*chunk) for chunk in chunks]
-    return {name: torch.cat([part[OUTPUTS.index(name)] for part in parts]) for name in outputs}
+    found = [checkpoint(of_chunk, *chunk, use_reentrant=False) if recompute else of_chunk(*chunk) for chunk in chunks]
+    return {name: torch.cat([each[OUTPUTS.index(name)] for each in found]) for name in outputs}
 
 
 def _fit(states: torch.Tensor, vocab_size: int) -> bool:
-    """Whether the logits of all states may be kept for the backward pass."""
+    """Whether the logits of all states fit until the backward pass."""
     if not states.is_cuda:
         return False
     size = states.shape[0] * vocab_size * states.element_size()

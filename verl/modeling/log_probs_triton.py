@@ -1,6 +1,6 @@
-"""Triton kernels of `logits`: one pass over the logits (s, V) for their statistics, one for their gradient.
+"""Triton kernels of `log_probs`: one pass over the logits (s, V) for their statistics, one for their gradient.
 
-A program has one row; sums are float32 whatever the dtype of the logits.
+A program computes one row; sums are float32 for any dtype of the logits.
 """
 
 import torch
@@ -60,7 +60,7 @@ def _gradient_kernel(logits, targets, lse, entropys, squares, of_log_prob, of_en
 def statistics(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, wanted: tuple[bool, bool, bool]
 ) -> list[torch.Tensor]:
-    """As `logits.statistics`."""
+    """As `log_probs.statistics`."""
     rows, vocabulary = logits.shape
     lse, log_probs, entropys, squares = (logits.new_zeros(rows, dtype=torch.float32) for _ in range(4))
     if rows:
@@ -81,7 +81,7 @@ def logits_gradient(
     temperature: float,
     wanted: tuple[bool, bool, bool],
 ) -> torch.Tensor:
-    """As `logits.logits_gradient`."""
+    """As `log_probs.logits_gradient`."""
     rows, vocabulary = logits.shape
     found = torch.empty_like(logits, memory_format=torch.contiguous_format)
     if rows:

@@ -1,7 +1,7 @@
-"""The input of a forward pass: rows packed without padding, or padded.
+"""The input of a forward pass: sequences packed without padding, or padded.
 
-Either way the model's hidden states become one list of *selected* states: the ones that predict a response token. So
-the last projection, the log-probs and their gradients are computed for response tokens only.
+In both cases the hidden states that predict a response token are *selected* into one list, so the last projection, the
+log-probs and their gradients are computed for response tokens only.
 """
 
 import dataclasses
@@ -11,20 +11,24 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-from verl.modeling.indexing import spread_rows
+from verl.modeling.indexing import scatter_rows
 from verl.modeling.sequence_parallel import SequenceRanks
-from verl.modeling.shared_prefix import first_with_prompt, lay_out
+from verl.modeling.shared_prefix import first_with_prompt, shared_prefix_layout
 
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the rows of a packed sequence lie. N tokens of b rows, the longest of L tokens.
+    """The layout of b packed sequences with N tokens, the longest of L tokens.
 
-    slots: (N,) index of each token in the (b * L) right-padded layout. cu_seqlens: (b+1,) int32. lengths: of the rows.
-    ranks: those that share the N tokens; None where this process computes them all. keys: what the rows attend to where
-    that is more than their own tokens.
+    Attributes:
+        lengths: tokens of each sequence.
+        cu_seqlens: (b + 1,) int32, cumulative lengths.
+        slots: (N,) index of each token in the right-padded layout (b * L).
+        max_length: L.
+        ranks: the ranks that share the N tokens; None if this process computes all of them.
+        keys: the keys that the sequences attend to, if they are more than their own tokens.
     """
 
     lengths: tuple[int, ...]
@@ -49,7 +53,7 @@ class Packing:
         return cls(known, starts.to(torch.int32), row * longest + within, longest)
 
     def to(self, device: torch.device) -> "Packing":
-        """The same with its tensors, which are on the host, on a device."""
+        """A copy whose tensors are moved from the host to a device."""
         return dataclasses.replace(
             self,
             cu_seqlens=to_device(self.cu_seqlens, device),
@@ -60,9 +64,11 @@ class Packing:
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys and values that packed rows attend to where rows share prompts (`prompt_sharing`), M of N tokens.
+    """The M keys and values that sequences with a shared prefix attend to, taken from N tokens.
 
-    packing: the rows with their prompts. source, one_use, offsets, uses: as `prompt_sharing.Layout` has them.
+    Attributes:
+        packing: the sequences with their prompts.
+        source, one_use, offsets, uses: as in `shared_prefix.SharedPrefixLayout`.
     """
 
     packing: Packing
@@ -72,18 +78,23 @@ class Keys:
     uses: torch.Tensor
 
     def to(self, device: torch.device) -> "Keys":
-        """The same with its tensors, which are on the host, on a device."""
+        """A copy whose tensors are moved from the host to a device."""
         tensors = (self.source, self.one_use, self.offsets, self.uses)
         return Keys(self.packing.to(device), *(to_device(tensor, device) for tensor in tensors))
 
 
 @dataclass(frozen=True)
 class ModelInput:
-    """What one forward pass reads, and where its answers go.
+    """What one forward pass reads, and where its outputs go.
 
-    input_ids, position_ids: (1, N) packed or (b, P+T) padded. attention_mask: (b, P+T), or None when packed.
-    states: (S,) flat index of the hidden states that predict a response token; targets: (S,) the token each predicts;
-    slots: (S,) its index in (b * T). shape: (b, T).
+    Attributes:
+        input_ids, position_ids: (1, N) packed or (b, P + T) padded.
+        attention_mask: (b, P + T), or None if packed.
+        packing: layout of a packed input, or None.
+        states: (S,) flat index of the hidden states that predict a response token.
+        targets: (S,) the token that each of them predicts.
+        slots: (S,) index of that token in (b * T).
+        shape: (b, T).
     """
 
     input_ids: torch.Tensor
@@ -97,10 +108,10 @@ class ModelInput:
 
     def scatter(self, values: torch.Tensor) -> torch.Tensor:
         """(S,) values of the selected states -> (b, T), 0 elsewhere."""
-        return spread_rows(values, self.slots, self.shape[0] * self.shape[1]).view(self.shape)
+        return scatter_rows(values, self.slots, self.shape[0] * self.shape[1]).view(self.shape)
 
     def to(self, device: torch.device) -> "ModelInput":
-        """The same with its tensors, which are on the host, on a device."""
+        """A copy whose tensors are moved from the host to a device."""
         mask, packing = self.attention_mask, self.packing
         return dataclasses.replace(
             self,
@@ -114,7 +125,7 @@ class ModelInput:
         )
 
     def share_of(self, ranks: SequenceRanks) -> "ModelInput":
-        """One rank's part of a packed input: its run of tokens (filled up at the very end), and the states in it."""
+        """One rank's share of a packed input: a run of tokens (padded at the very end) and the states in it."""
         total = self.input_ids.shape[1]
         tokens = -(-total // ranks.size)
         fill, start = tokens * ranks.size - total, ranks.rank * tokens
@@ -131,7 +142,7 @@ class ModelInput:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host's tensor on a device; a GPU fetches it in its turn, and the host does not wait for that."""
+    """A host tensor on a device; the copy to a GPU is asynchronous."""
     if device.type != "cuda" or not tensor.numel():
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -142,18 +153,21 @@ def row_lengths(attention_mask: torch.Tensor) -> list[int]:
     return attention_mask.sum(1).tolist()
 
 
-def build_input(rows: Tensors, remove_padding: bool, share_prompts: bool = False) -> ModelInput:
-    """The model input of a micro-batch with the columns input_ids, attention_mask, position_ids and responses.
+def build_input(rows: Tensors, remove_padding: bool, shared_prefix: bool = False) -> ModelInput:
+    """The model input of a micro-batch.
 
-    Each row's tokens stand together (left-padded prompt, right-padded response); a response may be followed by padding
-    only. share_prompts: tokens of a prompt that several rows have come once; for packed rows.
+    Args:
+        rows: the columns input_ids, attention_mask, position_ids and responses. The tokens of a row are contiguous
+            (left-padded prompt, right-padded response).
+        remove_padding: pack the rows.
+        shared_prefix: compute the tokens of a prompt once for all rows that have it; for packed rows only.
     """
     attention = rows["attention_mask"].bool()
     width = rows["responses"].shape[1]
-    answered = attention[:, -width:]
+    responded = attention[:, -width:]
     b, total = attention.shape
     shape = (b, width)
-    slots = answered.flatten().nonzero()[:, 0]
+    slots = responded.flatten().nonzero()[:, 0]
     targets = rows["responses"].flatten()[slots]
     row, t = slots // width, slots % width
     if not remove_padding:
@@ -161,26 +175,26 @@ def build_input(rows: Tensors, remove_padding: bool, share_prompts: bool = False
         return ModelInput(
             rows["input_ids"], rows["position_ids"], attention.long(), None, states, targets, slots, shape
         )
-    first = first_with_prompt(attention, rows["input_ids"], width) if share_prompts else range(b)
+    first = first_with_prompt(attention, rows["input_ids"], width) if shared_prefix else range(b)
     if len(set(first)) < b:
-        packing, kept, states = _shared(attention, width, first, row, t)
+        packing, kept, states = _pack_shared(attention, width, first, row, t)
     else:
         lengths = attention.sum(1)
         packing = Packing.of(lengths)
         kept = attention.flatten().nonzero()[:, 0]
-        prompt_lengths = lengths - answered.sum(1)
+        prompt_lengths = lengths - responded.sum(1)
         states = packing.cu_seqlens.long()[row] + prompt_lengths[row] + t - 1
     ids, position_ids = (rows[name].flatten()[kept][None] for name in ("input_ids", "position_ids"))
     return ModelInput(ids, position_ids, None, packing, states, targets, slots, shape)
 
 
-def _shared(
+def _pack_shared(
     attention: torch.Tensor, width: int, first: Sequence[int], row: torch.Tensor, t: torch.Tensor
 ) -> tuple[Packing, torch.Tensor, torch.Tensor]:
-    """(packing, flat indices of the tokens, states that predict token t of the answer of a row), prompts shared."""
-    layout = lay_out(attention, width, first)
-    whole = Packing.of(attention.sum(1)[layout.rows])
-    keys = Keys(whole, layout.source, layout.one_use, layout.offsets, layout.uses)
-    own = torch.where(layout.own_prompt, layout.end, layout.start)  # where a row's answer begins
+    """(packing, flat indices of the tokens, states that predict response token t of a row), with shared prefixes."""
+    layout = shared_prefix_layout(attention, width, first)
+    full = Packing.of(attention.sum(1)[layout.rows])
+    keys = Keys(full, layout.source, layout.one_use, layout.offsets, layout.uses)
+    own = torch.where(layout.own_prompt, layout.end, layout.start)  # where the response of a row begins
     states = torch.where(t == 0, layout.end[row], own[row] + t) - 1
     return dataclasses.replace(Packing.of(layout.queries), keys=keys), layout.kept, states

@@ -1,10 +1,10 @@
-"""Ulysses sequence parallelism: the tokens of packed rows are spread over the ranks of a group.
+"""Ulysses sequence parallelism: the tokens of packed sequences are sharded over the ranks of a group.
 
-Every rank runs the layers on its share of the tokens. Inside attention an all-to-all trades tokens for heads, so that
-a rank sees all tokens of some heads, and a second one trades back (Jacobs et al. 2023, arXiv 2309.14509).
+Every rank runs the layers on its share of the tokens. In attention, an all-to-all exchanges tokens for heads, so that
+a rank has all tokens of some heads, and a second one exchanges them back (Jacobs et al. 2023, arXiv 2309.14509).
 
-The outputs of all tokens are put together on every rank, which all compute the same loss. What flows back into a rank
-is the gradient of its own tokens, so the parameters' gradients of the ranks add up to that of one device.
+The outputs of all tokens are summed on every rank, and all ranks compute the same loss. The gradient that flows back
+into a rank is that of its own tokens, so the parameter gradients of the ranks add up to that of one device.
 """
 
 import math
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 class _AllToAll(torch.autograd.Function):
-    """Slice i of the first dimension goes to rank i; the slices of all ranks come back in rank order."""
+    """Sends slice i of the first dimension to rank i and returns the received slices in rank order."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -30,7 +30,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _SumOfShares(torch.autograd.Function):
-    """The sum over the ranks; backwards each rank's own gradient, since every rank computes the same loss."""
+    """The sum over the ranks; the backward pass is the identity, because every rank computes the same loss."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -45,9 +45,14 @@ class _SumOfShares(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class SequenceRanks:
-    """The ranks that share the tokens of the same rows. rank: this one's place among the `size` of them.
+    """The ranks that share the tokens of the same sequences.
 
     H query heads, K key/value heads, n tokens of one rank, N = size * n tokens of all, D head size.
+
+    Attributes:
+        group: their process group.
+        rank: this rank in the group.
+        size: number of ranks.
     """
 
     group: dist.ProcessGroup
@@ -55,17 +60,17 @@ class SequenceRanks:
     size: int
 
     def sum_of_shares(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks of values that are 0 but for each rank's own tokens."""
+        """The sum over the ranks of values that are 0 except at each rank's own tokens."""
         return _SumOfShares.apply(values, self.group)
 
     def tokens_to_heads(self, *states: torch.Tensor) -> list[torch.Tensor]:
-        """Each (1, H, n, D) of this rank's tokens -> (1, H / size, N, D) of this rank's heads, in one exchange."""
+        """Each (1, H, n, D) of this rank's tokens -> (1, H / size, N, D) of this rank's heads, in one all-to-all."""
         received = _AllToAll.apply(torch.cat([x.reshape(self.size, -1) for x in states], 1), self.group)
         widths = [x.numel() // self.size for x in states]
         heads = []
-        for x, part in zip(states, received.split(widths, 1)):
+        for x, chunk in zip(states, received.split(widths, 1)):
             _, h, n, d = x.shape
-            by_rank = part.view(self.size, h // self.size, n, d)
+            by_rank = chunk.view(self.size, h // self.size, n, d)
             heads.append(by_rank.transpose(0, 1).reshape(1, h // self.size, self.size * n, d))
         return heads
 
@@ -77,16 +82,18 @@ class SequenceRanks:
         return received.transpose(0, 1).reshape(1, total // self.size, self.size * heads, d)
 
     def check_heads(self, heads: int) -> None:
-        """Raise ValueError when the ranks cannot share H query heads evenly."""
+        """Raise ValueError if the ranks do not divide the H query heads."""
         if heads % self.size:
             raise ValueError(
                 f"ulysses_sequence_parallel_size {self.size} does not divide the model's {heads} attention heads"
             )
 
-    def spread_heads(self, key: torch.Tensor, heads: int) -> torch.Tensor:
-        """Keys or values (1, K, n, D) with each head repeated as often as needed for the ranks to divide them.
+    def repeat_heads(self, key: torch.Tensor, heads: int) -> torch.Tensor:
+        """Keys or values (1, K, n, D) with each head repeated until the ranks divide them.
 
-        heads: H; query head i still reads the head that it read before.
+        Args:
+            key: the keys or values.
+            heads: H; query head i still reads the same head.
         """
         self.check_heads(heads)
         return key.repeat_interleave(self.size // math.gcd(key.shape[1], self.size), 1)

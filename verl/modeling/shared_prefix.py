@@ -1,9 +1,9 @@
-"""Rows that answer the same prompt: its tokens are computed once, and what that takes of a packed input.
+"""Shared prefix: the tokens of a prompt are computed once for all its responses in a micro-batch.
 
-Of n answers to a prompt the first has the prompt's tokens before its own, the others have their own alone. Only
-attention notices: the queries of a row are the tokens that it has, its keys and values those of the whole row, which
-are taken from where they are and whose gradients add up there. All else is computed per token and gives each token of
-a prompt what it would get in every row, because under a causal mask a prompt does not depend on its answer.
+Of n responses to a prompt, the first row holds the tokens of the prompt and its own, the other rows hold their own.
+Only attention differs: the queries of a row are its tokens, its keys and values those of prompt and response, gathered
+from the rows that hold them; their gradients accumulate there. Everything else is computed per token. Under a causal
+mask the states of a prompt do not depend on the response, so the numbers are the same as without sharing.
 
 N: tokens that are computed; M: tokens of all rows with their prompts; b: rows.
 """
@@ -13,45 +13,66 @@ from dataclasses import dataclass
 
 import torch
 
-#: tokens of rows with their prompts at most, as a multiple of the tokens that are computed: keys and values take memory
+#: limit of M as a multiple of the token budget: keys and values take memory
 MOST_KEYS = 4
 
 
 def first_with_prompt(attention_mask: torch.Tensor, input_ids: torch.Tensor, width: int) -> list[int]:
-    """Of each row (b, P + T) the first row that has the same prompt, itself perhaps. width: T."""
+    """For each row of (b, P + T) the first row with the same prompt, possibly itself. `width`: T."""
     mask = attention_mask[:, :-width].bool()
     prompts = torch.where(mask, input_ids[:, :-width], -1).numpy()
     found: dict[bytes, int] = {}
     return [found.setdefault(prompt.tobytes(), row) for row, prompt in enumerate(prompts)]
 
 
-def plan_shared(lengths: Sequence[int], prompts: Sequence[int], first: Sequence[int], budget: int) -> list[list[int]]:
-    """Row indices of micro-batches of at most `budget` tokens, rows with one prompt side by side.
+def plan_shared_prefixes(columns: dict[str, torch.Tensor], lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Row indices of micro-batches of at most `budget` tokens in which a prompt counts once.
 
-    lengths, prompts: tokens of each row, and of its prompt alone. first: as `first_with_prompt` gives it. A row that is
-    longer than the budget is a micro-batch of its own.
+    Args:
+        columns: input_ids, attention_mask and responses of the rows.
+        lengths: tokens of each row.
+        budget: tokens of a micro-batch.
     """
-    pieces: list[list[int]] = []
+    attention, width = columns["attention_mask"], columns["responses"].shape[1]
+    prompts = attention[:, :-width].sum(1).tolist()
+    return plan_shared(lengths, prompts, first_with_prompt(attention, columns["input_ids"], width), budget)
+
+
+def plan_shared(lengths: Sequence[int], prompts: Sequence[int], first: Sequence[int], budget: int) -> list[list[int]]:
+    """Row indices of micro-batches of at most `budget` tokens, rows with the same prompt together.
+
+    Args:
+        lengths, prompts: tokens of each row, and of its prompt.
+        first: as `first_with_prompt` returns it.
+        budget: tokens of a micro-batch; a row that is longer is a micro-batch by itself.
+    """
+    chunks: list[list[int]] = []
     size = keys = 0
     for row in sorted(range(len(lengths)), key=lambda row: (first[row], row)):
-        there = bool(pieces) and first[pieces[-1][-1]] == first[row]
-        cost = lengths[row] - (prompts[row] if there else 0)
-        if not pieces or size + cost > budget or keys + lengths[row] > MOST_KEYS * budget:
-            pieces.append([])
+        present = bool(chunks) and first[chunks[-1][-1]] == first[row]
+        cost = lengths[row] - (prompts[row] if present else 0)
+        if not chunks or size + cost > budget or keys + lengths[row] > MOST_KEYS * budget:
+            chunks.append([])
             size, keys, cost = 0, 0, lengths[row]
-        pieces[-1].append(row)
+        chunks[-1].append(row)
         size, keys = size + cost, keys + lengths[row]
-    return [sorted(rows) for rows in pieces]
+    return [sorted(rows) for rows in chunks]
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where the tokens of rows that share prompts lie.
+class SharedPrefixLayout:
+    """The layout of packed rows with shared prefixes.
 
-    rows: those that have tokens, in their order. queries: tokens that each has. kept: (N,) the flat index of each token
-    in (b * (P + T)). start, end: (b,) where the tokens of a row begin, and where its prompt ends, whichever row has it.
-    own_prompt: (b,) whether the row itself has it. source: (M,) the token of each key. one_use: (N,) a key of each
-    token. offsets (N + 1,), uses (M,): the keys of token i are uses[offsets[i]] .. uses[offsets[i + 1] - 1].
+    Attributes:
+        rows: the rows that hold tokens, in packed order.
+        queries: tokens that each of them holds.
+        kept: (N,) flat index of each token in (b * (P + T)).
+        start: (b,) where the tokens of a row begin.
+        end: (b,) where the prompt of a row ends, in whichever row it is.
+        own_prompt: (b,) whether the row itself holds its prompt.
+        source: (M,) the token of each key.
+        one_use: (N,) one key of each token.
+        offsets, uses: (N + 1,) and (M,): the keys of token i are uses[offsets[i]] .. uses[offsets[i + 1] - 1].
     """
 
     rows: torch.Tensor
@@ -66,15 +87,21 @@ class Layout:
     uses: torch.Tensor
 
 
-def lay_out(attention: torch.Tensor, width: int, first: Sequence[int]) -> Layout:
-    """attention: (b, P + T) bool. width: T. first: as `first_with_prompt` gives it."""
+def shared_prefix_layout(attention: torch.Tensor, width: int, first: Sequence[int]) -> SharedPrefixLayout:
+    """Lay out the tokens of b rows.
+
+    Args:
+        attention: (b, P + T) bool.
+        width: T.
+        first: as `first_with_prompt` returns it.
+    """
     leader = torch.tensor(first)
     b, total = attention.shape
     own_prompt = leader == torch.arange(b)
-    lengths, answers = attention.sum(1), attention[:, -width:].sum(1)
-    prompts = lengths - answers
+    lengths, responses = attention.sum(1), attention[:, -width:].sum(1)
+    prompts = lengths - responses
     order = leader.argsort(stable=True)  # the first row of a prompt is its leader
-    order = order[(own_prompt | (answers > 0))[order]]  # an empty answer to a prompt that is there asks nothing
+    order = order[(own_prompt | (responses > 0))[order]]  # an empty response adds nothing to a prompt of another row
     computed = attention & (own_prompt[:, None] | (torch.arange(total) >= total - width))
     kept = computed[order].flatten().nonzero()[:, 0]
     kept = order[kept // total] * total + kept % total
@@ -87,11 +114,11 @@ def lay_out(attention: torch.Tensor, width: int, first: Sequence[int]) -> Layout
     row = order.repeat_interleave(full)
     within = torch.arange(len(row)) - (full.cumsum(0) - full).repeat_interleave(full)
     of_prompt = within < prompts[row]
-    answer_start = start + torch.where(own_prompt, prompts, 0)
-    source = torch.where(of_prompt, start[leader][row] + within, answer_start[row] + within - prompts[row])
+    response_start = start + torch.where(own_prompt, prompts, 0)
+    source = torch.where(of_prompt, start[leader][row] + within, response_start[row] + within - prompts[row])
     uses = source.argsort(stable=True)
     counts = source.bincount(minlength=len(kept))
     offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    return Layout(
+    return SharedPrefixLayout(
         order, queries[order], kept, start, end, own_prompt, source, uses[offsets[:-1]], offsets.int(), uses.int()
     )

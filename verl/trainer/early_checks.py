@@ -5,12 +5,11 @@ The tokenizer, the data and the weights, which may take minutes, are read after 
 
 from verl.config import schema
 from verl.data.rlhf_dataset import RLHFDataset
-from verl.engines.loading import ModelConfig, check_model
+from verl.engines.loading import check_model
 from verl.tracking.tracking import check_trackers
 from verl.trainer import setup
 from verl.trainer.roles import pools_of, roles_of
 from verl.trainer.rollout_correction import check_correction
-from verl.workers.build import lora_config
 
 
 def check_early(config: schema.Config) -> None:
@@ -35,17 +34,10 @@ def _check_models(config: schema.Config) -> None:
         if role in roles_of(config):
             check_model_section(model, kind)
     if reward.enable:
-        check_model(ModelConfig(reward.model_path, "reward", trust_remote_code=reward.trust_remote_code))
+        section = schema.ModelConfig(path=reward.model_path, trust_remote_code=reward.trust_remote_code)
+        check_model(section, "reward")
 
 
 def check_model_section(model: schema.ModelConfig, kind: str) -> None:
-    """Raise ValueError for a `model` section whose model cannot be built. kind: as ModelConfig has it."""
-    check_model(
-        ModelConfig(
-            path=model.path,
-            kind=kind,
-            trust_remote_code=model.trust_remote_code,
-            override_config=tuple(model.override_config.items()),
-            lora=lora_config(model),
-        )
-    )
+    """Raise ValueError for a `model` section whose model cannot be built. kind: as in `EngineSpec`."""
+    check_model(model, kind)

@@ -5,13 +5,13 @@ a breakpoint just works. With more, the roles live in as many processes of this 
 """
 
 from verl.config import schema
+from verl.engines.loading import check_kernels
 from verl.single_controller import LocalWorkerGroup, WorkerSpec, colocate
 from verl.single_controller.placement import ResourcePool
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.roles import roles_of, roles_of_actor, start_pools
 from verl.trainer.setup import check_one_host
 from verl.utils.device import resolve_device
-from verl.workers.build import check_kernels
 
 
 class LocalPPOTrainer(PPOTrainer):

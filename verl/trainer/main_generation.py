@@ -15,6 +15,7 @@ from typing import Any
 
 from verl.config import ConfigError, Problem, check_available, check_inputs, load_config, to_flat_dict
 from verl.config.schema.offline import GenerationConfig
+from verl.data.tokenization import load_tokenizer
 from verl.dataflow import DataFlow
 from verl.evaluation.generate import Questions, build_generation_flow, check_output, read_questions, write_output
 from verl.evaluation.shards import AnswerParts, Answers
@@ -27,8 +28,8 @@ from verl.trainer.setup import stop_token_ids
 from verl.utils.device import resolve_device, resolve_dtype
 from verl.utils.disk import DiskFullError
 from verl.utils.log import setup_logging
-from verl.workers.build import load_tokenizer, stop_strings
 from verl.workers.rollout import RolloutWorker
+from verl.workers.rollout_build import stop_strings
 
 logger = logging.getLogger("verl.trainer")
 

@@ -11,6 +11,7 @@ from verl.algorithms.presets import PRESETS
 from verl.config import batch_words, check_available, check_inputs, check_models, load_config, schema, unavailable
 from verl.data.files import PromptSource
 from verl.data.rlhf_dataset import RLHFDataset, check_dataset, collate_prompts
+from verl.data.tokenization import load_tokenizer
 from verl.dataflow import CONTROLLER, DataFlow
 from verl.protocol import DataProto
 from verl.rewards import RewardManager
@@ -33,7 +34,6 @@ from verl.trainer.roles import placement_words, pools_of, worker_specs
 from verl.trainer.rollout_correction import correct_rollout
 from verl.trainer.samples import dump_generations, generations, write_jsonl
 from verl.trainer.unused_settings import warn_of_unused_settings
-from verl.workers.build import load_tokenizer
 
 logger = logging.getLogger("verl.trainer")
 

@@ -5,13 +5,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from verl.config import schema
+from verl.engines.lora import has_adapters
 from verl.single_controller import WorkerGroup, WorkerSpec
 from verl.single_controller.placement import ResourcePool, place_roles
 from verl.trainer.ppo_flow import needs_critic, needs_reference
 from verl.workers.actor_rollout_ref import ActorRolloutWorker, RefWorker
-from verl.workers.build import has_adapters, stop_strings
 from verl.workers.critic import CriticWorker
 from verl.workers.reward_model import RewardModelWorker
+from verl.workers.rollout_build import stop_strings
 
 
 def roles_of(config: schema.Config) -> list[str]:

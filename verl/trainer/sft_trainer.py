@@ -15,7 +15,9 @@ from verl.algorithms.masked import masked_mean
 from verl.config import check_available, check_inputs, check_models, load_config, schema, unavailable
 from verl.data.files import PromptSource
 from verl.data.sft_dataset import SFTDataset, collate_sft
+from verl.data.tokenization import load_tokenizer
 from verl.dataflow import DataFlow, Operator, Stateful
+from verl.engines.loading import check_kernels
 from verl.protocol import DataProto
 from verl.single_controller import LocalWorkerGroup, WorkerSpec
 from verl.tracking.tracking import check_trackers, setup_logging
@@ -26,7 +28,6 @@ from verl.trainer.early_checks import check_model_section
 from verl.trainer.launch import run
 from verl.trainer.model_limits import ModelLimits
 from verl.utils.device import resolve_device
-from verl.workers.build import check_kernels, load_tokenizer
 from verl.workers.sft import SFTWorker
 
 logger = logging.getLogger("verl.trainer")

@@ -9,25 +9,15 @@ import torch
 from verl.config import schema
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching, TrainEngine
-from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.registry import import_module
 from verl.rollout.base import Generation, RolloutEngine, SamplingParams
 from verl.rollout.stop_strings import StopStrings
 from verl.single_controller import Coordinates, Dispatch, register
-from verl.utils.device import peak_memory
-from verl.workers.build import (
-    make_engine,
-    make_rollout,
-    micro_batching,
-    model_config,
-    optimizer_config,
-    sample_ids,
-    sampling_in_mode,
-    sampling_params,
-)
-from verl.workers.engine_worker import EngineWorker
+from verl.utils.device import peak_memory, resolve_device
+from verl.workers.engine_worker import EngineWorker, micro_batching
 from verl.workers.objectives import aggregation, policy_objective
+from verl.workers.rollout_build import make_rollout, sample_ids, sampling_in_mode, sampling_params
 
 
 class ActorRolloutWorker(EngineWorker):
@@ -57,11 +47,17 @@ class ActorRolloutWorker(EngineWorker):
         self.pad_token_id = pad_token_id
         for address in imports:
             import_module(address)
-        section, exact = config.actor.fsdp_config, config.rollout.deterministic
-        model = model_config(config.model, section, device, self.local_rank, deterministic=exact)
-        self.device = model.device
-        optimizer = optimizer_config(config.actor.optim, total_training_steps)
-        self.engine: TrainEngine = make_engine(model, section, optimizer, self.world_size, config.nccl_timeout)
+        self.device = resolve_device(device, self.local_rank)
+        self.engine: TrainEngine = self.build_engine(
+            config.actor.strategy,
+            config.model,
+            config.actor.fsdp_config,
+            config.actor.optim,
+            device=device,
+            total_training_steps=total_training_steps,
+            deterministic=config.rollout.deterministic,
+            timeout=config.nccl_timeout,
+        )
         self.rollout: RolloutEngine = make_rollout(self.engine, config.rollout, pad_token_id)
         self.version = 0  # of the weights: the number of updates
 
@@ -106,7 +102,7 @@ class ActorRolloutWorker(EngineWorker):
         self.rollout.wake()
         if self.rollout.copies_weights:
             self.rollout.load_weights(self.engine.weights(), self.version)
-        with nullcontext() if self.rollout.copies_weights else self.engine.loaded():
+        with nullcontext() if self.rollout.copies_weights else self.engine.on_device():
             answers = self.rollout.generate(prompts, params, ids)
         if self.config.rollout.free_cache_engine:
             self.rollout.sleep()
@@ -138,10 +134,10 @@ class ActorRolloutWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_actor(self, batch: DataProto) -> dict[str, Any]:
-        """One pass over this rank's rows, in the order that they have.
+        """One pass over this rank's rows, in their order.
 
-        meta_info["mini_batch_rows"]: rows of one optimizer step, over all ranks. meta_info["last_pass"]: whether the
-        learning-rate schedule moves on afterwards (once a training step, however many passes that makes).
+        Reads meta_info["mini_batch_rows"], the rows of one optimizer step over all ranks, and meta_info["last_pass"],
+        whether the learning-rate schedule advances afterwards (once per training step, after its last pass).
         Without the column old_log_probs the rows are one mini-batch, whose old policy is the current one.
         """
         actor = self.config.actor
@@ -149,21 +145,19 @@ class ActorRolloutWorker(EngineWorker):
         micro = micro_batching(
             actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
         )
-        sums, old_is_current = MetricSums(), "old_log_probs" not in batch
-        with self.engine.loaded(optimizer=True):
-            minis = batch.split(batch.meta_info["mini_batch_rows"] // self.engine.dp_size)
-            assert len(minis) == 1 or not old_is_current, "the policy of a second update is not the old one"
-            for mini in minis:
-                mask = mini.batch["response_mask"]
-                agg = aggregation(actor.loss_agg_mode, mask, self.engine, actor.loss_scale_factor)
-                objective = policy_objective(actor.policy_loss.loss_mode, settings, agg, old_is_current)
-                metrics = self.engine.train_batch(mini, objective, micro, self.config.rollout.temperature)
-                sums.add({name if "/" in name else f"actor/{name}": value for name, value in metrics.items()})
-                self.version += 1
-        lr = {"actor/lr": self.engine.lr_step()} if batch.meta_info["last_pass"] else {}
+        minis, old_is_current = self.mini_batches(batch), "old_log_probs" not in batch
+        assert len(minis) == 1 or not old_is_current, "the policy of a second update is not the old one"
+        mode, factor = actor.loss_agg_mode, actor.loss_scale_factor
+        aggs = [aggregation(mode, mini.batch["response_mask"], self.engine, factor) for mini in minis]
+        objectives = [policy_objective(actor.policy_loss.loss_mode, settings, agg, old_is_current) for agg in aggs]
+        temperature, last_pass = self.config.rollout.temperature, batch.meta_info["last_pass"]
+        metrics = self.update_mini_batches(
+            zip(minis, objectives), micro, "actor", temperature=temperature, last_pass=last_pass
+        )
+        self.version += len(minis)
         (peak,) = self.engine.max_over_ranks([peak_memory(self.device) / 2**30])
         memory = {"perf/max_memory_allocated_gb": peak} if self.device.type == "cuda" else {}
-        return {**sums.result(), **lr, **memory}
+        return {**metrics, **memory}
 
 
 class RefWorker(EngineWorker):
@@ -171,9 +165,14 @@ class RefWorker(EngineWorker):
 
     def __init__(self, config: schema.ActorRolloutRefConfig, *, device: str):
         self.config = config
-        section, exact = config.ref.fsdp_config, config.rollout.deterministic
-        model = model_config(config.model, section, device, self.local_rank, deterministic=exact)
-        self.engine = make_engine(model, section, None, self.world_size, config.nccl_timeout)
+        self.engine = self.build_engine(
+            config.ref.strategy,
+            config.model,
+            config.ref.fsdp_config,
+            device=device,
+            deterministic=config.rollout.deterministic,
+            timeout=config.nccl_timeout,
+        )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:

@@ -1,48 +1,138 @@
-"""What the workers around a training engine have in common: where a rank sits, and checkpoints."""
+"""What the workers around a training engine have in common: its construction, the update loop and checkpoints."""
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, Literal
 
-from verl.config.schema.model import CheckpointConfig
-from verl.engines.base import TrainEngine
+from verl.config import schema
+from verl.engines.base import EngineSpec, MicroBatching, Objective, TrainEngine, make_engine
+from verl.engines.metrics import MetricSums
+from verl.protocol import DataProto
 from verl.single_controller import Coordinates, Dispatch, Worker, register
+from verl.utils.device import resolve_device
 
 
 class EngineWorker(Worker):
-    """A worker with a training `engine`. checkpoint: what its checkpoints hold."""
+    """A worker with a training engine.
+
+    Attributes:
+        engine: the training engine.
+        checkpoint: contents of its checkpoints.
+    """
 
     engine: TrainEngine
-    checkpoint: CheckpointConfig
+    checkpoint: schema.CheckpointConfig
+
+    def build_engine(
+        self,
+        strategy: str,
+        model: schema.ModelConfig,
+        engine: schema.EngineConfig,
+        optimizer: schema.OptimConfig | None = None,
+        *,
+        device: str,
+        kind: Literal["causal_lm", "value", "reward"] = "causal_lm",
+        total_training_steps: int = -1,
+        deterministic: bool = False,
+        timeout: float | None = None,
+    ) -> TrainEngine:
+        """The engine registered as `strategy`, on this rank. Arguments as in `EngineSpec`; device: `trainer.device`."""
+        spec = EngineSpec(
+            kind=kind,
+            model=model,
+            engine=engine,
+            optimizer=optimizer,
+            total_training_steps=total_training_steps,
+            deterministic=deterministic,
+            timeout=timeout,
+            device=resolve_device(device, self.local_rank),
+            rank=self.rank,
+            world_size=self.world_size,
+            local_rank=self.local_rank,
+        )
+        return make_engine(strategy, spec)
 
     def layout(self, mesh: str | None = None) -> Coordinates:
-        """Rows are split over the engine's data-parallel ranks; ranks that share a sequence get the same rows."""
+        """Samples are split over the data-parallel ranks of the engine; model-parallel ranks get the same samples."""
         if mesh is None:
-            return Coordinates(dp=self.engine.dp_rank, tp=self.engine.inner_rank)
+            return Coordinates(dp=self.engine.dp_rank, tp=self.engine.model_parallel_rank)
         return super().layout(mesh)
+
+    # ---- update -------------------------------------------------------------------------------------------------
+
+    def mini_batches(self, batch: DataProto) -> list[DataProto]:
+        """This rank's share of each mini-batch; meta_info["mini_batch_rows"] counts the rows of all ranks."""
+        return batch.split(batch.meta_info["mini_batch_rows"] // self.engine.dp_size)
+
+    def update_mini_batches(
+        self,
+        mini_batches: Iterable[tuple[DataProto, Objective]],
+        micro: MicroBatching,
+        prefix: str,
+        *,
+        temperature: float = 1.0,
+        last_pass: bool = True,
+    ) -> dict[str, Any]:
+        """One optimizer step per mini-batch: the update loop of every worker.
+
+        Args:
+            mini_batches: (rows of this rank, objective) of each step. A generator may use the engine in between: the
+                weights and the optimizer state stay on the device.
+            micro: how a mini-batch is split.
+            prefix: put before metric names that have none ("grad_norm" -> "actor/grad_norm").
+            temperature: divides the logits.
+            last_pass: advance the learning-rate schedule afterwards (once per training step, after the last of its
+                passes) and report "<prefix>/lr".
+
+        Returns:
+            Metric name -> (sum, count), or a number.
+        """
+        sums = MetricSums()
+        with self.engine.on_device(optimizer=True):
+            for rows, objective in mini_batches:
+                metrics = self.engine.train_batch(rows, objective, micro, temperature)
+                sums.add({name if "/" in name else f"{prefix}/{name}": value for name, value in metrics.items()})
+        lr = {f"{prefix}/lr": self.engine.lr_step()} if last_pass else {}
+        return {**sums.result(), **lr}
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str | Path) -> None:
         """Write the model, its optimizer and schedule under `folder`.
 
-        With checkpoint.async_save the writing goes on after the return, until `finish_checkpoint`.
+        With checkpoint.async_save the write continues in the background until `finish_checkpoint`.
         """
         self.engine.save(Path(folder), tuple(self.checkpoint.save_contents), self.checkpoint.async_save)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def is_checkpoint_written(self) -> bool:
-        """Whether nothing is being written any more, well or not."""
+        """Whether no background write is running, successful or not."""
         return self.engine.is_saved()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def finish_checkpoint(self) -> None:
-        """Wait until everything is written; raises the error of what was not."""
+        """Wait for the background write. Raises its error."""
         self.engine.finish_save()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str | Path) -> list[str]:
-        """Restore what `save_checkpoint` wrote, as far as checkpoint.load_contents names it.
+        """Restore what `save_checkpoint` wrote, limited to checkpoint.load_contents.
 
-        Returns the parts of the training state (optimizer, extra) that it leaves as they are.
+        Returns:
+            The parts of the training state ("optimizer", "extra") that were not restored.
         """
         contents = tuple(self.checkpoint.load_contents)
         self.engine.load(Path(folder), contents)
-        return [part for part in ("optimizer", "extra") if part not in contents]
+        return [name for name in ("optimizer", "extra") if name not in contents]
+
+
+def micro_batching(rows: int | None, dynamic: bool, tokens: int | None) -> MicroBatching:
+    """The split that the micro-batch keys ask for.
+
+    Args:
+        rows: sequences per micro-batch (*_micro_batch_size_per_gpu).
+        dynamic: split by tokens even if `rows` is given (*_use_dynamic_bsz).
+        tokens: token budget (*_max_token_len_per_gpu); None for as many as fit.
+    """
+    return MicroBatching(rows=rows) if rows is not None and not dynamic else MicroBatching(tokens=tokens or "auto")

@@ -1,7 +1,7 @@
-"""The objectives that workers hand to engines: policy loss with entropy bonus and KL, value loss, imitation.
+"""The objectives that workers pass to engines: policy loss with entropy bonus and KL, value loss, SFT loss.
 
-Every term of one objective is divided by the same counts, those of the whole mini-batch over all ranks, which travel in
-the `LossAggregation`.
+Every term of an objective is divided by the same counts, those of the whole mini-batch over all ranks, which the
+`LossAggregation` carries.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,14 @@ from verl.engines.metrics import Largest
 def aggregation(
     mode: str, response_mask: torch.Tensor, engine: TrainEngine, scale_factor: float | None
 ) -> LossAggregation:
-    """The aggregation of a mini-batch of which this rank holds the rows of response_mask (b, T)."""
+    """The loss aggregation of a mini-batch.
+
+    Args:
+        mode: `loss_agg_mode`.
+        response_mask: (b, T) of this rank's rows of the mini-batch.
+        engine: sums the counts over the ranks.
+        scale_factor: divisor of "seq-mean-token-sum-norm"; None for T.
+    """
     tokens = response_mask.bool()
     counts = engine.sum_over_ranks([float(tokens.sum()), float(tokens.any(-1).sum())])
     return LossAggregation(mode, *counts, scale_factor=scale_factor or tokens.shape[-1])
@@ -37,10 +44,13 @@ def policy_objective(
 ) -> Objective:
     """Policy loss - entropy_coeff * entropy + kl_loss_coef * KL(policy, reference).
 
-    loss_mode: name in the policy-loss registry. settings: the actor's configuration as a flat mapping; the loss takes
-    its keyword parameters from it by name, and entropy_coeff, use_kl_loss, kl_loss_coef and kl_loss_type are read here.
-    old_is_current: the rows have no old_log_probs, because the current policy is the old one: its log-probs serve as
-    both, and what is known of the old policy is reported from here.
+    Args:
+        loss_mode: name in the policy-loss registry.
+        settings: the actor's configuration as a flat mapping. The loss takes its keyword parameters from it by name;
+            entropy_coeff, use_kl_loss, kl_loss_coef and kl_loss_type are read here.
+        agg: counts of the mini-batch.
+        old_is_current: there is no column old_log_probs, because the current policy is the old one. Its log-probs serve
+            as both, and the metrics of the old policy are reported from here.
     """
     policy_loss = get_policy_loss_fn(loss_mode)
     entropy_coeff = settings["entropy_coeff"]
@@ -76,9 +86,9 @@ def policy_objective(
 
 
 def _old_policy_metrics(old: torch.Tensor, entropys: torch.Tensor, rows: Tensors) -> dict[str, Any]:
-    """Entropy of the policy before the update, its gap to the sampler, and its KL to the reference where there is one.
+    """Entropy of the policy before the update, its training-inference mismatch, and its KL to the reference, if any.
 
-    The same numbers as the operator `old_log_prob` and the trainer report of a pass of its own.
+    The same numbers that the operator `old_log_prob` and the trainer report if old log-probs are computed separately.
     """
     mask = rows["response_mask"]
     gap = torch.where(mask.bool(), (old - rows["rollout_log_probs"]).abs(), 0)

@@ -1,4 +1,4 @@
-"""The reward model's worker: a sequence-classification model that gives every answer one score."""
+"""The reward model's worker: a sequence-classification model that assigns every response one score."""
 
 from typing import Any
 
@@ -7,16 +7,20 @@ import torch
 from verl.config import schema
 from verl.data.dialogues import DialogueReader
 from verl.data.sequences import build_sequences
+from verl.data.tokenization import load_tokenizer
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
-from verl.workers.build import load_tokenizer, make_engine, micro_batching, model_config
-from verl.workers.engine_worker import EngineWorker
+from verl.workers.engine_worker import EngineWorker, micro_batching
 
 
 class RewardModelWorker(EngineWorker):
     """Scores dialogues.
 
-    config: the section `reward.reward_model`. policy_tokenizer: of the answers. timeout: of a collective, in s.
+    Args:
+        config: the section `reward.reward_model`.
+        device: `trainer.device`.
+        policy_tokenizer: the tokenizer of the responses.
+        timeout: seconds a collective waits for the other ranks.
     """
 
     def __init__(
@@ -34,16 +38,15 @@ class RewardModelWorker(EngineWorker):
             config.micro_batch_size_per_gpu, config.use_dynamic_bsz, config.forward_max_token_len_per_gpu
         )
         self.reader = DialogueReader(policy_tokenizer, load_tokenizer(section))
-        model = model_config(section, config.fsdp, device, self.local_rank, kind="reward")
-        self.engine = make_engine(model, config.fsdp, None, self.world_size, timeout)
+        self.engine = self.build_engine("fsdp", section, config.fsdp, kind="reward", device=device, timeout=timeout)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, batch: DataProto) -> DataProto:
-        """The column rm_scores: the score of a dialogue at the last token that the policy chose, 0 elsewhere."""
+        """The column rm_scores: the score of a dialogue at the last token that the policy sampled, 0 elsewhere."""
         dialogues = self.reader(batch)
-        # the engine gives what was known before a response token: a token behind the end asks for what is known there
-        behind = [ids[-1:] for ids in dialogues]
-        rows = build_sequences(dialogues, behind, pad_token_id=0)
+        # the engine returns the value before each response token: one token after the end yields the value at the end
+        after = [ids[-1:] for ids in dialogues]
+        rows = build_sequences(dialogues, after, pad_token_id=0)
         values = self.engine.infer(DataProto.from_dict(rows), ("values",), self.micro)["values"]  # (B, 1)
         mask = batch.column("response_mask")
         last = (mask * torch.arange(1, mask.shape[1] + 1)).amax(1).sub(1).clamp(min=0)

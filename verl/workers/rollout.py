@@ -6,7 +6,7 @@ import numpy as np
 
 from verl.config.schema.model import ModelConfig as ModelSection
 from verl.config.schema.offline import GenerationRolloutConfig
-from verl.engines.loading import ModelConfig, load_module
+from verl.engines.loading import ModelSpec, load_module
 from verl.engines.lora import merge_adapters
 from verl.protocol import DataProto
 from verl.registry import import_module
@@ -14,7 +14,7 @@ from verl.rollout.base import RolloutEngine
 from verl.rollout.stop_strings import StopStrings
 from verl.single_controller import Dispatch, Worker, register
 from verl.utils.device import resolve_device, resolve_dtype
-from verl.workers.build import lora_config, rollout_on, sample_ids, sampling_params
+from verl.workers.rollout_build import rollout_on, sample_ids, sampling_params
 
 
 class RolloutWorker(Worker):
@@ -40,20 +40,10 @@ class RolloutWorker(Worker):
             import_module(address)
         on = resolve_device(device, self.local_rank)
         dtype = resolve_dtype(rollout.dtype, on)
-        lora = lora_config(model) if model.lora_adapter_path is not None else None
-        module = load_module(
-            ModelConfig(
-                path=model.path,
-                device=on,
-                model_dtype=dtype,
-                compute_dtype=dtype,
-                use_remove_padding=False,
-                trust_remote_code=model.trust_remote_code,
-                override_config=tuple(model.override_config.items()),
-                lora=lora,
-            )
-        )
-        if lora is not None:
+        changes = {"use_remove_padding": False} | ({} if model.lora_adapter_path is not None else {"lora_rank": 0})
+        section = model.model_copy(update=changes)
+        module = load_module(ModelSpec(section, device=on, model_dtype=dtype, compute_dtype=dtype))
+        if section.lora_adapter_path is not None:
             module = merge_adapters(module)
         self.engine: RolloutEngine = rollout_on(module, dtype, rollout, pad_token_id)
         self.params = sampling_params(rollout, rollout.response_length, stop_token_ids, stop)

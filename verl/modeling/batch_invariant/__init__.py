@@ -1,1 +1,1 @@
-"""Kernels whose result for a token does not depend on the other tokens of the batch."""
+"""Batch-invariant computation: the result for a token does not depend on the other tokens of the batch."""

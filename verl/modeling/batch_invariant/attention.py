@@ -1,44 +1,30 @@
-"""Causal attention in which the result of a query depends on its own row alone.
+"""Batch-invariant causal attention: the result of a query depends on its own sequence only.
 
-A query sees the keys of its row in blocks, counted from position 0, one after another. Whether it comes with the other
-queries of its row (prompts, training) or alone (a step of generation), whether its keys lie packed or in a cache, and
-how many blocks follow that it does not see, it goes through the same operations: what is unseen adds exact zeros.
+A query attends to the keys of its sequence in blocks, from position 0, one after another. The operations are the same
+whether it comes with the other queries of its sequence (prefill, training) or alone (decoding), whether its keys
+are packed or in a KV cache, and however many blocks follow that it does not attend to: masked keys add exact zeros.
 
-N tokens of b rows; HQ query heads, HK key heads, G = HQ / HK; D head size; L columns of a cache.
+N tokens of b sequences; HQ query heads, HK key heads, G = HQ / HK; D head size; L columns of a KV cache.
 """
-
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import pad
 
-from verl.modeling.batch_invariant.chunked import elementwise, products
+from verl.modeling.batch_invariant.chunked import batched_matmul, elementwise
+from verl.modeling.batch_invariant.scores import Attend, Scores
 
-#: positions of a tile of queries, and of a block of keys, on a CPU
+__all__ = ["BLOCK", "TILE", "Attend", "Scores", "attend_cached", "attend_rows"]
+
+#: positions in a tile of queries, and in a block of keys, on a CPU
 TILE, BLOCK = 4, 64
-
-
-@dataclass(frozen=True)
-class Scores:
-    """score = scale * q k, or softcap * tanh of it over softcap; a query sees the last `window` keys (None: all)."""
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-
-
-#: what a model calls for the attention of each layer: (number of the layer, query (N, HQ, D), key (N, HK, D),
-#: value (N, HK, D), scores) -> (N, HQ, D)
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Scores], torch.Tensor]
 
 
 def attend_rows(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...], scores: Scores
 ) -> torch.Tensor:
-    """Attention inside each packed row. query (N, HQ, D), key and value (N, HK, D), lengths (b,) -> (N, HQ, D)."""
+    """Attention inside packed sequences. query (N, HQ, D), key and value (N, HK, D), lengths (b,) -> (N, HQ, D)."""
     if query.is_cuda:
-        from verl.modeling.batch_invariant import triton_kernels  # needs triton, which only torch for GPUs brings
+        from verl.modeling.batch_invariant import triton_kernels  # triton comes only with torch for GPUs
 
         return triton_kernels.attend_rows(query, key, value, lengths, scores)
     tiles = -(-max(lengths) // TILE)
@@ -55,9 +41,16 @@ def attend_rows(
 def attend_cached(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, scores: Scores
 ) -> torch.Tensor:
-    """On a CPU: one query per row, at positions (b,), over keys and values (b, HK, L, D). query (b, HQ, D), as given.
+    """On a CPU: one query per sequence over a KV cache.
 
-    What a row's query does not see must be finite.
+    Args:
+        query: (b, HQ, D).
+        keys, values: (b, HK, L, D); masked entries must be finite.
+        positions: (b,) position of each query.
+        scores: how scores are computed.
+
+    Returns:
+        (b, HQ, D).
     """
     rows, heads, size = query.shape
     q = query.view(rows, keys.shape[1], 1, 1, -1, size)
@@ -65,7 +58,7 @@ def attend_cached(
 
 
 def _padded(x: torch.Tensor, at: torch.Tensor, rows: int, width: int) -> torch.Tensor:
-    """(N, H, D) -> (rows, width, H, D), zeros behind each row."""
+    """(N, H, D) -> (rows, width, H, D), zeros after each row."""
     return x.new_zeros(rows * width, *x.shape[1:]).index_copy_(0, at, x).view(rows, width, *x.shape[1:])
 
 
@@ -74,34 +67,34 @@ def _attend(
 ) -> torch.Tensor:
     """query (b, HK, tiles, t, G, D) at positions (b, tiles, t), keys and values (b, HK, L, D) -> as query. t <= TILE.
 
-    In float32 at least, without autocast: a product that it rounds to 16 bits would lose the scores.
+    In float32 at least, without autocast: a matmul in 16 bits would lose the precision of the scores.
     """
     dtype, (_, _, tiles, t, group, size) = values.dtype, query.shape
     wide, height = torch.promote_types(dtype, torch.float32), TILE * group
     column, at = torch.arange(keys.shape[2]), positions[:, None, :, :, None, None]
-    unseen = column > at
+    masked = column > at
     if scores.window is not None:
-        unseen = unseen | (column <= at - scores.window)
+        masked = masked | (column <= at - scores.window)
     with torch.autocast("cpu", enabled=False):
         q = (query.to(wide) * scores.scale).reshape(-1, t * group, size)
-        found = torch.cat([products(q, k, height) for k in _blocks(keys.to(wide).transpose(2, 3), 3, tiles)], -1)
+        found = torch.cat([batched_matmul(q, k, height) for k in _blocks(keys.to(wide).transpose(2, 3), 3, tiles)], -1)
         found = found[..., : keys.shape[2]]
         if scores.softcap is not None:
             found = scores.softcap * elementwise(torch.tanh, found / scores.softcap)
-        found = found.reshape(*query.shape[:5], -1).masked_fill(unseen, float("-inf"))
+        found = found.reshape(*query.shape[:5], -1).masked_fill(masked, float("-inf"))
         shares = elementwise(torch.exp, found - found.amax(-1, keepdim=True)).view(*q.shape[:2], -1)
         shares = pad(shares, (0, -keys.shape[2] % BLOCK))
         weight, total = 0.0, 0.0
-        # in order: a sum over all at once would choose one by their number
+        # one block after another: the order of a single sum would depend on the number of blocks
         for share, v in zip(shares.split(BLOCK, -1), _blocks(values.to(wide), 2, tiles)):
             share = share.contiguous()
             weight = weight + share.sum(-1, keepdim=True)
-            total = total + products(share, v, height)
+            total = total + batched_matmul(share, v, height)
         return (total / weight).to(dtype).view(query.shape)
 
 
 def _blocks(x: torch.Tensor, dim: int, tiles: int) -> list[torch.Tensor]:
-    """(b, HK, ...) in blocks of `dim`, (b HK tiles, ...), the last filled up with zeros, repeated for every tile."""
+    """(b, HK, ...) in blocks of `dim`, (b HK tiles, ...), the last padded with zeros, repeated for every tile."""
     fill = -x.shape[dim] % BLOCK
     x = pad(x, (0, 0) * (3 - dim) + (0, fill)) if fill else x
     return [block[:, :, None].expand(-1, -1, tiles, -1, -1).flatten(0, 2) for block in x.split(BLOCK, dim)]

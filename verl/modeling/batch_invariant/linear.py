@@ -1,4 +1,4 @@
-"""Functions of single tokens, with the gradients of the ordinary functions. N tokens."""
+"""Batch-invariant functions of single tokens, with the gradients of the standard functions. N tokens."""
 
 from collections.abc import Callable
 
@@ -14,15 +14,15 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return _product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
+        return _linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
-        of_x = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        of_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
-        return of_x, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
+        gx = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        gw = rows.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
+        return gx, gw, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -30,20 +30,20 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return _Linear.apply(x, weight, bias)
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if not x.is_cuda:
-        return chunked.product(x, weight, bias)
-    from verl.modeling.batch_invariant import triton_kernels  # needs triton, which only torch for GPUs brings
+        return chunked.linear(x, weight, bias)
+    from verl.modeling.batch_invariant import triton_kernels  # triton comes only with torch for GPUs
 
-    return triton_kernels.product(x, weight, bias)
+    return triton_kernels.linear(x, weight, bias)
 
 
-class _Twin(torch.autograd.Function):
-    """Forward as `compute`; backward as `ordinary`, which is computed again for it."""
+class _WithGradientOf(torch.autograd.Function):
+    """Forward pass of `compute`, backward pass of `standard`, which is recomputed for it."""
 
     @staticmethod
-    def forward(ctx, compute: Callable, ordinary: Callable, *inputs: torch.Tensor) -> torch.Tensor:
-        ctx.ordinary = ordinary
+    def forward(ctx, compute: Callable, standard: Callable, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.standard = standard
         ctx.save_for_backward(*inputs)
         return compute(*inputs)
 
@@ -52,23 +52,23 @@ class _Twin(torch.autograd.Function):
         wanted = ctx.needs_input_grad[2:]
         inputs = [x.detach().requires_grad_(want) for x, want in zip(ctx.saved_tensors, wanted)]
         with torch.enable_grad():
-            output = ctx.ordinary(*inputs)
+            output = ctx.standard(*inputs)
         found = iter(torch.autograd.grad(output, [x for x in inputs if x.requires_grad], gradient))
         return None, None, *(next(found) if want else None for want in wanted)
 
 
 def with_gradient_of(
-    ordinary: Callable[..., torch.Tensor], compute: Callable[..., torch.Tensor], *inputs: torch.Tensor
+    standard: Callable[..., torch.Tensor], compute: Callable[..., torch.Tensor], *inputs: torch.Tensor
 ) -> torch.Tensor:
-    """compute(*inputs), with the gradient of ordinary(*inputs), which is the same function rounded in another way."""
-    return _Twin.apply(compute, ordinary, *inputs)
+    """compute(*inputs) with the gradient of standard(*inputs), the same function with another rounding."""
+    return _WithGradientOf.apply(compute, standard, *inputs)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
     """On a GPU: weight (D,) * x (..., D) / sqrt(mean(x^2) + eps), computed in float32, in `dtype`."""
     from verl.modeling.batch_invariant import triton_kernels
 
-    def ordinary(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def standard(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(dtype)
 
-    return with_gradient_of(ordinary, lambda x, weight: triton_kernels.rms_norm(x, weight, eps, dtype), x, weight)
+    return with_gradient_of(standard, lambda x, weight: triton_kernels.rms_norm(x, weight, eps, dtype), x, weight)

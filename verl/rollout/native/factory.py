@@ -50,14 +50,14 @@ def make_native(
     replica_dtype = env.compute_dtype or dtype
     module = empty_module(model, replica_dtype, env.device, train_engine.buffers(), attention)
     if forward is not None:  # the training computation, whose layers are gathered in the narrow dtype too
-        batch_invariant.use_invariant(module)
-        forward = batch_invariant.Forward(_Replica(module, forward.model.autocast_to))
+        batch_invariant.use_batch_invariant(module)
+        forward = batch_invariant.BatchInvariantForward(_Replica(module, forward.model.autocast_to))
     narrow = None if dtype == replica_dtype else dtype
     return NativeRollout(module, dtype=narrow, forward=forward, weights=ModuleReceiver(module), **options)
 
 
 class _Replica(nn.Module):
-    """A copy of the trained model, as `batch_invariant.Forward` reads one. autocast_to: that of the trained model."""
+    """A copy of the trained model, as `BatchInvariantForward` reads one. autocast_to: that of the trained model."""
 
     def __init__(self, module: nn.Module, autocast_to: torch.dtype | None):
         super().__init__()
