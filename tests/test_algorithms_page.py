@@ -9,7 +9,7 @@ from benchmarks.learning_pool import read_plan
 from verl.algorithms.masked import LOSS_AGG_MODES
 from verl.algorithms.policy_losses import POLICY_LOSS_REGISTRY
 from verl.algorithms.presets import PRESET_NOTES, PRESETS
-from verl.config.fields import leaves
+from verl.config.fields import fields_of
 from verl.config.schema.ppo import Config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,7 +66,7 @@ def test_every_loss_and_aggregation_is_named():
 
 
 def test_the_keys_are_there():
-    known = list(leaves(Config))
+    known = list(fields_of(Config))
     for cells in rows("What goes with any of them"):
         for key in re.findall(r"`([\w.*]+)`", cells[0]):
             name = key.replace("actor.", "actor_rollout_ref.actor.").rstrip("*")

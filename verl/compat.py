@@ -32,14 +32,14 @@ MOVED = {
     "verl.trainer.evaluation_report": "verl.evaluation.report",
     "verl.trainer.generation_flow": "verl.evaluation.generate",
     "verl.trainer.runtime_env": "verl.single_controller.ray.runtime_env",
-    "verl.config.tree": "verl.config.schema.ppo",
-    "verl.config.tree_actor": "verl.config.schema.actor",
-    "verl.config.tree_data": "verl.config.schema.data",
-    "verl.config.tree_model": "verl.config.schema.model",
-    "verl.config.tree_offline": "verl.config.schema.offline",
-    "verl.config.tree_rollout": "verl.config.schema.rollout",
-    "verl.config.tree_sft": "verl.config.schema.sft",
-    "verl.config.tree_trainer": "verl.config.schema.trainer",
+    "verl.config.tree": "verl.config.schema",
+    "verl.config.tree_actor": "verl.config.schema",
+    "verl.config.tree_data": "verl.config.schema",
+    "verl.config.tree_model": "verl.config.schema",
+    "verl.config.tree_offline": "verl.config.schema",
+    "verl.config.tree_rollout": "verl.config.schema",
+    "verl.config.tree_sft": "verl.config.schema",
+    "verl.config.tree_trainer": "verl.config.schema",
     "verl.config.node": "verl.config.fields",
     "verl.config.dialects": "verl.config.aliases",
     "verl.config.available": "verl.config.supported",
@@ -94,48 +94,4 @@ MOVED = {
     "verl.single_controller.column_files": "verl.single_controller.local.column_files",
     "verl.single_controller.ray_group": "verl.single_controller.ray.group",
     "verl.single_controller.ray_placement": "verl.single_controller.ray.placement",
-    "verl.engines.distributed": "verl.engines.parallel",
-    "verl.engines.tensor_parallel": "verl.engines.parallel",
-    "verl.engines.offload": "verl.engines.memory",
-}
-
-#: packages that no longer exist but are the parents of moved modules
-_PARENTS = {path.rpartition(".")[0] for path in MOVED}
-
-
-class _Loader(importlib.abc.Loader):
-    def __init__(self, target: str):
-        self.target = target
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        module = importlib.import_module(self.target)
-        self._spec = module.__spec__
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import system has set the spec of the old path
-
-
-class _EmptyPackage(importlib.abc.Loader):
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
-        return None
-
-    def exec_module(self, module: ModuleType) -> None:
-        return None
-
-
-class MovedModules(importlib.abc.MetaPathFinder):
-    """Finds the modules of `MOVED` by their old paths; comes last, so that files which exist win."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname in MOVED:
-            return importlib.util.spec_from_loader(fullname, _Loader(MOVED[fullname]))
-        if fullname in _PARENTS:
-            return importlib.util.spec_from_loader(fullname, _EmptyPackage(), is_package=True)
-        return None
-
-
-if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
-    sys.meta_path.append(MovedModules())
+    "verl.config.batch_words": "verl.config.batch_summary",

@@ -2,16 +2,16 @@
 
 import pytest
 
-from verl.cli.config import TREES, main
-from verl.config.fields import leaves
+from verl.cli.config import SCHEMAS, main
+from verl.config.fields import fields_of
 
 
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("name", SCHEMAS)
 def test_every_key_of_every_program(name, capsys):
     assert main(["--of", name]) == 0
     head, rule, *rows = capsys.readouterr().out.splitlines()
     assert head == "| key | type | default | meaning |" and set(rule) == {"|", "-"}
-    assert [row.split("`")[1] for row in rows] == list(leaves(TREES[name]))
+    assert [row.split("`")[1] for row in rows] == list(fields_of(SCHEMAS[name]))
 
 
 def test_words_choose_lines_in_any_case(capsys):
@@ -27,7 +27,7 @@ def test_words_choose_lines_in_any_case(capsys):
         (["lrr"], "'lrr' in its line: did you mean actor_rollout_ref.actor.optim.lr?"),
         (["actor.optim.lrr"], "'actor.optim.lrr' in its line: did you mean actor_rollout_ref.actor.optim.lr?"),
         (["learning", "critic.optim.lrr"], "'critic.optim.lrr' in its line: did you mean critic.optim.lr?"),
-        (["algorithm.clip_range"], "in its line: it is another name of actor_rollout_ref.actor.clip_ratio"),
+        (["algorithm.clip_range"], "in its line: it is an alias of actor_rollout_ref.actor.clip_ratio"),
         (["engine.num_gpu"], "in its line: did you mean engine.num_gpus?"),
         (["critic", "placement", "lora"], "has 'critic' and 'placement' and 'lora' in its line"),
         (["xyzzy"], "no key of ppo has 'xyzzy' in its line"),

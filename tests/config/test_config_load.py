@@ -1,4 +1,4 @@
-"""YAML, overrides, interpolation, types, and what follows what."""
+"""YAML, overrides, interpolation, types, and derived defaults."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from verl.config import Config, ConfigError, Problem, load_config, to_flat_dict
-from verl.config.fields import followers, leaves
+from verl.config.fields import derived_fields, fields_of
 
 
 def load(*overrides, **kwargs):
@@ -136,7 +136,7 @@ def test_the_home_directory(monkeypatch, tmp_path):
     assert config.reward.custom_reward_function.path == f"{tmp_path}/r.py"
 
 
-def test_followers():
+def test_derived_defaults():
     config = load(
         "trainer.seed=7", "actor_rollout_ref.actor.clip_ratio=0.1", "actor_rollout_ref.actor.clip_ratio_high=0.3"
     )
@@ -146,7 +146,7 @@ def test_followers():
     assert config.critic.data_loader_seed == 7
 
 
-def test_null_lets_a_follower_follow():
+def test_null_restores_a_derived_default():
     config = load(
         "actor_rollout_ref.actor.clip_ratio=0.1", "actor_rollout_ref.actor.clip_ratio_low=null", "data.seed=null"
     )
@@ -154,16 +154,16 @@ def test_null_lets_a_follower_follow():
     assert config.data.seed == config.trainer.seed == 42
 
 
-def test_followers_follow_in_a_tree_that_is_built_by_hand():
+def test_derived_defaults_of_a_config_built_in_python():
     config = Config(trainer={"seed": 3}, data={"max_response_length": 9})
     assert (config.data.seed, config.actor_rollout_ref.rollout.response_length) == (3, 9)
 
 
-def test_every_follower_has_the_default_of_what_it_follows():
-    """So a part of the tree that is built alone has the defaults of the whole."""
+def test_derived_fields_have_the_default_of_their_source():
+    """So a section that is built on its own has the defaults of the whole."""
     values = to_flat_dict(Config())
-    for key in followers(Config):
-        assert values[key] == leaves(Config)[key].default, key
+    for key in derived_fields(Config):
+        assert values[key] == fields_of(Config)[key].default, key
 
 
 def test_a_small_batch_is_one_mini_batch():
@@ -180,10 +180,10 @@ def test_nothing_changes_after_loading():
         Config().data.seed = 1
 
 
-def test_every_key_has_a_meaning_and_a_type_in_words():
-    for key, leaf in leaves(Config).items():
-        assert len(leaf.meaning) > 5, key
-        assert leaf.expected(), key
+def test_every_field_has_help_and_a_type():
+    for key, found in fields_of(Config).items():
+        assert len(found.help) > 5, key
+        assert found.expected(), key
 
 
 def test_extra_checks_are_reported_with_the_others():

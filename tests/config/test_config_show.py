@@ -1,4 +1,4 @@
-"""Writing a configuration so that it loads again, the reference table, the other trees, and the example files."""
+"""Writing a configuration so that it loads again, the reference table, the other schemas, and the example files."""
 
 from pathlib import Path
 
@@ -6,9 +6,8 @@ import pytest
 import yaml
 
 from verl.config import Config, dump_config, load_config, reference_table, to_flat_dict
-from verl.config.fields import leaves
-from verl.config.schema.offline import EvalConfig, GenerationConfig
-from verl.config.schema.sft import SFTConfig
+from verl.config.fields import fields_of
+from verl.config.schema import EvalConfig, GenerationConfig, SFTConfig
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
 
@@ -54,15 +53,15 @@ def test_the_key_n_is_written_without_quotes():
 
 def test_flat_keys():
     flat = to_flat_dict(load_config(overrides=CHANGES))
-    assert list(flat) == list(leaves(Config))
+    assert list(flat) == list(fields_of(Config))
     assert flat["critic.optim.betas"] == [0.8, 0.9]
     assert flat["reward.reward_kwargs"] == {"overlong_buffer": {"len": 3}}
 
 
 def test_the_reference_table_has_a_row_for_every_key():
     lines = reference_table().splitlines()
-    assert len(lines) == 2 + len(leaves(Config))
-    assert "| `critic.optim.lr` | a number >= 0 | `1.0e-05` | peak learning rate |" in lines
+    assert len(lines) == 2 + len(fields_of(Config))
+    assert "| `critic.optim.lr` | float >= 0 | `1.0e-05` | peak learning rate |" in lines
     assert all(line.count("|") == 5 for line in lines)
     assert any("| `${trainer.seed}` |" in line for line in lines)
 
@@ -73,7 +72,7 @@ def test_fine_tuning():
         "model.partial_pretrain=/m model.fsdp_config.model_dtype=bf16 engine.strategy=fsdp2 trainer.total_epochs=2 "
         "optim.warmup_style=cosine trainer.profile_interval=[-1,-1]"
     )
-    config = load_config(overrides=words.split(), tree=SFTConfig)
+    config = load_config(overrides=words.split(), schema=SFTConfig)
     assert (config.optim.lr, config.optim.lr_scheduler_type) == (1e-4, "cosine")
     assert (config.model.path, config.engine.model_dtype, config.engine.strategy) == ("/m", "bf16", "fsdp2")
     assert (config.data.train_batch_size, config.data.use_dynamic_bsz, config.data.seed) == (256, True, 1)
@@ -85,7 +84,7 @@ def test_generation_as_on_the_command_line():
         "data.path=q.parquet data.prompt_key=prompt data.n_samples=8 data.batch_size=1024 data.output_path=out.parquet "
         "model.path=/m rollout.temperature=0.6 rollout.top_p=0.95 trainer.nnodes=1 trainer.n_gpus_per_node=2"
     )
-    config = load_config(overrides=words.split(), tree=GenerationConfig)
+    config = load_config(overrides=words.split(), schema=GenerationConfig)
     assert (config.data.n_samples, config.rollout.top_p, config.trainer.n_gpus_per_node) == (8, 0.95, 2)
     assert config.rollout.seed == config.trainer.seed
 
@@ -95,7 +94,7 @@ def test_evaluation_as_on_the_command_line():
         "data.path=out.parquet data.prompt_key=prompt data.response_key=responses "
         "custom_reward_function.path=./recipe/r1/reward_score.py custom_reward_function.name=reward_func"
     )
-    config = load_config(overrides=words.split(), tree=EvalConfig)
+    config = load_config(overrides=words.split(), schema=EvalConfig)
     assert config.data.path == ["out.parquet"]
     assert config.reward.custom_reward_function.name == "reward_func"
 

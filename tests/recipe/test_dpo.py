@@ -91,7 +91,7 @@ def updated(tiny, *overrides: str) -> torch.Tensor:
             "actor_rollout_ref.actor.optim.lr=1e-2",
             *overrides,
         ],
-        tree=DPOConfig,
+        schema=DPOConfig,
     )
     worker = DPOActorWorker(
         config.actor_rollout_ref,
@@ -193,7 +193,7 @@ def test_two_processes_give_the_numbers_of_one(settings):
     ],
 )
 def test_settings_that_do_not_fit(override, message):
-    config = load_config(overrides=[override], base=LocalDPOTrainer.recipe.read(), tree=DPOConfig)
+    config = load_config(overrides=[override], base=LocalDPOTrainer.recipe.read(), schema=DPOConfig)
     with pytest.raises(ValueError, match=message):
         online_dpo(DataFlow(), config, {})
 

@@ -101,7 +101,7 @@ def test_both_update_orders(order, first, second, settings):
 def test_the_reward_model_learns_to_tell_right_from_wrong(tiny):
     config = load_config(
         overrides=[f"actor_rollout_ref.model.path={tiny / 'model'}", "prime.optim.lr=3e-3", "prime.beta=0.5"],
-        tree=PrimeConfig,
+        schema=PrimeConfig,
     )
     worker = ImplicitPRMWorker(config.prime, config.actor_rollout_ref, device="cpu", total_training_steps=10)
     answers = [[4 + i, 5, 6, 2] if i % 2 else [4 + i, 6, 5, 2] for i in range(8)]
@@ -140,5 +140,5 @@ def test_resumed_is_bit_equal_to_uninterrupted(settings, tmp_path):
 def test_settings_that_do_not_fit(override, message):
     base = LocalPRIMETrainer.recipe.read()
     with pytest.raises(ValueError, match=message):
-        check_settings(load_config(overrides=[override, "actor_rollout_ref.rollout.n=2"], base=base, tree=PrimeConfig,
+        check_settings(load_config(overrides=[override, "actor_rollout_ref.rollout.n=2"], base=base, schema=PrimeConfig,
                                    presets={"prime": {"algorithm.adv_estimator": "prime"}}))  # fmt: skip

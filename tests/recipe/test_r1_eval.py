@@ -443,11 +443,11 @@ def test_commands_of_the_script(tmp_path):
     printer.chmod(0o755)
     lines = [line.split() for line in run_script(tmp_path, printer, "data.n_samples=64").splitlines()]
     assert [line[:2] for line in lines] == [["-m", "verl.trainer.main_generation"], ["-m", "recipe.r1.main_eval"]]
-    generation = load_config(overrides=lines[0][2:], tree=GenerationConfig)
+    generation = load_config(overrides=lines[0][2:], schema=GenerationConfig)
     sampling = generation.rollout
     assert (sampling.temperature, sampling.top_p, sampling.response_length) == (0.6, 0.95, 32768)
     assert generation.data.n_samples == 64
-    evaluation = load_config(overrides=lines[1][2:], tree=EvalConfig)
+    evaluation = load_config(overrides=lines[1][2:], schema=EvalConfig)
     assert evaluation.data.path == [generation.data.output_path]
     custom = evaluation.reward.custom_reward_function
     assert ScoreFunction(load_object(custom.path, custom.name)).form == "row"

@@ -71,6 +71,6 @@ def test_the_setting_brings_the_tokenizer():
     class Tokenizer:
         decode = staticmethod(decode)
 
-    rollout = load_config(overrides=["rollout.stop=[ba,é]"], tree=GenerationConfig).rollout
+    rollout = load_config(overrides=["rollout.stop=[ba,é]"], schema=GenerationConfig).rollout
     assert stop_strings(rollout, Tokenizer()).find([0, 3]) == 2
-    assert stop_strings(load_config(overrides=[], tree=GenerationConfig).rollout, Tokenizer()) is None
+    assert stop_strings(load_config(overrides=[], schema=GenerationConfig).rollout, Tokenizer()) is None

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.conftest import run_settings
-from verl.cli.config import TREES
+from verl.cli.config import SCHEMAS
 from verl.config import load_config
-from verl.config.fields import leaves
+from verl.config.fields import fields_of
 from verl.trainer.main_ppo import main
 
 MODEL, RS = "actor_rollout_ref.model.", "algorithm.rollout_correction."
@@ -112,14 +112,14 @@ def test_figures_beside_the_reward_by_the_trial(complaint, tiny, overrides, mess
     assert message in complaint(tiny, *overrides)
 
 
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("name", SCHEMAS)
 def test_every_choice_of_words_knows_the_nearest(name):
     """One wrong letter behind each word of each key that is a choice of words."""
-    choices = {key: leaf for key, leaf in leaves(TREES[name]).items() if leaf.words()}
+    choices = {key: found for key, found in fields_of(SCHEMAS[name]).items() if found.choices()}
     assert choices or name == "evaluation"
-    for key, leaf in choices.items():
-        word = leaf.words()[0]
-        wrong = f"[{word}q]" if leaf.expected().startswith("a list") else f"{word}q"
+    for key, found in choices.items():
+        word = found.choices()[0]
+        wrong = f"[{word}q]" if found.expected().startswith("list[") else f"{word}q"
         with pytest.raises(ValueError, match="did you mean") as refused:
-            load_config(overrides=[f"{key}={wrong}"], tree=TREES[name])
+            load_config(overrides=[f"{key}={wrong}"], schema=SCHEMAS[name])
         assert f"{key} (override" in str(refused.value) and f"did you mean {word}?" in str(refused.value)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from verl.algorithms.presets import PRESETS
-from verl.config import load_config, unavailable
+from verl.config import load_config, unsupported
 from verl.registry import load_object
 from verl.rewards.functions import REWARD_FUNCTION_REGISTRY
 
@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_configuration_loads_and_can_run(path):
     config = load_config(path, presets=PRESETS)
-    assert unavailable(config) == []
+    assert unsupported(config) == []
     assert config.data.train_files and config.actor_rollout_ref.model.path == "./models/policy"
 
 

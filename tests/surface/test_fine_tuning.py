@@ -37,7 +37,7 @@ def test_help_and_settings_start_no_run(command, tmp_path, capsys):
     assert "usage: python -m verl.trainer.sft_trainer" in capsys.readouterr().out
     assert main([*command, "--print-config"]) == 0
     (tmp_path / "shown.yaml").write_text(capsys.readouterr().out)
-    assert load_config(tmp_path / "shown.yaml", tree=SFTConfig) == load_config(overrides=command, tree=SFTConfig)
+    assert load_config(tmp_path / "shown.yaml", schema=SFTConfig) == load_config(overrides=command, schema=SFTConfig)
     assert not (tmp_path / "run").exists()
 
 

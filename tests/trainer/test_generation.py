@@ -130,7 +130,7 @@ def test_engines_of_the_worker_agree(tiny):
     found = {}
     for name in ("hf", "native"):
         keys = [f"model.path={tiny / 'model'}", f"rollout.name={name}", "rollout.temperature=0"]
-        config = load_config(overrides=[*keys, "rollout.response_length=5"], tree=GenerationConfig)
+        config = load_config(overrides=[*keys, "rollout.response_length=5"], schema=GenerationConfig)
         ends = {"pad_token_id": tokenizer.pad_token_id, "stop_token_ids": (tokenizer.eos_token_id,)}
         worker = RolloutWorker(config.model, config.rollout, device="cpu", **ends)
         answers = worker.generate_responses(DataProto.from_dict(non_tensors=columns)).non_tensor_batch

@@ -7,7 +7,7 @@ import pytest
 from tests.trainer.conftest import run_settings
 from verl.algorithms.presets import PRESETS
 from verl.config import load_config
-from verl.config.supported import without_effect
+from verl.config.supported import settings_without_effect
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.unused_settings import unused_settings
 
@@ -21,7 +21,7 @@ def load(*overrides: str):
 def keys(*overrides: str) -> set[str]:
     """The keys that are said to change nothing."""
     config = load(*overrides)
-    return {note.partition(":")[0] for note in [*unused_settings(config), *without_effect(config)]}
+    return {note.partition(":")[0] for note in [*unused_settings(config), *settings_without_effect(config)]}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -105,7 +105,7 @@ def test_a_choice_among_the_tokens_of_a_micro_batch_is_said(overrides, said, tin
 
 
 def test_a_critic_that_is_not_there_is_not_waited_for(tiny, tmp_path):
-    with pytest.raises(ValueError, match=r"trainer\.critic_warmup.*nothing would learn"):
+    with pytest.raises(ValueError, match=r"trainer\.critic_warmup.*nothing would be trained"):
         LocalPPOTrainer(
             overrides=[*run_settings(tiny, tmp_path), "algorithm.adv_estimator=grpo", "trainer.critic_warmup=2"]
         )

@@ -7,13 +7,12 @@ import argparse
 import sys
 
 from verl.config import Config, reference_table
-from verl.config.aliases import renamed
 from verl.config.errors import nearest_key
-from verl.config.fields import Tree, leaves
+from verl.config.fields import Schema, fields_of
 from verl.config.schema.offline import EvalConfig, GenerationConfig
 from verl.config.schema.sft import SFTConfig
 
-TREES: dict[str, type[Tree]] = {
+SCHEMAS: dict[str, type[Schema]] = {
     "ppo": Config,
     "sft": SFTConfig,
     "generation": GenerationConfig,
@@ -31,10 +30,10 @@ def select(table: str, words: list[str]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Print the table; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m verl.cli.config", description="Every key of a configuration.")
-    parser.add_argument("--of", choices=list(TREES), default="ppo", help="which program's keys (default: ppo)")
+    parser.add_argument("--of", choices=list(SCHEMAS), default="ppo", help="which program's keys (default: ppo)")
     parser.add_argument("words", nargs="*", metavar="WORD", help="show only the keys whose line holds every word")
     given = parser.parse_args(arguments)
-    table = reference_table(TREES[given.of])
+    table = reference_table(SCHEMAS[given.of])
     found = select(table, given.words)
     if not found:
         print(f"error: {_nothing_found(table, given.of, given.words)}", file=sys.stderr)
@@ -48,12 +47,12 @@ def _nothing_found(table: str, of: str, words: list[str]) -> str:
     missing = [word for word in words if not select(table, [word])]
     if not missing:
         return f"no key of {of} has {' and '.join(map(repr, words))} in its line"
-    word, tree = missing[0], TREES[of]
+    word, schema = missing[0], SCHEMAS[of]
     message = f"no key of {of} has {word!r} in its line"
-    key = renamed(renamed(word, tree.dialect.short), tree.dialect.older)
+    key = schema.aliases.resolve(word)
     if key != word:
-        return f"{message}: it is another name of {key}"
-    near = nearest_key(word, [*leaves(tree), *tree.dialect.names()])
+        return f"{message}: it is an alias of {key}"
+    near = nearest_key(word, [*fields_of(schema), *schema.aliases.names()])
     return f"{message}: did you mean {near}?" if near else message
 
 

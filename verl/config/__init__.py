@@ -1,29 +1,33 @@
-"""The configuration: one typed tree, read from YAML and `key=value` in any dialect."""
+"""The configuration: one typed schema, read from YAML files and `key=value` overrides."""
 
-from verl.config.batch_words import batch_words
+from verl.config.batch_summary import batch_summary
 from verl.config.checks import check_critic, check_data, check_inputs, check_models
 from verl.config.errors import ConfigError, Problem
-from verl.config.load import apply_preset, differences, dump_config, load_config, to_flat_dict
+from verl.config.fields import differences, to_flat_dict
+from verl.config.load import apply_preset, dump_config, load_config, load_section
 from verl.config.reference import reference_table
 from verl.config.schema.ppo import Config
-from verl.config.supported import BUILT, check_available, unavailable
+from verl.config.supported import SUPPORTED, check_registered, check_supported, settings_without_effect, unsupported
 
 __all__ = [
-    "BUILT",
+    "SUPPORTED",
     "Config",
     "ConfigError",
     "Problem",
     "apply_preset",
-    "batch_words",
-    "check_available",
+    "batch_summary",
     "check_critic",
     "check_data",
     "check_inputs",
     "check_models",
+    "check_registered",
+    "check_supported",
     "differences",
     "dump_config",
     "load_config",
+    "load_section",
     "reference_table",
+    "settings_without_effect",
     "to_flat_dict",
-    "unavailable",
+    "unsupported",
 ]

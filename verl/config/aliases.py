@@ -1,47 +1,17 @@
-"""Every second name of a key, and the key that it means. No other file knows one.
+"""Every alias of a field, and the field that it stands for. No other file knows one.
 
-Three kinds: the names of the two short dialects (as good as the long ones), older names (understood, with a note that
-asks to rename), and names whose value must be worked out. A row that ends in `.*` renames everything below it.
+Three kinds: short names (as good as the long ones), deprecated names (accepted, with a warning), and names whose value
+is computed. A name that ends in `.*` renames everything below it.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
-Lookup = Callable[[str], Any]
-"""The value of a key (by its first name) as the file and the overrides have it, else its default."""
+from verl.config.fields import Aliases, Lookup
 
 _ARR = "actor_rollout_ref."
 
-
-@dataclass(frozen=True)
-class Dialect:
-    """The second names of one tree.
-
-    short, older: second name -> key. computed: second name -> function(value, lookup) that gives the keys and values
-    meant; it raises ValueError with what to do instead when the value makes no sense.
-    """
-
-    short: Mapping[str, str] = field(default_factory=dict)
-    older: Mapping[str, str] = field(default_factory=dict)
-    computed: Mapping[str, Callable[[Any, Lookup], dict[str, Any]]] = field(default_factory=dict)
-
-    def names(self) -> list[str]:
-        """Every second name (of a `.*` row: the section)."""
-        return [name.removesuffix(".*") for name in (*self.short, *self.older, *self.computed)]
-
-
-def renamed(key: str, table: Mapping[str, str]) -> str:
-    """The key that `key` is a second name of, by a table of `Dialect`; `key` itself when it is none."""
-    for old, new in table.items():
-        if key == old:
-            return renamed(new, table)
-        if old.endswith(".*") and key.startswith(old[:-1]):
-            return renamed(new[:-1] + key[len(old) - 1 :], table)
-    return key
-
-
-# ------------------------------------------------------------------------------------------------------- short dialects
+# --------------------------------------------------------------------------------------------------------- short names
 _SHORT = {
     # algorithm: {...}, model: {...}, reward_function, data: {...}, engine: {...}
     "algorithm.clip_range": _ARR + "actor.clip_ratio",
@@ -63,8 +33,8 @@ _SHORT = {
     "trainer.use_rm": "reward.reward_model.enable",
 }
 
-# ---------------------------------------------------------------------------------------------------------- older names
-_OLDER = {
+# ---------------------------------------------------------------------------------------------------- deprecated names
+_DEPRECATED = {
     "custom_reward_function.*": "reward.custom_reward_function.*",
     "sandbox_fusion.*": "reward.sandbox_fusion.*",
     "reward_model.sandbox_fusion.*": "reward.sandbox_fusion.*",
@@ -117,27 +87,27 @@ _OLDER = {
 
 # ------------------------------------------------------------------------------------------------------ computed values
 def _world_size(lookup: Lookup) -> int:
-    return _whole(lookup("trainer.n_gpus_per_node")) * _whole(lookup("trainer.nnodes"))
+    return _int(lookup("trainer.n_gpus_per_node")) * _int(lookup("trainer.nnodes"))
 
 
-def _whole(value: Any) -> int:
+def _int(value: Any) -> int:
     if isinstance(value, bool) or not str(value).lstrip("-").isdigit():
-        raise ValueError(f"found {value!r}, expected a whole number")
+        raise ValueError(f"found {value!r}, expected an int")
     return int(value)
 
 
 def _batch_of_all_gpus(value: Any, lookup: Lookup) -> dict[str, Any]:
-    return {"data.train_batch_size": _whole(value) * _world_size(lookup)}
+    return {"data.train_batch_size": _int(value) * _world_size(lookup)}
 
 
 def _per_gpu(key: str) -> Callable[[Any, Lookup], dict[str, Any]]:
-    def share(value: Any, lookup: Lookup) -> dict[str, Any]:
-        total, ranks = _whole(value), _world_size(lookup)
+    def per_gpu(value: Any, lookup: Lookup) -> dict[str, Any]:
+        total, ranks = _int(value), _world_size(lookup)
         if total % ranks:
-            raise ValueError(f"{total} sequences over all GPUs do not divide by {ranks} GPUs: use {key}")
+            raise ValueError(f"{total} sequences over all GPUs are not divisible by {ranks} GPUs; use {key}")
         return {key: total // ranks}
 
-    return share
+    return per_gpu
 
 
 def _vllm(value: Any, lookup: Lookup) -> dict[str, Any]:
@@ -145,14 +115,14 @@ def _vllm(value: Any, lookup: Lookup) -> dict[str, Any]:
     if value is True:
         return {key: "vllm"}
     if value is not False:
-        raise ValueError(f"found {value!r}, expected true or false")
+        raise ValueError(f"found {value!r}, expected bool")
     if lookup(key) == "vllm":
-        raise ValueError(f"false contradicts {key}: vllm; remove one of them")
+        raise ValueError(f"false contradicts {key}=vllm; remove one of them")
     return {}
 
 
 def _backend(value: Any, lookup: Lookup) -> dict[str, Any]:
-    """`trainer.backend` says who executes; in the short dialect it names the training engine."""
+    """`trainer.backend` is the executor; in the short form of the configuration it is the training engine."""
     if value in ("fsdp", "fsdp2", "megatron"):
         return {_ARR + "actor.strategy": value}
     return {"trainer.backend": value}
@@ -174,10 +144,10 @@ _COMPUTED = {
     )
 }
 
-RL = Dialect(_SHORT, _OLDER, _COMPUTED)
+RL = Aliases(_SHORT, _DEPRECATED, _COMPUTED)
 
-SFT = Dialect(
-    older={
+SFT = Aliases(
+    deprecated={
         "model.partial_pretrain": "model.path",
         "model.fsdp_config.mixed_precision.param_dtype": "engine.dtype",
         "engine.mixed_precision.param_dtype": "engine.dtype",
@@ -188,7 +158,7 @@ SFT = Dialect(
     }
 )
 
-OFFLINE = Dialect(older={"model.external_lib": "imports"})
+OFFLINE = Aliases(deprecated={"model.external_lib": "imports"})
 
-#: evaluations are told what scores by the one name or the other
-EVAL = Dialect(short={"custom_reward_function.*": "reward.custom_reward_function.*"}, older=OFFLINE.older)
+#: evaluation accepts the old name of the reward function without a warning
+EVAL = Aliases(short={"custom_reward_function.*": "reward.custom_reward_function.*"}, deprecated=OFFLINE.deprecated)

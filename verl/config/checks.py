@@ -1,6 +1,6 @@
-"""Values that are each allowed but not together: what is compared before anything is loaded.
+"""Checks across fields: values that are valid on their own but not together. Run before anything is loaded.
 
-A check is a function of the typed tree that gives problems; `load_config(extra_checks=[...])` takes further ones.
+A check is a function of the typed configuration that yields problems; `load_config(extra_checks=[...])` takes more.
 """
 
 import math
@@ -8,44 +8,50 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from verl.checkpoints.store import CheckpointError, step_of_saved
-from verl.config.errors import Problem, in_words
-from verl.config.fields import Tree, flatten
-from verl.config.schema.ppo import Config, DataConfig, TrainerConfig
+from verl.config.errors import Problem, format_value
+from verl.config.fields import Schema, flatten
+from verl.config.schema.data import DataConfig
+from verl.config.schema.ppo import Config
 from verl.config.schema.sft import SFTConfig, SFTDataConfig, SFTTrainerConfig
+from verl.config.schema.trainer import TrainerConfig
 
 _ACTOR = "actor_rollout_ref.actor."
 _ROLLOUT = "actor_rollout_ref.rollout."
 _MODELS = ("actor_rollout_ref.model.path", "critic.model.path", "model.path", "reward.reward_model.model_path")
-#: read beside a model
+#: files that belong to a model
 _TOKENIZERS = "tokenizer_path"
 _ADAPTERS = "lora_adapter_path"
 _TEMPLATES = "custom_chat_template"
-#: what stands beside the config of a model whose weights are yet to be merged
+#: found next to the config of a checkpoint whose weights are not merged
 _CHECKPOINT = ("shards", "lora_adapter", "model_world_size_*")
 _FILES = ("data.train_files", "data.val_files", "data.path")
 
 
-def check_tree(config: Tree) -> list[Problem]:
-    """Everything that does not fit together in a configuration, whatever is in it."""
+def check_combinations(config: Schema) -> list[Problem]:
+    """Every conflict between fields of a configuration."""
     problems = [*_templates(config), *_top_k(config)]
     match config:
         case Config():
-            parts = (_batches, _ranks, _worker_env, _sampling, _groups, _kl, _losses, _rewards, _kernels, _exact)
-            problems += [*_resume(config.trainer), *(problem for part in parts for problem in part(config))]
+            checks = (
+                _batches, _ranks, _worker_env, _sampling, _groups, _kl, _losses, _rewards, _kernels, _deterministic
+            )  # fmt: skip
+            problems += [*_resume(config.trainer), *(problem for check in checks for problem in check(config))]
         case SFTConfig():
-            problems += [*_resume(config.trainer), *_custom_class(config.data), *_rows_of_ranks(config)]
+            problems += [*_resume(config.trainer), *_custom_class(config.data), *_sft_ranks(config)]
     return problems
 
 
-def notes_of(config: Tree) -> list[str]:
-    """What is allowed and may surprise: said once in the log."""
+def notes_of(config: Schema) -> list[str]:
+    """Warnings about settings that are valid and may be surprising; logged once."""
     if not isinstance(config, Config):
         return []
     notes, val = [], config.actor_rollout_ref.rollout.val_kwargs
     if config.algorithm.use_kl_in_reward and config.actor_rollout_ref.actor.use_kl_loss:
-        notes.append(f"the KL to the reference counts twice: algorithm.use_kl_in_reward and {_ACTOR}use_kl_loss are on")
+        notes.append(
+            f"the KL to the reference is applied twice: by algorithm.use_kl_in_reward and by {_ACTOR}use_kl_loss"
+        )
     if val.temperature > 0 and not val.do_sample:
-        notes.append(f"{_ROLLOUT}val_kwargs.temperature {val.temperature} changes nothing while do_sample is false")
+        notes.append(f"{_ROLLOUT}val_kwargs.temperature={val.temperature} has no effect with do_sample=false")
     return notes
 
 
@@ -61,14 +67,14 @@ def _batches(config: Config) -> Iterator[Problem]:
             batches = " or ".join(str(size) for size in (below, above) if size)
             yield Problem(
                 "data.train_batch_size",
-                f"{batch} is not a multiple of {prefix}ppo_mini_batch_size {mini}: use a mini-batch of "
+                f"{batch} is not a multiple of {prefix}ppo_mini_batch_size={mini}: use a mini-batch of "
                 f"{_divisors_near(batch, mini)}, or a batch of {batches}",
             )
 
 
 def _ranks(config: Config) -> Iterator[Problem]:
-    """Every data-parallel rank gets the same number of rows of each mini-batch."""
-    said: set[tuple[int, int]] = set()
+    """Every data-parallel rank gets the same number of samples of each mini-batch."""
+    reported: set[tuple[int, int]] = set()
     trainer, policy, n = config.trainer, config.actor_rollout_ref, config.actor_rollout_ref.rollout.n
     for role, prefix, mini, engine, section in (
         ("actor", _ACTOR, policy.actor.ppo_mini_batch_size, policy.actor.fsdp_config, "fsdp_config"),
@@ -81,34 +87,34 @@ def _ranks(config: Config) -> Iterator[Problem]:
         sizes["tensor_parallel_size"] = engine.tensor_parallel_size
         if ranks % engine.ranks_with_same_rows:
             key = next(key for key, size in sizes.items() if size > 1)
-            words = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
-            what = f"{engine.ranks_with_same_rows} ranks are to share the same rows ({words})"
-            yield Problem(f"{prefix}{section}.{key}", f"{what}, which does not divide the {ranks} ranks")
+            group = " x ".join(f"{key}={size}" for key, size in sizes.items() if size > 1)
+            what = f"{ranks} ranks are not divisible by the model-parallel size {engine.ranks_with_same_rows} ({group})"
+            yield Problem(f"{prefix}{section}.{key}", what)
             continue
         ranks //= engine.ranks_with_same_rows
-        if mini is not None and mini * n % ranks and (mini, ranks) not in said:
-            said.add((mini, ranks))  # the critic's sizes follow the actor's
+        if mini is not None and mini * n % ranks and (mini, ranks) not in reported:
+            reported.add((mini, ranks))  # the critic's sizes default to the actor's
             step = ranks // math.gcd(n, ranks)
             fitting = " or ".join(str(m) for m in (mini // step * step, mini // step * step + step) if m)
             yield Problem(
                 f"{prefix}ppo_mini_batch_size",
-                f"{mini} prompts x {n} samples are {mini * n} responses, which do not divide over {ranks} ranks; "
-                f"{fitting} prompts do",
+                f"{mini} prompts x {n} samples = {mini * n} responses are not divisible by {ranks} ranks: "
+                f"use {fitting} prompts",
             )
 
 
-def _rows_of_ranks(config: SFTConfig) -> Iterator[Problem]:
-    """The same for the rows of a fine-tuning batch."""
+def _sft_ranks(config: SFTConfig) -> Iterator[Problem]:
+    """The same for an SFT batch."""
     batch, engine, ranks = config.data.train_batch_size, config.engine, config.trainer.n_gpus_per_node
     if ranks % engine.ranks_with_same_rows:
         yield Problem(
             "trainer.n_gpus_per_node",
-            f"{ranks} ranks, of which {engine.ranks_with_same_rows} are to share the same rows (engine."
-            "ulysses_sequence_parallel_size x engine.tensor_parallel_size): use a multiple of that",
+            f"{ranks} ranks are not divisible by the model-parallel size {engine.ranks_with_same_rows} (engine."
+            "ulysses_sequence_parallel_size x engine.tensor_parallel_size)",
         )
     elif batch % (ranks := ranks // engine.ranks_with_same_rows):
         fitting = " or ".join(str(size) for size in (batch // ranks * ranks, (batch // ranks + 1) * ranks) if size)
-        yield Problem("data.train_batch_size", f"{batch} rows do not divide over {ranks} ranks; {fitting} rows do")
+        yield Problem("data.train_batch_size", f"{batch} examples are not divisible by {ranks} ranks: use {fitting}")
 
 
 _SET_FOR_WORKERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -117,7 +123,7 @@ _SET_FOR_WORKERS |= {"CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
 
 def _worker_env(config: Config) -> Iterator[Problem]:
     for name in _SET_FOR_WORKERS & config.trainer.worker_env.keys():
-        yield Problem(f"trainer.worker_env.{name}", "is set for each worker by its place: leave it out")
+        yield Problem(f"trainer.worker_env.{name}", "is set for each worker from its rank: remove it")
 
 
 def _divisors_near(number: int, wanted: int) -> str:
@@ -133,29 +139,31 @@ def _sampling(config: Config) -> Iterator[Problem]:
     if rollout.temperature <= 0:
         yield Problem(
             _ROLLOUT + "temperature",
-            f"found {rollout.temperature}, expected a number > 0: without chance in sampling there is nothing to learn "
-            f"from (for greedy validation use {_ROLLOUT}val_kwargs.do_sample=false)",
+            f"found {rollout.temperature}, expected float > 0: greedy decoding gives every prompt {rollout.n} equal "
+            f"responses (for greedy validation use {_ROLLOUT}val_kwargs.do_sample=false)",
         )
     if val.do_sample and val.temperature <= 0:
         yield Problem(
             _ROLLOUT + "val_kwargs.temperature",
-            f"found {val.temperature} with do_sample true: use a temperature > 0, or do_sample false",
+            f"found {val.temperature} with do_sample=true: use a temperature > 0, or do_sample=false",
         )
     if val.n > 1 and not val.do_sample:
         yield Problem(
             _ROLLOUT + "val_kwargs.n",
-            f"found {val.n} with do_sample false, which gives the same answer {val.n} times: use do_sample true with a "
-            "temperature > 0, or n 1",
+            f"found {val.n} with do_sample=false, which gives {val.n} equal responses: use do_sample=true with a "
+            "temperature > 0, or n=1",
         )
     if "" in rollout.stop:
-        yield Problem(_ROLLOUT + "stop", "found an empty text, which would end every answer before it begins")
+        yield Problem(
+            _ROLLOUT + "stop", "found an empty string, which would stop every response before its first token"
+        )
     lengths = {
         "prompt": (rollout.prompt_length, config.data.max_prompt_length),
         "response": (rollout.response_length, config.data.max_response_length),
     }
     for name, (here, there) in lengths.items():
         if here != there:
-            what = f"found {here}, but data.max_{name}_length is {there}: set data.max_{name}_length alone"
+            what = f"found {here}, but data.max_{name}_length is {there}: set only data.max_{name}_length"
             yield Problem(f"{_ROLLOUT}{name}_length", what)
 
 
@@ -164,20 +172,20 @@ def _groups(config: Config) -> Iterator[Problem]:
     if enabled and n < 2:
         yield Problem(
             _ROLLOUT + "n",
-            f"found {n}, but algorithm.filter_groups keeps the prompts whose answers differ: use 2 or more",
+            f"found {n}, but algorithm.filter_groups drops zero-variance groups: use 2 or more",
         )
     size, limit = config.data.gen_batch_size, config.algorithm.filter_groups.max_num_gen_batches
     most = limit * (size or config.data.train_batch_size)
     if enabled and limit and most < config.data.train_batch_size:
         yield Problem(
             "algorithm.filter_groups.max_num_gen_batches",
-            f"found {limit}, which is {most} prompts at most: they cannot fill data.train_batch_size "
+            f"found {limit}, which is at most {most} prompts: too few for data.train_batch_size="
             f"{config.data.train_batch_size}",
         )
     if size is not None and size != config.data.train_batch_size and not enabled:
         yield Problem(
             "data.gen_batch_size",
-            f"found {size}, which changes nothing without algorithm.filter_groups.enable=true: leave it null",
+            f"found {size}, which has no effect without algorithm.filter_groups.enable=true: use null",
         )
 
 
@@ -185,26 +193,31 @@ def _kl(config: Config) -> Iterator[Problem]:
     use = config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
     if use and config.actor_rollout_ref.ref.enable is False:
         asked = "algorithm.use_kl_in_reward" if config.algorithm.use_kl_in_reward else _ACTOR + "use_kl_loss"
-        yield Problem("actor_rollout_ref.ref.enable", f"false, but {asked} is true and needs the reference: change one")
+        yield Problem(
+            "actor_rollout_ref.ref.enable", f"false, but {asked}=true needs the reference: change one of them"
+        )
 
 
 def _losses(config: Config) -> Iterator[Problem]:
     loss = config.actor_rollout_ref.actor.policy_loss
     if loss.loss_mode == "dro" and loss.dro_beta is None:
-        yield Problem(_ACTOR + "policy_loss.dro_beta", "null, but the loss dro needs it: use a number > 0")
+        yield Problem(_ACTOR + "policy_loss.dro_beta", "null, but the loss dro needs it: use a float > 0")
     lower, upper = loss.clip_cov_lb, loss.clip_cov_ub
     if lower >= upper:
-        yield Problem(_ACTOR + "policy_loss.clip_cov_lb", f"found {lower}, expected less than clip_cov_ub {upper}")
+        yield Problem(_ACTOR + "policy_loss.clip_cov_lb", f"found {lower}, expected less than clip_cov_ub={upper}")
 
 
 def _rewards(config: Config) -> Iterator[Problem]:
     custom, registered = config.reward.custom_reward_function.path, config.reward.reward_function
     if custom and registered:
-        what = f"{registered!r}, but reward.custom_reward_function.path {custom!r} says what scores as well: keep one"
+        what = f"{registered!r}, but reward.custom_reward_function.path={custom!r} is set as well: keep one"
         yield Problem("reward.reward_function", what)
     manager = config.reward.reward_manager
     if (manager.source == "importlib") != (manager.module.path is not None):
-        yield Problem("reward.reward_manager.module.path", "goes together with reward.reward_manager.source=importlib")
+        yield Problem(
+            "reward.reward_manager.module.path",
+            "must be set if, and only if, reward.reward_manager.source is importlib",
+        )
     yield from _custom_class(config.data)
 
 
@@ -217,95 +230,107 @@ def _kernels(config: Config) -> Iterator[Problem]:
     }
     for section, (model, engine) in engines.items():
         if model.use_liger and engine.use_torch_compile:
-            yield Problem(f"{section}.use_torch_compile", "true, and model.use_liger too: choose one of them")
+            yield Problem(f"{section}.use_torch_compile", "true, but model.use_liger is true as well: use one of them")
 
 
-def _exact(config: Config) -> Iterator[Problem]:
-    """What generation and training cannot compute in one way with `rollout.deterministic`, or not yet."""
+def _deterministic(config: Config) -> Iterator[Problem]:
+    """Settings that `rollout.deterministic` does not support: generation and training would compute differently."""
     policy = config.actor_rollout_ref
     rollout, model = policy.rollout, policy.model
     if not rollout.deterministic:
         return
     sections = {"actor.fsdp_config": policy.actor.fsdp_config, "ref.fsdp_config": policy.ref.fsdp_config}
-    asked = {
-        "rollout.name": (rollout.name, "native", "other engines have products and attention of their own"),
-        "rollout.dtype": (rollout.dtype, "auto", "generation computes in the dtype of training"),
-        "rollout.top_k": (rollout.top_k, -1, "training's log-probs are of the whole distribution"),
-        "rollout.top_p": (rollout.top_p, 1.0, "training's log-probs are of the whole distribution"),
-        "rollout.min_p": (rollout.min_p, 0.0, "training's log-probs are of the whole distribution"),
-        "model.use_liger": (model.use_liger, False, "generation has none of these kernels"),
-        "model.use_remove_padding": (model.use_remove_padding, True, "attention is the same over packed rows alone"),
-        "model.lora_rank": (model.lora_rank, 0, "generation would merge the adapters, which training does not"),
-        "model.lora_adapter_path": (model.lora_adapter_path, None, "generation would merge the adapters"),
+    required = {
+        "rollout.name": (rollout.name, "native", "other engines use other GEMM and attention kernels"),
+        "rollout.dtype": (rollout.dtype, "auto", "generation uses the dtype of training"),
+        "rollout.top_k": (rollout.top_k, -1, "log-probs in training are those of the full distribution"),
+        "rollout.top_p": (rollout.top_p, 1.0, "log-probs in training are those of the full distribution"),
+        "rollout.min_p": (rollout.min_p, 0.0, "log-probs in training are those of the full distribution"),
+        "model.use_liger": (model.use_liger, False, "generation does not have these kernels"),
+        "model.use_remove_padding": (
+            model.use_remove_padding,
+            True,
+            "attention is batch-invariant only over packed sequences",
+        ),
+        "model.lora_rank": (model.lora_rank, 0, "generation merges the adapters and training does not"),
+        "model.lora_adapter_path": (
+            model.lora_adapter_path,
+            None,
+            "generation merges the adapters and training does not",
+        ),
     }
     for name, engine in sections.items():
         if engine.dtype in ("fp64", "float64"):
             yield Problem(
                 f"actor_rollout_ref.{name}.dtype",
-                f"found {in_words(engine.dtype)}, but log-probs of sampling are float32: use fp32 or bf16 with "
+                f"found {format_value(engine.dtype)}, but log-probs of sampling are float32: use fp32 or bf16 with "
                 "rollout.deterministic",
             )
-        asked |= {
-            f"{name}.use_torch_compile": (engine.use_torch_compile, False, "compiled layers round in another way"),
-            f"{name}.tensor_parallel_size": (engine.tensor_parallel_size, 1, "parts of a sum are added by other ranks"),
+        required |= {
+            f"{name}.use_torch_compile": (engine.use_torch_compile, False, "compiled layers round differently"),
+            f"{name}.tensor_parallel_size": (engine.tensor_parallel_size, 1, "sums over ranks round differently"),
             f"{name}.ulysses_sequence_parallel_size": (
                 engine.ulysses_sequence_parallel_size,
                 1,
-                "attention over ranks is another one",
+                "attention over ranks rounds differently",
             ),
         }
-    for key, (found, needed, why) in asked.items():
+    for key, (found, needed, why) in required.items():
         if found != needed:
-            what = f"found {in_words(found)}, but rollout.deterministic is true and needs {in_words(needed)}: {why}"
+            what = f"found {format_value(found)}, but rollout.deterministic=true needs {format_value(needed)}: {why}"
             yield Problem(f"actor_rollout_ref.{key}", what)
 
 
 def _custom_class(data: DataConfig | SFTDataConfig) -> Iterator[Problem]:
     path, name = data.custom_cls.path, data.custom_cls.name
     if (path is None) != (name is None):
-        yield Problem("data.custom_cls.name", f"path {path!r} and name {name!r}: give both or neither")
+        yield Problem("data.custom_cls.name", f"path is {path!r} and name is {name!r}: set both or neither")
 
 
 def _resume(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[Problem]:
     key, mode = "trainer.resume_from_path", trainer.resume_mode
     if mode == "resume_path" and not trainer.resume_from_path:
-        yield Problem(key, "null, but trainer.resume_mode is resume_path: name a global_step_N folder")
+        yield Problem(key, "null, but trainer.resume_mode=resume_path needs it: set it to a global_step_N folder")
     if mode != "resume_path" and trainer.resume_from_path:
-        yield Problem(key, f"given, but trainer.resume_mode is {mode}: use trainer.resume_mode=resume_path")
+        yield Problem(key, f"set, but trainer.resume_mode is {mode}: use trainer.resume_mode=resume_path")
 
 
 def check_critic(config: Config, needed: bool) -> Iterator[Problem]:
-    """What `critic.enable` says must fit the advantage estimator. needed: the estimator reads values."""
+    """`critic.enable` must match the advantage estimator.
+
+    Args:
+        needed: whether the estimator reads values.
+    """
     enable, estimator = config.critic.enable, config.algorithm.adv_estimator
     if enable is False and needed:
-        yield Problem("critic.enable", f"false, but algorithm.adv_estimator={estimator} reads values: leave it null")
+        yield Problem("critic.enable", f"false, but algorithm.adv_estimator={estimator} reads values: use null")
     if enable is True and not needed:
-        yield Problem("critic.enable", f"true, but algorithm.adv_estimator={estimator} reads no values: leave it null")
+        yield Problem("critic.enable", f"true, but algorithm.adv_estimator={estimator} does not read values: use null")
     warmup = config.trainer.critic_warmup
     if warmup and not needed:
-        what = f"{warmup}, but algorithm.adv_estimator={estimator} has no critic: nothing would learn then; use 0"
+        what = f"{warmup}, but algorithm.adv_estimator={estimator} has no critic, so nothing would be trained: use 0"
         yield Problem("trainer.critic_warmup", what)
 
 
-def check_inputs(config: Tree) -> Iterator[Problem]:
-    """For `extra_checks` of a run that reads its own model and data: they are named, and local files are there."""
+def check_inputs(config: Schema) -> Iterator[Problem]:
+    """For `extra_checks`: model and data are set, and local files exist."""
     yield from check_models(config)
     yield from check_data(config)
 
 
-def check_models(config: Tree) -> Iterator[Problem]:
-    """For `extra_checks`: the model is named, and the folders to read a model or a checkpoint from are there."""
+def check_models(config: Schema) -> Iterator[Problem]:
+    """For `extra_checks`: the model is set, and the folders of models and checkpoints exist."""
     values = flatten(config.model_dump(), type(config))
     paths = {key: values[key] for key in _MODELS if key in values}
     first = next(iter(paths))
     if paths[first] is None:
-        yield Problem(first, "missing: give the folder or the HuggingFace id of the model")
+        yield Problem(first, "missing: set it to a model folder or a Hugging Face Hub id")
     for path in dict.fromkeys(paths.values()):
         yield from _model(next(key for key in paths if paths[key] == path), path)
     for key, path in values.items():
         name = key.rpartition(".")[2]
         if name in (_TOKENIZERS, _ADAPTERS) and path:
-            yield from _beside_a_model(key, path, ("adapter_config.json",) if name == _ADAPTERS else ())
+            yield from _files_of_model(key, path, ("adapter_config.json",) if name == _ADAPTERS else ())
     checkpoint = values.get("trainer.resume_from_path")
     if checkpoint and not Path(checkpoint).is_dir():
         yield Problem("trainer.resume_from_path", f"there is no folder {checkpoint!r}")
@@ -316,38 +341,38 @@ def check_models(config: Tree) -> Iterator[Problem]:
             yield Problem("trainer.resume_from_path", str(error))
 
 
-def check_data(config: Tree) -> Iterator[Problem]:
-    """For `extra_checks`: files of rows are named, and all files are there."""
+def check_data(config: Schema) -> Iterator[Problem]:
+    """For `extra_checks`: data files are set, and all of them exist."""
     values = flatten(config.model_dump(), type(config))
     files = {key: values[key] for key in _FILES if key in values}
     first = next(iter(files))
     if not files[first]:
-        yield Problem(first, "missing: give one or more .parquet, .json or .jsonl files")
+        yield Problem(first, "missing: set it to one or more .parquet, .json or .jsonl files")
     for key, paths in files.items():
         yield from _files(key, paths)
 
 
 def _model(key: str, path: str | None) -> Iterator[Problem]:
-    """A model that is written like a local path must be there; a name that no folder has is an id of a hub."""
+    """A model that looks like a local path must exist; other names are Hub ids."""
     if not path:
         return
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            yield Problem(key, f"{path!r} has no config.json: give the folder of a HuggingFace model")
+            yield Problem(key, f"{path!r} has no config.json: expected the folder of a Hugging Face model")
         elif not _holds(folder, "*.safetensors", "*.bin") and _holds(folder.parent, *_CHECKPOINT):
             yield Problem(
                 key,
-                f"{path!r} holds the config and tokenizer of a checkpoint, whose weights lie beside it: merge them "
+                f"{path!r} holds only the config and tokenizer of a checkpoint: merge its shards "
                 f"(python -m verl.model_merger merge --backend fsdp --local_dir {folder.parent} --target_dir FOLDER) "
-                "and give the FOLDER",
+                "and use FOLDER",
             )
     elif _local(path):
         yield Problem(key, f"there is no folder {path!r}")
 
 
-def _beside_a_model(key: str, path: str, files: tuple[str, ...]) -> Iterator[Problem]:
-    """A tokenizer or adapters that are written like a local path must be there."""
+def _files_of_model(key: str, path: str, files: tuple[str, ...]) -> Iterator[Problem]:
+    """A tokenizer or adapter that looks like a local path must exist."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         for name in files:
@@ -361,21 +386,21 @@ def _local(path: str) -> bool:
     return path.startswith(("/", "./", "../", "~"))
 
 
-def _templates(config: Tree) -> Iterator[Problem]:
-    """A chat template is text that reads the messages; the name of a file is none, and would stand for each prompt."""
+def _templates(config: Schema) -> Iterator[Problem]:
+    """A chat template must read `messages`; a file name does not, and would replace every prompt."""
     for key, text in flatten(config.model_dump(), type(config)).items():
         if key.rpartition(".")[2] == _TEMPLATES and text is not None and "messages" not in text:
             yield Problem(
                 key,
-                f"{in_words(text)} reads no `messages`: expected the text of a Jinja template (in a YAML file: "
-                f"`{_TEMPLATES}: |` and the template's lines below it)",
+                f"{format_value(text)} does not read `messages`: expected the text of a Jinja template (in a YAML "
+                f"file: `{_TEMPLATES}: |`, then the lines of the template)",
             )
 
 
-def _top_k(config: Tree) -> Iterator[Problem]:
+def _top_k(config: Schema) -> Iterator[Problem]:
     for key, value in flatten(config.model_dump(), type(config)).items():
         if key.rpartition(".")[2] == "top_k" and value == 0:
-            yield Problem(key, "found 0, expected a whole number >= 1, or -1 for all tokens")
+            yield Problem(key, "found 0, expected int >= 1, or -1 for all tokens")
 
 
 def _holds(folder: Path, *patterns: str) -> bool:

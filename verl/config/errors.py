@@ -1,4 +1,4 @@
-"""What is wrong with a configuration: every problem, in one message that a reader can act on."""
+"""Errors of the configuration: every problem in one message, with the key, the value found and the fix."""
 
 import difflib
 from collections.abc import Iterable
@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong. key: the dotted key. what: found, allowed, and what to do. where: who said so."""
+    """One problem of a configuration.
+
+    Attributes:
+        key: the dotted key.
+        what: what was found, what is expected, and how to fix it.
+        where: the line of the file or the override that set the key.
+    """
 
     key: str
     what: str
@@ -18,42 +24,43 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be used. `problems` holds all that was found, not only the first."""
+    """The configuration is invalid. `problems` holds everything that was found, not only the first problem."""
 
     def __init__(self, problems: Iterable[Problem]):
         self.problems = tuple(problems)
         count = len(self.problems)
-        head = "one problem" if count == 1 else f"{count} problems"
+        head = "1 problem" if count == 1 else f"{count} problems"
         lines = [f"  {number}. {problem}" for number, problem in enumerate(self.problems, 1)]
         super().__init__("\n".join([f"{head} in the configuration:", *lines]))
 
 
-def in_words(value: object) -> str:
-    """A value as an error message shows it: quoted where it is text, with its kind where that may surprise."""
+def format_value(value: object) -> str:
+    """A value as error messages show it: in YAML's spelling, with its type where the spelling does not tell."""
     match value:
         case None:
             return "null"
         case bool():
             return str(value).lower()
         case str():
-            return f"{value!r} (text)"
+            return f"{value!r} (str)"
         case dict():
-            return f"{value} (a mapping)"
+            return f"{value} (dict)"
         case list() | tuple():
-            return f"{list(value)} (a list)"
+            return f"{list(value)} (list)"
         case _:
             return str(value)
 
 
 def nearest_key(wanted: str, known: Iterable[str]) -> str | None:
-    """The known key that was most likely meant: one that ends alike, else the most similar one, else None.
+    """The known key that `wanted` is most likely a typo of, or None.
 
-    Of several that end alike (train_batch_size, val_batch_size for batch_size) it is the first in the order of `known`.
+    A key with the same ending wins, then the most similar one. Of several keys with the same ending
+    (train_batch_size, val_batch_size for batch_size) it is the first in the order of `known`.
     """
     known = list(known)
-    ends_alike = [key for key in known if key.endswith("." + wanted)]
-    if ends_alike:
-        return min(ends_alike, key=len)
+    same_ending = [key for key in known if key.endswith("." + wanted)]
+    if same_ending:
+        return min(same_ending, key=len)
     section, _, last = wanted.rpartition(".")
     siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
     longer = [name for name in siblings if name.endswith("_" + last)]
@@ -63,7 +70,7 @@ def nearest_key(wanted: str, known: Iterable[str]) -> str | None:
     same_name = [key for key in known if key.rpartition(".")[2] == last]
     if same_name:
         return difflib.get_close_matches(wanted, same_name, n=1, cutoff=0.0)[0]
-    # the sections at the front are often left out, so the ends of the known keys count as much as the whole
+    # leading sections are often omitted, so the ends of the known keys are compared as well
     depth = wanted.count(".") + 1
     tails = {key: key for key in known} | {".".join(key.split(".")[-depth:]): key for key in reversed(known)}
     near = difflib.get_close_matches(wanted, tails, n=1, cutoff=0.7)

@@ -1,64 +1,57 @@
-"""What every part of the configuration tree is made of: a strict pydantic model, and `key` for one documented field."""
+"""Building blocks of the configuration schema: `Section`, `Schema`, and `field` for one documented field."""
 
 import functools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
+import pydantic
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
-
-from verl.config.aliases import Dialect
-from verl.config.known_keys import Known
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
-def key(default: Any, meaning: str, *, follows: str | None = None, **limits: Any) -> Any:
-    """One leaf of the tree: its default, one line of meaning, and its limits (`gt`, `ge`, `lt`, `le`).
+def field(default: Any, help: str, *, default_from: str | None = None, **limits: Any) -> Any:
+    """Declare one field of a section.
 
-    `follows` is an interpolation ("${data.seed}"): what the key is when nobody gives it, or gives it as null. The
-    default stands in for it only in a part of the tree that is built alone.
+    Args:
+        default: the default value. With `default_from`: the default of a section that is built on its own.
+        help: one line of help, shown by `python -m verl.cli.config`.
+        default_from: an interpolation such as "${data.seed}". It gives the value when the field is not set, or is set
+            to null.
+        limits: `gt`, `ge`, `lt`, `le`.
     """
-    extra = {"follows": follows} if follows else None
-    return Field(default=default, description=meaning, json_schema_extra=extra, **limits)
+    extra = {"default_from": default_from} if default_from else None
+    return pydantic.Field(default=default, description=help, json_schema_extra=extra, **limits)
 
 
-def part(kind: "type[Node]", meaning: str) -> Any:
-    """One branch of the tree."""
-    return Field(default_factory=kind, description=meaning)
+def section(kind: "type[Section]", help: str) -> Any:
+    """Declare a nested section."""
+    return pydantic.Field(default_factory=kind, description=help)
 
 
-def one_or_many(value: Any) -> Any:
-    """One text where a list is expected is a list of one."""
+def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Texts = Annotated[list[str], BeforeValidator(one_or_many)]
-"""A list of text; one text alone is a list of one."""
+StrList = Annotated[list[str], BeforeValidator(_as_list)]
+"""A list of strings; a single string is a list of one."""
 
 FilePath = Annotated[str, AfterValidator(os.path.expanduser)]
-"""The path of a file or folder, or an id of a hub; ~ is the home directory."""
+"""A path of a file or folder, or a Hugging Face Hub id; `~` is expanded."""
 
-FilePaths = Annotated[list[FilePath], BeforeValidator(one_or_many)]
-"""Some of them; one alone is a list of one."""
+FilePaths = Annotated[list[FilePath], BeforeValidator(_as_list)]
+"""A list of paths; a single path is a list of one."""
 
 
-class Node(BaseModel):
-    """A part of the tree: unknown keys are refused, and nothing changes after loading."""
+class Section(pydantic.BaseModel):
+    """A section of the configuration. Unknown fields are errors, and instances are frozen."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -70,156 +63,218 @@ class Node(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Python takes True for 1; in a configuration that is a slip of the hand."""
-        if isinstance(value, bool) and not _takes_bool(cls.model_fields[info.field_name].annotation):
+    def _bool_is_not_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python accepts True as 1; in a configuration that is a typo."""
+        if isinstance(value, bool) and not _accepts_bool(cls.model_fields[info.field_name].annotation):
             raise ValueError("true and false are not numbers")
         return value
 
 
-class Tree(Node):
-    """The root of a configuration: fills the keys that follow others.
+Lookup = Callable[[str], Any]
+"""dotted key -> its value in the file and the overrides, otherwise its default."""
 
-    dialect: the second names of its keys. known: the keys of verl that it does not have.
+
+@dataclass(frozen=True)
+class Aliases:
+    """Other names of the fields of one schema (the tables are in aliases.py).
+
+    Attributes:
+        short: alias -> key. A name that ends in `.*` renames everything below it.
+        deprecated: the same, with a warning that asks the user to rename.
+        computed: alias -> function(value, lookup) that returns {key: value}. It raises ValueError when the value is
+            invalid.
     """
 
-    dialect: ClassVar[Dialect] = Dialect()
-    known: ClassVar[Mapping[str, Known]] = {}
+    short: Mapping[str, str] = dataclass_field(default_factory=dict)
+    deprecated: Mapping[str, str] = dataclass_field(default_factory=dict)
+    computed: Mapping[str, Callable[[Any, Lookup], dict[str, Any]]] = dataclass_field(default_factory=dict)
+
+    def names(self) -> list[str]:
+        """Every alias (of an alias that ends in `.*`: the section)."""
+        return [name.removesuffix(".*") for name in (*self.short, *self.deprecated, *self.computed)]
+
+    def resolve(self, key: str) -> str:
+        """The key that `key` is an alias of; `key` itself if it is not an alias."""
+        short = _renamed(key, self.short)
+        return short if short != key else _renamed(key, self.deprecated)
+
+    def is_deprecated(self, key: str) -> bool:
+        return _renamed(key, self.short) == key and _renamed(key, self.deprecated) != key
+
+
+def _renamed(key: str, table: Mapping[str, str]) -> str:
+    for old, new in table.items():
+        if key == old:
+            return _renamed(new, table)
+        if old.endswith(".*") and key.startswith(old[:-1]):
+            return _renamed(new[:-1] + key[len(old) - 1 :], table)
+    return key
+
+
+class Schema(Section):
+    """The root of a configuration. Fills the fields that have a `default_from`.
+
+    Attributes:
+        aliases: other names of its fields.
+        upstream: the part of upstream_keys.yaml that lists the upstream keys this schema does not have.
+    """
+
+    aliases: ClassVar[Aliases] = Aliases()
+    upstream: ClassVar[str | None] = None
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_followers(cls, data: Any) -> Any:
+    def _fill_defaults(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        flat = cls.settle({k: v for k, v in flatten(data, cls).items() if v is not None or k not in followers(cls)})
-        known = leaves(cls)
+        derived = derived_fields(cls)
+        flat = cls.derive({k: v for k, v in flatten(data, cls).items() if v is not None or k not in derived})
+        known = fields_of(cls)
 
-        def value_of(dotted: str) -> Any:
-            if dotted in flat:
-                return flat[dotted]
-            leaf = known[dotted]
-            return fill(leaf.follows) if leaf.follows else leaf.default
+        def value_of(key: str) -> Any:
+            if key in flat:
+                return flat[key]
+            found = known[key]
+            return fill(found.default_from) if found.default_from else found.default
 
         def fill(reference: str) -> Any:
-            whole = _REFERENCE.fullmatch(reference)
-            return value_of(whole[1]) if whole else _REFERENCE.sub(lambda m: str(value_of(m[1])), reference)
+            single = _REFERENCE.fullmatch(reference)
+            return value_of(single[1]) if single else _REFERENCE.sub(lambda m: str(value_of(m[1])), reference)
 
-        filled = {dotted: fill(reference) for dotted, reference in followers(cls).items() if dotted not in flat}
+        filled = {key: fill(reference) for key, reference in derived.items() if key not in flat}
         return unflatten(flat | filled)
 
     @classmethod
-    def settle(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """A root's own rule for a default that hangs on other keys: adds to what was given, by dotted key."""
+    def derive(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Override to compute a default from several fields: returns `given` (by dotted key) with additions."""
         return given
 
 
 @dataclass(frozen=True)
-class Leaf:
-    """One key of a tree: how it is typed, what it is by default and what it means."""
+class ConfigField:
+    """One field of a schema: its type, its default and its help."""
 
     annotation: Any
-    field: FieldInfo
-    follows: str | None
+    info: FieldInfo
+    default_from: str | None
 
     @property
     def default(self) -> Any:
-        return self.field.get_default(call_default_factory=True)
+        return self.info.get_default(call_default_factory=True)
 
     @property
-    def meaning(self) -> str:
-        return self.field.description or ""
+    def help(self) -> str:
+        return self.info.description or ""
 
     @property
     def is_mapping(self) -> bool:
-        """A free mapping (arguments handed on): any key below it is allowed."""
+        """A free mapping (arguments that are passed through): every key below it is allowed."""
         return any(get_origin(kind) is dict for kind in _members(self.annotation))
 
     @property
-    def is_text(self) -> bool:
-        return all(kind is str or _is_word(kind) or kind is NoneType for kind in _members(self.annotation))
+    def is_string(self) -> bool:
+        return all(kind is str or _is_choice(kind) or kind is NoneType for kind in _members(self.annotation))
 
-    def words(self) -> list[str]:
-        """The words that are allowed here, where there is a choice of words."""
+    def choices(self) -> list[str]:
+        """The allowed strings, if the type is a `Literal` (or a list of one)."""
         kinds = [member for kind in _members(self.annotation) for member in (kind, *get_args(kind))]
-        return [word for kind in kinds if _is_word(kind) for word in get_args(kind)]
+        return [choice for kind in kinds if _is_choice(kind) for choice in get_args(kind)]
 
     def expected(self) -> str:
-        """What is allowed here, in words: 'a whole number >= 1', 'one of hf, native'."""
-        limits = " and ".join(_limits(self.field.metadata))
-        kinds = " or ".join(_in_words(kind) for kind in _members(self.annotation))
+        """The type as shown to users: "int >= 1", "one of hf, native"."""
+        limits = " and ".join(_limits(self.info.metadata))
+        kinds = " or ".join(_type_name(kind) for kind in _members(self.annotation))
         if limits and " or null" in kinds:
             return kinds.replace(" or null", f" {limits} or null")
         return f"{kinds} {limits}".strip()
 
 
 @functools.cache
-def leaves(tree: type[Node]) -> dict[str, Leaf]:
-    """Every key of a tree by its dotted name, in the order in which the tree is written."""
-    return dict(_walk(tree, ""))
+def fields_of(schema: type[Section]) -> dict[str, ConfigField]:
+    """Every field of a schema by its dotted key, in the order of declaration."""
+    return dict(_walk(schema, ""))
 
 
 @functools.cache
-def followers(tree: type[Node]) -> dict[str, str]:
-    """The keys that follow others: dotted name -> interpolation."""
-    return {dotted: leaf.follows for dotted, leaf in leaves(tree).items() if leaf.follows}
+def derived_fields(schema: type[Section]) -> dict[str, str]:
+    """The fields that take their default from another field: dotted key -> interpolation."""
+    return {key: found.default_from for key, found in fields_of(schema).items() if found.default_from}
 
 
 @functools.cache
-def sections(tree: type[Node]) -> set[str]:
-    """The dotted names of the branches."""
-    parts = [dotted.split(".") for dotted in leaves(tree)]
-    return {".".join(names[:depth]) for names in parts for depth in range(1, len(names))}
+def sections_of(schema: type[Section]) -> set[str]:
+    """The dotted names of the sections."""
+    names = [key.split(".") for key in fields_of(schema)]
+    return {".".join(parts[:depth]) for parts in names for depth in range(1, len(parts))}
 
 
-def _walk(tree: type[Node], prefix: str) -> Iterator[tuple[str, Leaf]]:
-    for name, field in tree.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, Node):
+def _walk(schema: type[Section], prefix: str) -> Iterator[tuple[str, ConfigField]]:
+    for name, info in schema.model_fields.items():
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
             yield from _walk(kind, f"{prefix}{name}.")
         else:
-            extra = field.json_schema_extra or {}
-            yield prefix + name, Leaf(kind, field, extra.get("follows"))
+            extra = info.json_schema_extra or {}
+            yield prefix + name, ConfigField(kind, info, extra.get("default_from"))
 
 
-def flatten(data: Mapping[Any, Any], tree: type[Node] | None = None, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings -> dotted keys. A free mapping of `tree` stays whole; without a tree every mapping is opened.
+def flatten(data: Mapping[Any, Any], schema: type[Section] | None = None, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings -> dotted keys.
 
-    An empty section ("data:" with nothing below, which YAML reads as null) says nothing, so it is left out.
+    A free mapping of `schema` stays one value; without a schema every mapping is flattened. An empty section ("data:"
+    with nothing below it, which YAML reads as null) is dropped.
     """
-    known = leaves(tree) if tree else {}
+    known = fields_of(schema) if schema else {}
     flat: dict[str, Any] = {}
     for name, value in data.items():
-        dotted = f"{prefix}{name}"
-        if isinstance(value, Node):
+        key = f"{prefix}{name}"
+        if isinstance(value, Section):
             value = value.model_dump(exclude_unset=True)
-        leaf = known.get(dotted)
-        if value is None and tree and leaf is None and dotted in sections(tree):
+        found = known.get(key)
+        if value is None and schema and found is None and key in sections_of(schema):
             continue
-        if isinstance(value, Mapping) and value and not (leaf and leaf.is_mapping):
-            flat |= flatten(value, tree, f"{dotted}.")
-        elif not (isinstance(value, Mapping) and tree and dotted in sections(tree)):
-            flat[dotted] = value
+        if isinstance(value, Mapping) and value and not (found and found.is_mapping):
+            flat |= flatten(value, schema, f"{key}.")
+        elif not (isinstance(value, Mapping) and schema and key in sections_of(schema)):
+            flat[key] = value
     return flat
 
 
 def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted keys -> nested dictionaries. Raises ValueError when a key is both a value and a section."""
     nested: dict[str, Any] = {}
-    for dotted, value in flat.items():
-        *path, last = dotted.split(".")
+    for key, value in flat.items():
+        *path, last = key.split(".")
         here = nested
         for name in path:
             if here.get(name) is None:
                 here[name] = {}
             here = here[name]
             if not isinstance(here, dict):
-                raise ValueError(f"{dotted}: a key above it has a value already ({here!r})")
+                raise ValueError(f"{key}: a key above it already has a value ({here!r})")
         if isinstance(value, Mapping):
             below = here.get(last)
             here[last] = {**below, **value} if isinstance(below, dict) else dict(value)
         else:
             here[last] = value
     return nested
+
+
+def to_flat_dict(config: Schema) -> dict[str, Any]:
+    """Dotted key -> value of every field, for trackers and for comparing two runs."""
+    return flatten(config.model_dump(mode="json"), type(config))
+
+
+def differences(config: Schema) -> dict[str, Any]:
+    """Dotted key -> value of the fields that differ from their defaults, derived defaults included."""
+    schema = type(config)
+    flat, plain, derived = to_flat_dict(config), to_flat_dict(schema()), derived_fields(schema)
+    chosen = {key: value for key, value in flat.items() if key not in derived and value != plain[key]}
+    for key in derived:
+        implied = to_flat_dict(schema.model_validate(unflatten(chosen)))
+        if implied[key] != flat[key]:
+            chosen[key] = flat[key]
+    return {key: chosen[key] for key in flat if key in chosen}
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
@@ -231,41 +286,34 @@ def _members(annotation: Any) -> tuple[Any, ...]:
     return (annotation,)
 
 
-def _is_word(kind: Any) -> bool:
-    return get_origin(kind) is Literal and all(isinstance(word, str) for word in get_args(kind))
+def _is_choice(kind: Any) -> bool:
+    return get_origin(kind) is Literal and all(isinstance(choice, str) for choice in get_args(kind))
 
 
-def _takes_bool(annotation: Any) -> bool:
+def _accepts_bool(annotation: Any) -> bool:
     return any(kind in (bool, Any) or get_origin(kind) is dict for kind in _members(annotation))
 
 
-_WORDS: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    NoneType: "null",
-    Any: "anything",
-}
+_TYPE_NAMES: dict[Any, str] = {int: "int", float: "float", bool: "bool", str: "str", NoneType: "null", Any: "any"}
 
 
-def _in_words(kind: Any) -> str:
-    if kind in _WORDS:
-        return _WORDS[kind]
+def _type_name(kind: Any) -> str:
+    if kind in _TYPE_NAMES:
+        return _TYPE_NAMES[kind]
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Literal:
         return f"one of {', '.join(map(str, arguments))}"
     if origin is list:
-        return f"a list of {' or '.join(map(_in_words, _members(arguments[0])))}"
+        return f"list[{' or '.join(map(_type_name, _members(arguments[0])))}]"
     if origin is tuple:
-        return f"a list of {len(arguments)} numbers"
+        return f"list[{_type_name(arguments[0])}] of length {len(arguments)}"
     if origin is dict:
-        return "a mapping"
-    raise TypeError(f"no words for the type {kind!r} of a configuration key")
+        return "dict"
+    raise TypeError(f"a configuration field cannot have the type {kind!r}")
 
 
 def _limits(metadata: list[Any]) -> list[str]:
-    """The limits of a field in words; pydantic keeps one object of annotated_types for each."""
+    """The limits of a field as text; pydantic keeps one object of annotated_types for each."""
     found = []
     for limit in metadata:
         match limit:

@@ -1,10 +1,10 @@
-"""From files, overrides and dialects to the typed tree: `load_config`; and back to YAML: `dump_config`.
+"""From files, overrides and dictionaries to a typed configuration (`load_config`), and back to YAML (`dump_config`).
 
     defaults  <  preset of algorithm.name  <  base  <  YAML file  <  overrides
 
-Values remember who gave them (sources.py); second names are translated (dialects.py) and interpolations resolved
-(reader.py); keys of verl that are not here are answered (known_keys.py); what is left is typed (tree.py) and compared
-with one another (checks.py). All that is wrong comes in one `ConfigError`, before any model is loaded.
+Values keep their origin (sources.py). Aliases are translated, interpolations resolved and unknown keys found
+(reader.py); unsupported upstream keys are answered (upstream.py). The rest is validated by the schema and compared
+across fields (checks.py). All problems are raised in one `ConfigError`, before a model is loaded.
 """
 
 import difflib
@@ -16,15 +16,15 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from verl.config.checks import check_tree, notes_of
-from verl.config.errors import ConfigError, Problem, in_words
-from verl.config.fields import Tree, flatten, followers, leaves, unflatten
+from verl.config.checks import check_combinations, notes_of
+from verl.config.errors import ConfigError, Problem, format_value
+from verl.config.fields import Schema, derived_fields, differences, fields_of, to_flat_dict, unflatten
 from verl.config.reader import Reader
 from verl.config.schema.ppo import Config
 from verl.config.sources import Layer, read_mapping, read_overrides, read_yaml
 from verl.registry import did_you_mean
 
-T = TypeVar("T", bound=Tree)
+T = TypeVar("T", bound=Schema)
 Check = Callable[[Any], Iterable[Problem]]
 Presets = Mapping[str, Mapping[str, Any]]
 
@@ -37,115 +37,120 @@ def load_config(
     *,
     base: Mapping[str, Any] | None = None,
     presets: Presets | None = None,
-    tree: type[T] = Config,
+    schema: type[T] = Config,
     extra_checks: Iterable[Check] = (),
 ) -> T:
-    """The typed configuration. Later sources win: defaults, preset, `base`, the file at `path`, `overrides`.
+    """Load a typed configuration. Later sources win: defaults, preset, `base`, the file at `path`, `overrides`.
 
-    path: a YAML file. overrides: `key=value`, with or without leading `--` or `+`. base: a dictionary, nested or with
-    dotted keys. presets: name -> {dotted key: value}, what `algorithm.name` stands for. tree: which configuration.
-    extra_checks: functions of the loaded tree that give further problems, reported together with the others.
+    Args:
+        path: a YAML file.
+        overrides: `key=value`, with or without a leading `--` or `+`.
+        base: a dictionary with nested or dotted keys.
+        presets: algorithm name -> {dotted key: value}, selected by `algorithm.name`.
+        schema: the configuration to load.
+        extra_checks: functions of the loaded configuration that return further problems.
 
-    Raises ConfigError that holds everything that is wrong: the key, what was found, what is allowed, the nearest key,
-    and the line or the override that said so.
+    Raises:
+        ConfigError: lists every problem: the key, the value found, what is expected, the nearest key, and the line of
+            the file or the override.
     """
     layers = [read_mapping(base, "base")] if base else []
     if path is not None:
         layers.append(read_yaml(path))
-    said, problems = read_overrides(overrides)
-    reader = Reader(tree, [*layers, said])
+    last, problems = read_overrides(overrides)
+    reader = Reader(schema, [*layers, last])
     given = reader.read()
     problems += reader.problems
-    values = {key: origin.value for key, origin in given.items()}
+    values = {key: setting.value for key, setting in given.items()}
     if isinstance(values.get("algorithm.name"), str):
         try:
-            values = apply_preset(values, presets or {}, tree)
+            values = apply_preset(values, presets or {}, schema)
         except ValueError as error:
             problems.append(Problem("algorithm.name", str(error)))
-    config = _typed(tree, values, problems)
+    config = _validated(schema, values, problems)
     if config is not None:
-        problems += check_tree(config)
+        problems += check_combinations(config)
         problems += [problem for check in extra_checks for problem in check(config)]
     if problems:
-        raise ConfigError(_placed(problem, given) for problem in problems)
+        raise ConfigError(_located(problem, given) for problem in problems)
     for note in (*reader.notes, *notes_of(config)):
         log.warning(note)
     return config
 
 
-def apply_preset(given: Mapping[str, Any], presets: Presets, tree: type[Tree] = Config) -> dict[str, Any]:
-    """Dotted keys with the preset of their `algorithm.name` under them: what is given explicitly wins.
+def load_section(name: str, values: Mapping[str, Any], schema: type[Schema] = Config) -> Any:
+    """One section of a configuration from a dictionary, such as `data` for a dataset that is built on its own.
 
-    A key of the preset that follows a given key (clip_ratio_low follows clip_ratio) gives way to it as well.
-    Raises ValueError when there is no preset of that name.
+    Keys that are null keep their default. Fields are not compared with those of other sections.
+
+    Raises:
+        ConfigError: unknown or unsupported keys, and values of a wrong type.
+    """
+    layer = read_mapping({name: {key: value for key, value in values.items() if value is not None}}, "")
+    reader = Reader(schema, [layer])
+    given = {key: setting.value for key, setting in reader.read().items()}
+    problems = reader.problems
+    config = _validated(schema, given, problems)
+    if problems:
+        raise ConfigError(problems)
+    return dict(config)[name]
+
+
+def apply_preset(given: Mapping[str, Any], presets: Presets, schema: type[Schema] = Config) -> dict[str, Any]:
+    """Put the preset of `algorithm.name` below the given dotted keys, which win.
+
+    A key of the preset that takes its default from a given key (clip_ratio_low from clip_ratio) is dropped as well.
+    Raises ValueError if there is no such preset.
     """
     name = given.get("algorithm.name")
     if name is None:
         return dict(given)
     if name not in presets:
         raise ValueError(f"there is no algorithm {name!r}: {did_you_mean(str(name), presets)}")
-    follow = followers(tree)
-    gives_way = {key for key in follow if any(f"${{{other}}}" in follow[key] for other in given)}
-    return {key: value for key, value in presets[name].items() if key not in gives_way} | dict(given)
+    derived = derived_fields(schema)
+    dropped = {key for key in derived if any(f"${{{other}}}" in derived[key] for other in given)}
+    return {key: value for key, value in presets[name].items() if key not in dropped} | dict(given)
 
 
-def to_flat_dict(config: Tree) -> dict[str, Any]:
-    """Dotted key -> value of everything, for trackers and for comparing two runs."""
-    return flatten(config.model_dump(mode="json"), type(config))
-
-
-def differences(config: Tree) -> dict[str, Any]:
-    """Dotted key -> value of what differs from the defaults; what merely follows another key is not listed."""
-    tree = type(config)
-    flat, plain = to_flat_dict(config), to_flat_dict(tree())
-    chosen = {key: value for key, value in flat.items() if key not in followers(tree) and value != plain[key]}
-    for key in followers(tree):
-        implied = to_flat_dict(tree.model_validate(unflatten(chosen)))
-        if implied[key] != flat[key]:
-            chosen[key] = flat[key]
-    return {key: chosen[key] for key in flat if key in chosen}
-
-
-def dump_config(config: Tree, *, everything: bool = False) -> str:
-    """YAML that loads to the same configuration: only what differs from the defaults, or all of it."""
+def dump_config(config: Schema, *, everything: bool = False) -> str:
+    """YAML that loads to the same configuration: the fields that differ from their defaults, or all fields."""
     chosen = to_flat_dict(config) if everything else differences(config)
     return yaml.safe_dump(unflatten(chosen), sort_keys=False, allow_unicode=True)
 
 
-def _typed(tree: type[T], values: Mapping[str, Any], problems: list[Problem]) -> T | None:
-    """The tree, or None and a problem for every value of a wrong type or out of range."""
+def _validated(schema: type[T], values: Mapping[str, Any], problems: list[Problem]) -> T | None:
+    """The configuration, or None and a problem for every value of a wrong type or out of range."""
     try:
-        return tree.model_validate(unflatten(values))
+        return schema.model_validate(unflatten(values))
     except ValidationError as error:
-        known, wrong = leaves(tree), {}
+        known, wrong = fields_of(schema), {}
         for detail in error.errors():
             key = _key_of(detail["loc"], known)
             wrong[key] = values.get(key, detail["input"])
-        given = {key: found for key, found in wrong.items() if key in values or key not in followers(tree)}
+        given = {key: found for key, found in wrong.items() if key in values or key not in derived_fields(schema)}
         for key, found in (given or wrong).items():
-            problems.append(
-                Problem(key, f"found {in_words(found)}, expected {known[key].expected()}{_near(found, key, tree)}")
-            )
+            hint = _nearest_choice(found, key, schema)
+            problems.append(Problem(key, f"found {format_value(found)}, expected {known[key].expected()}{hint}"))
         return None
 
 
 def _key_of(location: tuple[Any, ...], known: Mapping[str, Any]) -> str:
-    """The key of the tree that pydantic speaks of; it goes on into lists and alternatives of a type."""
+    """The key that a pydantic error location belongs to; the location continues into lists and unions."""
     names = [str(name) for name in location]
     dotted = [".".join(names[:depth]) for depth in range(len(names), 0, -1)]
     return next((key for key in dotted if key in known), dotted[0])
 
 
-def _near(found: Any, key: str, tree: type[Tree]) -> str:
-    """The word that was probably meant, of a list the first that is none."""
-    words = leaves(tree)[key].words()
+def _nearest_choice(found: Any, key: str, schema: type[Schema]) -> str:
+    """A hint at the choice that a wrong value (of a list: the first wrong item) is probably a typo of."""
+    choices = fields_of(schema)[key].choices()
     given = found if isinstance(found, list) else [found]
-    wrong = next((word for word in given if isinstance(word, str) and word not in words), "")
-    near = difflib.get_close_matches(wrong, words, n=1)
+    wrong = next((item for item in given if isinstance(item, str) and item not in choices), "")
+    near = difflib.get_close_matches(wrong, choices, n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _placed(problem: Problem, given: Layer) -> Problem:
-    """The problem, with the place where its key was given."""
+def _located(problem: Problem, given: Layer) -> Problem:
+    """The problem with the place where its key was set."""
     where = problem.where or (given[problem.key].where if problem.key in given else "")
     return Problem(problem.key, problem.what, where)

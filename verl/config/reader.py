@@ -1,4 +1,4 @@
-"""Layers of given values -> one value per key of the tree: second names, unknown keys, interpolations."""
+"""Layers of settings -> one value per field: aliases, unknown keys, unsupported upstream keys, interpolations."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -7,97 +7,104 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.config.aliases import renamed
-from verl.config.errors import Problem, in_words, nearest_key
-from verl.config.fields import Leaf, Tree, flatten, leaves, sections, unflatten
-from verl.config.known_keys import known_key
-from verl.config.sources import Given, Layer, has_interpolation
+from verl.config.errors import Problem, format_value, nearest_key
+from verl.config.fields import ConfigField, Schema, fields_of, flatten, sections_of, unflatten
+from verl.config.sources import Layer, Setting, has_interpolation
+from verl.config.upstream import UpstreamKey, upstream_key
 
-Named = list[tuple[str, Given]]
-"""Key -> value, before it is known that each key has one value only."""
+Named = list[tuple[str, Setting]]
+"""(key, setting) pairs in which a key may occur twice, under two of its names."""
 
 
 class Reader:
-    """Reads layers (earlier ones give way) for one tree. `problems` and `notes` are filled on the way."""
+    """Reads layers for one schema; later layers win.
 
-    def __init__(self, tree: type[Tree], layers: list[Layer]):
-        self.tree = tree
-        self.layers = [self._said(layer) for layer in layers]
+    Attributes:
+        problems: what is wrong with the settings; filled by `read`.
+        notes: warnings; filled by `read`.
+    """
+
+    def __init__(self, schema: type[Schema], layers: list[Layer]):
+        self.schema = schema
+        self.layers = [self._without_empty(layer) for layer in layers]
         self.problems: list[Problem] = []
         self.notes: list[str] = []
 
     def read(self) -> Layer:
-        """Key of the tree -> value, resolved, with the place where it was given."""
+        """Key of the schema -> resolved value with its origin."""
         layers = [self._known(self._renamed(layer)) for layer in self.layers]
         resolved = self._resolver(layers)
         agreed = [self._agreed((key, value) for key, given in layer if (value := resolved(given))) for layer in layers]
         merged = self._merged(agreed)
         merged = self._merged([self._computed(layer, merged) for layer in agreed])
-        return {key: self._as_text(key, given) for key, given in merged.items() if self._in_tree(key, given)}
+        return {key: self._as_string(key, given) for key, given in merged.items() if self._in_schema(key, given)}
 
     def _merged(self, layers: list[Layer]) -> Layer:
-        """Later layers win. A free mapping that is set to null or {} forgets what was below it."""
+        """Later layers win. A free mapping that is set to null or {} drops the earlier keys below it."""
         merged: Layer = {}
         for layer in layers:
             for key, given in layer.items():
-                leaf = leaves(self.tree).get(key)
-                if leaf and leaf.is_mapping:
+                found = fields_of(self.schema).get(key)
+                if found and found.is_mapping:
                     merged = {name: value for name, value in merged.items() if not name.startswith(key + ".")}
                 merged[key] = given
         return merged
 
     def _known(self, named: Named) -> Named:
-        """Without the keys that nobody knows; each is a problem."""
+        """Drop unknown keys; each is a problem."""
         known = []
         for key, given in named:
-            if self._leaf_of(key) or key in self.tree.dialect.computed or known_key(key, self.tree.known):
+            if self._field_of(key) or key in self.schema.aliases.computed or self._upstream(key):
                 known.append((key, given))
             else:
                 self.problems.append(Problem(given.key, self._unknown(key, given), given.where))
         return known
 
-    def _said(self, layer: Layer) -> Layer:
-        """Without what says nothing: an empty section, and OmegaConf's '???' for a value still to come."""
-        empty = sections(self.tree) | {name.rpartition(".")[0] for name in self.tree.dialect.names()}
+    def _upstream(self, key: str) -> UpstreamKey | None:
+        return upstream_key(key, self.schema.upstream)
+
+    def _without_empty(self, layer: Layer) -> Layer:
+        """Drop empty sections, and OmegaConf's '???' for a value that is not set."""
+        empty = sections_of(self.schema) | {name.rpartition(".")[0] for name in self.schema.aliases.names()}
         return {
             key: given
             for key, given in layer.items()
             if given.value != "???" and not (key in empty and (given.value is None or given.value == {}))
         }
 
-    # ------------------------------------------------------------------------------------------------- second names
+    # ------------------------------------------------------------------------------------------------------- aliases
 
     def _renamed(self, layer: Layer) -> Named:
-        """First names for second names. An older name that is null says nothing."""
-        dialect, found = self.tree.dialect, []
+        """Resolve short and deprecated names. A deprecated name that is null is dropped."""
+        aliases, found = self.schema.aliases, []
         for spelled, given in layer.items():
-            key = renamed(spelled, dialect.short)
-            if key == spelled:
-                key = renamed(spelled, dialect.older)
-                if key != spelled:
-                    if given.value is None:
-                        continue
-                    self.notes.append(f"{spelled} ({given.where}) is an older name of {key}: please rename it")
+            key = aliases.resolve(spelled)
+            if aliases.is_deprecated(spelled):
+                if given.value is None:
+                    continue
+                self.notes.append(f"{spelled} ({given.where}) is deprecated: rename it to {key}")
             found.append((key, given))
         return found
 
-    def _agreed(self, named: Iterable[tuple[str, Given]]) -> Layer:
-        """One value per key: two names of one key may stand side by side only when they agree."""
+    def _agreed(self, named: Iterable[tuple[str, Setting]]) -> Layer:
+        """One value per key: two names of one key in one layer must have the same value."""
         layer: Layer = {}
         for key, given in named:
             other = layer.get(key)
-            if other and _listed(other.value) != _listed(given.value):
+            if other and _as_list(other.value) != _as_list(given.value):
                 names = [f"{one.key}: {one.value} ({one.where})" for one in (other, given)]
-                self.problems.append(Problem(key, f"given twice, and differently: {names[0]} and {names[1]}; keep one"))
+                self.problems.append(
+                    Problem(key, f"set twice with different values, {names[0]} and {names[1]}; keep one")
+                )
             layer[key] = given
         return layer
 
     def _computed(self, layer: Layer, merged: Layer) -> Layer:
-        """Names whose value must be worked out from others."""
-        computed, found = self.tree.dialect.computed, []
+        """Replace the aliases whose value is computed from other keys."""
+        computed, found = self.schema.aliases.computed, []
 
         def lookup(key: str) -> Any:
-            return merged[key].value if key in merged else leaves(self.tree)[key].default
+            return merged[key].value if key in merged else fields_of(self.schema)[key].default
 
         for key, given in layer.items():
             if key not in computed:
@@ -110,105 +117,108 @@ class Reader:
                     continue
                 for meant, value in values.items():
                     if meant != key:
-                        self.notes.append(f"{key}: {given.value} ({given.where}) is read as {meant}: {value}")
-                    found.append((meant, given.moved(value)))
+                        self.notes.append(f"{key}: {given.value} ({given.where}) sets {meant}: {value}")
+                    found.append((meant, given.with_value(value)))
         return self._agreed(found)
 
-    # ----------------------------------------------------------------------------------------------- interpolations
+    # ------------------------------------------------------------------------------------------------ interpolations
 
-    def _resolver(self, layers: list[Named]) -> Callable[[Given], Given | None]:
-        """A function that resolves what a value refers to: any key, under its first or second name, or its default.
+    def _resolver(self, layers: list[Named]) -> Callable[[Setting], Setting | None]:
+        """A function that resolves references to any key, by its name or an alias, or to its default.
 
-        It gives None, and a problem, where a reference leads nowhere.
+        It returns None, and adds a problem, if a reference cannot be resolved.
         """
         if not any(has_interpolation(given.value) for layer in layers for _, given in layer):
             return lambda given: given
-        values = {key: _plain(leaf) for key, leaf in leaves(self.tree).items()}
+        values = {key: _plain(found) for key, found in fields_of(self.schema).items()}
         for layer in layers:
             values |= {key: given.value for key, given in layer}
-            values |= {given.key: given.value for _, given in layer if given.key not in sections(self.tree)}
-        tree = OmegaConf.create(unflatten(values))
+            values |= {given.key: given.value for _, given in layer if given.key not in sections_of(self.schema)}
+        config = OmegaConf.create(unflatten(values))
 
-        def resolve(given: Given) -> Given | None:
+        def resolve(given: Setting) -> Setting | None:
             if not has_interpolation(given.value):
                 return given
             try:
-                value = OmegaConf.select(tree, given.key)
+                value = OmegaConf.select(config, given.key)
             except OmegaConfBaseException as error:
                 what = f"{given.value} cannot be resolved: {str(error).splitlines()[0]}{self._nearest_reference(given)}"
                 self.problems.append(Problem(given.key, what, given.where))
                 return None
-            return given.moved(OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value)
+            return given.with_value(
+                OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            )
 
         return resolve
 
-    def _nearest_reference(self, given: Given) -> str:
-        """The key that a reference which leads nowhere was probably meant for."""
+    def _nearest_reference(self, given: Setting) -> str:
+        """The key that an unresolvable reference was probably meant for."""
         wanted = re.findall(r"\$\{([\w.]+)\}", str(given.value))
-        near = [nearest_key(key, leaves(self.tree)) for key in wanted if key not in leaves(self.tree)]
+        known = fields_of(self.schema)
+        near = [nearest_key(key, known) for key in wanted if key not in known]
         return f"; did you mean {near[0]}?" if near and near[0] else ""
 
-    # ------------------------------------------------------------------------------------------ keys that are not here
+    # ----------------------------------------------------------------------------------------- keys without a field
 
-    def _in_tree(self, key: str, given: Given) -> bool:
-        """Whether the tree has this key. If not, it is a key of verl: other values than verl's default are problems."""
-        if self._leaf_of(key):
+    def _in_schema(self, key: str, given: Setting) -> bool:
+        """Whether the schema has this key. Otherwise it is an unsupported upstream key, whose value is checked."""
+        if self._field_of(key):
             return True
         values = flatten({key: given.value}) if isinstance(given.value, Mapping) else {key: given.value}
         for name, value in values.items():
-            known = known_key(name, self.tree.known)
+            known = self._upstream(name)
             if not known.accepts(value):
-                only = f"only verl's default {in_words(known.default)} is accepted here"
-                what = f"found {in_words(value)}, but {only}: {known.instead}"
+                accepted = ", ".join(map(format_value, known.accepted))
+                what = f"{format_value(value)} is not supported: {known.instead} (accepted: {accepted})"
                 self.problems.append(Problem(given.key if name == key else name, what, given.where))
         return False
 
-    def _leaf_of(self, key: str) -> Leaf | None:
-        """The leaf that holds a key: the key's own, or a free mapping above it."""
-        known = leaves(self.tree)
+    def _field_of(self, key: str) -> ConfigField | None:
+        """The field that holds a key: its own, or a free mapping above it."""
+        known = fields_of(self.schema)
         if key in known:
             return known[key]
         names = key.split(".")
         above = (known.get(".".join(names[:depth])) for depth in range(1, len(names)))
-        return next((leaf for leaf in above if leaf and leaf.is_mapping), None)
+        return next((found for found in above if found and found.is_mapping), None)
 
-    def _unknown(self, key: str, given: Given) -> str:
-        known, dialect = leaves(self.tree), self.tree.dialect
+    def _unknown(self, key: str, given: Setting) -> str:
+        known, aliases = fields_of(self.schema), self.schema.aliases
         names = key.split(".")
         for depth in range(1, len(names)):
             value_key = ".".join(names[:depth])
             if value_key in known:
-                return f"{value_key} holds {known[value_key].expected()}, nothing is below it"
-        if key in sections(self.tree):
-            return f"found {in_words(given.value)}, but this is a section with the keys {self._keys_below(key)}"
-        near = nearest_key(given.key, [*known, *dialect.names()])
+                return f"unknown key: {value_key} is a value ({known[value_key].expected()}), not a section"
+        if key in sections_of(self.schema):
+            return f"found {format_value(given.value)}, expected a section with the keys {self._keys_below(key)}"
+        near = nearest_key(given.key, [*known, *aliases.names()])
         if near:
             return f"unknown key; did you mean {near}?"
-        section = next((s for s in _above(key) if s in sections(self.tree)), "")
+        section = next((name for name in _sections_above(key) if name in sections_of(self.schema)), "")
         where = f"keys of {section}" if section else "top-level keys"
         return f"unknown key ({where}: {self._keys_below(section)})"
 
     def _keys_below(self, section: str) -> str:
         start = f"{section}." if section else ""
-        below = {key[len(start) :].split(".")[0]: None for key in leaves(self.tree) if key.startswith(start)}
+        below = {key[len(start) :].split(".")[0]: None for key in fields_of(self.schema) if key.startswith(start)}
         return ", ".join(below)
 
-    def _as_text(self, key: str, given: Given) -> Given:
-        """Where text is expected, what was written counts, not what YAML made of it (012 is no number there)."""
-        leaf = leaves(self.tree).get(key)
-        guessed = isinstance(given.value, bool | int | float) and given.text is not None
-        return given.moved(given.text) if leaf and leaf.is_text and guessed else given
+    def _as_string(self, key: str, given: Setting) -> Setting:
+        """A string field takes the value as written, not as YAML reads it (012 is not a number there)."""
+        found = fields_of(self.schema).get(key)
+        converted = isinstance(given.value, bool | int | float) and given.text is not None
+        return given.with_value(given.text) if found and found.is_string and converted else given
 
 
-def _plain(leaf: Leaf) -> Any:
-    return leaf.follows or (list(leaf.default) if isinstance(leaf.default, tuple) else leaf.default)
+def _plain(found: ConfigField) -> Any:
+    return found.default_from or (list(found.default) if isinstance(found.default, tuple) else found.default)
 
 
-def _above(key: str) -> list[str]:
-    """The sections that hold a key, the nearest first."""
+def _sections_above(key: str) -> list[str]:
+    """The sections that hold a key, the innermost first."""
     names = key.split(".")[:-1]
     return [".".join(names[:depth]) for depth in range(len(names), 0, -1)]
 
 
-def _listed(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     return value if isinstance(value, list) else [value]

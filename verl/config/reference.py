@@ -1,15 +1,15 @@
-"""The reference table of all keys, for the documentation."""
+"""The reference table of all fields, for `python -m verl.cli.config` and the documentation."""
 
 import yaml
 
-from verl.config.fields import Tree, leaves
+from verl.config.fields import Schema, fields_of
 from verl.config.schema.ppo import Config
 
 
-def reference_table(tree: type[Tree] = Config) -> str:
-    """Every key of a tree as a Markdown table: key, type, default, meaning."""
+def reference_table(schema: type[Schema] = Config) -> str:
+    """Every field of a schema as a Markdown table: key, type, default, meaning."""
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for key, leaf in leaves(tree).items():
-        default = leaf.follows or yaml.safe_dump(leaf.default, default_flow_style=True).replace("\n...", "").strip()
-        rows.append(f"| `{key}` | {leaf.expected()} | `{default}` | {leaf.meaning.replace('|', '/')} |")
+    for key, found in fields_of(schema).items():
+        default = found.default_from or yaml.safe_dump(found.default, default_flow_style=True).replace("\n...", "")
+        rows.append(f"| `{key}` | {found.expected()} | `{default.strip()}` | {found.help.replace('|', '/')} |")
     return "\n".join(rows) + "\n"

@@ -1,4 +1,4 @@
-"""Where values come from: a YAML file, overrides on the command line, a dictionary. Each remembers who gave it."""
+"""Sources of settings: a YAML file, overrides on the command line, a dictionary. Every value keeps its origin."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,24 +16,31 @@ _FILE = "the configuration file"
 
 
 @dataclass(frozen=True)
-class Given:
-    """One value that somebody gave. key: as spelled. text: as written, before YAML guessed a type. where: by whom."""
+class Setting:
+    """One value and its origin.
+
+    Attributes:
+        key: the key as spelled by the user.
+        value: the value as YAML reads it.
+        where: the line of the file, or the override.
+        text: the value as written, before YAML inferred a type; None where that is not known.
+    """
 
     key: str
     value: Any
     where: str
     text: str | None = None
 
-    def moved(self, value: Any) -> "Given":
+    def with_value(self, value: Any) -> "Setting":
         """The same origin with another value."""
         return replace(self, value=value, text=None)
 
 
-Layer = dict[str, Given]
+Layer = dict[str, Setting]
 
 
 def read_yaml(path: str | Path) -> Layer:
-    """The keys of a YAML file, interpolations not yet resolved. Raises ConfigError when it cannot be read."""
+    """The settings of a YAML file, interpolations unresolved. Raises ConfigError if the file cannot be read."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise ConfigError([Problem(_FILE, f"there is no file {str(path)!r} (looked at {file.resolve()})")])
@@ -42,21 +49,21 @@ def read_yaml(path: str | Path) -> Layer:
         content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
         marks = yaml.compose(text, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
-        raise ConfigError([Problem(_FILE, f"{path} is not YAML: {error}")]) from error
+        raise ConfigError([Problem(_FILE, f"{path} is not valid YAML: {error}")]) from error
     if content in ({}, None):
         return {}
     if not isinstance(content, dict):
-        raise ConfigError([Problem(_FILE, f"{path}: expected keys and values, found {type(content).__name__}")])
+        raise ConfigError([Problem(_FILE, f"{path}: found {type(content).__name__}, expected a mapping of keys")])
     written = _written(marks, "")
     layer = {}
     for key, value in flatten(content).items():
         line, scalar = written.get(key, (None, None))
-        layer[key] = Given(key, value, f"{file.name} line {line}" if line else file.name, scalar)
+        layer[key] = Setting(key, value, f"{file.name} line {line}" if line else file.name, scalar)
     return layer
 
 
 def _written(node: yaml.Node | None, prefix: str) -> dict[str, tuple[int, str | None]]:
-    """Dotted key -> (line, text of a plain scalar) of everything in a YAML mapping."""
+    """Dotted key -> (line, text of an unquoted scalar) of every key of a YAML mapping."""
     found: dict[str, tuple[int, str | None]] = {}
     if not isinstance(node, yaml.MappingNode):
         return found
@@ -69,14 +76,17 @@ def _written(node: yaml.Node | None, prefix: str) -> dict[str, tuple[int, str | 
 
 
 def read_mapping(values: Mapping[str, Any], where: str) -> Layer:
-    """The keys of a dictionary, nested or dotted."""
-    return {key: Given(key, value, where) for key, value in flatten(values).items()}
+    """The settings of a dictionary with nested or dotted keys."""
+    return {key: Setting(key, value, where) for key, value in flatten(values).items()}
 
 
 def read_overrides(overrides: Sequence[str]) -> tuple[Layer, list[Problem]]:
-    """`key=value` from the command line, with or without leading `--` or `+`; a key said twice: the last one counts.
+    """`key=value` from the command line, with or without a leading `--` or `+`; the last of equal keys wins.
 
-    Values are YAML: `null`, `true`, `1e-6`, `[a,b]`, `{a: 1}`, quoted text. What cannot be read is a problem.
+    Values are YAML: `null`, `true`, `1e-6`, `[a,b]`, `{a: 1}`, quoted strings.
+
+    Returns:
+        The settings, and a problem for every override that cannot be read.
     """
     layer: Layer = {}
     problems: list[Problem] = []
@@ -85,27 +95,27 @@ def read_overrides(overrides: Sequence[str]) -> tuple[Layer, list[Problem]]:
         name = name.strip().removeprefix("--").lstrip("+").strip()
         where = f"override {override!r}"
         if not equals or not name:
-            what = "an override is written key=value, such as data.train_batch_size=64"
+            what = "expected key=value, such as data.train_batch_size=64"
             problems.append(Problem(override, what, where))
         elif name.startswith("~"):
-            problems.append(Problem(override, "keys cannot be removed; give the key a value, such as null", where))
+            problems.append(Problem(override, "keys cannot be removed; set the key to a value, such as null", where))
         else:
             try:
                 value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]
             except (yaml.YAMLError, OmegaConfBaseException) as error:
                 reason = str(error).splitlines()[0]
-                what = f"the value is not YAML ({reason}); put text with special signs in quotes: {name}='\"...\"'"
+                what = f"the value is not valid YAML ({reason}); quote special characters: {name}='\"...\"'"
                 problems.append(Problem(override, what))
                 continue
             values = flatten({name: value}) if isinstance(value, Mapping) else {name: value}
-            for key, part in values.items():
+            for key, item in values.items():
                 layer.pop(key, None)
-                layer[key] = Given(key, part, where, text.strip() if key == name else None)
+                layer[key] = Setting(key, item, where, text.strip() if key == name else None)
     return layer, problems
 
 
 def has_interpolation(value: Any) -> bool:
-    """Whether a value, or something inside it, refers to another key or to the environment."""
+    """Whether a value, or an item inside it, refers to another key or to the environment."""
     if isinstance(value, str):
         return "${" in value
     if isinstance(value, list):

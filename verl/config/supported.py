@@ -1,39 +1,43 @@
-"""What of the tree is built: the words, the sizes and the keys that a run may use today.
+"""What is supported: values that are refused, engine names that must be registered, and settings without an effect.
 
-The tree speaks of the whole project. A word or key that nothing implements yet is refused here, by name, before
-anything is loaded. Who builds a part edits this file: adds the word to `BUILT`, or takes the key out of `NOT_BUILT`.
+All tables are keyed by the end of a dotted key: "rollout.name" stands for `actor_rollout_ref.rollout.name`. To add
+support for a setting, delete its row here.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from verl.config.errors import ConfigError, Problem, in_words
-from verl.config.fields import Leaf, Tree, flatten, leaves
-from verl.config.load import differences
+from verl.config.errors import ConfigError, Problem, format_value
+from verl.config.fields import Schema, derived_fields, differences, flatten
+from verl.config.upstream import upstream_engines
+from verl.registry import did_you_mean
 
-BUILT: dict[str, set[Any]] = {
-    "rollout.name": {"hf", "native"},
-    "strategy": {"fsdp", "fsdp2"},
-    "backend": {"local", "ray"},
-    "tensor_model_parallel_size": {1},
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "actor_rollout_ref.hybrid_engine": (True,),
+    "data.validation_shuffle": (False,),
+    "algorithm.use_pf_ppo": (False,),
+    "reward.sandbox_fusion.url": (None,),
+    "trainer.log_val_generations": (0,),
+    "tensor_model_parallel_size": (1,),
 }
-"""End of a dotted key -> the words that work."""
+"""End of a key -> the values that are supported; keys without a row support every value of their type."""
 
 INSTEAD: dict[str, str] = {
-    "tensor_model_parallel_size": "one device holds the whole model so far: use 1",
+    "actor_rollout_ref.hybrid_engine": "use true; placement.rollout_devices gives the rollout engine its own devices",
+    "data.validation_shuffle": "the order of validation rows does not change metrics; use false",
+    "reward.sandbox_fusion.url": "generated code does not run in a service; use null",
+    "trainer.log_val_generations": "use trainer.validation_data_dir, which keeps all responses",
+    "tensor_model_parallel_size": "the rollout engine needs the whole model on one device; use 1",
 }
-"""End of a dotted key -> what to do, where the list of words does not say it."""
+"""End of a key of SUPPORTED -> what to do, if "use <the supported values>" does not say enough."""
 
-
-NOT_BUILT: dict[str, str] = {
-    "actor_rollout_ref.hybrid_engine": "policy and rollout live in one process: use true",
-    "data.validation_shuffle": "the order of validation rows changes no result: use false",
-    "algorithm.use_pf_ppo": "use false",
-    "reward.sandbox_fusion.url": "code is not run by a service: leave it null",
-    "trainer.log_val_generations": "use trainer.validation_data_dir, which keeps all of them",
+ENGINES: dict[str, str] = {
+    "rollout.name": "rollout engine",
+    "strategy": "training engine",
+    "rollout.agent.default_agent_loop": "agent loop",
 }
-"""End of a dotted key -> what to do instead of setting it to anything but its default."""
+"""End of a key -> the kind of object that is registered under its value."""
 
 _OTHER_ENGINES = (
     "max_num_batched_tokens",
@@ -45,7 +49,7 @@ _OTHER_ENGINES = (
     "engine_kwargs.trtllm",
 )
 
-NO_EFFECT: dict[tuple[str, str], tuple[str, ...]] = {
+NO_EFFECT: dict[tuple[str, Any], tuple[str, ...]] = {
     ("rollout.name", "native"): _OTHER_ENGINES,
     ("rollout.name", "hf"): (
         "actor_rollout_ref.rollout.dtype",
@@ -76,10 +80,10 @@ NO_EFFECT: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("algorithm.filter_groups.max_num_gen_batches", 0): ("algorithm.filter_groups.at_limit",),
     ("actor.use_kl_loss", False): ("actor.kl_loss_coef", "actor.kl_loss_type"),
-    **{
-        ("actor.loss_agg_mode", mode): ("actor.loss_scale_factor",)
-        for mode in ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean")
-    },
+    ("actor.loss_agg_mode", "token-mean"): ("actor.loss_scale_factor",),
+    ("actor.loss_agg_mode", "token-sum"): ("actor.loss_scale_factor",),
+    ("actor.loss_agg_mode", "seq-mean-token-sum"): ("actor.loss_scale_factor",),
+    ("actor.loss_agg_mode", "seq-mean-token-mean"): ("actor.loss_scale_factor",),
     ("val_kwargs.do_sample", False): ("val_kwargs.top_k", "val_kwargs.top_p"),
     ("actor.use_dynamic_bsz", True): ("actor.ppo_micro_batch_size_per_gpu",),
     ("critic.use_dynamic_bsz", True): ("critic.ppo_micro_batch_size_per_gpu",),
@@ -87,66 +91,76 @@ NO_EFFECT: dict[tuple[str, str], tuple[str, ...]] = {
     ("actor.optim.lr_scheduler_type", "constant"): ("actor.optim.min_lr_ratio",),
     ("critic.optim.lr_scheduler_type", "constant"): ("critic.optim.min_lr_ratio",),
 }
-"""(end of a key, its value) -> ends of the keys that change nothing then; who sets one is told so.
-
-What an estimator or a loss does not ask for is known by its signature: verl/trainer/unused_settings.py.
-"""
+"""(end of a key, its value) -> ends of the keys that have no effect with that value."""
 
 log = logging.getLogger("verl.config")
 
 
 def matches(key: str, end: str) -> bool:
-    """Whether a dotted key is, or ends in, the names `end`."""
+    """Whether a dotted key is `end`, or ends in it."""
     return key == end or key.endswith("." + end)
 
 
-def unavailable(config: Tree, built: Mapping[str, set[Any]] = BUILT) -> list[Problem]:
-    """Every key of `config` whose value is not built yet, with what can be used instead."""
-    flat = flatten(config.model_dump(), type(config))
+def unsupported(config: Schema) -> list[Problem]:
+    """Every field whose value is not supported, with what to use instead."""
     problems = []
-    for key, leaf in leaves(type(config)).items():
-        problems += _not_built(key, flat[key], leaf)
-        for end, words in built.items():
-            if matches(key, end):
-                given = flat[key] if isinstance(flat[key], list | tuple) else [flat[key]]
-                problems += [Problem(key, _not_among(word, words, end)) for word in given if word not in words]
+    for key, value in flatten(config.model_dump(), type(config)).items():
+        for end, values in SUPPORTED.items():
+            if matches(key, end) and value not in values:
+                instead = INSTEAD.get(end, f"use {' or '.join(map(format_value, values))}")
+                problems.append(Problem(key, f"{format_value(value)} is not supported: {instead}"))
     return problems
 
 
-def check_available(config: Tree, built: Mapping[str, set[Any]] = BUILT) -> None:
-    """Raise ConfigError that names every engine, backend, size or option of `config` that is not built yet.
-
-    Settings of another engine than the chosen one change nothing; each that is set is named in the log.
-    """
-    problems = unavailable(config, built)
+def check_supported(config: Schema) -> None:
+    """Raise ConfigError for every value that is not supported, and log the settings that have no effect."""
+    problems = unsupported(config)
     if problems:
         raise ConfigError(problems)
-    for note in without_effect(config):
+    for note in settings_without_effect(config):
         log.warning(note)
 
 
-def without_effect(config: Tree) -> list[str]:
-    """What is set and changes nothing beside the other settings; what merely follows another key is not named."""
+def check_registered(config: Schema, registered: Mapping[str, Collection[str]]) -> list[Problem]:
+    """Names of engines and agent loops that nothing has registered. Call after `imports` are loaded.
+
+    Args:
+        config: the configuration.
+        registered: end of a key, as in `ENGINES` -> the names that are registered. A key without names is not checked.
+
+    Returns:
+        A problem for each unknown name, with the nearest and all registered names.
+    """
+    wrong = {}
+    for key, value in flatten(config.model_dump(), type(config)).items():
+        for end, names in registered.items():
+            if matches(key, end) and value not in names:
+                wrong[key] = _not_registered(key, value, ENGINES[end], names)
+    derived = derived_fields(type(config)).keys() - differences(config).keys() if wrong else ()
+    return [Problem(key, what) for key, what in wrong.items() if key not in derived]
+
+
+def _not_registered(key: str, name: str, kind: str, names: Collection[str]) -> str:
+    if name in upstream_engines(key):
+        return f"{name!r} is not supported yet: use {' or '.join(sorted(names))}"
+    return (
+        f"there is no {kind} {name!r}: {did_you_mean(name, names)}. Custom ones are registered in a file of `imports`"
+    )
+
+
+def settings_without_effect(config: Schema) -> list[str]:
+    """Fields that were changed from their default and have no effect, each as "key: value has no effect with ...".
+
+    The fields that the chosen estimator and loss do not read are found from their signatures, by the trainer.
+    """
     chosen, flat = differences(config), flatten(config.model_dump(), type(config))
     notes = {}
-    for (choice, word), ends in NO_EFFECT.items():
-        if any(matches(key, choice) and value == word for key, value in flat.items()):
-            reason = f"changes nothing with {choice}: {word if isinstance(word, str) else in_words(word)}"
-            unused = [key for key in chosen if any(matches(key, end) for end in ends)]
-            notes |= {key: f"{key}: {in_words(flat[key])} {reason}" for key in unused}
+    for (end, value), ends in NO_EFFECT.items():
+        for reason in (key for key, given in flat.items() if matches(key, end) and given == value):
+            unused = [key for key in chosen if any(matches(key, other) for other in ends)]
+            notes |= {key: f"{key}: {_plain(flat[key])} has no effect with {reason}={_plain(value)}" for key in unused}
     return list(notes.values())
 
 
-def _not_among(word: Any, words: set[Any], end: str) -> str:
-    instead = INSTEAD[end] if end in INSTEAD else f"use {', '.join(map(str, sorted(words)))}"
-    return f"{in_words(word)} is not built yet: {instead}"
-
-
-def _not_built(key: str, value: Any, leaf: Leaf) -> list[Problem]:
-    if value == leaf.default:
-        return []
-    return [
-        Problem(key, f"{in_words(value)} is not built yet: {instead}")
-        for end, instead in NOT_BUILT.items()
-        if matches(key, end)
-    ]
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else format_value(value)

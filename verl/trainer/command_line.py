@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from verl.config.fields import Tree
+    from verl.config.fields import Schema
 
 #: what a user can get wrong before a run begins: settings, files, packages, code of one's own
 MISTAKES = (ValueError, ImportError, SyntaxError, FileNotFoundError)
@@ -32,7 +32,7 @@ def split_arguments(arguments: list[str]) -> tuple[str | None, list[str], set[st
 def command_line(
     arguments: list[str] | None,
     usage: str,
-    settings: "Callable[[str | None, list[str]], Tree]",
+    settings: "Callable[[str | None, list[str]], Schema]",
     run: Callable[[str | None, list[str]], int],
 ) -> int:
     """Do what a command line asks for; the exit status.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from verl.config import Config, check_inputs, load_config, unavailable
+from verl.config import Config, check_inputs, load_config, unsupported
 from verl.registry import load_object
 from verl.trainer.command_line import MISTAKES, complain
 from verl.utils.disk import DiskFullError
@@ -41,9 +41,9 @@ def build_trainer(
     """The trainer of trainer.backend: this host's processes, or a Ray cluster. Arguments as those of main_ppo."""
     from verl.algorithms.presets import PRESETS
 
-    checks = [check_inputs, unavailable]
+    checks = [check_inputs, unsupported]
     config = load_config(
-        config_path, overrides, base=recipe.read(), presets=PRESETS, tree=recipe.tree, extra_checks=checks
+        config_path, overrides, base=recipe.read(), presets=PRESETS, schema=recipe.tree, extra_checks=checks
     )
     try:
         trainer = load_object(*trainers[config.trainer.backend])

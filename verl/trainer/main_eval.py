@@ -60,7 +60,7 @@ class Evaluation:
         overrides: Sequence[str] = (),
     ):
         if config is None:
-            config = load_config(config_path, overrides, tree=EvalConfig, extra_checks=[check_data])
+            config = load_config(config_path, overrides, schema=EvalConfig, extra_checks=[check_data])
         for address in config.imports:
             import_module(address)
         self.config = config
@@ -109,7 +109,7 @@ class Evaluation:
 def main(arguments: list[str] | None = None) -> int:
     """Run; returns the exit status."""
     setup_logging()
-    return command_line(arguments, HELP, lambda *given: load_config(*given, tree=EvalConfig), _evaluate)
+    return command_line(arguments, HELP, lambda *given: load_config(*given, schema=EvalConfig), _evaluate)
 
 
 def _evaluate(path: str | None, overrides: list[str]) -> int:

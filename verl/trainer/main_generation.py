@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.config import ConfigError, Problem, check_available, check_inputs, load_config, to_flat_dict
+from verl.config import ConfigError, Problem, check_inputs, check_supported, load_config, to_flat_dict
 from verl.config.schema.offline import GenerationConfig
 from verl.data.tokenization import load_tokenizer
 from verl.dataflow import DataFlow
@@ -106,10 +106,10 @@ class GenerationRun:
     ):
         if config is None:
             checks = [check_inputs, check_generation]
-            config = load_config(config_path, overrides, tree=GenerationConfig, extra_checks=checks)
+            config = load_config(config_path, overrides, schema=GenerationConfig, extra_checks=checks)
         elif problems := list(check_generation(config)):
             raise ConfigError(problems)
-        check_available(config)
+        check_supported(config)
         for address in config.imports:
             import_module(address)
         self.dtype = resolve_dtype(config.rollout.dtype, resolve_device(config.trainer.device))
@@ -245,7 +245,7 @@ def _clock(seconds: float) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run; returns the exit status."""
     setup_logging()
-    return command_line(arguments, HELP, lambda *given: load_config(*given, tree=GenerationConfig), _generate)
+    return command_line(arguments, HELP, lambda *given: load_config(*given, schema=GenerationConfig), _generate)
 
 
 def _generate(path: str | None, overrides: list[str]) -> int:

@@ -53,7 +53,7 @@ def main(
         from verl.config import load_config
 
         chosen = _recipe(recipe)
-        return load_config(path, overrides, base=chosen.read(), presets=PRESETS, tree=chosen.tree)
+        return load_config(path, overrides, base=chosen.read(), presets=PRESETS, schema=chosen.tree)
 
     def start(path: str | None, overrides: list[str]) -> int:
         from verl.trainer.launch import build_trainer, run

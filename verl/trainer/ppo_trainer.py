@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch.utils.data import Dataset
 
 from verl.algorithms.presets import PRESETS
-from verl.config import batch_words, check_available, check_inputs, check_models, load_config, schema, unavailable
+from verl.config import batch_summary, check_inputs, check_models, check_supported, load_config, schema, unsupported
 from verl.data.files import PromptSource
 from verl.data.rlhf_dataset import RLHFDataset, check_dataset, collate_prompts
 from verl.data.tokenization import load_tokenizer
@@ -64,11 +64,11 @@ class PPOTrainer(Trainer):
         if config is None:
             check = check_inputs if train_dataset is None else check_models
             base = setup.base_config(self.recipe, train_dataset, val_dataset)
-            tree_of_keys, checks = self.recipe.tree, [check, unavailable]
+            tree_of_keys, checks = self.recipe.tree, [check, unsupported]
             config = load_config(
-                config_path, overrides, base=base, presets=PRESETS, tree=tree_of_keys, extra_checks=checks
+                config_path, overrides, base=base, presets=PRESETS, schema=tree_of_keys, extra_checks=checks
             )
-        check_available(config)
+        check_supported(config)
         setup.import_extensions(config)
         check_early(config)
         self.prepare_executor(config)
@@ -137,7 +137,7 @@ class PPOTrainer(Trainer):
         logger.info("model: %s", self.config.actor_rollout_ref.model.path)
         method = self.recipe.name or self.config.algorithm.adv_estimator
         logger.info("algorithm: %s; steps: %d", method, self.total_steps)
-        logger.info("batch: %s", batch_words(self.config, critic=needs_critic(self.config)))
+        logger.info("batch: %s", batch_summary(self.config, critic=needs_critic(self.config)))
         logger.info("data: %s; validation: %s", self.source.describe(), rows)
         if self.world_size > 1:
             logger.info("placement: %s", placement_words(self.pools))

@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from verl.algorithms.masked import masked_mean
-from verl.config import check_available, check_inputs, check_models, load_config, schema, unavailable
+from verl.config import check_inputs, check_models, check_supported, load_config, schema, unsupported
 from verl.data.files import PromptSource
 from verl.data.sft_dataset import SFTDataset, collate_sft
 from verl.data.tokenization import load_tokenizer
@@ -70,8 +70,8 @@ class SFTTrainer(Trainer):
         setup_logging()
         if config is None:
             check = check_inputs if train_dataset is None else check_models
-            config = load_config(config_path, overrides, tree=schema.SFTConfig, extra_checks=[check, unavailable])
-        check_available(config)
+            config = load_config(config_path, overrides, schema=schema.SFTConfig, extra_checks=[check, unsupported])
+        check_supported(config)
         setup.import_extensions(config)
         check_trackers(config.trainer.logger)
         setup.check_one_host(config.trainer)
@@ -157,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
     def start(path: str | None, overrides: list[str]) -> int:
         return run(lambda: SFTTrainer(config_path=path, overrides=overrides))
 
-    return command_line(arguments, HELP, lambda *given: load_config(*given, tree=schema.SFTConfig), start)
+    return command_line(arguments, HELP, lambda *given: load_config(*given, schema=schema.SFTConfig), start)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY
 from verl.algorithms.binding import parameter_names
 from verl.algorithms.policy_losses import POLICY_LOSS_REGISTRY
 from verl.config import differences, schema
-from verl.config.fields import followers
+from verl.config.fields import derived_fields
 from verl.registry import Registry
 from verl.trainer.ppo_flow import needs_critic, needs_reference
 
@@ -59,7 +59,9 @@ def _asked_by_others(registry: Registry[Callable], chosen: str) -> set[str]:
     if "config" in own:
         return set()
     # who asks for clip_ratio_low is reached by clip_ratio, which it follows
-    followed = {_name(key.strip("${}")) for key_of, key in followers(schema.Config).items() if _name(key_of) in own}
+    followed = {
+        _name(key.strip("${}")) for key_of, key in derived_fields(schema.Config).items() if _name(key_of) in own
+    }
     return set().union(*(parameter_names(registered) for _, registered in registry.items())) - own - followed
 
 

@@ -1,16 +1,14 @@
 """The configuration schema: every section and field with its type, default and one line of help."""
 
 from verl.config.schema.actor import ActorConfig, CriticConfig, PolicyLossConfig, RefConfig
-from verl.config.schema.data import (
-    CustomClassConfig,
-    CustomRewardFunctionConfig,
-    DataConfig,
-    ManagerModuleConfig,
-    RewardConfig,
-    RewardManagerConfig,
-    RewardModelConfig,
-    SandboxConfig,
+from verl.config.schema.algorithm import (
+    AlgorithmConfig,
+    FilterGroupsConfig,
+    KLControlConfig,
+    PFPPOConfig,
+    RolloutCorrectionConfig,
 )
+from verl.config.schema.data import CustomClassConfig, DataConfig
 from verl.config.schema.model import (
     ActorCheckpointConfig,
     CheckpointConfig,
@@ -32,7 +30,22 @@ from verl.config.schema.offline import (
     OfflineTrainerConfig,
 )
 from verl.config.schema.ppo import ActorRolloutRefConfig, Config
-from verl.config.schema.rollout import EngineKwargs, RolloutConfig, SamplingConfig, ValSamplingConfig
+from verl.config.schema.reward import (
+    CustomRewardFunctionConfig,
+    ManagerModuleConfig,
+    RewardConfig,
+    RewardManagerConfig,
+    RewardModelConfig,
+    SandboxConfig,
+)
+from verl.config.schema.rollout import (
+    AgentConfig,
+    EngineKwargs,
+    RolloutConfig,
+    RolloutEngineConfig,
+    SamplingConfig,
+    ValSamplingConfig,
+)
 from verl.config.schema.sft import (
     SFTCheckpointConfig,
     SFTConfig,
@@ -41,22 +54,13 @@ from verl.config.schema.sft import (
     SFTOptimConfig,
     SFTTrainerConfig,
 )
-from verl.config.schema.trainer import (
-    AlgorithmConfig,
-    FilterGroupsConfig,
-    KLControlConfig,
-    PFPPOConfig,
-    PlacementConfig,
-    RayConfig,
-    RolloutCorrectionConfig,
-    RunConfig,
-    TrainerConfig,
-)
+from verl.config.schema.trainer import PlacementConfig, RayConfig, RunConfig, TrainerConfig
 
 __all__ = [
     "ActorCheckpointConfig",
     "ActorConfig",
     "ActorRolloutRefConfig",
+    "AgentConfig",
     "AlgorithmConfig",
     "CheckpointConfig",
     "Config",
@@ -92,6 +96,7 @@ __all__ = [
     "RewardModelConfig",
     "RolloutConfig",
     "RolloutCorrectionConfig",
+    "RolloutEngineConfig",
     "RunConfig",
     "SFTCheckpointConfig",
     "SFTConfig",

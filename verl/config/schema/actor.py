@@ -1,8 +1,9 @@
-"""The configuration of the policy in training, of its reference, and of the critic."""
+"""The `actor`, `ref` and `critic` sections."""
 
 from typing import Literal
 
-from verl.config.fields import Node, key, part
+from verl.config.fields import Section, field, section
+from verl.config.schema.algorithm import KLEstimator
 from verl.config.schema.model import (
     ActorCheckpointConfig,
     CriticCheckpointConfig,
@@ -10,131 +11,141 @@ from verl.config.schema.model import (
     CriticOptimConfig,
     EngineConfig,
     OptimConfig,
-    Strategy,
 )
 
 LossAggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
-KLEstimator = Literal[
-    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
-    "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
-]  # fmt: skip
 
 _ACTOR = "${actor_rollout_ref.actor."
 
 
-class PolicyLossConfig(Node):
-    """`actor_rollout_ref.actor.policy_loss`: which loss, and the numbers that only some losses have."""
+class PolicyLossConfig(Section):
+    """`actor_rollout_ref.actor.policy_loss`: the policy loss, and the numbers that only some losses use."""
 
-    loss_mode: str = key("vanilla", "registered name of the policy loss")
-    clip_cov_ratio: float = key(2e-4, "clip_cov: share of the tokens that lose their gradient", ge=0, le=1)
-    clip_cov_lb: float = key(1.0, "clip_cov: tokens below this covariance are never chosen")
-    clip_cov_ub: float = key(5.0, "clip_cov: tokens above this covariance are never chosen")
-    kl_cov_ratio: float = key(2e-4, "kl_cov: share of the tokens that receive the penalty", ge=0, le=1)
-    ppo_kl_coef: float | None = key(None, "kl_cov: weight of the penalty; null: the published value", ge=0)
-    sppo_eta: float | None = key(None, "sppo: what the log-ratio is of an advantage of 1; null: 1", gt=0)
-    dro_beta: float | None = key(None, "dro: weight of the quadratic term; the loss needs it", gt=0)
+    loss_mode: str = field("vanilla", "registered name of the policy loss")
+    clip_cov_ratio: float = field(2e-4, "clip_cov: fraction of the tokens whose gradient is dropped", ge=0, le=1)
+    clip_cov_lb: float = field(1.0, "clip_cov: lower bound of the covariance of these tokens")
+    clip_cov_ub: float = field(5.0, "clip_cov: upper bound of the covariance of these tokens")
+    kl_cov_ratio: float = field(2e-4, "kl_cov: fraction of the tokens that are penalized", ge=0, le=1)
+    ppo_kl_coef: float | None = field(None, "kl_cov: coefficient of the penalty; null: the published value", ge=0)
+    sppo_eta: float | None = field(None, "sppo: target log-ratio per unit of advantage; null: 1", gt=0)
+    dro_beta: float | None = field(None, "dro: coefficient of the quadratic term (required by this loss)", gt=0)
 
 
-class ActorConfig(Node):
-    """`actor_rollout_ref.actor`: the update of the policy."""
+class ActorConfig(Section):
+    """`actor_rollout_ref.actor`: the policy update."""
 
-    strategy: Strategy = key("fsdp", "training engine")
-    ppo_mini_batch_size: int = key(
-        256, "PROMPTS per optimizer update, over all ranks (times rollout.n = responses); at most the batch", ge=1
+    strategy: str = field("fsdp", "registered name of the training engine: fsdp, fsdp2, or a custom one")
+    ppo_mini_batch_size: int = field(
+        256, "PROMPTS per optimizer update over all ranks (times rollout.n = responses); at most the batch", ge=1
     )
-    ppo_micro_batch_size_per_gpu: int | None = key(
-        None, "SEQUENCES per forward and backward pass of one rank; null: ppo_max_token_len_per_gpu decides", ge=1
+    ppo_micro_batch_size_per_gpu: int | None = field(
+        None, "SEQUENCES per forward and backward pass of one rank; null: by ppo_max_token_len_per_gpu", ge=1
     )
-    use_dynamic_bsz: bool = key(False, "make micro-batches by a number of tokens instead of a number of sequences")
-    ppo_max_token_len_per_gpu: int | None = key(
+    use_dynamic_bsz: bool = field(False, "size micro-batches by tokens instead of sequences")
+    ppo_max_token_len_per_gpu: int | None = field(
         None,
-        "tokens in a micro-batch of one rank, where no count is given or use_dynamic_bsz is on; null: 16384, or fewer "
-        "on a GPU whose free memory does not hold them",
+        "tokens per micro-batch of one rank, if no size is set or with use_dynamic_bsz; null: 16384, or what fits into "
+        "the free memory of the GPU",
         ge=1,
     )
-    ppo_epochs: int = key(1, "passes over each batch", ge=1)
-    old_log_prob_pass: Literal["auto", "always"] = key(
-        "auto", "log-probs before the update by a pass of their own; auto: not where the only update of a step has them"
+    ppo_epochs: int = field(1, "optimization epochs per batch", ge=1)
+    old_log_prob_pass: Literal["auto", "always"] = field(
+        "auto", "compute old log-probs in a separate forward pass; auto: not if a step has a single update"
     )
-    shuffle: bool = key(False, "draw the mini-batches in a random order")
-    data_loader_seed: int = key(42, "seed of that order", follows="${trainer.seed}", ge=0)
-    clip_ratio: float | None = key(
-        None, "clip of the probability ratio, both sides; null: the published value of the loss (PPO: 0.2)", ge=0
+    shuffle: bool = field(False, "shuffle the mini-batches")
+    data_loader_seed: int = field(42, "seed of that shuffle", default_from="${trainer.seed}", ge=0)
+    clip_ratio: float | None = field(
+        None, "clip range of the probability ratio; null: the published value of the loss (PPO: 0.2)", ge=0
     )
-    clip_ratio_low: float | None = key(None, "the ratio is kept above 1 - this", follows=_ACTOR + "clip_ratio}", ge=0)
-    clip_ratio_high: float | None = key(None, "the ratio is kept below 1 + this", follows=_ACTOR + "clip_ratio}", ge=0)
-    clip_ratio_c: float = key(3.0, "dual clip: bound of the loss where the advantage is negative", gt=1)
-    tau_pos: float = key(1.0, "sapo: temperature where the advantage is positive", gt=0)
-    tau_neg: float = key(1.05, "sapo: temperature where the advantage is not positive", gt=0)
-    policy_loss: PolicyLossConfig = part(PolicyLossConfig, "which loss")
-    loss_agg_mode: LossAggregation = key("token-mean", "how the losses of tokens become one number")
-    loss_scale_factor: float | None = key(
-        None, "divisor of seq-mean-token-sum-norm; null: the longest allowed response", gt=0
+    clip_ratio_low: float | None = field(
+        None, "lower clip range: the ratio is clipped at 1 - this", default_from=_ACTOR + "clip_ratio}", ge=0
     )
-    entropy_coeff: float = key(0.0, "weight of the entropy bonus")
-    calculate_sum_pi_squared: bool = key(
-        False, "measure sum over the vocabulary of p^2; optimal_token_baseline needs it"
+    clip_ratio_high: float | None = field(
+        None, "upper clip range: the ratio is clipped at 1 + this", default_from=_ACTOR + "clip_ratio}", ge=0
     )
-    use_kl_loss: bool = key(False, "add KL(policy, reference) to the loss")
-    kl_loss_coef: float = key(0.001, "weight of that KL", ge=0)
-    kl_loss_type: KLEstimator = key("low_var_kl", "estimator of that KL; with '+': its value, the gradient of k2")
-    optim: OptimConfig = part(OptimConfig, "optimizer")
-    fsdp_config: EngineConfig = part(EngineConfig, "precision, sharding, offloading")
-    checkpoint: ActorCheckpointConfig = part(ActorCheckpointConfig, "what a checkpoint holds")
+    clip_ratio_c: float = field(3.0, "dual clip: bound of the loss for negative advantages", gt=1)
+    tau_pos: float = field(1.0, "sapo: temperature for positive advantages", gt=0)
+    tau_neg: float = field(1.05, "sapo: temperature for other advantages", gt=0)
+    policy_loss: PolicyLossConfig = section(PolicyLossConfig, "the policy loss")
+    loss_agg_mode: LossAggregation = field("token-mean", "how token losses are aggregated")
+    loss_scale_factor: float | None = field(
+        None, "divisor of seq-mean-token-sum-norm; null: the maximum response length", gt=0
+    )
+    entropy_coeff: float = field(0.0, "coefficient of the entropy bonus")
+    calculate_sum_pi_squared: bool = field(
+        False, "compute the sum of squared probabilities over the vocabulary, for optimal_token_baseline"
+    )
+    use_kl_loss: bool = field(False, "add the KL to the reference to the loss")
+    kl_loss_coef: float = field(0.001, "coefficient of that KL", ge=0)
+    kl_loss_type: KLEstimator = field("low_var_kl", "estimator of that KL; '+': its value with the gradient of k2")
+    optim: OptimConfig = section(OptimConfig, "optimizer")
+    fsdp_config: EngineConfig = section(EngineConfig, "precision, sharding and offloading")
+    checkpoint: ActorCheckpointConfig = section(ActorCheckpointConfig, "contents of a checkpoint")
 
 
-class RefConfig(Node):
-    """`actor_rollout_ref.ref`: the frozen policy that a KL is measured against."""
+class RefConfig(Section):
+    """`actor_rollout_ref.ref`: the frozen reference policy of the KL."""
 
-    enable: bool | None = key(None, "build the reference model; null: where a KL needs it")
-    strategy: Strategy = key("fsdp", "engine", follows=_ACTOR + "strategy}")
-    log_prob_micro_batch_size_per_gpu: int | None = key(
-        None, "sequences per forward pass of one rank", follows=_ACTOR + "ppo_micro_batch_size_per_gpu}", ge=1
+    enable: bool | None = field(None, "load the reference model; null: if a KL needs it")
+    strategy: str = field("fsdp", "registered name of the engine", default_from=_ACTOR + "strategy}")
+    log_prob_micro_batch_size_per_gpu: int | None = field(
+        None, "sequences per forward pass of one rank", default_from=_ACTOR + "ppo_micro_batch_size_per_gpu}", ge=1
     )
-    log_prob_use_dynamic_bsz: bool = key(False, "micro-batches by tokens", follows=_ACTOR + "use_dynamic_bsz}")
-    log_prob_max_token_len_per_gpu: int | None = key(
-        None, "tokens in a micro-batch of one rank", follows=_ACTOR + "ppo_max_token_len_per_gpu}", ge=1
+    log_prob_use_dynamic_bsz: bool = field(
+        False, "size micro-batches by tokens instead of sequences", default_from=_ACTOR + "use_dynamic_bsz}"
     )
-    fsdp_config: EngineConfig = part(EngineConfig, "precision, sharding, offloading")
+    log_prob_max_token_len_per_gpu: int | None = field(
+        None, "tokens per micro-batch of one rank", default_from=_ACTOR + "ppo_max_token_len_per_gpu}", ge=1
+    )
+    fsdp_config: EngineConfig = section(EngineConfig, "precision, sharding and offloading")
 
 
-class CriticConfig(Node):
+class CriticConfig(Section):
     """`critic`: the value model and its update."""
 
-    enable: bool | None = key(None, "train a critic; null: where the advantage estimator asks for values")
-    strategy: Strategy = key("fsdp", "training engine", follows=_ACTOR + "strategy}")
-    ppo_mini_batch_size: int = key(
-        256, "PROMPTS per optimizer update, as for the actor", follows=_ACTOR + "ppo_mini_batch_size}", ge=1
+    enable: bool | None = field(None, "train a critic; null: if the advantage estimator reads values")
+    strategy: str = field("fsdp", "registered name of the training engine", default_from=_ACTOR + "strategy}")
+    ppo_mini_batch_size: int = field(
+        256, "PROMPTS per optimizer update, as for the actor", default_from=_ACTOR + "ppo_mini_batch_size}", ge=1
     )
-    ppo_micro_batch_size_per_gpu: int | None = key(
+    ppo_micro_batch_size_per_gpu: int | None = field(
         None,
         "SEQUENCES per forward and backward pass of one rank",
-        follows=_ACTOR + "ppo_micro_batch_size_per_gpu}",
+        default_from=_ACTOR + "ppo_micro_batch_size_per_gpu}",
         ge=1,
     )
-    forward_micro_batch_size_per_gpu: int | None = key(
+    forward_micro_batch_size_per_gpu: int | None = field(
         None,
         "sequences per forward pass when values are computed",
-        follows="${critic.ppo_micro_batch_size_per_gpu}",
+        default_from="${critic.ppo_micro_batch_size_per_gpu}",
         ge=1,
     )
-    use_dynamic_bsz: bool = key(False, "micro-batches by tokens", follows=_ACTOR + "use_dynamic_bsz}")
-    ppo_max_token_len_per_gpu: int | None = key(None, "tokens in a micro-batch of one rank; null: as the actor's", ge=1)
-    forward_max_token_len_per_gpu: int | None = key(
-        None, "the same when values are computed", follows="${critic.ppo_max_token_len_per_gpu}", ge=1
+    use_dynamic_bsz: bool = field(
+        False, "size micro-batches by tokens instead of sequences", default_from=_ACTOR + "use_dynamic_bsz}"
     )
-    ppo_epochs: int = key(1, "passes over each batch", follows=_ACTOR + "ppo_epochs}", ge=1)
-    shuffle: bool = key(False, "draw the mini-batches in a random order", follows=_ACTOR + "shuffle}")
-    data_loader_seed: int = key(42, "seed of that order", follows="${trainer.seed}", ge=0)
-    cliprange_value: float = key(0.5, "clip of the value around the old value", gt=0)
-    value_loss_coef: float = key(1.0, "factor of the value loss", gt=0)
-    loss_agg_mode: LossAggregation = key("token-mean", "how losses are added up", follows=_ACTOR + "loss_agg_mode}")
-    loss_scale_factor: float | None = key(
-        None, "divisor of seq-mean-token-sum-norm", follows=_ACTOR + "loss_scale_factor}", gt=0
+    ppo_max_token_len_per_gpu: int | None = field(
+        None, "tokens per micro-batch of one rank; null: as for the actor", ge=1
     )
-    model: CriticModelConfig = part(CriticModelConfig, "model that the critic starts from")
-    optim: CriticOptimConfig = part(CriticOptimConfig, "optimizer")
-    fsdp: EngineConfig = part(EngineConfig, "precision, sharding, offloading")
-    checkpoint: CriticCheckpointConfig = part(CriticCheckpointConfig, "what a checkpoint holds")
+    forward_max_token_len_per_gpu: int | None = field(
+        None,
+        "tokens per micro-batch when values are computed",
+        default_from="${critic.ppo_max_token_len_per_gpu}",
+        ge=1,
+    )
+    ppo_epochs: int = field(1, "optimization epochs per batch", default_from=_ACTOR + "ppo_epochs}", ge=1)
+    shuffle: bool = field(False, "shuffle the mini-batches", default_from=_ACTOR + "shuffle}")
+    data_loader_seed: int = field(42, "seed of that shuffle", default_from="${trainer.seed}", ge=0)
+    cliprange_value: float = field(0.5, "clip range of the value around the old value", gt=0)
+    value_loss_coef: float = field(1.0, "coefficient of the value loss", gt=0)
+    loss_agg_mode: LossAggregation = field(
+        "token-mean", "how token losses are aggregated", default_from=_ACTOR + "loss_agg_mode}"
+    )
+    loss_scale_factor: float | None = field(
+        None, "divisor of seq-mean-token-sum-norm", default_from=_ACTOR + "loss_scale_factor}", gt=0
+    )
+    model: CriticModelConfig = section(CriticModelConfig, "model that the critic starts from")
+    optim: CriticOptimConfig = section(CriticOptimConfig, "optimizer")
+    fsdp: EngineConfig = section(EngineConfig, "precision, sharding and offloading")
+    checkpoint: CriticCheckpointConfig = section(CriticCheckpointConfig, "contents of a checkpoint")

@@ -1,116 +1,116 @@
-"""The configuration of one trained model: weights, optimizer, precision and sharding, checkpoints."""
+"""The `model`, `optim`, `fsdp_config` and `checkpoint` sections of one trained model."""
 
 from typing import Any, Literal
 
-from verl.config.fields import FilePath, Node, Texts, key
+from verl.config.fields import FilePath, Section, StrList, field
 
 Precision = Literal["auto", "fp64", "float64", "fp32", "float32", "bf16", "bfloat16", "fp16", "float16"]
-Strategy = Literal["fsdp", "fsdp2", "megatron"]
+CheckpointContents = list[Literal["model", "optimizer", "extra", "hf_model"]]
 
 
-class ModelConfig(Node):
-    """`actor_rollout_ref.model`: which model is trained, and how it is built."""
+class ModelConfig(Section):
+    """`actor_rollout_ref.model`: the model to train."""
 
-    path: FilePath | None = key(None, "HuggingFace model: a directory or the id of a repository")
-    tokenizer_path: FilePath | None = key(None, "directory of the tokenizer where it is not beside the model")
-    trust_remote_code: bool = key(False, "run the Python code that comes with a model or tokenizer")
-    custom_chat_template: str | None = key(None, "Jinja chat template instead of the tokenizer's own")
-    override_config: dict[str, Any] = key({}, "values put over those of the model's config.json")
-    enable_gradient_checkpointing: bool | Literal["auto"] = key(
-        "auto", "compute activations again in the backward pass, keep none; auto: on a GPU whose memory asks for it"
+    path: FilePath | None = field(None, "Hugging Face model: a folder or a Hub id")
+    tokenizer_path: FilePath | None = field(None, "folder or Hub id of the tokenizer; null: that of the model")
+    trust_remote_code: bool = field(False, "run the Python code that comes with a model or tokenizer")
+    custom_chat_template: str | None = field(None, "Jinja chat template that replaces the tokenizer's")
+    override_config: dict[str, Any] = field({}, "values that override the model's config.json")
+    enable_gradient_checkpointing: bool | Literal["auto"] = field(
+        "auto", "recompute activations in the backward pass; auto: on a GPU, if memory requires it"
     )
-    use_remove_padding: bool = key(True, "compute no padding: rows are packed one after another")
-    use_liger: bool = key(False, "Liger's kernels for norms, MLP and rotary embedding instead of ours, on a GPU")
-    lora_rank: int = key(0, "rank of the LoRA adapters; 0 trains all weights", ge=0)
-    lora_alpha: float = key(16, "LoRA scaling: the adapter counts lora_alpha / lora_rank", gt=0)
-    target_modules: Texts = key(["all-linear"], "modules that receive LoRA adapters")
-    exclude_modules: Texts | None = key(None, "modules kept out of LoRA")
-    lora_adapter_path: FilePath | None = key(None, "start from this LoRA adapter")
+    use_remove_padding: bool = field(True, "pack sequences instead of padding them")
+    use_liger: bool = field(False, "use Liger kernels for norms, MLP and rotary embedding (GPU only)")
+    lora_rank: int = field(0, "rank of the LoRA adapters; 0: train all weights", ge=0)
+    lora_alpha: float = field(16, "LoRA scaling: adapters are multiplied by lora_alpha / lora_rank", gt=0)
+    target_modules: StrList = field(["all-linear"], "modules that get LoRA adapters")
+    exclude_modules: StrList | None = field(None, "modules that do not get LoRA adapters")
+    lora_adapter_path: FilePath | None = field(None, "LoRA adapter to start from")
 
 
 class CriticModelConfig(ModelConfig):
-    """`critic.model`: by default the same model as the policy, with a value head."""
+    """`critic.model`: by default the model of the policy, with a value head."""
 
-    path: FilePath | None = key(
-        None, "HuggingFace model that the critic starts from", follows="${actor_rollout_ref.model.path}"
+    path: FilePath | None = field(
+        None, "Hugging Face model that the critic starts from", default_from="${actor_rollout_ref.model.path}"
     )
-    tokenizer_path: FilePath | None = key(
-        None, "directory of the critic's tokenizer", follows="${actor_rollout_ref.model.tokenizer_path}"
+    tokenizer_path: FilePath | None = field(
+        None, "folder or Hub id of the critic's tokenizer", default_from="${actor_rollout_ref.model.tokenizer_path}"
     )
-    trust_remote_code: bool = key(
-        False, "run Python code that comes with the model", follows="${actor_rollout_ref.model.trust_remote_code}"
+    trust_remote_code: bool = field(
+        False,
+        "run the Python code that comes with the model",
+        default_from="${actor_rollout_ref.model.trust_remote_code}",
     )
 
 
-class OptimConfig(Node):
-    """AdamW, its learning-rate schedule and the clipping of the gradient."""
+class OptimConfig(Section):
+    """AdamW, its learning-rate schedule, and gradient clipping."""
 
-    lr: float = key(1e-6, "peak learning rate", ge=0)
-    betas: tuple[float, float] = key((0.9, 0.999), "Adam's decay of the two moments")
-    weight_decay: float = key(0.01, "decoupled weight decay", ge=0)
-    clip_grad: float = key(1.0, "largest norm of the gradient of a mini-batch; larger ones are scaled down", gt=0)
-    lr_scheduler_type: Literal["constant", "cosine"] = key("constant", "learning rate after the warm-up")
-    lr_warmup_steps: int = key(-1, "steps of linear warm-up; -1: lr_warmup_steps_ratio decides", ge=-1)
-    lr_warmup_steps_ratio: float = key(0.0, "warm-up as a share of all steps", ge=0, le=1)
-    min_lr_ratio: float = key(0.0, "where the cosine schedule ends, as a share of lr", ge=0, le=1)
-    num_cycles: float = key(0.5, "cosine cycles; 0.5 goes down once", gt=0)
-    total_training_steps: int = key(-1, "length of the schedule in steps; -1: that of the run", ge=-1)
-    override_optimizer_config: dict[str, Any] | None = key(None, "further arguments of the optimizer")
+    lr: float = field(1e-6, "peak learning rate", ge=0)
+    betas: tuple[float, float] = field((0.9, 0.999), "AdamW betas")
+    weight_decay: float = field(0.01, "decoupled weight decay", ge=0)
+    clip_grad: float = field(1.0, "maximum gradient norm of a mini-batch", gt=0)
+    lr_scheduler_type: Literal["constant", "cosine"] = field("constant", "learning-rate schedule after warmup")
+    lr_warmup_steps: int = field(-1, "linear warmup steps; -1: use lr_warmup_steps_ratio", ge=-1)
+    lr_warmup_steps_ratio: float = field(0.0, "warmup as a fraction of all steps", ge=0, le=1)
+    min_lr_ratio: float = field(0.0, "final learning rate of the cosine schedule, as a fraction of lr", ge=0, le=1)
+    num_cycles: float = field(0.5, "number of cosine cycles; 0.5 decays once", gt=0)
+    total_training_steps: int = field(-1, "length of the schedule in steps; -1: that of the run", ge=-1)
+    override_optimizer_config: dict[str, Any] | None = field(None, "extra arguments of the optimizer")
 
 
 class CriticOptimConfig(OptimConfig):
     """`critic.optim`."""
 
-    lr: float = key(1e-5, "peak learning rate", ge=0)
+    lr: float = field(1e-5, "peak learning rate", ge=0)
 
 
-class EngineConfig(Node):
+class EngineConfig(Section):
     """Precision, sharding and offloading of one model (`fsdp_config`; `critic.fsdp`)."""
 
-    model_dtype: Precision = key("auto", "dtype of the stored weights; auto: fp32")
-    dtype: Precision = key("auto", "dtype of the computation; auto: fp32 on a CPU, bf16 on a GPU")
-    use_torch_compile: bool = key(
-        False, "compile every layer, on a GPU: the first updates take long, the others a little less"
+    model_dtype: Precision = field("auto", "dtype of the stored weights; auto: fp32")
+    dtype: Precision = field("auto", "dtype of the computation; auto: fp32 on a CPU, bf16 on a GPU")
+    use_torch_compile: bool = field(
+        False, "compile every layer (GPU only): slow first updates, slightly faster updates afterwards"
     )
-    param_offload: bool = key(False, "keep the weights in host memory between phases")
-    optimizer_offload: bool = key(False, "keep the optimizer state in host memory between phases")
-    offload_policy: bool = key(False, "let FSDP2 keep shards in host memory during the step")
-    reshard_after_forward: bool = key(True, "free gathered weights after the forward pass")
-    fsdp_size: int = key(-1, "ranks of a shard group; -1: all", ge=-1)
-    ulysses_sequence_parallel_size: int = key(1, "ranks that share one sequence", ge=1)
-    tensor_parallel_size: int = key(1, "ranks that share one layer, for models with a plan in transformers", ge=1)
+    param_offload: bool = field(False, "keep the weights in host memory between phases")
+    optimizer_offload: bool = field(False, "keep the optimizer state in host memory between phases")
+    offload_policy: bool = field(False, "FSDP2 CPU offloading: keep shards in host memory during the step")
+    reshard_after_forward: bool = field(True, "free gathered weights after the forward pass")
+    fsdp_size: int = field(-1, "ranks per shard group; -1: all", ge=-1)
+    ulysses_sequence_parallel_size: int = field(1, "sequence-parallel size (Ulysses)", ge=1)
+    tensor_parallel_size: int = field(1, "tensor-parallel size, for models with a plan in transformers", ge=1)
 
     @property
     def ranks_with_same_rows(self) -> int:
-        """How many ranks work on the same rows: the data-parallel size is the number of ranks divided by this."""
+        """The model-parallel size: how many ranks compute the same rows. World size / this = data-parallel size."""
         return self.ulysses_sequence_parallel_size * self.tensor_parallel_size
 
 
-class CheckpointConfig(Node):
-    """What a checkpoint of one model holds."""
+class CheckpointConfig(Section):
+    """Contents of the checkpoint of one model."""
 
-    save_contents: list[Literal["model", "optimizer", "extra", "hf_model"]] = key(
-        ["model", "optimizer", "extra"], "parts to write: model, optimizer, extra (schedule, random state), hf_model"
+    save_contents: CheckpointContents = field(
+        ["model", "optimizer", "extra"], "what to save: model, optimizer, extra (schedule, RNG state), hf_model"
     )
-    load_contents: list[Literal["model", "optimizer", "extra", "hf_model"]] = key(
-        ["model", "optimizer", "extra"], "parts to restore"
-    )
-    async_save: bool = key(False, "write in the background")
+    load_contents: CheckpointContents = field(["model", "optimizer", "extra"], "what to restore")
+    async_save: bool = field(False, "write checkpoints in the background")
 
 
 class ActorCheckpointConfig(CheckpointConfig):
     """`actor_rollout_ref.actor.checkpoint`."""
 
-    load_contents: list[Literal["model", "optimizer", "extra", "hf_model"]] = key(
+    load_contents: CheckpointContents = field(
         ["model", "optimizer", "extra"],
-        "parts to restore",
-        follows="${actor_rollout_ref.actor.checkpoint.save_contents}",
+        "what to restore",
+        default_from="${actor_rollout_ref.actor.checkpoint.save_contents}",
     )
 
 
 class CriticCheckpointConfig(CheckpointConfig):
     """`critic.checkpoint`."""
 
-    load_contents: list[Literal["model", "optimizer", "extra", "hf_model"]] = key(
-        ["model", "optimizer", "extra"], "parts to restore", follows="${critic.checkpoint.save_contents}"
+    load_contents: CheckpointContents = field(
+        ["model", "optimizer", "extra"], "what to restore", default_from="${critic.checkpoint.save_contents}"
     )

@@ -1,98 +1,100 @@
-"""The configurations of generation (`GenerationConfig`) and of evaluation (`EvalConfig`) without training."""
+"""The configurations of generation (`GenerationConfig`) and evaluation (`EvalConfig`) without training."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from verl.config.aliases import EVAL, OFFLINE
-from verl.config.fields import FilePath, FilePaths, Node, Texts, Tree, key, part
-from verl.config.known_keys import EVAL_KNOWN, GENERATION_KNOWN
-from verl.config.schema.data import CustomRewardFunctionConfig
+from verl.config.fields import FilePath, FilePaths, Schema, Section, StrList, field, section
+from verl.config.schema.data import PromptFormat
 from verl.config.schema.model import ModelConfig, Precision
-from verl.config.schema.rollout import SamplingConfig
+from verl.config.schema.reward import CustomRewardFunctionConfig
+from verl.config.schema.rollout import RolloutEngineConfig
 
 
-class GenerationDataConfig(Node):
-    """`data`: the questions and where the answers go."""
+class GenerationDataConfig(Section):
+    """`data`: the prompts, and the file for the responses."""
 
-    path: FilePaths = key([], "files with the prompts: .parquet, .json, .jsonl")
-    prompt_key: str = key("prompt", "column of the prompt: chat messages or text")
-    prompt_format: Literal["auto", "chat", "text"] = key("auto", "prompts are chat messages or plain text; auto: look")
-    n_samples: int = key(1, "answers per prompt", ge=1)
-    batch_size: int = key(128, "prompts that are answered and written together", ge=1)
-    max_samples: int = key(-1, "use this many rows; -1: all", ge=-1)
-    output_path: FilePath | None = key(None, "file of the answers: .parquet or .jsonl")
-    apply_chat_template_kwargs: dict[str, Any] = key({}, "arguments of the chat template, such as enable_thinking")
-
-
-class GenerationRolloutConfig(SamplingConfig):
-    """`rollout`: sampling."""
-
-    seed: int = key(42, "seed of sampling", follows="${trainer.seed}", ge=0)
-    dtype: Precision = key("auto", "dtype of the model; auto: fp32 on a CPU, bf16 on a GPU")
+    path: FilePaths = field([], "files of the prompts: .parquet, .json, .jsonl")
+    prompt_key: str = field("prompt", "column of the prompt: chat messages or text")
+    prompt_format: PromptFormat = field("auto", "chat messages or plain text; auto: detect")
+    n_samples: int = field(1, "responses per prompt", ge=1)
+    batch_size: int = field(128, "prompts that are generated and written together", ge=1)
+    max_samples: int = field(-1, "number of rows to use; -1: all", ge=-1)
+    output_path: FilePath | None = field(None, "file for the responses: .parquet or .jsonl")
+    apply_chat_template_kwargs: dict[str, Any] = field({}, "arguments of the chat template, such as enable_thinking")
 
 
-class OfflineTrainerConfig(Node):
-    """`trainer`: who executes."""
+class GenerationRolloutConfig(RolloutEngineConfig):
+    """`rollout`: generation."""
 
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: a GPU where there is one")
-    backend: Literal["local", "ray"] = key("local", "who executes: this host, or a Ray cluster")
-    nnodes: int = key(1, "number of hosts", ge=1)
-    n_gpus_per_node: int = key(1, "processes per host, one for each GPU (or CPU rank)", ge=1)
-    seed: int = key(42, "seed of everything random", ge=0)
+    seed: int = field(42, "sampling seed", default_from="${trainer.seed}", ge=0)
+    dtype: Precision = field("auto", "dtype of the model; auto: fp32 on a CPU, bf16 on a GPU")
 
 
-class GenerationConfig(Tree):
-    """The root of `main_generation`."""
+class OfflineTrainerConfig(Section):
+    """`trainer`: the executor."""
 
-    dialect: ClassVar = OFFLINE
-    known: ClassVar = GENERATION_KNOWN
-
-    data: GenerationDataConfig = part(GenerationDataConfig, "questions and answers")
-    model: ModelConfig = part(ModelConfig, "the model")
-    rollout: GenerationRolloutConfig = part(GenerationRolloutConfig, "sampling")
-    trainer: OfflineTrainerConfig = part(OfflineTrainerConfig, "who executes")
-    imports: Texts = key([], "Python files or modules that every process imports first: one's own code")
+    device: Literal["auto", "cpu", "cuda"] = field("auto", "auto: a GPU if there is one")
+    backend: Literal["local", "ray"] = field("local", "executor: processes of this host, or a Ray cluster")
+    nnodes: int = field(1, "number of hosts", ge=1)
+    n_gpus_per_node: int = field(1, "processes per host, one per GPU (or CPU rank)", ge=1)
+    seed: int = field(42, "seed of all random number generators", ge=0)
 
 
-class EvalDataConfig(Node):
-    """`data`: answers to be scored."""
+class GenerationConfig(Schema):
+    """The root of the configuration of `main_generation`."""
 
-    path: FilePaths = key([], "files with the answers: .parquet, .json, .jsonl")
-    prompt_key: str = key("prompt", "column of the prompt")
-    response_key: str = key("responses", "column of the answers, one list per row")
-    data_source_key: str = key("data_source", "column that chooses the reward function")
-    reward_model_key: str = key("reward_model", "column with the ground truth")
-    compare_path: FilePaths = key([], "answers of another model to the same prompts, to compare with")
+    aliases: ClassVar = OFFLINE
+    upstream: ClassVar = "generation"
 
-
-class EvalRewardConfig(Node):
-    """`reward`: what scores an answer, what that may cost, and what becomes of one that cannot be scored."""
-
-    custom_reward_function: CustomRewardFunctionConfig = part(CustomRewardFunctionConfig, "a function by address")
-    timeout: float | None = key(300.0, "seconds for one answer; null: no limit", gt=0)
-    on_error: Literal["raise", "count"] = key("raise", "an answer that cannot be scored: stop, or count it as wrong")
-    num_processes: int | None = key(None, "processes that score; null: as many as cores, at most 16", ge=1)
+    data: GenerationDataConfig = section(GenerationDataConfig, "prompts and responses")
+    model: ModelConfig = section(ModelConfig, "the model")
+    rollout: GenerationRolloutConfig = section(GenerationRolloutConfig, "generation")
+    trainer: OfflineTrainerConfig = section(OfflineTrainerConfig, "the executor")
+    imports: StrList = field([], "Python files or modules that every process imports first (custom code)")
 
 
-class EvaluationConfig(Node):
-    """`evaluation`: the figures."""
+class EvalDataConfig(Section):
+    """`data`: responses to score."""
 
-    k: list[Annotated[int, Field(ge=1)]] = key([], "the k of pass@k; empty: 1, 2, 4 ... answers per prompt")
-    right_from: float = key(1.0, "an answer is right when its `acc`, else its score, is at least this")
-    confidence: float = key(0.95, "share of bootstrap samples that an interval holds", gt=0, lt=1)
-    bootstrap_samples: int = key(10_000, "data sets drawn for the intervals and p-values", ge=100)
-    seed: int = key(42, "seed of the bootstrap", ge=0)
-    output_path: FilePath | None = key(None, "JSON file of all figures; null: beside data.path, .eval.json at its end")
+    path: FilePaths = field([], "files of the responses: .parquet, .json, .jsonl")
+    prompt_key: str = field("prompt", "column of the prompt")
+    response_key: str = field("responses", "column of the responses, one list per row")
+    data_source_key: str = field("data_source", "column that selects the reward function")
+    reward_model_key: str = field("reward_model", "column of the ground truth")
+    compare_path: FilePaths = field([], "responses of another model to the same prompts, for comparison")
 
 
-class EvalConfig(Tree):
-    """The root of `main_eval`."""
+class EvalRewardConfig(Section):
+    """`reward`: how a response is scored, the limits, and what happens if it cannot be scored."""
 
-    dialect: ClassVar = EVAL
-    known: ClassVar = EVAL_KNOWN
+    custom_reward_function: CustomRewardFunctionConfig = section(CustomRewardFunctionConfig, "custom reward function")
+    timeout: float | None = field(300.0, "seconds to score one response; null: no limit", gt=0)
+    on_error: Literal["raise", "count"] = field(
+        "raise", "when a response cannot be scored: stop, or count it as incorrect"
+    )
+    num_processes: int | None = field(None, "scoring processes; null: one per core, at most 16", ge=1)
 
-    data: EvalDataConfig = part(EvalDataConfig, "answers")
-    reward: EvalRewardConfig = part(EvalRewardConfig, "what scores an answer, and its limits")
-    evaluation: EvaluationConfig = part(EvaluationConfig, "the figures")
-    imports: Texts = key([], "Python files or modules that are imported first: one's own code")
+
+class EvaluationConfig(Section):
+    """`evaluation`: the metrics."""
+
+    k: list[Annotated[int, Field(ge=1)]] = field([], "values of k for pass@k; empty: 1, 2, 4 ... responses per prompt")
+    right_from: float = field(1.0, "a response is correct if its `acc`, otherwise its score, is at least this")
+    confidence: float = field(0.95, "confidence level of the bootstrap intervals", gt=0, lt=1)
+    bootstrap_samples: int = field(10_000, "bootstrap resamples for intervals and p-values", ge=100)
+    seed: int = field(42, "bootstrap seed", ge=0)
+    output_path: FilePath | None = field(None, "JSON file of all metrics; null: data.path with the suffix .eval.json")
+
+
+class EvalConfig(Schema):
+    """The root of the configuration of `main_eval`."""
+
+    aliases: ClassVar = EVAL
+    upstream: ClassVar = "evaluation"
+
+    data: EvalDataConfig = section(EvalDataConfig, "responses")
+    reward: EvalRewardConfig = section(EvalRewardConfig, "how a response is scored")
+    evaluation: EvaluationConfig = section(EvaluationConfig, "the metrics")
+    imports: StrList = field([], "Python files or modules to import first (custom code)")

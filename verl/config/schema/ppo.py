@@ -1,85 +1,60 @@
-"""The whole configuration of an RL run, typed: one key, one default, one line of meaning.
+"""The configuration of an RL run: `load_config()`.
 
-    actor_rollout_ref   model, actor, ref, rollout          tree_model, tree_actor, tree_rollout
-    critic              the value model                     tree_actor
-    data, reward        prompts and scores                  tree_data
-    algorithm, trainer  advantages; the run                 tree_trainer
-    placement, ray_kwargs, imports                          tree_trainer
-
-The keys and defaults are those that verl users' scripts have. Where a default differs, it is one that works in one
-process: `rollout.name: native`, one process, the console as logger, `auto` for device and dtype.
+Keys and defaults are those of the scripts of verl users. Defaults that differ work in one process: the rollout engine
+`native`, one process, the console as logger, `auto` for device and dtype.
 """
 
 from typing import Any, ClassVar
 
 from verl.config.aliases import RL
-from verl.config.fields import Node, Texts, Tree, key, leaves, part
-from verl.config.known_keys import KNOWN
-from verl.config.schema.actor import ActorConfig, CriticConfig, PolicyLossConfig, RefConfig
-from verl.config.schema.data import DataConfig, RewardConfig
-from verl.config.schema.model import EngineConfig, ModelConfig, OptimConfig
-from verl.config.schema.rollout import RolloutConfig, ValSamplingConfig
-from verl.config.schema.trainer import AlgorithmConfig, PlacementConfig, RayConfig, TrainerConfig
-
-__all__ = [
-    "ActorConfig",
-    "ActorRolloutRefConfig",
-    "AlgorithmConfig",
-    "Config",
-    "CriticConfig",
-    "DataConfig",
-    "EngineConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "PlacementConfig",
-    "PolicyLossConfig",
-    "RayConfig",
-    "RefConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "TrainerConfig",
-    "ValSamplingConfig",
-]
+from verl.config.fields import Schema, Section, StrList, field, fields_of, section
+from verl.config.schema.actor import ActorConfig, CriticConfig, RefConfig
+from verl.config.schema.algorithm import AlgorithmConfig
+from verl.config.schema.data import DataConfig
+from verl.config.schema.model import ModelConfig
+from verl.config.schema.reward import RewardConfig
+from verl.config.schema.rollout import RolloutConfig
+from verl.config.schema.trainer import PlacementConfig, RayConfig, TrainerConfig
 
 
-class ActorRolloutRefConfig(Node):
-    """`actor_rollout_ref`: one model in its three roles."""
+class ActorRolloutRefConfig(Section):
+    """`actor_rollout_ref`: the policy as actor, rollout and reference."""
 
-    hybrid_engine: bool = key(True, "policy and rollout live in the same processes")
-    nccl_timeout: float | None = key(
-        None, "seconds that a rank waits for the others in a collective; null: trainer.worker_timeout ends it", gt=0
+    hybrid_engine: bool = field(True, "actor and rollout share processes")
+    nccl_timeout: float | None = field(
+        None, "timeout of collectives in seconds; null: trainer.worker_timeout applies", gt=0
     )
-    model: ModelConfig = part(ModelConfig, "the model")
-    actor: ActorConfig = part(ActorConfig, "its update")
-    ref: RefConfig = part(RefConfig, "the frozen reference")
-    rollout: RolloutConfig = part(RolloutConfig, "generation")
+    model: ModelConfig = section(ModelConfig, "the model")
+    actor: ActorConfig = section(ActorConfig, "the policy update")
+    ref: RefConfig = section(RefConfig, "the frozen reference")
+    rollout: RolloutConfig = section(RolloutConfig, "generation")
 
 
-class Config(Tree):
-    """The root."""
+class Config(Schema):
+    """The root of an RL configuration."""
 
-    dialect: ClassVar = RL
-    known: ClassVar = KNOWN
+    aliases: ClassVar = RL
+    upstream: ClassVar = "ppo"
 
-    data: DataConfig = part(DataConfig, "prompts")
-    actor_rollout_ref: ActorRolloutRefConfig = part(ActorRolloutRefConfig, "the policy")
-    critic: CriticConfig = part(CriticConfig, "the value model")
-    reward: RewardConfig = part(RewardConfig, "scores")
-    algorithm: AlgorithmConfig = part(AlgorithmConfig, "advantages")
-    trainer: TrainerConfig = part(TrainerConfig, "the run")
-    placement: PlacementConfig = part(PlacementConfig, "roles on devices")
-    imports: Texts = key([], "Python files or modules that every process imports first: one's own code")
-    ray_kwargs: RayConfig = part(RayConfig, "how Ray is started")
+    data: DataConfig = section(DataConfig, "prompts")
+    actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig, "the policy")
+    critic: CriticConfig = section(CriticConfig, "the value model")
+    reward: RewardConfig = section(RewardConfig, "how responses are scored")
+    algorithm: AlgorithmConfig = section(AlgorithmConfig, "from scores to advantages")
+    trainer: TrainerConfig = section(TrainerConfig, "the run")
+    placement: PlacementConfig = section(PlacementConfig, "devices of the roles")
+    imports: StrList = field([], "Python files or modules that every process imports first (custom code)")
+    ray_kwargs: RayConfig = section(RayConfig, "how Ray is started")
 
     @classmethod
-    def settle(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """What nobody must say twice: a small batch is one mini-batch, and bypass_mode has a loss of that name."""
+    def derive(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """A batch smaller than the default mini-batch is one mini-batch; bypass_mode selects the loss of that name."""
         loss, bypass = "actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.rollout_correction.bypass_mode"
         if loss not in given and given.get(bypass) in (True, "true", "True"):
             given = given | {loss: "bypass_mode"}
         batch = given.get("data.train_batch_size")
         batch = int(batch) if isinstance(batch, str) and batch.isdigit() else batch
         mini = "actor_rollout_ref.actor.ppo_mini_batch_size"
-        if mini in given or not isinstance(batch, int) or batch >= leaves(cls)[mini].default:
+        if mini in given or not isinstance(batch, int) or batch >= fields_of(cls)[mini].default:
             return given
         return given | {mini: batch}

@@ -1,74 +1,99 @@
-"""The configuration of sampling: the engine that generates answers, in training and at validation."""
+"""The `rollout` section: how responses are sampled, and the engine that generates them.
 
-from typing import Any, Literal
+A new sampling field is declared in `SamplingConfig` and read by the engine, nowhere else.
+"""
 
-from verl.config.fields import Node, Texts, key, part
+from typing import Any
+
+from verl.config.fields import Section, StrList, field, section
 from verl.config.schema.model import Precision
 
 _ACTOR = "${actor_rollout_ref.actor."
 
 
-class EngineKwargs(Node):
-    """Arguments handed on to an engine as they are."""
+class SamplingConfig(Section):
+    """How a response is sampled. Engines receive these fields by name (`SamplingParams`)."""
 
-    vllm: dict[str, Any] = key({}, "arguments of vLLM")
-    sglang: dict[str, Any] = key({}, "arguments of SGLang")
-    trtllm: dict[str, Any] = key({}, "arguments of TensorRT-LLM")
+    temperature: float = field(1.0, "sampling temperature", ge=0)
+    top_k: int = field(-1, "sample from the k most likely tokens; -1: all", ge=-1)
+    top_p: float = field(1.0, "nucleus sampling: cumulative probability of the tokens to sample from", gt=0, le=1)
+    min_p: float = field(0.0, "minimum probability of a token, relative to the most likely one", ge=0, le=1)
+    response_length: int = field(512, "maximum response length in tokens", ge=1)
+    stop: StrList = field([], "stop strings; the token that completes one ends the response")
+    ignore_eos: bool = field(False, "continue generating after the end-of-sequence token")
 
 
-class SamplingConfig(Node):
-    """What every use of a generation engine has: which one, how it samples, how much it may use."""
+class EngineKwargs(Section):
+    """Arguments that are passed to an engine unchanged."""
 
-    name: Literal["hf", "native", "vllm", "sglang", "trtllm"] = key(
-        "native", "generation engine; native: our own, on the training weights; hf: generate() of transformers"
+    vllm: dict[str, Any] = field({}, "arguments of vLLM")
+    sglang: dict[str, Any] = field({}, "arguments of SGLang")
+    trtllm: dict[str, Any] = field({}, "arguments of TensorRT-LLM")
+
+
+class RolloutEngineConfig(SamplingConfig):
+    """A rollout engine: which one, how it samples, and how much memory it may use."""
+
+    name: str = field(
+        "native",
+        "registered name of the rollout engine; native: built in, uses the training weights; hf: generate() of "
+        "transformers; or a custom one",
     )
-    temperature: float = key(1.0, "sampling temperature", ge=0)
-    top_k: int = key(-1, "sample among the k likeliest tokens; -1: all", ge=-1)
-    top_p: float = key(1.0, "sample among the likeliest tokens that hold this mass", gt=0, le=1)
-    min_p: float = key(0.0, "sample among tokens of at least this share of the likeliest one's probability", ge=0, le=1)
-    prompt_length: int = key(512, "longest prompt in tokens", ge=1)
-    response_length: int = key(512, "longest answer in tokens", ge=1)
-    stop: Texts = key([], "texts that end an answer; the token that completes one is its last")
-    ignore_eos: bool = key(False, "go on after the end-of-sequence token")
-    dtype: Precision = key("auto", "dtype of the engine's weights; auto: that of the training computation")
-    tensor_model_parallel_size: int = key(1, "GPUs that hold one copy of the engine's weights", ge=1)
-    gpu_memory_utilization: float = key(0.5, "share of the GPU's memory for the engine", gt=0, le=1)
-    enforce_eager: bool = key(False, "no CUDA graphs")
-    free_cache_engine: bool = key(True, "give the engine's memory back during the update")
-    max_num_seqs: int = key(1024, "rows generated at the same time", ge=1)
-    max_num_batched_tokens: int = key(8192, "tokens in one pass of the engine", ge=1)
-    max_model_len: int | None = key(None, "longest prompt and answer together; null: what the lengths need", ge=1)
-    enable_chunked_prefill: bool = key(True, "read long prompts in pieces")
-    enable_prefix_caching: bool = key(True, "keep the keys and values of shared prefixes")
-    engine_kwargs: EngineKwargs = part(EngineKwargs, "arguments handed on to the engine")
+    prompt_length: int = field(512, "maximum prompt length in tokens", ge=1)
+    dtype: Precision = field("auto", "dtype of the engine's weights; auto: dtype of the training computation")
+    tensor_model_parallel_size: int = field(1, "tensor-parallel size of the engine", ge=1)
+    gpu_memory_utilization: float = field(0.5, "fraction of the GPU memory for the engine", gt=0, le=1)
+    enforce_eager: bool = field(False, "do not use CUDA graphs")
+    free_cache_engine: bool = field(True, "free the KV cache during the update")
+    max_num_seqs: int = field(1024, "maximum number of sequences generated concurrently", ge=1)
+    max_num_batched_tokens: int = field(8192, "maximum number of tokens per forward pass of the engine", ge=1)
+    max_model_len: int | None = field(None, "maximum length of prompt and response; null: what the lengths need", ge=1)
+    enable_chunked_prefill: bool = field(True, "prefill long prompts in chunks")
+    enable_prefix_caching: bool = field(True, "reuse the KV cache of shared prefixes")
+    engine_kwargs: EngineKwargs = section(EngineKwargs, "arguments passed to the engine")
 
 
-class ValSamplingConfig(Node):
+class ValSamplingConfig(Section):
     """`actor_rollout_ref.rollout.val_kwargs`: sampling at validation."""
 
-    do_sample: bool = key(False, "sample; false: take the likeliest token")
-    temperature: float = key(0.0, "sampling temperature", ge=0)
-    top_k: int = key(-1, "sample among the k likeliest tokens; -1: all", ge=-1)
-    top_p: float = key(1.0, "sample among the likeliest tokens that hold this mass", gt=0, le=1)
-    n: int = key(1, "answers per question", ge=1)
+    do_sample: bool = field(False, "sample; false: greedy decoding")
+    temperature: float = field(0.0, "sampling temperature", ge=0)
+    top_k: int = field(-1, "sample from the k most likely tokens; -1: all", ge=-1)
+    top_p: float = field(1.0, "nucleus sampling: cumulative probability of the tokens to sample from", gt=0, le=1)
+    n: int = field(1, "responses per prompt", ge=1)
 
 
-class RolloutConfig(SamplingConfig):
-    """`actor_rollout_ref.rollout`: the answers that the policy is trained on."""
+class AgentConfig(Section):
+    """`actor_rollout_ref.rollout.agent`: how a prompt becomes a trajectory."""
 
-    n: int = key(1, "answers per prompt: the size of a group", ge=1)
-    seed: int = key(42, "seed of sampling", follows="${trainer.seed}", ge=0)
-    deterministic: bool = key(False, "log-probs of sampling bit-equal to those of training, at the cost of speed")
-    prompt_length: int = key(512, "longest prompt in tokens", follows="${data.max_prompt_length}", ge=1)
-    response_length: int = key(512, "longest answer in tokens", follows="${data.max_response_length}", ge=1)
-    log_prob_micro_batch_size_per_gpu: int | None = key(
+    default_agent_loop: str = field(
+        "single_turn_agent", "registered name of the agent loop; single_turn_agent: one response per prompt"
+    )
+
+
+class RolloutConfig(RolloutEngineConfig):
+    """`actor_rollout_ref.rollout`: generation of the responses that the policy is trained on."""
+
+    n: int = field(1, "responses per prompt (group size)", ge=1)
+    seed: int = field(42, "sampling seed", default_from="${trainer.seed}", ge=0)
+    deterministic: bool = field(
+        False, "batch-invariant kernels: rollout log-probs bit-identical to those of training, but slower"
+    )
+    prompt_length: int = field(512, "maximum prompt length in tokens", default_from="${data.max_prompt_length}", ge=1)
+    response_length: int = field(
+        512, "maximum response length in tokens", default_from="${data.max_response_length}", ge=1
+    )
+    log_prob_micro_batch_size_per_gpu: int | None = field(
         None,
         "sequences per forward pass when old log-probs are computed",
-        follows=_ACTOR + "ppo_micro_batch_size_per_gpu}",
+        default_from=_ACTOR + "ppo_micro_batch_size_per_gpu}",
         ge=1,
     )
-    log_prob_use_dynamic_bsz: bool = key(False, "micro-batches by tokens", follows=_ACTOR + "use_dynamic_bsz}")
-    log_prob_max_token_len_per_gpu: int | None = key(
-        None, "tokens in a micro-batch of one rank", follows=_ACTOR + "ppo_max_token_len_per_gpu}", ge=1
+    log_prob_use_dynamic_bsz: bool = field(
+        False, "size micro-batches by tokens instead of sequences", default_from=_ACTOR + "use_dynamic_bsz}"
     )
-    val_kwargs: ValSamplingConfig = part(ValSamplingConfig, "sampling at validation")
+    log_prob_max_token_len_per_gpu: int | None = field(
+        None, "tokens per micro-batch of one rank", default_from=_ACTOR + "ppo_max_token_len_per_gpu}", ge=1
+    )
+    val_kwargs: ValSamplingConfig = section(ValSamplingConfig, "sampling at validation")
+    agent: AgentConfig = section(AgentConfig, "agent loop")

@@ -1,4 +1,4 @@
-"""The three dialects, older names, and what happens when two names of one key disagree."""
+"""Short, deprecated and computed aliases, presets, and two names of one key that disagree."""
 
 import logging
 
@@ -67,13 +67,13 @@ def load(tmp_path, text, *overrides, **kwargs):
     return load_config(path, overrides, **kwargs)
 
 
-def test_dialect_of_the_command_line(tmp_path):
+def test_the_short_form_of_the_command_line(tmp_path):
     config = load(tmp_path, CLI, presets=PRESETS)
     actor = config.actor_rollout_ref.actor
     assert config.algorithm.name == "ppo"
     assert config.algorithm.adv_estimator == "gae"
     assert config.algorithm.use_kl_in_reward is True
-    # what the user says about the clip beats the preset, also where the preset names the two sides
+    # the user's clip range overrides the preset, which sets both sides
     assert (actor.clip_ratio, actor.clip_ratio_low, actor.clip_ratio_high) == (0.1, 0.1, 0.1)
     assert config.critic.value_loss_coef == 0.5
     assert config.actor_rollout_ref.model.path == config.critic.model.path == "/models/tiny"
@@ -88,14 +88,14 @@ def test_dialect_of_the_command_line(tmp_path):
 def test_batch_size_per_gpu_is_explained_in_the_log(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "verl.config"):
         load(tmp_path, CLI, presets=PRESETS)
-    assert "data.batch_size_per_gpu: 16 (config.yaml line 11) is read as data.train_batch_size: 64" in caplog.text
+    assert "data.batch_size_per_gpu: 16 (config.yaml line 11) sets data.train_batch_size: 64" in caplog.text
 
 
 def test_batch_size_per_gpu_counts_the_hosts_of_an_override(tmp_path):
     assert load(tmp_path, CLI, "trainer.nnodes=2", presets=PRESETS).data.train_batch_size == 128
 
 
-def test_dialect_of_the_local_trainer(tmp_path):
+def test_the_short_form_of_the_local_trainer(tmp_path):
     config = load(tmp_path, LOCAL)
     assert (config.trainer.project_name, config.trainer.experiment_name) == ("proj", "run1")
     assert config.trainer.default_local_dir == "checkpoints/proj/run1"
@@ -114,7 +114,7 @@ def test_dialect_of_the_local_trainer(tmp_path):
 
 def test_use_vllm(tmp_path):
     assert load(tmp_path, "actor_rollout: {use_vllm: true}").actor_rollout_ref.rollout.name == "vllm"
-    with pytest.raises(ConfigError, match=r"false contradicts actor_rollout_ref\.rollout\.name: vllm"):
+    with pytest.raises(ConfigError, match=r"false contradicts actor_rollout_ref\.rollout\.name=vllm"):
         load(tmp_path, "actor_rollout: {use_vllm: false}", "actor_rollout_ref.rollout.name=vllm")
 
 
@@ -161,14 +161,14 @@ def test_the_executor_keeps_its_name():
         ("actor_rollout_ref.model.external_lib=my.pkg", "imports", ["my.pkg"]),
     ],
 )
-def test_older_names_are_understood_and_said_aloud(old, key, value, caplog):
+def test_deprecated_names_work_with_a_warning(old, key, value, caplog):
     with caplog.at_level(logging.WARNING, "verl.config"):
         config = load_config(overrides=[old, "trainer.n_gpus_per_node=2"])
     assert to_flat_dict(config)[key] == value
-    assert "is an older name of" in caplog.text
+    assert "is deprecated: rename it to" in caplog.text
 
 
-def test_an_older_name_that_is_null_says_nothing():
+def test_a_deprecated_name_that_is_null_is_ignored():
     config = load_config(
         overrides=["reward_model.reward_manager=null", "actor_rollout_ref.actor.optim.warmup_style=null"]
     )
@@ -178,7 +178,7 @@ def test_an_older_name_that_is_null_says_nothing():
 def test_global_micro_batches_are_shared_among_the_gpus():
     words = ["actor_rollout_ref.actor.ppo_micro_batch_size=8", "trainer.n_gpus_per_node=2", "trainer.nnodes=2"]
     assert load_config(overrides=words).actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 2
-    with pytest.raises(ConfigError, match=r"6 sequences over all GPUs do not divide by 4 GPUs: use .*_per_gpu"):
+    with pytest.raises(ConfigError, match=r"6 sequences over all GPUs are not divisible by 4 GPUs; use .*_per_gpu"):
         load_config(overrides=["actor_rollout_ref.actor.ppo_micro_batch_size=6", *words[1:]])
 
 
@@ -191,7 +191,7 @@ def test_two_names_of_one_key_must_agree():
     assert "reward.reward_manager.name: naive" in str(error.value)
 
 
-def test_two_dialects_in_one_file_must_agree(tmp_path):
+def test_two_aliases_in_one_file_must_agree(tmp_path):
     text = "model: {pretrain_model_path: /a}\nactor_rollout: {model_name_or_path: /b}"
     with pytest.raises(ConfigError) as error:
         load(tmp_path, text)
@@ -205,7 +205,7 @@ def test_an_override_beats_the_file_under_any_name(tmp_path):
     assert config.actor_rollout_ref.model.path == "/b"
 
 
-def test_a_preset_gives_way_to_what_is_said(tmp_path):
+def test_overrides_win_over_a_preset(tmp_path):
     config = load_config(overrides=["algorithm.name=gspo", "actor_rollout_ref.rollout.n=4"], presets=PRESETS)
     actor = config.actor_rollout_ref.actor
     assert config.algorithm.adv_estimator == "grpo"

@@ -1,0 +1,286 @@
+"""Invalid settings: one table of everything that `load_config` refuses, and how the problems are reported."""
+
+import pytest
+
+from verl.config import (
+    ConfigError,
+    check_critic,
+    check_inputs,
+    check_registered,
+    check_supported,
+    load_config,
+    unsupported,
+)
+from verl.config.fields import fields_of
+from verl.config.schema import Config, GenerationConfig, SFTConfig
+from verl.config.supported import ENGINES, INSTEAD, NO_EFFECT, SUPPORTED, matches
+
+ARR, ACTOR, ROLLOUT = "actor_rollout_ref.", "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+TWO_RANKS = ["data.train_batch_size=6", "critic.ppo_mini_batch_size=6", "trainer.n_gpus_per_node=2"]
+SHARDED = f"{ACTOR}fsdp_config.ulysses_sequence_parallel_size"
+TENSOR_PARALLEL = f"{ACTOR}fsdp_config.tensor_parallel_size"
+
+
+def problems(*overrides, path=None, **kwargs):
+    with pytest.raises(ConfigError) as error:
+        load_config(path, overrides, **kwargs)
+    return [str(problem) for problem in error.value.problems]
+
+
+UNKNOWN_KEYS = {
+    "data.train_batchsize": "data.train_batch_size",
+    "data.batch_size": "data.train_batch_size",
+    "trainer.total_epoch": "trainer.total_epochs",
+    "actor.clip_ratio": "actor_rollout_ref.actor.clip_ratio",
+    "rollout.n": "actor_rollout_ref.rollout.n",
+    "actor_rollout_ref.actor.lr": "actor_rollout_ref.actor.optim.lr",
+    "actor_rollout_ref.rollout.temprature": "actor_rollout_ref.rollout.temperature",
+    "actor_rollout.model_name_or_pth": "actor_rollout.model_name_or_path",
+    "algoritm.gamma": "algorithm.gamma",
+}
+
+VALUES = {
+    f"{ROLLOUT}n=eight": "found 'eight' (str), expected int >= 1",
+    f"{ROLLOUT}n=0": "found 0, expected int >= 1",
+    f"{ROLLOUT}n=1.5": "found 1.5, expected int >= 1",
+    f"{ROLLOUT}n=true": "found true, expected int >= 1",
+    f"{ROLLOUT}n=null": "found null, expected int >= 1",
+    f"{ROLLOUT}n=[1]": "found [1] (list), expected int >= 1",
+    f"{ROLLOUT}top_p=1.1": "found 1.1, expected float > 0 and <= 1",
+    f"{ACTOR}optim.lr=.nan": "found nan, expected float >= 0",
+    f"{ACTOR}use_kl_loss=maybe": "found 'maybe' (str), expected bool",
+    f"{ACTOR}loss_agg_mode=mean": "expected one of token-mean, token-sum",
+    "trainer.device=cud": "expected one of auto, cpu, cuda; did you mean cuda?",
+    f"{ACTOR}checkpoint.save_contents=[modle]": "expected list[one of model, optimizer, extra, hf_model]; did you",
+    "trainer.total_training_steps=0": "found 0, expected int >= 1 or null",
+    "critic.optim.betas=[0.9]": "expected list[float] of length 2",
+    "algorithm.name=[a]": "found ['a'] (list), expected str or null",
+    "placement.qqq=1": "unknown key (keys of placement: actor_devices, rollout_devices, ref_devices",
+    "placement=3": "found 3, expected a section with the keys actor_devices, rollout_devices, ref_devices",
+    "data.train_files.a=1": "unknown key: data.train_files is a value (list[str]), not a section",
+    "train_batch_size": "expected key=value, such as data.train_batch_size=64",
+    "=3": "expected key=value",
+    "~data.seed=": "keys cannot be removed; set the key to a value, such as null",
+    "data.train_files=[a": "the value is not valid YAML",
+    "data.seed=${trainer.sed}": "did you mean trainer.seed?",
+    "trainer.project_name=${oc.env:VERL_SURELY_NOT_SET}": "VERL_SURELY_NOT_SET",
+    "algorithm.name=gsp": "there is no algorithm 'gsp'",
+    # not supported
+    f"{ROLLOUT}multi_turn.enable=true": "true is not supported: multi-turn rollouts and tools are not supported; "
+    "remove the key (accepted: false)",
+    "data.image_key=pictures": "only text is supported",
+    f"{ARR}model.mtp.enable=true": "multi-token prediction is not supported",
+    f"{ARR}model.lora.rank=8": "use lora_rank, lora_alpha and target_modules of the model section",
+    "trainer.default_hdfs_dir=hdfs://x": "use trainer.default_local_dir",
+    "trainer.v1.trainer_mode=separate_async": "use sync",
+    f"{ACTOR}profiler.enable=true": "the log has the time of every operator",
+    f"{ACTOR}optim.optimizer=SGD": "the optimizer is torch.optim.AdamW",
+    "distillation.enabled=true": "distillation from a teacher is not supported",
+    "model_engine=megatron": "use actor_rollout_ref.actor.strategy",
+    "hydra.run.dir=x": "Hydra is not used",
+    "data.mm_processor_kwargs.x=1": "only text is supported",
+    f"{ROLLOUT}mtp.enable=true": "remove the key",
+}
+
+COMBINATIONS = [
+    (
+        ["data.train_batch_size=100", f"{ACTOR}ppo_mini_batch_size=64"],
+        f"100 is not a multiple of {ACTOR}ppo_mini_batch_size=64: use a mini-batch of 50 or 100, or a batch of 64 or "
+        "128",
+    ),
+    (["data.train_batch_size=7", f"{ACTOR}ppo_mini_batch_size=8"], "use a mini-batch of 7, or a batch of 8"),
+    (["data.train_batch_size=64", "critic.ppo_mini_batch_size=48"], "critic.ppo_mini_batch_size=48: use a mini-batch"),
+    ([f"{ROLLOUT}temperature=0"], "found 0.0, expected float > 0"),
+    ([f"{ROLLOUT}val_kwargs.do_sample=true"], "found 0.0 with do_sample=true"),
+    ([f"{ROLLOUT}val_kwargs.n=4"], "gives 4 equal responses"),
+    ([f"{ROLLOUT}prompt_length=9"], "found 9, but data.max_prompt_length is 512: set only data.max_prompt_length"),
+    ([f"{ROLLOUT}top_k=0"], "expected int >= 1, or -1 for all tokens"),
+    (
+        ["algorithm.use_kl_in_reward=true", "use_reference_policy=false"],
+        "algorithm.use_kl_in_reward=true needs the ref",
+    ),
+    (["trainer.resume_mode=resume_path"], "set it to a global_step_N folder"),
+    (["trainer.resume_from_path=x"], "use trainer.resume_mode=resume_path"),
+    ([f"{ACTOR}policy_loss.loss_mode=dro"], "the loss dro needs it"),
+    (["reward_function=a", "reward.custom_reward_function.path=b.py"], "keep one"),
+    (["reward.reward_manager.source=importlib"], "must be set if, and only if"),
+    (["data.custom_cls.path=x.py"], "set both or neither"),
+    ([f"{SHARDED}=3", "trainer.n_gpus_per_node=4"], "4 ranks are not divisible by the model-parallel size 3"),
+    ([f"{SHARDED}=2", f"{TENSOR_PARALLEL}=4", "trainer.n_gpus_per_node=4"], "by the model-parallel size 8"),
+    (
+        ["actor_rollout_ref.ref.fsdp_config.tensor_parallel_size=3", "trainer.n_gpus_per_node=4"],
+        "4 ranks are not divisible by the model-parallel size 3 (tensor_parallel_size=3)",
+    ),
+    ([*TWO_RANKS, f"{ACTOR}ppo_mini_batch_size=3"], "3 responses are not divisible by 2 ranks: use 2 or 4 prompts"),
+    (["trainer.worker_env.MASTER_ADDR=other"], "is set for each worker from its rank"),
+]
+
+
+def test_unknown_keys_name_the_nearest():
+    found = problems(*(f"{key}=1" for key in UNKNOWN_KEYS))
+    assert sorted(found) == sorted(
+        f"{wrong} (override '{wrong}=1'): unknown key; did you mean {nearest}?"
+        for wrong, nearest in UNKNOWN_KEYS.items()
+    )
+
+
+@pytest.mark.parametrize("override", VALUES)
+def test_values(override):
+    (problem,) = problems(override)
+    assert problem.startswith(override.split("=")[0])
+    assert VALUES[override] in problem
+
+
+@pytest.mark.parametrize(("overrides", "message"), COMBINATIONS)
+def test_combinations(overrides, message):
+    (problem,) = problems(*overrides)
+    assert message in problem
+
+
+def test_combinations_that_are_valid():
+    load_config(overrides=[*TWO_RANKS, f"{ACTOR}ppo_mini_batch_size=3", f"{SHARDED}=2"])
+    load_config(overrides=[*TWO_RANKS, f"{ACTOR}ppo_mini_batch_size=3", f"{TENSOR_PARALLEL}=2"])
+    assert "use trainer.resume_mode=resume_path" in problems("trainer.resume_from_path=x", schema=SFTConfig)[0]
+
+
+# ------------------------------------------------------------------------------------------------ how they are reported
+
+
+def test_all_problems_come_at_once(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("data:\n  train_batch_sise: 3\n  truncation: cut\nreward_function: [a, {b: 1}]\n")
+    found = problems("x", "trainer.nnodes=x", f"{ROLLOUT}multi_turn.enable=true", path=file)
+    assert [problem.split(":")[0] for problem in found] == [
+        "x (override 'x')",
+        "data.train_batch_sise (run.yaml line 2)",
+        "actor_rollout_ref.rollout.multi_turn.enable (override 'actor_rollout_ref.rollout.multi_turn.enable=true')",
+        "data.truncation (run.yaml line 3)",
+        "reward.reward_function (run.yaml line 4)",
+        "trainer.nnodes (override 'trainer.nnodes=x')",
+    ]
+
+
+def test_the_message_has_no_traceback_of_pydantic():
+    with pytest.raises(ConfigError) as error:
+        load_config(overrides=["data.seed=x"])
+    assert str(error.value).splitlines() == [
+        "1 problem in the configuration:",
+        "  1. data.seed (override 'data.seed=x'): found 'x' (str), expected int >= 0",
+    ]
+    assert error.value.__cause__ is None
+    assert error.value.__suppress_context__ or error.value.__context__ is None
+
+
+def test_derived_fields_do_not_repeat_a_problem():
+    assert len(problems("trainer.seed=x")) == 1
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    assert "there is no file 'nowhere.yaml'" in problems(path="nowhere.yaml")[0]
+    broken = tmp_path / "c.yaml"
+    for text, message in {
+        "data: [1\n": "is not valid YAML",
+        "- a\n- b\n": "found list, expected a mapping of keys",
+        "data: {seed: 1}\ndata: {seed: 2}\n": "duplicate key",
+    }.items():
+        broken.write_text(text)
+        assert message in problems(path=broken)[0]
+
+
+# ------------------------------------------------------------------------------------------------- checks of the caller
+
+
+def test_inputs_are_set_and_exist(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        load_config(overrides=["data.val_files=[nowhere.parquet,a.csv]"], extra_checks=[check_inputs])
+    assert [problem.key for problem in error.value.problems] == [
+        "actor_rollout_ref.model.path",
+        "data.train_files",
+        "data.val_files",
+        "data.val_files",
+    ]
+    text = str(error.value)
+    assert "missing: set it to a model folder or a Hugging Face Hub id" in text
+    assert "there is no file 'nowhere.parquet'" in text
+    assert "'a.csv': expected a .parquet, .json or .jsonl file" in text
+    data = tmp_path / "a.jsonl"
+    data.write_text("{}\n")
+    good = [f"data.train_files={data}", f"actor_rollout_ref.model.path={tmp_path}"]
+    assert "has no config.json" in problems(*good, extra_checks=[check_inputs])[0]
+    (tmp_path / "config.json").write_text("{}")
+    load_config(overrides=good, extra_checks=[check_inputs])
+    load_config(overrides=[good[0], "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B"], extra_checks=[check_inputs])
+    (message,) = problems(good[0], "actor_rollout_ref.model.path=./nowhere", extra_checks=[check_inputs])
+    assert "actor_rollout_ref.model.path" in message and "there is no folder './nowhere'" in message
+
+
+@pytest.mark.parametrize(
+    ("schema", "keys"),
+    [(SFTConfig, ["model.path", "data.train_files"]), (GenerationConfig, ["model.path", "data.path"])],
+)
+def test_inputs_of_the_other_schemas(schema, keys):
+    found = problems(schema=schema, extra_checks=[check_inputs])
+    assert [problem.partition(":")[0] for problem in found] == keys
+
+
+def test_the_critic_must_match_the_estimator():
+    for enable, needed in [("null", True), ("true", True), ("false", False), ("null", False)]:
+        assert list(check_critic(load_config(overrides=[f"critic.enable={enable}"]), needed)) == []
+    (problem,) = check_critic(load_config(overrides=["use_critic=false"]), needed=True)
+    assert "false, but algorithm.adv_estimator=gae reads values" in str(problem)
+    (problem,) = check_critic(load_config(overrides=["use_critic=true", "algorithm.adv_estimator=grpo"]), needed=False)
+    assert "true, but algorithm.adv_estimator=grpo does not read values" in str(problem)
+
+
+def test_unsupported_values():
+    config = load_config(overrides=[f"{ROLLOUT}tensor_model_parallel_size=2", "algorithm.use_pf_ppo=true"])
+    assert [str(problem) for problem in unsupported(config)] == [
+        "actor_rollout_ref.rollout.tensor_model_parallel_size: 2 is not supported: "
+        + INSTEAD["tensor_model_parallel_size"],
+        "algorithm.use_pf_ppo: true is not supported: use false",
+    ]
+    with pytest.raises(ConfigError):
+        check_supported(config)
+    check_supported(load_config())
+    check_supported(load_config(schema=SFTConfig))
+
+
+def test_every_row_of_the_tables_is_a_key():
+    keys = [*fields_of(Config), *fields_of(SFTConfig)]
+    ends = [
+        *SUPPORTED,
+        *INSTEAD,
+        *ENGINES,
+        *(end for (choice, _), ends in NO_EFFECT.items() for end in (choice, *ends)),
+    ]
+    for end in ends:
+        assert any(matches(key, end) for key in keys), end
+    assert INSTEAD.keys() <= SUPPORTED.keys()
+
+
+REGISTERED = {"rollout.name": ["hf", "native"], "strategy": ["fsdp"], "rollout.agent.default_agent_loop": ["single"]}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            f"{ROLLOUT}name=nativ",
+            f"{ROLLOUT}name: there is no rollout engine 'nativ': did you mean 'native'? known: hf, native. Custom ones "
+            "are registered in a file of `imports`",
+        ),
+        (f"{ROLLOUT}name=vllm", f"{ROLLOUT}name: 'vllm' is not supported yet: use hf or native"),
+        (f"{ACTOR}strategy=megatron", f"{ACTOR}strategy: 'megatron' is not supported yet: use fsdp"),
+        (
+            f"{ROLLOUT}agent.default_agent_loop=tool",
+            f"{ROLLOUT}agent.default_agent_loop: there is no agent loop 'tool'",
+        ),
+    ],
+)
+def test_engines_that_are_not_registered(override, message):
+    config = load_config(overrides=[f"{ROLLOUT}agent.default_agent_loop=single", override])
+    (problem,) = check_registered(config, REGISTERED)
+    assert str(problem).startswith(message)
+    end = next(end for end in REGISTERED if matches(problem.key, end))
+    name = override.partition("=")[2]
+    assert check_registered(config, REGISTERED | {end: [*REGISTERED[end], name]}) == []

@@ -1,0 +1,80 @@
+"""The batch summary, warnings, and variables of the workers."""
+
+import logging
+
+import pytest
+
+from verl.config import batch_summary, check_supported, load_config
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+
+
+def load(*overrides):
+    return load_config(overrides=overrides)
+
+
+def test_kl_in_reward_and_in_loss_is_valid_and_noted(caplog):
+    with caplog.at_level(logging.WARNING, "verl.config"):
+        load("algorithm.use_kl_in_reward=true", f"{ACTOR}use_kl_loss=true")
+    assert "the KL to the reference is applied twice" in caplog.text
+
+
+def test_settings_without_effect_are_logged(caplog):
+    with caplog.at_level(logging.WARNING, "verl.config"):
+        check_supported(load(f"{ROLLOUT}name=hf", f"{ROLLOUT}gpu_memory_utilization=0.4"))
+    assert f"{ROLLOUT}gpu_memory_utilization: 0.4 has no effect with {ROLLOUT}name=hf" in caplog.text
+
+
+def test_environment_variables_of_the_workers_are_strings():
+    config = load("trainer.worker_env.NCCL_IB_DISABLE=1", "trainer.worker_env.NCCL_SOCKET_IFNAME=^lo,docker")
+    assert config.trainer.worker_env == {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "^lo,docker"}
+
+
+BATCH = [
+    "data.train_batch_size=64",
+    f"{ROLLOUT}n=8",
+    f"{ACTOR}ppo_mini_batch_size=32",
+    f"{ACTOR}ppo_micro_batch_size_per_gpu=32",
+]
+
+
+def test_one_rank():
+    expected = (
+        "64 prompts x 8 samples = 512 responses per step; 2 updates of 256 responses; "
+        "micro-batches of 32 (8 per update)"
+    )
+    assert batch_summary(load(*BATCH)) == expected
+
+
+def test_several_ranks():
+    assert batch_summary(load(*BATCH), world_size=4) == (
+        "64 prompts x 8 samples = 512 responses per step; 128 on each of 4 ranks; "
+        "2 updates of 256 responses; micro-batches of 32 per rank (2 per update)"
+    )
+    with pytest.raises(ValueError, match="512 responses are not divisible by 3 ranks"):
+        batch_summary(load(*BATCH), world_size=3)
+
+
+def test_epochs_tokens_and_a_critic_that_differs():
+    # 2 epochs over 64 prompts in mini-batches of 32: 4 updates. 256 = 8 x 30 + 16.
+    config = load(
+        *BATCH, f"{ACTOR}ppo_epochs=2", f"{ACTOR}ppo_micro_batch_size_per_gpu=30", "critic.use_dynamic_bsz=true"
+    )
+    assert batch_summary(config) == (
+        "64 prompts x 8 samples = 512 responses per step; "
+        "4 updates of 256 responses (2 epochs); micro-batches of 30 (9 per update, the last of 16); "
+        "critic: 4 updates of 256 responses (2 epochs); micro-batches sized by free memory"
+    )
+
+
+def test_without_a_critic():
+    config = load(*BATCH, "critic.use_dynamic_bsz=true")
+    assert "critic" in batch_summary(config)
+    assert "critic" not in batch_summary(config, critic=False)
+
+
+def test_a_micro_batch_is_never_larger_than_its_mini_batch():
+    summary = batch_summary(load("data.train_batch_size=4", f"{ACTOR}ppo_micro_batch_size_per_gpu=64"))
+    assert summary == (
+        "4 prompts x 1 sample = 4 responses per step; 1 update of 4 responses; micro-batches of 4 (1 per update)"
+    )

@@ -1,0 +1,77 @@
+"""The `algorithm` section: from scores to advantages."""
+
+from typing import Literal
+
+from verl.config.fields import Section, StrList, field, section
+
+KLEstimator = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
+    "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
+]  # fmt: skip
+
+
+class KLControlConfig(Section):
+    """`algorithm.kl_ctrl`: the coefficient of the KL penalty in the reward."""
+
+    type: Literal["fixed", "adaptive"] = field("fixed", "fixed coefficient, or adapted towards target_kl")
+    kl_coef: float = field(0.001, "coefficient (adaptive: initial value)", ge=0)
+    horizon: int = field(10000, "adaptive: number of sequences over which the coefficient adapts", gt=0)
+    target_kl: float = field(0.1, "adaptive: target KL", gt=0)
+
+
+class FilterGroupsConfig(Section):
+    """`algorithm.filter_groups`: dynamic sampling (DAPO) drops zero-variance groups and samples new ones."""
+
+    enable: bool = field(False, "drop zero-variance groups and sample others")
+    metric: str = field("reward", "what is compared in a group: reward, or a value that the reward function returns")
+    max_num_gen_batches: int = field(0, "maximum number of generations per step; 0: no limit", ge=0)
+    at_limit: Literal["error", "fill"] = field(
+        "error", "at that limit: stop the run, or fill the batch with zero-variance groups (no gradient)"
+    )
+
+
+class RolloutCorrectionConfig(Section):
+    """`algorithm.rollout_correction`: importance weights and masks for the training-inference mismatch."""
+
+    rollout_is: Literal["token", "sequence"] | None = field(
+        None, "importance weights per token or per sequence; null: none"
+    )
+    rollout_is_threshold: float | str = field(2.0, "upper bound of the weights, or 'low_high' to zero those outside")
+    rollout_rs: str | None = field(None, "rejection sampling: comma-separated modes such as token_k1,seq_mean_k3")
+    rollout_rs_threshold: float | str | None = field(None, "bounds of rollout_rs: one, or one per mode")
+    rollout_is_batch_normalize: bool = field(False, "normalize the weights of a batch to mean 1")
+    bypass_mode: bool = field(False, "use the rollout log-probs as old log-probs")
+    loss_type: Literal["ppo_clip", "reinforce"] = field("ppo_clip", "loss in bypass mode")
+
+
+class PFPPOConfig(Section):
+    """`algorithm.pf_ppo`: resampling of the batch by reward."""
+
+    reweight_method: Literal["pow", "max_min", "max_random"] = field("pow", "how samples are weighted")
+    weight_pow: float = field(2.0, "exponent of pow")
+
+
+class AlgorithmConfig(Section):
+    """`algorithm`: from scores to advantages."""
+
+    name: str | None = field(None, "preset: sets the fields of a published algorithm")
+    adv_estimator: str = field("gae", "registered name of the advantage estimator")
+    gamma: float = field(1.0, "discount factor per token", ge=0, le=1)
+    lam: float = field(1.0, "lambda of GAE", ge=0, le=1)
+    norm_adv_by_std_in_grpo: bool = field(True, "divide by the standard deviation of the group (Dr.GRPO: false)")
+    use_kl_in_reward: bool = field(False, "subtract the KL to the reference from the reward")
+    kl_penalty: KLEstimator = field("kl", "estimator of that KL")
+    kl_ctrl: KLControlConfig = section(KLControlConfig, "coefficient of that KL")
+    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, "dynamic sampling")
+    rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig, "training-inference mismatch")
+    passk_k: int | None = field(None, "k of the pass@k estimators; null: the published value", ge=1)
+    passk_threshold: float | None = field(None, "analytic_passk: a higher score is a correct response; null: 0.5")
+    f_norm: float | None = field(None, "gpg: divisor of the advantage; null: 1", gt=0)
+    gdpo_reward_keys: StrList | None = field(None, "gdpo: reward components, as named by the reward function")
+    gdpo_reward_weights: list[float] | None = field(None, "gdpo: their weights; null: 1 each")
+    reward_dpo_coef: float | None = field(None, "prime: weight of the process rewards; null: 5", ge=0)
+    reward_gt_coef: float | None = field(None, "prime: weight of the outcome reward; null: 5", ge=0)
+    sppo_beta: float | None = field(None, "sppo: sharpness of the softmean over a prompt's rewards; null: 1", gt=0)
+    use_pf_ppo: bool = field(False, "resample the batch by reward")
+    pf_ppo: PFPPOConfig = section(PFPPOConfig, "how the batch is resampled")
+    shuffle_rewards: bool = field(False, "negative control: permute the rewards of the batch")
