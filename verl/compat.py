@@ -95,3 +95,4 @@ MOVED = {
     "verl.single_controller.ray_group": "verl.single_controller.ray.group",
     "verl.single_controller.ray_placement": "verl.single_controller.ray.placement",
     "verl.config.batch_words": "verl.config.batch_summary",
+    "verl.workers.actor_rollout_ref": "verl.workers.policy",

@@ -180,7 +180,7 @@ class RolloutEngine(ABC):
             One completion per request, in the order of the requests. Requests with equal prompts are samples of one
             group: an engine may share their work.
         """
-        return run_coroutine(gather_completions(self, requests))
+        return run_coroutine(gather_coroutines([self.generate_one(request) for request in requests]))
 
     async def generate_one(self, request: Request) -> Completion:
         """Respond to one request. Call it from many coroutines at once: they share the engine's batch.
@@ -211,9 +211,16 @@ class RolloutEngine(ABC):
         return None
 
 
-async def gather_completions(engine: RolloutEngine, requests: Sequence[Request]) -> list[Completion]:
-    """`generate` in terms of `generate_one`."""
-    return list(await asyncio.gather(*(engine.generate_one(request) for request in requests)))
+async def gather_coroutines(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of coroutines that run at the same time. The first error cancels the others."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 class GatheredRequests:
@@ -347,7 +354,7 @@ class RolloutFactory(Protocol):
     ) -> RolloutEngine:
         """
         Args:
-            config: the `rollout` section (verl.config.schema.SamplingConfig).
+            config: the `rollout` section (verl.config.schema.RolloutEngineConfig).
             model: the `model` section (verl.config.schema.ModelConfig).
             env: where it runs.
             train_engine: the training engine in the same process, if there is one. An engine that generates with its

@@ -178,7 +178,7 @@ class HFRollout(RolloutEngine):
 
 
 def make_hf(
-    config: schema.SamplingConfig,
+    config: schema.RolloutEngineConfig,
     model: schema.ModelConfig,
     env: RolloutEnv,
     train_engine: SharesWeights | None = None,

@@ -13,7 +13,7 @@ from verl.utils.device import resolve_dtype
 
 
 def make_native(
-    config: schema.SamplingConfig,
+    config: schema.RolloutEngineConfig,
     model: schema.ModelConfig,
     env: RolloutEnv,
     train_engine: SharesWeights | None = None,
