@@ -34,16 +34,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from examples.quickstart.run import CRITIC, MODEL_SIZE, SCORER, WARM_UP_STEPS, warm_up
 from examples.quickstart.tasks import TASKS, write_task
 from examples.quickstart.tiny_model import tiny_model
-from recipe.dapo import LocalDAPOTrainer
-from recipe.dpo import LocalDPOTrainer
-from recipe.prime import LocalPRIMETrainer
+from recipe.dapo import DAPOTrainer
+from recipe.dpo import DPOTrainer
+from recipe.prime import PRIMETrainer
 from verl.algorithms.presets import PRESETS
 from verl.dataflow import Operator, Pipeline
 from verl.tracking.curves import WINDOW, moving_mean
 from verl.trainer.base import StepReport
 from verl.trainer.dynamic_sampling import PromptQueue
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.ppo_flow import build_validation_flow, generate, repeat
+from verl.trainer.ppo_flow import build_validation_flow
+from verl.trainer.ppo_operators import generate, repeat
 from verl.trainer.ppo_trainer import PPOTrainer
 
 TEST_FREQ, SAMPLED_FREQ = 10, 100
@@ -74,13 +75,13 @@ _PRIME = ("prime.optim.lr=3e-4", "prime.ppo_mini_batch_size=32", f"actor_rollout
 _ALL = "prime.filter.enable=false"
 _LESS = "algorithm.reward_dpo_coef=1"
 RECIPES: dict[str, Method] = {
-    "dapo": Method(LocalDAPOTrainer, ("reward.reward_kwargs.overlong_buffer.enable=false", _GO_ON)),
-    "prime": Method(LocalPRIMETrainer, (*_PRIME, _ALL, _LESS)),
-    "prime_equal_weights": Method(LocalPRIMETrainer, (*_PRIME, _ALL)),
-    "prime_outcome_only": Method(LocalPRIMETrainer, (*_PRIME, _ALL, "algorithm.reward_dpo_coef=0")),
-    "prime_filtered": Method(LocalPRIMETrainer, (*_PRIME, _LESS)),
-    "online_dpo": Method(LocalDPOTrainer, (_ONE_UPDATE, "algorithm.filter_groups.enable=true", _FILTER_ACC)),
-    "online_dpo_with_ties": Method(LocalDPOTrainer, (_ONE_UPDATE,)),
+    "dapo": Method(DAPOTrainer, ("reward.reward_kwargs.overlong_buffer.enable=false", _GO_ON)),
+    "prime": Method(PRIMETrainer, (*_PRIME, _ALL, _LESS)),
+    "prime_equal_weights": Method(PRIMETrainer, (*_PRIME, _ALL)),
+    "prime_outcome_only": Method(PRIMETrainer, (*_PRIME, _ALL, "algorithm.reward_dpo_coef=0")),
+    "prime_filtered": Method(PRIMETrainer, (*_PRIME, _LESS)),
+    "online_dpo": Method(DPOTrainer, (_ONE_UPDATE, "algorithm.filter_groups.enable=true", _FILTER_ACC)),
+    "online_dpo_with_ties": Method(DPOTrainer, (_ONE_UPDATE,)),
     "sppo": Method(settings=_SPPO),
     # one idea on top of grpo
     "clip_higher": Method(settings=(_GRPO, "actor_rollout_ref.actor.clip_ratio_high=0.28")),

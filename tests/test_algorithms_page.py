@@ -28,7 +28,7 @@ def named(title: str) -> dict[str, list[str]]:
 
 
 def test_every_preset_has_its_line_and_its_paper():
-    tables = named("Advantages") | named("Policy losses")
+    tables = named("Advantage estimators") | named("Policy losses")
     assert set(tables) == set(PRESETS)
     for name, cells in tables.items():
         cited = re.findall(r"\d{4}\.\d{5}", PRESET_NOTES[name])
@@ -67,7 +67,7 @@ def test_every_loss_and_aggregation_is_named():
 
 def test_the_keys_are_there():
     known = list(fields_of(Config))
-    for cells in rows("What goes with any of them"):
+    for cells in rows("Options for every algorithm"):
         for key in re.findall(r"`([\w.*]+)`", cells[0]):
             name = key.replace("actor.", "actor_rollout_ref.actor.").rstrip("*")
             assert any(k.startswith(name) for k in known), key

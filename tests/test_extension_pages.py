@@ -1,4 +1,4 @@
-"""Every block of docs/extend_*.md is run, from top to bottom, with a tiny model in place of the one that a reader has.
+"""Every block of docs/custom_*.md is run, from top to bottom, with a tiny model in place of the one that a reader has.
 
 python, beginning with "# name.py"   written to that file; test_*.py is run
 bash                                 run; commands that train get the tiny model and two steps at their end
@@ -20,7 +20,7 @@ from tests.conftest import STORES
 from tests.trainer.conftest import make_tiny, run_settings
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted((ROOT / "docs").glob("extend_*.md"))
+PAGES = sorted((ROOT / "docs").glob("custom_*.md"))
 BLOCK = re.compile(r"^```(python|bash|text|diff)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -121,4 +121,4 @@ def test_the_page_runs_as_printed(page, tiny, tmp_path, monkeypatch, capsys):
 
 def test_all_pages_are_there():
     names = ("loss", "estimator", "reward", "reward_manager", "dataset", "operator", "trainer")
-    assert {page.stem for page in PAGES} == {f"extend_{name}" for name in names}
+    assert {page.stem for page in PAGES} == {f"custom_{name}" for name in names}

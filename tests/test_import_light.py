@@ -14,7 +14,9 @@ OPTIONAL = {"ray", "vllm", "sglang", "megatron", "liger_kernel", "matplotlib", "
 ADAPTERS = {
     "verl.single_controller.ray.group",
     "verl.single_controller.ray.placement",
-    "verl.trainer.ray_trainer",
+    "verl.single_controller.ray.actor_pool",
+    "verl.single_controller.ray.cluster",
+    "verl.single_controller.ray.rank_actor",
     # kernels for a GPU, written in Triton
     "verl.modeling.layers_triton",
     "verl.modeling.log_probs_triton",

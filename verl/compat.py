@@ -94,5 +94,61 @@ MOVED = {
     "verl.single_controller.column_files": "verl.single_controller.local.column_files",
     "verl.single_controller.ray_group": "verl.single_controller.ray.group",
     "verl.single_controller.ray_placement": "verl.single_controller.ray.placement",
+    "verl.single_controller.data_plane": "verl.single_controller.remote_batch",
+    "verl.single_controller.remote_tensor": "verl.single_controller.remote_batch",
+    "verl.single_controller.pickling": "verl.single_controller.remote_batch",
+    "verl.trainer.setup": "verl.trainer.inputs",
+    "verl.trainer.early_checks": "verl.trainer.preflight",
+    "recipe.dapo.trainer": "recipe.dapo.main_dapo",
+    "recipe.dpo.config": "recipe.dpo.worker",
+    "recipe.dpo.offline": "recipe.dpo.flow",
+    "recipe.dpo.trainer": "recipe.dpo.main_dpo",
+    "recipe.prime.config": "recipe.prime.worker",
+    "recipe.prime.trainer": "recipe.prime.main_prime",
     "verl.config.batch_words": "verl.config.batch_summary",
+    "verl.engines.distributed": "verl.engines.parallel",
+    "verl.engines.tensor_parallel": "verl.engines.parallel",
+    "verl.engines.offload": "verl.engines.memory",
     "verl.workers.actor_rollout_ref": "verl.workers.policy",
+}
+
+#: packages that no longer exist but are the parents of moved modules
+_PARENTS = {path.rpartition(".")[0] for path in MOVED}
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, target: str):
+        self.target = target
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self.target)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # the import system has set the spec of the old path
+
+
+class _EmptyPackage(importlib.abc.Loader):
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        return None
+
+
+class MovedModules(importlib.abc.MetaPathFinder):
+    """Finds the modules of `MOVED` by their old paths; comes last, so that files which exist win."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname in MOVED:
+            return importlib.util.spec_from_loader(fullname, _Loader(MOVED[fullname]))
+        if fullname in _PARENTS:
+            return importlib.util.spec_from_loader(fullname, _EmptyPackage(), is_package=True)
+        return None
+
+
+if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
+    sys.meta_path.append(MovedModules())

@@ -1,5 +1,13 @@
 """DAPO: clip-higher, dynamic sampling, token-level loss, soft overlong penalty."""
 
-from recipe.dapo.trainer import LocalDAPOTrainer
+import importlib
 
-__all__ = ["LocalDAPOTrainer"]
+_HOME = dict.fromkeys(("RECIPE", "DAPOTrainer", "LocalDAPOTrainer"), "recipe.dapo.main_dapo")
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -1,5 +1,13 @@
-"""DPO: of two answers to a prompt one is better, by reward or by the rows of a file."""
+"""DPO: preference pairs of two responses to a prompt, chosen by reward or given in a file."""
 
-from recipe.dpo.trainer import LocalDPOTrainer
+import importlib
 
-__all__ = ["LocalDPOTrainer"]
+_HOME = dict.fromkeys(("RECIPE", "DPOTrainer", "LocalDPOTrainer"), "recipe.dpo.main_dpo")
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

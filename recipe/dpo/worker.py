@@ -1,26 +1,45 @@
-"""The policy's worker with the DPO update (Rafailov et al. 2023, arXiv 2305.18290).
+"""The settings of DPO, and the policy's worker with its update.
 
 The loss of a pair needs the log-probs of both responses at once, but engines split a mini-batch into micro-batches as
-memory allows. So a step has two passes: the first computes the log-prob of every response without gradient, and from it
-d loss / d log-prob; the second is a sum weighted by that, which may be split in any way. The gradient is the same.
+memory allows. So the update has two passes: the first computes the log-prob of every response without gradient, and
+from it d loss / d log-prob; the second is a sum weighted by that, which may be split in any way. The gradient is the
+same.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from recipe.dpo.config import DPOSection
 from verl.algorithms.policy_losses import LossAndMetrics
 from verl.algorithms.preference import dpo_loss, sequence_log_prob
+from verl.config.fields import Section, field, section
+from verl.config.schema.ppo import Config
 from verl.engines.base import Objective, Tensors
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
-from verl.workers.policy import ActorWorker
 from verl.workers.engine_worker import micro_batching
+from verl.workers.policy import ActorWorker
 
 Pairs = tuple[torch.Tensor, torch.Tensor]
+
+
+class DPOSection(Section):
+    """`dpo`: where the pairs come from, and their loss."""
+
+    answers: Literal["policy", "file"] = field("policy", "policy: generated, compared by reward; file: given")
+    chosen_key: str = field("chosen", "file: the column of the chosen responses")
+    rejected_key: str = field("rejected", "file: the column of the rejected responses")
+    beta: float = field(0.1, "strength of the KL constraint to the reference", gt=0)
+    loss_type: Literal["sigmoid", "ipo"] = field("sigmoid", "DPO, or IPO (a squared error, which does not saturate)")
+    label_smoothing: float = field(0.0, "sigmoid: share of preferences assumed to be wrong", ge=0, lt=0.5)
+
+
+class DPOConfig(Config):
+    """The root, with the section of DPO."""
+
+    dpo: DPOSection = section(DPOSection, "DPO")
 
 
 class DPOActorWorker(ActorWorker):

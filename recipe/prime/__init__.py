@@ -1,5 +1,13 @@
-"""PRIME: rewards for every token from an implicit process reward model that learns online from outcomes."""
+"""PRIME: token rewards from an implicit process reward model that is trained online on outcomes."""
 
-from recipe.prime.trainer import LocalPRIMETrainer
+import importlib
 
-__all__ = ["LocalPRIMETrainer"]
+_HOME = dict.fromkeys(("RECIPE", "PRIMETrainer", "LocalPRIMETrainer"), "recipe.prime.main_prime")
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -3,29 +3,35 @@
     ... reward -> [filter_prompts] -> old_log_prob -> ref -> outcome -> update_prm -> prm -> [kl] -> adv -> update_actor
                                                                 (`after`: prm -> update_prm)
 
-The reference is the model that the policy and phi start from. The estimator `prime` reads `rm_scores`, which `prm`
+The reference is the model from which the policy and phi start. The estimator `prime` reads `rm_scores`, which `prm`
 writes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 
-from recipe.prime.config import PrimeConfig, PrimeSection, PromptFilterConfig
+from recipe.prime.worker import PrimeConfig, PrimeSection, PromptFilterConfig
 from verl.algorithms.prime import implicit_process_rewards
-from verl.config import ConfigError, Problem
+from verl.config import Problem
 from verl.dataflow import DataFlow, Operator
 from verl.protocol import DataProto
 from verl.trainer.dynamic_sampling import PromptQueue, group_rows, queue_prompts
-from verl.trainer.ppo_flow import SEQUENCES, Roles, Update, UpdatePlan
+from verl.trainer.ppo_operators import SEQUENCES, Roles, Update, UpdatePlan
 
 
 class PromptFilter:
-    """Of the prompts that were answered, `num_prompts`: those of middling accuracy first, then any others.
+    """Selects `num_prompts` of the generated prompts: those of medium accuracy first, then any others.
 
-    stop_token_ids, response_length: an answer of that length that does not end in one of these was cut off. Preferred
-    prompts that were not needed go back to the queue; the others are dropped.
+    Preferred prompts that are not needed go back to the queue; the others are dropped.
+
+    Args:
+        config: the section `prime.filter`.
+        queue: takes prompts back.
+        num_prompts: of a training batch.
+        response_length: tokens; a response of this length without an end token is truncated.
+        stop_token_ids: the end tokens.
     """
 
     def __init__(
@@ -43,26 +49,26 @@ class PromptFilter:
         self.stop_token_ids = torch.tensor(stop_token_ids)
 
     def __call__(self, batch: DataProto) -> DataProto:
-        right, cut, groups = outcomes(batch), self._cut_off(batch), group_rows(batch)
-        preferred = [self._is_preferred(right[rows], cut[rows]) for rows in groups]
+        accuracy, truncated, groups = outcomes(batch), self._is_truncated(batch), group_rows(batch)
+        preferred = [self._is_preferred(accuracy[rows], truncated[rows]) for rows in groups]
         order = sorted(range(len(groups)), key=lambda i: not preferred[i])  # a stable sort: the preferred ones first
         taken, spare = sorted(order[: self.num_prompts]), [i for i in order[self.num_prompts :] if preferred[i]]
         if spare:
             self.queue.put_back(batch[[groups[i][0] for i in spare]].select(None, None, []))
         batch.meta_info["metrics"] = {
-            "prime/acc_mean": right.mean().item(),  # of all answers, before the choice
+            "prime/acc_mean": accuracy.mean().item(),  # of all responses, before the selection
             "prime/preferred_share": sum(preferred) / len(groups),
             "prime/others_taken": sum(not preferred[i] for i in taken),
             "prime/prompts_put_back": len(spare),
         }
         return batch[np.concatenate([groups[i] for i in taken])]
 
-    def _is_preferred(self, right: torch.Tensor, cut: torch.Tensor) -> bool:
-        accuracy, config = right.mean().item(), self.config
-        within = config.accuracy_lower_bound <= accuracy <= config.accuracy_upper_bound
-        return within and not (config.filter_truncate and cut.any())
+    def _is_preferred(self, accuracy: torch.Tensor, truncated: torch.Tensor) -> bool:
+        mean, config = accuracy.mean().item(), self.config
+        within = config.accuracy_lower_bound <= mean <= config.accuracy_upper_bound
+        return within and not (config.filter_truncate and truncated.any())
 
-    def _cut_off(self, batch: DataProto) -> torch.Tensor:
+    def _is_truncated(self, batch: DataProto) -> torch.Tensor:
         """(B,) bool."""
         responses = batch.batch["responses"]
         lengths = batch.batch["attention_mask"][:, -responses.shape[1] :].sum(1)
@@ -71,12 +77,12 @@ class PromptFilter:
 
 
 def outcomes(batch: DataProto) -> torch.Tensor:
-    """The verdict on each answer, (B,) float32. Raises ValueError where the reward function gives none."""
+    """The `acc` of each response, (B,) float32. Raises ValueError if the reward function does not return it."""
     values = batch.column("reward_acc")
     if wrong := [v for v in values if not isinstance(v, bool | int | float | np.number) or not 0 <= v <= 1]:
         raise ValueError(
-            f"PRIME learns from outcomes: expected an `acc` from 0 to 1 for every answer, found {wrong[0]!r}; let the "
-            "reward function return a dict with `acc`"
+            f"PRIME needs an `acc` from 0 to 1 for every response, found {wrong[0]!r}: return a dict with `acc` "
+            "from the reward function"
         )
     return torch.tensor(values.astype(np.float32))
 
@@ -96,8 +102,7 @@ def process_rewards(roles: Roles, prime: PrimeSection) -> Callable[[DataProto], 
 
 
 def prime_flow(flow: DataFlow, config: PrimeConfig, roles: Roles, stop_token_ids: tuple[int, ...]) -> DataFlow:
-    """The edit. Raises ConfigError for settings that leave no flow of PRIME."""
-    check_settings(config)
+    """The edit of the main trainer's flow."""
     prime, n, prompts = config.prime, config.actor_rollout_ref.rollout.n, config.data.train_batch_size
     if prime.filter.enable:
         queue = queue_prompts(flow, prime.filter.oversample_factor * prompts)
@@ -115,16 +120,22 @@ def prime_flow(flow: DataFlow, config: PrimeConfig, roles: Roles, stop_token_ids
     return flow.insert_after("outcome", first).insert_after(first.name, second)
 
 
-def check_settings(config: PrimeConfig) -> None:
-    """Raise ConfigError for what PRIME cannot do without, or not together with."""
+def check_settings(config: PrimeConfig) -> Iterator[Problem]:
+    """Settings that do not fit PRIME."""
     batch, mini = config.data.train_batch_size, config.prime.ppo_mini_batch_size
     bounds = config.prime.filter
     found = {
-        "algorithm.adv_estimator": (config.algorithm.adv_estimator != "prime", "PRIME has its own: use prime"),
-        "actor_rollout_ref.ref.enable": (not config.actor_rollout_ref.ref.enable, "phi needs the reference: use true"),
+        "algorithm.adv_estimator": (
+            config.algorithm.adv_estimator != "prime",
+            "PRIME has its own: use prime",
+        ),
+        "actor_rollout_ref.ref.enable": (
+            not config.actor_rollout_ref.ref.enable,
+            "phi needs the reference: use true",
+        ),
         "algorithm.filter_groups.enable": (
             config.algorithm.filter_groups.enable and bounds.enable,
-            "two filters of prompts: switch this off, or prime.filter.enable",
+            "two filters of prompts: set this or prime.filter.enable to false",
         ),
         "prime.ppo_mini_batch_size": (batch % mini, f"{mini} does not divide data.train_batch_size {batch}"),
         "prime.filter.accuracy_lower_bound": (
@@ -132,6 +143,4 @@ def check_settings(config: PrimeConfig) -> None:
             "above accuracy_upper_bound: no prompt could be preferred",
         ),
     }
-    problems = [Problem(key, what) for key, (wrong, what) in found.items() if wrong]
-    if problems:
-        raise ConfigError(problems)
+    yield from (Problem(key, what) for key, (wrong, what) in found.items() if wrong)

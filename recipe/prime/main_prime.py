@@ -1,14 +1,46 @@
 """python -m recipe.prime.main_prime key=value ...: PRIME, with prime.yaml below the settings on the command line."""
 
 import sys
+from pathlib import Path
 
-from recipe.prime.trainer import RECIPE
+from recipe.prime.flow import check_settings, prime_flow
+from recipe.prime.worker import ImplicitPRMWorker, PrimeConfig
+from verl.dataflow import DataFlow
+from verl.single_controller import WorkerSpec
+from verl.trainer.inputs import stop_token_ids
+from verl.trainer.launch import Recipe
 from verl.trainer.main_ppo import main
+from verl.trainer.ppo_trainer import PPOTrainer
 
-TRAINERS = {
-    "local": ("recipe.prime.trainer", "LocalPRIMETrainer"),
-    "ray": ("recipe.prime.ray_trainer", "RayPRIMETrainer"),
-}
+RECIPE = Recipe("PRIME", Path(__file__).with_name("prime.yaml"), PrimeConfig, check_settings)
+
+
+class PRIMETrainer(PPOTrainer):
+    """PRIME on the cluster of trainer.backend: another flow, and one more role, the implicit process reward model.
+
+    >>> PRIMETrainer(overrides=["data.train_files=train.parquet", "actor_rollout_ref.model.path=my-model"]).fit()
+    """
+
+    recipe = RECIPE
+    saved_roles = ("actor", "critic", "prm")
+
+    def build_flow(self) -> DataFlow:
+        ends = stop_token_ids(self.config.actor_rollout_ref.model.path, self.tokenizer)
+        return prime_flow(super().build_flow(), self.config, self.roles, ends)
+
+    def worker_specs(self) -> dict[str, WorkerSpec]:
+        config = self.config
+        kwargs = {
+            "config": config.prime,
+            "policy": config.actor_rollout_ref,
+            "device": config.trainer.device,
+            "total_training_steps": self.total_steps,
+        }
+        return super().worker_specs() | {"prm": WorkerSpec(ImplicitPRMWorker, kwargs)}
+
+
+LocalPRIMETrainer = PRIMETrainer  # its name in earlier releases
+
 
 if __name__ == "__main__":
-    sys.exit(main(trainers=TRAINERS, recipe=RECIPE, program="recipe.prime.main_prime"))
+    sys.exit(main(trainers=PRIMETrainer, program="recipe.prime.main_prime"))

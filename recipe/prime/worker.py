@@ -1,19 +1,68 @@
-"""The worker of the implicit process reward model phi: its log-probs, and its update from outcome rewards.
+"""The settings of PRIME, and the worker of its implicit process reward model (PRM) phi: log-probs and updates."""
 
-PRIME (Cui et al. 2025, arXiv 2502.01456).
-"""
-
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from recipe.prime.config import PrimeSection
 from verl.algorithms.prime import prime_loss
 from verl.config import schema
+from verl.config.fields import Section, field, section
+from verl.config.schema.model import CheckpointConfig, EngineConfig, OptimConfig
+from verl.config.schema.ppo import Config
 from verl.engines.base import Objective, Tensors
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
 from verl.workers.engine_worker import EngineWorker, micro_batching
+
+_ACTOR = "${actor_rollout_ref.actor."
+
+
+class PRMOptimConfig(OptimConfig):
+    """`prime.optim`."""
+
+    weight_decay: float = field(0.0, "decoupled weight decay", ge=0)
+    clip_grad: float = field(10.0, "gradients are clipped to this norm", gt=0)
+
+
+class PromptFilterConfig(Section):
+    """`prime.filter`: generate for more prompts than a step trains on, and prefer those of medium accuracy."""
+
+    enable: bool = field(True, "select among oversample_factor x train_batch_size prompts")
+    oversample_factor: int = field(4, "prompts generated for each prompt that is trained on", ge=1)
+    accuracy_lower_bound: float = field(0.2, "lowest accuracy of a preferred prompt", ge=0, le=1)
+    accuracy_upper_bound: float = field(0.8, "highest accuracy of a preferred prompt", ge=0, le=1)
+    filter_truncate: bool = field(True, "prefer prompts without a truncated response")
+
+
+class PrimeSection(Section):
+    """`prime`: the implicit process reward model, which starts as a copy of the policy."""
+
+    beta: float = field(0.05, "reward of a token = beta * (log phi - log ref)", gt=0)
+    update: Literal["before", "after"] = field("before", "update the reward model before or after it scores a batch")
+    batch_norm: bool = field(True, "divide the rewards of a batch by its largest reward-to-go")
+    ppo_mini_batch_size: int = field(
+        256, "PROMPTS per optimizer update, as for the actor", default_from=_ACTOR + "ppo_mini_batch_size}", ge=1
+    )
+    ppo_micro_batch_size_per_gpu: int | None = field(
+        None,
+        "SEQUENCES per micro-batch of one rank",
+        default_from=_ACTOR + "ppo_micro_batch_size_per_gpu}",
+        ge=1,
+    )
+    use_dynamic_bsz: bool = field(False, "micro-batches by a number of tokens", default_from=_ACTOR + "use_dynamic_bsz}")
+    ppo_max_token_len_per_gpu: int | None = field(
+        None, "tokens in a micro-batch of one rank", default_from=_ACTOR + "ppo_max_token_len_per_gpu}", ge=1
+    )
+    optim: PRMOptimConfig = section(PRMOptimConfig, "optimizer")
+    fsdp_config: EngineConfig = section(EngineConfig, "precision, sharding, offloading")
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "what a checkpoint holds")
+    filter: PromptFilterConfig = section(PromptFilterConfig, "selection of prompts")
+
+
+class PrimeConfig(Config):
+    """The root, with the section of PRIME."""
+
+    prime: PrimeSection = section(PrimeSection, "implicit process reward model")
 
 
 class ImplicitPRMWorker(EngineWorker):
@@ -47,7 +96,7 @@ class ImplicitPRMWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_prm_log_prob(self, batch: DataProto) -> DataProto:
-        """The column prm_log_prob, at the temperature of the policy's and the reference's log-probs."""
+        """The column prm_log_prob, at the temperature of the policy and the reference."""
         found = self.engine.infer(batch, ("log_probs",), self.micro, temperature=self.temperature)
         return DataProto.from_dict({"prm_log_prob": found["log_probs"]})
 

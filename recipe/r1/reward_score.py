@@ -1,7 +1,7 @@
-"""The score of a reasoning model's answer: what follows its thoughts, by the rule of its data source.
+"""The score of a reasoning model's response: the text after its reasoning, by the rule of its data source.
 
-A model of the R1 kind thinks between <think> and </think> and answers afterwards. Numbers in its thoughts are no
-answer, so a rule must not see them.
+A model like R1 reasons between <think> and </think> and gives its final answer afterwards. Rules must not see numbers
+in the reasoning.
 """
 
 from typing import Any
@@ -11,19 +11,19 @@ from verl.rewards.sources import rule_for
 
 END_OF_THOUGHT = "</think>"
 
-# Data sets of the R1 evaluation whose names do not begin with one that the rules know.
+# Datasets of the R1 evaluation whose names do not begin with a data source that has a rule.
 MATHEMATICS = ("Maxwell-Jia/AIME_2024", "opencompass/cnmo2024_en", "opencompass/cnmo2024_zh")
 
 
 def final_part(response: str) -> str | None:
-    """What follows the thoughts; None where they never end. A response without marks has no thoughts."""
+    """The text after the reasoning; None if the reasoning does not end. A response without tags has no reasoning."""
     if END_OF_THOUGHT in response:
         return response.rpartition(END_OF_THOUGHT)[2].strip()
     return None if "<think>" in response else response
 
 
 def reward_func(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Any:
-    """The score of the final part; 0 where the model was cut off in its thoughts.
+    """The score of the final part; 0 if the reasoning was truncated.
 
     Mathematics by equivalence, GPQA by its letter, LiveCodeBench by its tests: `verl.rewards.sources.rule_for`, whose
     ValueError lists the known sources.

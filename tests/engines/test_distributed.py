@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from verl.engines.distributed import gradient_norm, init_process_group, timeout_of
 
 from tests.engines.ranks import qwen2, run_on_ranks, save_model
-from verl.engines.distributed import gradient_norm, init_process_group, timeout_of
 from verl.engines.loading import ModelConfig
 from verl.engines.sharding import FSDPEngine, ShardingConfig
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from verl.engines.offload import HOST, OffloadConfig, OnDevice, move_optimizer
 
 from tests.engines.ranks import (
     OPTIMIZER,
@@ -15,7 +16,6 @@ from tests.engines.ranks import (
 )
 from verl.engines.base import MicroBatching
 from verl.engines.loading import ModelConfig
-from verl.engines.offload import HOST, OffloadConfig, OnDevice, move_optimizer
 from verl.engines.sharding import FSDPEngine
 from verl.engines.torch_engine import HFEngine
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Phi3Config, PretrainedConfig, Qwen3Config
+from verl.engines.tensor_parallel import planned_layers
 
 from tests.engines.ranks import (
     FLOAT64,
@@ -25,7 +26,6 @@ from verl.engines.base import MicroBatching
 from verl.engines.loading import ModelConfig
 from verl.engines.lora import LoraConfig
 from verl.engines.sharding import FSDPEngine, ShardingConfig
-from verl.engines.tensor_parallel import planned_layers
 from verl.engines.torch_engine import HFEngine
 from verl.model_merger.merge import MergeOptions, merge
 

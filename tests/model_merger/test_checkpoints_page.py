@@ -21,7 +21,7 @@ def test_every_command_runs(shell, caplog):
         for command in listed:
             shell.run(command)
     steps = Path("tiny/run")
-    tree = [line.split()[0] for line in PAGE.split("## On the disk")[1].split("```")[1].strip().splitlines()]
+    tree = [line.split()[0] for line in PAGE.split("## On-disk layout")[1].split("```")[1].strip().splitlines()]
     written = {path.name for path in [steps, *steps.rglob("*")]}
     assert {Path(name).name for name in tree} - written == {"critic", "global_step_2"}  # no critic; 2 is deleted by now
     assert sorted(path.name for path in steps.glob("global*")) == ["global_step_3", "global_step_4"]

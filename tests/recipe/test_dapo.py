@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from recipe.dapo import LocalDAPOTrainer
+from recipe.dapo import DAPOTrainer
 from tests.trainer.conftest import make_tiny, run_settings
 from tests.trainer.test_resume import metrics_of
 
@@ -21,7 +21,7 @@ def settings(tiny, tmp_path):
 
 
 def test_the_settings_are_those_of_the_paper(settings):
-    trainer = LocalDAPOTrainer(overrides=settings)
+    trainer = DAPOTrainer(overrides=settings)
     actor, groups = trainer.config.actor_rollout_ref.actor, trainer.config.algorithm.filter_groups
     assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c) == (0.2, 0.28, 10.0)
     assert actor.loss_agg_mode == "token-mean" and not actor.use_kl_loss and actor.entropy_coeff == 0
@@ -33,25 +33,25 @@ def test_the_settings_are_those_of_the_paper(settings):
 
 def test_a_users_own_file_stands_above_the_recipe(settings, tmp_path):
     (tmp_path / "my.yaml").write_text("algorithm: {filter_groups: {max_num_gen_batches: 3}}")
-    groups = LocalDAPOTrainer(config_path=tmp_path / "my.yaml", overrides=settings).config.algorithm.filter_groups
+    groups = DAPOTrainer(config_path=tmp_path / "my.yaml", overrides=settings).config.algorithm.filter_groups
     assert (groups.enable, groups.metric, groups.max_num_gen_batches) == (True, "acc", 3)
 
 
 def test_without_dynamic_sampling_it_is_not_dapo(settings):
     with pytest.raises(ValueError, match=r"filter_groups\.enable"):
-        LocalDAPOTrainer(overrides=[*settings, "algorithm.filter_groups.enable=false"])
+        DAPOTrainer(overrides=[*settings, "algorithm.filter_groups.enable=false"])
 
 
 def test_resumed_in_the_middle_of_what_was_put_back_is_bit_equal(settings, tmp_path):
     # 4 prompts a step, asked for 3 at a time: passes are held, and prompts go back to the queue
     chosen = [*settings, "data.gen_batch_size=3", "trainer.save_freq=1"]
-    LocalDAPOTrainer(overrides=[*chosen, "trainer.total_training_steps=5"]).fit()
+    DAPOTrainer(overrides=[*chosen, "trainer.total_training_steps=5"]).fit()
     straight = metrics_of(tmp_path / "run")
     assert max(step["filter_groups/passes"] for step in straight.values()) > 1
     assert sum(step["filter_groups/prompts_put_back"] for step in straight.values()) > 0
     shutil.rmtree(tmp_path / "run")
-    LocalDAPOTrainer(overrides=[*chosen, "trainer.total_training_steps=3"]).fit()
-    resumed = LocalDAPOTrainer(overrides=[*chosen, "trainer.total_training_steps=5"])
+    DAPOTrainer(overrides=[*chosen, "trainer.total_training_steps=3"]).fit()
+    resumed = DAPOTrainer(overrides=[*chosen, "trainer.total_training_steps=5"])
     resumed.fit()
     assert metrics_of(tmp_path / "run") == straight
     assert resumed.pipeline.state_dict()["prompts"]["waiting"] is not None

@@ -6,18 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from recipe.dpo import LocalDPOTrainer
-from recipe.dpo.config import DPOConfig
-from recipe.dpo.flow import online_dpo, pairs
-from recipe.dpo.worker import DPOActorWorker, sequence_weights
+from recipe.dpo import RECIPE, DPOTrainer
+from recipe.dpo.flow import pairs
+from recipe.dpo.worker import DPOActorWorker, DPOConfig, sequence_weights
 from tests.trainer.conftest import make_tiny, run_settings
 from verl.algorithms.preference import dpo_loss
 from verl.config import load_config
 from verl.data.sequences import build_sequences
-from verl.dataflow import DataFlow
 from verl.protocol import DataProto
 from verl.trainer.base import StepReport
-from verl.trainer.ppo_flow import Update, UpdatePlan
+from verl.trainer.ppo_operators import Update, UpdatePlan
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +155,7 @@ FLOW = "prompts repeat gen reward pairs ref update_actor"
 def test_two_steps(settings):
     reports: list[StepReport] = []
     chosen = [*settings, "actor_rollout_ref.rollout.n=3", "trainer.total_training_steps=2", "trainer.test_freq=2"]
-    trainer = LocalDPOTrainer(overrides=chosen)
+    trainer = DPOTrainer(overrides=chosen)
     assert [op.name for op in trainer.pipeline.operators] == FLOW.split()
     trainer.on_step.append(reports.append)
     trainer.fit()
@@ -175,7 +173,7 @@ def test_two_processes_give_the_numbers_of_one(settings):
         reports: list[StepReport] = []
         chosen = [*settings, f"trainer.n_gpus_per_node={processes}", "trainer.total_training_steps=2"]
         chosen += ["actor_rollout_ref.actor.optim.lr=1e-5"]  # steps of AdamW amplify the rounding of sums
-        trainer = LocalDPOTrainer(overrides=chosen)
+        trainer = DPOTrainer(overrides=chosen)
         trainer.on_step.append(reports.append)
         trainer.fit()
         found.append([report.metrics[name] for report in reports for name in ("dpo/loss", "actor/grad_norm")])
@@ -185,17 +183,16 @@ def test_two_processes_give_the_numbers_of_one(settings):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("actor_rollout_ref.rollout.n=1", "a preference needs two answers"),
+        ("actor_rollout_ref.rollout.n=1", "a preference needs two responses"),
         ("actor_rollout_ref.ref.enable=null", "needs the reference"),
-        ("algorithm.adv_estimator=gae", "estimates no advantages"),
-        ("actor_rollout_ref.actor.use_kl_loss=true", r"dpo\.beta holds"),
-        ("dpo={loss_type: ipo, label_smoothing: 0.1}", "changes nothing with dpo.loss_type=ipo"),
+        ("algorithm.adv_estimator=gae", "does not compute advantages"),
+        ("actor_rollout_ref.actor.use_kl_loss=true", r"limits the KL by dpo\.beta"),
+        ("dpo={loss_type: ipo, label_smoothing: 0.1}", "has no effect with dpo.loss_type=ipo"),
     ],
 )
 def test_settings_that_do_not_fit(override, message):
-    config = load_config(overrides=[override], base=LocalDPOTrainer.recipe.read(), schema=DPOConfig)
     with pytest.raises(ValueError, match=message):
-        online_dpo(DataFlow(), config, {})
+        load_config(overrides=[override], base=RECIPE.read(), schema=DPOConfig, extra_checks=[RECIPE.check])
 
 
 def test_a_step_of_ties_only_reports_no_loss(settings, tmp_path):
@@ -203,7 +200,7 @@ def test_a_step_of_ties_only_reports_no_loss(settings, tmp_path):
     text = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 0.5\n"
     (tmp_path / "same.py").write_text(text)
     same = f"reward.custom_reward_function.path={tmp_path / 'same.py'}"
-    metrics = LocalDPOTrainer(overrides=[*settings, same, "trainer.total_training_steps=1"]).fit()
+    metrics = DPOTrainer(overrides=[*settings, same, "trainer.total_training_steps=1"]).fit()
     assert metrics["dpo/ties"] == 1.0
     assert not [name for name, value in metrics.items() if not math.isfinite(value)]
     assert "actor/dpo/loss" not in metrics and "dpo/loss" not in metrics

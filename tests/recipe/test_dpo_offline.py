@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipe.dpo import LocalDPOTrainer
-from recipe.dpo.config import DPOSection
-from recipe.dpo.offline import GivenAnswers
+from recipe.dpo import DPOTrainer
+from recipe.dpo.flow import GivenResponses
+from recipe.dpo.worker import DPOSection
 from tests.trainer.conftest import make_tiny, run_settings
 from verl.algorithms.preference import dpo_loss
 from verl.protocol import DataProto
@@ -48,7 +48,7 @@ def test_the_rows_of_a_batch_by_hand(tiny):
             "rejected": ["b", "b", *[[{"role": "user", "content": "?"}, {"role": "assistant", "content": "def"}]] * 2],
         },
     )
-    found = GivenAnswers(DPOSection(), tokenizer, 8)(batch).batch
+    found = GivenResponses(DPOSection(), tokenizer, 8)(batch).batch
     a, b, c, d, e, f = (tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abcdef")
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     assert found["responses"].tolist() == [[a, b, end, pad], [b, end, pad, pad], [c, end, pad, pad], [d, e, f, end]]
@@ -60,7 +60,7 @@ def test_the_rows_of_a_batch_by_hand(tiny):
 def test_the_loss_of_a_step_is_that_of_transformers(tiny, settings):
     """The second step, when the policy is no longer the reference: its first update's loss from two plain models."""
     chosen = [*settings, "actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.save_freq=1"]
-    trainer = LocalDPOTrainer(overrides=[*chosen, "trainer.total_training_steps=2", "dpo.beta=0.4"])
+    trainer = DPOTrainer(overrides=[*chosen, "trainer.total_training_steps=2", "dpo.beta=0.4"])
     names = [op.name for op in trainer.pipeline.operators]
     assert names == ["prompts", "repeat", "answers", "pairs", "ref", "update_actor"]
     reports = []
@@ -86,7 +86,7 @@ def test_the_loss_of_a_step_is_that_of_transformers(tiny, settings):
 
 def test_it_learns_the_preference(settings):
     losses = []
-    trainer = LocalDPOTrainer(overrides=[*settings, "trainer.total_training_steps=12", "dpo.beta=0.5"])
+    trainer = DPOTrainer(overrides=[*settings, "trainer.total_training_steps=12", "dpo.beta=0.5"])
     trainer.on_step.append(lambda report: losses.append(report.metrics["dpo/loss"]))
     trainer.fit()
     assert losses[0] > 0.5 and losses[-1] < 0.1
@@ -95,10 +95,10 @@ def test_it_learns_the_preference(settings):
 @pytest.mark.parametrize(
     ("change", "override", "message"),
     [
-        ({"chosen": "zz" * 4}, "", r"row 3 has 9 tokens with its end, data\.max_response_length is 6"),
-        ({"chosen": "ab", "rejected": "ab"}, "", "row 3 prefers an answer to itself: 'ab'"),
+        ({"chosen": "zz" * 4}, "", r"row 3: a response has 9 tokens with its end, but data\.max_response_length is 6"),
+        ({"chosen": "ab", "rejected": "ab"}, "", "row 3: chosen and rejected are equal: 'ab'"),
         ({}, "dpo.chosen_key=chossen", "no column 'chossen': did you mean 'chosen'"),
-        ({}, "actor_rollout_ref.rollout.n=4", "file gives two answers to a prompt"),
+        ({}, "actor_rollout_ref.rollout.n=4", "file gives two responses to a prompt"),
     ],
 )
 def test_what_cannot_be_used_is_said_before_a_model_is_loaded(change, override, message, tiny, settings, tmp_path):
@@ -107,4 +107,4 @@ def test_what_cannot_be_used_is_said_before_a_model_is_loaded(change, override, 
     write(tmp_path / "pairs.jsonl", rows)
     chosen = [*settings, f"data.train_files={tmp_path / 'pairs.jsonl'}", *([override] if override else [])]
     with pytest.raises(ValueError, match=message):
-        LocalDPOTrainer(overrides=chosen)
+        DPOTrainer(overrides=chosen)

@@ -5,10 +5,9 @@ import shutil
 import pytest
 import torch
 
-from recipe.prime import LocalPRIMETrainer
-from recipe.prime.config import PrimeConfig, PromptFilterConfig
-from recipe.prime.flow import PromptFilter, check_settings
-from recipe.prime.worker import ImplicitPRMWorker
+from recipe.prime import RECIPE, PRIMETrainer
+from recipe.prime.flow import PromptFilter
+from recipe.prime.worker import ImplicitPRMWorker, PrimeConfig, PromptFilterConfig
 from tests.trainer.conftest import make_tiny, run_settings
 from tests.trainer.test_resume import metrics_of
 from verl.config import load_config
@@ -84,7 +83,7 @@ FLOW = "prompts repeat gen reward filter_prompts old_log_prob ref outcome {} {} 
 )
 def test_both_update_orders(order, first, second, settings):
     reports: list[StepReport] = []
-    trainer = LocalPRIMETrainer(overrides=[*settings, f"prime.update={order}", "trainer.total_training_steps=2"])
+    trainer = PRIMETrainer(overrides=[*settings, f"prime.update={order}", "trainer.total_training_steps=2"])
     assert [op.name for op in trainer.pipeline.operators] == FLOW.format(first, second).split()
     trainer.on_step.append(reports.append)
     trainer.fit()
@@ -118,11 +117,11 @@ def test_the_reward_model_learns_to_tell_right_from_wrong(tiny):
 
 def test_resumed_is_bit_equal_to_uninterrupted(settings, tmp_path):
     chosen = [*settings, "trainer.save_freq=1"]
-    LocalPRIMETrainer(overrides=[*chosen, "trainer.total_training_steps=3"]).fit()
+    PRIMETrainer(overrides=[*chosen, "trainer.total_training_steps=3"]).fit()
     straight = metrics_of(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
-    LocalPRIMETrainer(overrides=[*chosen, "trainer.total_training_steps=1"]).fit()
-    LocalPRIMETrainer(overrides=[*chosen, "trainer.total_training_steps=3"]).fit()
+    PRIMETrainer(overrides=[*chosen, "trainer.total_training_steps=1"]).fit()
+    PRIMETrainer(overrides=[*chosen, "trainer.total_training_steps=3"]).fit()
     assert metrics_of(tmp_path / "run") == straight
 
 
@@ -138,7 +137,11 @@ def test_resumed_is_bit_equal_to_uninterrupted(settings, tmp_path):
     ],
 )
 def test_settings_that_do_not_fit(override, message):
-    base = LocalPRIMETrainer.recipe.read()
     with pytest.raises(ValueError, match=message):
-        check_settings(load_config(overrides=[override, "actor_rollout_ref.rollout.n=2"], base=base, schema=PrimeConfig,
-                                   presets={"prime": {"algorithm.adv_estimator": "prime"}}))  # fmt: skip
+        load_config(
+            overrides=[override, "actor_rollout_ref.rollout.n=2"],
+            base=RECIPE.read(),
+            schema=PrimeConfig,
+            presets={"prime": {"algorithm.adv_estimator": "prime"}},
+            extra_checks=[RECIPE.check],
+        )

@@ -2,18 +2,17 @@
 
 import pytest
 
-from recipe.dapo import LocalDAPOTrainer
-from recipe.dpo import LocalDPOTrainer
-from recipe.prime import LocalPRIMETrainer
+from recipe.dapo import DAPOTrainer
+from recipe.dpo import DPOTrainer
+from recipe.prime import PRIMETrainer
 from tests.trainer.conftest import make_tiny, run_settings
-from verl.registry import load_object
 from verl.trainer.base import StepReport
 
 _OVERLONG = "reward.reward_kwargs.overlong_buffer.len=4"
 RECIPES = {
-    "dapo": (LocalDAPOTrainer, "RayDAPOTrainer", ["data.gen_batch_size=3", _OVERLONG]),
-    "dpo": (LocalDPOTrainer, "RayDPOTrainer", []),
-    "prime": (LocalPRIMETrainer, "RayPRIMETrainer", ["prime.filter.oversample_factor=2"]),
+    "dapo": (DAPOTrainer, ["data.gen_batch_size=3", _OVERLONG]),
+    "dpo": (DPOTrainer, []),
+    "prime": (PRIMETrainer, ["prime.filter.oversample_factor=2"]),
 }
 REMOTE = ["trainer.n_gpus_per_node=2", "trainer.backend=ray", "trainer.device=cpu", "ray_kwargs.ray_init.num_cpus=4"]
 
@@ -41,10 +40,10 @@ def run(trainer_class: type, overrides: list[str]) -> list[list[float]]:
 @pytest.mark.parametrize("name", RECIPES)
 def test_ray_gives_the_numbers_of_one_process(name, tiny, tmp_path):
     pytest.importorskip("ray")
-    local, remote, further = RECIPES[name]
+    trainer_class, further = RECIPES[name]
     # a small step: those of AdamW amplify the rounding of sums
     chosen = [*run_settings(tiny, tmp_path / "run"), *further, "actor_rollout_ref.actor.optim.lr=1e-5"]
-    expected = run(local, chosen)
-    found = run(load_object(f"recipe.{name}.ray_trainer", remote), [*chosen, *REMOTE])
+    expected = run(trainer_class, chosen)
+    found = run(trainer_class, [*chosen, *REMOTE])
     for a, b in zip(found, expected, strict=True):
         assert a == pytest.approx(b, rel=1e-3)

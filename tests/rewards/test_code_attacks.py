@@ -282,7 +282,7 @@ def test_a_result_of_numpy_is_plain_data():
 
 def test_the_scripts_import_nothing_of_the_package():
     """They run in isolated interpreters, which need not find it."""
-    folder = Path(__file__).resolve().parents[2] / "verl" / "rewards"
+    folder = Path(__file__).resolve().parents[2] / "verl" / "rewards" / "sandbox"
     for name in ("assert_program.py", "program_boot.py"):
         run = f"runpy.run_path({str(folder / name)!r}, run_name='x')"
         code = f"import json, runpy, sys; {run}; print(json.dumps([*sys.modules]))"

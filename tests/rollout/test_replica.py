@@ -3,11 +3,11 @@
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
+from verl.rollout.replica import ReplicaRollout
 
 from verl.rollout.base import SamplingParams
 from verl.rollout.hf import HFRollout
 from verl.rollout.native.engine import NativeRollout
-from verl.rollout.replica import ReplicaRollout
 
 CONFIG = LlamaConfig(
     vocab_size=24,

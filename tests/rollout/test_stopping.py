@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from verl.workers.rollout_build import stop_strings
 
 from verl.config import load_config
 from verl.config.schema.offline import GenerationConfig
@@ -11,7 +12,6 @@ from verl.rollout.hf import HFRollout
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import read_decoder
 from verl.rollout.stop_strings import StopStrings
-from verl.workers.rollout_build import stop_strings
 
 PIECES = ["a", "b", "ab", "ba", "abc", "", "é"]
 PROMPTS = [[1, 2], [3], [4, 0, 1], [2], [6, 6]] * 4

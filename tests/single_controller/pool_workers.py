@@ -93,7 +93,7 @@ class OnGpu(Worker):
         return DataProto.from_dict({"y": x, "head": x[:, :1]})
 
 
-class Trouble(Worker):
+class Failing(Worker):
     """Goes wrong on one rank while the others wait for it."""
 
     def __init__(self, fail_on_rank: int | None = None):

@@ -177,7 +177,7 @@ def test_metrics_merge_exactly():
     assert merge_metrics(pieces) == {"loss": 3.25, "grad_norm": 0.25}
     assert merge_metrics([{"a": (1.0, 1)}, {"b": 2}]) == {"a": 1.0, "b": 2.0}
     assert merge_metrics([{"a": (0.0, 0)}]) == {} and math.isnan(merge_metrics([{"a": math.nan}] * 2)["a"])
-    with pytest.raises(ValueError, match=r"'grad_norm' differs over the data-parallel ranks: \[1.0, 2.0\]"):
+    with pytest.raises(ValueError, match=r"'grad_norm' differs between the data-parallel ranks: \[1.0, 2.0\]"):
         merge_metrics([{"grad_norm": 1.0}, {"grad_norm": 2.0}])
     with pytest.raises(ValueError, match="differs"):
         merge_metrics([{"grad_norm": 1.0}, {"grad_norm": math.nan}])
@@ -229,7 +229,7 @@ def test_a_dispatch_mode_of_ones_own():
     with pytest.raises(ValueError, match="registered already"):
         register_dispatch_mode("PP_ONLY", send, one_per_stage)
     register_dispatch_mode("TOO_FEW", lambda layout, args, kwargs: [Call()], one_per_stage)
-    with pytest.raises(ValueError, match="'TOO_FEW' gave 1 calls for 12 ranks"):
+    with pytest.raises(ValueError, match="'TOO_FEW' returned 1 calls for 12 ranks"):
         run(Registered("TOO_FEW"), layout, lambda rank: None)
 
 
@@ -257,7 +257,7 @@ def test_marks_are_inherited_and_checked():
         register("DP_COMPUT")
     with pytest.raises(ValueError, match="arguments of the other ranks would be lost"):
         register(Dispatch.DP_COMPUTE_PROTO, Execute.RANK_ZERO)
-    with pytest.raises(ValueError, match="ND_COMPUTE needs mesh="):
+    with pytest.raises(ValueError, match="ND_COMPUTE requires mesh="):
         register(Dispatch.ND_COMPUTE)
 
 

@@ -38,9 +38,9 @@ def test_devices_of_several_nodes():
         ({"actor_devices": []}, r"found \[\]"),
         (
             {"actor_devices": [0, 1], "critic_devices": [1, 2]},
-            r"critic on devices \[1, 2\] and actor on \[0, 1\] share",
+            r"critic on devices \[1, 2\] and actor on \[0, 1\] share only some",
         ),
-        ({"critic_devices": [3]}, r"critic on devices \[3\] and actor on \[0, 1, 2, 3\] share some"),
+        ({"critic_devices": [3]}, r"critic on devices \[3\] and actor on \[0, 1, 2, 3\] share only some"),
         ({"critc_devices": [3]}, "no role 'critc': did you mean 'critic'"),
     ],
 )
@@ -52,7 +52,7 @@ def test_impossible_placements_are_refused(placement, message):
 def test_pools_by_name():
     found = pools_by_name({"main": [8, 8], "small": [2]}, {"actor": "main", "ref": "main", "critic": "small"})
     assert found["actor"] is found["ref"] and found["actor"].world_size == 16 and found["critic"].world_size == 2
-    with pytest.raises(ValueError, match="role 'actor': no resource pool is called 'man': did you mean 'main'"):
+    with pytest.raises(ValueError, match="role 'actor': there is no resource pool 'man': did you mean 'main'"):
         pools_by_name({"main": [1]}, {"actor": "man"})
     with pytest.raises(ValueError, match="no role uses the resource pool 'spare'"):
         pools_by_name({"main": [1], "spare": [1]}, {"actor": "main"})
@@ -63,5 +63,5 @@ def test_pools_by_name():
 def test_devices_are_counted_among_the_visible_ones():
     assert visible_devices([0, 2], None) == "0,2"
     assert visible_devices([1], "4, 7") == "7" and visible_devices([0], "GPU-a,GPU-b") == "GPU-a"
-    with pytest.raises(ValueError, match="GPU 2 was asked for, but CUDA_VISIBLE_DEVICES='4,7' shows 2"):
+    with pytest.raises(ValueError, match="expected to see GPU 2, but CUDA_VISIBLE_DEVICES='4,7' has 2 GPUs"):
         visible_devices([2], "4,7")

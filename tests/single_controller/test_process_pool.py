@@ -18,7 +18,7 @@ import verl
 from verl.protocol import DataProto
 from verl.single_controller import LocalWorkerGroup, WorkerDied, WorkerError, WorkerSpec, WorkerTimeout, colocate
 from verl.single_controller.local.process_pool import ProcessPool
-from verl.single_controller.remote_tensor import RemoteTensor
+from verl.single_controller.remote_batch import RemoteTensor
 
 WORKERS = str(Path(__file__).with_name("pool_workers.py"))
 
@@ -147,7 +147,7 @@ def test_what_cannot_be_sent_is_refused_before_it_is_sent(pair):
 
 def test_an_exception_on_one_rank_stops_the_others():
     """Rank 1 raises while rank 0 would wait for ever: the caller gets the traceback of rank 1, and nothing stays."""
-    group = LocalWorkerGroup(spec("Trouble"), 2, name="ref", timeout=60)
+    group = LocalWorkerGroup(spec("Failing"), 2, name="ref", timeout=60)
     (pid0, child), (pid1, _) = group.pids(grandchild=True)
     start = time.monotonic()
     with pytest.raises(WorkerError) as caught:
@@ -168,7 +168,7 @@ def test_an_exception_on_one_rank_stops_the_others():
 
 def test_a_killed_process_is_named_and_not_the_errors_that_it_causes():
     """Rank 0 waits for rank 1 in a collective and fails when that is killed; the death is what the caller hears of."""
-    group = LocalWorkerGroup(spec("Trouble"), 2, name="actor", timeout=60)
+    group = LocalWorkerGroup(spec("Failing"), 2, name="actor", timeout=60)
     (pid0, _), (pid1, _) = group.pids()
     future = group.wait_in_collective(1)
     with pytest.raises(TimeoutError):
@@ -182,12 +182,12 @@ def test_a_killed_process_is_named_and_not_the_errors_that_it_causes():
 
 def test_a_hang_ends_with_the_stacks_of_all_ranks():
     """Also of the rank that keeps Python's lock in C code, where no Python thread could look."""
-    pool = ProcessPool({"actor": spec("Trouble")}, 2, timeout=60)
-    group = LocalWorkerGroup(spec("Trouble"), 2, name="actor", pool=pool)
+    pool = ProcessPool({"actor": spec("Failing")}, 2, timeout=60)
+    group = LocalWorkerGroup(spec("Failing"), 2, name="actor", pool=pool)
     (pid0, _), (pid1, _) = group.pids()
     pool.timeout = 0.5
     start = time.monotonic()
-    with pytest.raises(WorkerTimeout, match=r"no answer after 0.5 s from ranks \[1\] \(answered: \[0\]\)") as caught:
+    with pytest.raises(WorkerTimeout, match=r"no reply after 0.5 s from ranks \[1\] \(replied: \[0\]\)") as caught:
         group.hang_with_the_lock(1)
     assert time.monotonic() - start < 2
     rank0, rank1 = caught.value.traceback.split("--- rank 1")
@@ -198,13 +198,13 @@ def test_one_worker_with_a_device_is_a_process_too(monkeypatch):
     """It sees the chosen device alone, which this process could not arrange for itself any more."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     with pytest.raises(WorkerError, match=r"ref.__init__\(\) on rank 0 .*RuntimeError: no such model, devices 6"):
-        LocalWorkerGroup(spec("Trouble", fail_on_rank=0), name="ref", devices=[2], timeout=60)
+        LocalWorkerGroup(spec("Failing", fail_on_rank=0), name="ref", devices=[2], timeout=60)
 
 
 SCRIPT = """
 import os, signal, sys
 from verl.single_controller import LocalWorkerGroup, WorkerSpec
-group = LocalWorkerGroup(WorkerSpec((sys.argv[1], "Trouble")), devices=[0])   # needs no `if __name__ == "__main__"`
+group = LocalWorkerGroup(WorkerSpec((sys.argv[1], "Failing")), devices=[0])   # needs no `if __name__ == "__main__"`
 print(*group.pids(grandchild=True)[0], flush=True)
 group.submit("raise_on", 5, "")                                               # it is busy from here on
 if sys.argv[2] == "killed":

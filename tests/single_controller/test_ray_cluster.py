@@ -50,15 +50,15 @@ def test_batches_are_dropped_when_nobody_refers_to_them(cluster):
     with RayWorkerGroup(spec("Echo"), TWO, timeout=60) as group:
         actor = group._pool._ranks[0].actor
 
-        def shelf() -> int:
-            return ray.get(actor.__ray_call__.remote(lambda self: len(self._shelf._kept)))
+        def stored() -> int:
+            return ray.get(actor.__ray_call__.remote(lambda self: len(self._store._batches)))
 
         kept = [group.rows(large(8)) for _ in range(3)]
-        assert shelf() == 3
+        assert stored() == 3
         del kept[1:]
         gc.collect()
         group.only_zero()
-        assert shelf() == 1 and kept[0].batch["x"].sum() == 28 * 20_000
+        assert stored() == 1 and kept[0].batch["x"].sum() == 28 * 20_000
 
 
 def test_calls_without_waiting(cluster):
@@ -73,7 +73,7 @@ def test_calls_without_waiting(cluster):
 
 
 def test_an_exception_on_one_rank_stops_the_others(cluster):
-    group = RayWorkerGroup(spec("Trouble"), TWO, name="ref", timeout=60)
+    group = RayWorkerGroup(spec("Failing"), TWO, name="ref", timeout=60)
     (pid0, _), (pid1, _) = group.pids()
     start = time.monotonic()
     with pytest.raises(
@@ -88,7 +88,7 @@ def test_an_exception_on_one_rank_stops_the_others(cluster):
 
 
 def test_a_killed_process_is_named(cluster):
-    group = RayWorkerGroup(spec("Trouble"), TWO, name="actor", timeout=60)
+    group = RayWorkerGroup(spec("Failing"), TWO, name="actor", timeout=60)
     (pid0, _), (pid1, _) = group.pids()
     future = group.wait_in_collective(1)
     with pytest.raises(TimeoutError):
@@ -103,11 +103,11 @@ def test_a_killed_process_is_named(cluster):
 
 
 def test_a_hang_ends_with_the_stacks_of_all_ranks(cluster):
-    group = RayWorkerGroup(spec("Trouble"), TWO, name="actor", timeout=60)
+    group = RayWorkerGroup(spec("Failing"), TWO, name="actor", timeout=60)
     group.pids()
     group._pool.timeout = 1.0
     start = time.monotonic()
-    with pytest.raises(WorkerTimeout, match=r"no answer after 1 s from ranks \[0, 1\]") as caught:
+    with pytest.raises(WorkerTimeout, match=r"no reply after 1 s from ranks \[0, 1\]") as caught:
         group.wait_in_collective(1).get()
     assert time.monotonic() - start < 4
     assert caught.value.traceback.count("in wait_in_collective") == 2
@@ -125,19 +125,19 @@ def test_a_queued_call_is_no_hang(cluster):
 
 def test_a_worker_that_cannot_be_made_gives_its_resources_back(cluster):
     with pytest.raises(WorkerError, match=r"ref.__init__\(\) on rank 1 .*RuntimeError: no such model"):
-        RayWorkerGroup(spec("Trouble", fail_on_rank=1), TWO, name="ref", timeout=60)
+        RayWorkerGroup(spec("Failing", fail_on_rank=1), TWO, name="ref", timeout=60)
     with RayWorkerGroup(spec("Echo"), ResourcePool("all", (2, 2)), timeout=60, start_timeout=30) as group:
         assert [f["LOCAL_RANK"] for f in group.facts()] == ["0", "1"] * 2
 
 
 def test_what_the_cluster_does_not_have_is_said(cluster):
-    with pytest.raises(ValueError, match=r"'big' asks for 3 nodes with 1 CPU.* within 1 s; it has 2 nodes with 2 CPU"):
+    with pytest.raises(ValueError, match=r"'big' requires 3 nodes with 1 CPU.* within 1 s; it has 2 nodes with 2 CPU"):
         RayWorkerGroup(spec("Echo"), ResourcePool("big", (1, 1, 1)), start_timeout=1)
 
 
 def test_the_loss_of_a_node_is_named(cluster):
     node = cluster.add_node(num_cpus=2)
-    group = RayWorkerGroup(spec("Trouble"), ResourcePool("all", (1, 1, 1)), name="actor", timeout=60, start_timeout=30)
+    group = RayWorkerGroup(spec("Failing"), ResourcePool("all", (1, 1, 1)), name="actor", timeout=60, start_timeout=30)
     future = group.submit("raise_on", 99, "")
     time.sleep(0.5)
     start = time.monotonic()

@@ -12,7 +12,7 @@ import verl
 from verl.protocol import DataProto
 from verl.single_controller import WorkerSpec
 from verl.single_controller.placement import ResourcePool
-from verl.single_controller.remote_tensor import RemoteTensor
+from verl.single_controller.remote_batch import RemoteTensor
 
 ray = pytest.importorskip("ray")
 

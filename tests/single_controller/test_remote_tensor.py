@@ -1,4 +1,4 @@
-"""Columns that stay where they were made, with sources that count what is fetched from them."""
+"""RemoteTensor, with sources that count the rows fetched from them."""
 
 import pickle
 
@@ -8,11 +8,11 @@ import torch
 
 from verl import columns
 from verl.protocol import DataProto
-from verl.single_controller.remote_tensor import RemoteTensor, Source
+from verl.single_controller.remote_batch import RemoteTensor, Source
 
 
-class Shelf(Source):
-    """A source that remembers how many rows were asked for."""
+class FakeSource(Source):
+    """A source that records how many rows were fetched."""
 
     def __init__(self, **tensors: torch.Tensor):
         self.tensors, self.fetched = tensors, []
@@ -22,21 +22,23 @@ class Shelf(Source):
         return self.tensors[name][rows]
 
     def column(self, name):
-        return RemoteTensor.whole(name, self, self.tensors[name].shape, self.tensors[name].dtype)
+        return RemoteTensor.from_source(name, self, self.tensors[name].shape, self.tensors[name].dtype)
 
 
-def shelf(start: int, rows: int) -> Shelf:
-    return Shelf(x=torch.arange(start, start + 2 * rows).view(rows, 2).float(), n=torch.arange(start, start + rows))
-
-
-def batch_of(*shelves: Shelf) -> DataProto:
-    return DataProto.concat(
-        [DataProto.from_dict({"x": s.column("x")}, {"uid": [id(s)] * len(s.tensors["x"])}) for s in shelves]
+def source(start: int, rows: int) -> FakeSource:
+    return FakeSource(
+        x=torch.arange(start, start + 2 * rows).view(rows, 2).float(), n=torch.arange(start, start + rows)
     )
 
 
-def test_rows_are_chosen_and_joined_without_being_fetched():
-    a, b = shelf(0, 3), shelf(100, 2)
+def batch_of(*sources: FakeSource) -> DataProto:
+    return DataProto.concat(
+        [DataProto.from_dict({"x": s.column("x")}, {"uid": [id(s)] * len(s.tensors["x"])}) for s in sources]
+    )
+
+
+def test_rows_are_selected_and_concatenated_without_being_fetched():
+    a, b = source(0, 3), source(100, 2)
     expected = torch.cat([a.tensors["x"], b.tensors["x"]])
     batch = batch_of(a, b)
     assert batch.batch["x"].shape == (5, 2) and len(batch) == 5 and batch.nbytes() == 40
@@ -53,7 +55,7 @@ def test_rows_are_chosen_and_joined_without_being_fetched():
 
 
 def test_reading_fetches_once():
-    a = shelf(0, 4)
+    a = source(0, 4)
     column = a.column("x")
     assert column.sum().item() == 28 and column.mean().item() == 3.5 and column.tolist()[3] == [6, 7]
     assert torch.equal(column[:, 1], torch.tensor([1.0, 3, 5, 7])) and column.max() == 7
@@ -62,9 +64,9 @@ def test_reading_fetches_once():
     assert a.fetched == [("x", 4)]
 
 
-def test_a_change_made_here_is_not_lost():
-    """After a write the copy is the truth: it is what slices and other workers get, not the rows where they lay."""
-    a = shelf(0, 4)
+def test_local_writes_are_not_lost():
+    """After a write, slices and other workers get the local copy, not the rows of the source."""
+    a = source(0, 4)
     column = a.column("n")
     assert column.is_remote and column.sum() == 6 and column.is_remote
     column[0] = 50
@@ -75,8 +77,8 @@ def test_a_change_made_here_is_not_lost():
     assert not through_numpy.is_remote and through_numpy[1:2].tolist() == [60]
 
 
-def test_joined_with_an_ordinary_tensor():
-    a = shelf(0, 2)
+def test_concatenated_with_an_ordinary_tensor():
+    a = source(0, 2)
     joined = torch.cat([a.column("n"), torch.tensor([7, 8, 9])])
     assert type(joined) is RemoteTensor and a.fetched == []
     assert joined[[3, 0]].tolist() == [8, 0] and joined.tolist() == [0, 1, 7, 8, 9]
@@ -85,7 +87,7 @@ def test_joined_with_an_ordinary_tensor():
 
 
 def test_pickles_and_files_hold_the_rows(tmp_path):
-    a = shelf(0, 3)
+    a = source(0, 3)
     found = pickle.loads(pickle.dumps(a.column("n")))
     assert type(found) is torch.Tensor and found.tolist() == [0, 1, 2]
     batch_of(a).save(tmp_path / "batch.pt")
@@ -93,6 +95,6 @@ def test_pickles_and_files_hold_the_rows(tmp_path):
     assert type(batch_of(a).to("cpu").batch["x"].clone()) is torch.Tensor
 
 
-def test_empty_choices():
-    column = shelf(0, 3).column("x")[:0]
+def test_empty_selections():
+    column = source(0, 3).column("x")[:0]
     assert column.shape == (0, 2) and (column + 1).shape == (0, 2)

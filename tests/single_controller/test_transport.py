@@ -10,7 +10,7 @@ import torch
 
 from verl.protocol import DataProto
 from verl.single_controller.local.transport import Kind, Parcel, receive, send
-from verl.single_controller.pickling import pack
+from verl.single_controller.remote_batch import dumps
 
 
 @pytest.fixture
@@ -60,13 +60,13 @@ def test_a_batch_with_objects(ends):
 
 def test_only_the_rows_of_a_slice_travel():
     whole = torch.zeros(1000, 1000)
-    head, buffers = pack(DataProto.from_dict({"x": whole})[:10])
+    head, buffers = dumps(DataProto.from_dict({"x": whole})[:10])
     assert sum(b.nbytes for b in buffers) == 10 * 1000 * 4 and len(head) < 1000
 
 
 def test_one_tensor_in_two_places_travels_once(ends):
     tensor = torch.ones(100)
-    assert len(pack([tensor, tensor])[1]) == 1
+    assert len(dumps([tensor, tensor])[1]) == 1
     first, second = through(ends, [tensor, tensor])
     assert first.data_ptr() == second.data_ptr()
 

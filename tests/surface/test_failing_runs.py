@@ -65,7 +65,7 @@ def test_an_exception_in_an_operator_is_the_end_of_the_stack(settings):
     with pytest.raises(RuntimeError, match="no such thing") as caught:
         trainer_with(settings, "gen", Operator("broken", broken)).fit()
     names = [frame.name for frame in traceback.extract_tb(caught.tb)]
-    assert names[-4:] == ["_fit", "_step", "run", "broken"] and "fit" in names
+    assert names[-4:] == ["fit", "_step", "run", "broken"]
 
 
 def spoil(batch: DataProto) -> DataProto:

@@ -42,6 +42,6 @@ def test_a_stopped_run_says_from_where_it_goes_on(tiny, tmp_path, number, proces
     assert run.returncode == 128 + number, "".join(lines) + rest
     last = rest.strip().splitlines()[-1]
     assert last.startswith(f"stopped by {word} in step ")
-    assert f"the same command goes on from {out}/global_step_" in last
+    assert f"the same command resumes from {out}/global_step_" in last
     assert "Traceback" not in rest, rest
     assert not psutil.wait_procs(children, timeout=10)[1]

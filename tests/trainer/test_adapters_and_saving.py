@@ -130,20 +130,21 @@ def test_an_interruption_while_a_checkpoint_is_waited_for_keeps_it(steps, settin
     gate = Gate(monkeypatch)
     given = [*ASYNC, "trainer.save_freq=1", f"trainer.total_training_steps={steps}"]
     trainer = LocalPPOTrainer(overrides=[*settings, *given])
-    finish = trainer._publish_saved
+    checkpointer = trainer.checkpointer
+    wait = checkpointer.wait
 
-    def interrupted(wait: bool) -> None:
-        if trainer._saving is not None and wait:
-            trainer._publish_saved = finish
+    def interrupted() -> None:
+        if checkpointer._pending is not None:
+            checkpointer.wait = wait
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
             threading.Timer(0.6, gate.opened.set).start()
-        finish(wait)
+        wait()
 
-    trainer._publish_saved = interrupted
+    checkpointer.wait = interrupted
     with pytest.raises(KeyboardInterrupt):
         trainer.fit()
     assert names(tmp_path / "run") == ["global_step_1"]
-    assert "global_step_1, which is being written; interrupted again, it is lost" in caplog.text
+    assert "global_step_1 to be written; interrupt again to discard it" in caplog.text
 
 
 def test_a_run_that_fails_keeps_the_checkpoint_that_it_was_writing(settings, tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ def test_a_ray_started_for_the_run_cannot_grow(settings, capsys):
     assert main([*settings, *ON_RAY, *started, "trainer.nnodes=2"]) == 1
     assert time.monotonic() - begun < 60
     shown = capsys.readouterr().err
-    assert "asks for 2 nodes with 1 CPU, which the cluster did not give" in shown
+    assert "requires 2 nodes with 1 CPU, which the cluster did not provide" in shown
     assert "it has 1 node with 1 CPU, of which " in shown
     assert "start Ray on every node first (`ray start`)" in shown and "docs/multinode.md" in shown
 

@@ -126,5 +126,5 @@ def test_a_learning_rate_that_was_changed_is_the_one_that_is_used(settings, tmp_
 def test_a_role_that_the_checkpoint_does_not_have(settings):
     chosen = [*settings, "trainer.save_freq=1"]
     LocalPPOTrainer(overrides=[*chosen, "algorithm.adv_estimator=grpo", "trainer.total_training_steps=1"]).fit()
-    with pytest.raises(ValueError, match="global_step_1 has no critic: it is of a run without one"):
+    with pytest.raises(ValueError, match="global_step_1 has no critic: it was written by a run without one"):
         LocalPPOTrainer(overrides=[*chosen, "algorithm.adv_estimator=gae", "trainer.total_training_steps=2"]).fit()

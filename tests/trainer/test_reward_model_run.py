@@ -66,12 +66,12 @@ def test_a_function_combines_the_models_score_with_a_rule(judged, tmp_path):
 def test_a_function_that_cannot_see_the_models_score_is_refused(judged, tmp_path):
     blind = tmp_path / "blind.py"
     blind.write_text("def compute_score(data_source, solution_str, ground_truth):\n    return 1.0\n")
-    with pytest.raises(ValueError, match=r"takes no extra_info, where the model's score stands"):
+    with pytest.raises(ValueError, match=r"does not take extra_info, which holds the score of the model"):
         LocalPPOTrainer(overrides=[*judged, f"reward.custom_reward_function.path={blind}"])
 
 
 def test_a_score_that_is_not_read_is_said(judged, tmp_path, caplog):
-    said = "THE REWARD MODEL'S SCORE CHANGES NOTHING in a trial"
+    said = "THE REWARD MODEL'S SCORE HAS NO EFFECT"
     rules = {"deaf": "len(solution_str)", "listening": "extra_info['rm_score'] + len(solution_str)"}
     for name, value in rules.items():
         rule = tmp_path / f"{name}.py"
@@ -80,7 +80,7 @@ def test_a_score_that_is_not_read_is_said(judged, tmp_path, caplog):
         )
         caplog.clear()
         LocalPPOTrainer(overrides=[*judged, f"reward.custom_reward_function.path={rule}"])
-        assert (f"{said} of the reward function compute_score() at {rule}:1" in caplog.text) == (name == "deaf")
+        assert (f"{said}: the reward function compute_score() at {rule}:1" in caplog.text) == (name == "deaf")
     caplog.clear()
     LocalPPOTrainer(overrides=judged)  # the score itself is the reward
     assert said not in caplog.text

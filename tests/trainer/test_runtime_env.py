@@ -133,5 +133,5 @@ def test_settings_that_a_running_ray_would_not_hear_are_refused(settings, monkey
 
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     overrides = [*settings, "trainer.backend=ray", "algorithm.name=grpo", "ray_kwargs.ray_init.num_cpus=2"]
-    with pytest.raises(ValueError, match="ray_init sets num_cpus, but Ray is running in this process already"):
+    with pytest.raises(ValueError, match="ray_init sets num_cpus, but Ray is already running in this process"):
         RayPPOTrainer(overrides=overrides)

@@ -42,19 +42,19 @@ def run(settings: list[str], folder, broken: range, *overrides: str) -> list[flo
 
 
 def test_a_run_that_cannot_update_ends(settings, tmp_path):
-    with pytest.raises(FloatingPointError, match=r"actor/grad_skipped was 1 for 5 steps .*; nothing was saved\."):
+    with pytest.raises(FloatingPointError, match=r"actor/grad_skipped was 1 for 5 steps .*; no checkpoint was saved"):
         run(settings, tmp_path, range(100))
 
 
 def test_what_was_saved_is_named(settings, tmp_path):
-    with pytest.raises(FloatingPointError, match=r"for 2 steps in a row.* newest checkpoint is .*run/global_step_3\."):
+    with pytest.raises(FloatingPointError, match=r"for 2 steps in a row.* newest checkpoint is .*run/global_step_3$"):
         run(settings, tmp_path, range(7, 100), "trainer.max_skipped_steps=2", "trainer.save_freq=3")
 
 
 def test_going_on_begins_before_the_steps_that_changed_nothing(settings, tmp_path):
     often = ["trainer.max_skipped_steps=3", "trainer.save_freq=1"]
     for broken in (range(5, 100), range(100)):  # the second run is of updates that are all broken
-        with pytest.raises(FloatingPointError, match=r"3 steps in a row.* newest checkpoint is .*global_step_2\."):
+        with pytest.raises(FloatingPointError, match=r"3 steps in a row.* newest checkpoint is .*global_step_2$"):
             run(settings, tmp_path, broken, *often)
         assert max(tmp_path.glob("run/global_step_*")).name == "global_step_2"
 

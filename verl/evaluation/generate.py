@@ -33,7 +33,7 @@ from verl.dataflow import DataFlow, Operator
 from verl.evaluation.shards import AnswerParts, Answers
 from verl.protocol import DataProto
 from verl.registry import did_you_mean
-from verl.trainer.ppo_flow import Roles, repeat
+from verl.trainer.ppo_operators import Roles, repeat
 from verl.utils.decoding import decode_all
 
 logger = logging.getLogger("verl.trainer")

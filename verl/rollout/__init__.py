@@ -23,7 +23,7 @@ _HOME = {
     "register_agent_loop": "verl.rollout.agent_loop",
 }
 
-__all__ = list(_HOME)  # noqa: PLE0605
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str):

@@ -78,9 +78,7 @@ class SamplingParams:
         """
         given = section.model_dump()
         values = {f.name: given[f.name] for f in fields(cls) if f.name in given}
-        return cls(
-            **values | {"max_tokens": given["response_length"], "stop_token_ids": stop_token_ids, "stop": stop}
-        )
+        return cls(**values | {"max_tokens": given["response_length"], "stop_token_ids": stop_token_ids, "stop": stop})
 
     @property
     def greedy(self) -> bool:
@@ -158,7 +156,7 @@ class RolloutStats:
     extra: dict[str, float] = field(default_factory=dict)
 
 
-class RolloutEngine(ABC):
+class RolloutEngine(ABC):  # noqa: B024 (`__init_subclass__` asks for one method of two)
     """Generates responses. Define `generate`, or `generate_one`, or both: each has a default in terms of the other."""
 
     #: of the last `generate`

@@ -23,7 +23,7 @@ from verl.rollout.base import (
     SharesWeights,
 )
 from verl.rollout.loading import empty_module, load_module
-from verl.rollout.sampling import choose, check_finite, uniform
+from verl.rollout.sampling import check_finite, choose, uniform
 from verl.rollout.stop_strings import StopStrings
 from verl.rollout.weight_sync import ModuleReceiver
 from verl.utils.device import resolve_dtype

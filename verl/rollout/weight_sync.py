@@ -218,9 +218,7 @@ class CollectiveSync(WeightSync):
         bucket_bytes: parameters are sent together up to this size.
     """
 
-    def __init__(
-        self, group: TransferGroup | None, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
-    ):
+    def __init__(self, group: TransferGroup | None, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES):
         self.group = group
         self.dtype = dtype
         self.bucket_bytes = bucket_bytes

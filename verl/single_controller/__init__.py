@@ -1,4 +1,4 @@
-"""One controller, many workers: dispatch -> execute -> collect. Ray is imported by `ray_group` only."""
+"""One controller, many workers: dispatch -> execute -> collect. Only the package `ray` imports Ray."""
 
 from verl.single_controller.dispatch import Coordinates, Dispatch, Execute, Layout, register, register_dispatch_mode
 from verl.single_controller.local.group import LocalWorkerGroup, colocate

@@ -1,25 +1,29 @@
-"""How one call on a worker group becomes one call per rank, and how the results become one value again.
+"""How a call on a worker group becomes one call per rank, and how the results are combined.
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def compute_log_prob(self, batch: DataProto) -> DataProto: ...
+    class Actor(Worker):
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+        def compute_log_prob(self, batch: DataProto) -> DataProto: ...
 
-A dispatch mode is a pair of pure functions over (arguments, Layout). Rows are split over the data-parallel coordinate
-only and replicated over the others; one rank of each data-parallel group answers (last pipeline stage, first
-tensor/sequence-parallel rank). This is the transfer protocol of HybridFlow (Sheng et al., 2024, arXiv 2409.19256,
+    group = LocalWorkerGroup(WorkerSpec(Actor), n_workers=4)
+    log_probs = group.compute_log_prob(batch)   # each rank gets a quarter of the rows
+
+A dispatch mode is a pair of pure functions over (arguments, Layout). Rows are split over the data-parallel dimension
+and replicated over the others; one rank of each data-parallel group returns the result: the last pipeline stage, first
+tensor- or sequence-parallel rank. This is the transfer protocol of HybridFlow (Sheng et al., 2024, arXiv 2409.19256,
 section 4.1) for any mesh.
 
-| mode               | each rank gets                                  | the caller gets                            |
-|--------------------|-------------------------------------------------|--------------------------------------------|
-| RANK_ZERO          | the same arguments                              | the result of rank 0                       |
-| ONE_TO_ALL         | the same arguments                              | a list, one result a rank                  |
-| ALL_TO_ALL         | its entry of every argument (lists, one a rank) | a list, one result a rank                  |
-| DP_COMPUTE         | the entry of its dp group                       | a list, one result a dp group              |
-| DP_COMPUTE_PROTO   | its rows of every DataProto, the rest as it is  | the DataProtos of the dp groups, as one    |
-| DP_COMPUTE_METRIC  | the same, but the rows must divide evenly       | the metrics of the dp groups, merged       |
-| ND_COMPUTE         | as DP_COMPUTE_PROTO, over the mesh named `mesh` | the DataProtos of that mesh's dp groups    |
+| mode              | each rank gets                                  | the caller gets                               |
+|-------------------|-------------------------------------------------|-----------------------------------------------|
+| RANK_ZERO         | the same arguments                              | the result of rank 0                          |
+| ONE_TO_ALL        | the same arguments                              | a list, one result per rank                   |
+| ALL_TO_ALL        | its entry of every argument (a list)            | a list, one result per rank                   |
+| DP_COMPUTE        | the entry of its DP group                       | a list, one result per DP group               |
+| DP_COMPUTE_PROTO  | its rows of every DataProto, the rest unchanged | the DataProtos of the DP groups, concatenated |
+| DP_COMPUTE_METRIC | the same; the rows must divide evenly           | the metrics of the DP groups, merged          |
+| ND_COMPUTE        | as DP_COMPUTE_PROTO, over the mesh named `mesh` | the DataProtos of its DP groups, concatenated |
 
-DP_COMPUTE_PROTO fills up with copies of rows when the data-parallel size does not divide the batch, and takes their
-results away again. A method that sums over rows (an update) belongs in DP_COMPUTE_METRIC, which never does that.
+If the data-parallel size does not divide the batch, DP_COMPUTE_PROTO pads with copies of rows and drops their results.
+A method that sums over rows (an update) needs DP_COMPUTE_METRIC, which never pads.
 """
 
 import dataclasses
@@ -35,13 +39,18 @@ from typing import Any
 from verl.protocol import DataProto
 from verl.registry import Registry
 
-# ---- where the ranks sit ------------------------------------------------------------------------------------------
+# ---- layouts ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, order=True)
 class Coordinates:
-    """Where one rank sits in a mesh. dp: which part of the rows it works on. tp: its place among the ranks that share
-    these rows inside a stage (tensor or sequence parallel). pp: its pipeline stage."""
+    """The position of one rank in a mesh.
+
+    Attributes:
+        dp: Data-parallel rank: which rows it processes.
+        tp: Rank among those that share these rows within a pipeline stage (tensor or sequence parallel).
+        pp: Pipeline stage.
+    """
 
     dp: int = 0
     tp: int = 0
@@ -50,7 +59,11 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Layout:
-    """One mesh: the coordinates of every rank, in rank order. Each point of the mesh holds exactly one rank."""
+    """The coordinates of every rank in one mesh, in rank order.
+
+    Raises:
+        ValueError: A point of the mesh has no rank, or more than one.
+    """
 
     coordinates: tuple[Coordinates, ...]
 
@@ -59,11 +72,11 @@ class Layout:
         every_point = [Coordinates(d, t, p) for d in range(dp) for t in range(tp) for p in range(pp)]
         if not self.coordinates or sorted(self.coordinates) != every_point:
             found = ", ".join(f"rank {i}: dp {c.dp} tp {c.tp} pp {c.pp}" for i, c in enumerate(self.coordinates))
-            raise ValueError(f"a layout needs exactly one rank at every point of its mesh, found {found or 'no ranks'}")
+            raise ValueError(f"expected exactly one rank at every point of the mesh, found {found or 'no ranks'}")
 
     @classmethod
     def grid(cls, dp: int = 1, tp: int = 1, pp: int = 1) -> "Layout":
-        """The usual order of ranks: tp neighbours are consecutive, then dp, and pp is the slowest."""
+        """The usual order of ranks: tp varies fastest, then dp, then pp."""
         return cls(tuple(Coordinates(d, t, p) for p in range(pp) for d in range(dp) for t in range(tp)))
 
     @property
@@ -81,21 +94,25 @@ class Layout:
 
     @cached_property
     def collect_ranks(self) -> tuple[int, ...]:
-        """The rank that answers for each dp group, in dp order: last pp, first tp."""
+        """The rank that returns the result of each DP group, in dp order: last pp, first tp."""
         rank_at = {c: rank for rank, c in enumerate(self.coordinates)}
         return tuple(rank_at[Coordinates(d, 0, self.shape[2] - 1)] for d in range(self.dp_size))
 
 
-# ---- what one rank is asked to do ---------------------------------------------------------------------------------
+# ---- the call of one rank -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Call:
     """The arguments of one rank.
 
-    padding: rows at the end of its DataProtos that only fill up; `finish` takes their results away again.
-    collect: whether the caller looks at this rank's result; one that it does not look at is not sent.
     Ranks with the same rows share the same `args` and `kwargs` objects, so that an executor can send them once.
+
+    Attributes:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        padding: Number of padding rows at the end of each DataProto; `finish` drops their results.
+        collect: Whether the result of this rank is used. If not, it is not sent.
     """
 
     args: tuple = ()
@@ -104,7 +121,7 @@ class Call:
     collect: bool = True
 
     def finish(self, result: Any) -> Any:
-        """The result as it travels to the caller: without the padded rows; None when nobody collects it."""
+        """Prepare a result for the caller: drop padding rows, or return None if the result is not collected."""
         if not self.collect:
             return None
         if not self.padding or not isinstance(result, DataProto):
@@ -112,9 +129,9 @@ class Call:
         rows = next(len(v) for v in (*self.args, *self.kwargs.values()) if _has_rows(v))
         if len(result) != rows:
             raise ValueError(
-                f"got {rows} rows, {self.padding} of them padding, and returned {len(result)}: which of these belong "
-                f"to the padding is unknown. Return one row for each row, or call with a batch that the data-parallel "
-                f"size divides"
+                f"got {rows} rows, {self.padding} of them padding, and returned {len(result)}: the results of the "
+                f"padding rows cannot be identified. Return one row per row, or call the method with a batch size that "
+                f"is a multiple of the data-parallel size"
             )
         return result.unpad(self.padding)
 
@@ -125,8 +142,12 @@ CollectFn = Callable[[Layout, list], Any]
 
 @dataclass(frozen=True)
 class DispatchMode:
-    """dispatch(layout, args, kwargs) -> one Call per rank (None: this rank stays out);
-    collect(layout, results in rank order) -> what the caller gets."""
+    """A way to call the ranks of a group.
+
+    Attributes:
+        dispatch: (layout, args, kwargs) -> one Call per rank; None for a rank that does not run.
+        collect: (layout, results in rank order) -> the value that the caller gets.
+    """
 
     dispatch: DispatchFn
     collect: CollectFn
@@ -136,10 +157,16 @@ DISPATCH_MODES: Registry[DispatchMode] = Registry("dispatch mode")
 
 
 def register_dispatch_mode(name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> None:
-    """Add a dispatch mode of one's own; `@register(dispatch_mode=name)` then uses it.
+    """Add a custom dispatch mode, used by `@register(dispatch_mode=name)`.
 
-    dispatch_fn(layout, args, kwargs) returns a list with one Call per rank, or None for a rank that is not called.
-    collect_fn(layout, results) gets the results in rank order (None for a rank not called or not collected).
+    Args:
+        name: Name of the mode.
+        dispatch_fn: (layout, args, kwargs) -> list of one Call per rank; None for a rank that does not run.
+        collect_fn: (layout, results) -> the value that the caller gets. Results are in rank order, None for a rank
+            that did not run or whose result is not collected.
+
+    Raises:
+        ValueError: The name is taken.
     """
     if name in DISPATCH_MODES:
         raise ValueError(f"dispatch mode {name!r} is registered already; choose another name")
@@ -150,43 +177,43 @@ def register_dispatch_mode(name: str, dispatch_fn: DispatchFn, collect_fn: Colle
 
 
 def _has_rows(value: Any) -> bool:
-    """Whether a value is split over ranks: a DataProto with columns. One of `meta_info` alone goes to every rank."""
+    """Whether a value is split over the ranks: a DataProto with columns. One with `meta_info` only is replicated."""
     return isinstance(value, DataProto) and bool(value.columns)
 
 
 def _count_rows(args: tuple, kwargs: dict) -> int | None:
-    """The number of rows of the DataProto arguments, which must agree; None when there is none."""
+    """The number of rows of the DataProto arguments, which must be equal; None without such arguments."""
     rows = {f"argument {i}": len(v) for i, v in enumerate(args) if _has_rows(v)}
     rows |= {name: len(v) for name, v in kwargs.items() if _has_rows(v)}
     if len(set(rows.values())) > 1:
-        raise ValueError(f"the batches of one call need the same number of rows, found {rows}")
+        raise ValueError(f"the batches of a call need the same number of rows, found {rows}")
     if 0 in rows.values():
-        raise ValueError("got a batch without rows: there is nothing to compute; check what filtered them all out")
+        raise ValueError("expected a batch with at least 1 row, found a batch without rows; check what filtered them")
     return next(iter(rows.values()), None)
 
 
 def _split(value: Any, dp_size: int) -> list:
-    """The pieces of one argument: equal shares of the rows, filled up at the end; any other value as it is."""
+    """One value per DP group: equal shares of the rows of a DataProto, padded at the end; else the same value."""
     return value.pad_to_divisor(dp_size)[0].chunk(dp_size) if _has_rows(value) else [value] * dp_size
 
 
-def _spread(layout: Layout, groups: Sequence[Call]) -> list[Call]:
-    """One call per rank from one call per dp group; only the collecting rank of each group answers."""
-    answering = set(layout.collect_ranks)
-    calls = (groups[at.dp] for at in layout.coordinates)
-    return [c if rank in answering else dataclasses.replace(c, collect=False) for rank, c in enumerate(calls)]
+def _call_per_rank(layout: Layout, groups: Sequence[Call]) -> list[Call]:
+    """One call per rank from one call per DP group; only the collect rank of each group returns its result."""
+    collected = set(layout.collect_ranks)
+    calls = (groups[c.dp] for c in layout.coordinates)
+    return [c if rank in collected else dataclasses.replace(c, collect=False) for rank, c in enumerate(calls)]
 
 
 def _dispatch_rows(layout: Layout, args: tuple, kwargs: dict) -> list[Call]:
-    rows, dp = _count_rows(args, kwargs), layout.dp_size
-    share = -(-rows // dp) if rows is not None else 0
-    pieces = [_split(v, dp) for v in args]
-    named = {k: _split(v, dp) for k, v in kwargs.items()}
+    rows, dp = _count_rows(args, kwargs) or 0, layout.dp_size
+    share = -(-rows // dp)
+    split_args = [_split(v, dp) for v in args]
+    split_kwargs = {k: _split(v, dp) for k, v in kwargs.items()}
     groups = []
     for d in range(dp):
-        own = min(max(rows - d * share, 0), share) if rows is not None else 0
-        groups.append(Call(tuple(p[d] for p in pieces), {k: p[d] for k, p in named.items()}, padding=share - own))
-    return _spread(layout, groups)
+        padding = share - min(max(rows - d * share, 0), share)
+        groups.append(Call(tuple(v[d] for v in split_args), {k: v[d] for k, v in split_kwargs.items()}, padding))
+    return _call_per_rank(layout, groups)
 
 
 def _dispatch_even_rows(layout: Layout, args: tuple, kwargs: dict) -> list[Call]:
@@ -194,62 +221,71 @@ def _dispatch_even_rows(layout: Layout, args: tuple, kwargs: dict) -> list[Call]
     if rows is not None and rows % layout.dp_size:
         raise ValueError(
             f"got {rows} rows for {layout.dp_size} data-parallel ranks: expected a multiple of {layout.dp_size}, since "
-            f"a row added to fill up would count twice in the sums and gradients of this method"
+            f"a padding row would be counted in the sums and gradients of this method"
         )
     return _dispatch_rows(layout, args, kwargs)
 
 
-def _answers(layout: Layout, results: list) -> list:
-    """One result per dp group, in dp order."""
+def _collect_groups(layout: Layout, results: list) -> list:
+    """One result per DP group, in dp order."""
     return [results[rank] for rank in layout.collect_ranks]
 
 
+def _check_type(expected: type, what: str, layout: Layout, groups: list) -> None:
+    for rank, result in zip(layout.collect_ranks, groups):
+        if not isinstance(result, expected):
+            raise ValueError(f"expected {what} from every rank, found {type(result).__name__} from rank {rank}")
+
+
 def _collect_rows(layout: Layout, results: list) -> DataProto | None:
-    """The rows of the dp groups one after another; metrics in `meta_info` are merged. None when all returned None."""
-    answers = _answers(layout, results)
-    if all(a is None for a in answers):
+    """The rows of the DP groups, concatenated, with merged metrics in `meta_info`. None if all groups returned None."""
+    groups = _collect_groups(layout, results)
+    if all(result is None for result in groups):
         return None
-    for rank, answer in zip(layout.collect_ranks, answers):
-        if not isinstance(answer, DataProto):
-            raise ValueError(f"expected a DataProto from every rank, found {type(answer).__name__} from rank {rank}")
-    pieces = [a for a in answers if len(a)] or answers
-    whole = DataProto.concat(pieces) if len(pieces) > 1 else pieces[0].copy()  # concat copies the memory
-    if "metrics" in whole.meta_info:
-        whole.meta_info["metrics"] = merge_metrics([a.meta_info.get("metrics", {}) for a in answers])
-    if "timing" in whole.meta_info:
-        whole.meta_info["timing"] = _slowest([a.meta_info.get("timing", {}) for a in answers])
-    return whole
+    _check_type(DataProto, "a DataProto", layout, groups)
+    chunks = [result for result in groups if len(result)] or groups
+    out = DataProto.concat(chunks) if len(chunks) > 1 else chunks[0].copy()  # concat copies the memory
+    if "metrics" in out.meta_info:
+        out.meta_info["metrics"] = merge_metrics([result.meta_info.get("metrics", {}) for result in groups])
+    if "timing" in out.meta_info:
+        out.meta_info["timing"] = _slowest([result.meta_info.get("timing", {}) for result in groups])
+    return out
 
 
 def _collect_metrics(layout: Layout, results: list) -> dict[str, float]:
-    answers = _answers(layout, results)
-    for rank, answer in zip(layout.collect_ranks, answers):
-        if not isinstance(answer, dict):
-            raise ValueError(
-                f"expected a dict of metrics from every rank, found {type(answer).__name__} from rank {rank}"
-            )
-    return merge_metrics(answers)
+    groups = _collect_groups(layout, results)
+    _check_type(dict, "a dict of metrics", layout, groups)
+    return merge_metrics(groups)
 
 
-def merge_metrics(pieces: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """One dict from the metrics of every data-parallel group.
+def merge_metrics(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Merge the metrics of the data-parallel groups.
 
-    A pair (sum, count) gives the mean over all groups, whatever their sizes: total sum / total count; it is left out
-    when nothing was counted. A plain number (grad_norm, lr) must be the same everywhere, since a mean of means would
-    be wrong; raises ValueError that names the metric when it is not.
+    A pair (sum, count) becomes the mean over all groups, total sum / total count, independent of how the rows were
+    split. It is dropped if the total count is 0. A plain number (grad_norm, lr) must be equal in all groups, since a
+    mean of means would be wrong.
+
+    Args:
+        groups: For each group, metric name -> number or (sum, count).
+
+    Returns:
+        One number per metric.
+
+    Raises:
+        ValueError: A plain number differs between the groups, or a value is neither a number nor a pair.
     """
     merged = {}
-    for name in dict.fromkeys(name for piece in pieces for name in piece):
-        found = [piece[name] for piece in pieces if name in piece]
+    for name in dict.fromkeys(name for group in groups for name in group):
+        found = [group[name] for group in groups if name in group]
         if all(isinstance(v, tuple) and len(v) == 2 for v in found):
             total, count = math.fsum(v[0] for v in found), math.fsum(v[1] for v in found)
             if count:
                 merged[name] = total / count
         elif all(isinstance(v, Real) for v in found):
-            if not all(_agree(v, found[0]) for v in found):
+            if not all(_equal(v, found[0]) for v in found):
                 raise ValueError(
-                    f"metric {name!r} differs over the data-parallel ranks: {found}. Return a pair (sum, count) for a "
-                    f"mean over rows or tokens; a plain number must be the same on every rank"
+                    f"metric {name!r} differs between the data-parallel ranks: {found}. Return a pair (sum, count) for "
+                    f"a mean over rows or tokens; a plain number must be equal on every rank"
                 )
             merged[name] = float(found[0])
         else:
@@ -257,13 +293,13 @@ def merge_metrics(pieces: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return merged
 
 
-def _slowest(pieces: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Seconds by name: those of the slowest rank, for which the others wait."""
-    names = dict.fromkeys(name for piece in pieces for name in piece)
-    return {name: max(piece[name] for piece in pieces if name in piece) for name in names}
+def _slowest(groups: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Seconds by name, of the slowest group, for which the others wait."""
+    names = dict.fromkeys(name for group in groups for name in group)
+    return {name: max(group[name] for group in groups if name in group) for name in names}
 
 
-def _agree(a: Real, b: Real) -> bool:
+def _equal(a: Real, b: Real) -> bool:
     return math.isclose(a, b, rel_tol=1e-6) or (math.isnan(a) and math.isnan(b))
 
 
@@ -278,8 +314,8 @@ def _dispatch_same_collect_zero(layout: Layout, args: tuple, kwargs: dict) -> li
     return [Call(args, kwargs, collect=rank == 0) for rank in range(layout.world_size)]
 
 
-def _entries(n: int, what: str, args: tuple, kwargs: dict) -> list[Call]:
-    """One call from the i-th entry of every argument."""
+def _calls_from_entries(n: int, what: str, args: tuple, kwargs: dict) -> list[Call]:
+    """Call i gets the i-th entry of every argument."""
     for name, value in [*enumerate(args), *kwargs.items()]:
         if not isinstance(value, list | tuple) or len(value) != n:
             size = f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, list | tuple) else "")
@@ -290,11 +326,11 @@ def _entries(n: int, what: str, args: tuple, kwargs: dict) -> list[Call]:
 
 
 def _dispatch_entry_per_rank(layout: Layout, args: tuple, kwargs: dict) -> list[Call]:
-    return _entries(layout.world_size, "ranks", args, kwargs)
+    return _calls_from_entries(layout.world_size, "ranks", args, kwargs)
 
 
-def _dispatch_entry_per_dp(layout: Layout, args: tuple, kwargs: dict) -> list[Call]:
-    return _spread(layout, _entries(layout.dp_size, "data-parallel groups", args, kwargs))
+def _dispatch_entry_per_group(layout: Layout, args: tuple, kwargs: dict) -> list[Call]:
+    return _call_per_rank(layout, _calls_from_entries(layout.dp_size, "data-parallel groups", args, kwargs))
 
 
 def _collect_zero(layout: Layout, results: list) -> Any:
@@ -306,7 +342,7 @@ def _collect_all(layout: Layout, results: list) -> list:
 
 
 class Dispatch(StrEnum):
-    """The dispatch modes that are always there; the module's docstring has the table."""
+    """The built-in dispatch modes; see the table in the module docstring."""
 
     RANK_ZERO = "RANK_ZERO"
     ONE_TO_ALL = "ONE_TO_ALL"
@@ -327,20 +363,27 @@ class Execute(StrEnum):
 register_dispatch_mode(Dispatch.RANK_ZERO, _dispatch_same_collect_zero, _collect_zero)
 register_dispatch_mode(Dispatch.ONE_TO_ALL, _dispatch_same, _collect_all)
 register_dispatch_mode(Dispatch.ALL_TO_ALL, _dispatch_entry_per_rank, _collect_all)
-register_dispatch_mode(Dispatch.DP_COMPUTE, _dispatch_entry_per_dp, _answers)
+register_dispatch_mode(Dispatch.DP_COMPUTE, _dispatch_entry_per_group, _collect_groups)
 register_dispatch_mode(Dispatch.DP_COMPUTE_PROTO, _dispatch_rows, _collect_rows)
 register_dispatch_mode(Dispatch.DP_COMPUTE_METRIC, _dispatch_even_rows, _collect_metrics)
 register_dispatch_mode(Dispatch.ND_COMPUTE, _dispatch_rows, _collect_rows)
 
 
-# ---- marking a worker's methods -----------------------------------------------------------------------------------
+# ---- registering methods ------------------------------------------------------------------------------------------
 
 _MARK = "__registered__"
 
 
 @dataclass(frozen=True)
 class Registered:
-    """What `@register` says about a method. mesh: which of the worker's meshes its layout is (None: the main one)."""
+    """The arguments of `@register`.
+
+    Attributes:
+        dispatch_mode: Name of a dispatch mode.
+        execute_mode: Which ranks run the method.
+        blocking: Whether the method of the group waits for the result.
+        mesh: The mesh of the worker whose layout is used; None for the main one.
+    """
 
     dispatch_mode: str
     execute_mode: Execute = Execute.ALL
@@ -352,12 +395,12 @@ class Registered:
         calls = DISPATCH_MODES[self.dispatch_mode].dispatch(layout, args, kwargs)
         if len(calls) != layout.world_size:
             raise ValueError(
-                f"dispatch mode {self.dispatch_mode!r} gave {len(calls)} calls for {layout.world_size} ranks"
+                f"dispatch mode {self.dispatch_mode!r} returned {len(calls)} calls for {layout.world_size} ranks"
             )
         return [c if rank == 0 or self.execute_mode is Execute.ALL else None for rank, c in enumerate(calls)]
 
     def collect(self, layout: Layout, results: list) -> Any:
-        """The caller's value from the results in rank order."""
+        """Combine the results, in rank order, into the value that the caller gets."""
         if self.execute_mode is Execute.RANK_ZERO:
             return results[0]
         return DISPATCH_MODES[self.dispatch_mode].collect(layout, results)
@@ -369,23 +412,38 @@ def register(
     blocking: bool = True,
     mesh: str | None = None,
 ) -> Callable[[FunctionType], FunctionType]:
-    """Mark a worker's method as callable through its worker group.
+    """Make a method of a worker callable through its worker group.
 
-    dispatch_mode: a Dispatch, or the name given to `register_dispatch_mode`.
-    execute_mode: ALL, or RANK_ZERO: only rank 0 runs and its result is returned as it is.
-    blocking: False makes the group's method return a Future at once.
-    mesh: the mesh whose layout is used, for a worker that sits in several (`Worker.layout(mesh)`).
-    A method that overrides a marked one keeps its mark.
+        class Critic(Worker):
+            @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+            def init_model(self) -> None: ...
+
+            @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+            def update_critic(self, batch: DataProto) -> dict[str, tuple[float, int]]: ...
+
+        group.init_model()                    # on every rank
+        metrics = group.update_critic(batch)  # rows split over the data-parallel ranks, (sum, count) merged
+
+    A method that overrides a registered one is registered in the same way.
+
+    Args:
+        dispatch_mode: A Dispatch, or a name passed to `register_dispatch_mode`.
+        execute_mode: ALL, or RANK_ZERO to run on rank 0 only and return its result unchanged.
+        blocking: If False, the method of the group returns a Future immediately.
+        mesh: The mesh whose layout is used, for a worker with several (see `Worker.layout`).
+
+    Raises:
+        ValueError: The dispatch mode does not exist, or the arguments exclude each other.
     """
     mode, execute = str(dispatch_mode), Execute(execute_mode)
-    DISPATCH_MODES[mode]  # an unknown name is an error here, where the worker is written
+    DISPATCH_MODES[mode]  # report an unknown name here, where the worker is defined
     if execute is Execute.RANK_ZERO and mode not in (Dispatch.RANK_ZERO, Dispatch.ONE_TO_ALL):
         raise ValueError(
-            f"execute_mode RANK_ZERO goes with dispatch_mode RANK_ZERO or ONE_TO_ALL, found {mode}: the arguments of "
+            f"execute_mode RANK_ZERO requires dispatch_mode RANK_ZERO or ONE_TO_ALL, found {mode}: the arguments of "
             f"the other ranks would be lost"
         )
     if mode == Dispatch.ND_COMPUTE and mesh is None:
-        raise ValueError("dispatch_mode ND_COMPUTE needs mesh='...': the name that Worker.layout(mesh) is asked for")
+        raise ValueError("dispatch_mode ND_COMPUTE requires mesh='...', the name passed to Worker.layout(mesh)")
 
     def mark(method: FunctionType) -> FunctionType:
         setattr(method, _MARK, Registered(mode, execute, blocking, mesh))
@@ -395,7 +453,7 @@ def register(
 
 
 def registered_methods(cls: type) -> dict[str, Registered]:
-    """The marked methods of a class by name, inherited ones and unmarked overrides of marked ones included."""
+    """The registered methods of a class by name, including inherited ones and unmarked overrides of these."""
     found: dict[str, Registered] = {}
     for base in reversed(cls.__mro__):
         for name, value in vars(base).items():

@@ -1,4 +1,4 @@
-"""Which roles share processes, and on which devices these run: pure functions over plain values."""
+"""Which roles share processes, and which devices these use: pure functions of plain values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,10 +8,13 @@ from verl.registry import did_you_mean
 
 @dataclass(frozen=True)
 class ResourcePool:
-    """A set of processes in which one or several roles live.
+    """A set of processes that host one or more roles.
 
-    processes_per_node: how many on each node, one for each device. devices: their numbers over all nodes, where they
-    were chosen; a local group shows them to its processes, Ray takes any free ones of each node.
+    Attributes:
+        name: Name of the pool, shown in errors.
+        processes_per_node: Number of processes on each node, one per device.
+        devices: Device indices over all nodes, if they were chosen. Local processes see exactly these; on Ray any free
+            devices of each node are used.
     """
 
     name: str
@@ -33,11 +36,21 @@ class ResourcePool:
 def place_roles(
     roles: Sequence[str], placement: Mapping[str, Sequence[int] | None], nnodes: int, devices_per_node: int
 ) -> dict[str, ResourcePool]:
-    """The pool of each role. Roles with the same devices share one pool, and so one set of processes.
+    """Assign a resource pool to each role. Roles with the same devices share a pool, i.e. one set of processes.
 
-    placement: `actor_devices: [0, 1]` and the like. Device d is number d % devices_per_node of node
-    d // devices_per_node. A role without devices of its own is together with the actor; an actor without has all of
-    them. Raises ValueError for devices that are not there, and for pools that share only some of their devices.
+    Args:
+        roles: Roles of the run, e.g. ["actor", "ref", "critic"].
+        placement: The config section: `{"actor_devices": [0, 1], "critic_devices": None, ...}`. Device d is device
+            d % devices_per_node of node d // devices_per_node. A role without devices shares the actor's pool; the
+            actor uses all devices by default.
+        nnodes: Number of nodes.
+        devices_per_node: Number of devices on each node.
+
+    Returns:
+        The pool of each role.
+
+    Raises:
+        ValueError: A role or device does not exist, or two pools overlap in some of their devices.
     """
     total = nnodes * devices_per_node
     wanted = {key.removesuffix("_devices"): list(d) for key, d in placement.items() if d is not None}
@@ -51,48 +64,64 @@ def place_roles(
             )
     shared = wanted.get("actor", list(range(total)))
     pools: dict[frozenset[int], ResourcePool] = {}
-    found: dict[str, ResourcePool] = {}
+    assigned: dict[str, ResourcePool] = {}
     for role in roles:
         devices = frozenset(wanted.get(role, shared))
         for other, pool in pools.items():
             if devices & other and devices != other:
                 raise ValueError(
-                    f"placement: {role} on devices {sorted(devices)} and {pool.name} on {sorted(other)} share some "
-                    f"devices only: give them the same devices, or none in common"
+                    f"placement: {role} on devices {sorted(devices)} and {pool.name} on {sorted(other)} share only "
+                    f"some devices: give them the same devices, or none in common"
                 )
         if devices not in pools:
             counts = [sum(d // devices_per_node == node for d in devices) for node in range(nnodes)]
             pools[devices] = ResourcePool(role, tuple(c for c in counts if c), tuple(sorted(devices)))
-        found[role] = pools[devices]
-    return found
+        assigned[role] = pools[devices]
+    return assigned
 
 
 def pools_by_name(pools: Mapping[str, Sequence[int]], roles: Mapping[str, str]) -> dict[str, ResourcePool]:
-    """The pool of each role from pools with names.
+    """Assign a named resource pool to each role.
 
-    pools: name -> processes on each node, `{"main": [8, 8], "critic": [4]}`. roles: role -> name of its pool.
-    Raises ValueError for a role whose pool does not exist and for a pool that no role uses.
+    Args:
+        pools: Pool name -> number of processes on each node, e.g. `{"main": [8, 8], "critic": [4]}`.
+        roles: Role -> name of its pool.
+
+    Returns:
+        The pool of each role.
+
+    Raises:
+        ValueError: A role names a pool that does not exist, or no role uses a pool.
     """
     made = {name: ResourcePool(name, tuple(counts)) for name, counts in pools.items()}
     for role, name in roles.items():
         if name not in made:
-            raise ValueError(f"role {role!r}: no resource pool is called {name!r}: {did_you_mean(name, made)}")
-    idle = sorted(set(made) - set(roles.values()))
-    if idle:
-        raise ValueError(f"no role uses the resource pool {idle[0]!r}: its devices would stand idle; remove it")
+            raise ValueError(f"role {role!r}: there is no resource pool {name!r}: {did_you_mean(name, made)}")
+    unused = sorted(set(made) - set(roles.values()))
+    if unused:
+        raise ValueError(f"no role uses the resource pool {unused[0]!r}, so its devices would be idle; remove it")
     return {role: made[name] for role, name in roles.items()}
 
 
 def visible_devices(devices: Sequence[int], visible: str | None) -> str:
-    """CUDA_VISIBLE_DEVICES for processes that use the GPUs `devices`, counted among those visible here now.
+    """The value of CUDA_VISIBLE_DEVICES for processes that use a subset of the GPUs visible now.
 
     >>> visible_devices([2, 3], "4,5,6,7")
     '6,7'
+
+    Args:
+        devices: Indices into the GPUs that this process sees.
+        visible: CUDA_VISIBLE_DEVICES of this process; None if it is not set.
+
+    Raises:
+        ValueError: This process does not see that many GPUs.
     """
     if visible is None:
         return ",".join(map(str, devices))
     names = [name.strip() for name in visible.split(",") if name.strip()]
     missing = [d for d in devices if d >= len(names)]
     if missing:
-        raise ValueError(f"GPU {missing[0]} was asked for, but CUDA_VISIBLE_DEVICES={visible!r} shows {len(names)}")
+        raise ValueError(
+            f"expected to see GPU {missing[0]}, but CUDA_VISIBLE_DEVICES={visible!r} has {len(names)} GPUs"
+        )
     return ",".join(names[d] for d in devices)

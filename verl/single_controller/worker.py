@@ -1,4 +1,4 @@
-"""Worker: what runs on one rank. Its `@register`ed methods are what a worker group offers."""
+"""Worker: the object that runs on one rank. A worker group calls its `@register`ed methods."""
 
 import socket
 from collections.abc import Mapping
@@ -10,8 +10,17 @@ from verl.single_controller.dispatch import Coordinates, Layout
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a worker runs: its rank among all, its rank on its host, and where the ranks of the group meet."""
+class RankEnv:
+    """The distributed environment of one rank, with the names that `torchrun` uses.
+
+    Attributes:
+        rank: Rank in the worker group.
+        world_size: Number of ranks in the worker group.
+        local_rank: Rank on this host.
+        local_world_size: Number of ranks on this host.
+        master_addr: Address of rank 0, for `torch.distributed`.
+        master_port: A free port at that address.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -22,7 +31,7 @@ class Place:
 
     @property
     def env(self) -> dict[str, str]:
-        """The variables that `torch.distributed.init_process_group("env://")` and launchers' scripts read."""
+        """The environment variables that `torch.distributed.init_process_group("env://")` reads."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -34,35 +43,42 @@ class Place:
 
 
 class Worker:
-    """Base class of workers. `rank`, `world_size`, `local_rank` and `env` are there already inside `__init__`.
+    """Base class of workers.
 
-    A worker made by hand, `MyWorker(...)`, is rank 0 of 1. One process per worker holds `env` in `os.environ`; a worker
-    in the caller's own process leaves the caller's environment alone.
+    `rank`, `world_size`, `local_rank` and `env` are set before `__init__` runs. A worker constructed directly,
+    `MyWorker(...)`, is rank 0 of 1. In a process of its own a worker finds `env` in `os.environ` too; a worker in the
+    caller's process does not change the caller's environment.
     """
 
-    place = Place()
+    rank_env = RankEnv()
 
     @property
     def rank(self) -> int:
-        return self.place.rank
+        return self.rank_env.rank
 
     @property
     def world_size(self) -> int:
-        return self.place.world_size
+        return self.rank_env.world_size
 
     @property
     def local_rank(self) -> int:
-        return self.place.local_rank
+        return self.rank_env.local_rank
 
     @property
     def env(self) -> dict[str, str]:
         """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT of this worker."""
-        return self.place.env
+        return self.rank_env.env
 
     def layout(self, mesh: str | None = None) -> Coordinates:
-        """Where this rank sits in the mesh called `mesh` (None: the main one). Every rank its own dp group by default.
+        """The coordinates of this rank in a device mesh. By default every rank is a data-parallel rank of its own.
 
-        A worker with tensor, sequence or pipeline parallelism, or with a second mesh for generation, overrides it.
+        Override it in a worker with tensor, sequence or pipeline parallelism, or with a second mesh for generation.
+
+        Args:
+            mesh: Name of the mesh; None for the main one.
+
+        Raises:
+            ValueError: The worker has no mesh of this name.
         """
         if mesh is not None:
             raise ValueError(f"{type(self).__name__} has no mesh {mesh!r}: override Worker.layout(mesh) to name it")
@@ -71,10 +87,12 @@ class Worker:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """A worker that is still to be made: its class and the keyword arguments of its constructor.
+    """How to construct a worker in the process that will run it.
 
-    cls: the class, or its address (path, name) as `verl.registry.load_object` takes it. A class from a file of the
-    user's is given by address: each process loads the file itself. kwargs must be picklable for other processes.
+    Attributes:
+        cls: The Worker class, or its address (path, name) as `verl.registry.load_object` takes it. A class from a
+            user's file is given by address, and each process loads the file itself.
+        kwargs: Keyword arguments of the constructor; picklable if the worker runs in another process.
     """
 
     cls: type[Worker] | tuple[str, str]
@@ -82,23 +100,27 @@ class WorkerSpec:
 
     @property
     def worker_class(self) -> type[Worker]:
-        """The class. Raises ValueError when it is not a Worker."""
+        """The class, loaded if it was given by address.
+
+        Raises:
+            ValueError: It is not a subclass of Worker.
+        """
         cls = load_object(*self.cls) if isinstance(self.cls, tuple) else self.cls
         if not (isinstance(cls, type) and issubclass(cls, Worker)):
             raise ValueError(f"expected a subclass of verl.single_controller.Worker, found {cls!r}")
         return cls
 
-    def build(self, place: Place) -> Worker:
-        """Make the worker. `place` is set before its `__init__` runs, so that the constructor knows its rank."""
+    def build(self, rank_env: RankEnv) -> Worker:
+        """Construct the worker. `rank_env` is set before its `__init__` runs."""
         cls = self.worker_class
         worker = cls.__new__(cls)
-        worker.place = place
+        worker.rank_env = rank_env
         worker.__init__(**self.kwargs)
         return worker
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody listens on now."""
+    """Return a TCP port of this host that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -1,7 +1,17 @@
-"""WorkerGroup: a Worker class over n ranks, called like one object.
+"""WorkerGroup: a Worker class over n ranks, called like a single object.
 
-Every registered method of the class becomes a method of the group: dispatch -> execute -> collect. Groups differ in
-`execute` alone: in this process, in processes of this host, or in Ray actors.
+    class Adder(Worker):
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+        def add(self, batch: DataProto, value: float) -> DataProto:
+            return DataProto.from_dict({"y": batch.batch["x"] + value})
+
+    group = LocalWorkerGroup(WorkerSpec(Adder), n_workers=2)
+    out = group.add(batch, 1.0)                      # half of the rows on each rank; out has all of them, in order
+    future = group.submit("add", batch, value=2.0)   # does not wait
+    out = future.get()
+
+Every registered method of the class becomes a method of the group: dispatch -> execute -> collect. Subclasses
+implement `execute`: in this process, in processes of this host, or in Ray actors.
 """
 
 import functools
@@ -20,13 +30,22 @@ from verl.single_controller.worker import Worker
 
 T = TypeVar("T")
 
-CALL_TIMEOUT = 3600.0  # seconds that one call may take in another process
+CALL_TIMEOUT = 3600.0  # default limit of one call in another process, seconds
+
+
+# ---- errors -------------------------------------------------------------------------------------------------------
 
 
 class WorkerError(RuntimeError):
-    """A call failed on a worker in another process; the message ends with the traceback of that process.
+    """A call failed on a worker in another process. The message ends with the traceback of that process.
 
-    role, rank, host, method: where. traceback: the worker's own traceback as text.
+    Attributes:
+        message: What happened, in one line.
+        role: Role of the worker, e.g. "actor".
+        method: The method that was called.
+        rank: The rank that failed.
+        host: Host name of that rank.
+        traceback: Traceback of the worker as text; empty if there is none.
     """
 
     def __init__(self, message: str, role: str, method: str, rank: int, host: str = "", traceback: str = ""):
@@ -37,10 +56,10 @@ class WorkerError(RuntimeError):
 
     @classmethod
     def of(cls, error: BaseException, role: str, method: str, rank: int) -> "WorkerError":
-        """What the caller is told of an error of this process: text only, since it may not have the error's class."""
+        """Convert an exception of this process to text, since the caller may not be able to import its class."""
         stack = error.__traceback__
-        while stack is not None and stack.tb_next is not None and _is_executor(stack):
-            stack = stack.tb_next  # the worker's own code is what the user wants to see
+        while stack is not None and stack.tb_next is not None and _is_executor_frame(stack):
+            stack = stack.tb_next  # show the worker's code, not the executor's
         text = "".join(traceback.format_exception(type(error), error, stack))
         return cls(f"{type(error).__name__}: {error}", role, method, rank, traceback=text)
 
@@ -49,48 +68,65 @@ class WorkerError(RuntimeError):
         return f"{where}\n\n{self.traceback.rstrip()}" if self.traceback else where
 
 
-def _is_executor(stack: TracebackType) -> bool:
-    return os.path.dirname(stack.tb_frame.f_code.co_filename) == os.path.dirname(__file__)
+_HERE = os.path.dirname(__file__)
+
+
+def _is_executor_frame(stack: TracebackType) -> bool:
+    return os.path.dirname(stack.tb_frame.f_code.co_filename) in (_HERE, f"{_HERE}/local", f"{_HERE}/ray")
 
 
 class WorkerDied(WorkerError):
-    """The process of a worker ended while a call was under way."""
+    """The process of a worker ended during a call."""
 
 
 class WorkerTimeout(WorkerError):
-    """A call took longer than its deadline; `traceback` holds the stacks of all threads of all ranks."""
+    """A call exceeded its time limit. `traceback` has the stacks of all threads of all ranks."""
 
 
-Trouble = tuple[int, float, WorkerError]
-"""An error that an executor heard of: its order, when it happened, and itself. What comes first is the cause: a death
-(order 0) before the exceptions (1) that it leads to on other ranks, an earlier exception before a later one, and both
-before a timeout (2)."""
+Failure = tuple[int, float, WorkerError]
+"""An error that an executor received: (order, time in seconds, error). The one with the lowest (order, time) is the
+cause: a dead process (order 0) makes other ranks raise (order 1), an exception causes later ones, and both cause
+timeouts (order 2)."""
 
 
-def first_error(troubles: Sequence[Trouble]) -> WorkerError:
-    """The error to show; those that came after it stand in a note."""
-    (_, _, error), *later = sorted(troubles, key=lambda trouble: trouble[:2])
+def first_error(failures: Sequence[Failure]) -> WorkerError:
+    """The error that caused the others, with a note that lists these."""
+    (_, _, error), *later = sorted(failures, key=lambda failure: failure[:2])
     if later:
-        error.add_note("\n".join(["after it came:", *("  " + str(e).splitlines()[0] for _, _, e in later)]))
+        error.add_note("\n".join(["followed by:", *("  " + str(e).splitlines()[0] for _, _, e in later)]))
     return error
 
 
+# ---- futures ------------------------------------------------------------------------------------------------------
+
+
 class Future(Generic[T]):
-    """The result of a call that may still be under way."""
+    """The result of a call that may still be running.
+
+    Args:
+        wait: Function of a timeout (seconds or None) that returns the result, raises the error of the call, or raises
+            TimeoutError.
+    """
 
     def __init__(self, wait: Callable[[float | None], T]):
-        """wait(timeout in seconds or None) returns the result, raises the call's error, or raises TimeoutError."""
         self._wait = wait
         self._outcome: Callable[[], T] | None = None
 
     @classmethod
     def of(cls, value: T) -> "Future[T]":
-        """A result that is there already."""
+        """A future whose result is already known."""
         return cls(lambda timeout: value)
 
     def get(self, timeout: float | None = None) -> T:
-        """Wait for the result. Raises TimeoutError after `timeout` seconds (it may be asked again then), or the error
-        of the call."""
+        """Wait for the result.
+
+        Args:
+            timeout: Seconds to wait; None waits without limit.
+
+        Raises:
+            TimeoutError: The call is still running. `get` can be called again.
+            Exception: The error of the call.
+        """
         if self._outcome is None:
             try:
                 value = self._wait(timeout)
@@ -104,7 +140,7 @@ class Future(Generic[T]):
         return self._outcome()
 
     def then(self, function: Callable[[T], Any]) -> "Future":
-        """The future of `function(result)`, which runs in the thread that asks."""
+        """The future of `function(result)`, which is evaluated in the thread that calls `get`."""
         return Future(lambda timeout: function(self.get(timeout)))
 
 
@@ -112,89 +148,117 @@ def _raise(error: Exception) -> None:
     raise error
 
 
+# ---- the group ----------------------------------------------------------------------------------------------------
+
+
 class WorkerGroup(ABC):
-    """A Worker class over `world_size` ranks. `group.method(...)` calls the registered method of every rank."""
+    """A Worker class over `world_size` ranks. `group.method(...)` calls the registered method on the ranks.
+
+    Args:
+        worker_class: Class of the workers.
+        world_size: Number of ranks.
+        name: Role shown in errors; the name of the class by default.
+
+    Raises:
+        ValueError: A registered method has the name of a method of WorkerGroup.
+    """
 
     def __init__(self, worker_class: type[Worker], world_size: int, name: str | None = None):
-        """name: the role, as errors call it; the class's name when there is none."""
         self.worker_class = worker_class
         self.world_size = world_size
         self.name = name or worker_class.__name__
         self._layouts: dict[str | None, Layout] = {}
         self._methods = registered_methods(worker_class)
-        for method, how in self._methods.items():
+        for method, registered in self._methods.items():
             if method in dir(WorkerGroup):
                 raise ValueError(
-                    f"{worker_class.__name__}.{method}() cannot be registered: a worker group has a {method!r} of its "
-                    f"own; choose another name"
+                    f"{worker_class.__name__}.{method}() cannot be registered: WorkerGroup has a method {method!r}; "
+                    f"choose another name"
                 )
-            setattr(self, method, self._bind(method, how))
+            setattr(self, method, self._bind(method, registered))
 
     @abstractmethod
     def execute(self, method: str, calls: list[Call | None]) -> Future[list]:
-        """Run `method` of every rank that has a Call; the results in rank order (None for a rank without one).
+        """Run `method` on every rank that has a Call.
 
-        The result of a Call is what `Call.finish` makes of it.
+        Args:
+            method: Name of a method of the worker.
+            calls: One Call per rank; None for a rank that does not run.
+
+        Returns:
+            Future of the results in rank order, each passed through `Call.finish`; None for a rank without a Call.
         """
 
     @property
     def processes(self) -> Hashable | None:
-        """Stands for the processes that the workers live in, the same for groups that share them; None: this one."""
+        """Identifies the processes of the workers: equal for groups that share them, None for this process."""
         return None
 
     def shutdown(self) -> None:  # noqa: B027
-        """End the group, which cannot be used afterwards. One without processes has nothing to end."""
+        """Stop the workers. The group cannot be used afterwards. A group without processes has nothing to stop."""
 
     def layout(self, mesh: str | None = None) -> Layout:
-        """The coordinates of all ranks in one mesh, as the workers report them. Asked once, at the first use."""
+        """The coordinates of all ranks in a mesh. The workers are asked once, at the first use."""
         if mesh not in self._layouts:
             calls = [Call((mesh,)) for _ in range(self.world_size)]
             self._layouts[mesh] = Layout(tuple(self.execute("layout", calls).get()))
         return self._layouts[mesh]
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Future:
-        """Start a registered method, whatever its `blocking` says, and return the Future of its result."""
+        """Start a registered method without waiting, also if it was registered with `blocking=True`.
+
+        Args:
+            method: Name of the method.
+            *args: Its positional arguments.
+            **kwargs: Its keyword arguments.
+
+        Returns:
+            Future of the collected result.
+
+        Raises:
+            ValueError: There is no such method, or its dispatch mode does not accept the arguments.
+        """
         if method not in self._methods:
-            raise ValueError(self._unknown(method))
-        how = self._methods[method]
-        # the modes below ask for no coordinates, so they work before a worker has set up its mesh (init_model)
-        anywhere = how.dispatch_mode in (Dispatch.RANK_ZERO, Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL)
-        layout = Layout.grid(dp=self.world_size) if anywhere else self.layout(how.mesh)
+            raise ValueError(self._unknown_method(method))
+        registered = self._methods[method]
+        # These modes use no coordinates, so they work before a worker has set up its mesh (init_model).
+        no_mesh = registered.dispatch_mode in (Dispatch.RANK_ZERO, Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL)
+        layout = Layout.grid(dp=self.world_size) if no_mesh else self.layout(registered.mesh)
         try:
-            calls = how.dispatch(layout, args, kwargs)
+            calls = registered.dispatch(layout, args, kwargs)
         except ValueError as error:
             error.add_note(f"in the arguments of {self.name}.{method}()")
             raise
-        return self.execute(method, calls).then(functools.partial(self._collect, method, how, layout))
+        return self.execute(method, calls).then(functools.partial(self._collect, method, registered, layout))
 
-    def _collect(self, method: str, how: Registered, layout: Layout, results: list) -> Any:
+    def _collect(self, method: str, registered: Registered, layout: Layout, results: list) -> Any:
         try:
-            return how.collect(layout, results)
+            return registered.collect(layout, results)
         except ValueError as error:
             error.add_note(f"in the results of {self.name}.{method}()")
             raise
 
-    def _bind(self, method: str, how: Registered) -> Callable:
+    def _bind(self, method: str, registered: Registered) -> Callable:
         original = inspect.getattr_static(self.worker_class, method)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             future = self.submit(method, *args, **kwargs)
-            return future.get() if how.blocking else future
+            return future.get() if registered.blocking else future
 
-        # functools.wraps would also hand on the mark, which belongs to the worker's method
+        # updated=(): functools.wraps would also copy the mark of @register, which belongs to the worker's method.
         return functools.update_wrapper(call, original, updated=())
 
-    def _unknown(self, method: str) -> str:
+    def _unknown_method(self, method: str) -> str:
         return (
             f"{self.worker_class.__name__} registers no method {method!r} (mark it with @register): "
             f"{did_you_mean(method, self._methods)}"
         )
 
     def __getattr__(self, name: str) -> Any:
-        # only reached for a name that is not there: say which ones are
+        # Called only for names that do not exist.
         if name.startswith("_"):
             raise AttributeError(name)
-        raise AttributeError(self._unknown(name))
+        raise AttributeError(self._unknown_method(name))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name}, {self.worker_class.__name__}, world_size={self.world_size})"

@@ -1,4 +1,4 @@
-"""What programs have in common: `--config FILE.yaml key=value ...`, --print-config, --help; errors as one message."""
+"""What all programs have: `--config FILE.yaml key=value ...`, --dry-run, --print-config, --help; error messages."""
 
 import sys
 from collections.abc import Callable
@@ -7,8 +7,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from verl.config.fields import Schema
 
-#: what a user can get wrong before a run begins: settings, files, packages, code of one's own
-MISTAKES = (ValueError, ImportError, SyntaxError, FileNotFoundError)
+#: what a user can get wrong before a run starts: settings, files, packages, custom code
+USER_ERRORS = (ValueError, ImportError, SyntaxError, FileNotFoundError)
+
+_FLAGS = ("--help", "-h", "--print-config", "--dry-run")
+
+Program = Callable[[str | None, list[str]], int]
+"""Config file and overrides -> exit status."""
 
 
 def split_arguments(arguments: list[str]) -> tuple[str | None, list[str], set[str]]:
@@ -22,7 +27,7 @@ def split_arguments(arguments: list[str]) -> tuple[str | None, list[str], set[st
                 raise ValueError("--config needs a file name after it")
         elif argument.startswith(("--config=", "config=")):
             path = argument.split("=", 1)[1]
-        elif argument in ("--help", "-h", "--print-config"):
+        elif argument in _FLAGS:
             flags.add(argument)
         else:
             overrides.append(argument)
@@ -33,12 +38,17 @@ def command_line(
     arguments: list[str] | None,
     usage: str,
     settings: "Callable[[str | None, list[str]], Schema]",
-    run: Callable[[str | None, list[str]], int],
+    run: Program,
+    dry_run: Program | None = None,
 ) -> int:
-    """Do what a command line asks for; the exit status.
+    """Run a command line. Returns the exit status.
 
-    arguments: None for those of the process. usage: what --help shows. settings, run: given the file and the overrides,
-    the configuration that --print-config shows, and the program itself, which answers for its own mistakes.
+    Args:
+        arguments: None for those of the process.
+        usage: what --help prints.
+        settings: the configuration that --print-config prints.
+        run: the program; it reports its own errors.
+        dry_run: what --dry-run runs instead; None if the program has none.
     """
     try:
         path, overrides, flags = split_arguments(sys.argv[1:] if arguments is None else arguments)
@@ -50,17 +60,19 @@ def command_line(
 
             print(dump_config(settings(path, overrides), everything=True))
             return 0
+        if "--dry-run" in flags and dry_run is None:
+            raise ValueError("--dry-run is not supported by this program")
     except ValueError as error:
-        return complain(error)
+        return print_error(error)
     try:
-        return run(path, overrides)
-    except KeyboardInterrupt:  # of a run that is under way `run` itself tells more
-        print("\nstopped by SIGINT before anything was done", file=sys.stderr)
+        return dry_run(path, overrides) if "--dry-run" in flags else run(path, overrides)
+    except KeyboardInterrupt:  # once a run has started, `run` itself says more
+        print("\nstopped by SIGINT before the run started", file=sys.stderr)
         return 130
 
 
-def complain(error: Exception) -> int:
-    """Print an error with its notes and without a stack; the exit status that goes with it."""
+def print_error(error: Exception) -> int:
+    """Print an error with its notes and without a traceback. Returns the exit status of a failed command."""
     notes = vars(error).get("__notes__", [])
     print("\n  ".join([f"error: {error}", *notes]), file=sys.stderr)
     return 1

@@ -1,94 +1,139 @@
-"""From a command line to a finished run: a mistake in the set-up ends as one message, not as a stack."""
+"""From a command line to a finished run: a mistake in the set-up ends with one message instead of a traceback."""
 
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from omegaconf import OmegaConf
 
-from verl.config import Config, check_inputs, load_config, unsupported
+from verl.config import Config, Problem, load_config
+from verl.config.fields import Schema
 from verl.registry import load_object
-from verl.trainer.command_line import MISTAKES, complain
+from verl.trainer.command_line import USER_ERRORS, print_error
 from verl.utils.disk import DiskFullError
+from verl.utils.log import setup_logging
 
 if TYPE_CHECKING:
     from verl.trainer.base import Trainer
+    from verl.trainer.inputs import Inputs
+
+Address = tuple[str, str]
+"""Module or file, and the name of a class in it."""
 
 
 @dataclass(frozen=True)
 class Recipe:
     """What a method adds to the configuration.
 
-    name: as the method is called in messages. settings: a YAML file that stands below the user's settings. tree: the
-    keys, where the method has some of its own.
+    Attributes:
+        name: the method's name in messages.
+        settings: a YAML file below the user's settings.
+        tree: the schema, if the method has keys of its own.
+        check: problems of the settings, if any; part of the preflight checks.
+        check_inputs: raises ValueError for data that the method does not support; part of the preflight checks.
     """
 
     name: str | None = None
     settings: Path | None = None
-    tree: type[Config] = Config
+    schema: type[Schema] = Config
+    check: Callable[[Any], Iterable[Problem]] | None = None
+    check_inputs: "Callable[[Any, Inputs], None] | None" = None
 
     def read(self) -> dict[str, Any]:
         """The settings of the file, interpolations not yet resolved."""
         return OmegaConf.to_container(OmegaConf.load(self.settings), resolve=False) if self.settings else {}
 
 
+class Planned(Protocol):
+    """A command that is ready to run: all checks have passed."""
+
+    def passed_checks(self) -> Sequence[str]:
+        """Names of the checks that have passed."""
+
+    def plan(self) -> str:
+        """What it would do, in one paragraph."""
+
+
 def build_trainer(
-    config_path: str | None, overrides: Sequence[str], trainers: Mapping[str, tuple[str, str]], recipe: Recipe
+    config_path: str | None,
+    overrides: Sequence[str],
+    trainers: "type[Trainer] | Address | Mapping[str, Address]",
+    recipe: Recipe | None = None,
 ) -> "Trainer":
-    """The trainer of trainer.backend: this host's processes, or a Ray cluster. Arguments as those of main_ppo."""
+    """The trainer of a command line, with all checks passed.
+
+    Args:
+        trainers: the trainer class, its address, or an address for each trainer.backend.
+        recipe: None for that of the class.
+    """
+    given = [trainers] if isinstance(trainers, type | tuple) else list(trainers.values())
+    if len(given) == 1:
+        trainer_class = given[0] if isinstance(given[0], type) else load_object(*given[0])
+        if recipe is None or recipe == trainer_class.recipe:
+            return trainer_class(config_path=config_path, overrides=overrides)
+        return trainer_class(_load(config_path, overrides, recipe))
+    config = _load(config_path, overrides, recipe or Recipe())
+    backend = config.trainer.backend
+    if backend not in trainers:
+        raise ValueError(f"trainer.backend is {backend}, but this program has trainers for {', '.join(trainers)} only")
+    return load_object(*trainers[backend])(config)
+
+
+def _load(config_path: str | None, overrides: Sequence[str], recipe: Recipe) -> Schema:
     from verl.algorithms.presets import PRESETS
 
-    checks = [check_inputs, unsupported]
-    config = load_config(
-        config_path, overrides, base=recipe.read(), presets=PRESETS, schema=recipe.tree, extra_checks=checks
-    )
+    return load_config(config_path, overrides, base=recipe.read(), presets=PRESETS, schema=recipe.schema)
+
+
+def dry_run(build: Callable[[], Planned]) -> int:
+    """Run all checks, print one line for each and the plan, and stop before workers start. Returns the exit status."""
+    setup_logging()
     try:
-        trainer = load_object(*trainers[config.trainer.backend])
-    except ModuleNotFoundError as error:
-        error.add_note(f"trainer.backend={config.trainer.backend} needs it: pip install {error.name}")
-        raise
-    return trainer(config)
+        command = build()
+    except USER_ERRORS as error:
+        return print_error(error)
+    for name in command.passed_checks():
+        print(f"ok  {name}")
+    print(command.plan())
+    return 0
 
 
 def run(build: "Callable[[], Trainer]") -> int:
-    """Build a trainer and train; the exit status.
+    """Build a trainer and train. Returns the exit status.
 
-    Whatever a user can get wrong is found while building, before a model is loaded, or while the workers are set up:
-    one message, status 1, and so is a full disk. Another error in the run itself keeps its stack, which says where:
-    fit -> run -> the function. Ctrl-C and SIGTERM end the workers; the message says from where the run can go on.
-    Status 130 or 143, as usual.
+    What a user can get wrong is found while building, before a model is loaded, or while the workers start: one
+    message, status 1; the same for a full disk. Other errors keep their traceback. Ctrl-C and SIGTERM end the workers
+    with status 130 or 143; the message says from which checkpoint the run resumes.
     """
-    from verl.tracking.tracking import setup_logging
-
     setup_logging()
     try:
         trainer = build()
-    except MISTAKES as error:
-        return complain(error)
-    usual = signal.signal(signal.SIGTERM, _terminated)
+    except USER_ERRORS as error:
+        return print_error(error)
+    previous = signal.signal(signal.SIGTERM, _terminated)
     try:
         trainer.fit()
     except KeyboardInterrupt as stop:
         number = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT
-        print(f"\nstopped by {number.name} {trainer.where_it_stands()}", file=sys.stderr)
+        print(f"\nstopped by {number.name} {trainer.progress_summary()}", file=sys.stderr)
         return 128 + number
     except DiskFullError as error:
-        return complain(error)
+        return print_error(error)
     except Exception as error:
         if not trainer.ready and isinstance(error, ValueError):
-            return complain(error)
-        error.add_note(f"the run failed {trainer.where_it_stands()}")
+            return print_error(error)
+        error.add_note(f"the run failed {trainer.progress_summary()}")
         raise
     finally:
-        signal.signal(signal.SIGTERM, usual)
+        signal.signal(signal.SIGTERM, previous)
     return 0
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: a scheduler or a person ends the run."""
+    """SIGTERM was received."""
 
 
 def _terminated(number: int, frame: object) -> None:

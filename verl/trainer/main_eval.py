@@ -27,7 +27,7 @@ from verl.evaluation.report import (
 from verl.evaluation.score import Question, Scorer, find_function, read_answered, score_questions
 from verl.registry import import_module
 from verl.rewards.outcome import RewardError
-from verl.trainer.command_line import MISTAKES, command_line, complain
+from verl.trainer.command_line import USER_ERRORS, command_line, print_error
 from verl.utils.disk import DiskFullError
 from verl.utils.log import console, setup_logging
 
@@ -115,16 +115,16 @@ def main(arguments: list[str] | None = None) -> int:
 def _evaluate(path: str | None, overrides: list[str]) -> int:
     try:
         evaluation = Evaluation(config_path=path, overrides=overrides)
-    except MISTAKES as error:
-        return complain(error)
+    except USER_ERRORS as error:
+        return print_error(error)
     try:
         evaluation.run()
     except RewardError as error:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)  # where in the user's function
-        return complain(error)
+        return print_error(error)
     except DiskFullError as error:
-        return complain(error)
+        return print_error(error)
     return 0
 
 

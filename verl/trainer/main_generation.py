@@ -20,16 +20,16 @@ from verl.dataflow import DataFlow
 from verl.evaluation.generate import Questions, build_generation_flow, check_output, read_questions, write_output
 from verl.evaluation.shards import AnswerParts, Answers
 from verl.registry import import_module
+from verl.rollout.base import stop_strings
 from verl.single_controller import LocalWorkerGroup, WorkerGroup, WorkerSpec
-from verl.trainer.command_line import MISTAKES, command_line, complain
-from verl.trainer.early_checks import check_model_section
+from verl.trainer.command_line import USER_ERRORS, command_line, print_error
+from verl.trainer.inputs import stop_token_ids
 from verl.trainer.model_limits import ModelLimits
-from verl.trainer.setup import stop_token_ids
+from verl.trainer.preflight import check_model_section
 from verl.utils.device import resolve_device, resolve_dtype
 from verl.utils.disk import DiskFullError
 from verl.utils.log import setup_logging
 from verl.workers.rollout import RolloutWorker
-from verl.workers.rollout_build import stop_strings
 
 logger = logging.getLogger("verl.trainer")
 
@@ -122,7 +122,7 @@ class GenerationRun:
         limits = ModelLimits.of(config.model)
         limits.check_vocabulary(self.tokenizer, self.questions.prompt_ids.largest)
         limits.check_engine(config.rollout.name)
-        limits.check_answers(
+        limits.check_response_length(
             self.questions.prompt_ids.longest,
             config.rollout.response_length,
             "rollout.response_length",
@@ -164,7 +164,7 @@ class GenerationRun:
                 "device": config.trainer.device,
                 "pad_token_id": self.tokenizer.pad_token_id,
                 "stop_token_ids": stop_token_ids(config.model.path, self.tokenizer),
-                "stop": stop_strings(config.rollout, self.tokenizer),
+                "stop": stop_strings(config.rollout.stop, self.tokenizer),
             },
         )
         self.roles["rollout"] = LocalWorkerGroup(spec, config.trainer.n_gpus_per_node, name="rollout")
@@ -251,12 +251,12 @@ def main(arguments: list[str] | None = None) -> int:
 def _generate(path: str | None, overrides: list[str]) -> int:
     try:
         run = GenerationRun(config_path=path, overrides=overrides)
-    except MISTAKES as error:
-        return complain(error)
+    except USER_ERRORS as error:
+        return print_error(error)
     try:
         run.run()
     except DiskFullError as error:
-        return complain(error)
+        return print_error(error)
     except KeyboardInterrupt:  # the log has said where it stands
         return 128 + signal.SIGINT
     return 0

@@ -1,7 +1,7 @@
-"""python -m verl.trainer.main_ppo key=value ...: policy optimisation, set up by keys on the command line.
+"""python -m verl.trainer.main_ppo key=value ...: policy optimization, configured by keys on the command line.
 
-A YAML file may come first (`--config file.yaml`, or config=file.yaml); keys on the command line win over it. Keys may
-be written with or without a leading `--` or `+`.
+`--config file.yaml` (or config=file.yaml) reads settings from a file; keys on the command line override it. Keys may be
+written with or without a leading `--` or `+`.
 """
 
 import sys
@@ -12,15 +12,12 @@ from verl.trainer.command_line import command_line
 
 if TYPE_CHECKING:
     from verl.config import Config
-    from verl.trainer.launch import Recipe
+    from verl.trainer.base import Trainer
+    from verl.trainer.launch import Address, Recipe
+    from verl.trainer.ppo_trainer import PPOTrainer
 
-Address = tuple[str, str]
-
-TRAINERS: dict[str, Address] = {
-    "local": ("verl.trainer.local_trainer", "LocalPPOTrainer"),
-    "ray": ("verl.trainer.ray_trainer", "RayPPOTrainer"),
-}
-"""trainer.backend -> module and class of the trainer."""
+TRAINER = ("verl.trainer.ppo_trainer", "PPOTrainer")
+"""Module and class of the trainer, whose cluster is chosen by trainer.backend."""
 
 HELP = """usage: python -m {program} [--config FILE.yaml] key=value ...
 
@@ -30,43 +27,52 @@ HELP = """usage: python -m {program} [--config FILE.yaml] key=value ...
       actor_rollout_ref.model.path=/path/to/model actor_rollout_ref.rollout.n=8 \\
       trainer.total_epochs=1
 
-  --config FILE.yaml   settings from a file; keys on the command line win
-  --print-config       show the settings that would be used, and stop
+  --config FILE.yaml   settings from a file; keys on the command line override it
+  --dry-run            run all checks, print the plan, and stop before workers start
+  --print-config       print the resolved configuration, and stop
   --help               this text; all keys: python -m verl.cli.config
 """
 
 
 def main(
     arguments: list[str] | None = None,
-    trainers: Mapping[str, Address] = TRAINERS,
+    trainers: "type[PPOTrainer] | Address | Mapping[str, Address]" = TRAINER,
     recipe: "Recipe | None" = None,
     program: str = "verl.trainer.main_ppo",
 ) -> int:
     """Run; returns the exit status.
 
-    trainers: trainer.backend -> module and class of the trainer. recipe: what a method adds to the configuration.
-    program: the module's name, for the help.
+    Args:
+        arguments: None for those of the process.
+        trainers: the trainer class; or its module and name; or such a pair for each trainer.backend.
+        recipe: what a method adds to the configuration; None for the `recipe` of the class.
+        program: the module's name in --help.
     """
 
     def settings(path: str | None, overrides: list[str]) -> "Config":
         from verl.algorithms.presets import PRESETS
         from verl.config import load_config
+        from verl.trainer.launch import Recipe
 
-        chosen = _recipe(recipe)
-        return load_config(path, overrides, base=chosen.read(), presets=PRESETS, schema=chosen.tree)
+        chosen = recipe or (trainers.recipe if isinstance(trainers, type) else Recipe())
+        return load_config(path, overrides, base=chosen.read(), presets=PRESETS, schema=chosen.schema)
+
+    def build(path: str | None, overrides: list[str]) -> "Trainer":
+        from verl.trainer.launch import build_trainer
+
+        return build_trainer(path, overrides, trainers, recipe)
 
     def start(path: str | None, overrides: list[str]) -> int:
-        from verl.trainer.launch import build_trainer, run
+        from verl.trainer.launch import run
 
-        return run(lambda: build_trainer(path, overrides, trainers, _recipe(recipe)))
+        return run(lambda: build(path, overrides))
 
-    return command_line(arguments, HELP.format(program=program), settings, start)
+    def check(path: str | None, overrides: list[str]) -> int:
+        from verl.trainer.launch import dry_run
 
+        return dry_run(lambda: build(path, overrides))
 
-def _recipe(given: "Recipe | None") -> "Recipe":
-    from verl.trainer.launch import Recipe
-
-    return given or Recipe()
+    return command_line(arguments, HELP.format(program=program), settings, start, check)
 
 
 if __name__ == "__main__":

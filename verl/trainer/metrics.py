@@ -136,3 +136,15 @@ def numeric_columns(batches: Sequence[DataProto]) -> dict[str, np.ndarray]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, bool | int | float | np.number)
+
+
+def joined(batches: Sequence[DataProto], name: str) -> np.ndarray:
+    """One object column of several batches, concatenated."""
+    return np.concatenate([batch.non_tensor_batch[name] for batch in batches])
+
+
+def predictions(batches: Sequence[DataProto]) -> np.ndarray | None:
+    """The extracted answers, if the reward function returns them as `pred`."""
+    if not all("reward_pred" in batch for batch in batches):
+        return None
+    return joined(batches, "reward_pred")

@@ -1,4 +1,4 @@
-"""What a model can be given: token ids of its vocabulary, and no more of them in a row than it has positions."""
+"""What a model accepts: token ids of its vocabulary, and sequences no longer than its positions."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +9,13 @@ from verl.rollout.native.model import family_of
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """Of the model of a `model` section, read from its config: nothing is loaded.
+    """The sizes of a model that its inputs must fit, read from its config; no weights are loaded.
 
-    path: as messages name the model. vocab_size: ids 0 to vocab_size - 1. positions: tokens in a row, None where the
-    config sets no limit. architectures: names of the classes that the weights were saved from.
+    Attributes:
+        path: the model's name in messages.
+        vocab_size: token ids are 0 to vocab_size - 1.
+        positions: tokens in a sequence; None if the config sets no limit.
+        architectures: class names of the saved weights.
     """
 
     path: str
@@ -22,6 +25,7 @@ class ModelLimits:
 
     @classmethod
     def of(cls, model: schema.ModelConfig) -> "ModelLimits":
+        """The limits of the model that a `model` section names."""
         from transformers import AutoConfig
 
         hf = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).get_text_config()
@@ -29,7 +33,7 @@ class ModelLimits:
         return cls(model.path, hf.vocab_size, positions, tuple(hf.architectures or ()))
 
     def check_vocabulary(self, tokenizer: Any, largest_id: int) -> None:
-        """The tokenizer is the model's own, or fits it. largest_id: of all texts. Raises ValueError."""
+        """Raise ValueError if the tokenizer gives ids that the model lacks. largest_id: of the dataset's tokens."""
         largest = max(largest_id, tokenizer.pad_token_id, tokenizer.eos_token_id)
         if largest >= self.vocab_size:
             raise ValueError(
@@ -37,30 +41,34 @@ class ModelLimits:
                 f"{self.vocab_size - 1}: use the tokenizer of this model (model.tokenizer_path)"
             )
 
-    def check_answers(self, longest_prompt: int, answer: int, key: str, instead: str) -> None:
-        """There is a position for every token of an answer to the longest prompt. Raises ValueError.
+    def check_response_length(self, longest_prompt: int, response_length: int, key: str, instead: str) -> None:
+        """Raise ValueError if the longest prompt and a response do not fit into the positions of the model.
 
-        key: the setting that says how long an `answer` may be. instead: what to do where shorter ones are no help.
+        Args:
+            longest_prompt: tokens.
+            response_length: tokens, the limit that `key` sets.
+            key: the setting to name in the message.
+            instead: the fix if shorter responses do not help.
         """
-        if self.positions is not None and longest_prompt + answer > self.positions:
+        if self.positions is not None and longest_prompt + response_length > self.positions:
             left = self.positions - longest_prompt
             raise ValueError(
-                f"the longest prompt has {longest_prompt} tokens and an answer may have {key}={answer}, but the model "
-                f"{self.path!r} has {self.positions} positions (max_position_embeddings): "
+                f"the longest prompt has {longest_prompt} tokens and a response may have {key}={response_length}, but "
+                f"the model {self.path!r} has {self.positions} positions (max_position_embeddings): "
                 f"{f'set {key}={left}, or ' if left > 0 else ''}{instead}"
             )
 
-    def check_rows(self, longest: int, key: str) -> None:
-        """There is a position for every token of the longest row. Raises ValueError. key: the limit of rows."""
+    def check_sequence_length(self, longest: int, key: str) -> None:
+        """Raise ValueError if a sequence of `longest` tokens has more tokens than the model has positions."""
         if self.positions is not None and longest > self.positions:
             raise ValueError(
-                f"the longest row has {longest} tokens, but the model {self.path!r} has {self.positions} positions "
-                f"(max_position_embeddings): set {key}={self.positions}"
+                f"the longest sequence has {longest} tokens, but the model {self.path!r} has {self.positions} "
+                f"positions (max_position_embeddings): set {key}={self.positions}"
             )
 
     def check_engine(self, name: str) -> None:
-        """The engine of `rollout.name` generates with the model. Raises ValueError."""
+        """Raise ValueError if the rollout engine `name` does not support the architecture."""
         if name == "native":
             for architecture in self.architectures:
-                if architecture.endswith(("ForCausalLM", "LMHeadModel")):  # other heads are left out when it is loaded
+                if architecture.endswith(("ForCausalLM", "LMHeadModel")):  # other heads are ignored when it is loaded
                     family_of(architecture)

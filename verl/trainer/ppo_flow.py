@@ -1,15 +1,54 @@
-"""The flow of policy optimisation: reading order is running order (where `trainer.overlap` leaves it open, any order).
+"""The flow of policy optimization: reading order is running order (`trainer.overlap` may overlap operators).
 
-    prompts -> repeat -> gen -> [rm] -> reward -> [reward_baseline] -> [old_log_prob] -> [ref] -> [values]
-            -> [kl] -> adv -> [update_critic] -> update_actor
+    prompts -> repeat -> gen -> [gen_baseline] -> sleep_rollout -> [rm] -> reward -> [reward_baseline]
+            -> [old_log_prob] -> [ref] -> [values] -> [kl] -> adv -> [update_critic] -> update_actor -> sync_weights
 
-Which of the operators in brackets exist follows from what is asked for: an estimator whose signature names `values`
-makes the critic's operators exist, one that names `reward_baselines` the greedy rollout. No list of algorithms is here.
-`old_log_prob` is left out in the end where the update itself has its numbers (`spare_old_log_prob`).
-Edits of this flow: `dynamic_sampling` and `rollout_correction`, in the files of these names; recipes have further ones.
+Which of the operators in brackets exist follows from what the estimator and the loss read: an estimator whose signature
+names `values` adds the critic's operators, one that names `reward_baselines` the greedy rollout. There is no list of
+algorithms here. `old_log_prob` is removed at the end if the update itself has its numbers (`spare_old_log_prob`).
+The operators are in `ppo_operators`; edits of this flow in `dynamic_sampling` and `rollout_correction`; recipes have
+further ones.
 """
 
-IMPORTS
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from verl.algorithms.advantages import get_adv_estimator_fn
+from verl.algorithms.binding import asks_for_all, optional_columns, required_columns
+from verl.algorithms.kl import get_kl_controller
+from verl.algorithms.policy_losses import get_policy_loss_fn
+from verl.config import schema
+from verl.dataflow import CONTROLLER, DataFlow, Operator
+from verl.protocol import DataProto
+from verl.rewards import RewardManager
+from verl.trainer.ppo_operators import (
+    GENERATED,
+    SEQUENCES,
+    GreedyBaseline,
+    KLInReward,
+    Reward,
+    Roles,
+    RolloutWeights,
+    Update,
+    UpdatePlan,
+    advantage,
+    free_rollout_cache,
+    generate,
+    model_scores,
+    old_log_prob,
+    ref_log_prob,
+    repeat,
+    sleep_rollout,
+    sync_weights,
+    uses_agent_loop,
+    values,
+    wake_rollout,
+)
+
+#: what generation reads
+PROMPTS = ("prompt_ids", "uid")
+
 
 def estimator_settings(algorithm: schema.AlgorithmConfig) -> dict[str, Any]:
     """The settings that an advantage estimator may ask for by name: the `algorithm` section."""
@@ -70,13 +109,14 @@ def build_ppo_flow(
         [
             Operator("prompts", prompts, writes=("prompt_ids", "uid", "data_source", "reward_model")),
             Operator("repeat", repeat(n), reads="uid"),
-            Operator("gen", generate(roles, "train"), reads=("prompt_ids", "uid"), writes=GENERATED),
+            Operator("gen", generate(roles, "train", uses_agent_loop(config)), PROMPTS, GENERATED, on="rollout"),
             *reward_operators(config, roles, Reward(manager, shuffle_seed)),
         ]
     )
     if "reward_baselines" in asked:
-        greedy = reward_baseline(config, roles, manager)
-        flow.add_operator(Operator("reward_baseline", greedy, ("prompt_ids", "uid"), "reward_baselines"))
+        greedy = GreedyBaseline(config, roles, manager)
+        flow.insert_after("gen", Operator("gen_baseline", greedy.generate, PROMPTS, on="rollout"))
+        flow.add_operator(Operator("reward_baseline", greedy.score, "uid", "reward_baselines"))
     extra = tuple(name for name in ("sum_pi_squared",) if name in asked)
     reads = (*SEQUENCES, "response_mask", "rollout_log_probs")
     writes = ("old_log_probs", "entropys", *extra)
@@ -120,6 +160,41 @@ def _add_updates(flow: DataFlow, config: schema.Config, roles: Roles) -> DataFlo
     return flow.add_operator(Operator("update_actor", Update(roles, "actor", "update_actor", plan), reads, on=on))
 
 
+def rollout_is_separate(config: schema.Config) -> bool:
+    """Whether the rollout has devices of its own, other than the actor's."""
+    rollout, actor = config.placement.rollout_devices, config.placement.actor_devices
+    everywhere = range(config.trainer.nnodes * config.trainer.n_gpus_per_node)
+    return rollout is not None and set(rollout) != set(everywhere if actor is None else actor)
+
+
+def _frees_cache(config: schema.Config) -> bool:
+    """Whether the KV cache is freed while other roles use the device."""
+    return config.actor_rollout_ref.rollout.free_cache_engine and not rollout_is_separate(config)
+
+
+def add_weight_sync(flow: DataFlow, config: schema.Config, weights: RolloutWeights) -> DataFlow:
+    """The edit that makes weights and memory phases visible: `sync_weights` and `sleep_rollout`.
+
+    `sync_weights` stands after `update_actor`. Where rollout and training share devices, `sleep_rollout` stands after
+    the last operator that generates; with dynamic sampling after `filter_groups`, which may ask for further passes. A
+    flow that does not generate gets neither.
+    """
+    policy = config.actor_rollout_ref
+    generating = [name for name in flow.names if flow[name].on == "rollout"]
+    if not generating:
+        return flow
+    frees = _frees_cache(config) or (policy.actor.fsdp_config.param_offload and not rollout_is_separate(config))
+    if frees and "filter_groups" in flow and config.reward.reward_model.enable:
+        for name in generating:  # the reward model computes between two passes of one step
+            flow.insert_before(name, Operator(f"wake_for_{name}", wake_rollout(weights), on="actor"))
+            flow.insert_after(name, Operator(f"sleep_after_{name}", sleep_rollout(weights), on="rollout"))
+    elif frees:
+        last = max((*generating, *(n for n in flow.names if n == "filter_groups")), key=flow.names.index)
+        flow.insert_after(last, Operator("sleep_rollout", sleep_rollout(weights), on="rollout"))
+    after = "update_actor" if "update_actor" in flow else flow.names[-1]
+    return flow.insert_after(after, Operator("sync_weights", sync_weights(weights), on="actor"))
+
+
 def spare_old_log_prob(flow: DataFlow, config: schema.Config) -> DataFlow:
     """Leave `old_log_prob` out where the only update of a step has the log-probs of the old policy itself.
 
@@ -145,11 +220,14 @@ def spare_old_log_prob(flow: DataFlow, config: schema.Config) -> DataFlow:
 
 
 def build_validation_flow(config: schema.Config, roles: Roles, manager: RewardManager) -> DataFlow:
-    """repeat -> gen -> [rm] -> reward, sampled as rollout.val_kwargs says."""
-    return DataFlow(
+    """repeat -> gen -> [free_rollout_cache] -> [rm] -> reward, sampled as rollout.val_kwargs says."""
+    flow = DataFlow(
         [
             Operator("repeat", repeat(config.actor_rollout_ref.rollout.val_kwargs.n), reads=("uid",)),
-            Operator("gen", generate(roles, "validate"), reads=("prompt_ids", "uid"), writes=GENERATED),
+            Operator("gen", generate(roles, "validate", uses_agent_loop(config)), PROMPTS, GENERATED, on="rollout"),
             *reward_operators(config, roles, Reward(manager)),
         ]
     )
+    if _frees_cache(config):
+        flow.insert_after("gen", Operator("free_rollout_cache", free_rollout_cache(roles), on="rollout"))
+    return flow

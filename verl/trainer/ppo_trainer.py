@@ -1,4 +1,4 @@
-"""PPOTrainer: policy optimisation. Subclasses differ in who executes it (`init_workers`) alone."""
+"""PPOTrainer: policy optimization. The cluster that it is given, or chooses, decides where its workers run."""
 
 import logging
 from collections.abc import Hashable, Sequence
@@ -7,47 +7,53 @@ from typing import Any, ClassVar
 
 from torch.utils.data import Dataset
 
-from verl.algorithms.presets import PRESETS
-from verl.config import batch_summary, check_inputs, check_models, check_supported, load_config, schema, unsupported
+from verl.config import batch_summary, schema
 from verl.data.files import PromptSource
-from verl.data.rlhf_dataset import RLHFDataset, check_dataset, collate_prompts
-from verl.data.tokenization import load_tokenizer
+from verl.data.rlhf_dataset import collate_prompts
 from verl.dataflow import CONTROLLER, DataFlow
 from verl.protocol import DataProto
 from verl.rewards import RewardManager
 from verl.single_controller import WorkerSpec
+from verl.single_controller.cluster import Cluster
 from verl.tracking.tracking import setup_logging
-from verl.trainer import setup
 from verl.trainer.base import Trainer
 from verl.trainer.dynamic_sampling import sample_dynamically
-from verl.trainer.early_checks import check_early
+from verl.trainer.inputs import load_inputs, stop_token_ids
 from verl.trainer.launch import Recipe
-from verl.trainer.metrics import data_metrics, numeric_columns, validation_metrics
+from verl.trainer.metrics import data_metrics, joined, numeric_columns, predictions, validation_metrics
 from verl.trainer.ppo_flow import (
-    Prompts,
+    add_weight_sync,
     build_ppo_flow,
     build_validation_flow,
     needs_critic,
+    rollout_is_separate,
     spare_old_log_prob,
 )
-from verl.trainer.roles import placement_words, pools_of, worker_specs
+from verl.trainer.ppo_operators import Prompts, RolloutWeights
+from verl.trainer.preflight import INPUTS, prepare_run, run_checks
+from verl.trainer.roles import placement_words, pools_of, roles_hosted_by_actor, worker_specs
 from verl.trainer.rollout_correction import correct_rollout
 from verl.trainer.samples import dump_generations, generations, write_jsonl
-from verl.trainer.unused_settings import warn_of_unused_settings
 
 logger = logging.getLogger("verl.trainer")
 
 
 class PPOTrainer(Trainer):
-    """Policy optimisation by the flow of `build_flow`.
+    """Policy optimization by the flow of `build_flow`.
 
-    config: a Config, or None to read config_path and overrides ("key=value"). Datasets, reward manager and tokenizer
-    may be given; otherwise they are made from the configuration.
+    >>> PPOTrainer(config_path="./config.yaml", overrides=["trainer.n_gpus_per_node=2"]).fit()
+
+    Args:
+        config: a Config, or None to read config_path and overrides ("key=value").
+        train_dataset, val_dataset, reward_manager, tokenizer: made from the configuration if None.
+        cluster: where the workers run; None: chosen by trainer.backend and the number of processes.
     """
 
     saved_roles = ("actor", "critic")
     #: what a subclass adds to the configuration
     recipe: ClassVar[Recipe] = Recipe()
+    #: backend of the cluster that is chosen; None: trainer.backend
+    backend: ClassVar[str | None] = None
 
     def __init__(
         self,
@@ -59,55 +65,41 @@ class PPOTrainer(Trainer):
         val_dataset: Dataset | None = None,
         reward_manager: RewardManager | None = None,
         tokenizer: Any = None,
+        cluster: Cluster | None = None,
     ):
         setup_logging()
-        if config is None:
-            check = check_inputs if train_dataset is None else check_models
-            base = setup.base_config(self.recipe, train_dataset, val_dataset)
-            tree_of_keys, checks = self.recipe.tree, [check, unsupported]
-            config = load_config(
-                config_path, overrides, base=base, presets=PRESETS, schema=tree_of_keys, extra_checks=checks
-            )
-        check_supported(config)
-        setup.import_extensions(config)
-        check_early(config)
-        self.prepare_executor(config)
-        setup.warn_of_choice_in_parts(config)
-        warn_of_unused_settings(config)
-        if tokenizer is None and isinstance(train_dataset, RLHFDataset):
-            tokenizer = train_dataset.tokenizer
-        tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.actor_rollout_ref.model)
-        self.reward_manager = reward_manager if reward_manager is not None else setup.load_rewards(config, tokenizer)
-        self.train_dataset = train_dataset if train_dataset is not None else setup.load_dataset(config, tokenizer)
-        self.val_dataset = val_dataset if val_dataset is not None else setup.load_val_dataset(config, tokenizer)
-        check_dataset(self.train_dataset)
-        if self.val_dataset is not None:
-            check_dataset(self.val_dataset)
-        setup.check_validation(config.trainer, self.val_dataset)
-        self.vocab_size = setup.check_model_fits(config, tokenizer, self.train_dataset)
-        with_model = config.reward.reward_model.enable
-        figures = setup.try_rewards(self.reward_manager, self.train_dataset, tokenizer, with_model)
-        source = PromptSource(
-            self.train_dataset,
-            config.data.train_batch_size,
-            seed=config.data.seed,
-            shuffle=config.data.shuffle,
-            collate=collate_prompts,
+        run = prepare_run(
+            config,
+            config_path,
+            overrides,
+            recipe=self.recipe,
+            train_dataset=train_dataset,
+            val_dataset=val_dataset,
+            cluster=cluster,
+            backend=self.backend,
         )
-        self._said_tied = False
-        super().__init__(config, source, tokenizer)
-        written = {column for operator in self.pipeline.operators for column in operator.writes}
-        setup.check_reward_names(config, figures, written)
-        if config.trainer.overlap:
-            self.pipeline.place_of = self.processes_of
+        inputs = run.inputs = load_inputs(run.config, train_dataset, val_dataset, reward_manager, tokenizer)
+        run_checks(run, INPUTS)
+        self.train_dataset, self.val_dataset = inputs.train_dataset, inputs.val_dataset
+        self.reward_manager = inputs.reward_manager
+        self.vocab_size = inputs.limits.vocab_size
+        self._warned_of_equal_scores = False
+        data = run.config.data
+        super().__init__(
+            run,
+            PromptSource(
+                self.train_dataset, data.train_batch_size, seed=data.seed, shuffle=data.shuffle, collate=collate_prompts
+            ),
+        )
         self.specs = self.worker_specs()
-        self.pools = pools_of(config, list(self.specs))
-        self.validation = build_validation_flow(config, self.roles, self.reward_manager).compile(
+        self.pools = pools_of(self.config, list(self.specs))
+        if self.config.trainer.overlap:
+            self.pipeline.place_of = self.processes_of
+        self.validation = build_validation_flow(self.config, self.roles, self.reward_manager).compile(
             inputs=("prompt_ids", "uid", "data_source", "reward_model")
         )
 
-    def prepare_executor(self, config: schema.Config) -> None:
-        """Raise ValueError for what is asked of the executor in vain. By then nothing has been read but settings."""
+    # ---- flow and workers -------------------------------------------------------------------------------------------
 
     def build_flow(self) -> DataFlow:
         prompts = Prompts(self.source, lambda: self.global_step, self.vocab_size)
@@ -117,64 +109,102 @@ class PPOTrainer(Trainer):
         return correct_rollout(flow, self.config)
 
     def finish_flow(self, flow: DataFlow) -> DataFlow:
-        return spare_old_log_prob(flow, self.config)
+        self.rollout_weights = RolloutWeights(self.roles, rollout_is_separate(self.config))
+        return add_weight_sync(spare_old_log_prob(flow, self.config), self.config, self.rollout_weights)
 
     def worker_specs(self) -> dict[str, WorkerSpec]:
-        """role -> its worker; a subclass with a role of its own adds it."""
+        """role -> its worker. A subclass with another role adds it."""
         return worker_specs(
             self.config,
             total_steps=self.total_steps,
             tokenizer=self.tokenizer,
-            stop_token_ids=setup.stop_token_ids(self.config.actor_rollout_ref.model.path, self.tokenizer),
+            stop_token_ids=stop_token_ids(self.config.actor_rollout_ref.model.path, self.tokenizer),
         )
+
+    def init_workers(self) -> None:
+        self.roles.update(self.cluster.start(self.pools, self.specs))
+        self.roles.update(dict.fromkeys(roles_hosted_by_actor(self.config), self.roles["actor"]))
+
+    def before_first_step(self) -> None:
+        if "sync_weights" in (op.name for op in self.pipeline.operators):
+            self.sync_weights()
+
+    def sync_weights(self) -> None:
+        """The rollout gets the weights of now, unless it has them. Their version is the number of completed steps."""
+        self.rollout_weights.require(self.global_step)
 
     def processes_of(self, on: str) -> Hashable | None:
         """The processes of a role, None for the controller's own."""
         return None if on == CONTROLLER else self.roles[on].processes
 
+    def checkpoints_to_keep(self) -> dict[str, int | None]:
+        trainer = self.config.trainer
+        return {"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep}
+
+    # ---- messages ---------------------------------------------------------------------------------------------------
+
+    def _summary(self) -> dict[str, str]:
+        """Topic -> what is going to run."""
+        config = self.config
+        validation = f"{len(self.val_dataset):,} prompts" if self.val_dataset is not None else "none"
+        return {
+            "model": config.actor_rollout_ref.model.path,
+            "algorithm": f"{self.recipe.name or config.algorithm.adv_estimator}; steps: {self.total_steps}",
+            "batch": batch_summary(config, critic=needs_critic(config)),
+            "data": f"{self.source.describe()}; validation: {validation}",
+            **({"placement": placement_words(self.pools)} if self.world_size > 1 else {}),
+            "flow": " -> ".join(op.name for op in self.pipeline.operators),
+        }
+
     def announce(self) -> None:
-        rows = f"{len(self.val_dataset):,} rows" if self.val_dataset is not None else "none"
-        logger.info("model: %s", self.config.actor_rollout_ref.model.path)
-        method = self.recipe.name or self.config.algorithm.adv_estimator
-        logger.info("algorithm: %s; steps: %d", method, self.total_steps)
-        logger.info("batch: %s", batch_summary(self.config, critic=needs_critic(self.config)))
-        logger.info("data: %s; validation: %s", self.source.describe(), rows)
-        if self.world_size > 1:
-            logger.info("placement: %s", placement_words(self.pools))
+        for topic, words in self._summary().items():
+            logger.info("%s: %s", topic, words)
         if self.config.trainer.overlap and len(self.pools) == 1:
             logger.warning(
-                "trainer.overlap=true: all roles share their processes, so at most the rewards are computed beside "
-                "their work; `placement` parts them"
+                "trainer.overlap=true: all roles share their processes, so at most the rewards overlap with other "
+                "work; `placement` puts roles on separate devices"
             )
-        logger.info("flow: %s", " -> ".join(op.name for op in self.pipeline.operators))
+
+    def plan(self) -> str:
+        words, trainer = self._summary(), self.config.trainer
+        saving = f"every {trainer.save_freq} steps" if trainer.save_freq > 0 else "never"
+        further = "; ".join(f"{topic}: {words[topic]}" for topic in words if topic not in ("model", "algorithm"))
+        return (
+            f"would train {self.total_steps} steps of {self.recipe.name or self.config.algorithm.adv_estimator} from "
+            f"{words['model']} with {self.world_size} process{'es' * (self.world_size > 1)} on the "
+            f"{self.run.backend} backend; {further}; checkpoints: {saving}, in {trainer.default_local_dir}"
+        )
+
+    # ---- metrics ----------------------------------------------------------------------------------------------------
 
     def step_metrics(self, batch: DataProto) -> dict[str, float]:
         folder = self.config.trainer.rollout_data_dir
         if folder:
             dump_generations(folder, self.global_step, batch, self.tokenizer)
         metrics = data_metrics(batch)
-        gap = batch.meta_info["metrics"].get("rollout/logprob_gap_max", 0.0)
-        if self.config.actor_rollout_ref.rollout.deterministic and gap != 0:
+        mismatch = batch.meta_info["metrics"].get("rollout/logprob_gap_max", 0.0)
+        if self.config.actor_rollout_ref.rollout.deterministic and mismatch != 0:
             logger.warning(
-                "step %d: log-probs of sampling and of training differ by up to %g, which rollout.deterministic rules "
-                "out: was rollout_log_probs changed in the flow? Else a library here rounds a row by its place",
+                "step %d: log-probs of rollout and training differ by up to %g although rollout.deterministic is true: "
+                "either an operator changed rollout_log_probs, or a library here is not batch-invariant",
                 self.global_step,
-                gap,
+                mismatch,
             )
-        if metrics.get("reward/tied_groups") == 1.0 and not self._said_tied:
-            self._said_tied = True
+        if metrics.get("reward/tied_groups") == 1.0 and not self._warned_of_equal_scores:
+            self._warned_of_equal_scores = True
             logger.warning(
-                "step %d: all answers to each prompt have the same score, so there is nothing to learn from comparing "
-                "them; is the task too hard or too easy for this model, or the reward not what you mean?",
+                "step %d: in every group all responses have the same score, so no advantage can be computed. The task "
+                "may be too hard or too easy for this model, or the reward function may be wrong",
                 self.global_step,
             )
         return metrics
 
     def validate(self) -> dict[str, float]:
-        """Answers to every validation prompt, scored: val-core/<source>/acc/mean@N and its relatives."""
+        """Generate and score responses to every validation prompt: val-core/<source>/acc/mean@N and related metrics."""
         if self.val_dataset is None:
             return {}
         logger.info("validating: %s prompts", f"{len(self.val_dataset):,}")
+        self.sync_weights()
         scored, texts = [], []
         size = self.config.data.val_batch_size or len(self.val_dataset)
         for start in range(0, len(self.val_dataset), size):
@@ -184,13 +214,9 @@ class PPOTrainer(Trainer):
             scored.append(self.validation.run(prompts))
             texts += generations(scored[-1], self.tokenizer)
         variables = numeric_columns(scored)
-        sources, uids = (setup.joined(scored, name) for name in ("data_source", "uid"))
+        sources, uids = (joined(scored, name) for name in ("data_source", "uid"))
         folder = self.config.trainer.validation_data_dir
         if folder:
             write_jsonl(Path(folder) / f"{self.global_step}.jsonl", texts)
         self.validation_samples = texts
-        return validation_metrics(sources, uids, variables, setup.predictions(scored))
-
-    def checkpoints_to_keep(self) -> dict[str, int | None]:
-        trainer = self.config.trainer
-        return {"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep}
+        return validation_metrics(sources, uids, variables, predictions(scored))

@@ -1,10 +1,9 @@
-"""Settings that change nothing with the chosen algorithm: each one that was set is said in the log, once.
+"""Settings that have no effect with the chosen algorithm: each one that was set is logged once.
 
-A setting belongs to the estimators and losses whose signatures ask for it. So what the chosen ones do not ask for, and
-others do, was meant for another algorithm: `algorithm.lam` with the estimator `grpo`, which has no lambda.
+A setting belongs to the estimators and losses whose signatures have it as a parameter. So what the chosen ones do not
+take, and others do, was meant for another algorithm: `algorithm.lam` with the estimator `grpo`, which has no lambda.
 """
 
-import logging
 from collections.abc import Callable, Iterator
 
 from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY
@@ -15,36 +14,28 @@ from verl.config.fields import derived_fields
 from verl.registry import Registry
 from verl.trainer.ppo_flow import needs_critic, needs_reference
 
-logger = logging.getLogger("verl.trainer")
-
 _ACTOR, _CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 
 
-def warn_of_unused_settings(config: schema.Config) -> None:
-    """One warning for each setting that was given and changes nothing, with the key and the reason."""
-    for note in unused_settings(config):
-        logger.warning(note)
-
-
 def unused_settings(config: schema.Config) -> list[str]:
-    """What is set, differs from its default, and is read by nothing in the chosen algorithm."""
+    """What was set, differs from its default, and is not read by the chosen algorithm: key, value and reason."""
     given = differences(config)
-    return [f"{key}: {given[key]} changes nothing with {reason}" for key, reason in _unused(config, list(given))]
+    return [f"{key}: {given[key]} has no effect with {reason}" for key, reason in _unused(config, list(given))]
 
 
 def _unused(config: schema.Config, given: list[str]) -> Iterator[tuple[str, str]]:
     loss, correction = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.algorithm.rollout_correction
     estimator = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
-    others = _asked_by_others(ADV_ESTIMATOR_REGISTRY, config.algorithm.adv_estimator)
-    yield from ((key, estimator) for key in _of(given, "algorithm") if _name(key) in others)
+    others = _parameters_of_others(ADV_ESTIMATOR_REGISTRY, config.algorithm.adv_estimator)
+    yield from ((key, estimator) for key in _in_section(given, "algorithm") if _name(key) in others)
 
-    others = _asked_by_others(POLICY_LOSS_REGISTRY, loss)
-    for key in (*_of(given, _ACTOR), *_of(given, _ACTOR + ".policy_loss")):
+    others = _parameters_of_others(POLICY_LOSS_REGISTRY, loss)
+    for key in (*_in_section(given, _ACTOR), *_in_section(given, _ACTOR + ".policy_loss")):
         if _name(key) in others:
             yield key, f"actor.policy_loss.loss_mode={loss}"
     for kind in ("rollout_is", "rollout_rs"):
         if correction.model_dump()[kind] is None:
-            for key in _of(given, _CORRECTION):
+            for key in _in_section(given, _CORRECTION):
                 if _name(key).startswith(kind + "_") and _name(key) in others:
                     yield key, f"{_CORRECTION}.{kind}=null and actor.policy_loss.loss_mode={loss}"
     if not needs_critic(config):
@@ -53,20 +44,20 @@ def _unused(config: schema.Config, given: list[str]) -> Iterator[tuple[str, str]
         yield from ((key, "no KL to a reference") for key in given if key.startswith("actor_rollout_ref.ref."))
 
 
-def _asked_by_others(registry: Registry[Callable], chosen: str) -> set[str]:
-    """Names that some registered function asks for and the chosen one does not; none where it takes all settings."""
+def _parameters_of_others(registry: Registry[Callable], chosen: str) -> set[str]:
+    """Parameters of the other registered functions that the chosen one lacks; none if it takes all settings."""
     own = parameter_names(registry[chosen])
     if "config" in own:
         return set()
-    # who asks for clip_ratio_low is reached by clip_ratio, which it follows
-    followed = {
+    # a function with the parameter clip_ratio_low is reached by clip_ratio, which is its default
+    defaults = {
         _name(key.strip("${}")) for key_of, key in derived_fields(schema.Config).items() if _name(key_of) in own
     }
-    return set().union(*(parameter_names(registered) for _, registered in registry.items())) - own - followed
+    return set().union(*(parameter_names(registered) for _, registered in registry.items())) - own - defaults
 
 
-def _of(given: list[str], section: str) -> list[str]:
-    """The keys that stand in a section itself, not in a part of it."""
+def _in_section(given: list[str], section: str) -> list[str]:
+    """The keys of a section itself, without those of its subsections."""
     return [key for key in given if key.rpartition(".")[0] == section]
 
 

@@ -259,9 +259,7 @@ class RolloutWorker(RolloutMethods):
         if train_dtype is None and model.lora_adapter_path is None:
             model = model.model_copy(update={"lora_rank": 0})  # adapters that were never trained change nothing
         self.device, self.timeout = on, timeout
-        self.rollout = Rollout(
-            rollout, model, env, stop_token_ids=stop_token_ids, stop=stop, tokenizer=tokenizer
-        )
+        self.rollout = Rollout(rollout, model, env, stop_token_ids=stop_token_ids, stop=stop, tokenizer=tokenizer)
         self._group: TransferGroup | None = None
 
     def max_over_ranks(self, values: list[float]) -> list[float]:

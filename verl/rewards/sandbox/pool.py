@@ -1,11 +1,15 @@
-"""Calling a function in a process that can be killed, under limits of time, memory and output.
+"""Function calls in other processes, with limits on time, memory and output.
 
-    ProcessPool.map(calls, limits)   in this process: hands calls to workers, keeps their deadlines, kills
-    python -m verl.rewards.sandbox.worker   the worker: calls one function after another
-    interrupt_after(seconds, call)   no process: an alarm in the main thread, for functions that are only slow
+    pool = ProcessPool(4)
+    call = Call(address_of(score), {"solution": text})
+    outcome = pool.run(call, Limits(wall_seconds=5))             # outcome.value, or outcome.failure
+    for position, outcome in pool.map(calls, limits): ...        # in the order in which the calls finish
 
-Workers are fresh interpreters, never forks: a trainer's process holds threads, locks and a CUDA context that no fork
-survives. So a function reaches a worker by its address, and what it returns must be picklable.
+`verl.rewards.sandbox.worker` is the program of the worker processes. A worker is a fresh interpreter (see
+`verl.utils.subprocess_pool`), so it finds a function by its address, and the return value must be picklable.
+
+`interrupt_after` needs no process: it interrupts a function in the main thread with an alarm, which is enough for
+functions that are only slow.
 """
 
 import atexit
@@ -16,7 +20,6 @@ import os
 import pickle
 import queue
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -27,24 +30,28 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-START_SECONDS = 300.0  # for a worker to start and to import the function's file: a cold shared disk is slow
+from verl.utils.subprocess_pool import PythonProcess, describe_exit
+
+START_SECONDS = 300.0  # for a worker to start and import the file of the function: a shared disk can be slow at first
 
 
 class DeadlineExceeded(BaseException):
-    """The alarm of `interrupt_after`. Not an Exception, so that a user's `except Exception` lets it pass."""
+    """The alarm of `interrupt_after`. Not an Exception, so that `except Exception` in user code does not catch it."""
 
 
 class WorkerError(RuntimeError):
-    """An exception raised in a worker; its text carries the traceback that the worker saw."""
+    """An exception raised in a worker process; the message has the traceback of that process."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one call may use. None: no limit of that kind.
+    """Limits of one call. None means no limit.
 
-    wall_seconds: real time; the worker is killed after it. cpu_seconds: processor time of all its threads, rounded up.
-    memory_bytes: memory beyond what the worker held before the call (Linux only). output_bytes: what it may print;
-    the rest is dropped, and said so.
+    Attributes:
+        wall_seconds: Elapsed time. The worker is killed when it is over.
+        cpu_seconds: CPU time of all threads, rounded up.
+        memory_bytes: Memory in addition to what the worker used before the call (Linux only).
+        output_bytes: Output that is kept. The rest is dropped, and the output says so.
     """
 
     wall_seconds: float | None = None
@@ -55,7 +62,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the function at `address` with keyword arguments."""
+    """A call of the function at `address` (see `address_of`) with keyword arguments."""
 
     address: tuple[str, str, str]
     arguments: Mapping[str, Any]
@@ -63,9 +70,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a call ended: `value`, or `failure` (a phrase that follows the function's name) and its `cause`.
+    """The result of a call.
 
-    over_limit: it was stopped at one of its limits, or took its process down.
+    Attributes:
+        value: The return value, if the call succeeded.
+        failure: Otherwise, what happened: a predicate whose subject is the function.
+        cause: The exception behind the failure, if there is one.
+        over_limit: Whether the call exceeded a limit or ended its process.
     """
 
     value: Any = None
@@ -80,33 +91,37 @@ class Outcome:
 
 
 def address_of(func: Callable) -> tuple[str, str, str]:
-    """(module, file, name) by which another process finds `func`.
+    """(module, file, name), by which another process can find `func`.
 
-    Raises ValueError for what has no address: a lambda, a function inside a function, one typed into a notebook or
-    defined in the script that was started (a worker that imported that script would run it again).
+    Raises:
+        ValueError: The function has no address: a lambda, an inner function, a callable object, or a function of
+            `__main__` (a worker that imports the main script would run it again).
     """
     module, name = (func.__module__, func.__qualname__) if inspect.isfunction(func) else ("__main__", "")
     if module == "__main__" or vars(sys.modules[module]).get(name) is not func:
         raise ValueError(
-            f"{func!r} cannot be called in another process: expected a function at the top level of a module or of a "
-            "file of its own (path and name), not a lambda, an inner function, a callable object or one of __main__"
+            f"{func!r} cannot be called in another process: expected a top-level function of a module or of a file "
+            "(given by path and name), not a lambda, an inner function, a callable object or a function of __main__"
         )
     return module, inspect.getfile(func), name
 
 
 def late(seconds: float, cause: BaseException | None = None) -> Outcome:
-    """The outcome of a call that was stopped at its deadline; `cause` shows where it was, if that is known."""
+    """The outcome of a call that was stopped at its deadline. cause: has the stack of the function, if it is known."""
     return Outcome(failure=f"did not end within {seconds:g} s and was stopped", cause=cause, over_limit=True)
+
+
+# ---- alarms in this process ---------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def alarm() -> Iterator[Callable[[float, Callable[[], Any]], Any]]:
-    """A function `interrupt(seconds, call)`: `call()`, interrupted by DeadlineExceeded after `seconds`.
+    """Yield a function `interrupt(seconds, call)`, which runs `call()` and raises DeadlineExceeded after `seconds`.
 
-    In the main thread only (Python's rule for signals). The handler is set once for many calls; an alarm that someone
-    else had set is put back at the end, with the time that is left of it.
+    Main thread only, since Python delivers signals there. The signal handler is set once for any number of calls. At
+    the end a previous alarm is restored, with its remaining time.
     """
-    limit: float | None = None  # of the call under way
+    limit: float | None = None  # of the running call
 
     def ring(signum, frame):
         if limit is not None:
@@ -116,7 +131,7 @@ def alarm() -> Iterator[Callable[[float, Callable[[], Any]], Any]]:
         nonlocal limit
         limit = seconds
         try:
-            # It rings again every second: a bare `except:` swallows the first ring, not all of them.
+            # Repeated every second: a bare `except:` in user code swallows one alarm, not all of them.
             signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
             try:
                 return call()
@@ -125,110 +140,103 @@ def alarm() -> Iterator[Callable[[float, Callable[[], Any]], Any]]:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
-    begun = time.monotonic()
+    start = time.monotonic()
     handler = signal.signal(signal.SIGALRM, ring)
-    left, interval = signal.setitimer(signal.ITIMER_REAL, 0)
+    remaining, interval = signal.setitimer(signal.ITIMER_REAL, 0)
     try:
         yield interrupt
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-        if left:
-            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - begun), 1e-3), interval)
+        if remaining:
+            signal.setitimer(signal.ITIMER_REAL, max(remaining - (time.monotonic() - start), 1e-3), interval)
 
 
 def interrupt_after(seconds: float, call: Callable[[], Any]) -> Any:
-    """One call under an `alarm`."""
+    """Run one call under an `alarm`."""
     with alarm() as interrupt:
         return interrupt(seconds, call)
 
 
+# ---- worker processes ---------------------------------------------------------------------------------------------
+
+
 class _Worker:
-    """One worker process as seen from here: idle, or at work on one call."""
+    """A worker process, idle or running one call. `deadline`: when the current phase of the call is over time."""
 
     def __init__(self) -> None:
-        self.connection, there = Pipe()
-        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
-        # Many workers share the cores: each with one thread, unless the user says otherwise.
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "verl.rewards.sandbox.worker", str(there.fileno())],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[there.fileno()],
-            start_new_session=True,
-            env=environment,
-        )
-        there.close()
-        self.ready = False
-        self.number = -1
+        self.connection, theirs = Pipe()
+        # Many workers share the cores: one thread each, unless the user sets another number.
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        with theirs:
+            self.process = PythonProcess("verl.rewards.sandbox.worker", [theirs.fileno()], environment)
+        self.position = -1
         self.deadline = math.inf
+        self._ready = False
 
-    def begin(self, number: int, job: bytes, limits: Limits) -> None:
-        """Give it a call (pickled). A worker that is still starting gets it when it says that it is ready."""
-        self.number, self._job, self._limits = number, job, limits
+    def start_call(self, position: int, job: bytes, limits: Limits) -> None:
+        """Run a pickled call. A worker that is still starting receives it when it is ready."""
+        self.position, self._job, self._limits = position, job, limits
         self._phase, self.deadline = "start", time.monotonic() + START_SECONDS
-        if self.ready:
+        if self._ready:
             self._send()
 
-    def hear(self) -> Outcome | None:
-        """Read one message; the outcome if the call has ended by it. EOFError, ConnectionResetError: it is dead."""
-        kind, *parts = pickle.loads(self.connection.recv_bytes())
+    def read_message(self) -> Outcome | None:
+        """Read one message; the outcome if it ends the call. EOFError or ConnectionResetError: the process ended."""
+        kind, *content = pickle.loads(self.connection.recv_bytes())
         if kind == "ready":
-            self.ready = True
+            self._ready = True
             self._send()
         elif kind == "called":
             self._phase = "call"
             seconds = self._limits.wall_seconds
             self.deadline = math.inf if seconds is None else time.monotonic() + seconds
         elif kind == "value":
-            return _returned(*parts)
+            return _value_outcome(*content)
         else:
-            return _raised(self._limits, *parts)
+            return _error_outcome(self._limits, *content)
         return None
 
-    def overdue(self) -> Outcome:
+    def deadline_outcome(self) -> Outcome:
         """The outcome of a call that was stopped at its deadline."""
         if self._phase == "start":
             return Outcome(failure=f"could not be loaded in another process within {START_SECONDS:g} s")
         return late(self._limits.wall_seconds)
 
-    def dead(self) -> Outcome:
-        """The outcome of a call whose process ended without one."""
-        # It has closed its end and is about to be gone: its own status says why, not that of a kill.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(5.0)
+    def exit_outcome(self) -> Outcome:
+        """The outcome of a call whose process ended."""
+        # The connection is closed before the process has ended: wait for its own exit status, not that of a kill.
+        self.process.wait(5.0)
         status = self.kill()
         if status == -signal.SIGXCPU:
             phrase = f"used more than {self._limits.cpu_seconds:g} s of processor time and was stopped"
             return Outcome(failure=phrase, over_limit=True)
-        reason = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-        hint = " (out of memory?)" if status == -signal.SIGKILL else ""
-        return Outcome(failure=f"ended its process: {reason}{hint}", over_limit=self._phase == "call")
+        failure = f"ended its process, which {describe_exit(status)}"
+        return Outcome(failure=failure, over_limit=self._phase == "call")
 
     def kill(self) -> int:
-        """End the process and what it has started; returns its exit status (negative: the signal)."""
+        """Kill the process and everything it started. Returns its exit status (negative: the signal)."""
         status = self.process.poll()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
         self.connection.close()
         return self.process.wait() if status is None else status
 
     def _send(self) -> None:
-        # A worker that has just died is found out when it is heard.
+        # If the worker has just ended, reading its next message reports that.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send_bytes(self._job)
 
 
-def _returned(value: bytes, output: str) -> Outcome:
-    _show(output)
+def _value_outcome(value: bytes, output: str) -> Outcome:
+    _print(output)
     try:
         return Outcome(value=pickle.loads(value))
-    except Exception as error:  # the value's own class decides what is raised here
+    except Exception as error:  # unpickling runs code of the value's class, which can raise anything
         return Outcome(failure="returned a value that cannot be read outside of its process", cause=error)
 
 
-def _raised(limits: Limits, kind: str, message: str, trace: str, output: str) -> Outcome:
-    _show(output)
+def _error_outcome(limits: Limits, kind: str, message: str, trace: str, output: str) -> Outcome:
+    _print(output)
     cause = WorkerError(f"in another process\n\n{trace}")
     if kind == "MemoryError" and limits.memory_bytes is not None:
         phrase = f"used more than {limits.memory_bytes >> 20} MiB of memory"
@@ -236,27 +244,27 @@ def _raised(limits: Limits, kind: str, message: str, trace: str, output: str) ->
     return Outcome(failure=f"raised {kind}: {message}", cause=cause)
 
 
-def _show(output: str) -> None:
+def _print(output: str) -> None:
     if output:
         sys.stdout.write(output)
 
 
 class ProcessPool:
-    """At most `size` workers, started when first needed and kept. May be used from several threads at once."""
+    """Up to `size` workers, started on demand and reused. Can be used from several threads at the same time."""
 
     def __init__(self, size: int):
         if size < 1:
             raise ValueError(f"a process pool needs at least 1 process, found {size}")
         self.size = size
         self._owner = os.getpid()
-        # A slot is a worker, or None where one may be started. Last in, first out: the same few stay busy.
+        # A slot is a worker, or None if one may be started. Last in, first out, to reuse as few workers as possible.
         self._slots: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         for _ in range(size):
             self._slots.put(None)
         atexit.register(self.close)
 
     def close(self) -> None:
-        """End the idle workers. The pool can be used again. A forked copy of the pool leaves them alone."""
+        """Kill the idle workers. The pool can be used again. In a forked copy of the pool this does nothing."""
         if os.getpid() != self._owner:
             return
         slots = []
@@ -269,38 +277,44 @@ class ProcessPool:
             self._slots.put(None)
 
     def run(self, call: Call, limits: Limits) -> Outcome:
-        """One call; waits for its end."""
+        """Run one call and wait for its outcome."""
         return next(outcome for _, outcome in self.map([call], limits))
 
     def map(self, calls: Sequence[Call], limits: Limits) -> Iterator[tuple[int, Outcome]]:
-        """(position, outcome) of every call, in the order in which they end.
+        """Run calls in parallel.
 
-        The clock of a call starts when the worker calls the function: starting and importing have a limit of their own.
-        Workers that are still busy when the iterator is closed are killed.
+        Closing the iterator kills the workers that are still busy.
+
+        Args:
+            calls: The calls.
+            limits: Limits of each call. Starting a worker and importing the function do not count; they have a limit of
+                `START_SECONDS`.
+
+        Yields:
+            (position in `calls`, outcome), in the order in which the calls finish.
         """
         pending = deque(enumerate(calls))
         busy: dict[Connection, _Worker] = {}
         try:
             while pending or busy:
-                for worker in self._take(len(pending), wait_for_one=not busy):
-                    number, call = pending.popleft()
+                for worker in self._acquire(len(pending), wait_for_one=not busy):
+                    position, call = pending.popleft()
                     busy[worker.connection] = worker
                     try:
                         job = pickle.dumps((call.address, limits, pickle.dumps(dict(call.arguments))))
-                    except Exception as error:  # the arguments' own classes decide what is raised here
-                        self._give_back(busy, worker)
-                        phrase = "has arguments that cannot be sent to another process"
-                        yield number, Outcome(failure=phrase, cause=error)
+                    except Exception as error:  # pickling runs code of the arguments' classes, which can raise anything
+                        self._release(busy, worker)
+                        failure = "has arguments that cannot be sent to another process"
+                        yield position, Outcome(failure=failure, cause=error)
                         continue
-                    worker.begin(number, job, limits)
-                yield from self._attend(busy)
+                    worker.start_call(position, job, limits)
+                yield from self._poll(busy)
         finally:
             for worker in list(busy.values()):
-                worker.kill()
-                self._give_back(busy, worker, alive=False)
+                self._release(busy, worker, alive=False)
 
-    def _take(self, wanted: int, wait_for_one: bool) -> Iterator[_Worker]:
-        """Up to `wanted` free workers, started where there is none yet."""
+    def _acquire(self, wanted: int, wait_for_one: bool) -> Iterator[_Worker]:
+        """Up to `wanted` free workers, started if necessary."""
         for _ in range(wanted):
             try:
                 slot = self._slots.get(block=wait_for_one)
@@ -308,35 +322,35 @@ class ProcessPool:
                 return
             wait_for_one = False
             try:
-                # One that was ended from outside while it was idle is replaced.
+                # A worker that was killed from outside while it was idle is replaced.
                 worker = slot if slot is not None and slot.process.poll() is None else _Worker()
             except OSError:
                 self._slots.put(None)
                 raise
             yield worker
 
-    def _give_back(self, busy: dict[Connection, _Worker], worker: _Worker, alive: bool = True) -> None:
+    def _release(self, busy: dict[Connection, _Worker], worker: _Worker, alive: bool = True) -> None:
+        del busy[worker.connection]
         if not alive:
             worker.kill()
-        del busy[worker.connection]
         self._slots.put(worker if alive else None)
 
-    def _attend(self, busy: dict[Connection, _Worker]) -> Iterator[tuple[int, Outcome]]:
-        """Wait until a worker speaks, dies or is overdue; yields the calls that have ended by that."""
+    def _poll(self, busy: dict[Connection, _Worker]) -> Iterator[tuple[int, Outcome]]:
+        """Wait until a worker sends a message, ends or reaches its deadline; yield the calls that are finished."""
         nearest = min((w.deadline for w in busy.values()), default=0.0)
         timeout = None if nearest == math.inf else max(nearest - time.monotonic(), 0.0)
         for connection in wait(list(busy), timeout):
             worker = busy[connection]
             try:
-                outcome, alive = worker.hear(), True
+                outcome, alive = worker.read_message(), True
             except (EOFError, ConnectionResetError):
-                outcome, alive = worker.dead(), False
+                outcome, alive = worker.exit_outcome(), False
             if outcome is not None:
-                self._give_back(busy, worker, alive)
-                yield worker.number, outcome
+                self._release(busy, worker, alive)
+                yield worker.position, outcome
         for worker in [w for w in busy.values() if w.deadline <= time.monotonic()]:
-            self._give_back(busy, worker, alive=False)
-            yield worker.number, worker.overdue()
+            self._release(busy, worker, alive=False)
+            yield worker.position, worker.deadline_outcome()
 
 
 _shared: dict[int, ProcessPool] = {}
@@ -344,7 +358,7 @@ _shared_lock = threading.Lock()
 
 
 def shared_pool() -> ProcessPool:
-    """The pool of this process for single calls that need isolation. A forked child gets one of its own."""
+    """The pool of this process for occasional calls. A forked child gets its own."""
     with _shared_lock:
         if os.getpid() not in _shared:
             _shared[os.getpid()] = ProcessPool(min(4, os.cpu_count() or 1))

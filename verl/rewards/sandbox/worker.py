@@ -1,8 +1,8 @@
-"""The worker of `ProcessPool`: calls one function after another, under limits, until its parent is gone.
+"""The worker process of `ProcessPool`: runs calls under limits until its parent ends.
 
-Started as `python -m verl.rewards.sandbox.worker FD`, FD being its end of the connection. It reads pickled
-(address, limits, pickled arguments) and answers with ("called",), when the function is found and the clock starts, and
-then ("value", pickled value, output) or ("error", type, message, traceback, output).
+Started as `python -m verl.rewards.sandbox.worker FD`, where FD is its end of the connection. It sends ("ready",), reads
+pickled (address, limits, pickled arguments), and replies with ("called",) when the function is loaded and the call
+starts, and then with ("value", pickled value, output) or ("error", type, message, traceback, output).
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from verl.rewards.sandbox.pool import Limits
 
 @cache
 def find_function(module: str, file: str, name: str) -> Callable:
-    """The function at an address: from the module if that is the same file here, else from the file itself."""
+    """Load the function at an address: from the module if that is the same file here, otherwise from the file."""
     spec = importlib.util.find_spec(module) if _parent_exists(module) else None
     same = spec is not None and spec.origin is not None and Path(spec.origin).resolve() == Path(file).resolve()
     found = importlib.import_module(module) if same else import_module(file)
@@ -38,37 +38,37 @@ def find_function(module: str, file: str, name: str) -> Callable:
 
 
 def _parent_exists(module: str) -> bool:
-    """Whether the packages above `module` can be imported: `find_spec` wants that."""
+    """Whether the parent packages of `module` exist, as `find_spec` requires."""
     parent = module.rpartition(".")[0]
     return not parent or (_parent_exists(parent) and importlib.util.find_spec(parent) is not None)
 
 
 class BoundedOutput(io.TextIOBase):
-    """A text stream that keeps the first `limit` characters and counts the rest."""
+    """A text stream that keeps the first `limit` characters and counts the others."""
 
     def __init__(self, limit: int):
-        self._parts: list[str] = []
-        self._room, self._dropped = limit, 0
+        self._chunks: list[str] = []
+        self._remaining, self._dropped = limit, 0
 
     def writable(self) -> bool:
         return True
 
     def write(self, text: str) -> int:
-        kept = text[: self._room]
+        kept = text[: self._remaining]
         if kept:
-            self._parts.append(kept)
-            self._room -= len(kept)
+            self._chunks.append(kept)
+            self._remaining -= len(kept)
         self._dropped += len(text) - len(kept)
         return len(text)
 
     def text(self) -> str:
         note = f"\n[{self._dropped} more characters of output were dropped]\n" if self._dropped else ""
-        return "".join(self._parts) + note
+        return "".join(self._chunks) + note
 
 
 @contextlib.contextmanager
 def limited(limits: Limits):
-    """Real time, processor time and memory of this process, counted from here. Memory is limited on Linux only."""
+    """Limit elapsed time, CPU time and memory of this process from here on. Memory is limited on Linux only."""
     bounds = {}
     if limits.cpu_seconds is not None:
         usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -80,7 +80,7 @@ def limited(limits: Limits):
     for kind, soft in bounds.items():
         resource.setrlimit(kind, (soft, before[kind][1]))
     if limits.wall_seconds is not None:
-        # The parent keeps this deadline. The alarm, which nobody handles, ends the process should the parent be gone.
+        # The parent enforces this deadline. The alarm has no handler and ends the process if the parent has ended.
         signal.setitimer(signal.ITIMER_REAL, limits.wall_seconds + 30.0)
     try:
         yield
@@ -90,8 +90,8 @@ def limited(limits: Limits):
             resource.setrlimit(kind, limit)
 
 
-def answer(connection: Connection, address: tuple[str, str, str], limits: Limits, arguments: bytes) -> tuple:
-    """The message that tells how one call ended."""
+def run_call(connection: Connection, address: tuple[str, str, str], limits: Limits, arguments: bytes) -> tuple:
+    """Run one call and return the message with its result."""
     output = BoundedOutput(limits.output_bytes)
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
@@ -102,7 +102,7 @@ def answer(connection: Connection, address: tuple[str, str, str], limits: Limits
                 if inspect.iscoroutine(value):
                     value = asyncio.run(value)
             return "value", _pickled(value), output.text()
-    except BaseException as error:  # sys.exit() in a user's function included: the worker lives on
+    except BaseException as error:  # including SystemExit: sys.exit() in user code does not end the worker
         trace = "".join(traceback.format_exception(error))
         return "error", type(error).__name__, str(error)[:2000], trace[-20000:], output.text()
 
@@ -110,12 +110,12 @@ def answer(connection: Connection, address: tuple[str, str, str], limits: Limits
 def _pickled(value: object) -> bytes:
     try:
         return pickle.dumps(value)
-    except Exception as error:  # the value's own class decides what is raised here
+    except Exception as error:  # pickling runs code of the value's class, which can raise anything
         raise TypeError(f"returned a {type(value).__name__} that cannot be sent to another process: {error}") from error
 
 
-def die_with(parent: int) -> None:
-    """End this process when its parent is gone, also while a function hangs."""
+def exit_with_parent(parent: int) -> None:
+    """End this process when its parent ends, also while a function hangs."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
@@ -123,12 +123,12 @@ def die_with(parent: int) -> None:
 
 def main() -> None:
     connection = Connection(int(sys.argv[1]))
-    threading.Thread(target=die_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=exit_with_parent, args=(os.getppid(),), daemon=True).start()
     connection.send_bytes(pickle.dumps(("ready",)))
     with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
         while True:
             job = pickle.loads(connection.recv_bytes())
-            connection.send_bytes(pickle.dumps(answer(connection, *job)))
+            connection.send_bytes(pickle.dumps(run_call(connection, *job)))
 
 
 if __name__ == "__main__":

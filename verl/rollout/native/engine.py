@@ -232,7 +232,7 @@ class NativeRollout(RolloutEngine):
     def _larger_slot_decoder(
         self, scheduler: SlotScheduler, rows: list[Row]
     ) -> TorchDecoder | BatchInvariantDecoder | None:
-        """The scheduler's decoder, with a larger cache and longer tables where `rows` need them; None: out of memory."""
+        """The scheduler's decoder, with a larger cache and longer tables if `rows` need them; None: no memory."""
         cache, decoder = self._cache, scheduler.decoder
         longest = max(len(row.prompt) + row.limit for row in rows)
         wanted = min(self.max_rows, scheduler.active + len(scheduler.waiting) + len(rows))

@@ -403,9 +403,7 @@ class PagedScheduler:
         self.finished = []
         return found
 
-    def _completion(
-        self, sample: Sample, tokens: np.ndarray, log_probs: np.ndarray, is_stop: np.ndarray
-    ) -> Completion:
+    def _completion(self, sample: Sample, tokens: np.ndarray, log_probs: np.ndarray, is_stop: np.ndarray) -> Completion:
         """tokens, log_probs, is_stop: the line of a sample, (limit,) or longer."""
         row, limit = sample.row, sample.row.limit if sample.aborted_at is None else sample.aborted_at
         hits = is_stop[:limit]

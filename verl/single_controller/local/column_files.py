@@ -1,8 +1,8 @@
-"""Batches by reference between the processes of one host: large columns lie in memory files.
+"""Batches by reference between the processes of one host: large columns are in memory files.
 
-A rank writes the large columns of a result into a memory file once. The controller holds the file's descriptor and a
-RemoteTensor for each column, which costs it no memory until an operator reads one; a rank that needs rows gets the
-descriptor and reads them itself. A file is gone when no column refers to it any more.
+A rank writes the large columns of a result into a memory file. The controller holds the file descriptor and a
+RemoteTensor per column, and uses no memory until an operator reads one. A rank that needs rows receives the descriptor
+and reads them itself. A file is freed when no column refers to it.
 """
 
 from collections.abc import Mapping
@@ -11,82 +11,81 @@ from typing import Any
 
 import torch
 
-from verl.single_controller.data_plane import Packed, PackedCall, large_columns, load_call
 from verl.single_controller.dispatch import Call
 from verl.single_controller.local.transport import MemoryFile, Message, Parcel
-from verl.single_controller.remote_tensor import RemoteTensor, Source
+from verl.single_controller.remote_batch import Packed, PackedCall, RemoteTensor, Source, large_columns, load_call
 
 
 @dataclass(frozen=True)
-class Column:
-    """Where a column lies in a memory file."""
+class ColumnLocation:
+    """Where a column is in a memory file. offset: in bytes."""
 
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def read(self, file: MemoryFile, rows: torch.Tensor) -> torch.Tensor:
-        """Some rows (n,). Rows that follow one another are not copied before somebody writes into them."""
+        """Rows (n,) of the column. Consecutive rows are mapped copy-on-write instead of copied."""
         count = torch.Size(self.shape).numel()
-        whole = torch.frombuffer(file.map(), dtype=self.dtype, count=count, offset=self.offset).view(self.shape)
+        column = torch.frombuffer(file.map(), dtype=self.dtype, count=count, offset=self.offset).view(self.shape)
         first, n = int(rows[0]), len(rows)
         if torch.equal(rows, torch.arange(first, first + n)):
-            return whole[first : first + n]
-        return whole[rows]
+            return column[first : first + n]
+        return column[rows]
 
 
 class FileSource(Source):
-    """The columns of one result, in a memory file."""
+    """The large columns of one result, in a memory file."""
 
     def __init__(self, file: MemoryFile):
         self.file = file
-        self.columns: dict[str, Column] = {}
+        self.columns: dict[str, ColumnLocation] = {}
 
     def fetch(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         return self.columns[name].read(self.file, rows)
 
 
 def result_parcel(value: Any) -> Parcel:
-    """What a rank sends of a result: all but its large columns, and the file with these."""
+    """On a rank: pack a result, with its large columns in a memory file."""
     large = large_columns(value)
     if not large:
         return Parcel(value)
     tensors = [t.detach().cpu().contiguous() for t in large.values()]
     file, offsets, _ = MemoryFile.of([memoryview(t.reshape(-1).view(torch.uint8).numpy()) for t in tensors])
-    places = [Column(offset, tuple(t.shape), t.dtype) for offset, t in zip(offsets, tensors)]
-    references = {id(t): (name, place) for (name, t), place in zip(large.items(), places)}
-    return Parcel(value, lambda part: references.get(id(part)) if isinstance(part, torch.Tensor) else None, [file])
+    locations = [ColumnLocation(offset, tuple(t.shape), t.dtype) for offset, t in zip(offsets, tensors)]
+    references = {id(t): (name, location) for (name, t), location in zip(large.items(), locations)}
+    return Parcel(value, lambda x: references.get(id(x)) if isinstance(x, torch.Tensor) else None, [file])
 
 
 def load_result(message: Message) -> Any:
-    """A rank's result on the controller, with a RemoteTensor for each large column."""
+    """On the controller: unpack a result, with a RemoteTensor for each large column."""
     sources = [FileSource(file) for file in message.files]
 
-    def original(reference: tuple[str, Column]) -> RemoteTensor:
+    def resolve(reference: tuple[str, ColumnLocation]) -> RemoteTensor:
         (source,) = sources
-        name, column = reference
-        source.columns[name] = column
-        return RemoteTensor.whole(name, source, column.shape, column.dtype)
+        name, location = reference
+        source.columns[name] = location
+        return RemoteTensor.from_source(name, source, location.shape, location.dtype)
 
-    return message.load(original)
+    return message.load(resolve)
 
 
 def call_parcel(role: str, method: str, call: Call) -> Parcel:
-    """What a rank is sent of a call: its arguments, and the files with the columns among them."""
+    """On the controller: pack a call, with the memory files of the remote columns among its arguments."""
     packed = PackedCall((call.args, call.kwargs), FileSource)
-    sources: list[FileSource] = list(dict.fromkeys(take.source for take in packed.takes))
-    takes = [
-        (sources.index(take.source), {name: take.source.columns[name] for name in take.names}, take.rows)
-        for take in packed.takes
+    sources: list[FileSource] = list(dict.fromkeys(ref.source for ref in packed.refs))
+    refs = [
+        (sources.index(ref.source), {name: ref.source.columns[name] for name in ref.names}, ref.rows)
+        for ref in packed.refs
     ]
-    content = (role, method, call.padding, packed.packed, takes)
+    content = (role, method, call.padding, packed.packed, refs)
     return Parcel(content, files=[source.file for source in sources])
 
 
-def unpack_call(message: Message, packed: Packed, takes: list) -> tuple[tuple, Mapping[str, Any]]:
-    """(args, kwargs) of a call on the rank that is called, from what `message` says of them."""
-    taken = [
-        {name: column.read(message.files[number], rows) for name, column in columns.items()}
-        for number, columns, rows in takes
+def unpack_call(message: Message, packed: Packed, refs: list) -> tuple[tuple, Mapping[str, Any]]:
+    """On a rank: the (args, kwargs) of a call, from the last fields of a `call_parcel` and the files of its message."""
+    columns = [
+        {name: location.read(message.files[number], rows) for name, location in locations.items()}
+        for number, locations, rows in refs
     ]
-    return load_call(packed, taken)
+    return load_call(packed, columns)

@@ -1,4 +1,4 @@
-"""Workers of this host, without Ray. One worker is an object of this process, several are processes."""
+"""Workers on this host, without Ray: one worker is an object of this process, several are processes."""
 
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
@@ -6,20 +6,24 @@ from typing import Any
 
 from verl.single_controller.dispatch import Call
 from verl.single_controller.local.process_pool import ProcessPool
-from verl.single_controller.worker import Place, Worker, WorkerSpec, free_port
+from verl.single_controller.worker import RankEnv, Worker, WorkerSpec, free_port
 from verl.single_controller.worker_group import CALL_TIMEOUT, Future, WorkerGroup
 
 
-class ThisProcess:
-    """The pool of one: workers that are objects of this process. A call has run when its Future is returned, and an
-    error passes as it was raised, with its own stack and a note that names role and rank."""
+class InProcessPool:
+    """Workers that are objects of this process, one per role, as rank 0 of 1.
+
+    A call has finished when its Future is returned. An exception is raised unchanged, with its own traceback and a note
+    with role and method.
+    """
 
     def __init__(self, specs: Mapping[str, WorkerSpec]):
-        place = Place(master_port=free_port())
+        rank_env = RankEnv(master_port=free_port())
         self.roles = set(specs)
-        self.workers: dict[str, Worker] = {role: spec.build(place) for role, spec in specs.items()}
+        self.workers: dict[str, Worker] = {role: spec.build(rank_env) for role, spec in specs.items()}
 
     def call(self, role: str, method: str, calls: list[Call | None]) -> Future[list]:
+        """Run `method` of `role`."""
         (call,) = calls
         try:
             return Future.of([call.finish(getattr(self.workers[role], method)(*call.args, **call.kwargs))])
@@ -28,6 +32,7 @@ class ThisProcess:
             raise
 
     def release(self, role: str) -> None:
+        """Drop the worker of a role."""
         self.roles.discard(role)
         self.workers.pop(role, None)
 
@@ -35,12 +40,20 @@ class ThisProcess:
 class LocalWorkerGroup(WorkerGroup):
     """A Worker class over `n_workers` ranks of this host.
 
-    One worker lives in this process, and a call on the group is a call of its method. Several workers, or workers with
-    `devices`, are processes of their own: see `process_pool` for what happens when one fails, dies or hangs.
+        with LocalWorkerGroup(WorkerSpec(MyWorker, {"scale": 2.0}), n_workers=4) as group:
+            out = group.multiply(batch)
 
-    name: the role, as errors call it. timeout: seconds that one call may take in other processes. devices: the GPU
-    numbers that these see (rank i uses the i-th). pool: processes made before, which have this role already
-    (`colocate`); then it alone decides about number, timeout and devices.
+    A single worker is an object of this process, and a call on the group is a call of its method. Several workers, or
+    workers with `devices`, run in processes; see `process_pool` for how errors, crashes and hangs are reported.
+
+    Args:
+        spec: How to construct the workers.
+        n_workers: Number of ranks.
+        name: Role shown in errors; the name of the class by default.
+        timeout: Limit of one call in other processes, seconds.
+        devices: Indices of the visible GPUs; rank i uses the i-th of them.
+        pool: Existing processes that host this role already (see `colocate`); `timeout` and `devices` are then
+            ignored.
     """
 
     def __init__(
@@ -51,30 +64,30 @@ class LocalWorkerGroup(WorkerGroup):
         *,
         timeout: float = CALL_TIMEOUT,
         devices: Sequence[int] | None = None,
-        pool: ThisProcess | ProcessPool | None = None,
+        pool: InProcessPool | ProcessPool | None = None,
     ):
         super().__init__(spec.worker_class, n_workers, name)
         self._pool = pool or make_pool({self.name: spec}, n_workers, timeout=timeout, devices=devices)
-        # a group that nobody holds any more gives its role back; `discard` alone is safe wherever that is noticed
-        self._forgotten = weakref.finalize(self, self._pool.roles.discard, self.name)
-        self._forgotten.atexit = False
+        # Release the role when the group is garbage-collected; `discard` is safe in any thread.
+        self._finalizer = weakref.finalize(self, self._pool.roles.discard, self.name)
+        self._finalizer.atexit = False
 
     @property
     def worker(self) -> Worker:
-        """The worker itself, where it lives in this process. Raises ValueError where it does not."""
-        if not isinstance(self._pool, ThisProcess):
-            raise ValueError(f"the {self.world_size} workers of {self.name!r} live in processes of their own")
+        """The worker, if it is an object of this process. Raises ValueError otherwise."""
+        if not isinstance(self._pool, InProcessPool):
+            raise ValueError(f"the {self.world_size} workers of {self.name!r} run in other processes")
         return self._pool.workers[self.name]
 
     @property
     def processes(self) -> Hashable | None:
-        return None if isinstance(self._pool, ThisProcess) else self._pool
+        return None if isinstance(self._pool, InProcessPool) else self._pool
 
     def execute(self, method: str, calls: list[Call | None]) -> Future[list]:
         return self._pool.call(self.name, method, calls)
 
     def shutdown(self) -> None:
-        """End the role. Processes end with the last role that lives in them."""
+        """Release the role. The processes stop when their last role is released."""
         self._pool.release(self.name)
 
 
@@ -85,25 +98,37 @@ def make_pool(
     timeout: float = CALL_TIMEOUT,
     devices: Sequence[int] | None = None,
     env: Mapping[str, str] | None = None,
-    apart: bool = False,
-) -> ThisProcess | ProcessPool:
-    """Where the workers of some roles live: this process, or processes of their own.
+    separate_process: bool = False,
+) -> InProcessPool | ProcessPool:
+    """Start the workers of one or more roles, in this process or in others.
 
-    env: further variables of the environment of these. apart: a process of its own even for one worker.
+    Args:
+        specs: Role -> how to construct its workers.
+        n_workers: Number of ranks.
+        timeout: Limit of one call in other processes, seconds.
+        devices: Indices of the visible GPUs; rank i uses the i-th of them.
+        env: Additional environment variables of the processes.
+        separate_process: Start a process even for a single worker.
     """
     if n_workers < 1:
         raise ValueError(f"n_workers: expected at least 1, found {n_workers}")
     if devices is not None and len(devices) != n_workers:
         raise ValueError(f"devices: expected one for each of the {n_workers} workers, found {list(devices)}")
-    if n_workers == 1 and devices is None and not env and not apart:
-        return ThisProcess(specs)
+    if n_workers == 1 and devices is None and not env and not separate_process:
+        return InProcessPool(specs)
     return ProcessPool(specs, n_workers, timeout=timeout, devices=devices, env=env)
 
 
-def colocate(specs: Mapping[str, WorkerSpec], n_workers: int = 1, **where: Any) -> dict[str, LocalWorkerGroup]:
-    """Several roles in the same process(es): one group per role. Their calls run one after another, in call order.
+def colocate(specs: Mapping[str, WorkerSpec], n_workers: int = 1, **options: Any) -> dict[str, LocalWorkerGroup]:
+    """Run several roles in the same process(es). Their calls run one after another, in call order.
 
-    where: timeout, devices, env and apart, as in `make_pool`.
+    Args:
+        specs: Role -> how to construct its workers.
+        n_workers: Number of ranks.
+        **options: timeout, devices, env and separate_process of `make_pool`.
+
+    Returns:
+        One group per role.
     """
-    pool = make_pool(specs, n_workers, **where)
+    pool = make_pool(specs, n_workers, **options)
     return {role: LocalWorkerGroup(spec, n_workers, role, pool=pool) for role, spec in specs.items()}

@@ -1,14 +1,14 @@
-"""ProcessPool: n processes of this host, each with one worker per role, watched until they end.
+"""ProcessPool: n processes of this host, each with one worker per role.
 
-One thread of this process reads the answers and looks after the processes:
+A monitor thread of this process reads the replies and watches the processes:
 
-- an exception on one rank: the others, which may be waiting for it in a collective, are stopped at once, and the
-  caller gets the error of the rank that failed first;
-- a process that dies is named within a fraction of a second, with the signal or exit status;
-- a call that takes longer than `timeout` ends with the stacks of all threads of all ranks;
-- the processes end with this one, however it ends.
+- If one rank raises, the other ranks, which may be waiting for it in a collective, are killed immediately, and the
+  caller gets the error of the rank that failed first.
+- If a process dies, the error names it within a fraction of a second, with the signal or exit status.
+- If a call takes longer than `timeout`, the error has the stacks of all threads of all ranks.
+- The processes end with this one, however it ends.
 
-After any of these the pool is over: its workers' state is not to be trusted, and each later call says why.
+After any of these failures the state of the workers is unknown, so the pool stops: later calls raise the reason.
 """
 
 import atexit
@@ -16,17 +16,13 @@ import concurrent.futures
 import os
 import resource
 import selectors
-import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import IO
 
 import torch
 
@@ -34,55 +30,56 @@ from verl.single_controller.dispatch import Call
 from verl.single_controller.local.column_files import call_parcel, load_result
 from verl.single_controller.local.transport import Kind, Message, Parcel, receive, send
 from verl.single_controller.placement import visible_devices
-from verl.single_controller.worker import Place, WorkerSpec, free_port
-from verl.single_controller.worker_group import Future, Trouble, WorkerDied, WorkerError, WorkerTimeout, first_error
+from verl.single_controller.worker import RankEnv, WorkerSpec, free_port
+from verl.single_controller.worker_group import Failure, Future, WorkerDied, WorkerError, WorkerTimeout, first_error
+from verl.utils.subprocess_pool import PythonProcess, describe_exit
 
-_TICK = 0.1  # seconds between two looks at the processes
-_SETTLE = 0.25  # seconds in which further failures are still awaited, to tell the first one from those it caused
-_GRACE = 5.0  # seconds that a process has to end by itself after STOP
-_SIGNAL_NAMES = {s.value: s.name for s in signal.Signals}
+_POLL_SECONDS = 0.1  # between two checks of exits and deadlines
+_SETTLE_SECONDS = 0.25  # after a failure, to collect others: the first one is the cause
+_SHUTDOWN_SECONDS = 5.0  # for a process to end by itself after STOP
 
 
 @dataclass
-class _Process:
-    """One rank as the pool sees it."""
+class _Rank:
+    """The process of one rank, and the connection to it."""
 
     rank: int
-    popen: subprocess.Popen
+    process: PythonProcess
     connection: socket.socket
-    stacks: IO[bytes]
-    reported_dead: bool = False
-
-    def kill(self) -> None:
-        """End the process and everything that it started: they share a process group."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.popen.pid, signal.SIGKILL)
-
-    def read_stacks(self) -> str:
-        self.stacks.seek(0)
-        return self.stacks.read().decode(errors="replace").strip() or "(no stacks: the process did not answer)"
+    exit_reported: bool = False
 
 
 @dataclass
-class _Pending:
-    """A call under way. `started`: when the processes came to it, as far as the pool can tell."""
+class _PendingCall:
+    """A call that has not finished.
+
+    Attributes:
+        waiting: Ranks that have not replied.
+        replies: Reply of each rank that has.
+        started: When the processes began to work on it, as far as the pool knows; None while it is queued.
+    """
 
     role: str
     method: str
     waiting: set[int]
-    answers: dict[int, Message] = field(default_factory=dict)
+    replies: dict[int, Message] = field(default_factory=dict)
     done: threading.Event = field(default_factory=threading.Event)
     error: WorkerError | None = None
     started: float | None = None
 
 
 class ProcessPool:
-    """`n` processes with one worker per role of `specs`. Made and ready when the constructor returns.
+    """`n` processes with one worker per role. The workers are constructed when `__init__` returns.
 
-    timeout: seconds that one call (or the making of the workers) may take; may be changed between calls.
-    devices: the GPU numbers that the processes see (rank i uses the i-th); None leaves CUDA_VISIBLE_DEVICES alone.
-    env: further variables of the processes, beside those of this one.
-    Raises WorkerError when a worker cannot be made.
+    Args:
+        specs: Role -> how to construct its workers.
+        n: Number of processes.
+        timeout: Limit of one call, or of the construction of the workers, seconds. May be changed between calls.
+        devices: Indices of the visible GPUs, rank i uses the i-th of them; None leaves CUDA_VISIBLE_DEVICES unchanged.
+        env: Environment variables in addition to those of this process.
+
+    Raises:
+        WorkerError: A worker could not be constructed.
     """
 
     def __init__(
@@ -97,27 +94,28 @@ class ProcessPool:
         self.roles = set(specs)
         self.timeout = timeout
         self._lock = threading.Lock()
-        self._pending: dict[int, _Pending] = {}
-        self._calls = 0
-        self._over: WorkerError | None = None
-        self._troubles: list[Trouble] = []
+        self._pending: dict[int, _PendingCall] = {}
+        self._num_calls = 0
+        self._fatal: WorkerError | None = None
+        self._failures: list[Failure] = []
         self._settled_at: float | None = None
-        self._processes: list[_Process] = []
+        self._ranks: list[_Rank] = []
         self._selector = selectors.DefaultSelector()
-        self._lifeline, self._life = os.pipe()
-        _allow_many_files()
+        # A pipe without a writer but this process: its end of file tells the children that this process is gone.
+        self._lifeline, self._lifeline_writer = os.pipe()
+        _raise_open_files_limit()
         port = free_port()
-        places = [Place(rank, n, rank, n, master_port=port) for rank in range(n)]
-        environments = [_environment(place, devices, env or {}) for place in places]
+        rank_envs = [RankEnv(rank, n, rank, n, master_port=port) for rank in range(n)]
+        environments = [_environment(rank_env, devices, env or {}) for rank_env in rank_envs]
         started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(
-            target=self._serve, args=(environments, started), name="worker watch", daemon=True
+            target=self._monitor, args=(environments, started), name="worker monitor", daemon=True
         )
         self._thread.start()
         atexit.register(self.stop)
         try:
             started.result()
-            messages = [(Kind.START, Parcel((dict(specs), place))) for place in places]
+            messages = [(Kind.START, Parcel((dict(specs), rank_env))) for rank_env in rank_envs]
             self._send_all("+".join(specs), "__init__", messages).get()
         except BaseException:
             self.stop()
@@ -127,7 +125,7 @@ class ProcessPool:
 
     def call(self, role: str, method: str, calls: list[Call | None]) -> Future[list]:
         """Run `method` of `role` on every rank that has a Call; results in rank order."""
-        parcels: dict[tuple, Parcel] = {}  # what several ranks get is packed once
+        parcels: dict[tuple, Parcel] = {}  # packed once for all ranks with the same arguments
         messages: list[tuple[Kind, Parcel] | None] = [None] * len(calls)
         for rank, call in enumerate(calls):
             if call is not None:
@@ -138,207 +136,184 @@ class ProcessPool:
         return self._send_all(role, method, messages)
 
     def _send_all(self, role: str, method: str, messages: Sequence[tuple[Kind, Parcel] | None]) -> Future[list]:
-        """One message to each rank that has one."""
-        outgoing = [(process, *message) for process, message in zip(self._processes, messages) if message is not None]
+        """Send one message to each rank that has one."""
+        outgoing = [(rank, *message) for rank, message in zip(self._ranks, messages) if message is not None]
         pending = self._begin(role, method, outgoing)
         return Future(lambda timeout: self._result(pending, len(messages), timeout))
 
-    def _begin(self, role: str, method: str, outgoing: list[tuple[_Process, Kind, Parcel]]) -> _Pending:
-        pending = _Pending(role, method, {process.rank for process, _, _ in outgoing})
-        with self._lock:  # every rank gets the calls of all threads in the same order, or their collectives would cross
-            if self._over is not None:
-                reason = f"not called, since its processes were stopped: {str(self._over).splitlines()[0]}"
-                raise WorkerError(reason, role, method, self._over.rank) from self._over
+    def _begin(self, role: str, method: str, outgoing: list[tuple[_Rank, Kind, Parcel]]) -> _PendingCall:
+        pending = _PendingCall(role, method, {rank.rank for rank, _, _ in outgoing})
+        with self._lock:  # all ranks must get the calls of all threads in the same order, or their collectives mismatch
+            if self._fatal is not None:
+                reason = f"not called, since its processes were stopped: {str(self._fatal).splitlines()[0]}"
+                raise WorkerError(reason, role, method, self._fatal.rank) from self._fatal
             if not self.roles:
                 raise WorkerError("not called, since the group was shut down", role, method, 0)
-            self._calls += 1
+            self._num_calls += 1
             if not self._pending:
                 pending.started = time.monotonic()
-            self._pending[self._calls] = pending
-            for process, kind, parcel in outgoing:
-                with suppress(ConnectionError):  # a process that is gone: the watch sees it and ends this call
-                    parcel.send(process.connection, kind, self._calls)
+            self._pending[self._num_calls] = pending
+            for rank, kind, parcel in outgoing:
+                with suppress(ConnectionError):  # the process has ended; the monitor sees it and fails this call
+                    parcel.send(rank.connection, kind, self._num_calls)
         return pending
 
-    def _result(self, pending: _Pending, n: int, timeout: float | None) -> list:
+    def _result(self, pending: _PendingCall, n: int, timeout: float | None) -> list:
         if not pending.done.wait(timeout):
             raise TimeoutError(f"{pending.role}.{pending.method}() has not finished after {timeout} s")
         if pending.error is not None:
             raise pending.error
-        return [load_result(pending.answers[rank]) if rank in pending.answers else None for rank in range(n)]
+        return [load_result(pending.replies[rank]) if rank in pending.replies else None for rank in range(n)]
 
-    # ---- the watch (its own thread) ---------------------------------------------------------------------------------
+    # ---- the monitor thread -----------------------------------------------------------------------------------------
 
-    def _serve(self, environments: list[dict[str, str]], started: concurrent.futures.Future) -> None:
-        """Start the processes, look after them, and end them when no role is left or when one has failed."""
+    def _monitor(self, environments: list[dict[str, str]], started: concurrent.futures.Future) -> None:
+        """Start the processes, watch them, and end them when no role is left or one of them has failed."""
         try:
-            # they inherit it: until a process can write its stacks, the signal that asks for them would end it
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
             for rank, env in enumerate(environments):
-                self._processes.append(_start_process(rank, self._lifeline, env))
-                self._selector.register(self._processes[-1].connection, selectors.EVENT_READ, self._processes[-1])
+                self._ranks.append(_start_rank(rank, self._lifeline, env))
+                self._selector.register(self._ranks[-1].connection, selectors.EVENT_READ, self._ranks[-1])
             started.set_result(None)
-            while self.roles and self._over is None:
-                self._look()
-        except BaseException as error:  # the caller must hear of it, since nobody else reads the answers
+            while self.roles and self._fatal is None:
+                self._poll()
+        except BaseException as error:  # pass it to the caller, which would otherwise wait for replies without end
             if not started.done():
                 started.set_exception(error)
-            self._over = WorkerError.of(error, "(the watch of the processes)", "", 0)
+            self._fatal = WorkerError.of(error, "(monitor of the processes)", "", 0)
         finally:
-            self._end()
+            self._close()
 
-    def _look(self) -> None:
-        for key, _ in self._selector.select(_TICK):
-            self._read(key.data)
-        self._look_for_the_dead()
-        self._look_at_the_clock()
+    def _poll(self) -> None:
+        for key, _ in self._selector.select(_POLL_SECONDS):
+            self._read_reply(key.data)
+        self._check_exits()
+        self._check_deadlines()
         if self._settled_at is not None and time.monotonic() >= self._settled_at:
-            self._over = self._first_error()
+            self._fatal = self._first_error()
 
-    def _read(self, process: _Process) -> None:
+    def _read_reply(self, rank: _Rank) -> None:
         try:
-            message = receive(process.connection)
-        except (EOFError, OSError):  # it is ending; `_look_for_the_dead` will find out how
-            self._selector.unregister(process.connection)
+            message = receive(rank.connection)
+        except (EOFError, OSError):  # the process is ending; `_check_exits` reports how
+            self._selector.unregister(rank.connection)
             return
         if message.kind is Kind.FAILURE:
-            self._trouble(1, *message.load())
+            self._add_failure(1, *message.load())
             return
-        if self._troubles:  # the pool is as good as over: an answer that comes now must not hide it
+        if self._failures:  # the pool is about to stop: a result that arrives now must not hide the failure
             return
         with self._lock:
             pending = self._pending[message.call_id]
-            pending.answers[process.rank] = message
-            pending.waiting.remove(process.rank)
+            pending.replies[rank.rank] = message
+            pending.waiting.remove(rank.rank)
             if not pending.waiting:
                 del self._pending[message.call_id]
                 for following in list(self._pending.values())[:1]:
                     following.started = following.started or time.monotonic()
                 pending.done.set()
 
-    def _look_for_the_dead(self) -> None:
-        for process in self._processes:
-            status = process.popen.poll()
-            if status is None or process.reported_dead:
-                continue
-            process.reported_dead = True
-            role, method = self._doing(process.rank)
-            how = (
-                f"was killed by {_SIGNAL_NAMES.get(-status, f'signal {-status}')}"
-                if status < 0
-                else f"exited ({status})"
-            )
-            if status == -signal.SIGKILL:
-                how += "; if no person or scheduler did it, the machine ran out of memory: see `dmesg`"
-            error = WorkerDied(f"process {process.popen.pid} {how}", role, method, process.rank)
-            self._trouble(0, time.monotonic(), error)
+    def _check_exits(self) -> None:
+        for rank in self._ranks:
+            status = rank.process.poll()
+            if status is not None and not rank.exit_reported:
+                rank.exit_reported = True
+                message = f"process {rank.process.pid} {describe_exit(status)}"
+                self._add_failure(0, time.monotonic(), WorkerDied(message, *self._current_call(rank.rank), rank.rank))
 
-    def _doing(self, rank: int) -> tuple[str, str]:
-        """The call that a rank is at, or that it is idle."""
+    def _current_call(self, rank: int) -> tuple[str, str]:
+        """Role and method that a rank is running."""
         with self._lock:
-            at = next((p for p in self._pending.values() if rank in p.waiting), None)
-        return (at.role, at.method) if at is not None else ("+".join(sorted(self.roles)), "(no call)")
+            pending = next((p for p in self._pending.values() if rank in p.waiting), None)
+        return (pending.role, pending.method) if pending is not None else ("+".join(sorted(self.roles)), "(no call)")
 
-    def _look_at_the_clock(self) -> None:
+    def _check_deadlines(self) -> None:
         with self._lock:
-            at = next(iter(self._pending.values()), None)
-        if at is None or self._troubles or time.monotonic() - at.started < self.timeout:
+            pending = next(iter(self._pending.values()), None)
+        if pending is None or self._failures or time.monotonic() - pending.started < self.timeout:
             return
-        for process in self._processes:
-            process.popen.send_signal(signal.SIGUSR1)  # faulthandler writes the stacks while `_SETTLE` passes
-        silent = sorted(at.waiting)
-        answered = sorted(set(at.answers)) or "none"
-        message = f"no answer after {self.timeout:g} s from ranks {silent} (answered: {answered}); stacks of all ranks:"
-        self._trouble(2, time.monotonic(), WorkerTimeout(message, at.role, at.method, silent[0]))
+        for rank in self._ranks:
+            rank.process.request_stacks()  # they are written during `_SETTLE_SECONDS`
+        late = sorted(pending.waiting)
+        replied = sorted(set(pending.replies)) or "none"
+        message = f"no reply after {self.timeout:g} s from ranks {late} (replied: {replied}); stacks of all ranks:"
+        self._add_failure(2, time.monotonic(), WorkerTimeout(message, pending.role, pending.method, late[0]))
 
-    def _trouble(self, order: int, when: float, error: WorkerError) -> None:
-        """Note an error. The one to show is chosen when things have settled."""
-        self._troubles.append((order, when, error))
+    def _add_failure(self, order: int, when: float, error: WorkerError) -> None:
+        """Record a failure. `_first_error` is determined after `_SETTLE_SECONDS`."""
+        self._failures.append((order, when, error))
         if self._settled_at is None:
-            self._settled_at = time.monotonic() + _SETTLE
+            self._settled_at = time.monotonic() + _SETTLE_SECONDS
 
     def _first_error(self) -> WorkerError:
-        error = first_error(self._troubles)
+        error = first_error(self._failures)
         if isinstance(error, WorkerTimeout):
-            stacks = "\n\n".join(f"--- rank {p.rank}\n{p.read_stacks()}" for p in self._processes)
+            stacks = "\n\n".join(f"--- rank {rank.rank}\n{rank.process.read_stacks()}" for rank in self._ranks)
             error = WorkerTimeout(error.message, error.role, error.method, error.rank, error.host, stacks)
         return error
 
-    # ---- the end --------------------------------------------------------------------------------------------------
+    # ---- shutdown -------------------------------------------------------------------------------------------------
 
     def release(self, role: str) -> None:
-        """One role less; the processes end with the last one."""
+        """Release a role. The processes stop when the last role is released."""
         self.roles.discard(role)
         if not self.roles:
             self.stop()
 
     def stop(self) -> None:
-        """End the processes: kindly when they are idle, at once when a call is under way."""
+        """Stop the processes: idle ones are asked to end, ones with a running call are killed."""
         self.roles.clear()
         self._thread.join()
         atexit.unregister(self.stop)
 
-    def _end(self) -> None:
-        """The last thing that the watch does."""
+    def _close(self) -> None:
+        """End the processes, free all resources and fail the calls that are still pending."""
         with self._lock:
             interrupted, self._pending = list(self._pending.values()), {}
-        if not interrupted and self._over is None:
-            self._say_farewell()
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.popen.wait()
-            process.connection.close()
-            process.stacks.close()
+        if not interrupted and self._fatal is None:
+            self._send_shutdown()
+        for rank in self._ranks:
+            rank.process.kill()
+        for rank in self._ranks:
+            rank.process.close()
+            rank.connection.close()
         self._selector.close()
         os.close(self._lifeline)
-        os.close(self._life)
+        os.close(self._lifeline_writer)
         for pending in interrupted:
             reason = "the group was shut down during the call"
-            pending.error = self._over or WorkerError(reason, pending.role, pending.method, min(pending.waiting))
+            pending.error = self._fatal or WorkerError(reason, pending.role, pending.method, min(pending.waiting))
             pending.done.set()
 
-    def _say_farewell(self) -> None:
-        """Ask the processes to end, so that they can close what they hold, and wait a while for it."""
-        deadline = time.monotonic() + _GRACE
-        for process in self._processes:
-            with suppress(OSError):  # it ended before
-                send(process.connection, Kind.STOP, 0, None)
-        for process in self._processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.popen.wait(max(deadline - time.monotonic(), 0))
+    def _send_shutdown(self) -> None:
+        """Ask the processes to end by themselves, and wait for them."""
+        deadline = time.monotonic() + _SHUTDOWN_SECONDS
+        for rank in self._ranks:
+            with suppress(OSError):  # the process has ended
+                send(rank.connection, Kind.STOP, 0, None)
+        for rank in self._ranks:
+            rank.process.wait(max(deadline - time.monotonic(), 0))
 
 
-def _allow_many_files() -> None:
-    """Every result with large columns is an open file here (`column_files`): as many as the system allows."""
+def _raise_open_files_limit() -> None:
+    """Raise the limit of open files to the maximum: each result with large columns is one (`column_files`)."""
     if sys.platform == "linux":
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _environment(place: Place, devices: Sequence[int] | None, further: Mapping[str, str]) -> dict[str, str]:
-    """The variables of one process: this one's, its rank, the same import path, and a fair share of the cores."""
-    env = {**os.environ, **further, **place.env, "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)}
+def _environment(rank_env: RankEnv, devices: Sequence[int] | None, env: Mapping[str, str]) -> dict[str, str]:
+    """The environment of one process: that of this one, its rank, its devices, and its share of the CPU cores."""
+    env = {**os.environ, **env, **rank_env.env}
     if "OMP_NUM_THREADS" not in env:
-        env["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // place.local_world_size))
+        env["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // rank_env.local_world_size))
     if devices is not None:
         env["CUDA_VISIBLE_DEVICES"] = visible_devices(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
     return env
 
 
-def _start_process(rank: int, lifeline: int, env: dict[str, str]) -> _Process:
+def _start_rank(rank: int, lifeline: int, env: dict[str, str]) -> _Rank:
     ours, theirs = socket.socketpair()
-    stacks = tempfile.TemporaryFile()  # noqa: SIM115
-    inherited = (theirs.fileno(), stacks.fileno(), lifeline)
-    command = [sys.executable, "-P", "-m", "verl.single_controller.local.worker_main", *map(str, inherited)]
-    try:
-        popen = subprocess.Popen(
-            command,
-            env=env,
-            pass_fds=inherited,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the controller, which ends the workers; and killpg reaches all
-        )
-    finally:
-        theirs.close()
-    return _Process(rank, popen, ours, stacks)
+    with theirs:
+        inherited = (theirs.fileno(), lifeline)
+        process = PythonProcess("verl.single_controller.local.worker_main", inherited, env, stacks=True)
+    return _Rank(rank, process, ours)

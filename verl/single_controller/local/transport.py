@@ -1,10 +1,10 @@
-"""How values travel between processes of one host: pickles through a socket, tensor data through shared memory.
+"""Messages between processes of one host: pickles through a socket, tensor data through shared memory.
 
-A `Parcel` separates an object into a pickle and the raw memory of its tensors and arrays. `send` writes both into one
-anonymous memory file and passes its descriptor, so nothing has a name that could be left behind, no /dev/shm limit
-applies, and the data is copied once however many processes get it. The receiver maps the file privately: what it
-writes into a tensor, nobody else sees. A message itself is a few bytes, so sending one never waits for a busy receiver.
-Further memory files may come along, of which the pickle says what is in them (`column_files`).
+A `Parcel` separates a value into a pickle and the memory of its tensors and arrays. `send` writes both into an
+anonymous memory file and passes its descriptor: no named object can be left behind, the size limit of /dev/shm does
+not apply, and the data is copied once regardless of the number of receivers. A receiver maps the file privately, so its
+writes are not visible elsewhere. The message itself is a few bytes, so `send` does not wait for a busy receiver.
+A message can carry further memory files, which the pickle describes (see `column_files`).
 """
 
 import mmap
@@ -19,17 +19,17 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from verl.single_controller.pickling import pack, unpack
+from verl.single_controller.remote_batch import dumps, loads
 
-_HEADER = struct.Struct("<BQQ?I")  # kind, call id, bytes that follow (or of the file), whether it is a file, more files
+_HEADER = struct.Struct("<BQQ?I")  # kind, call id, size in bytes, whether the content is a file, number of other files
 _SIZE = struct.Struct("<Q")
-_INLINE_LIMIT = 4096
+_INLINE_LIMIT = 4096  # bytes; larger pickles are sent in a memory file
 _ALIGNMENT = 64
-_FILES_AT_ONCE = 250  # Linux passes 253 descriptors with one message
+_MAX_FDS = 250  # per message; Linux accepts up to 253
 
 
 class Kind(IntEnum):
-    """What a message is. A SILENT_CALL answers that it is done, without its result."""
+    """The type of a message. The reply to a SILENT_CALL has no result."""
 
     START = 1
     CALL = 2
@@ -40,47 +40,58 @@ class Kind(IntEnum):
 
 
 class MemoryFile:
-    """Memory without a name, open in this process until nobody refers to the object; others may have it open too."""
+    """An anonymous memory file. Its descriptor is closed when the object is garbage-collected."""
 
     def __init__(self, descriptor: int):
         self.descriptor = descriptor
         weakref.finalize(self, os.close, descriptor)
 
     @classmethod
-    def of(cls, parts: Sequence[memoryview]) -> tuple["MemoryFile", list[int], int]:
-        """A file with these parts; the offset of each in it, and its size."""
+    def of(cls, buffers: Sequence[memoryview]) -> tuple["MemoryFile", list[int], int]:
+        """Write buffers to a new file.
+
+        Returns:
+            The file, the offset of each buffer, and the size of the file, in bytes.
+        """
         file = cls(_memory_file())
         offsets, end = [], 0
-        for part in parts:
+        for buffer in buffers:
             offsets.append(_aligned(end))
-            _write(file.descriptor, part, offsets[-1])
-            end = offsets[-1] + part.nbytes
-        os.ftruncate(file.descriptor, end)  # a last part of no bytes leaves the file short
+            _write(file.descriptor, buffer, offsets[-1])
+            end = offsets[-1] + buffer.nbytes
+        os.ftruncate(file.descriptor, end)  # an empty last buffer has not extended the file
         return file, offsets, end
 
     def map(self) -> mmap.mmap:
-        """The contents. What is written there, nobody else sees."""
+        """Map the file copy-on-write: writes are not visible to other processes."""
         return mmap.mmap(self.descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 @dataclass(frozen=True)
 class Message:
-    """A received message: its content stays packed until `load`. files: what came along with it."""
+    """A received message. The content stays packed until `load`.
+
+    Attributes:
+        kind: Type of the message.
+        call_id: The call that it belongs to.
+        content: The pickle, or a mapped file with the pickle and its buffers.
+        files: Further memory files that were sent with it.
+    """
 
     kind: Kind
     call_id: int
     content: bytes | mmap.mmap
     files: tuple[MemoryFile, ...] = ()
 
-    def load(self, original: Callable[[Any], Any] = lambda stand_in: None) -> Any:
-        """The object that was sent. original: what was sent in the place of a value -> that value."""
+    def load(self, resolve: Callable[[Any], Any] = lambda reference: None) -> Any:
+        """Unpack the value. `resolve` maps the references of `Parcel` back to values."""
         if isinstance(self.content, bytes):
-            return unpack(self.content, (), original)
+            return loads(self.content, (), resolve)
         view = memoryview(self.content)
-        (parts,) = _SIZE.unpack_from(view)
-        table = struct.unpack_from(f"<{2 * parts}Q", view, _SIZE.size)
+        (count,) = _SIZE.unpack_from(view)
+        table = struct.unpack_from(f"<{2 * count}Q", view, _SIZE.size)
         head, *buffers = (view[start : start + size] for start, size in zip(table[::2], table[1::2]))
-        return unpack(head, buffers, original)
+        return loads(head, buffers, resolve)
 
 
 def _aligned(offset: int) -> int:
@@ -90,24 +101,27 @@ def _aligned(offset: int) -> int:
 class Parcel:
     """A value packed once, to be sent to any number of processes.
 
-    stand_in: value -> what is sent in its place, or None to send the value itself. files: what goes along.
+    Args:
+        value: The value.
+        to_reference: Maps a value to a reference that is sent in its place, or to None to send the value itself.
+        files: Memory files to send with it.
     """
 
     def __init__(
-        self, value: Any, stand_in: Callable[[Any], Any] = lambda value: None, files: Sequence[MemoryFile] = ()
+        self, value: Any, to_reference: Callable[[Any], Any] = lambda value: None, files: Sequence[MemoryFile] = ()
     ):
-        head, buffers = pack(value, stand_in)
+        head, buffers = dumps(value, to_reference)
         self._head, self._file, self._size, self._files = head, None, len(head), tuple(files)
         if buffers or len(head) > _INLINE_LIMIT:
             self._file, self._size = _content_file([memoryview(head), *buffers])
 
     def send(self, to: socket.socket, kind: Kind, call_id: int) -> None:
-        """Raises OSError when the receiver is gone."""
+        """Send the value. Raises OSError if the receiver has closed the connection."""
         data = _HEADER.pack(kind, call_id, self._size, self._file is not None, len(self._files))
         files = self._files if self._file is None else (self._file, *self._files)
-        for start in range(0, len(files), _FILES_AT_ONCE):
-            socket.send_fds(to, [data], [file.descriptor for file in files[start : start + _FILES_AT_ONCE]])
-            data = b"+"  # descriptors need a byte to travel with
+        for start in range(0, len(files), _MAX_FDS):
+            socket.send_fds(to, [data], [file.descriptor for file in files[start : start + _MAX_FDS]])
+            data = b"+"  # descriptors cannot be sent without data
         if not files:
             to.sendall(data)
         if self._file is None:
@@ -115,59 +129,59 @@ class Parcel:
 
 
 def send(to: socket.socket, kind: Kind, call_id: int, value: Any) -> None:
-    """Send one value to one process."""
+    """Send a value to one process."""
     Parcel(value).send(to, kind, call_id)
 
 
 def receive(source: socket.socket) -> Message:
-    """The next message. Raises EOFError when the other side is gone."""
-    header, descriptors, _, _ = socket.recv_fds(source, _HEADER.size, _FILES_AT_ONCE)
+    """Receive the next message. Raises EOFError if the sender has closed the connection."""
+    header, descriptors, _, _ = socket.recv_fds(source, _HEADER.size, _MAX_FDS)
     if not header:
-        raise EOFError("the other side has closed the connection")
+        raise EOFError("the other process closed the connection")
     header += _read(source, _HEADER.size - len(header))
     kind, call_id, size, has_file, further = _HEADER.unpack(header)
     files = [MemoryFile(descriptor) for descriptor in descriptors]
     while len(files) < has_file + further:
-        byte, descriptors, _, _ = socket.recv_fds(source, 1, _FILES_AT_ONCE)
+        byte, descriptors, _, _ = socket.recv_fds(source, 1, _MAX_FDS)
         if not byte:
-            raise EOFError("the other side closed the connection in the middle of a message")
+            raise EOFError("the other process closed the connection during a message")
         files += [MemoryFile(descriptor) for descriptor in descriptors]
     content = files.pop(0).map() if has_file else _read(source, size)
     return Message(Kind(kind), call_id, content, tuple(files))
 
 
 def _read(source: socket.socket, size: int) -> bytes:
-    parts = []
+    chunks = []
     while size:
-        part = source.recv(size)
-        if not part:
-            raise EOFError("the other side closed the connection in the middle of a message")
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+        chunk = source.recv(size)
+        if not chunk:
+            raise EOFError("the other process closed the connection during a message")
+        chunks.append(chunk)
+        size -= len(chunk)
+    return b"".join(chunks)
 
 
 def _memory_file() -> int:
-    """The descriptor of a file without a name: it lives as long as somebody has it open or mapped."""
+    """The descriptor of an anonymous file, which exists while it is open or mapped anywhere."""
     if sys.platform == "linux":
         return os.memfd_create("verl-message")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
 
-def _content_file(parts: Sequence[memoryview]) -> tuple[MemoryFile, int]:
-    """A file with a table (the number of parts, then offset and size of each) before the parts; its size."""
-    first = _aligned(_SIZE.size * (1 + 2 * len(parts)))
-    table, end = [len(parts)], first
-    for part in parts:
-        table += [_aligned(end), part.nbytes]
-        end = _aligned(end) + part.nbytes
-    file, _, size = MemoryFile.of([memoryview(struct.pack(f"<{len(table)}Q", *table)), *parts])
+def _content_file(buffers: Sequence[memoryview]) -> tuple[MemoryFile, int]:
+    """A file with the number of buffers, the (offset, size) of each, and the buffers; and its size in bytes."""
+    first = _aligned(_SIZE.size * (1 + 2 * len(buffers)))
+    table, end = [len(buffers)], first
+    for buffer in buffers:
+        table += [_aligned(end), buffer.nbytes]
+        end = _aligned(end) + buffer.nbytes
+    file, _, size = MemoryFile.of([memoryview(struct.pack(f"<{len(table)}Q", *table)), *buffers])
     return file, size
 
 
 def _write(file: int, data: memoryview, offset: int) -> None:
-    """All of `data`: one write call takes 2 GiB at most."""
+    """Write all of `data`; a single call writes at most 2 GiB."""
     done = 0
     while done < data.nbytes:
         done += os.pwrite(file, data[done:], offset + done)

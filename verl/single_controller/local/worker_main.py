@@ -1,13 +1,11 @@
-"""The process of one rank: makes its workers, runs the calls that come through a socket, and never outlives its parent.
+"""The process of one rank: constructs the workers and runs the calls that arrive through a socket.
 
-Started by `process_pool`, as `python -m verl.single_controller.local.worker_main SOCKET STACKS LIFELINE`: three
-inherited descriptors. SIGUSR1 writes the stacks of all threads to STACKS, also while the process
-is stuck in C code. LIFELINE is a pipe that nobody writes to: its end means that the parent is gone.
+Started by `process_pool` as `python -m verl.single_controller.local.worker_main SOCKET LIFELINE STACKS`, three
+inherited file descriptors. LIFELINE is a pipe to which nothing is written: end of file means that the parent has ended.
+On SIGUSR1 the stacks of all threads are written to STACKS.
 """
 
-import faulthandler
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -20,13 +18,14 @@ from verl.single_controller.local.transport import Kind, Message, Parcel, receiv
 from verl.single_controller.worker import Worker
 from verl.single_controller.worker_group import WorkerError
 from verl.utils.log import setup_worker_logging
+from verl.utils.subprocess_pool import dump_stacks_on_request
 
 
-def die_with_parent(lifeline: int) -> subprocess.Popen:
-    """End this process and all that it started when the parent is gone, however the parent ended.
+def start_parent_watchdog(lifeline: int) -> subprocess.Popen:
+    """Kill this process and everything it started when the parent ends, however the parent ends.
 
-    A shell does it, in the process group of this process: it works while this process is stuck in C code, and when
-    this process is killed at the same moment as its parent.
+    The watchdog is a shell in the process group of this process: it works while this process is stuck in C code, and
+    when this process is killed at the same moment as its parent.
     """
     return subprocess.Popen(["/bin/sh", "-c", "read line; kill -KILL 0"], stdin=lifeline)
 
@@ -37,49 +36,54 @@ class WorkerHost:
     def __init__(self) -> None:
         self.workers: dict[str, Worker] = {}
         self.rank = int(os.environ["RANK"])
-        self._doing = ("", "")
+        self._current_call = ("", "")
 
-    def answer(self, message: Message) -> tuple[Kind, Any]:
-        """The reply to a message: the result, or when and how it failed."""
-        self._doing = ("worker", "(unpacking the call)")
+    def handle(self, message: Message) -> tuple[Kind, Any]:
+        """Handle a message.
+
+        Returns:
+            (RESULT, result), or (FAILURE, (time, error)).
+        """
+        self._current_call = ("worker", "(unpacking the call)")
         try:
             return Kind.RESULT, self._start(message) if message.kind is Kind.START else self._run(message)
-        except BaseException as error:  # SystemExit included: a worker that wants to end must be heard of
-            return Kind.FAILURE, (time.monotonic(), WorkerError.of(error, *self._doing, self.rank))
+        except BaseException as error:  # including SystemExit: a worker that calls sys.exit() is reported
+            return Kind.FAILURE, (time.monotonic(), WorkerError.of(error, *self._current_call, self.rank))
 
     def _start(self, message: Message) -> None:
-        specs, place = message.load()
+        specs, rank_env = message.load()
         for role, spec in specs.items():
-            self._doing = (role, "__init__")
-            self.workers[role] = spec.build(place)
+            self._current_call = (role, "__init__")
+            self.workers[role] = spec.build(rank_env)
 
     def _run(self, message: Message) -> Any:
         role, method, padding, *arguments = message.load()
-        self._doing = (role, method)
+        self._current_call = (role, method)
         args, kwargs = unpack_call(message, *arguments)
         result = getattr(self.workers[role], method)(*args, **kwargs)
         return Call(args, kwargs, padding, collect=message.kind is Kind.CALL).finish(result)
 
     def serve(self, connection: socket.socket) -> None:
-        """Answer messages until STOP."""
+        """Handle messages until STOP."""
         while True:
-            message = _next(connection)
+            message = _receive(connection)
             if message.kind is Kind.STOP:
                 return
-            self._reply(connection, message.call_id, *self.answer(message))
-            del message  # a rank that waits for its next call holds no batch
+            self._reply(connection, message.call_id, *self.handle(message))
+            del message  # free the batch before waiting for the next call
 
     def _reply(self, connection: socket.socket, call_id: int, kind: Kind, content: Any) -> None:
         try:
             parcel = result_parcel(content) if kind is Kind.RESULT else Parcel(content)
         except Exception as error:  # the result cannot be pickled
             error.add_note("while the result was packed for the caller")
-            kind, parcel = Kind.FAILURE, Parcel((time.monotonic(), WorkerError.of(error, *self._doing, self.rank)))
+            failure = WorkerError.of(error, *self._current_call, self.rank)
+            kind, parcel = Kind.FAILURE, Parcel((time.monotonic(), failure))
         parcel.send(connection, kind, call_id)
 
 
-def _next(connection: socket.socket) -> Message:
-    """The next message; STOP when the parent is gone."""
+def _receive(connection: socket.socket) -> Message:
+    """The next message; STOP if the parent has ended."""
     try:
         return receive(connection)
     except EOFError:
@@ -87,16 +91,14 @@ def _next(connection: socket.socket) -> Message:
 
 
 def main() -> None:
-    connection, stacks, lifeline = map(int, sys.argv[1:])
-    keeper = die_with_parent(lifeline)
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # the parent started us with it blocked
+    connection, lifeline, stacks = map(int, sys.argv[1:])
+    watchdog = start_parent_watchdog(lifeline)
+    dump_stacks_on_request(stacks)
     host = WorkerHost()
     setup_worker_logging(host.rank)
     host.serve(socket.socket(fileno=connection))
-    keeper.kill()
-    keeper.wait()
+    watchdog.kill()
+    watchdog.wait()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a run asks of a Ray cluster: a placement group for each resource pool, awaited aloud."""
+"""Ray placement groups for the resource pools of a run."""
 
 import logging
 import time
@@ -11,28 +11,37 @@ from verl.single_controller.placement import ResourcePool
 
 logger = logging.getLogger("verl.single_controller")
 
-START_TIMEOUT = 300.0  # seconds that the cluster may take to give what a run asks for
-_PATIENCE = 2.0  # seconds that a cluster which has all of it may need
-_SLICE = 0.5  # seconds of one look: Ray does not hear Ctrl-C while it waits
+START_TIMEOUT = 300.0  # default limit for the cluster to provide the resources of a run, seconds
+_QUIET_SECONDS = 2.0  # before the first log line: a cluster that has the resources needs a moment
+_WAIT_SECONDS = 0.5  # of one wait: Ray does not handle Ctrl-C during it
 
 
 def reserve(
     pools: Iterable[ResourcePool], *, use_gpu: bool = False, timeout: float = START_TIMEOUT, advice: str = ""
 ) -> dict[ResourcePool, PlacementGroup]:
-    """A placement group for each pool, with one bundle for each of its nodes, all on different nodes.
+    """Create a placement group for each pool, with one bundle per node, all on different nodes.
 
-    timeout: seconds for all of them. advice: what to do where the cluster is too small, said in the error. Raises
-    ValueError without Ray, and when the cluster does not give all in time; nothing is kept then.
+    Args:
+        pools: The resource pools.
+        use_gpu: Request one GPU per process in addition to one CPU.
+        timeout: Limit for all of them, seconds.
+        advice: Shown in the error if the cluster is too small.
+
+    Returns:
+        The placement group of each pool.
+
+    Raises:
+        ValueError: Ray is not initialized, or the resources were not available in time. Nothing stays reserved.
     """
     if not ray.is_initialized():
-        raise ValueError("Ray is not running in this process: call ray.init() before making worker groups on it")
+        raise ValueError("Ray is not initialized in this process: call ray.init() before you create worker groups")
     deadline = time.monotonic() + timeout
     groups: dict[ResourcePool, PlacementGroup] = {}
     try:
         for pool in pools:
             bundles = [{"CPU": n, **({"GPU": n} if use_gpu else {})} for n in pool.processes_per_node]
             groups[pool] = placement_group(bundles, strategy="STRICT_SPREAD", name=f"verl-{pool.name}")
-            _wait(groups[pool], _words(bundles), pool.name, deadline, advice)
+            _wait(groups[pool], _describe(bundles), pool.name, deadline, advice)
     except BaseException:
         for group in groups.values():
             remove_placement_group(group)
@@ -41,23 +50,23 @@ def reserve(
 
 
 def _wait(group: PlacementGroup, wanted: str, name: str, deadline: float, advice: str) -> None:
-    """Wait for one placement group, and say what is missing: at first, and whenever the cluster has changed."""
-    start, said = time.monotonic(), ""
-    while not group.wait(_SLICE):
-        present = _words(_counts(node["Resources"]) for node in ray.nodes() if node["Alive"])
-        free = _amounts(_counts(ray.available_resources()))
+    """Wait for one placement group. Logs what is missing, once and whenever the cluster changes."""
+    start, logged = time.monotonic(), ""
+    while not group.wait(_WAIT_SECONDS):
+        present = _describe(_cpus_and_gpus(node["Resources"]) for node in ray.nodes() if node["Alive"])
+        free = _amounts(_cpus_and_gpus(ray.available_resources()))
         if time.monotonic() > deadline:
             raise ValueError(
-                f"resource pool {name!r} asks for {wanted}, which the cluster did not give within "
+                f"resource pool {name!r} requires {wanted}, which the cluster did not provide within "
                 f"{time.monotonic() - start:.0f} s; it has {present}, of which {free} are free. "
                 f"{advice or 'Start more nodes, or lower trainer.nnodes or trainer.n_gpus_per_node'}"
             )
-        if present != said and time.monotonic() > start + _PATIENCE:
-            said = present
+        if present != logged and time.monotonic() > start + _QUIET_SECONDS:
+            logged = present
             logger.warning("waiting for %s; the cluster has %s, of which %s are free", wanted, present, free)
 
 
-def _counts(resources: Mapping[str, float]) -> dict[str, float]:
+def _cpus_and_gpus(resources: Mapping[str, float]) -> dict[str, float]:
     return {name: resources.get(name, 0.0) for name in ("CPU", "GPU") if name == "CPU" or name in resources}
 
 
@@ -65,8 +74,8 @@ def _amounts(counts: Mapping[str, float]) -> str:
     return " and ".join(f"{count:g} {name}" for name, count in counts.items())
 
 
-def _words(nodes: Iterable[Mapping[str, float]]) -> str:
-    """`2 nodes with 1 CPU and 1 GPU`; nodes that differ one by one."""
+def _describe(nodes: Iterable[Mapping[str, float]]) -> str:
+    """Count equal nodes: `2 nodes with 1 CPU and 1 GPU, 1 node with 4 CPU`."""
     each = [_amounts(node) for node in nodes]
-    alike = [f"{each.count(text)} node{'s' * (each.count(text) > 1)} with {text}" for text in dict.fromkeys(each)]
-    return ", ".join(alike) or "no nodes"
+    counted = [f"{each.count(text)} node{'s' * (each.count(text) > 1)} with {text}" for text in dict.fromkeys(each)]
+    return ", ".join(counted) or "no nodes"

@@ -1,0 +1,138 @@
+"""The checks before the first step: all in one list, each once, and `--dry-run` stops after them."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from recipe.dapo.main_dapo import DAPOTrainer
+from verl.single_controller.cluster import make_cluster
+from verl.single_controller.local.cluster import InProcessCluster, ProcessCluster
+from verl.trainer import launch, main_ppo, preflight, sft_trainer
+from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.trainer.ppo_trainer import PPOTrainer
+
+
+@pytest.fixture
+def forbid_workers(monkeypatch):
+    """No cluster may start."""
+
+    def start(*_):
+        raise AssertionError("workers were started")
+
+    for cluster in (InProcessCluster, ProcessCluster):
+        monkeypatch.setattr(cluster, "start", start)
+
+
+def lines_of_checks(shown: str) -> list[str]:
+    return [line.removeprefix("ok  ") for line in shown.splitlines() if line.startswith("ok  ")]
+
+
+def test_a_dry_run_of_main_ppo_prints_the_checks_and_the_plan(settings, tmp_path, capsys, forbid_workers):
+    assert main_ppo.main([*settings, "algorithm.name=grpo", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert lines_of_checks(shown) == [check.name for check in preflight.CHECKS]
+    plan = shown.splitlines()[-1]
+    assert plan.startswith("would train 180 steps of grpo from ") and "with 1 process on the local backend" in plan
+    assert "flow: prompts -> repeat -> gen" in plan and "checkpoints: never, in " in plan
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_of_a_recipe(settings, capsys, forbid_workers):
+    further = ["reward.reward_kwargs.overlong_buffer.len=4", "trainer.n_gpus_per_node=2", "trainer.save_freq=5"]
+    assert main_ppo.main([*settings, *further, "--dry-run"], trainers=DAPOTrainer) == 0
+    plan = capsys.readouterr().out.splitlines()[-1]
+    assert "steps of DAPO from" in plan and "with 2 processes" in plan and "checkpoints: every 5 steps" in plan
+
+
+def test_a_dry_run_of_sft(tiny, tmp_path, capsys, forbid_workers):
+    settings = [f"data.train_files={tiny / 'train.jsonl'}", "data.prompt_key=prompt", "data.response_key=answer"]
+    settings += ["data.train_batch_size=4", f"model.path={tiny / 'model'}", f"trainer.default_local_dir={tmp_path}/run"]
+    assert sft_trainer.main([*settings, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert {"files exist", "model limits", "cluster"} <= set(lines_of_checks(shown))
+    assert "group size" not in shown and "would train 24 steps of SFT from" in shown
+
+
+def test_a_dry_run_fails_as_the_run_would(settings, capsys):
+    assert main_ppo.main([*settings, "algorithm.adv_estimator=grop", "--dry-run"]) == 1
+    assert "did you mean 'grpo'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["one class", "one class for each backend"])
+def test_no_check_runs_twice(how, settings, monkeypatch):
+    calls: Counter[str] = Counter()
+
+    def counted(check: preflight.Check) -> preflight.Check:
+        def run(run):
+            calls[check.name] += 1
+            return check.run(run)
+
+        return preflight.Check(check.name, check.stage, run, check.of)
+
+    names = [check.name for check in preflight.CHECKS]
+    monkeypatch.setattr(preflight, "CHECKS", tuple(map(counted, preflight.CHECKS)))
+    address = ("verl.trainer.local_trainer", "LocalPPOTrainer")
+    trainers = address if how == "one class" else {"local": address, "ray": address}
+    trainer = launch.build_trainer(None, settings, trainers)
+    assert trainer.passed_checks() == names
+    # the reader of settings itself runs the first check
+    assert calls.items() == {name: 1 for name in (names[1:] if how == "one class" else names)}.items()
+
+
+def test_the_cluster_follows_the_settings(settings):
+    assert isinstance(PPOTrainer(overrides=settings).cluster, InProcessCluster)
+    for further in ("trainer.n_gpus_per_node=2", "trainer.worker_env.X=1"):
+        assert isinstance(PPOTrainer(overrides=[*settings, further]).cluster, ProcessCluster)
+
+
+def test_a_given_cluster_is_used(settings):
+    """An object with the methods of `Cluster` is enough."""
+    events = []
+
+    class Recording:
+        def __init__(self):
+            self.inner = InProcessCluster()
+
+        def check(self, config):
+            events.append("check")
+
+        def start(self, pools, specs):
+            events.append((list(pools), sorted(specs)))
+            return self.inner.start(pools, specs)
+
+        def shutdown(self):
+            events.append("shutdown")
+
+    settings = [*settings, "algorithm.adv_estimator=grpo", "trainer.total_training_steps=1"]
+    trainer = PPOTrainer(overrides=settings, cluster=Recording())
+    assert trainer.fit()["training/global_step"] == 1
+    assert events == ["check", (["actor"], ["actor"]), "shutdown"]
+
+
+def test_one_process_has_one_process(settings):
+    with pytest.raises(ValueError, match="InProcessCluster has one process"):
+        PPOTrainer(overrides=[*settings, "trainer.n_gpus_per_node=2"], cluster=InProcessCluster())
+    config = PPOTrainer(overrides=settings).config
+    with pytest.raises(KeyError):
+        make_cluster(config, "slurm")
+
+
+def test_a_program_of_other_backends(settings, capsys):
+    address = ("verl.trainer.local_trainer", "LocalPPOTrainer")
+    assert main_ppo.main([*settings, "trainer.backend=ray"], trainers={"local": address, "other": address}) == 1
+    assert "has trainers for local, other only" in capsys.readouterr().err
+
+
+def test_the_hook_before_the_first_step_comes_after_the_checkpoint(settings, tmp_path):
+    class Hooked(LocalPPOTrainer):
+        def before_first_step(self):
+            self.seen = (self.global_step, sorted(self.roles))
+
+    chosen = [*settings, "algorithm.adv_estimator=grpo", "trainer.save_freq=1"]
+    for steps in (1, 2):
+        trainer = Hooked(overrides=[*chosen, f"trainer.total_training_steps={steps}"])
+        trainer.fit()
+        assert trainer.seen == (steps - 1, ["actor", "rollout"])
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]

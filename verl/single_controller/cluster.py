@@ -1,0 +1,102 @@
+"""Cluster: where the workers of a run live. A trainer has a cluster; it is not one.
+
+    cluster = make_cluster(config)              # this process, processes of this host, or Ray
+    cluster.check(config)                       # before anything is loaded
+    groups = cluster.start(pools, specs)        # role -> worker group
+    cluster.shutdown()
+
+Models are loaded by `start`, and nothing before it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from verl.config import schema
+from verl.registry import load_object
+from verl.single_controller.placement import ResourcePool
+from verl.single_controller.worker import WorkerSpec
+from verl.single_controller.worker_group import WorkerGroup
+
+RunConfig = schema.Config | schema.SFTConfig
+Pools = Mapping[str, Sequence[tuple[str, ResourcePool]]]
+"""Pool name -> the roles that live in the pool, each with the pool."""
+
+
+class Cluster(Protocol):
+    """Starts the worker groups of a run and ends them."""
+
+    def check(self, config: RunConfig) -> None:
+        """Raise ValueError for settings that the cluster does not support. Starts nothing."""
+
+    def start(self, pools: Pools, specs: Mapping[str, WorkerSpec]) -> dict[str, WorkerGroup]:
+        """Start all pools at the same time.
+
+        Args:
+            pools: pool name -> (role, pool) of each role that lives in it.
+            specs: role -> the worker to build.
+
+        Returns:
+            The worker group of every role.
+
+        Raises:
+            Exception: the error of the first pool that failed; the other pools are shut down.
+        """
+
+    def shutdown(self) -> None:
+        """End the worker groups and what was started for them. May be called more than once."""
+
+
+#: trainer.backend -> module and function that makes its cluster from a configuration
+CLUSTERS: dict[str, tuple[str, str]] = {
+    "local": ("verl.single_controller.local.cluster", "local_cluster"),
+    "ray": ("verl.single_controller.ray.cluster", "ray_cluster"),
+}
+
+
+def make_cluster(config: RunConfig, backend: str | None = None) -> Cluster:
+    """The cluster that a configuration describes.
+
+    Args:
+        config: its `trainer` section gives backend, number of processes, device, timeout and environment.
+        backend: "local" or "ray" instead of `trainer.backend`.
+
+    Raises:
+        ModuleNotFoundError: the package of the backend is not installed; a note names it.
+    """
+    backend = backend or config.trainer.backend
+    try:
+        make = load_object(*CLUSTERS[backend])
+    except ModuleNotFoundError as error:
+        error.add_note(f"trainer.backend={backend} needs it: pip install {error.name}")
+        raise
+    return make(config)
+
+
+def start_pools(
+    pools: Pools,
+    specs: Mapping[str, WorkerSpec],
+    start: Callable[[dict[str, WorkerSpec], ResourcePool], Mapping[str, WorkerGroup]],
+) -> dict[str, WorkerGroup]:
+    """The worker group of every role; the pools start at the same time, since each takes seconds to import and load.
+
+    Args:
+        pools: as in `Cluster.start`.
+        specs: as in `Cluster.start`.
+        start: makes the groups of the roles of one pool.
+
+    Raises:
+        Exception: the error of the first pool that failed; the other pools are shut down.
+    """
+    wanted = [({role: specs[role] for role, _ in placed}, placed[0][1]) for placed in pools.values()]
+    if len(wanted) == 1:  # in this thread, where a breakpoint in a worker's constructor is one of this program
+        return dict(start(*wanted[0]))
+    with ThreadPoolExecutor(len(wanted)) as threads:
+        starting = [threads.submit(start, *one) for one in wanted]
+    errors = [future.exception() for future in starting if future.exception() is not None]
+    groups = {role: group for f in starting if f.exception() is None for role, group in f.result().items()}
+    if errors:
+        for group in groups.values():
+            group.shutdown()
+        raise errors[0]
+    return groups

@@ -1,0 +1,102 @@
+"""Clusters of one host, without Ray: this process, or processes of this host."""
+
+from collections.abc import Mapping
+
+from verl.config import schema
+from verl.single_controller.cluster import Pools, RunConfig, start_pools
+from verl.single_controller.local.group import colocate
+from verl.single_controller.placement import ResourcePool
+from verl.single_controller.worker import WorkerSpec
+from verl.single_controller.worker_group import CALL_TIMEOUT, WorkerGroup
+from verl.utils.device import resolve_device
+
+
+def local_cluster(config: RunConfig) -> "InProcessCluster | ProcessCluster":
+    """This process for a run of one process without an environment of its own; otherwise processes of this host."""
+    trainer = config.trainer
+    if not isinstance(trainer, schema.TrainerConfig):  # supervised fine-tuning: no timeout, no environment
+        return InProcessCluster() if trainer.n_gpus_per_node == 1 else ProcessCluster(device=trainer.device)
+    if trainer.n_gpus_per_node == 1 and not trainer.worker_env:
+        return InProcessCluster()
+    return ProcessCluster(device=trainer.device, timeout=trainer.worker_timeout, env=trainer.worker_env)
+
+
+class InProcessCluster:
+    """All roles in this process: for laptops, notebooks and debuggers, where a breakpoint works."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, WorkerGroup] = {}
+
+    def check(self, config: RunConfig) -> None:
+        _check_one_host(config)
+        if config.trainer.n_gpus_per_node > 1:
+            raise ValueError(
+                f"trainer.n_gpus_per_node is {config.trainer.n_gpus_per_node}, but InProcessCluster has one process: "
+                "set trainer.n_gpus_per_node=1, or use ProcessCluster"
+            )
+        resolve_device(config.trainer.device)
+
+    def start(self, pools: Pools, specs: Mapping[str, WorkerSpec]) -> dict[str, WorkerGroup]:
+        if len(pools) != 1:
+            raise ValueError(f"InProcessCluster has one pool, found {', '.join(pools)}: use ProcessCluster")
+        self._groups = start_pools(pools, specs, lambda roles, _: colocate(roles))
+        return self._groups
+
+    def shutdown(self) -> None:
+        for group in self._groups.values():
+            group.shutdown()
+
+
+class ProcessCluster:
+    """One process per rank on this host; the roles of a pool share its processes.
+
+    Args:
+        device: "auto", "cpu" or "cuda"; on "cuda" rank i of a pool sees the i-th device of the pool.
+        timeout: seconds that one call may take before a hang is reported.
+        env: further environment variables of the processes.
+    """
+
+    def __init__(
+        self, device: str = "auto", timeout: float = CALL_TIMEOUT, env: Mapping[str, str] | None = None
+    ) -> None:
+        self.device = device
+        self.timeout = timeout
+        self.env = dict(env or {})
+        self._groups: dict[str, WorkerGroup] = {}
+
+    def check(self, config: RunConfig) -> None:
+        _check_one_host(config)
+        # the device of the last process: fewer GPUs than processes are reported now
+        resolve_device(self.device, config.trainer.n_gpus_per_node - 1)
+
+    def start(self, pools: Pools, specs: Mapping[str, WorkerSpec]) -> dict[str, WorkerGroup]:
+        on_gpu = resolve_device(self.device).type == "cuda"
+
+        def start(roles: dict[str, WorkerSpec], pool: ResourcePool) -> dict[str, WorkerGroup]:
+            devices = None
+            if on_gpu:
+                devices = pool.devices if pool.devices is not None else range(pool.world_size)
+            where = {"timeout": self.timeout, "devices": devices, "env": self.env, "separate_process": True}
+            return colocate(roles, pool.world_size, **where)
+
+        self._groups = start_pools(pools, specs, start)
+        return self._groups
+
+    def shutdown(self) -> None:
+        for group in self._groups.values():
+            group.shutdown()
+
+
+def _check_one_host(config: RunConfig) -> None:
+    """Several hosts need Ray, and a run that asks for Ray must not start without it."""
+    trainer = config.trainer
+    if trainer.backend != "local":
+        raise ValueError(
+            f"trainer.backend is {trainer.backend}, but this trainer does not use it: set trainer.backend=local "
+            "(RayPPOTrainer, and PPOTrainer without a cluster, do use it)"
+        )
+    if trainer.nnodes > 1:
+        raise ValueError(
+            f"trainer.nnodes is {trainer.nnodes}, but this trainer runs on one host: set trainer.nnodes=1 "
+            "(main_ppo with trainer.backend=ray, or RayPPOTrainer, runs on several)"
+        )

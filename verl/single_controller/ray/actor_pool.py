@@ -1,0 +1,356 @@
+"""RayPool: the actors of a resource pool, as the controller sees them.
+
+Errors, crashes and hangs are reported as by `local.process_pool`. Batches are passed by reference (`remote_batch`):
+rows go from the rank that produced them to the ranks that need them, and the controller receives a large column only
+if an operator reads it.
+"""
+
+import functools
+import math
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from verl.single_controller.dispatch import Call
+from verl.single_controller.placement import ResourcePool
+from verl.single_controller.ray.placement import START_TIMEOUT, reserve
+from verl.single_controller.ray.rank_actor import ActorInfo, RankActor, StoredRows
+from verl.single_controller.remote_batch import ColumnRef, Packed, PackedCall, Source, nbytes, unpack, unpack_result
+from verl.single_controller.worker import RankEnv, WorkerSpec
+from verl.single_controller.worker_group import (
+    CALL_TIMEOUT,
+    Failure,
+    Future,
+    WorkerDied,
+    WorkerError,
+    WorkerTimeout,
+    first_error,
+)
+
+_SETTLE_SECONDS = 0.25  # after a failure, to collect others: the first one is the cause
+_SHUTDOWN_SECONDS = 5.0  # for an actor to end by itself, or to report its progress
+_MAX_INLINE_BYTES = 1 << 16  # larger arguments are put into the object store once for all ranks
+
+
+@dataclass
+class _Rank:
+    """The actor of one rank.
+
+    Attributes:
+        rank: Rank in the pool.
+        actor: Ray's handle.
+        actor_id: Ray's id of the actor.
+        node: Ray's id of its node.
+        host: Address of its node.
+        dropped: Keys in its ColumnStore that the controller no longer refers to.
+    """
+
+    rank: int
+    actor: Any
+    actor_id: str = ""
+    node: str = ""
+    host: str = ""
+    dropped: deque[int] = field(default_factory=deque)
+
+    def rows(self, key: int, names: list[str], rows: torch.Tensor) -> ray.ObjectRef:
+        """Start reading rows from the ColumnStore of this rank."""
+        return self.actor.pack_rows.options(concurrency_group="data").remote(key, names, rows)
+
+
+class _RemoteSource(Source):
+    """A batch in the ColumnStore of a rank. It is dropped there when this object is garbage-collected."""
+
+    def __init__(self, rank: _Rank, key: int):
+        self.rank, self.key = rank, key
+        # Only recorded here: finalizers run at arbitrary points, where Ray must not be called.
+        weakref.finalize(self, rank.dropped.append, key).atexit = False
+
+    def fetch(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        try:
+            return unpack(ray.get(self.rank.rows(self.key, [name], rows)))[name]
+        except RayActorError as error:
+            message = f"column {name!r} was lost with the process that held it"
+            raise WorkerDied(message, "", "", self.rank.rank, self.rank.host, str(error)) from None
+
+
+class _Arguments:
+    """The arguments of one or more ranks: packed, stored and fetched once."""
+
+    def __init__(self, call: Call):
+        packed = PackedCall((call.args, call.kwargs))
+        self._refs = packed.refs
+        self._content = ray.put(packed.packed) if nbytes(packed.packed) > _MAX_INLINE_BYTES else packed.packed
+        self._sent: dict[int, ray.ObjectRef] = {}
+
+    def gather(self, to: _Rank) -> list[ray.ObjectRef | StoredRows]:
+        """Start sending the rows that a rank needs. Rows in its own ColumnStore stay there."""
+        return [self._rows(to, number, ref) for number, ref in enumerate(self._refs)]
+
+    def _rows(self, to: _Rank, number: int, ref: ColumnRef) -> ray.ObjectRef | StoredRows:
+        source: _RemoteSource = ref.source
+        if source.rank is to:
+            return StoredRows(source.key, ref.names, ref.rows)
+        if number not in self._sent:
+            self._sent[number] = source.rank.rows(source.key, ref.names, ref.rows)
+        return self._sent[number]
+
+    def run(self, on: _Rank, role: str, method: str, call: Call, rows: list) -> ray.ObjectRef:
+        return on.actor.run.remote(role, method, self._content, call.padding, call.collect, *rows)
+
+
+@dataclass
+class _PendingCall:
+    """A call that has not finished. `calls` keeps the columns alive that the ranks still have to read."""
+
+    role: str
+    method: str
+    refs: dict[ray.ObjectRef, int]
+    calls: list[Call | None]
+    deadline: float
+    replies: dict[int, Any] = field(default_factory=dict)
+
+    def is_done(self) -> bool:
+        refs = list(self.refs)  # a copy: the thread that waits for the call removes them one by one
+        return not refs or not ray.wait(refs, num_returns=len(refs), timeout=0)[1]
+
+
+class RayPool:
+    """The processes of a resource pool: one actor per process, with one worker per role.
+
+    The ranks of a node are consecutive. LOCAL_RANK counts on each node. With `use_gpu` all ranks of a node see the GPUs
+    that Ray assigned to them together, and rank LOCAL_RANK uses GPU LOCAL_RANK, as with torchrun.
+
+    Args:
+        specs: Role -> how to construct its workers.
+        resources: Number of processes on each node.
+        use_gpu: Request one GPU per process.
+        timeout: Limit of one call, or of the construction of the workers, seconds.
+        start_timeout: Limit for the cluster to start the processes, seconds.
+        env: Additional environment variables of the processes.
+        placement: Placement group that `reserve` returned for `resources`; None to reserve one.
+
+    Raises:
+        ValueError: The cluster does not have the resources.
+        WorkerError: A worker could not be constructed.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, WorkerSpec],
+        resources: ResourcePool,
+        *,
+        use_gpu: bool = False,
+        timeout: float = CALL_TIMEOUT,
+        start_timeout: float = START_TIMEOUT,
+        env: Mapping[str, str] | None = None,
+        placement: PlacementGroup | None = None,
+    ):
+        self.roles = set(specs)
+        self.timeout = timeout
+        self._lock = threading.Lock()
+        self._fatal: WorkerError | None = None
+        self._pending: list[_PendingCall] = []
+        if placement is None:
+            placement = reserve([resources], use_gpu=use_gpu, timeout=start_timeout)[resources]
+        self._placement: PlacementGroup | None = placement
+        self._ranks = _create_actors(resources, self._placement, use_gpu, env or {})
+        try:
+            environments = _rank_environments(self._ranks, use_gpu, start_timeout)
+            refs = {
+                r.actor.start.remote(dict(specs), rank_env, env, os.getcwd()): r.rank
+                for r, (rank_env, env) in zip(self._ranks, environments)
+            }
+            self._wait(_PendingCall("+".join(specs), "__init__", refs, [], time.monotonic() + timeout), None)
+        except BaseException:
+            self.stop()
+            raise
+
+    # ---- calls ----------------------------------------------------------------------------------------------------
+
+    def call(self, role: str, method: str, calls: list[Call | None]) -> Future[list]:
+        """Run `method` of `role` on every rank that has a Call; results in rank order."""
+        if self._fatal is not None:
+            reason = f"not called, since its processes were stopped: {str(self._fatal).splitlines()[0]}"
+            raise WorkerError(reason, role, method, self._fatal.rank) from self._fatal
+        if role not in self.roles:
+            raise WorkerError("not called, since the group was shut down", role, method, 0)
+        packed: dict[tuple[int, int], _Arguments] = {}
+        for call in calls:
+            if call is not None and (id(call.args), id(call.kwargs)) not in packed:
+                packed[id(call.args), id(call.kwargs)] = _Arguments(call)
+        chosen = [(self._ranks[rank], call) for rank, call in enumerate(calls) if call is not None]
+        arguments = [packed[id(call.args), id(call.kwargs)] for _, call in chosen]
+        with self._lock:  # all ranks must get the calls of all threads in the same order, or their collectives mismatch
+            self._clean_up()
+            # All rows before all calls: a rank must not wait for rows behind a call that waits for its own rows.
+            rows = [args.gather(rank) for args, (rank, _) in zip(arguments, chosen)]
+            refs = {
+                args.run(rank, role, method, call, r): rank.rank
+                for args, (rank, call), r in zip(arguments, chosen, rows)
+            }
+            pending = _PendingCall(role, method, refs, calls, time.monotonic() + self.timeout)
+            self._pending.append(pending)
+        return Future(lambda timeout: self._results(pending, timeout))
+
+    def _clean_up(self) -> None:
+        """Forget finished calls, and drop the columns that are no longer referred to."""
+        self._pending = [p for p in self._pending if not p.is_done()]
+        for rank in self._ranks:
+            keys = [rank.dropped.popleft() for _ in range(len(rank.dropped))]
+            if keys:
+                rank.actor.drop.options(concurrency_group="data").remote(keys)
+
+    def _results(self, pending: _PendingCall, timeout: float | None) -> list:
+        n = len(pending.calls)
+        self._wait(pending, timeout)
+        return [self._unpack(rank, pending.replies[rank]) if rank in pending.replies else None for rank in range(n)]
+
+    def _unpack(self, rank: int, packed: Packed) -> Any:
+        return unpack_result(packed, functools.cache(lambda key: _RemoteSource(self._ranks[rank], key)))
+
+    # ---- replies and failures -------------------------------------------------------------------------------------
+
+    def _wait(self, pending: _PendingCall, timeout: float | None) -> None:
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        while pending.refs:
+            left = min(until, pending.deadline) - time.monotonic()
+            ready, _ = ray.wait(list(pending.refs), timeout=max(left, 0))
+            if ready:
+                failure = self._read_reply(pending, ready[0])
+            elif time.monotonic() >= until:
+                raise TimeoutError(f"{pending.role}.{pending.method}() has not finished after {timeout} s")
+            else:
+                failure = self._check_deadline(pending)
+            if failure is not None:
+                raise self._stop_after(pending, failure)
+
+    def _read_reply(self, pending: _PendingCall, ref: ray.ObjectRef) -> Failure | None:
+        """Read one reply; the failure that it reports, if any."""
+        rank = pending.refs.pop(ref)
+        try:
+            succeeded, content, when = ray.get(ref)
+        except RayActorError as error:
+            return 0, time.time(), self._died(pending, rank, error)
+        except RayError as error:
+            return 1, time.time(), WorkerError.of(error, pending.role, pending.method, rank)
+        if not succeeded:
+            return 1, when, content
+        pending.replies[rank] = content
+        return None
+
+    def _died(self, pending: _PendingCall, rank: int, error: RayActorError) -> WorkerDied:
+        """Name the process that died: the called one, or one that had rows for it."""
+        dead = next((r for r in self._ranks if r.actor_id == error.actor_id), None)
+        if dead is None:
+            message = "a process of another pool, which had rows for this call, died"
+            return WorkerDied(message, pending.role, pending.method, rank, self._ranks[rank].host, str(error))
+        node_lost = any(n["NodeID"] == dead.node and not n["Alive"] for n in ray.nodes())
+        message = f"its node {dead.host} is lost" if node_lost else "its process died"
+        return WorkerDied(message, pending.role, pending.method, dead.rank, dead.host, str(error))
+
+    def _check_deadline(self, pending: _PendingCall) -> Failure | None:
+        """After the deadline: a timeout, or a later deadline if the ranks were still running earlier calls."""
+        reports = [r.actor.progress.options(concurrency_group="control").remote() for r in self._ranks]
+        ray.wait(reports, num_returns=len(reports), timeout=_SHUTDOWN_SECONDS)
+        running, stacks = [], []
+        for rank, report in zip(self._ranks, reports):
+            try:
+                seconds, stack = ray.get(report, timeout=0)
+            except (GetTimeoutError, RayError):
+                seconds, stack = math.inf, "(no stacks: the process did not respond)"
+            stacks.append(f"--- rank {rank.rank}\n{stack.strip()}")
+            if rank.rank in pending.refs.values() and seconds is not None:
+                running.append(seconds)
+        if running and max(running) < self.timeout:
+            pending.deadline = time.monotonic() + self.timeout - max(running)
+            return None
+        late = sorted(pending.refs.values())
+        replied = sorted(pending.replies) or "none"
+        message = f"no reply after {self.timeout:g} s from ranks {late} (replied: {replied}); stacks of all ranks:"
+        host, text = self._ranks[late[0]].host, "\n\n".join(stacks)
+        return 2, time.time(), WorkerTimeout(message, pending.role, pending.method, late[0], host, text)
+
+    def _stop_after(self, pending: _PendingCall, failure: Failure) -> WorkerError:
+        """Collect other failures for a moment, kill all processes, and return the first error."""
+        failures, until = [failure], time.monotonic() + _SETTLE_SECONDS
+        while self._fatal is None and pending.refs and time.monotonic() < until:
+            ready, _ = ray.wait(list(pending.refs), timeout=max(until - time.monotonic(), 0))
+            failures += [f for f in (self._read_reply(pending, ref) for ref in ready) if f is not None]
+        with self._lock:
+            if self._fatal is None:
+                self._fatal = first_error(failures)
+                self._kill()
+            return self._fatal
+
+    # ---- shutdown -------------------------------------------------------------------------------------------------
+
+    def release(self, role: str) -> None:
+        """Release a role. The processes stop when the last role is released."""
+        self.roles.discard(role)
+        if not self.roles:
+            self.stop()
+
+    def stop(self) -> None:
+        """Stop the actors and free their resources: idle actors are asked to end, others are killed."""
+        self.roles.clear()
+        if not ray.is_initialized() or self._placement is None:
+            return
+        if self._fatal is None and all(p.is_done() for p in self._pending):
+            ends = [r.actor.__ray_terminate__.remote() for r in self._ranks]
+            ray.wait(ends, num_returns=len(ends), timeout=_SHUTDOWN_SECONDS)
+        self._kill()
+        remove_placement_group(self._placement)
+        self._placement = None
+
+    def _kill(self) -> None:
+        for rank in self._ranks:
+            ray.kill(rank.actor)
+
+
+def _create_actors(
+    resources: ResourcePool, group: PlacementGroup, use_gpu: bool, env: Mapping[str, str]
+) -> list[_Rank]:
+    """The actors in rank order, node by node."""
+    actor_class = ray.remote(concurrency_groups={"data": 1, "control": 1})(RankActor)
+    # Otherwise Ray shows each process one GPU only, and LOCAL_RANK would not be its index.
+    env = {**env, **({"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} if use_gpu else {})}
+    ranks = []
+    for node, count in enumerate(resources.processes_per_node):
+        for _ in range(count):
+            actor = actor_class.options(
+                num_cpus=1,
+                num_gpus=int(use_gpu),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node),
+                runtime_env={"env_vars": env} if env else None,
+            ).remote()
+            ranks.append(_Rank(len(ranks), actor))
+    return ranks
+
+
+def _rank_environments(ranks: list[_Rank], use_gpu: bool, timeout: float) -> list[tuple[RankEnv, dict[str, str]]]:
+    """The RankEnv and the environment variables of each rank, from where Ray has started the actors."""
+    try:
+        infos: list[ActorInfo] = ray.get([r.actor.info.remote() for r in ranks], timeout=timeout)
+    except GetTimeoutError:
+        message = f"Ray has not started all {len(ranks)} processes after {timeout:g} s; see its logs for the reason"
+        raise WorkerTimeout(message, "", "__init__", 0) from None
+    nodes = [info.node_id for info in infos]
+    environments = []
+    for rank, info in zip(ranks, infos):
+        rank.actor_id, rank.node, rank.host = info.actor_id, info.node_id, info.host
+        local_rank, local_world_size = nodes[: rank.rank].count(info.node_id), nodes.count(info.node_id)
+        rank_env = RankEnv(rank.rank, len(ranks), local_rank, local_world_size, infos[0].host, infos[0].port)
+        gpus = ",".join(str(gpu) for other in infos if other.node_id == info.node_id for gpu in other.gpus)
+        environments.append((rank_env, {**rank_env.env, "CUDA_VISIBLE_DEVICES": gpus} if use_gpu else rank_env.env))
+    return environments

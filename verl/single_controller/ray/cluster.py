@@ -1,0 +1,104 @@
+"""RayCluster: workers as Ray actors on the nodes of a Ray cluster, in one placement group per pool."""
+
+import functools
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from verl.config import schema
+from verl.single_controller.cluster import Pools, RunConfig, start_pools
+from verl.single_controller.placement import ResourcePool
+from verl.single_controller.ray.group import colocate
+from verl.single_controller.ray.placement import START_TIMEOUT, reserve
+from verl.single_controller.ray.runtime_env import prepare_runtime_env
+from verl.single_controller.worker import WorkerSpec
+from verl.single_controller.worker_group import CALL_TIMEOUT, WorkerGroup
+
+_ALONE_TIMEOUT = 3.0  # seconds: a Ray that was started here gives what it has at once, or never
+_ALONE = (
+    "No cluster was found to join, so Ray was started for this run alone, on this host: start Ray on every node first "
+    "(`ray start`), and name the cluster by RAY_ADDRESS or ray_kwargs.ray_init.address where this host is none of its "
+    "nodes (docs/multinode.md); or lower trainer.nnodes or trainer.n_gpus_per_node"
+)
+
+
+def ray_cluster(config: schema.Config) -> "RayCluster":
+    """The Ray cluster of `ray_kwargs` and the `trainer` section."""
+    trainer = config.trainer
+    return RayCluster(config.ray_kwargs.ray_init, trainer.device, trainer.worker_timeout, trainer.worker_env)
+
+
+class RayCluster:
+    """Nodes x processes in placement groups.
+
+    A running cluster is used: that of an earlier `ray.init`, of `ray_init["address"]` or RAY_ADDRESS, or one that
+    `ray start` made on this host. Otherwise (and with address=local) one is started here and ended by `shutdown`.
+
+    Args:
+        ray_init: arguments of `ray.init`.
+        device: "auto", "cpu" or "cuda"; "auto" uses GPUs if the cluster has any.
+        timeout: seconds that one call may take before a hang is reported.
+        env: further environment variables of the actors.
+    """
+
+    def __init__(
+        self,
+        ray_init: Mapping[str, Any] | None = None,
+        device: str = "auto",
+        timeout: float = CALL_TIMEOUT,
+        env: Mapping[str, str] | None = None,
+    ):
+        self.given = dict(ray_init or {})
+        self.device = device
+        self.timeout = timeout
+        self.env = dict(env or {})
+        self._started = False
+        self._groups: dict[str, WorkerGroup] = {}
+
+    @functools.cached_property
+    def ray_init(self) -> dict[str, Any]:
+        """The arguments of `ray.init`. Raises ValueError for a working directory that Ray cannot send."""
+        arguments = {"log_to_driver": True, "include_dashboard": False, **self.given}
+        if self.given.get("runtime_env"):
+            arguments["runtime_env"] = prepare_runtime_env(self.given["runtime_env"])
+        return arguments
+
+    def check(self, config: RunConfig) -> None:
+        if self.given and ray.is_initialized():
+            raise ValueError(
+                f"ray_kwargs.ray_init sets {', '.join(self.given)}, but Ray is already running in this process, so "
+                "that it would have no effect: pass it to your own ray.init, or remove it here"
+            )
+        _ = self.ray_init
+
+    def start(self, pools: Pools, specs: Mapping[str, WorkerSpec]) -> dict[str, WorkerGroup]:
+        self._started = not ray.is_initialized()
+        can_grow = True
+        if self._started:
+            session = ray.init(**self.ray_init).address_info["session_dir"]
+            can_grow = not session.endswith(f"_{os.getpid()}")  # Ray names a session after the process that started it
+        # this host may have no GPU where the nodes do
+        use_gpu = self.device == "cuda" or (self.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
+        # in this thread, which receives Ctrl-C
+        reserved = reserve(
+            dict.fromkeys(placed[0][1] for placed in pools.values()),
+            use_gpu=use_gpu,
+            timeout=START_TIMEOUT if can_grow else _ALONE_TIMEOUT,
+            advice="" if can_grow else _ALONE,
+        )
+
+        def start(roles: dict[str, WorkerSpec], pool: ResourcePool) -> dict[str, WorkerGroup]:
+            how = {"use_gpu": use_gpu, "timeout": self.timeout, "env": self.env}
+            return colocate(roles, pool, placement=reserved[pool], **how)
+
+        self._groups = start_pools(pools, specs, start)
+        return self._groups
+
+    def shutdown(self) -> None:
+        for group in self._groups.values():
+            group.shutdown()
+        if self._started:
+            ray.shutdown()
+            self._started = False

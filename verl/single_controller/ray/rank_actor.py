@@ -1,0 +1,122 @@
+"""RankActor: the Ray actor of one rank, with its workers and the columns that they produced."""
+
+import faulthandler
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import ray
+import torch
+
+from verl.single_controller.dispatch import Call
+from verl.single_controller.remote_batch import ColumnStore, Packed, load_call, unpack
+from verl.single_controller.worker import RankEnv, Worker, WorkerSpec, free_port
+from verl.single_controller.worker_group import WorkerError
+from verl.utils.log import setup_worker_logging
+
+Reply = tuple[bool, Packed | WorkerError | None, float]
+"""(True, packed result, time in seconds) or (False, error, time)."""
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """Rows that the called rank reads from its own ColumnStore instead of receiving them."""
+
+    key: int
+    names: list[str]
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ActorInfo:
+    """Where Ray has started an actor.
+
+    Attributes:
+        actor_id: Ray's id of the actor.
+        node_id: Ray's id of the node.
+        host: Address of the node.
+        gpus: GPUs that Ray assigned to the actor.
+        port: A free port of the node.
+    """
+
+    actor_id: str
+    node_id: str
+    host: str
+    gpus: list
+    port: int
+
+
+class RankActor:
+    """One rank: its workers, one per role, and the large columns of their results.
+
+    Ray runs three groups of methods concurrently, one thread each: the calls of workers, reading rows ("data"), and
+    reporting what the first thread is doing ("control").
+    """
+
+    def __init__(self) -> None:
+        self._workers: dict[str, Worker] = {}
+        self._store = ColumnStore()
+        self._rank = 0
+        self._running_since: float | None = None
+
+    def info(self) -> ActorInfo:
+        """Where this actor runs."""
+        context, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
+        return ActorInfo(context.get_actor_id(), context.get_node_id(), host, ray.get_gpu_ids(), free_port())
+
+    def start(self, specs: Mapping[str, WorkerSpec], rank_env: RankEnv, env: dict[str, str], folder: str) -> Reply:
+        """Construct the workers.
+
+        Args:
+            specs: Role -> how to construct its worker.
+            rank_env: The rank of this actor.
+            env: Environment variables to set.
+            folder: Working directory of the controller, to which relative paths of a run refer. Used if it exists on
+                this node and Ray was not given a working directory.
+        """
+        os.environ.update(env)
+        if "working_dir" not in ray.get_runtime_context().runtime_env and os.path.isdir(folder):
+            os.chdir(folder)
+        self._rank = rank_env.rank
+        setup_worker_logging(rank_env.rank)
+        role = ""
+        try:
+            for role, spec in specs.items():
+                self._workers[role] = spec.build(rank_env)
+        except BaseException as error:
+            return False, WorkerError.of(error, role, "__init__", rank_env.rank), time.time()
+        return True, None, time.time()
+
+    def run(
+        self, role: str, method: str, packed: Packed, padding: int, collect: bool, *rows: Packed | StoredRows
+    ) -> Reply:
+        """Run one call. rows: for each ColumnRef of the call, its rows."""
+        self._running_since = time.monotonic()
+        try:
+            columns = [
+                self._store.read(r.key, r.names, r.rows) if isinstance(r, StoredRows) else unpack(r) for r in rows
+            ]
+            args, kwargs = load_call(packed, columns)
+            result = getattr(self._workers[role], method)(*args, **kwargs)
+            finished = Call(args, kwargs, padding, collect).finish(result)
+            return True, self._store.pack_result(finished), time.time()
+        except BaseException as error:  # including SystemExit: a worker that calls sys.exit() is reported
+            return False, WorkerError.of(error, role, method, self._rank), time.time()
+        finally:
+            self._running_since = None
+
+    def pack_rows(self, key: int, names: list[str], rows: torch.Tensor) -> Packed:
+        return self._store.pack_rows(key, names, rows)
+
+    def drop(self, keys: list[int]) -> None:
+        self._store.drop(keys)
+
+    def progress(self) -> tuple[float | None, str]:
+        """Seconds since the running call started, None if there is none; and the stacks of all threads."""
+        since = self._running_since
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            return since and time.monotonic() - since, file.read().decode(errors="replace")

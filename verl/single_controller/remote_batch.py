@@ -1,0 +1,432 @@
+"""Batches passed by reference: large columns stay on the rank that produced them.
+
+    result = store.pack_result(batch)              # on the rank: everything but the large columns
+    seen = unpack_result(result, source_of)        # on the controller: a RemoteTensor for each large column
+    call = PackedCall((seen,))                     # the arguments of the next call, and the rows it refers to
+    rows = [read(ref) for ref in call.refs]        # the executor fetches these from the ranks that have them
+    (batch,) = load_call(call.packed, rows)        # on the rank that is called
+
+A `RemoteTensor` holds a shape, a dtype and, for every row, the `Source` that has it. Indexing rows (slice, index
+tensor, mask) and concatenating batches only change these lists, so a batch can be split, reordered, repeated and sent
+to other workers, each of which fetches only its own rows. Any other use, such as a controller operator that reads the
+column, fetches the rows once; from then on the column behaves as a local tensor.
+
+This module does not move data. Between processes of one host `local.column_files` does, with memory files in place of
+a `ColumnStore`; between Ray actors `ray.actor_pool` does.
+"""
+
+import itertools
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map
+
+from verl.protocol import DataProto
+
+MAX_INLINE_BYTES = 1 << 16  # larger columns stay on the rank that produced them
+
+# ---- remote tensors -----------------------------------------------------------------------------------------------
+
+
+class Source(ABC):
+    """The columns of one batch in some process. Compares equal to itself only."""
+
+    @abstractmethod
+    def fetch(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """Copy rows of a column to this process.
+
+        Args:
+            name: Column to read.
+            rows: (n,) int64 row indices.
+
+        Returns:
+            (n, *row_shape) CPU tensor.
+        """
+
+
+class LocalSource(Source):
+    """A tensor of this process: what `torch.cat` makes of an ordinary tensor beside a RemoteTensor."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+    def fetch(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        return self.tensor[rows]
+
+
+def assemble_rows(shape: Sequence[int], chunks: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Build a tensor of `shape` from (positions, rows) pairs whose positions together cover it exactly once."""
+    if len(chunks) == 1 and torch.equal(chunks[0][0], torch.arange(shape[0])):
+        return chunks[0][1]
+    out = torch.empty(tuple(shape), dtype=chunks[0][1].dtype)
+    for positions, rows in chunks:
+        out[positions] = rows
+    return out
+
+
+_T = torch.Tensor
+_METADATA_FUNCTIONS = {
+    *(p.__get__ for p in (_T.shape, _T.dtype, _T.device, _T.layout, _T.ndim, _T.requires_grad, _T.is_leaf, _T.grad_fn)),
+    *(p.__get__ for p in (_T.is_cuda, _T.is_sparse, _T.is_nested, _T.is_quantized, _T.is_meta)),
+    *(_T.dim, _T.size, _T.__len__, _T.numel, _T.element_size, _T.is_floating_point, _T.is_complex, _T.ndimension),
+    torch.is_floating_point,
+    torch.is_complex,
+}
+# After one of these calls the memory can be written without a change of the tensor's version counter.
+_EXPOSES_MEMORY = {_T.numpy, _T.__array__, _T.data_ptr, _T.untyped_storage, _T.data.__get__, _T.__dlpack__}
+
+
+class RemoteTensor(torch.Tensor):
+    """A (B, *row_shape) tensor whose rows are in other processes.
+
+    Row i is row `source_rows[i]` of column `name` of `sources[source_ids[i]]`.
+
+    Args:
+        name: Column name in the sources.
+        sources: Where the rows are.
+        source_ids: (B,) int64 indices into `sources`.
+        source_rows: (B,) int64 row indices within each source.
+        row_shape: Shape of one row.
+        dtype: Dtype of the column.
+    """
+
+    @staticmethod
+    def __new__(
+        cls,
+        name: str,
+        sources: Sequence[Source],
+        source_ids: torch.Tensor,
+        source_rows: torch.Tensor,
+        row_shape: Sequence[int],
+        dtype: torch.dtype,
+    ) -> "RemoteTensor":
+        return torch.Tensor._make_wrapper_subclass(cls, (len(source_ids), *row_shape), dtype=dtype)
+
+    def __init__(
+        self,
+        name: str,
+        sources: Sequence[Source],
+        source_ids: torch.Tensor,
+        source_rows: torch.Tensor,
+        row_shape: Sequence[int],
+        dtype: torch.dtype,
+    ):
+        self._name, self._sources = name, tuple(sources)
+        self._source_ids, self._source_rows = source_ids, source_rows
+        self._copy: torch.Tensor | None = None
+        self._copy_version = 0
+
+    @classmethod
+    def from_source(cls, name: str, source: Source, shape: Sequence[int], dtype: torch.dtype) -> "RemoteTensor":
+        """All rows of one column of one source."""
+        rows = torch.arange(shape[0])
+        return cls(name, [source], torch.zeros_like(rows), rows, shape[1:], dtype)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the sources still have the current values: a local copy, if there is one, was not modified."""
+        return self._copy is None or self._copy._version == self._copy_version
+
+    def by_source(self) -> Iterator[tuple[Source, torch.Tensor, torch.Tensor]]:
+        """Yield (source, positions in this tensor, rows of the source) for each source that has rows of this tensor."""
+        for i, source in enumerate(self._sources):
+            positions = (self._source_ids == i).nonzero().flatten()
+            if len(positions):
+                yield source, positions, self._source_rows[positions]
+
+    def fetch(self) -> torch.Tensor:
+        """Return the rows as an ordinary tensor. The first call fetches them, later calls return the same tensor."""
+        if self._copy is None:
+            chunks = [(positions, source.fetch(self._name, rows)) for source, positions, rows in self.by_source()]
+            shape = tuple(self.shape)
+            copy = assemble_rows(shape, chunks) if chunks else torch.empty(shape, dtype=self.dtype)
+            # The version first: another thread that sees the copy must see its version too.
+            self._copy_version, self._copy = copy._version, copy
+        return self._copy
+
+    def _select_rows(self, index: Any) -> "RemoteTensor | None":
+        """Index the rows; None if `index` does more than select rows, or if the current values are local."""
+        by_rows = isinstance(index, slice) or (
+            isinstance(index, torch.Tensor) and index.dim() == 1 and index.dtype in (torch.int64, torch.bool)
+        )
+        if not by_rows or not self.is_remote:
+            return None
+        ids, rows = self._source_ids[index], self._source_rows[index]
+        return RemoteTensor(self._name, self._sources, ids, rows, self.shape[1:], self.dtype)
+
+    @classmethod
+    def _concat(cls, tensors: Sequence[torch.Tensor]) -> "RemoteTensor | None":
+        """Concatenate along the rows; None if the tensors do not match, which `torch.cat` then reports."""
+        first = next(t for t in tensors if isinstance(t, RemoteTensor))
+        sources, ids, rows = [], [], []
+        for tensor in tensors:
+            if tensor.dtype != first.dtype or tensor.shape[1:] != first.shape[1:]:
+                return None
+            if isinstance(tensor, RemoteTensor) and tensor.is_remote:
+                if tensor.name != first.name:
+                    return None
+                ids.append(tensor._source_ids + len(sources))
+                rows.append(tensor._source_rows)
+                sources += tensor._sources
+            else:
+                ids.append(torch.full((len(tensor),), len(sources)))
+                rows.append(torch.arange(len(tensor)))
+                sources.append(LocalSource(_to_local(tensor)))
+        return cls(first.name, sources, torch.cat(ids), torch.cat(rows), first.shape[1:], first.dtype)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in _METADATA_FUNCTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        selected = None
+        if func is torch.Tensor.__getitem__ and isinstance(args[0], RemoteTensor):
+            selected = args[0]._select_rows(args[1])
+        elif func in (torch.Tensor.index_select, torch.index_select) and len(args) == 3 and args[1] == 0:
+            selected = args[0]._select_rows(args[2])
+        elif func is torch.cat and len(args) == 1 and not kwargs:
+            selected = cls._concat(args[0])
+        if selected is not None:
+            return selected
+        local_args, local_kwargs = tree_map(_to_local, (args, kwargs or {}))
+        if func in _EXPOSES_MEMORY:
+            args[0]._copy_version = -1
+        return func(*local_args, **local_kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        local_args, local_kwargs = tree_map(_to_local, (args, kwargs or {}))
+        return func(*local_args, **local_kwargs)
+
+
+def _to_local(value: Any) -> Any:
+    """Fetch a RemoteTensor; return anything else unchanged."""
+    return value.fetch() if isinstance(value, RemoteTensor) else value
+
+
+# ---- pickles with the tensor memory out of band -------------------------------------------------------------------
+
+
+def _no_reference(value: Any) -> Any:
+    return None
+
+
+def _rebuild_tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.frombuffer(buffer, dtype=dtype).view(shape) if buffer is not None else torch.empty(shape, dtype=dtype)
+
+
+class _Pickler(pickle.Pickler):
+    """Collects the memory of tensors in `buffers` (pickle protocol 5); of a slice, only the memory of the slice."""
+
+    def __init__(self, stream: BytesIO, buffers: list[pickle.PickleBuffer], to_reference: Callable[[Any], Any]):
+        super().__init__(stream, protocol=5, buffer_callback=buffers.append)
+        self._to_reference = to_reference
+
+    def persistent_id(self, value: Any) -> Any:
+        return self._to_reference(value)
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, RemoteTensor):
+            value = value.fetch()
+        if isinstance(value, DataProto):
+            return DataProto.from_dict, (value.tensors, value.non_tensor_batch, value.meta_info)
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided:
+            data = value.detach().cpu().contiguous()
+            memory = pickle.PickleBuffer(data.reshape(-1).view(torch.uint8).numpy()) if data.numel() else None
+            return _rebuild_tensor, (memory, data.dtype, tuple(data.shape))
+        return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, head: Any, buffers: Sequence[Any], resolve: Callable[[Any], Any]):
+        super().__init__(BytesIO(head), buffers=buffers)
+        self._resolve = resolve
+
+    def persistent_load(self, reference: Any) -> Any:
+        return self._resolve(reference)
+
+
+def dumps(value: Any, to_reference: Callable[[Any], Any] = _no_reference) -> tuple[bytes, list[memoryview]]:
+    """Pickle a value, with the memory of its tensors and arrays out of band.
+
+    Args:
+        value: Any picklable value. Tensors arrive as CPU tensors without a graph.
+        to_reference: Maps a value inside `value` to a picklable reference that is sent in its place, or to None to
+            send the value itself.
+
+    Returns:
+        The pickle, and the buffers in the order in which `loads` takes them.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    stream = BytesIO()
+    _Pickler(stream, buffers, to_reference).dump(value)
+    return stream.getvalue(), [b.raw() for b in buffers]
+
+
+def loads(head: Any, buffers: Sequence[Any] = (), resolve: Callable[[Any], Any] = _no_reference) -> Any:
+    """Inverse of `dumps`. Tensors use the memory of `buffers`; `resolve` maps a reference back to its value."""
+    return _Unpickler(head, buffers, resolve).load()
+
+
+# ---- results and calls --------------------------------------------------------------------------------------------
+
+Packed = tuple[bytes, list[np.ndarray]]  # a pickle, and the memory of its tensors and arrays
+
+
+def pack(value: Any, to_reference: Callable[[Any], Any] = _no_reference) -> Packed:
+    """`dumps` with the buffers as uint8 arrays, which Ray sends without a copy."""
+    head, buffers = dumps(value, to_reference)
+    return head, [np.frombuffer(b, dtype=np.uint8) for b in buffers]
+
+
+def unpack(packed: Packed, resolve: Callable[[Any], Any] = _no_reference) -> Any:
+    """Inverse of `pack`. The tensors of the value are writable."""
+    head, buffers = packed
+    # Received memory may be shared with other processes and is then read-only: copy it, since the receiver may write.
+    return loads(head, [b if b.flags.writeable else bytearray(b) for b in buffers], resolve)
+
+
+def nbytes(packed: Packed) -> int:
+    return len(packed[0]) + sum(b.nbytes for b in packed[1])
+
+
+def large_columns(value: Any) -> dict[str, torch.Tensor]:
+    """The tensor columns of a batch that stay on the rank that produced them; none for other values."""
+    if not isinstance(value, DataProto):
+        return {}
+    return {name: t for name, t in value.tensors.items() if t.numel() * t.element_size() > MAX_INLINE_BYTES}
+
+
+class ColumnStore:
+    """The large columns of the batches that one rank produced, until the controller drops them."""
+
+    def __init__(self) -> None:
+        self._batches: dict[int, dict[str, torch.Tensor]] = {}
+        self._keys = itertools.count()
+
+    def pack_result(self, value: Any) -> Packed:
+        """Pack a result without its large columns, which are stored here.
+
+        They are copied, so that later writes of the worker to its own tensors do not change the result.
+        """
+        large = large_columns(value)
+        if not large:
+            return pack(value)
+        key = next(self._keys)
+        self._batches[key] = {k: t.detach().to("cpu", copy=True).contiguous() for k, t in large.items()}
+        references = {id(t): (key, k, tuple(t.shape), t.dtype) for k, t in large.items()}
+        return pack(value, lambda x: references.get(id(x)) if isinstance(x, torch.Tensor) else None)
+
+    def read(self, key: int, names: Iterable[str], rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Rows (n,) of some columns of one batch."""
+        columns = self._batches[key]
+        return {name: columns[name][rows] for name in names}
+
+    def pack_rows(self, key: int, names: Iterable[str], rows: torch.Tensor) -> Packed:
+        """`read`, packed for sending."""
+        return pack(self.read(key, names, rows))
+
+    def drop(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            del self._batches[key]
+
+
+def unpack_result(packed: Packed, source_of: Callable[[int], Source]) -> Any:
+    """Unpack a `ColumnStore` result on the controller.
+
+    Args:
+        packed: Output of `ColumnStore.pack_result`.
+        source_of: Maps the key of a stored batch to the Source that reads it.
+
+    Returns:
+        The result, with a RemoteTensor for each large column.
+    """
+
+    def resolve(reference: tuple) -> RemoteTensor:
+        key, name, shape, dtype = reference
+        return RemoteTensor.from_source(name, source_of(key), shape, dtype)
+
+    return unpack(packed, resolve)
+
+
+@dataclass
+class ColumnRef:
+    """Rows of one source that a call refers to, in the columns `names`."""
+
+    source: Source
+    rows: torch.Tensor
+    names: list[str] = field(default_factory=list)
+
+
+class PackedCall:
+    """The arguments of a call, packed once for all ranks that get them.
+
+    Args:
+        value: The arguments.
+        readable: The type of Source that the called ranks can read. Columns of other sources are fetched here and sent.
+
+    Attributes:
+        packed: The arguments without the remote columns.
+        refs: The rows that the called rank needs, in the order in which `load_call` takes them.
+    """
+
+    def __init__(self, value: Any, readable: type[Source] = Source):
+        self._readable = (LocalSource, readable)
+        self._refs: dict[tuple[int, bytes], ColumnRef] = {}
+        self.packed = pack(value, self._to_reference)
+
+    @property
+    def refs(self) -> list[ColumnRef]:
+        return list(self._refs.values())
+
+    def _to_reference(self, value: Any) -> Any:
+        """(shape, dtype, [(positions, number of the ref, column) or (positions, None, rows)]) of a remote column."""
+        if not (isinstance(value, RemoteTensor) and value.is_remote):
+            return None
+        found = list(value.by_source())
+        if not all(isinstance(source, self._readable) for source, _, _ in found):
+            return None
+        chunks = []
+        for source, positions, rows in found:
+            if isinstance(source, LocalSource):
+                chunks.append((positions, None, source.fetch(value.name, rows)))
+            else:
+                chunks.append((positions, self._add_ref(source, rows, value.name), value.name))
+        return tuple(value.shape), value.dtype, chunks
+
+    def _add_ref(self, source: Source, rows: torch.Tensor, name: str) -> int:
+        """The number of the ref for these rows; columns with the same rows share one."""
+        key = (id(source), rows.numpy().tobytes())
+        ref = self._refs.setdefault(key, ColumnRef(source, rows))
+        if name not in ref.names:
+            ref.names.append(name)
+        return list(self._refs).index(key)
+
+
+def load_call(packed: Packed, columns: Sequence[Mapping[str, torch.Tensor]]) -> Any:
+    """Unpack a call on the rank that runs it.
+
+    Args:
+        packed: `PackedCall.packed`.
+        columns: For each of `PackedCall.refs`, its rows by column name.
+
+    Returns:
+        The arguments, with an ordinary tensor for each remote column.
+    """
+
+    def resolve(reference: tuple) -> torch.Tensor:
+        shape, dtype, chunks = reference
+        rows = [(at, columns[number][what] if number is not None else what) for at, number, what in chunks]
+        return assemble_rows(shape, rows) if rows else torch.empty(shape, dtype=dtype)
+
+    return unpack(packed, resolve)

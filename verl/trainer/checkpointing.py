@@ -1,0 +1,226 @@
+"""Checkpointer: what a trainer writes to and reads from `global_step_N`.
+
+    checkpointer.save(step)            # returns while a background write may still be running
+    checkpointer.poll()                # before each step: complete the pending checkpoint if it is written
+    checkpointer.wait()                # before the end: the same, and wait for it
+    step = checkpointer.load()         # 0 if there is nothing to resume from
+
+A checkpoint counts once it has its final name, when everything is written.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.checkpoints.store import CheckpointStore
+from verl.config import dump_config, to_flat_dict
+from verl.config.fields import Schema
+from verl.dataflow import Pipeline
+from verl.single_controller import WorkerGroup
+from verl.trainer.saved_state import load_state, save_state
+from verl.utils.rng import rng_state, set_rng_state
+
+logger = logging.getLogger("verl.trainer")
+
+#: settings that may differ between a run and its resumption without a warning
+_FREE_TO_CHANGE = (
+    "trainer.resume_mode",
+    "trainer.resume_from_path",
+    "trainer.total_training_steps",
+    "trainer.total_epochs",
+    "trainer.logger",
+)
+_POLL_INTERVAL = 0.05  # seconds between two looks at a checkpoint that is being written
+_WRITE_TIMEOUT = 3600.0  # seconds after which a write is given up
+
+_RESTARTS = {"optimizer": "the moments of Adam start at 0", "extra": "the learning-rate schedule starts over"}
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A checkpoint that is being written. start: of the save, by perf_counter. folder: seals it when it is closed."""
+
+    path: Path
+    start: float
+    folder: ExitStack
+
+
+class Checkpointer:
+    """Saves, prunes and restores the state of a run: weights, optimizers, flow and random states.
+
+    Args:
+        store: the folders on disk.
+        config: saved beside the state; its `trainer` section says what to resume from.
+        saved_roles: roles whose state is saved, each into the folder of its name.
+        roles: role -> worker group; filled by the time of the first save or load.
+        pipeline: the flow, whose state is saved.
+        tokenizer: saved beside each model.
+        keep: role -> how many of its newest checkpoints are kept, None for all.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        config: Schema,
+        *,
+        saved_roles: Sequence[str],
+        roles: Mapping[str, WorkerGroup],
+        pipeline: Pipeline,
+        tokenizer: Any,
+        keep: Callable[[], Mapping[str, int | None]],
+    ):
+        self.store = store
+        self.config = config
+        self.saved_roles = saved_roles
+        self.roles = roles
+        self.pipeline = pipeline
+        self.tokenizer = tokenizer
+        self.keep = keep
+        self._pending: _Pending | None = None
+
+    # ---- writing ----------------------------------------------------------------------------------------------------
+
+    def save(self, step: int) -> Path:
+        """Write `global_step_<step>`.
+
+        Roles with checkpoint.async_save write in the background while training continues. The checkpoint is complete
+        (it is renamed to its final name, and older ones are deleted) once everything is written.
+        """
+        self.wait()
+        start, path = time.perf_counter(), self.store.path(step)
+        with ExitStack() as stack:
+            folder = stack.enter_context(self.store.writing(step))
+            for role in self._present_roles():
+                self.roles[role].save_checkpoint(folder / role)
+                self.tokenizer.save_pretrained(folder / role / "huggingface")
+            state = {"global_step": step, "flow": self.pipeline.state_dict(), "rng": rng_state()}
+            save_state(state | {"config": to_flat_dict(self.config)}, folder, "trainer")
+            (folder / "config.yaml").write_text(dump_config(self.config))
+            self._pending = _Pending(path, start, stack.pop_all())
+        self.poll()
+        if self._pending is not None:
+            logger.info("[save] blocked for %.2fs; writing %s in the background", time.perf_counter() - start, path)
+        return path
+
+    def poll(self) -> None:
+        """Complete the pending checkpoint if it is written. Raises the error of a role that could not write."""
+        self._complete(wait=False)
+
+    def wait(self) -> None:
+        """The same, and wait until it is written."""
+        self._complete(wait=True)
+
+    def _complete(self, wait: bool) -> None:
+        if self._pending is None:
+            return
+        groups = [self.roles[role] for role in self._present_roles()]
+        limit = time.monotonic() + _WRITE_TIMEOUT
+        try:
+            while not all(all(group.is_checkpoint_written()) for group in groups):
+                if not wait:
+                    return
+                if time.monotonic() > limit:
+                    raise TimeoutError(f"{self._pending.path} is not written after {_WRITE_TIMEOUT:.0f} s")
+                time.sleep(_POLL_INTERVAL)  # an interruption here leaves the write as it is
+        except Exception:
+            pending, self._pending = self._pending, None
+            with pending.folder:
+                raise
+        pending, self._pending = self._pending, None
+        with pending.folder:
+            for group in groups:
+                group.finish_checkpoint()
+        for role, keep in self.keep().items():
+            self.store.prune_part(role, keep)
+        logger.info("[save] %.2fs %s", time.perf_counter() - pending.start, pending.path)
+
+    def finish_pending_save(self, error: BaseException) -> None:
+        """Complete the pending checkpoint of a run that fails with `error`, if its workers can still write it."""
+        if self._pending is not None and isinstance(error, KeyboardInterrupt):
+            logger.warning("waiting for %s to be written; interrupt again to discard it", self._pending.path)
+        try:
+            self.wait()
+        except Exception as second:
+            error.add_note(f"the checkpoint that was being written is lost: {second}")
+
+    # ---- reading ----------------------------------------------------------------------------------------------------
+
+    def load(self) -> int:
+        """Restore the checkpoint that trainer.resume_mode names.
+
+        Returns:
+            Its step; 0 if there is none to resume from.
+        """
+        folder = self._folder_to_load()
+        if folder is None:
+            return 0
+        state = load_state(folder, "trainer")
+        self._report_changed_settings(state["config"])
+        for role in self._present_roles():
+            if not (folder / role).is_dir():
+                raise ValueError(
+                    f"{folder} has no {role}: it was written by a run without one. Start a fresh run "
+                    "(trainer.resume_mode=disable, or another trainer.default_local_dir), or resume with the settings "
+                    "of that run"
+                )
+            (not_loaded, *_) = self.roles[role].load_checkpoint(folder / role)
+            self._report_not_loaded(role, folder, not_loaded)
+        self.pipeline.load_state_dict(state["flow"])
+        set_rng_state(state["rng"])
+        logger.info("resumed from %s: %d steps are done", folder, state["global_step"])
+        return state["global_step"]
+
+    def _folder_to_load(self) -> Path | None:
+        trainer = self.config.trainer
+        if trainer.resume_mode == "disable":
+            return None
+        if trainer.resume_mode == "resume_path":
+            return self.store.resume_path(trainer.resume_from_path)
+        return self.store.latest()
+
+    def _report_not_loaded(self, role: str, folder: Path, not_loaded: Sequence[str]) -> None:
+        """Warn of state of a role that starts over although the run resumes."""
+        for content in not_loaded:
+            logger.warning(
+                "RESUMED WITHOUT %s: the %s of %s is resumed without it, since its checkpoint.load_contents (default: "
+                "its save_contents) does not contain %r: %s, so the run differs from an uninterrupted one",
+                content.upper(),
+                role,
+                folder,
+                content,
+                _RESTARTS[content],
+            )
+
+    def _report_changed_settings(self, saved: Mapping[str, Any]) -> None:
+        """Warn of every setting that differs from those of the run that wrote the checkpoint."""
+        now = to_flat_dict(self.config)
+        changed = [k for k in sorted(saved.keys() | now.keys()) if saved.get(k) != now.get(k)]
+        words = [f"{k}: {saved.get(k)} -> {now.get(k)}" for k in changed if k not in _FREE_TO_CHANGE]
+        if words:
+            logger.warning(
+                "config differs from the checkpoint: %s. Set a new trainer.experiment_name to start a fresh run",
+                ", ".join(words),
+            )
+
+    # ---- messages ---------------------------------------------------------------------------------------------------
+
+    def newest(self) -> str:
+        """The newest checkpoint, for a message."""
+        saved = self.store.newest()
+        return "no checkpoint was saved" if saved is None else f"the newest checkpoint is {saved}"
+
+    def how_to_resume(self) -> str:
+        """From where a run that ends now resumes, for a message."""
+        saved, trainer = self.store.newest(), self.config.trainer
+        if saved is None:
+            return f"no checkpoint was saved (trainer.save_freq is {trainer.save_freq})"
+        if trainer.resume_mode == "disable":
+            return f"the newest checkpoint is {saved}: trainer.resume_mode=auto resumes from it"
+        return f"the same command resumes from {saved}"
+
+    def _present_roles(self) -> list[str]:
+        return [role for role in self.saved_roles if role in self.roles]

@@ -1,0 +1,152 @@
+"""What a trainer loads before its first model: tokenizer, datasets, reward manager.
+
+The checks of what is loaded are in `preflight`.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from verl.config import schema
+from verl.data.rlhf_dataset import RLHFDataset, load_dataset_class
+from verl.data.sft_dataset import SFTDataset
+from verl.data.tokenization import load_tokenizer
+from verl.rewards import RewardManager, load_reward_manager
+from verl.trainer.launch import Recipe
+from verl.trainer.model_limits import ModelLimits
+
+
+@dataclass
+class Inputs:
+    """What a run has loaded. reward_manager: None for supervised fine-tuning."""
+
+    model: schema.ModelConfig
+    tokenizer: Any
+    train_dataset: Dataset
+    val_dataset: Dataset | None
+    reward_manager: RewardManager | None = None
+
+    @functools.cached_property
+    def limits(self) -> ModelLimits:
+        return ModelLimits.of(self.model)
+
+
+def load_inputs(
+    config: schema.Config,
+    train_dataset: Dataset | None = None,
+    val_dataset: Dataset | None = None,
+    reward_manager: RewardManager | None = None,
+    tokenizer: Any = None,
+) -> Inputs:
+    """Load what is not given as an object."""
+    model = config.actor_rollout_ref.model
+    if tokenizer is None and isinstance(train_dataset, RLHFDataset):
+        tokenizer = train_dataset.tokenizer
+    tokenizer = tokenizer if tokenizer is not None else load_tokenizer(model)
+    rewards = reward_manager if reward_manager is not None else load_rewards(config, tokenizer)
+    train = train_dataset if train_dataset is not None else load_dataset(config, tokenizer)
+    val = val_dataset if val_dataset is not None else load_val_dataset(config, tokenizer)
+    return Inputs(model, tokenizer, train, val, rewards)
+
+
+def load_sft_inputs(
+    config: schema.SFTConfig,
+    train_dataset: Dataset | None = None,
+    val_dataset: Dataset | None = None,
+    tokenizer: Any = None,
+) -> Inputs:
+    """The same for supervised fine-tuning."""
+    data, cls = config.data, dataset_class(config, SFTDataset)
+    tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model)
+
+    def load(files: Sequence[str], max_samples: int) -> Dataset:
+        return cls(files, tokenizer, data.model_dump() | {"max_samples": max_samples})
+
+    train = train_dataset if train_dataset is not None else load(data.train_files, data.train_max_samples)
+    val = val_dataset
+    if val is None and data.val_files:
+        val = load(data.val_files, data.val_max_samples)
+    return Inputs(config.model, tokenizer, train, val)
+
+
+def base_settings(recipe: Recipe, train: Dataset | None, val: Dataset | None) -> dict[str, Any]:
+    """Settings below the user's own: those of the recipe, and the files of datasets that are given as objects."""
+    given = {"data.train_files": train, "data.val_files": val}
+    files = {key: list(d.data_files) for key, d in given.items() if isinstance(d, RLHFDataset)}
+    return recipe.read() | files
+
+
+def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end a response: the tokenizer's end token and those of the model's generation config (or config)."""
+    from transformers import AutoConfig, GenerationConfig
+
+    ids = [tokenizer.eos_token_id]
+    if (Path(model_path) / "generation_config.json").is_file() or not Path(model_path).is_dir():
+        found = GenerationConfig.from_pretrained(model_path).eos_token_id
+    else:
+        found = AutoConfig.from_pretrained(model_path).eos_token_id
+    ids += found if isinstance(found, list) else [found] if found is not None else []
+    return tuple(dict.fromkeys(ids))
+
+
+def dataset_class(config: schema.Config | schema.SFTConfig, default: type[Dataset]) -> type[Dataset]:
+    """The custom dataset class of `data.custom_cls`, or the default."""
+    custom = config.data.custom_cls
+    return load_dataset_class(custom.path, custom.name) if custom.path else default
+
+
+def load_dataset(config: schema.Config, tokenizer: Any) -> Dataset:
+    """The training prompts."""
+    return _dataset(config, tokenizer, config.data.train_files, config.data.train_max_samples)
+
+
+def load_val_dataset(config: schema.Config, tokenizer: Any) -> Dataset | None:
+    """The validation prompts; None without `data.val_files`."""
+    files = config.data.val_files
+    return _dataset(config, tokenizer, files, config.data.val_max_samples) if files else None
+
+
+def _dataset(config: schema.Config, tokenizer: Any, files: Sequence[str], max_samples: int) -> Dataset:
+    settings = config.data.model_dump() | {"train_max_samples": max_samples}
+    return dataset_class(config, RLHFDataset)(data_files=list(files), tokenizer=tokenizer, config=settings)
+
+
+def load_rewards(config: schema.Config, tokenizer: Any) -> RewardManager:
+    """The reward manager that the `reward` section describes."""
+    reward = config.reward
+    function, manager = reward.custom_reward_function, reward.reward_manager
+    if function.name != "compute_score" and not function.path:
+        raise ValueError(
+            f"reward.custom_reward_function.name is {function.name!r}, but reward.custom_reward_function.path is null: "
+            "set it to the file that defines the function"
+        )
+    registered = reward.reward_function
+    if reward.reward_model.enable and not (registered or function.path):
+        registered = "model_score"
+    loaded = load_reward_manager(
+        tokenizer=tokenizer,
+        manager=manager.name,
+        manager_path=manager.module.path,
+        function_path=function.path,
+        function_name=function.name if function.path else None,
+        registered_function=registered,
+        reward_kwargs=function.reward_kwargs,
+        manager_kwargs={
+            **reward.reward_kwargs,
+            "on_error": reward.on_error,
+            "failure_score": reward.failure_score,
+            "timeout": reward.timeout,
+        },
+        reward_fn_key=config.data.reward_fn_key,
+    )
+    if reward.reward_model.enable and not loaded.compute_score.takes_extra_info:
+        raise ValueError(
+            f"reward.reward_model.enable is true, but the reward function {loaded.compute_score.where} does not take "
+            "extra_info, which holds the score of the model (extra_info['rm_score']): add the parameter extra_info, or "
+            "remove the function, and the score of the model is the reward"
+        )
+    return loaded

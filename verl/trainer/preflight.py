@@ -1,0 +1,475 @@
+"""Preflight: every check before the first step, in one ordered list.
+
+    run = prepare_run(...)             # SETTINGS: all problems at once; then CONFIG, one by one
+    run.inputs = load_inputs(...)
+    run_checks(run, INPUTS)            # of tokenizer, datasets and rewards
+    ...                                # the trainer compiles its flow
+    run_checks(run, FLOW)
+
+No weights are loaded before the last check has passed. `--dry-run` on any command runs the list and stops. A new check
+is one function of a `Run` and one line in `CHECKS`.
+"""
+
+import logging
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from verl.algorithms.advantages import get_adv_estimator_fn
+from verl.algorithms.binding import missing_settings
+from verl.algorithms.covariance_losses import CHOOSE_AMONG_THE_TOKENS_OF_ONE_CALL
+from verl.algorithms.policy_losses import get_policy_loss_fn
+from verl.algorithms.presets import PRESETS
+from verl.checkpoints.atomic import check_folder
+from verl.config import (
+    ConfigError,
+    Problem,
+    check_critic,
+    check_data,
+    check_models,
+    check_registered,
+    load_config,
+    schema,
+    unsupported,
+)
+from verl.config.checks import check_combinations
+from verl.config.fields import Schema
+from verl.config.supported import settings_without_effect
+from verl.data.rlhf_dataset import RLHFDataset, check_dataset, collate_prompts
+from verl.data.sequences import build_sequences
+from verl.data.sft_dataset import SFTDataset
+from verl.engines.base import ENGINES
+from verl.engines.loading import check_kernels, check_model
+from verl.protocol import DataProto
+from verl.registry import did_you_mean, import_module
+from verl.rewards import RewardManager
+from verl.rollout.agent_loop import AGENT_LOOPS
+from verl.rollout.base import ROLLOUT_ENGINES
+from verl.single_controller.cluster import Cluster, make_cluster
+from verl.tracking.tracking import check_trackers
+from verl.trainer.inputs import Inputs, base_settings, dataset_class
+from verl.trainer.launch import Recipe
+from verl.trainer.ppo_flow import needs_critic
+from verl.trainer.roles import pools_of, roles_of
+from verl.trainer.rollout_correction import check_correction
+from verl.trainer.unused_settings import unused_settings
+from verl.utils.device import resolve_device
+
+logger = logging.getLogger("verl.trainer")
+
+SETTINGS, CONFIG, INPUTS, FLOW = "settings", "config", "inputs", "flow"
+"""When a check runs: while the settings are read; with the settings and the imported modules; with what is loaded; with
+the compiled flow."""
+
+_ACTOR = "actor_rollout_ref.actor"
+_TRAINING = (schema.Config, schema.SFTConfig)
+
+
+@dataclass
+class Run:
+    """A run before its first step, filled from left to right.
+
+    Attributes:
+        config: the settings.
+        recipe: what a method adds to them.
+        rows_given: the training dataset was given as an object, so no file has to exist.
+        backend: "local" or "ray".
+        cluster: from CONFIG on; None for commands without workers.
+        inputs: from INPUTS on.
+        reward_values: names of the values that the reward function returned in its trial.
+        columns: what the operators write, from FLOW on.
+        passed: names of the checks that have passed.
+    """
+
+    config: Schema
+    recipe: Recipe = field(default_factory=Recipe)
+    rows_given: bool = False
+    backend: str = "local"
+    cluster: Cluster | None = None
+    inputs: Inputs | None = None
+    reward_values: set[str] = field(default_factory=set)
+    columns: set[str] = field(default_factory=set)
+    passed: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One question about a run.
+
+    Attributes:
+        name: as `--dry-run` prints it.
+        stage: SETTINGS, CONFIG, INPUTS or FLOW.
+        run: raises ValueError, or returns problems.
+        of: the schemas that it applies to.
+    """
+
+    name: str
+    stage: str
+    run: Callable[[Run], Iterable[Problem] | None]
+    of: type[Schema] | tuple[type[Schema], ...] = _TRAINING
+
+    def applies_to(self, config: Schema) -> bool:
+        return isinstance(config, self.of)
+
+
+def prepare_run(
+    config: Schema | None,
+    config_path: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    recipe: Recipe | None = None,
+    train_dataset: Dataset | None = None,
+    val_dataset: Dataset | None = None,
+    cluster: Cluster | None = None,
+    backend: str | None = None,
+) -> Run:
+    """Read the settings if there is no config object, choose the cluster, and run the checks that need no more.
+
+    Args:
+        config: the settings, or None to read config_path and overrides.
+        recipe: its schema and its settings are used.
+        train_dataset, val_dataset: given as objects, if they are.
+        cluster: where the workers run; None: `make_cluster` chooses.
+        backend: of that cluster; None: `trainer.backend`.
+    """
+    recipe = recipe or Recipe()
+    rows_given = train_dataset is not None
+    if config is None:
+        base = base_settings(recipe, train_dataset, val_dataset)
+        checks = [_reader_check(check, recipe, rows_given) for check in CHECKS[1:] if check.stage == SETTINGS]
+        config = load_config(
+            config_path, overrides, base=base, presets=PRESETS, schema=recipe.schema, extra_checks=checks
+        )
+        run = Run(config, recipe, rows_given)
+        run.passed += [check.name for check in CHECKS if check.stage == SETTINGS and check.applies_to(config)]
+    else:
+        run = Run(config, recipe, rows_given)
+        run_checks(run, SETTINGS)
+    if isinstance(config, _TRAINING):
+        run.backend = backend or config.trainer.backend
+        run.cluster = cluster or make_cluster(config, run.backend)
+    run_checks(run, CONFIG)
+    return run
+
+
+def _reader_check(check: Check, recipe: Recipe, rows_given: bool) -> Callable[[Schema], Iterable[Problem]]:
+    """A check as `load_config` takes it. It runs the first check of the list by itself."""
+    return lambda config: check.run(Run(config, recipe, rows_given)) or () if check.applies_to(config) else ()
+
+
+def run_checks(run: Run, stage: str) -> None:
+    """Run the checks of a stage in order.
+
+    Raises:
+        ConfigError: all problems of the SETTINGS stage, or those of the first check that found some.
+        ValueError: what a check raises, as do the modules, files and packages that it tries.
+    """
+    problems: list[Problem] = []
+    for check in CHECKS:
+        if check.stage == stage and check.applies_to(run.config):
+            problems += check.run(run) or ()
+            if problems and stage != SETTINGS:
+                break
+            run.passed.append(check.name)
+    if problems:
+        raise ConfigError(problems)
+
+
+# ---- the settings alone ---------------------------------------------------------------------------------------------
+
+
+def files(run: Run) -> Iterator[Problem]:
+    """Models, checkpoints and data files are named and exist."""
+    yield from check_models(run.config)
+    if not run.rows_given:
+        yield from check_data(run.config)
+
+
+def recipe_settings(run: Run) -> Iterable[Problem]:
+    """The settings are those of the recipe's method."""
+    return run.recipe.check(run.config) if run.recipe.check is not None else ()
+
+
+# ---- the settings, and the modules that they import -----------------------------------------------------------------
+
+
+def imports(run: Run) -> None:
+    """Import the user's files and modules, which register losses, estimators and rewards."""
+    for address in run.config.imports:
+        import_module(address)
+
+
+def output_folders(run: Run) -> None:
+    """Every folder that is written to is writable."""
+    for name, path in run.config.trainer.model_dump().items():
+        if name in ("default_local_dir", "rollout_data_dir", "validation_data_dir") and path:
+            check_folder(f"trainer.{name}", Path(path))
+
+
+def reward_model(run: Run) -> Iterator[Problem]:
+    """An enabled reward model has a path."""
+    key, section = "reward.reward_model", run.config.reward.reward_model
+    if section.enable and not section.model_path:
+        yield Problem(f"{key}.model_path", f"null, but {key}.enable is true: set it to the reward model")
+
+
+def registered_engines(run: Run) -> list[Problem]:
+    """Engines and agent loops are registered under the configured names."""
+    names = {"rollout.name": ROLLOUT_ENGINES, "strategy": ENGINES, "rollout.agent.default_agent_loop": AGENT_LOOPS}
+    return check_registered(run.config, names)
+
+
+def required_settings(run: Run) -> None:
+    """The estimator and the loss are registered and have a value for every setting that they require."""
+    config = run.config
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    estimator = get_adv_estimator_fn(algorithm.adv_estimator)
+    if missing := missing_settings(estimator, algorithm.model_dump()):
+        name = f"algorithm.adv_estimator={algorithm.adv_estimator}"
+        raise ValueError(f"{name} needs the setting {missing[0]!r}: set it in the section algorithm")
+    loss = get_policy_loss_fn(actor.policy_loss.loss_mode)
+    settings = {**actor.model_dump(), **actor.policy_loss.model_dump(), **algorithm.rollout_correction.model_dump()}
+    if missing := missing_settings(loss, settings):
+        name = f"policy_loss.loss_mode={actor.policy_loss.loss_mode}"
+        raise ValueError(f"{name} needs the setting {missing[0]!r}: set it in the section {_ACTOR}")
+
+
+def group_size(run: Run) -> None:
+    """An estimator that compares the responses to one prompt has several of them."""
+    name, n = run.config.algorithm.adv_estimator, run.config.actor_rollout_ref.rollout.n
+    least = get_adv_estimator_fn(name).min_group_size
+    if n < least:
+        raise ValueError(
+            f"algorithm.adv_estimator={name} compares the responses to one prompt: actor_rollout_ref.rollout.n must be "
+            f"at least {least}, found {n}"
+        )
+
+
+def placement(run: Run) -> None:
+    """Roles are placed on existing devices, and share all devices with another role or none."""
+    pools_of(run.config, roles_of(run.config))
+
+
+def custom_dataset(run: Run) -> None:
+    """The class of `data.custom_cls` can be imported."""
+    dataset_class(run.config, RLHFDataset)
+
+
+def model_configs(run: Run) -> None:
+    """The config of each model exists and accepts the overrides; LoRA finds its modules."""
+    config = run.config
+    if isinstance(config, schema.SFTConfig):
+        check_model_section(config.model, "causal_lm")
+        return
+    policy, critic, reward = config.actor_rollout_ref.model, config.critic.model, config.reward.reward_model
+    check_model_section(policy, "causal_lm")
+    if "critic" in roles_of(config):
+        check_model_section(critic, "value")
+    if reward.enable:
+        section = schema.ModelConfig(path=reward.model_path, trust_remote_code=reward.trust_remote_code)
+        check_model(section, "reward")
+
+
+def check_model_section(model: schema.ModelConfig, kind: str) -> None:
+    """Raise ValueError for a `model` section whose model cannot be built. kind: as in `EngineSpec`."""
+    check_model(model, kind)
+
+
+def kernels(run: Run) -> None:
+    """The chosen kernels run on the device."""
+    config = run.config
+    if run.backend == "ray":  # the nodes may differ from this host: the workers check
+        return
+    device = resolve_device(config.trainer.device)
+    if isinstance(config, schema.SFTConfig):
+        check_kernels(config.model, device)
+        return
+    check_kernels(config.actor_rollout_ref.model, device)
+    if "critic" in roles_of(config):
+        check_kernels(config.critic.model, device)
+
+
+def micro_batch_losses(run: Run) -> None:
+    """Warn of a loss that selects among the tokens of one micro-batch if a mini-batch has several of them."""
+    config = run.config
+    actor, trainer, loss = config.actor_rollout_ref.actor, config.trainer, config.actor_rollout_ref.actor.policy_loss
+    if loss.loss_mode not in CHOOSE_AMONG_THE_TOKENS_OF_ONE_CALL:
+        return
+    size = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n // (trainer.nnodes * trainer.n_gpus_per_node)
+    single = actor.ppo_micro_batch_size_per_gpu is not None and actor.ppo_micro_batch_size_per_gpu >= size
+    if actor.use_dynamic_bsz or not single:
+        logger.warning(
+            "actor.policy_loss.loss_mode=%s selects among the tokens of one micro-batch, so its gradient depends on "
+            "the micro-batch size; for one micro-batch per mini-batch set actor.ppo_micro_batch_size_per_gpu=%d and "
+            "actor.use_dynamic_bsz=false",
+            loss.loss_mode,
+            size,
+        )
+
+
+def saved(run: Run) -> None:
+    """Warn of a run that saves nothing."""
+    trainer = run.config.trainer
+    if trainer.save_freq <= 0 and not trainer.val_only:
+        logger.warning("the trained model will not be saved: trainer.save_freq is %d", trainer.save_freq)
+
+
+def unused(run: Run) -> None:
+    """Warn once of each setting that has no effect with the others."""
+    notes = settings_without_effect(run.config)
+    if isinstance(run.config, schema.Config):
+        notes += unused_settings(run.config)
+    for note in notes:
+        logger.warning(note)
+
+
+# ---- what is loaded -------------------------------------------------------------------------------------------------
+
+
+def items(run: Run) -> None:
+    """The first item of each dataset has what a prompt needs."""
+    for dataset in (run.inputs.train_dataset, run.inputs.val_dataset):
+        if dataset is not None:
+            check_dataset(dataset)
+
+
+def validation_data(run: Run) -> None:
+    """Validation that is requested has data."""
+    trainer = run.config.trainer
+    setting = "trainer.val_only=true" if trainer.val_only else f"trainer.test_freq={trainer.test_freq}"
+    if run.inputs.val_dataset is None and (trainer.val_only or trainer.test_freq > 0):
+        raise ValueError(f"{setting} requests validation, but data.val_files is empty: set it, or remove {setting}")
+
+
+def model_fits(run: Run) -> None:
+    """Token ids, lengths and the rollout engine fit the model. Of a custom dataset the first item is looked at."""
+    config, inputs, limits = run.config, run.inputs, run.inputs.limits
+    dataset = inputs.train_dataset
+    if isinstance(config, schema.SFTConfig):
+        if isinstance(dataset, SFTDataset):
+            limits.check_vocabulary(inputs.tokenizer, dataset.largest_token_id)
+            limits.check_sequence_length(dataset.longest_row, "data.max_length")
+        return
+    if isinstance(dataset, RLHFDataset):
+        largest, longest = dataset.largest_token_id, dataset.longest_prompt
+    else:
+        prompt = collate_prompts([dataset[0]]).non_tensor_batch["prompt_ids"][0]
+        largest, longest = max(prompt), len(prompt)
+    limits.check_vocabulary(inputs.tokenizer, largest)
+    limits.check_engine(config.actor_rollout_ref.rollout.name)
+    limits.check_response_length(
+        longest,
+        config.actor_rollout_ref.rollout.response_length,
+        "data.max_response_length",
+        "filter longer prompts (data.max_prompt_length with data.filter_overlong_prompts=true)",
+    )
+
+
+def recipe_inputs(run: Run) -> None:
+    """The loaded data is what the recipe's method needs."""
+    if run.recipe.check_inputs is not None:
+        run.recipe.check_inputs(run.config, run.inputs)
+
+
+def reward_function(run: Run) -> None:
+    """The reward function scores two made-up responses to the first prompt: its ground truth and the prompt itself.
+
+    A function that cannot score fails here instead of after the first generated batch. With a reward model, whose
+    scores are made up as 0 and 1, a reward that is the same both times causes a warning.
+    """
+    inputs, manager = run.inputs, run.inputs.reward_manager
+    batch = _trial_batch(inputs.train_dataset, inputs.tokenizer)
+    if not run.config.reward.reward_model.enable:
+        run.reward_values = set(_score_trial(manager, batch)["reward_extra_info"])
+        return
+    zeros = torch.zeros(batch.batch["responses"].shape)
+    ones = zeros.clone()
+    ones[:, 0] = 1.0
+    scored = [batch.union(DataProto.from_dict({"rm_scores": scores})) for scores in (zeros, ones)]
+    first, second = (_score_trial(manager, each) for each in scored)
+    if torch.equal(first["reward_tensor"], second["reward_tensor"]):
+        logger.warning(
+            "THE REWARD MODEL'S SCORE HAS NO EFFECT: the reward function %s returned the same for the scores 0 and 1. "
+            "It gets the score as extra_info['rm_score'], and nothing else uses it. Read it in the function, or remove "
+            "the function (then the score is the reward), or set reward.reward_model.enable=false",
+            manager.compute_score.where,
+        )
+    run.reward_values = set(first["reward_extra_info"])
+
+
+def _trial_batch(dataset: Dataset, tokenizer: Any) -> DataProto:
+    item = dataset[0]
+    prompts = collate_prompts([item, item]).replace(uid=["trial", "trial"])
+    truth = str((item.get("reward_model") or {}).get("ground_truth", ""))
+    right = tokenizer.encode(truth, add_special_tokens=False) or [tokenizer.eos_token_id]
+    prompt_ids = list(prompts.non_tensor_batch["prompt_ids"])
+    columns = build_sequences(prompt_ids, [right, prompt_ids[0]], tokenizer.pad_token_id)
+    return prompts.union(DataProto.from_dict(columns))
+
+
+def _score_trial(manager: RewardManager, batch: DataProto) -> dict[str, Any]:
+    try:
+        return manager(batch, return_dict=True)
+    except Exception as error:
+        stack = traceback.extract_tb(error.__cause__.__traceback__) if error.__cause__ else []
+        for frame in stack[-1:]:
+            error.add_note(f"raised at {frame.filename}:{frame.lineno}: {frame.line}")
+        error.add_note(
+            "found by a trial before training: the ground truth and the prompt of the first row, scored as responses"
+        )
+        raise
+
+
+# ---- the compiled flow ----------------------------------------------------------------------------------------------
+
+
+def reward_names(run: Run) -> None:
+    """Values that settings name are returned by the reward function or written by an operator."""
+    algorithm = run.config.algorithm
+    named: dict[str, list[str]] = {}
+    if algorithm.filter_groups.enable:
+        named["algorithm.filter_groups.metric"] = [algorithm.filter_groups.metric]
+    if algorithm.adv_estimator == "gdpo":
+        named["algorithm.gdpo_reward_keys"] = algorithm.gdpo_reward_keys
+    known = {"reward", *run.reward_values}
+    for key, names in named.items():
+        for name in names:
+            if name not in known and not {name, f"reward_{name}"} & run.columns:
+                raise ValueError(f"{key}: the reward function does not return {name!r}: {did_you_mean(name, known)}")
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("settings fit together", SETTINGS, lambda run: check_combinations(run.config), Schema),
+    Check("files exist", SETTINGS, files, Schema),
+    Check("options are supported", SETTINGS, lambda run: unsupported(run.config), Schema),
+    Check("recipe settings", SETTINGS, recipe_settings),
+    Check("imports", CONFIG, imports, Schema),
+    Check("registered engines", CONFIG, registered_engines, Schema),
+    Check("trackers", CONFIG, lambda run: check_trackers(run.config.trainer.logger)),
+    Check("output folders", CONFIG, output_folders),
+    Check("critic", CONFIG, lambda run: check_critic(run.config, needs_critic(run.config)), schema.Config),
+    Check("reward model", CONFIG, reward_model, schema.Config),
+    Check("estimator and loss", CONFIG, required_settings, schema.Config),
+    Check("group size", CONFIG, group_size, schema.Config),
+    Check("rollout correction", CONFIG, lambda run: check_correction(run.config), schema.Config),
+    Check("placement", CONFIG, placement, schema.Config),
+    Check("dataset class", CONFIG, custom_dataset),
+    Check("model configs", CONFIG, model_configs),
+    Check("cluster", CONFIG, lambda run: run.cluster.check(run.config)),
+    Check("kernels", CONFIG, kernels),
+    Check("micro-batch losses", CONFIG, micro_batch_losses, schema.Config),
+    Check("unused settings", CONFIG, unused),
+    Check("checkpoints", CONFIG, saved),
+    Check("dataset items", INPUTS, items, schema.Config),
+    Check("validation data", INPUTS, validation_data),
+    Check("model limits", INPUTS, model_fits),
+    Check("recipe data", INPUTS, recipe_inputs),
+    Check("reward function", INPUTS, reward_function, schema.Config),
+    Check("reward names", FLOW, reward_names, schema.Config),
+)
+"""Every check, in the order in which they run."""

@@ -1,0 +1,101 @@
+"""Python child processes for process pools.
+
+    process = PythonProcess("verl.rewards.sandbox.worker", [theirs.fileno()], env=os.environ)
+    status = process.poll()            # None while it runs
+    process.kill()                     # the process and everything that it started
+    describe_exit(process.wait())      # "was killed by SIGKILL ..."
+
+Shared by the workers of `verl.single_controller.local` and the reward functions of `verl.rewards.sandbox`. Children are
+fresh interpreters, not forks: the threads, locks and CUDA context of a trainer do not survive a fork. The pools differ
+in what they send, in their deadlines and in which errors end the pool; that is in their own modules.
+"""
+
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+_SIGNAL_NAMES = {s.value: s.name for s in signal.Signals}
+_STACK_SIGNAL = signal.SIGUSR1
+
+
+class PythonProcess:
+    """`python -m MODULE FD...` in a session and process group of its own.
+
+    Ctrl-C reaches this process only, which then ends its children. The child has the import path of this process
+    and no stdin.
+
+    Args:
+        module: Module to run.
+        inherited: File descriptors that the child inherits. Their numbers are its command-line arguments.
+        env: Environment variables of the child; PYTHONPATH is set here.
+        stacks: Pass a further descriptor, of a file for the stacks of the child (see `dump_stacks_on_request`).
+    """
+
+    def __init__(self, module: str, inherited: Sequence[int], env: Mapping[str, str], *, stacks: bool = False):
+        self._stacks = tempfile.TemporaryFile() if stacks else None  # noqa: SIM115
+        descriptors = [*inherited, *([self._stacks.fileno()] if stacks else [])]
+        # Inherited by the child: the signal would end it before it is ready to write its stacks.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {_STACK_SIGNAL} if stacks else ())
+        try:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, *map(str, descriptors)],
+                env={**env, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)},
+                pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self.pid = self._popen.pid
+
+    def poll(self) -> int | None:
+        """The exit status (negative: the signal that killed it); None while the process runs."""
+        return self._popen.poll()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Wait up to `timeout` seconds for the process to end; returns what `poll` returns then."""
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(timeout)
+        return self._popen.returncode
+
+    def kill(self) -> None:
+        """Kill the process and everything that it started, also after the process itself has ended."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def request_stacks(self) -> None:
+        """Ask the process to write the stacks of all its threads, which takes a moment."""
+        self._popen.send_signal(_STACK_SIGNAL)
+
+    def read_stacks(self) -> str:
+        """The stacks written so far."""
+        self._stacks.seek(0)
+        return self._stacks.read().decode(errors="replace").strip() or "(no stacks: the process did not respond)"
+
+    def close(self) -> None:
+        """Wait for a killed process and release its resources."""
+        self._popen.wait()
+        if self._stacks is not None:
+            self._stacks.close()
+
+
+def describe_exit(status: int) -> str:
+    """How a process ended, as a predicate: "exited with status 1", "was killed by SIGSEGV"."""
+    if status >= 0:
+        return f"exited with status {status}"
+    # The out-of-memory killer sends SIGKILL.
+    hint = " (if no user or scheduler did it, the machine ran out of memory: see `dmesg`)"
+    name = _SIGNAL_NAMES.get(-status, f"signal {-status}")
+    return f"was killed by {name}{hint if status == -signal.SIGKILL else ''}"
+
+
+def dump_stacks_on_request(descriptor: int) -> None:
+    """In a child: let `PythonProcess.request_stacks` write to `descriptor`, also while the child runs C code."""
+    faulthandler.enable()
+    faulthandler.register(_STACK_SIGNAL, file=descriptor, all_threads=True)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {_STACK_SIGNAL})
