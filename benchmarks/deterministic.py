@@ -19,10 +19,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from verl.config import schema  # noqa: E402
 from verl.data.sequences import build_sequences  # noqa: E402
-from verl.engines.base import MicroBatching, OptimizerConfig  # noqa: E402
-from verl.engines.loading import ModelConfig  # noqa: E402
-from verl.engines.torch_engine import HFEngine  # noqa: E402
+from verl.engines.base import EngineSpec, MicroBatching  # noqa: E402
+from verl.engines.loading import ModelSpec  # noqa: E402
+from verl.engines.torch_engine import TorchEngine  # noqa: E402
 from verl.modeling import attention  # noqa: E402
 from verl.modeling.batch_invariant import model as batch_invariant  # noqa: E402
 from verl.protocol import DataProto  # noqa: E402
@@ -42,7 +43,7 @@ MODES = ("normal", "deterministic")
 LOSS = {"clip_ratio": 0.2, "entropy_coeff": 0.0, "use_kl_loss": False}
 
 
-def build(shape: str, mode: str, device: torch.device, dtype: torch.dtype, longest: int) -> HFEngine:
+def build(shape: str, mode: str, device: torch.device, dtype: torch.dtype, longest: int) -> TorchEngine:
     hidden, mlp, layers, heads, key_heads, vocabulary = SHAPES[shape]
     config = Qwen2Config(
         hidden_size=hidden,
@@ -61,9 +62,11 @@ def build(shape: str, mode: str, device: torch.device, dtype: torch.dtype, longe
     torch.manual_seed(0)
     with device:
         module = Qwen2ForCausalLM(config)
-    kernels = "invariant" if exact else "fused" if device.type == "cuda" else "plain"
-    model = ModelConfig("", device=device, compute_dtype=dtype, kernels=kernels)
-    return HFEngine(model, OptimizerConfig(lr=1e-6), module=module)
+    kernels = "batch_invariant" if exact else "fused" if device.type == "cuda" else "plain"
+    section = schema.ModelConfig(enable_gradient_checkpointing=False)
+    spec = EngineSpec("causal_lm", section, optimizer=schema.OptimConfig(lr=1e-6), device=device)
+    model = ModelSpec(section, device=device, compute_dtype=dtype, kernels=kernels)
+    return TorchEngine(spec, model=model, module=module)
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> tuple[float, object]:
@@ -84,7 +87,7 @@ def measure(mode: str, args: argparse.Namespace, device: torch.device) -> dict:
         engine.module,
         pad_token_id=0,
         dtype=dtype if mode == "normal" and dtype != torch.float32 else None,
-        exact=batch_invariant.Forward(engine.model) if mode == "deterministic" else None,
+        exact=engine.model_forward(),
         memory_share=0.4,
     )
     prompts = torch.randint(1, vocabulary, (args.rows // args.samples, args.prompt), generator=torch.manual_seed(1))

@@ -43,10 +43,10 @@ def product_tiles(device: torch.device) -> None:
             flops = 2e-9 * rows * inside * outside
             milliseconds, _ = timed(torch.nn.functional.linear, x, weight)
             said = [f"cuBLAS {flops / milliseconds:.0f}"]
-            reference = triton_kernels.product(x, weight)
+            reference = triton_kernels.linear(x, weight)
             for option in options:
                 triton_kernels.TILES[2] = dict(zip(("BM", "BN", "BK", "num_warps", "num_stages"), option))
-                milliseconds, out = timed(triton_kernels.product, x, weight)
+                milliseconds, out = timed(triton_kernels.linear, x, weight)
                 same = "=" if torch.equal(out, reference) else "x"
                 name = "x".join(map(str, option[:3]))
                 said.append(f"{name},{option[3]},{option[4]} {flops / milliseconds:.0f}{same}")

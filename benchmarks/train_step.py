@@ -37,10 +37,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from verl.config import schema  # noqa: E402
 from verl.data.sequences import build_sequences  # noqa: E402
-from verl.engines.base import MicroBatching, OptimizerConfig  # noqa: E402
-from verl.engines.loading import ModelConfig  # noqa: E402
-from verl.engines.torch_engine import HFEngine  # noqa: E402
+from verl.engines.base import EngineSpec, MicroBatching  # noqa: E402
+from verl.engines.loading import ModelSpec  # noqa: E402
+from verl.engines.torch_engine import TorchEngine  # noqa: E402
 from verl.protocol import DataProto  # noqa: E402
 from verl.workers.objectives import aggregation, policy_objective  # noqa: E402
 
@@ -148,21 +149,16 @@ KERNEL_CLASSES = {
 
 
 class Engine:
-    """The project's engine. kernels: as `ModelConfig` has them."""
+    """The project's engine. kernels: as in `ModelSpec`."""
 
     def __init__(self, work: Work, folder: Path, device: torch.device, kernels: str):
         torch.manual_seed(0)
         narrow = torch.bfloat16 if device.type == "cuda" else torch.float32
-        config = ModelConfig(
-            str(folder),
-            device=device,
-            compute_dtype=narrow,
-            gradient_checkpointing=work.checkpointing,
-            random_init=True,
-            kernels=kernels,
-        )
+        section = schema.ModelConfig(path=str(folder), enable_gradient_checkpointing=work.checkpointing)
+        spec = EngineSpec("causal_lm", section, optimizer=schema.OptimConfig(), device=device)
+        model = ModelSpec(section, device=device, compute_dtype=narrow, kernels=kernels, random_init=True)
         self.work = work
-        self.engine = HFEngine(config, OptimizerConfig())
+        self.engine = TorchEngine(spec, model=model)
         self.micro = MicroBatching(tokens=work.micro)
 
     def update(self, batch: DataProto) -> float:

@@ -1,6 +1,7 @@
 """Tests over several ranks: a tiny model, a batch with a loss, and real processes that form a gloo group."""
 
 import copy
+import dataclasses
 import faulthandler
 import functools
 import multiprocessing
@@ -18,11 +19,12 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig, Qwen2Config
 
+from verl.config import schema
 from verl.data.sequences import build_sequences
-from verl.engines.base import MicroBatching, OptimizerConfig
-from verl.engines.loading import ModelConfig
-from verl.engines.sharding import FSDPEngine, ShardingConfig
-from verl.engines.torch_engine import HFEngine
+from verl.engines.base import EngineSpec, MicroBatching
+from verl.engines.loading import resolve_model
+from verl.engines.sharding import FSDP2
+from verl.engines.torch_engine import TorchEngine
 from verl.protocol import DataProto
 from verl.single_controller.worker import free_port
 from verl.workers.objectives import aggregation, policy_objective, value_objective
@@ -39,8 +41,8 @@ SIZES = {
 }
 ROWS = 8
 LONGEST = 120.0  # seconds that ranks may take: a hang ends with their stacks, well before pytest's own limit
-UNEVEN = MicroBatching(tokens=18)  # cuts the ranks into different numbers of micro-batches
-OPTIMIZER = OptimizerConfig(lr=1e-2, lr_scheduler_type="cosine", total_training_steps=9)
+UNEVEN = MicroBatching(tokens=18)  # gives the ranks different numbers of micro-batches
+OPTIMIZER = schema.OptimConfig(lr=1e-2, lr_scheduler_type="cosine", total_training_steps=9)
 SETTINGS = {
     "clip_ratio": 0.2,
     "entropy_coeff": 0.01,
@@ -69,6 +71,43 @@ def save_model(config: PretrainedConfig, folder: Path, kind: str = "causal_lm") 
     return str(folder)
 
 
+def make_spec(
+    path: str,
+    optimizer: schema.OptimConfig | None = None,
+    *,
+    kind: str = "causal_lm",
+    device: str = "cpu",
+    timeout: float | None = None,
+    **keys: Any,
+) -> EngineSpec:
+    """An engine spec. keys: of the sections `model` and `fsdp_config`."""
+    of_model = {name: keys.pop(name) for name in list(keys) if name in schema.ModelConfig.model_fields}
+    return EngineSpec(
+        kind=kind,
+        model=schema.ModelConfig(path=str(path), **of_model),
+        engine=schema.EngineConfig(**keys),
+        optimizer=optimizer,
+        timeout=timeout,
+        device=torch.device(device),
+    )
+
+
+def make_engine(
+    path: str,
+    optimizer: schema.OptimConfig | None = None,
+    *,
+    sharded: bool = False,
+    kernels: str = "plain",
+    random_init: bool = False,
+    module: torch.nn.Module | None = None,
+    **keys: Any,
+) -> TorchEngine:
+    """An engine on one device, or sharded over the ranks of this process group. keys: as `make_spec`."""
+    spec = make_spec(path, optimizer, **keys)
+    model = dataclasses.replace(resolve_model(spec), kernels=kernels, random_init=random_init)
+    return TorchEngine(spec, FSDP2(spec) if sharded else None, model=model, module=module)
+
+
 def make_batch(rows: int = ROWS) -> DataProto:
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(1, 9, (rows, 2), generator=generator).tolist()
@@ -80,12 +119,12 @@ def make_batch(rows: int = ROWS) -> DataProto:
     return DataProto.from_dict(columns | {k: v * 0.1 - 3.4 if "log" in k else v for k, v in noise.items()})
 
 
-def train(engine: HFEngine, batch: DataProto, micro: MicroBatching, steps: int = 2) -> dict[str, Any]:
+def train(engine: TorchEngine, batch: DataProto, micro: MicroBatching, steps: int = 2) -> dict[str, Any]:
     """Updates on one and the same batch; the metrics of the last."""
     metrics = {}
     for _ in range(steps):
         agg = aggregation("token-mean", batch.batch["response_mask"], engine, None)
-        if engine.config.kind == "value":
+        if engine.spec.kind == "value":
             objective = value_objective(0.5, 1.0, agg)
         else:
             objective = policy_objective("vanilla", SETTINGS, agg)
@@ -94,16 +133,16 @@ def train(engine: HFEngine, batch: DataProto, micro: MicroBatching, steps: int =
     return metrics
 
 
-def share_of(engine: HFEngine, batch: DataProto) -> DataProto:
+def share_of(engine: TorchEngine, batch: DataProto) -> DataProto:
     """The rows of the engine's data-parallel rank."""
     return batch.chunk(engine.dp_size)[engine.dp_rank]
 
 
-def results(engine: HFEngine, batch: DataProto, micro: MicroBatching, steps: int = 2) -> dict[str, Any]:
+def results(engine: TorchEngine, batch: DataProto, micro: MicroBatching, steps: int = 2) -> dict[str, Any]:
     """What engines are compared by: metrics and weights after two updates, and the outputs then."""
     batch = share_of(engine, batch)
     metrics = train(engine, batch, micro, steps)
-    output = "values" if engine.config.kind == "value" else "log_probs"
+    output = "values" if engine.spec.kind == "value" else "log_probs"
     outputs = engine.infer(batch, (output,), micro)[output]
     return {"weights": dict(engine.weights()), "metrics": metrics, "outputs": outputs, "dp_rank": engine.dp_rank}
 
@@ -186,14 +225,14 @@ def run_on_ranks(world: int, function: Callable, *args: Any, **kwargs: Any) -> l
         return [torch.load(Path(out, f"rank{rank}.pt"), weights_only=False) for rank in range(world)]
 
 
-def engine_on_rank(path: str, sharding: ShardingConfig, micro: MicroBatching, **config: Any) -> dict[str, Any]:
-    """For `run_on_ranks`: the results of a sharded engine."""
-    return results(FSDPEngine(ModelConfig(path, **config), OPTIMIZER, sharding), make_batch(), micro)
+def engine_on_rank(path: str, micro: MicroBatching, **keys: Any) -> dict[str, Any]:
+    """For `run_on_ranks`: the results of a sharded engine. keys: as `make_engine`."""
+    return results(make_engine(path, OPTIMIZER, sharded=True, **keys), make_batch(), micro)
 
 
-FLOAT64 = {"model_dtype": torch.float64, "compute_dtype": torch.float64}
+FLOAT64 = {"model_dtype": "fp64", "dtype": "fp64"}
 
 
-def engine_alone(path: str, **config: Any) -> dict[str, Any]:
-    """The results of one device."""
-    return results(HFEngine(ModelConfig(path, **config), OPTIMIZER), make_batch(), MicroBatching())
+def engine_alone(path: str, **keys: Any) -> dict[str, Any]:
+    """The results of one device. keys: as `make_engine`."""
+    return results(make_engine(path, OPTIMIZER, **keys), make_batch(), MicroBatching())

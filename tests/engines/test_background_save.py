@@ -7,13 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engines.ranks import OPTIMIZER, UNEVEN, make_batch, qwen2, run_on_ranks, save_model, share_of, train
+from tests.engines.ranks import (
+    OPTIMIZER,
+    UNEVEN,
+    make_batch,
+    make_engine,
+    qwen2,
+    run_on_ranks,
+    save_model,
+    share_of,
+    train,
+)
 from verl.engines.base import MicroBatching
 from verl.engines.checkpoint import CheckpointWriter, ShardWriter
-from verl.engines.loading import ModelConfig
-from verl.engines.lora import LoraConfig
-from verl.engines.sharding import FSDPEngine
-from verl.engines.torch_engine import HFEngine
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
@@ -23,10 +29,10 @@ def tensors_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.rglob("*.safetensors")}
 
 
-@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
+@pytest.mark.parametrize("lora", [{}, {"lora_rank": 2}])
 def test_what_is_written_is_the_state_at_the_call(lora, tmp_path, monkeypatch):
     path = save_model(qwen2(), tmp_path / "model")
-    engine = HFEngine(ModelConfig(path, lora=lora), OPTIMIZER)
+    engine = make_engine(path, OPTIMIZER, **lora)
     train(engine, make_batch(), MicroBatching())
     engine.save(tmp_path / "now", CONTENTS)
     gate, write = threading.Event(), ShardWriter.write
@@ -38,7 +44,7 @@ def test_what_is_written_is_the_state_at_the_call(lora, tmp_path, monkeypatch):
     engine.finish_save()
     assert engine.is_saved()
     assert tensors_of(tmp_path / "later") == tensors_of(tmp_path / "now")
-    resumed, straight = (HFEngine(ModelConfig(path, lora=lora), OPTIMIZER) for _ in range(2))
+    resumed, straight = (make_engine(path, OPTIMIZER, **lora) for _ in range(2))
     for other, folder in ((resumed, "later"), (straight, "now")):
         other.load(tmp_path / folder, CONTENTS)
         train(other, make_batch(), MicroBatching())
@@ -47,7 +53,7 @@ def test_what_is_written_is_the_state_at_the_call(lora, tmp_path, monkeypatch):
 
 
 def test_the_error_of_a_write_surfaces_once_where_it_is_waited_for(tmp_path):
-    engine = HFEngine(ModelConfig(save_model(qwen2(), tmp_path / "model")), OPTIMIZER)
+    engine = make_engine(save_model(qwen2(), tmp_path / "model"), OPTIMIZER)
     bad, told = (
         tmp_path / "bad",
         pytest.raises(OSError, match=r"bad/shards could not be written: {0: .*IsADirectoryError"),
@@ -78,19 +84,19 @@ def test_what_is_no_shard_is_written_in_the_background_too(tmp_path):
 
 
 def one_rank_is_slow(path: str, out: Path) -> None:
-    engine, gate, write = FSDPEngine(ModelConfig(path), OPTIMIZER), threading.Event(), ShardWriter.write
-    if not engine.is_first:
+    engine, gate, write = make_engine(path, OPTIMIZER, sharded=True), threading.Event(), ShardWriter.write
+    if not engine.sharding.is_first_rank:
         ShardWriter.write = lambda shards: gate.wait() and write(shards)
     engine.save(out, CONTENTS, background=True)
-    if engine.is_first:  # is done without the other
+    if engine.sharding.is_first_rank:  # is done without the other
         while not engine.is_saved():
             time.sleep(0.01)
         assert not (out / "shards" / ".metadata").exists()
     train(engine, share_of(engine, make_batch()), UNEVEN)
-    assert engine.is_saved() == engine.is_first
+    assert engine.is_saved() == engine.sharding.is_first_rank
     gate.set()
     engine.finish_save()
-    assert (out / "shards" / ".metadata").exists() or not engine.is_first
+    assert (out / "shards" / ".metadata").exists() or not engine.sharding.is_first_rank
 
 
 def test_no_rank_waits_for_another_while_it_writes(tmp_path):
@@ -98,7 +104,7 @@ def test_no_rank_waits_for_another_while_it_writes(tmp_path):
 
 
 def one_rank_cannot_write(path: str, out: Path) -> list[str]:
-    engine, found = FSDPEngine(ModelConfig(path), OPTIMIZER), []
+    engine, found = make_engine(path, OPTIMIZER, sharded=True), []
     for background in (True, False):
         try:
             engine.save(out, CONTENTS, background)
@@ -116,7 +122,7 @@ def test_every_rank_hears_of_the_one_that_cannot_write(tmp_path):
 
 
 def save_while_training(path: str, out: Path) -> None:
-    engine = FSDPEngine(ModelConfig(path), OPTIMIZER)
+    engine = make_engine(path, OPTIMIZER, sharded=True)
     batch = share_of(engine, make_batch())
     train(engine, batch, UNEVEN)
     engine.save(out / "now", CONTENTS)

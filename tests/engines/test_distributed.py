@@ -5,11 +5,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from verl.engines.distributed import gradient_norm, init_process_group, timeout_of
 
-from tests.engines.ranks import qwen2, run_on_ranks, save_model
-from verl.engines.loading import ModelConfig
-from verl.engines.sharding import FSDPEngine, ShardingConfig
+from tests.engines.ranks import make_engine, qwen2, run_on_ranks, save_model
+from verl.engines.optimizer import gradient_norm
+from verl.engines.parallel import init_process_group, timeout_of
 
 
 def norm_on_rank() -> float:
@@ -28,8 +27,8 @@ def test_the_norm_counts_every_number_once_whatever_mesh_it_is_on():
 
 def timeouts_on_rank(path: str, timeout: float) -> list[float]:
     """How long the groups of a sequence-parallel engine wait, in seconds."""
-    engine = FSDPEngine(ModelConfig(path), None, ShardingConfig(sequence_parallel=2, timeout=timeout))
-    groups = (dist.group.WORLD, engine._dp_group, engine.sequence_ranks.group)
+    sharding = make_engine(path, sharded=True, ulysses_sequence_parallel_size=2, timeout=timeout).sharding
+    groups = (dist.group.WORLD, sharding.dp_group, sharding.sequence_ranks.group)
     return [timeout_of(group).total_seconds() for group in groups]
 
 

@@ -14,6 +14,7 @@ from tests.engines.ranks import (
     engine_alone,
     engine_on_rank,
     make_batch,
+    make_engine,
     qwen2,
     results,
     run_on_ranks,
@@ -22,9 +23,6 @@ from tests.engines.ranks import (
     train,
 )
 from verl.engines.base import MicroBatching
-from verl.engines.loading import ModelConfig
-from verl.engines.sharding import FSDPEngine, ShardingConfig
-from verl.engines.torch_engine import HFEngine
 
 CONTENTS = ("model", "optimizer", "extra")
 
@@ -37,17 +35,17 @@ def path(tmp_path_factory) -> str:
 @pytest.mark.parametrize(
     ("world", "sharding"),
     [
-        (2, ShardingConfig()),
-        (2, ShardingConfig(reshard_after_forward=False, offload=True)),
-        pytest.param(4, ShardingConfig(fsdp_size=2, reshard_after_forward=False), marks=pytest.mark.slow),
+        (2, {}),
+        (2, {"reshard_after_forward": False, "offload_policy": True}),
+        pytest.param(4, {"fsdp_size": 2, "reshard_after_forward": False}, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_give_the_numbers_of_one_device(world, sharding, path):
-    assert_same(run_on_ranks(world, engine_on_rank, path, sharding, UNEVEN), engine_alone(path))
+    assert_same(run_on_ranks(world, engine_on_rank, path, UNEVEN, **sharding), engine_alone(path))
 
 
 def train_and_save(path: str, out: Path, resume: Path | None) -> dict:
-    engine = FSDPEngine(ModelConfig(path), OPTIMIZER)
+    engine = make_engine(path, OPTIMIZER, sharded=True)
     if resume:
         engine.load(resume, CONTENTS)
     found = results(engine, make_batch(), UNEVEN)
@@ -55,10 +53,10 @@ def train_and_save(path: str, out: Path, resume: Path | None) -> dict:
     return found
 
 
-def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_is_a_huggingface_model(path, tmp_path):
+def test_a_checkpoint_of_two_ranks_resumes_on_one_and_is_a_huggingface_model(path, tmp_path):
     run_on_ranks(2, train_and_save, path, tmp_path / "two", None)
     (resumed,) = run_on_ranks(1, train_and_save, path, tmp_path / "one", tmp_path / "two")
-    straight = HFEngine(ModelConfig(path), OPTIMIZER)
+    straight = make_engine(path, OPTIMIZER)
     train(straight, make_batch(), MicroBatching(), steps=4)
     for name, value in straight.weights():
         assert torch.allclose(resumed["weights"][name], value, rtol=1e-5, atol=5e-5), name
@@ -68,12 +66,12 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_is_a_huggingface_model(p
 
 
 def save(path: str, kind: str, out: Path) -> None:
-    FSDPEngine(ModelConfig(path, kind=kind), OPTIMIZER).save(out, CONTENTS)
+    make_engine(path, OPTIMIZER, sharded=True, kind=kind).save(out, CONTENTS)
 
 
 @pytest.mark.parametrize("kind", ["causal_lm", "value"])
 def test_the_huggingface_folder_beside_the_shards_describes_the_model_that_is_trained(kind, tmp_path):
-    """A critic that starts from a language model is none; a policy ends its answers where its model did."""
+    """A critic that starts from a language model is not one; a policy keeps the end tokens of its model."""
     start = save_model(qwen2(), tmp_path / "start")
     GenerationConfig(eos_token_id=[3, 5], do_sample=True, temperature=0.6).save_pretrained(start)
     run_on_ranks(1, save, start, kind, tmp_path)
@@ -88,8 +86,7 @@ def test_the_huggingface_folder_beside_the_shards_describes_the_model_that_is_tr
 
 
 def weights_after_a_forward_pass(path: str) -> dict:
-    sharding = ShardingConfig(reshard_after_forward=False)
-    engine = FSDPEngine(ModelConfig(path, compute_dtype=torch.bfloat16), OPTIMIZER, sharding)
+    engine = make_engine(path, OPTIMIZER, sharded=True, dtype="bf16", reshard_after_forward=False)
     engine.infer(share_of(engine, make_batch()), ("log_probs",), UNEVEN)
     return dict(engine.weights())
 
@@ -105,13 +102,13 @@ def test_weights_are_those_loaded_not_what_a_forward_pass_left_gathered(path):
 
 def what_is_refused(path: str) -> list[str]:
     messages = []
-    for config, sharding in (
-        (ModelConfig(path), ShardingConfig(fsdp_size=3)),
-        (ModelConfig(path), ShardingConfig(sequence_parallel=3)),
-        (ModelConfig(path, use_remove_padding=False), ShardingConfig(sequence_parallel=2)),
+    for keys in (
+        {"fsdp_size": 3},
+        {"ulysses_sequence_parallel_size": 3},
+        {"use_remove_padding": False, "ulysses_sequence_parallel_size": 2},
     ):
         with pytest.raises(ValueError) as error:
-            FSDPEngine(config, OPTIMIZER, sharding)
+            make_engine(path, OPTIMIZER, sharded=True, **keys)
         messages.append(str(error.value))
     return messages
 

@@ -1,4 +1,4 @@
-"""The one-device engine: its log-probs, and a gradient that does not depend on how a mini-batch is cut."""
+"""The engine on one device: its log-probs, and a gradient that does not depend on the micro-batches."""
 
 import copy
 
@@ -14,12 +14,12 @@ from transformers import (
     Qwen3Config,
 )
 
-from tests.engines.ranks import SIZES, save_model
+from tests.engines.ranks import FLOAT64, SIZES, make_engine, save_model
+from verl.config.schema import OptimConfig
 from verl.data.sequences import build_sequences
-from verl.engines.base import MicroBatching, OptimizerConfig
+from verl.engines.base import MicroBatching
 from verl.engines.checkpoint import load_weights
-from verl.engines.loading import ModelConfig
-from verl.engines.torch_engine import HFEngine, lr_multiplier
+from verl.engines.optimizer import lr_multiplier
 from verl.modeling import log_probs
 from verl.protocol import DataProto
 from verl.workers.objectives import aggregation, policy_objective, value_objective
@@ -62,7 +62,7 @@ def expected_log_probs(path: str, temperature: float) -> torch.Tensor:
 @pytest.mark.parametrize("packed", [True, False])
 def test_log_probs_equal_the_model_row_by_row(family, packed, tmp_path):
     path = save_model(FAMILIES[family], tmp_path)
-    engine = HFEngine(ModelConfig(path, use_remove_padding=packed))
+    engine = make_engine(path, use_remove_padding=packed)
     for micro in (MicroBatching(), MicroBatching(rows=2), MicroBatching(tokens=9)):
         found = engine.infer(make_batch(), ("log_probs",), micro, temperature=0.7)["log_probs"]
         assert torch.allclose(found.double(), expected_log_probs(path, 0.7), atol=2e-5)
@@ -70,7 +70,7 @@ def test_log_probs_equal_the_model_row_by_row(family, packed, tmp_path):
 
 def test_entropy_and_sum_pi_squared_by_definition(tmp_path):
     path = save_model(FAMILIES["llama"], tmp_path)
-    found = HFEngine(ModelConfig(path)).infer(make_batch(), ("entropys", "sum_pi_squared"), MicroBatching(rows=3))
+    found = make_engine(path).infer(make_batch(), ("entropys", "sum_pi_squared"), MicroBatching(rows=3))
     model = AutoModelForCausalLM.from_pretrained(path)
     probs = model(torch.tensor([PROMPTS[0] + RESPONSES[0]])).logits[0].detach().double().softmax(-1)
     for t in range(len(RESPONSES[0])):
@@ -82,10 +82,7 @@ def test_entropy_and_sum_pi_squared_by_definition(tmp_path):
 
 def gradients(path: str, packed: bool, micro: MicroBatching, kind: str, mode: str) -> dict[str, torch.Tensor]:
     """Parameters after one step of plain descent direction: AdamW is replaced by SGD, so the step is the gradient."""
-    config = ModelConfig(
-        path, kind=kind, model_dtype=torch.float64, compute_dtype=torch.float64, use_remove_padding=packed
-    )
-    engine = HFEngine(config, OptimizerConfig(clip_grad=None))
+    engine = make_engine(path, OptimConfig(clip_grad=1e9), kind=kind, use_remove_padding=packed, **FLOAT64)
     engine.optimizer = torch.optim.SGD(engine.module.parameters(), lr=1.0)
     before = copy.deepcopy(engine.module.state_dict())
     batch = make_batch()
@@ -129,7 +126,7 @@ def test_metrics_do_not_depend_on_the_cut_either(tmp_path):
     }
     found = []
     for micro in (MicroBatching(), MicroBatching(rows=2), MicroBatching(tokens=9)):
-        engine = HFEngine(ModelConfig(path), OptimizerConfig())
+        engine = make_engine(path, OptimConfig())
         batch = make_batch()
         agg = aggregation("token-mean", batch.batch["response_mask"], engine, None)
         metrics = engine.train_batch(batch, policy_objective("vanilla", settings, agg), micro)
@@ -148,7 +145,7 @@ def test_chunked_log_probs_have_the_gradient_of_whole_ones(tmp_path, monkeypatch
 
 def test_a_gradient_that_is_not_finite_skips_the_step_and_says_so(tmp_path, caplog):
     path = save_model(FAMILIES["llama"], tmp_path)
-    engine = HFEngine(ModelConfig(path), OptimizerConfig(lr=0.1))
+    engine = make_engine(path, OptimConfig(lr=0.1))
     before = copy.deepcopy(engine.module.state_dict())
     batch = make_batch()
     batch.batch["advantages"][0, 0] = float("inf")
@@ -163,7 +160,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_says_so(tmp_path, capl
 def test_save_and_load_restore_weights_optimizer_and_schedule(tmp_path):
     path = save_model(FAMILIES["qwen2"], tmp_path / "model")
     settings = {"clip_ratio": 0.2, "entropy_coeff": 0, "use_kl_loss": False}
-    optimizer = OptimizerConfig(lr=1e-2, lr_scheduler_type="cosine", lr_warmup_steps=1, total_training_steps=5)
+    optimizer = OptimConfig(lr=1e-2, lr_scheduler_type="cosine", lr_warmup_steps=1, total_training_steps=5)
 
     def step(engine):
         batch = make_batch()
@@ -171,10 +168,10 @@ def test_save_and_load_restore_weights_optimizer_and_schedule(tmp_path):
         engine.train_batch(batch, policy_objective("vanilla", settings, agg), MicroBatching())
         return engine.lr_step()
 
-    first = HFEngine(ModelConfig(path), optimizer)
+    first = make_engine(path, optimizer)
     step(first)
     first.save(tmp_path / "ckpt", ("model", "optimizer", "extra"))
-    second = HFEngine(ModelConfig(path), optimizer)
+    second = make_engine(path, optimizer)
     second.load(tmp_path / "ckpt", ("model", "optimizer", "extra"))
     assert step(first) == step(second)
     for (name, a), (_, b) in zip(first.weights(), second.weights()):
@@ -203,12 +200,12 @@ def test_a_model_whose_logits_are_changed_afterwards_is_refused(tmp_path):
 
     model.forward = scaled
     with pytest.raises(ValueError, match="changes its logits"):
-        HFEngine(ModelConfig(path, use_remove_padding=False), module=model)
+        make_engine(path, use_remove_padding=False, module=model)
 
 
 def test_a_critic_from_a_language_model_starts_with_values_of_zero(tmp_path):
     path = save_model(FAMILIES["qwen2"], tmp_path)
-    engine = HFEngine(ModelConfig(path, kind="value"), OptimizerConfig())
+    engine = make_engine(path, OptimConfig(), kind="value")
     assert engine.infer(make_batch(), ("values",), MicroBatching())["values"].abs().max() == 0
 
 
@@ -218,9 +215,9 @@ def test_a_model_folder_without_some_weights_is_refused(tmp_path):
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"lacks weights.*up_proj"):
-        HFEngine(ModelConfig(path))
+        make_engine(path)
     with pytest.raises(ValueError, match="no HuggingFace model"):
-        HFEngine(ModelConfig(str(tmp_path / "nowhere")))
+        make_engine(tmp_path / "nowhere")
 
 
 def test_gradient_checkpointing_changes_nothing_but_memory(tmp_path):
@@ -228,7 +225,7 @@ def test_gradient_checkpointing_changes_nothing_but_memory(tmp_path):
     settings = {"clip_ratio": 0.2, "entropy_coeff": 0, "use_kl_loss": False}
     norms = []
     for checkpointing in (False, True):
-        engine = HFEngine(ModelConfig(path, gradient_checkpointing=checkpointing), OptimizerConfig())
+        engine = make_engine(path, OptimConfig(), enable_gradient_checkpointing=checkpointing)
         batch = make_batch()
         agg = aggregation("token-mean", batch.batch["response_mask"], engine, None)
         metrics = engine.train_batch(batch, policy_objective("vanilla", settings, agg), MicroBatching())
@@ -237,19 +234,19 @@ def test_gradient_checkpointing_changes_nothing_but_memory(tmp_path):
 
 
 def test_the_learning_rate_schedules_by_hand():
-    constant = lr_multiplier(OptimizerConfig(lr_warmup_steps=3))
+    constant = lr_multiplier(OptimConfig(lr_warmup_steps=3))
     assert [constant(s) for s in range(5)] == pytest.approx([0.25, 0.5, 0.75, 1, 1])
-    cosine = lr_multiplier(OptimizerConfig(lr_scheduler_type="cosine", total_training_steps=4, min_lr_ratio=0.1))
+    cosine = lr_multiplier(OptimConfig(lr_scheduler_type="cosine", min_lr_ratio=0.1), total_training_steps=4)
     assert [cosine(s) for s in range(6)] == pytest.approx([1, 0.868198, 0.55, 0.231802, 0.1, 0.1], abs=1e-6)
+    share = lr_multiplier(OptimConfig(lr_warmup_steps_ratio=0.25, total_training_steps=12), total_training_steps=99)
+    assert [share(s) for s in range(4)] == pytest.approx([0.25, 0.5, 0.75, 1])
     with pytest.raises(ValueError, match="cosine schedule needs more total steps"):
-        lr_multiplier(OptimizerConfig(lr_scheduler_type="cosine", lr_warmup_steps=5, total_training_steps=5))
-    with pytest.raises(ValueError, match="lr_scheduler_type"):
-        lr_multiplier(OptimizerConfig(lr_scheduler_type="linear"))
+        lr_multiplier(OptimConfig(lr_scheduler_type="cosine", lr_warmup_steps=5, total_training_steps=5))
 
 
 def test_bf16_computes_in_bf16_and_keeps_float32_masters(tmp_path):
     path = save_model(FAMILIES["llama"], tmp_path)
-    engine = HFEngine(ModelConfig(path, compute_dtype=torch.bfloat16), OptimizerConfig())
+    engine = make_engine(path, OptimConfig(), dtype="bf16")
     assert all(p.dtype == torch.float32 for _, p in engine.weights())
     found = engine.infer(make_batch(), ("log_probs",), MicroBatching())["log_probs"].double()
     exact = expected_log_probs(path, 1.0)
@@ -259,11 +256,11 @@ def test_bf16_computes_in_bf16_and_keeps_float32_masters(tmp_path):
 
 def test_further_arguments_reach_the_optimizer_and_unknown_ones_are_refused(tmp_path):
     path = save_model(FAMILIES["llama"], tmp_path)
-    engine = HFEngine(ModelConfig(path), OptimizerConfig(further=(("amsgrad", True), ("eps", 1e-5))))
+    engine = make_engine(path, OptimConfig(override_optimizer_config={"amsgrad": True, "eps": 1e-5}))
     (group,) = engine.optimizer.param_groups
     assert (group["amsgrad"], group["eps"]) == (True, 1e-5)
     for name in ("momentum", "lr"):
         with pytest.raises(
             ValueError, match=rf"override_optimizer_config: \['{name}'\] .*expected some of \['amsgrad'"
         ):
-            HFEngine(ModelConfig(path), OptimizerConfig(further=((name, 0.9),)))
+            make_engine(path, OptimConfig(override_optimizer_config={name: 0.9}))

@@ -14,6 +14,8 @@ from tests.engines.ranks import (
     UNEVEN,
     assert_same,
     make_batch,
+    make_engine,
+    make_spec,
     qwen2,
     results,
     run_on_ranks,
@@ -21,15 +23,15 @@ from tests.engines.ranks import (
     share_of,
     train,
 )
-from verl.engines.base import MicroBatching, OptimizerConfig
-from verl.engines.loading import ModelConfig, load_module
-from verl.engines.lora import LoraConfig, merge_adapters
-from verl.engines.sharding import FSDPEngine, ShardingConfig
-from verl.engines.torch_engine import HFEngine
+from verl.config.schema import OptimConfig
+from verl.engines.base import MicroBatching
+from verl.engines.loading import load_module, resolve_model
+from verl.engines.lora import merge_adapters
+from verl.engines.torch_engine import TorchEngine
 
 pytest.importorskip("peft")
 
-LORA = LoraConfig(rank=3, alpha=6)
+LORA = {"lora_rank": 3, "lora_alpha": 6}
 CONTENTS = ("model", "optimizer", "extra")
 
 
@@ -57,9 +59,9 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 def test_new_adapters_change_nothing_and_training_changes_the_merged_weights(path, tmp_path):
-    base = dict(HFEngine(ModelConfig(path)).weights())
-    engine = HFEngine(ModelConfig(path, lora=LORA), OPTIMIZER)
-    assert not engine.whole  # a rollout on the module itself would take the weights without the adapters
+    base = dict(make_engine(path).weights())
+    engine = make_engine(path, OPTIMIZER, **LORA)
+    assert engine.shared_module() is None  # a rollout on the module would use the weights without the adapters
     assert_close(dict(engine.weights()), base, atol=0)
     train(engine, make_batch(), MicroBatching(rows=3))
     engine.save(tmp_path, (*CONTENTS, "hf_model"))
@@ -76,7 +78,7 @@ def test_log_probs_and_gradients_are_those_of_peft(path, tmp_path):
     """The saved folder, read by peft on a model of its own, gives what the engine gives."""
     from peft import PeftModel
 
-    engine = HFEngine(ModelConfig(path, lora=LORA), OPTIMIZER)
+    engine = make_engine(path, OPTIMIZER, **LORA)
     train(engine, make_batch(), MicroBatching())
     engine.save(tmp_path, ("model",))
     config = json.loads((tmp_path / "lora_adapter" / "adapter_config.json").read_text())
@@ -97,49 +99,52 @@ def test_log_probs_and_gradients_are_those_of_peft(path, tmp_path):
 def test_the_reference_is_the_model_that_training_started_from(path, tmp_path):
     batch = make_batch()
 
-    def log_probs(engine: HFEngine) -> torch.Tensor:
+    def log_probs(engine: TorchEngine) -> torch.Tensor:
         return engine.infer(batch, ("log_probs",), MicroBatching())["log_probs"]
 
-    base = log_probs(HFEngine(ModelConfig(path)))
-    engine = HFEngine(ModelConfig(path, lora=LORA), OPTIMIZER)
+    base = log_probs(make_engine(path))
+    engine = make_engine(path, OPTIMIZER, **LORA)
     train(engine, batch, MicroBatching())
     with engine.reference():
         assert torch.equal(log_probs(engine), base)
     after = log_probs(engine)
     assert (after - base).abs().max() > 0.05
     engine.save(tmp_path, ("model",))
-    on = HFEngine(ModelConfig(path, lora=LoraConfig(adapter_path=str(tmp_path / "lora_adapter"))), OPTIMIZER)
+    on = make_engine(path, OPTIMIZER, lora_adapter_path=str(tmp_path / "lora_adapter"))
     assert torch.equal(log_probs(on), after)
     train(on, batch, MicroBatching())
     assert not torch.allclose(log_probs(on), after, atol=1e-3)
     with on.reference():  # not the bare base model: training started from the adapters that it was given
         assert torch.equal(log_probs(on), after)
     with pytest.raises(ValueError, match="all weights are trained"):
-        HFEngine(ModelConfig(path), OPTIMIZER).reference()
+        make_engine(path, OPTIMIZER).reference()
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(path, tmp_path):
-    straight = HFEngine(ModelConfig(path, lora=LORA), OPTIMIZER)
+def test_a_resumed_run_continues_as_if_it_had_not_stopped(path, tmp_path):
+    straight = make_engine(path, OPTIMIZER, **LORA)
     train(straight, make_batch(), MicroBatching(), steps=2)
     straight.save(tmp_path, CONTENTS)
     train(straight, make_batch(), MicroBatching(), steps=2)
-    resumed = HFEngine(ModelConfig(path, lora=LORA), OPTIMIZER)
+    resumed = make_engine(path, OPTIMIZER, **LORA)
     resumed.load(tmp_path, CONTENTS)
     train(resumed, make_batch(), MicroBatching(), steps=2)
     assert_close(dict(resumed.weights()), dict(straight.weights()), atol=0)
-    for other, message in ((LoraConfig(rank=3, alpha=5), "alpha 6"), (LoraConfig(2, 6), "rank 3")):
+    for other, message in (
+        ({"lora_rank": 3, "lora_alpha": 5}, "alpha 6"),
+        ({"lora_rank": 2, "lora_alpha": 6}, "rank 3"),
+    ):
         with pytest.raises(ValueError, match=message):
-            HFEngine(ModelConfig(path, lora=other), OPTIMIZER).load(tmp_path, CONTENTS)
-    fewer = LoraConfig(3, 6, target_modules=("q_proj",))
+            make_engine(path, OPTIMIZER, **other).load(tmp_path, CONTENTS)
+    fewer = LORA | {"target_modules": ["q_proj"]}
     with pytest.raises(ValueError, match=r"holds other adapters than the model: missing \[\], unknown"):
-        HFEngine(ModelConfig(path, lora=fewer), OPTIMIZER).load(tmp_path, CONTENTS)
+        make_engine(path, OPTIMIZER, **fewer).load(tmp_path, CONTENTS)
 
 
 def test_a_value_model_trains_its_head_too_and_peft_reads_it(tmp_path):
     from peft import PeftModel
 
     path = save_model(qwen2(), tmp_path / "model", "value")
-    engine = HFEngine(ModelConfig(path, kind="value", lora=LORA), OPTIMIZER)
+    engine = make_engine(path, OPTIMIZER, kind="value", **LORA)
     names = [name for name, p in engine.module.named_parameters() if p.requires_grad and ".lora_" not in name]
     assert names == ["score.weight", "score.bias"]
     train(engine, make_batch(), MicroBatching())
@@ -148,15 +153,15 @@ def test_a_value_model_trains_its_head_too_and_peft_reads_it(tmp_path):
     base = AutoModelForTokenClassification.from_pretrained(path)
     theirs = PeftModel.from_pretrained(base, adapter).merge_and_unload()
     assert_close(dict(theirs.named_parameters()), dict(engine.weights()))
-    other = HFEngine(ModelConfig(path, kind="value", lora=LORA), OPTIMIZER)
+    other = make_engine(path, OPTIMIZER, kind="value", **LORA)
     other.load(tmp_path / "out", CONTENTS)
     assert_close(dict(other.weights()), dict(engine.weights()), atol=0)
 
 
 def test_excluded_modules_get_no_adapter_and_the_log_says_what_is_trained(path, caplog):
-    lora = LoraConfig(rank=2, target_modules=("q_proj", "v_proj"), exclude_modules=("layers.0.self_attn.q_proj",))
+    modules = {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["layers.0.self_attn.q_proj"]}
     with caplog.at_level("INFO", "verl.engines"):
-        engine = HFEngine(ModelConfig(path, lora=lora), OPTIMIZER)
+        engine = make_engine(path, OPTIMIZER, lora_rank=2, **modules)
     adapted = {name.split(".lora_")[0] for name, _ in engine.module.named_parameters() if ".lora_" in name}
     assert adapted == {
         f"model.layers.{name}" for name in ("1.self_attn.q_proj", "0.self_attn.v_proj", "1.self_attn.v_proj")
@@ -166,45 +171,44 @@ def test_excluded_modules_get_no_adapter_and_the_log_says_what_is_trained(path, 
 
 
 def test_a_module_with_merged_adapters_is_a_plain_one(path, tmp_path):
-    engine = HFEngine(ModelConfig(path, lora=LORA), OPTIMIZER)
+    engine = make_engine(path, OPTIMIZER, **LORA)
     train(engine, make_batch(), MicroBatching())
     engine.save(tmp_path, ("model",))
-    lora = LoraConfig(adapter_path=str(tmp_path / "lora_adapter"))
-    merged = merge_adapters(load_module(ModelConfig(path, lora=lora)))
+    spec = make_spec(path, lora_adapter_path=str(tmp_path / "lora_adapter"))
+    merged = merge_adapters(load_module(resolve_model(spec)))
     assert_close(dict(merged.named_parameters()), dict(engine.weights()))
 
 
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        (LoraConfig(4, target_modules=("query",)), "query"),
-        (LoraConfig(4, target_modules=("lm_head",)), "the weight of lm_head is shared"),
-        (LoraConfig(4, target_modules=("embed_tokens",)), "embed_tokens is a Embedding, expected Linear"),
-        (LoraConfig(adapter_path="nowhere/at/all"), "nowhere/at/all"),
+        ({"lora_rank": 4, "target_modules": ["query"]}, "query"),
+        ({"lora_rank": 4, "target_modules": ["lm_head"]}, "the weight of lm_head is shared"),
+        ({"lora_rank": 4, "target_modules": ["embed_tokens"]}, "embed_tokens is a Embedding, expected Linear"),
+        ({"lora_adapter_path": "nowhere/at/all"}, "nowhere/at/all"),
     ],
 )
 def test_adapters_that_fit_nothing_are_refused(lora, message, path):
     with pytest.raises(ValueError, match=message):
-        HFEngine(ModelConfig(path, lora=lora), OPTIMIZER)
+        make_engine(path, OPTIMIZER, **lora)
 
 
 def test_other_sizes_than_the_given_adapters_are_refused(path, tmp_path):
-    HFEngine(ModelConfig(path, lora=LORA), OPTIMIZER).save(tmp_path, ("model",))
-    lora = LoraConfig(8, 16, adapter_path=str(tmp_path / "lora_adapter"))
+    make_engine(path, OPTIMIZER, **LORA).save(tmp_path, ("model",))
+    lora = {"lora_rank": 8, "lora_alpha": 16, "lora_adapter_path": str(tmp_path / "lora_adapter")}
     with pytest.raises(ValueError, match=r"lora_rank and lora_alpha are \(8, 16\), those of .* \(3, 6\)"):
-        HFEngine(ModelConfig(path, lora=lora), OPTIMIZER)
+        make_engine(path, OPTIMIZER, **lora)
 
 
 def test_an_update_that_changes_no_adapter_is_an_error(path, monkeypatch):
-    engine = HFEngine(ModelConfig(path, lora=LORA), OptimizerConfig(lr=1e-3, weight_decay=0.0))
+    engine = make_engine(path, OptimConfig(lr=1e-3, weight_decay=0.0), **LORA)
     monkeypatch.setattr(engine.optimizer, "step", lambda: None)
     with pytest.raises(RuntimeError, match="changed none of the trained parameters"):
         train(engine, make_batch(), MicroBatching(), steps=1)
 
 
 def test_adapters_on_16_bit_weights_are_trained_in_32(path):
-    config = ModelConfig(path, model_dtype=torch.bfloat16, compute_dtype=torch.bfloat16, lora=LORA)
-    engine = HFEngine(config, OptimizerConfig(lr=1e-6))
+    engine = make_engine(path, OptimConfig(lr=1e-6), dtype="bf16", **LORA)
     before = {name: p.detach().clone() for name, p in engine.module.named_parameters() if p.requires_grad}
     assert {p.dtype for p in before.values()} == {torch.float32}
     train(engine, make_batch(), MicroBatching())
@@ -216,8 +220,8 @@ def test_adapters_on_16_bit_weights_are_trained_in_32(path):
 # ---- over ranks -------------------------------------------------------------------------------------------------
 
 
-def on_rank(path: str, sharding: ShardingConfig, out: Path, resume: Path | None, **config) -> dict:
-    engine = FSDPEngine(ModelConfig(path, lora=LORA, **config), OPTIMIZER, sharding)
+def on_rank(path: str, out: Path, resume: Path | None, **keys) -> dict:
+    engine = make_engine(path, OPTIMIZER, sharded=True, **LORA, **keys)
     with engine.reference():  # before anything else: what FSDP sets up in the first pass must not depend on it
         first = engine.infer(share_of(engine, make_batch()), ("log_probs",), UNEVEN)["log_probs"]
     if resume:
@@ -232,17 +236,17 @@ def on_rank(path: str, sharding: ShardingConfig, out: Path, resume: Path | None,
 @pytest.mark.parametrize(
     ("world", "sharding"),
     [
-        (2, ShardingConfig()),
-        (2, ShardingConfig(sequence_parallel=2, reshard_after_forward=False)),
-        pytest.param(4, ShardingConfig(fsdp_size=2, sequence_parallel=2), marks=pytest.mark.slow),
+        (2, {}),
+        (2, {"ulysses_sequence_parallel_size": 2, "reshard_after_forward": False}),
+        pytest.param(4, {"fsdp_size": 2, "ulysses_sequence_parallel_size": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_give_the_numbers_of_one_device(world, sharding, path, tmp_path):
-    ranks = run_on_ranks(world, on_rank, path, sharding, tmp_path / "ranks", None, **FLOAT64)
-    alone = HFEngine(ModelConfig(path, lora=LORA, **FLOAT64), OPTIMIZER)
+    ranks = run_on_ranks(world, on_rank, path, tmp_path / "ranks", None, **sharding, **FLOAT64)
+    alone = make_engine(path, OPTIMIZER, **LORA, **FLOAT64)
     assert_same(ranks, results(alone, make_batch(), MicroBatching()), atol=1e-9)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "ranks" / "huggingface", dtype=torch.float64)
     assert_close(dict(exported.named_parameters()), ranks[0]["weights"], atol=0)
-    # and one device goes on where the ranks stopped
+    # and one device resumes from the ranks' checkpoint
     alone.load(tmp_path / "ranks", CONTENTS)
     assert_close(dict(alone.weights()), ranks[0]["weights"], atol=1e-15)

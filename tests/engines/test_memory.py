@@ -4,13 +4,14 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
+from tests.engines import ranks
+from verl.config import schema
 from verl.data.sequences import build_sequences
 from verl.engines import memory, micro_batch
-from verl.engines.base import MicroBatching, OptimizerConfig
-from verl.engines.loading import ModelConfig
-from verl.engines.memory import Kept, Room, room, settle
+from verl.engines.base import MicroBatching
+from verl.engines.memory import ActivationBytes, TokenBudget, choose_micro_batching, token_budget
 from verl.engines.micro_batch import ENOUGH_TOKENS
-from verl.engines.torch_engine import HFEngine
+from verl.engines.torch_engine import TorchEngine
 from verl.protocol import DataProto
 from verl.workers.objectives import aggregation, policy_objective
 
@@ -18,11 +19,12 @@ LAYERS, HIDDEN, MLP = 3, 64, 160
 SETTINGS = {"clip_ratio": 0.2, "entropy_coeff": 0.0, "use_kl_loss": False}
 
 
-def make_engine(tmp_path, **config) -> HFEngine:
+def make_engine(tmp_path, **keys) -> TorchEngine:
     sizes = {"hidden_size": HIDDEN, "intermediate_size": MLP, "num_hidden_layers": LAYERS}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     Qwen2Config(vocab_size=331, **sizes, **heads, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
-    return HFEngine(ModelConfig(str(tmp_path), random_init=True, **config), OptimizerConfig())
+    keys = {"enable_gradient_checkpointing": False} | keys
+    return ranks.make_engine(tmp_path, schema.OptimConfig(), random_init=True, **keys)
 
 
 def make_batch() -> DataProto:
@@ -32,7 +34,7 @@ def make_batch() -> DataProto:
     return DataProto.from_dict({**columns, "old_log_probs": torch.full(shape, -5.8), "advantages": torch.ones(shape)})
 
 
-def update(engine: HFEngine, micro: MicroBatching) -> None:
+def update(engine: TorchEngine, micro: MicroBatching) -> None:
     batch = make_batch()
     agg = aggregation("token-mean", batch.batch["response_mask"], engine, None)
     engine.train_batch(batch, policy_objective("vanilla", SETTINGS, agg), micro)
@@ -40,7 +42,7 @@ def update(engine: HFEngine, micro: MicroBatching) -> None:
 
 def test_bytes_kept_per_token_of_a_layer_counted_by_hand(tmp_path):
     engine = make_engine(tmp_path)
-    kept = memory.measure_kept(engine._trial, engine.module, engine.model.vocab_size)
+    kept = memory.measure_activations(engine.probe_forward, engine.module, engine.model.vocab_size)
     a_layer = kept.plain / (LAYERS + memory.WORKING_LAYERS)
     # float32 numbers that a layer cannot do without: the inputs of both norms, of the projections into q, k, v and
     # into the MLP and out of attention (5 hidden), q, k and v of attention (2 hidden), gate, silu, up, product (4 MLP)
@@ -51,41 +53,41 @@ def test_bytes_kept_per_token_of_a_layer_counted_by_hand(tmp_path):
 
 
 def test_wider_logits_cost_the_layers_nothing(tmp_path):
-    def saved(engine: HFEngine) -> float:
-        return memory.measure_kept(engine._trial, engine.module, engine.model.vocab_size).plain
+    def saved(engine: TorchEngine) -> float:
+        return memory.measure_activations(engine.probe_forward, engine.module, engine.model.vocab_size).plain
 
     narrow = saved(make_engine(tmp_path / "narrow"))
-    wide = saved(make_engine(tmp_path / "wide", override_config=(("vocab_size", 4001),)))
+    wide = saved(make_engine(tmp_path / "wide", override_config={"vocab_size": 4001}))
     assert wide == pytest.approx(narrow, rel=0.01)
 
 
 def test_tokens_that_fit_by_hand():
-    assert room(Kept(plain=1000.0, checkpointed=100.0), 1_000_000) == Room(800, 8000)
-    assert room(Kept(plain=1000.0, checkpointed=100.0), -5) == Room(0, 0)
+    assert token_budget(ActivationBytes(plain=1000.0, checkpointed=100.0), 1_000_000) == TokenBudget(800, 8000)
+    assert token_budget(ActivationBytes(plain=1000.0, checkpointed=100.0), -5) == TokenBudget(0, 0)
 
 
 @pytest.mark.parametrize(
     ("tokens", "longest", "fits", "checkpointing", "expected"),
     [
-        (None, 600, Room(90_000, 10**6), "auto", (ENOUGH_TOKENS, False)),  # plenty
-        (None, 600, Room(9_000, 50_000), "auto", (9_000, False)),  # fewer tokens are better than checkpointing
-        (None, 600, Room(3_000, 50_000), "auto", (ENOUGH_TOKENS, True)),
-        (None, 12_000, Room(9_000, 50_000), "auto", (ENOUGH_TOKENS, True)),  # one row needs it
-        (None, 60_000, Room(9_000, 50_000), "auto", (60_000, True)),  # a row is never cut
-        (None, 600, Room(90_000, 10**6), True, (ENOUGH_TOKENS, True)),
-        (None, 600, Room(3_000, 50_000), False, (3_000, False)),
-        (20_000, 600, Room(30_000, 10**6), "auto", (20_000, False)),
-        (20_000, 600, Room(10_000, 10**6), "auto", (20_000, True)),
+        (None, 600, TokenBudget(90_000, 10**6), "auto", (ENOUGH_TOKENS, False)),  # plenty
+        (None, 600, TokenBudget(9_000, 50_000), "auto", (9_000, False)),  # fewer tokens are better than checkpointing
+        (None, 600, TokenBudget(3_000, 50_000), "auto", (ENOUGH_TOKENS, True)),
+        (None, 12_000, TokenBudget(9_000, 50_000), "auto", (ENOUGH_TOKENS, True)),  # one row needs it
+        (None, 60_000, TokenBudget(9_000, 50_000), "auto", (60_000, True)),  # a row is never cut
+        (None, 600, TokenBudget(90_000, 10**6), True, (ENOUGH_TOKENS, True)),
+        (None, 600, TokenBudget(3_000, 50_000), False, (3_000, False)),
+        (20_000, 600, TokenBudget(30_000, 10**6), "auto", (20_000, False)),
+        (20_000, 600, TokenBudget(10_000, 10**6), "auto", (20_000, True)),
     ],
 )
 def test_budget_and_checkpointing_follow_from_what_fits(tokens, longest, fits, checkpointing, expected):
-    assert settle(tokens, longest, fits, checkpointing) == expected
+    assert choose_micro_batching(tokens, longest, fits, checkpointing) == expected
 
 
 def test_on_a_cpu_nothing_is_measured_and_activations_are_kept(tmp_path):
-    engine = make_engine(tmp_path, gradient_checkpointing="auto")
+    engine = make_engine(tmp_path, enable_gradient_checkpointing="auto")
     update(engine, MicroBatching(tokens="auto"))
-    assert engine._kept is None
+    assert engine._activation_bytes is None
     assert not engine.module.training
     assert micro_batch.plan([5, 7], MicroBatching(tokens="auto")) == [[0, 1]]
     assert micro_batch.plan([ENOUGH_TOKENS, 7], MicroBatching(tokens="auto")) == [[0], [1]]
@@ -94,19 +96,19 @@ def test_on_a_cpu_nothing_is_measured_and_activations_are_kept(tmp_path):
 
 def test_an_update_where_memory_is_short_cuts_smaller_and_then_checkpoints(tmp_path, monkeypatch):
     """The engine's own decision, with the memory of a device that this test makes up."""
-    engine = make_engine(tmp_path, gradient_checkpointing="auto")
-    kept = memory.measure_kept(engine._trial, engine.module, engine.model.vocab_size)
+    engine = make_engine(tmp_path, enable_gradient_checkpointing="auto")
+    kept = memory.measure_activations(engine.probe_forward, engine.module, engine.model.vocab_size)
     monkeypatch.setattr(memory, "logits_bytes", lambda *_: 0)
     monkeypatch.setattr(memory, "update_bytes", lambda *_: 0)
-    monkeypatch.setattr(engine, "_kept", kept)
-    monkeypatch.setattr(engine, "config", ModelConfig("", device=torch.device("cuda"), gradient_checkpointing="auto"))
+    monkeypatch.setattr(engine, "_activation_bytes", kept)
+    monkeypatch.setattr(engine, "device", torch.device("cuda"))
     for fits, checkpointing in ((40_000, False), (10_000, False), (7_000, True)):
         free = (fits + 0.5) * kept.plain / memory.SHARE
         monkeypatch.setattr(memory, "free_bytes", lambda _, free=free: free)
-        found = engine._fitted([30, 12, 24, 8], MicroBatching(tokens="auto"))
+        found = engine._choose_micro_batching([30, 12, 24, 8], MicroBatching(tokens="auto"))
         more = memory.SHARE * free / kept.checkpointed
         assert found == MicroBatching(tokens=min(ENOUGH_TOKENS, int(more) if checkpointing else fits))
         assert engine.module.training is checkpointing  # where transformers checkpoints
     # cut as the user says, checkpointing is all there is to decide: 3 rows of 30 tokens fit
-    assert engine._fitted([30, 12, 24, 8], MicroBatching(rows=3)) == MicroBatching(rows=3)
+    assert engine._choose_micro_batching([30, 12, 24, 8], MicroBatching(rows=3)) == MicroBatching(rows=3)
     assert not engine.module.training

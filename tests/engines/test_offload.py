@@ -2,23 +2,22 @@
 
 import pytest
 import torch
-from verl.engines.offload import HOST, OffloadConfig, OnDevice, move_optimizer
 
 from tests.engines.ranks import (
     OPTIMIZER,
     assert_same,
     engine_alone,
     make_batch,
+    make_engine,
     qwen2,
     results,
     run_on_ranks,
     save_model,
 )
 from verl.engines.base import MicroBatching
-from verl.engines.loading import ModelConfig
-from verl.engines.sharding import FSDPEngine
-from verl.engines.torch_engine import HFEngine
+from verl.engines.memory import HOST, OnDevice, move_optimizer
 
+OFFLOAD = {"param_offload": True, "optimizer_offload": True}
 GPU = torch.device("cuda", 0)
 
 
@@ -38,7 +37,7 @@ def test_it_is_on_the_device_from_the_first_entry_to_the_last_exit():
 
 
 def test_a_phase_with_the_optimizer_brings_both_and_one_without_it_the_weights(tmp_path):
-    engine = HFEngine(ModelConfig(save_model(qwen2(), tmp_path)), OPTIMIZER, offload=OffloadConfig(True, True))
+    engine = make_engine(save_model(qwen2(), tmp_path), OPTIMIZER, **OFFLOAD)
     moves: dict[str, list] = {"weights": [], "optimizer": []}
     engine._weights_used = OnDevice(moves["weights"].append, GPU)
     engine._optimizer_used = OnDevice(moves["optimizer"].append, GPU)
@@ -47,6 +46,21 @@ def test_a_phase_with_the_optimizer_brings_both_and_one_without_it_the_weights(t
     assert moves == {"weights": [HOST, GPU, HOST, GPU, HOST], "optimizer": [HOST]}
     results(engine, make_batch(), MicroBatching(rows=2), steps=1)
     assert moves["optimizer"] == [HOST, GPU, HOST]
+
+
+def test_onload_and_offload_nest(tmp_path):
+    engine = make_engine(save_model(qwen2(), tmp_path), OPTIMIZER, **OFFLOAD)
+    moves: dict[str, list] = {"weights": [], "optimizer": []}
+    engine._weights_used = OnDevice(moves["weights"].append, GPU)
+    engine._optimizer_used = OnDevice(moves["optimizer"].append, GPU)
+    engine.onload()
+    engine.onload(optimizer=True)
+    dict(engine.weights())
+    assert moves == {"weights": [HOST, GPU], "optimizer": [HOST, GPU]}
+    engine.offload()
+    assert moves == {"weights": [HOST, GPU], "optimizer": [HOST, GPU, HOST]}
+    engine.offload()
+    assert moves["weights"] == [HOST, GPU, HOST]
 
 
 def test_the_state_that_is_moved_is_all_but_the_step_counts():
@@ -64,8 +78,7 @@ def test_the_state_that_is_moved_is_all_but_the_step_counts():
 
 
 def offloaded_on_rank(path: str) -> dict:
-    offload = OffloadConfig(params=True, optimizer=True)
-    engine = FSDPEngine(ModelConfig(path), OPTIMIZER, offload=offload)
+    engine = make_engine(path, OPTIMIZER, sharded=True, **OFFLOAD)
     return results(engine, make_batch(), MicroBatching(tokens=18))
 
 

@@ -11,13 +11,12 @@ from tests.engines.ranks import (
     assert_same,
     engine_alone,
     engine_on_rank,
+    make_engine,
     qwen2,
     run_on_ranks,
     save_model,
 )
 from verl.engines.base import MicroBatching
-from verl.engines.loading import ModelConfig
-from verl.engines.sharding import FSDPEngine, ShardingConfig
 from verl.modeling.sequence_parallel import SequenceRanks
 
 GEMMA2 = Gemma2Config(  # soft-capped scores, and a window in every other layer
@@ -40,26 +39,26 @@ MODELS["3 of 6 heads"].hidden_size = 48
 )
 def test_ranks_that_share_tokens_give_the_numbers_of_one_device(model, kind, world, micro, tmp_path):
     path = save_model(MODELS[model], tmp_path, kind)
-    sharding = ShardingConfig(sequence_parallel=world)
-    ranks = run_on_ranks(world, engine_on_rank, path, sharding, micro, kind=kind, **FLOAT64)
+    sharding = {"ulysses_sequence_parallel_size": world}
+    ranks = run_on_ranks(world, engine_on_rank, path, micro, kind=kind, **sharding, **FLOAT64)
     assert_same(ranks, engine_alone(path, kind=kind, **FLOAT64), atol=1e-9)
 
 
 def two_groups(path: str) -> dict:
     """Four ranks: two groups of two."""
-    engine = FSDPEngine(ModelConfig(path), OPTIMIZER, ShardingConfig(sequence_parallel=2))
+    engine = make_engine(path, OPTIMIZER, sharded=True, ulysses_sequence_parallel_size=2)
     counted = engine.sum_over_ranks([float(engine.dp_rank + 1)])
-    return {"place": (engine.dp_rank, engine.inner_rank, engine.dp_size), "counted": counted}
+    return {"layout": (engine.dp_rank, engine.model_parallel_rank, engine.dp_size), "counted": counted}
 
 
 @pytest.mark.slow
 def test_groups_of_ranks_share_rows_and_count_them_once(tmp_path):
     path = save_model(qwen2(), tmp_path)
     found = run_on_ranks(4, two_groups, path)
-    assert [rank["place"] for rank in found] == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
+    assert [rank["layout"] for rank in found] == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
     assert all(rank["counted"] == [3.0] for rank in found)
-    sharding, micro = ShardingConfig(fsdp_size=2, sequence_parallel=2), MicroBatching(tokens=9)
-    ranks = run_on_ranks(4, engine_on_rank, path, sharding, micro, **FLOAT64)
+    sharding = {"fsdp_size": 2, "ulysses_sequence_parallel_size": 2}
+    ranks = run_on_ranks(4, engine_on_rank, path, MicroBatching(tokens=9), **sharding, **FLOAT64)
     assert_same(ranks, engine_alone(path, **FLOAT64), atol=1e-9)
 
 
@@ -73,10 +72,10 @@ def test_heads_that_the_ranks_cannot_share_are_refused():
 def test_repeated_heads_are_those_that_each_query_head_read(heads, kv_heads, size):
     """Rank r has query heads r*H/size ...; the heads that it then pairs with are the ones of the whole model."""
     key = torch.arange(kv_heads, dtype=torch.float32).view(1, kv_heads, 1, 1)
-    spread = SequenceRanks(None, 0, size).spread_heads(key, heads).flatten().tolist()
-    assert len(spread) % size == 0 and heads % len(spread) == 0
+    repeated = SequenceRanks(None, 0, size).repeat_heads(key, heads).flatten().tolist()
+    assert len(repeated) % size == 0 and heads % len(repeated) == 0
     for rank in range(size):
-        own = spread[rank * len(spread) // size : (rank + 1) * len(spread) // size]
+        own = repeated[rank * len(repeated) // size : (rank + 1) * len(repeated) // size]
         for i in range(heads // size):
             whole = rank * heads // size + i
             assert own[i // (heads // size // len(own))] == whole // (heads // kv_heads)

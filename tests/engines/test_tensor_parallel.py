@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Phi3Config, PretrainedConfig, Qwen3Config
-from verl.engines.tensor_parallel import planned_layers
 
 from tests.engines.ranks import (
     FLOAT64,
@@ -16,6 +15,7 @@ from tests.engines.ranks import (
     engine_alone,
     engine_on_rank,
     make_batch,
+    make_engine,
     qwen2,
     results,
     run_on_ranks,
@@ -23,12 +23,10 @@ from tests.engines.ranks import (
     train,
 )
 from verl.engines.base import MicroBatching
-from verl.engines.loading import ModelConfig
-from verl.engines.lora import LoraConfig
-from verl.engines.sharding import FSDPEngine, ShardingConfig
-from verl.engines.torch_engine import HFEngine
+from verl.engines.parallel import planned_layers
 from verl.model_merger.merge import MergeOptions, merge
 
+TP = {"tensor_parallel_size": 2}
 CONTENTS = ("model", "optimizer", "extra")
 MODELS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=False, attention_bias=True),
@@ -40,31 +38,29 @@ MODELS: dict[str, PretrainedConfig] = {
 @pytest.mark.parametrize(
     ("model", "kind", "world", "sharding"),
     [
-        ("llama", "causal_lm", 2, ShardingConfig(tensor_parallel=2)),
-        ("qwen2", "value", 2, ShardingConfig(tensor_parallel=2)),
-        ("qwen3", "causal_lm", 4, ShardingConfig(tensor_parallel=2)),
-        pytest.param("llama", "value", 4, ShardingConfig(tensor_parallel=2), marks=pytest.mark.slow),
-        pytest.param("qwen2", "causal_lm", 4, ShardingConfig(tensor_parallel=2, fsdp_size=1), marks=pytest.mark.slow),
-        pytest.param("qwen3", "value", 4, ShardingConfig(tensor_parallel=2, offload=True), marks=pytest.mark.slow),
-        pytest.param(
-            "qwen3", "causal_lm", 4, ShardingConfig(tensor_parallel=2, sequence_parallel=2), marks=pytest.mark.slow
-        ),
+        ("llama", "causal_lm", 2, TP),
+        ("qwen2", "value", 2, TP),
+        ("qwen3", "causal_lm", 4, TP),
+        pytest.param("llama", "value", 4, TP, marks=pytest.mark.slow),
+        pytest.param("qwen2", "causal_lm", 4, TP | {"fsdp_size": 1}, marks=pytest.mark.slow),
+        pytest.param("qwen3", "value", 4, TP | {"offload_policy": True}, marks=pytest.mark.slow),
+        pytest.param("qwen3", "causal_lm", 4, TP | {"ulysses_sequence_parallel_size": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_that_share_layers_give_the_numbers_of_one_device(model, kind, world, sharding, tmp_path):
     path = save_model(MODELS[model], tmp_path, kind)
-    ranks = run_on_ranks(world, engine_on_rank, path, sharding, UNEVEN, kind=kind, **FLOAT64)
+    ranks = run_on_ranks(world, engine_on_rank, path, UNEVEN, kind=kind, **sharding, **FLOAT64)
     assert_same(ranks, engine_alone(path, kind=kind, **FLOAT64), atol=1e-9)
-    alike = world // sharding.tensor_parallel // sharding.sequence_parallel
-    assert {rank["dp_rank"] for rank in ranks} == set(range(alike))
+    dp_size = world // 2 // sharding.get("ulysses_sequence_parallel_size", 1)
+    assert {rank["dp_rank"] for rank in ranks} == set(range(dp_size))
 
 
 @pytest.mark.slow
 def test_bf16_with_recomputed_layers_gives_the_numbers_of_sharding_alone(tmp_path):
     path = save_model(MODELS["qwen3"], tmp_path)
-    mixed = {"compute_dtype": torch.bfloat16, "gradient_checkpointing": True}
+    mixed = {"dtype": "bf16", "enable_gradient_checkpointing": True}
     alone = engine_alone(path, **mixed)
-    ranks = run_on_ranks(2, engine_on_rank, path, ShardingConfig(tensor_parallel=2), UNEVEN, **mixed)
+    ranks = run_on_ranks(2, engine_on_rank, path, UNEVEN, **TP, **mixed)
     for rank in ranks:
         assert torch.allclose(rank["outputs"], alone["outputs"], atol=0.05)
         assert rank["metrics"]["grad_norm"] == pytest.approx(alone["metrics"]["grad_norm"], rel=0.05)
@@ -73,8 +69,8 @@ def test_bf16_with_recomputed_layers_gives_the_numbers_of_sharding_alone(tmp_pat
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def train_and_save(path: str, sharding: ShardingConfig, out: Path, resume: Path | None) -> dict:
-    engine = FSDPEngine(ModelConfig(path, **FLOAT64), OPTIMIZER, sharding)
+def train_and_save(path: str, sharding: dict, out: Path, resume: Path | None) -> dict:
+    engine = make_engine(path, OPTIMIZER, sharded=True, **sharding, **FLOAT64)
     if resume:
         engine.load(resume, CONTENTS)
     found = results(engine, make_batch(), UNEVEN, steps=1)
@@ -83,13 +79,11 @@ def train_and_save(path: str, sharding: ShardingConfig, out: Path, resume: Path 
     return found
 
 
-TWO, FOUR = (2, ShardingConfig(tensor_parallel=2)), (4, ShardingConfig(tensor_parallel=2))
+TWO, FOUR = (2, TP), (4, TP)
 
 
-@pytest.mark.parametrize(
-    "stages", [[TWO, (2, ShardingConfig())], pytest.param([FOUR, TWO, FOUR], marks=pytest.mark.slow)]
-)
-def test_a_checkpoint_goes_on_with_another_number_of_tensor_parallel_ranks_and_merges(stages, tmp_path):
+@pytest.mark.parametrize("stages", [[TWO, (2, {})], pytest.param([FOUR, TWO, FOUR], marks=pytest.mark.slow)])
+def test_a_checkpoint_resumes_with_another_number_of_tensor_parallel_ranks_and_merges(stages, tmp_path):
     """One update on the ranks of each stage, and a last one on one device."""
     path = save_model(MODELS["qwen3"], tmp_path / "model")
     before = None
@@ -100,7 +94,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_tensor_parallel_ranks_and_m
         exported = dict(AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float64).named_parameters())
         for name, value in last[0]["weights"].items():
             assert torch.equal(exported[name], value), name
-    resumed, straight = (HFEngine(ModelConfig(path, **FLOAT64), OPTIMIZER) for _ in range(2))
+    resumed, straight = (make_engine(path, OPTIMIZER, **FLOAT64) for _ in range(2))
     resumed.load(before, CONTENTS)
     train(resumed, make_batch(), MicroBatching(), steps=1)
     train(straight, make_batch(), MicroBatching(), steps=len(stages) + 1)
@@ -126,7 +120,7 @@ def test_a_model_without_a_plan_or_with_another_kind_of_cut_is_refused_by_name()
     with pytest.raises(ValueError, match="GPT2LMHeadModel has no plan for tensor parallelism"):
         planned_layers(trunk(GPT2Config(n_layer=1, n_embd=32, n_head=2)), "GPT2LMHeadModel")
     phi = Phi3Config(**SIZES, pad_token_id=0)
-    with pytest.raises(ValueError, match=r"cuts layers\.0\.\S+, a Linear, as 'rowwise_split_input', which is not"):
+    with pytest.raises(ValueError, match=r"shards layers\.0\.\S+, a Linear, as 'rowwise_split_input', which is not"):
         planned_layers(trunk(phi), "Phi3")
 
 
@@ -134,31 +128,30 @@ def test_a_parameter_of_a_block_that_the_plan_leaves_out_is_refused():
     incomplete = trunk(MODELS["qwen3"])
     plan = incomplete.config.base_model_tp_plan
     incomplete.config.base_model_tp_plan = {name: style for name, style in plan.items() if "k_norm" not in name}
-    with pytest.raises(ValueError, match=r"does not say how layers\.0\.self_attn\.k_norm is spread"):
+    with pytest.raises(ValueError, match=r"does not say how layers\.0\.self_attn\.k_norm is sharded"):
         planned_layers(incomplete, "Qwen3")
 
 
 def what_is_refused(path: str) -> list[str]:
     messages = []
-    for sharding in (
-        ShardingConfig(tensor_parallel=3),
-        ShardingConfig(tensor_parallel=2, sequence_parallel=2),
-        ShardingConfig(tensor_parallel=2, fsdp_size=2),
-        ShardingConfig(tensor_parallel=2),
+    for keys in (
+        {"tensor_parallel_size": 3},
+        TP | {"ulysses_sequence_parallel_size": 2},
+        TP | {"fsdp_size": 2},
+        TP,
+        TP | {"lora_rank": 2},
     ):
         with pytest.raises(ValueError) as error:
-            FSDPEngine(ModelConfig(path), OPTIMIZER, sharding)
+            make_engine(path, OPTIMIZER, sharded=True, **keys)
         messages.append(str(error.value))
-    with pytest.raises(ValueError) as error:
-        FSDPEngine(ModelConfig(path, lora=LoraConfig(rank=2)), OPTIMIZER, ShardingConfig(tensor_parallel=2))
-    return [*messages, str(error.value)]
+    return messages
 
 
 def test_sizes_that_do_not_fit_are_refused(tmp_path):
     path = save_model(qwen2(4, 1), tmp_path)
     for messages in run_on_ranks(2, what_is_refused, path):
         assert messages[0] == "tensor_parallel_size 3 does not divide the 2 ranks"
-        assert messages[1].startswith("4 ranks are to share their rows")
-        assert messages[2].startswith("fsdp_size 2 does not divide the 1 ranks of a tensor-parallel part")
+        assert messages[1].startswith("4 ranks would compute the same samples")
+        assert messages[2].startswith("fsdp_size 2 does not divide the 1 ranks of a tensor-parallel share")
         assert messages[3] == "tensor_parallel_size 2 does not divide the model's num_key_value_heads 1"
-        assert messages[4].startswith("LoRA adapters are not spread over tensor-parallel ranks")
+        assert messages[4].startswith("LoRA is not supported with tensor parallelism")

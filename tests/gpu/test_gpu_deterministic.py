@@ -8,12 +8,13 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from tests.engines.ranks import make_engine
+from verl.config.schema import OptimConfig
 from verl.data.sequences import build_sequences
-from verl.engines.base import MicroBatching, OptimizerConfig
-from verl.engines.loading import ModelConfig
-from verl.engines.torch_engine import HFEngine
+from verl.engines.base import MicroBatching
+from verl.engines.torch_engine import TorchEngine
 from verl.modeling import attention
-from verl.modeling.batch_invariant import model
+from verl.modeling.batch_invariant import model as batch_invariant
 from verl.protocol import DataProto
 from verl.rollout.base import Generation, SamplingParams
 from verl.rollout.native.engine import NativeRollout
@@ -43,30 +44,31 @@ def test_a_product_has_the_same_bits_for_any_number_of_rows(inside, outside, dty
     torch.manual_seed(0)
     x, weight = (torch.randn(n, inside, device=CUDA, dtype=dtype) for n in (2300, outside))
     bias = torch.randn(outside, device=CUDA, dtype=dtype)
-    whole = triton_kernels.product(x, weight, bias)
+    whole = triton_kernels.linear(x, weight, bias)
     for count in (1, 2, 63, 256, 257, 2048):
-        assert torch.equal(triton_kernels.product(x[-count:], weight, bias), whole[-count:])
+        assert torch.equal(triton_kernels.linear(x[-count:], weight, bias), whole[-count:])
     exact = x.double() @ weight.double().t() + bias.double()
     tolerance = 1e-3 if dtype == FP32 else 0.5
     torch.testing.assert_close(whole.double(), exact, atol=tolerance, rtol=1e-2)
 
 
-def on_gpu(module: torch.nn.Module, precision: str, kernels: str = "invariant") -> HFEngine:
-    model, compute = PRECISIONS[precision]
-    module.set_attn_implementation(model.NAME if kernels == "invariant" else attention.NAME)
-    config = ModelConfig("", device=CUDA, model_dtype=model, compute_dtype=compute, kernels=kernels)
-    return HFEngine(config, OptimizerConfig(lr=1e-4), module=module)
+def on_gpu(module: torch.nn.Module, precision: str, kernels: str = "batch_invariant") -> TorchEngine:
+    names = {FP32: "fp32", BF16: "bf16"}
+    dtypes = dict(zip(("model_dtype", "dtype"), (names[dtype] for dtype in PRECISIONS[precision])))
+    module.set_attn_implementation(batch_invariant.NAME if kernels == "batch_invariant" else attention.NAME)
+    off = {"enable_gradient_checkpointing": False}
+    return make_engine("", OptimConfig(lr=1e-4), kernels=kernels, module=module, device="cuda", **dtypes, **off)
 
 
-def engine(case: str, precision: str, kernels: str = "invariant") -> HFEngine:
+def engine(case: str, precision: str, kernels: str = "batch_invariant") -> TorchEngine:
     module = families.model(case, PRECISIONS[precision][0]).cuda()
     module.config.max_position_embeddings = 48 if case == "phi3-longrope" else 300
     return on_gpu(module, precision, kernels)
 
 
-def rollout(trained: HFEngine, **settings) -> NativeRollout:
+def rollout(trained: TorchEngine, **settings) -> NativeRollout:
     settings = {"memory_share": 0.2, **settings}
-    return NativeRollout(trained.module, pad_token_id=0, exact=model.Forward(trained.model), **settings)
+    return NativeRollout(trained.module, pad_token_id=0, exact=trained.model_forward(), **settings)
 
 
 def as_batch(prompts: list[list[int]], answers: list[Generation]) -> DataProto:
@@ -76,7 +78,7 @@ def as_batch(prompts: list[list[int]], answers: list[Generation]) -> DataProto:
     return DataProto.from_dict({**columns, "rollout_log_probs": log_probs})
 
 
-def check(trained: HFEngine, batch: DataProto, cuts: list[MicroBatching], temperature: float) -> None:
+def check(trained: TorchEngine, batch: DataProto, cuts: list[MicroBatching], temperature: float) -> None:
     for cut in cuts:
         found = trained.infer(batch, ("log_probs",), cut, temperature)["log_probs"]
         gap = (found - batch.batch["rollout_log_probs"]).abs()

@@ -4,11 +4,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.engines.ranks import make_engine
+from verl.config.schema import OptimConfig
 from verl.data.sequences import build_sequences
 from verl.engines import memory
-from verl.engines.base import MicroBatching, OptimizerConfig
-from verl.engines.loading import ModelConfig
-from verl.engines.torch_engine import HFEngine
+from verl.engines.base import MicroBatching
+from verl.engines.torch_engine import TorchEngine
 from verl.modeling import attention, log_probs
 from verl.modeling.packing import Packing, build_input
 from verl.protocol import DataProto
@@ -58,7 +59,7 @@ def test_rows_that_share_prompts_by_the_variable_length_kernel(heads, key_heads,
     prompts = [[1] * 70, [2] * 3, [1] * 70, [1] * 70, [2] * 3, [3] * 129]
     answers = [[5] * n for n in (60, 200, 1, 0, 7, 0)]
     columns = build_sequences(prompts, answers, pad_token_id=0)
-    packing = build_input(columns, True, share_prompts=True).packing.to(torch.device("cuda"))
+    packing = build_input(columns, True, shared_prefix=True).packing.to(torch.device("cuda"))
     n = sum(packing.lengths)
     assert n == 70 + 3 + 129 + 268
     assert apart_from_float64(packing, n, (heads, key_heads, dim), window) < 1e-2
@@ -71,10 +72,10 @@ def test_long_rows_one_by_one(heads, key_heads, dim, lengths, monkeypatch):
     packing = Packing.of(torch.tensor(lengths).cuda())
     n = sum(lengths)
     q, k, v, g = random_heads(n, heads, key_heads, dim)
-    assert attention._goes_by_row(packing, q) == attention._fast_cudnn(q.device)
+    assert attention._one_call_per_row(packing, q) == attention._fast_cudnn(q.device)
     found = {}
     for by_row in (True, False):
-        monkeypatch.setattr(attention, "_goes_by_row", lambda *_, by_row=by_row: by_row)
+        monkeypatch.setattr(attention, "_one_call_per_row", lambda *_, by_row=by_row: by_row)
         found[by_row] = attended(packing, q, k, v, g)
     assert max(map(apart, found[True], found[False])) < 1e-2
 
@@ -96,12 +97,17 @@ def test_statistics_of_the_logits_and_their_gradient(vocabulary, temperature):
     assert max(map(apart, found[torch.float32], found[torch.float64])) < 1e-3
 
 
-def engine(folder, kernels: str, dtype: torch.dtype) -> HFEngine:
+def engine(folder, kernels: str, dtype: str) -> TorchEngine:
     torch.manual_seed(0)
-    config = ModelConfig(
-        str(folder), device=torch.device("cuda"), compute_dtype=dtype, random_init=True, kernels=kernels
+    return make_engine(
+        folder,
+        OptimConfig(lr=0.0),
+        kernels=kernels,
+        random_init=True,
+        device="cuda",
+        dtype=dtype,
+        enable_gradient_checkpointing=False,
     )
-    return HFEngine(config, OptimizerConfig(lr=0.0))
 
 
 @pytest.mark.parametrize("kernels", ["fused", "compiled", "liger"])
@@ -122,7 +128,7 @@ def test_kernels_give_the_gradient_of_plain_layers(kind, kernels, tmp_path):
     # nothing is clipped: a token at the border would be on the one side in 16 bits, on the other in 32
     settings = {"clip_ratio": 5.0, "clip_ratio_c": 100.0, "entropy_coeff": 0.1, "use_kl_loss": False}
     found = {}
-    for name, dtype in (("plain", torch.float32), (kernels, torch.bfloat16)):
+    for name, dtype in (("plain", "fp32"), (kernels, "bf16")):
         made = engine(tmp_path, name, dtype)
         agg = aggregation("token-mean", batch.batch["response_mask"], made, None)
         log_probs = made.infer(batch, ("log_probs",), MicroBatching(tokens=128))["log_probs"]
@@ -141,13 +147,13 @@ def test_activations_per_token_are_what_the_device_allocates(tmp_path):
     sizes = dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8)
     config = AutoConfig.for_model("qwen2", **sizes, num_key_value_heads=2, vocab_size=331)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    made = engine(tmp_path, "fused", torch.bfloat16)
+    made = engine(tmp_path, "fused", "bf16")
     used = []
-    with made._weights_stay(training=True):
-        kept = memory.measure_kept(made._trial, made.module, made.model.vocab_size)
+    with made._fixed_weights(training=True):
+        kept = memory.measure_activations(made.probe_forward, made.module, made.model.vocab_size)
         for tokens in (2048, 6144):
             before = torch.cuda.memory_allocated()
-            outputs = made._trial(tokens)
+            outputs = made.probe_forward(tokens)
             used.append(torch.cuda.memory_allocated() - before)
             del outputs
     per_token = (used[1] - used[0]) / 4096

@@ -18,10 +18,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, S
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, DeepseekV3Config, Qwen2Config
 
 from examples.quickstart.tiny_model import char_tokenizer
-from verl.engines.base import OptimizerConfig
-from verl.engines.loading import ModelConfig
-from verl.engines.sharding import FSDPEngine
-from verl.engines.torch_engine import HFEngine
+from verl.config.schema import ModelConfig, OptimConfig
+from verl.engines.base import EngineSpec
+from verl.engines.sharding import FSDP2
+from verl.engines.torch_engine import TorchEngine
 from verl.single_controller.worker import free_port
 
 # 37 rows do not divide by 2 or 4
@@ -168,8 +168,9 @@ def on_rank(rank: int, world: int, port: int, root: Path) -> None:
     save_rank(root / "value" / "critic", fsdp2(load(root / "critic", "value"), 2))
     save_rank(root / "moe" / "actor", fsdp2(load(root / "experts"), 2))
     save_rank(root / "lora" / "actor", fsdp2_with_adapters(load(root / "base")))
-    FSDPEngine(ModelConfig(str(trained))).save(root / "ours" / "actor", ("model",))
-    FSDPEngine(ModelConfig(str(root / "critic"), kind="value")).save(root / "our value" / "critic", ("model",))
+    for kind, model, folder in (("causal_lm", trained, "ours/actor"), ("value", root / "critic", "our value/critic")):
+        spec = EngineSpec(kind, ModelConfig(path=str(model)))
+        TorchEngine(spec, FSDP2(spec)).save(root / folder, ("model",))
     dist.destroy_process_group()
 
 
@@ -188,7 +189,7 @@ def make_checkpoints(root: Path) -> None:
     finish(root / "lora" / "actor", base, base, 2, 2)
     finish(root / "moe" / "actor", root / "experts", None, 2, 2)
     make_plain(root)
-    one_device = HFEngine(ModelConfig(str(trained)), OptimizerConfig(lr=1e-3))
+    one_device = TorchEngine(EngineSpec("causal_lm", ModelConfig(path=str(trained)), optimizer=OptimConfig(lr=1e-3)))
     one_device.save(root / "one device" / "actor", ("model", "optimizer", "extra"))
     for name in ("ours", "one device"):
         char_tokenizer().save_pretrained(root / name / "actor" / "huggingface")

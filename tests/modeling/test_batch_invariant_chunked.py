@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from verl.modeling.batch_invariant.chunked import elementwise, log_sum_exp, product
+from verl.modeling.batch_invariant import chunked
+from verl.modeling.batch_invariant.chunked import elementwise, log_sum_exp
 from verl.modeling.batch_invariant.linear import linear, with_gradient_of
 
 COUNTS = (*range(1, 36), 63, 64, 65, 128, 333, 600)
@@ -22,20 +23,20 @@ def threads(request):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inside", "outside"), [(33, 17), (64, 256), (128, 97), (300, 600)])
-def test_a_product_row_by_row(threads, inside, outside, dtype):
+def test_linear_row_by_row(threads, inside, outside, dtype):
     torch.manual_seed(0)
     x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((600, inside), (outside, inside), (outside,)))
-    whole = product(x, weight, bias)
+    whole = chunked.linear(x, weight, bias)
     for count in COUNTS:
         start = (7 * count) % (601 - count)
-        assert torch.equal(product(x[start : start + count], weight, bias), whole[start : start + count])
+        assert torch.equal(chunked.linear(x[start : start + count], weight, bias), whole[start : start + count])
     exact = x.double() @ weight.double().t() + bias.double()
     tolerance = 1e-4 if dtype == torch.float32 else 0.3
     torch.testing.assert_close(whole.double(), exact, atol=tolerance, rtol=1e-2)
 
 
 @pytest.mark.parametrize("function", [F.silu, F.gelu, partial(F.gelu, approximate="tanh"), torch.exp, torch.tanh])
-def test_an_elementwise_function_wherever_an_element_stands(threads, function):
+def test_an_elementwise_function_at_any_position(threads, function):
     torch.manual_seed(0)
     x = torch.randn(70_000) * 3
     whole = elementwise(function, x)
@@ -57,7 +58,7 @@ def test_log_sum_exp_row_by_row(threads, vocabulary):
     torch.testing.assert_close(whole.double(), x.double().logsumexp(-1), atol=1e-5, rtol=1e-6)
 
 
-def test_gradients_are_those_of_the_ordinary_functions():
+def test_gradients_are_those_of_the_standard_functions():
     torch.manual_seed(0)
     x, weight, bias = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((2, 5, 3), (4, 3), (4,)))
     assert torch.autograd.gradcheck(linear, (x, weight, bias))

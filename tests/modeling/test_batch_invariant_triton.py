@@ -1,4 +1,4 @@
-"""The Triton kernels, on a GPU or by Triton's interpreter (TRITON_INTERPRET=1): right, and alike in every batch.
+"""The Triton kernels, on a GPU or by Triton's interpreter (TRITON_INTERPRET=1): correct, and batch-invariant.
 
 The bits of whole models on a GPU are in tests/gpu.
 """
@@ -18,20 +18,20 @@ from verl.modeling.batch_invariant.attention import Scores
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter has no products of bfloat16
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter has no bfloat16 matmul
 @pytest.mark.parametrize(("inside", "outside"), [(64, 130), (40, 33)])
-def test_product(inside, outside, dtype):
+def test_linear(inside, outside, dtype):
     torch.manual_seed(0)
     x, weight, bias = (torch.randn(*s).to(DEVICE, dtype) for s in ((150, inside), (outside, inside), (outside,)))
-    whole = triton_kernels.product(x, weight, bias)
+    whole = triton_kernels.linear(x, weight, bias)
     tolerance = 1e-5 if dtype == torch.float32 else 0.1
     torch.testing.assert_close(
         whole.double(), x.double() @ weight.double().t() + bias.double(), atol=tolerance, rtol=1e-2
     )
     without_bias = (whole.float() - bias.float()).to(dtype)
-    torch.testing.assert_close(triton_kernels.product(x, weight), without_bias, atol=0.1, rtol=0.1)
+    torch.testing.assert_close(triton_kernels.linear(x, weight), without_bias, atol=0.1, rtol=0.1)
     for count in (1, 7, 64, 65):
-        assert torch.equal(triton_kernels.product(x[150 - count :], weight, bias), whole[150 - count :])
+        assert torch.equal(triton_kernels.linear(x[150 - count :], weight, bias), whole[150 - count :])
 
 
 @pytest.mark.parametrize("size", [12, 1000])
@@ -58,18 +58,18 @@ def test_attention(scores):
     parts = [x.split(lengths) for x in (query, key, value, packed)]
     for length, *row, found in zip(lengths, *parts):
         assert torch.equal(triton_kernels.attend_rows(*row, (length,), scores), found)
-    # the last query of each row over pages in any order, of which nobody wrote the rest
-    pages = torch.full((2, 7, heads[1], triton_kernels.BLOCK, size), torch.nan, device=DEVICE)
+    # the last query of each row over blocks in any order, the rest of which is not written
+    cache = torch.full((2, 7, heads[1], triton_kernels.BLOCK, size), torch.nan, device=DEVICE)
     table = torch.tensor([[3, 0, 0], [5, 1, 6], [0, 0, 0], [2, 0, 0]], dtype=torch.int32, device=DEVICE)
     for row, length in enumerate(lengths):
         for start in range(0, length, triton_kernels.BLOCK):
-            for store, part in zip(pages, parts[1:3]):
+            for store, part in zip(cache, parts[1:3]):
                 block = part[row][start : start + triton_kernels.BLOCK].transpose(0, 1)
                 store[table[row, start // triton_kernels.BLOCK], :, : block.shape[1]] = block
     at = torch.tensor(lengths, dtype=torch.int32, device=DEVICE) - 1
     live = torch.tensor([1, 1, 0, 1], dtype=torch.int32, device=DEVICE)
     found = triton_kernels.attend_cached(
-        torch.stack([q[-1] for q in parts[0]]), *pages, triton_kernels.single_queries(at, live), table, scores
+        torch.stack([q[-1] for q in parts[0]]), *cache, triton_kernels.single_queries(at, live), table, scores
     )
     for row in (0, 1, 3):
         assert torch.equal(found[row], parts[3][row][-1])

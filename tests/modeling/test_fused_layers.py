@@ -12,35 +12,29 @@ from tests.engines.ranks import (
     engine_alone,
     engine_on_rank,
     make_batch,
+    make_engine,
     run_on_ranks,
     save_model,
     train,
 )
-from verl.engines.loading import ModelConfig
-from verl.engines.lora import LoraConfig
-from verl.engines.sharding import ShardingConfig
-from verl.engines.torch_engine import HFEngine
 
 CONFIG = Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)
 
 
-@pytest.mark.parametrize(("kind", "lora"), [("value", None), ("causal_lm", LoraConfig(rank=2, alpha=4))])
+@pytest.mark.parametrize(("kind", "lora"), [("value", {}), ("causal_lm", {"lora_rank": 2, "lora_alpha": 4})])
 def test_critics_and_adapters_have_fused_layers_too(kind, lora, tmp_path):
     path = save_model(CONFIG, tmp_path, kind)
     output, found = "values" if kind == "value" else "log_probs", []
     for kernels in ("plain", "fused"):
         torch.manual_seed(0)
-        config = ModelConfig(path, kind=kind, kernels=kernels, lora=lora)
-        engine, batch = HFEngine(config, OPTIMIZER), make_batch()
+        engine, batch = make_engine(path, OPTIMIZER, kind=kind, kernels=kernels, **lora), make_batch()
         train(engine, batch, UNEVEN)
         found.append(engine.infer(batch, (output,), UNEVEN)[output])
     assert torch.allclose(*found, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "sharding", [ShardingConfig(), ShardingConfig(tensor_parallel=2), ShardingConfig(sequence_parallel=2)], ids=str
-)
+@pytest.mark.parametrize("sharding", [{}, {"tensor_parallel_size": 2}, {"ulysses_sequence_parallel_size": 2}], ids=str)
 def test_fused_layers_over_ranks(sharding, tmp_path):
     path = save_model(CONFIG, tmp_path)
-    ranks = run_on_ranks(2, engine_on_rank, path, sharding, UNEVEN, kernels="fused")
+    ranks = run_on_ranks(2, engine_on_rank, path, UNEVEN, kernels="fused", **sharding)
     assert_same(ranks, engine_alone(path), atol=1e-3)

@@ -9,9 +9,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl.config import ConfigError, load_config
 from verl.config.schema.model import EngineConfig, ModelConfig
+from verl.engines.loading import choose_kernels
 from verl.modeling import attention
 from verl.modeling.layers import LLAMA_LIKE, use_kernels
-from verl.modeling.linear import Phase
+from verl.modeling.linear import WeightCache
 from verl.modeling.packing import Packing
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -20,18 +21,18 @@ NARROW = torch.bfloat16
 
 def test_kernels_by_device_and_settings(caplog):
     model, engine, compiled = ModelConfig(), EngineConfig(), EngineConfig(use_torch_compile=True)
-    assert kernels_for(model, engine, CPU, torch.float32) == "fused"
-    assert kernels_for(model, engine, CPU, NARROW) == "plain"
-    assert kernels_for(model, engine, GPU, NARROW) == "fused"
-    assert kernels_for(model, engine, GPU, torch.float64) == "plain"
-    assert kernels_for(model, compiled, GPU, NARROW) == "compiled"
+    assert choose_kernels(model, engine, CPU, torch.float32) == "fused"
+    assert choose_kernels(model, engine, CPU, NARROW) == "plain"
+    assert choose_kernels(model, engine, GPU, NARROW) == "fused"
+    assert choose_kernels(model, engine, GPU, torch.float64) == "plain"
+    assert choose_kernels(model, compiled, GPU, NARROW) == "compiled"
     if importlib.util.find_spec("liger_kernel") is not None:
-        assert kernels_for(ModelConfig(use_liger=True), engine, GPU, NARROW) == "liger"
-    with caplog.at_level(logging.INFO, "verl.workers"):
-        assert kernels_for(model, compiled, CPU, torch.float32) == "fused"
-    assert "use_torch_compile changes nothing on a cpu" in caplog.text
+        assert choose_kernels(ModelConfig(use_liger=True), engine, GPU, NARROW) == "liger"
+    with caplog.at_level(logging.INFO, "verl.engines"):
+        assert choose_kernels(model, compiled, CPU, torch.float32) == "fused"
+    assert "use_torch_compile has no effect on a cpu" in caplog.text
     with pytest.raises(ValueError, match=r"model\.use_liger.*run on a GPU"):
-        kernels_for(ModelConfig(use_liger=True), engine, CPU, torch.float32)
+        choose_kernels(ModelConfig(use_liger=True), engine, CPU, torch.float32)
 
 
 def test_liger_and_compilation_are_not_for_the_same_layers():
@@ -49,7 +50,7 @@ def test_every_layer_of_a_known_family_is_fused(kind):
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config)
         layer = type(module.base_model.layers[0])
-        use_kernels(module, "fused", Phase())
+        use_kernels(module, "fused", WeightCache())
         children = {name: child for name, child in module.named_modules() if "forward" in vars(child)}
         norms = [name for name, child in module.named_modules() if type(child).__name__.endswith("RMSNorm")]
         assert len(norms) >= 5

@@ -1,15 +1,15 @@
-"""The functions between a layer's products on a CPU against formulas in float64; layers and updates made of them."""
+"""The functions between the GEMMs of a layer on a CPU against formulas in float64; layers and updates made of them."""
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.engines.ranks import make_engine
+from verl.config.schema import OptimConfig
 from verl.data.sequences import build_sequences
-from verl.engines.base import MicroBatching, OptimizerConfig
-from verl.engines.loading import ModelConfig
-from verl.engines.torch_engine import HFEngine
+from verl.engines.base import MicroBatching
 from verl.modeling import layers_cpu
-from verl.modeling.indexing import collect_rows, repeat_rows, spread_rows
+from verl.modeling.indexing import gather_rows, repeat_rows, scatter_rows
 from verl.modeling.layers_cpu import AddRMSNorm, RMSNorm, RotaryQKV, SwiGLU
 from verl.protocol import DataProto
 from verl.workers.objectives import aggregation, policy_objective
@@ -80,14 +80,14 @@ def test_rotary_embedding_of_queries_and_keys(norms):
     check(ours, formula, [normal(tokens, 10 * size), *(normal(size + i)[:size] for i in range(norms))])
 
 
-def test_rows_to_places_and_back():
-    places = torch.tensor([4, 0, 3])
+def test_scatter_and_gather_of_rows():
+    index = torch.tensor([4, 0, 3])
     check(
-        lambda x: spread_rows(x, places, 6),
-        lambda x: torch.zeros(6, 2).double().index_copy(0, places, x),
+        lambda x: scatter_rows(x, index, 6),
+        lambda x: torch.zeros(6, 2).double().index_copy(0, index, x),
         [normal(3, 2)],
     )
-    check(lambda x: collect_rows(x, places), lambda x: x[places], [normal(6, 2)])
+    check(lambda x: gather_rows(x, index), lambda x: x[index], [normal(6, 2)])
     source = torch.tensor([1, 0, 2, 1, 1])
     check(lambda x: repeat_rows(x, source, torch.tensor([1, 3, 2])), lambda x: x[source], [normal(3, 2)])
 
@@ -102,8 +102,9 @@ def update(folder, kernels: str, remove_padding: bool) -> tuple[torch.Tensor, di
     shape = columns["responses"].shape
     columns |= {"old_log_probs": torch.full(shape, -4.6), "advantages": torch.randn(shape, generator=generator)}
     batch = DataProto.from_dict(columns)
-    config = ModelConfig(str(folder), random_init=True, kernels=kernels, use_remove_padding=remove_padding)
-    engine = HFEngine(config, OptimizerConfig(lr=0.0))
+    engine = make_engine(
+        folder, OptimConfig(lr=0.0), random_init=True, kernels=kernels, use_remove_padding=remove_padding
+    )
     log_probs = engine.infer(batch, ("log_probs",), MicroBatching(rows=6))["log_probs"]
     gradients: dict[str, torch.Tensor] = {}
     engine.optimizer.register_step_pre_hook(

@@ -1,4 +1,4 @@
-"""The kernels between a layer's products, and the layers made of them, against float64 formulas and plain torch.
+"""The kernels between the GEMMs of a layer, and the layers made of them, against float64 formulas and plain torch.
 
 They run on a GPU, and on a CPU by Triton's interpreter: TRITON_INTERPRET=1 with the package triton installed.
 """
@@ -9,11 +9,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.engines.ranks import SIZES
+from tests.engines.ranks import SIZES, make_engine
+from verl.config.schema import OptimConfig
 from verl.data.sequences import build_sequences
-from verl.engines.base import MicroBatching, OptimizerConfig
-from verl.engines.loading import ModelConfig
-from verl.engines.torch_engine import HFEngine
+from verl.engines.base import MicroBatching
 from verl.protocol import DataProto
 from verl.workers.objectives import aggregation, policy_objective
 
@@ -155,26 +154,22 @@ def _batch() -> DataProto:
     return DataProto.from_dict(columns)
 
 
-class Sharing(HFEngine):
-    """Computes a prompt once for all its rows, on any device."""
-
-    def _shares_prompts(self, lengths: list[int]) -> bool:
-        return self.config.use_remove_padding
-
-
 def _update(folder, kernels: str, checkpointing: bool, padding: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probs, and the gradients of an update in several micro-batches."""
     torch.manual_seed(0)
-    config = ModelConfig(
-        str(folder),
-        device=DEVICE,
-        random_init=True,
+    engine = make_engine(
+        folder,
+        OptimConfig(lr=0.0),
         kernels=kernels,
-        gradient_checkpointing=checkpointing,
+        random_init=True,
+        device=DEVICE.type,
+        dtype="fp32",
+        enable_gradient_checkpointing=checkpointing,
         use_remove_padding=not padding,
     )
-    made = HFEngine if kernels == "plain" else Sharing
-    engine, batch, micro = made(config, OptimizerConfig(lr=0.0)), _batch(), MicroBatching(tokens=24)
+    if kernels != "plain":  # share prefixes on any device
+        engine._shares_prefix = lambda lengths: not padding
+    batch, micro = _batch(), MicroBatching(tokens=24)
     log_probs = engine.infer(batch, ("log_probs",), micro)["log_probs"]
     gradients: dict[str, torch.Tensor] = {}
     names = {p: name for name, p in engine.module.named_parameters()}

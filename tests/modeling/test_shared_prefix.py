@@ -1,4 +1,4 @@
-"""Rows with one prompt compute its tokens once, with the outputs and the gradient of rows that stand alone."""
+"""Rows with the same prompt compute its tokens once, with the outputs and the gradient of separate rows."""
 
 import random
 
@@ -6,14 +6,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.engines.ranks import FLOAT64, SETTINGS
+from tests.engines.ranks import FLOAT64, SETTINGS, make_engine
+from verl.config.schema import OptimConfig
 from verl.data.sequences import build_sequences
-from verl.engines.base import MicroBatching, OptimizerConfig
-from verl.engines.loading import ModelConfig
+from verl.engines.base import MicroBatching
 from verl.engines.micro_batch import plan
-from verl.engines.torch_engine import HFEngine
 from verl.modeling.packing import build_input
-from verl.modeling.shared_prefix import MOST_KEYS, first_with_prompt, lay_out, plan_shared
+from verl.modeling.shared_prefix import MOST_KEYS, first_with_prompt, plan_shared, shared_prefix_layout
 from verl.protocol import DataProto
 from verl.workers.objectives import aggregation, policy_objective
 
@@ -21,7 +20,7 @@ VOCABULARY = 32
 
 
 def batch(seed: int = 0, empty: bool = True) -> DataProto:
-    """Rows of four prompts in mixed order, two of the prompts beginning alike; some answers have no token."""
+    """Rows of four prompts in mixed order, two prompts with a common start; some responses are empty."""
     generator = random.Random(seed)
     prompts = [[3, 4, 5], [3, 4, 5, 6, 7], [9], [4, 5]]
     chosen = generator.choices(prompts, k=11)
@@ -39,7 +38,7 @@ def batch(seed: int = 0, empty: bool = True) -> DataProto:
 def test_first_row_with_each_prompt():
     columns = build_sequences([[1, 2], [2], [1, 2], [0, 2], [2]], [[5], [1], [6, 6], [5], [2]], pad_token_id=0)
     width = columns["responses"].shape[1]
-    # a token that is the padding's is not padding
+    # a token with the id of the padding is not padding
     assert first_with_prompt(columns["attention_mask"], columns["input_ids"], width) == [0, 1, 0, 3, 1]
 
 
@@ -48,11 +47,11 @@ def test_every_row_finds_its_tokens(seed):
     columns = batch(seed).batch
     attention, width = columns["attention_mask"].bool(), columns["responses"].shape[1]
     first = first_with_prompt(attention, columns["input_ids"], width)
-    layout = lay_out(attention, width, first)
+    layout = shared_prefix_layout(attention, width, first)
     prompts, answers = attention[:, :-width].sum(1).tolist(), attention[:, -width:].sum(1).tolist()
     ids = columns["input_ids"].flatten()[layout.kept]
-    asked = [i for i in range(len(first)) if answers[i] or first[i] == i]
-    assert sorted(layout.rows.tolist()) == asked
+    computed = [i for i in range(len(first)) if answers[i] or first[i] == i]
+    assert sorted(layout.rows.tolist()) == computed
     assert layout.queries.tolist() == [answers[i] + prompts[i] * (first[i] == i) for i in layout.rows.tolist()]
     assert len(ids) == sum(layout.queries)
     expected = torch.cat([columns["input_ids"][i][attention[i]] for i in layout.rows])
@@ -67,13 +66,13 @@ def test_a_prompt_counts_once_in_a_micro_batch():
     # row 0 and the others of its prompt: 10 + 2 + 1 + 2 = 15; with row 3 it would be 27
     assert plan_shared(lengths, prompts, [0, 0, 0, 3, 0], 16) == [[0, 1, 2, 4], [3]]
     assert plan_shared(lengths, prompts, [0, 0, 0, 3, 0], 27) == [[0, 1, 2, 3, 4]]
-    # the prompt is there anew where its rows are parted
+    # a prompt counts again in every micro-batch
     assert plan_shared(lengths, prompts, [0, 0, 0, 3, 0], 12) == [[0, 1], [2, 4], [3]]
-    # all the keys take memory, too
+    # keys take memory, too
     assert [len(rows) for rows in plan_shared([101] * 40, [100] * 40, [0] * 40, 140)] == [MOST_KEYS * 140 // 101] * 8
 
 
-def test_rows_of_other_prompts_are_cut_as_ever():
+def test_rows_with_different_prompts_are_split_as_without_sharing():
     columns = build_sequences([[i] for i in range(1, 6)], [[7] * n for n in (3, 5, 2, 4, 3)], pad_token_id=0)
     lengths = columns["attention_mask"].sum(1).tolist()
     micro = MicroBatching(tokens=7)
@@ -81,13 +80,6 @@ def test_rows_of_other_prompts_are_cut_as_ever():
     alone, shared = (build_input(columns, True, share) for share in (False, True))
     assert shared.packing.keys is None
     assert torch.equal(alone.states, shared.states) and torch.equal(alone.input_ids, shared.input_ids)
-
-
-class Sharing(HFEngine):
-    """Shares prompts wherever it is."""
-
-    def _shares_prompts(self, lengths: list[int]) -> bool:
-        return True
 
 
 @pytest.mark.parametrize(
@@ -99,14 +91,15 @@ class Sharing(HFEngine):
     ],
 )
 @pytest.mark.parametrize("micro", [MicroBatching(tokens=24), MicroBatching(rows=4), MicroBatching()])
-def test_outputs_and_gradient_are_those_of_rows_that_stand_alone(kind, extra, micro, tmp_path):
+def test_outputs_and_gradient_are_those_of_separate_rows(kind, extra, micro, tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = AutoConfig.for_model(kind, **sizes, num_key_value_heads=2, vocab_size=VOCABULARY, **extra)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     data, found = batch(), []
-    for engine in (Sharing, HFEngine):
-        made, gradients = engine(ModelConfig(str(tmp_path), **FLOAT64), OptimizerConfig()), {}
+    for shares in (True, False):
+        made, gradients = make_engine(tmp_path, OptimConfig(), **FLOAT64), {}
+        made._shares_prefix = lambda lengths, shares=shares: shares
         log_probs = made.infer(data, ("log_probs",), micro)["log_probs"]
         agg = aggregation("token-mean", data.batch["response_mask"], made, None)
         made.optimizer.register_step_pre_hook(

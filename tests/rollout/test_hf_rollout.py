@@ -4,10 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
+from tests.engines.ranks import make_engine
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching
-from verl.engines.loading import ModelConfig
-from verl.engines.torch_engine import HFEngine
 from verl.protocol import DataProto
 from verl.rollout.base import SamplingParams
 from verl.rollout.hf import HFRollout
@@ -34,7 +33,7 @@ def engine(request, tmp_path_factory):
             p.normal_(0, 0.3)
     folder = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder)
-    return HFEngine(ModelConfig(str(folder)))
+    return make_engine(folder)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])

@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from verl.engines.torch_engine import HFEngine
+from verl.engines.torch_engine import TorchEngine
 from verl.rollout.native.engine import NativeRollout
 
 
@@ -28,9 +28,9 @@ def break_phase(cls: type, method: str, kind: str) -> None:
 
 PHASES = {
     "generate": (NativeRollout, "generate"),
-    "infer": (HFEngine, "infer"),
-    "update": (HFEngine, "train_batch"),
-    "save": (HFEngine, "save"),
+    "infer": (TorchEngine, "infer"),
+    "update": (TorchEngine, "train_batch"),
+    "save": (TorchEngine, "save"),
 }
 fault = os.environ.get("VERL_TEST_FAULT")
 if fault and os.environ.get("RANK") == "1":

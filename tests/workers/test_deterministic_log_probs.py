@@ -1,4 +1,4 @@
-"""Sampled log-probs equal the trainer's in every bit, for each architecture, precision and way to cut a batch."""
+"""Log-probs of sampling are bit-identical to the trainer's, for each architecture, precision and micro-batching."""
 
 import importlib.util
 from pathlib import Path
@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.engines.ranks import make_engine
+from verl.config.schema import OptimConfig
 from verl.data.sequences import build_sequences
-from verl.engines.base import MicroBatching, OptimizerConfig
-from verl.engines.loading import ModelConfig
-from verl.engines.torch_engine import HFEngine
+from verl.engines.base import MicroBatching
+from verl.engines.torch_engine import TorchEngine
 from verl.modeling import attention
-from verl.modeling.batch_invariant import model
+from verl.modeling.batch_invariant import model as batch_invariant
 from verl.protocol import DataProto
 from verl.rollout.base import SamplingParams
 from verl.rollout.native.engine import NativeRollout
@@ -22,27 +23,32 @@ _spec = importlib.util.spec_from_file_location("native_families_of_workers", _fi
 families = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(families)
 
-FP32, BF16 = torch.float32, torch.bfloat16
-#: (of the parameters, of the computation): bf16 with fp32 masters is the default on a GPU
-PRECISIONS = {"fp32": (FP32, FP32), "bf16": (FP32, BF16), "bf16 weights": (BF16, BF16)}
+#: dtypes of the parameters and of the computation: bf16 with fp32 masters is the default on a GPU
+PRECISIONS = {
+    "fp32": {"model_dtype": "fp32", "dtype": "fp32"},
+    "bf16": {"model_dtype": "fp32", "dtype": "bf16"},
+    "bf16 weights": {"model_dtype": "bf16", "dtype": "bf16"},
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CUTS = [MicroBatching(rows=1), MicroBatching(tokens=130), MicroBatching(rows=7)]
 TEMPERATURE = 0.7
 SETTINGS = {"clip_ratio": 0.2, "entropy_coeff": 0.01, "use_kl_loss": False}
-# samples of one prompt; and rows that end before, in and after the second block of 64 keys
+# samples of one prompt; and sequences that end before, in and after the second block of 64 keys
 PROMPTS = [*families.PROMPTS, *families.PROMPTS[:2], [(7 * i) % 90 + 3 for i in range(60)]]
 
 
-def engine(case: str, precision: str, optimizer: OptimizerConfig | None = None) -> HFEngine:
-    model, compute = PRECISIONS[precision]
-    module = families.model(case, model)
+def engine(
+    case: str, precision: str, optimizer: OptimConfig | None = None, kernels: str = "batch_invariant"
+) -> TorchEngine:
+    dtypes = PRECISIONS[precision]
+    module = families.model(case, DTYPES[dtypes["model_dtype"]])
     module.config.max_position_embeddings = 48 if case == "phi3-longrope" else 128
-    module.set_attn_implementation(model.NAME)
-    config = ModelConfig("", model_dtype=model, compute_dtype=compute, kernels="invariant")
-    return HFEngine(config, optimizer, module=module)
+    module.set_attn_implementation(batch_invariant.NAME if kernels == "batch_invariant" else attention.NAME)
+    return make_engine("", optimizer, kernels=kernels, module=module, **dtypes)
 
 
-def sample(engine: HFEngine, prompts: list[list[int]], max_rows: int = 4, sample_ids: list[int] | None = None):
-    rollout = NativeRollout(engine.module, pad_token_id=0, max_rows=max_rows, exact=model.Forward(engine.model))
+def sample(engine: TorchEngine, prompts: list[list[int]], max_rows: int = 4, sample_ids: list[int] | None = None):
+    rollout = NativeRollout(engine.module, pad_token_id=0, max_rows=max_rows, exact=engine.model_forward())
     return rollout.generate(prompts, SamplingParams(24, (3, 4, 9), temperature=TEMPERATURE, seed=1), sample_ids)
 
 
@@ -84,14 +90,11 @@ def test_an_answer_is_the_same_whatever_else_is_in_the_batch(case):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("case", ["qwen3", "gemma2"])
 def test_an_update_starts_from_the_same_bits_and_has_the_ordinary_gradient(case, precision):
-    optimizer, model = OptimizerConfig(lr=1e-3), PRECISIONS[precision]
+    optimizer = OptimConfig(lr=1e-3)
     exact = engine(case, precision, optimizer)
     batch = as_batch(PROMPTS, sample(exact, PROMPTS))
     batch.batch["advantages"] = torch.randn(batch.batch["responses"].shape, generator=torch.manual_seed(0))
-    module = families.model(case, model[0])
-    module.config.max_position_embeddings = 128
-    module.set_attn_implementation(attention.NAME)
-    plain = HFEngine(ModelConfig("", model_dtype=model[0], compute_dtype=model[1]), optimizer, module=module)
+    plain = engine(case, precision, optimizer, kernels="plain")
     metrics = []
     for trained in (exact, plain):
         agg = aggregation("token-mean", batch.batch["response_mask"], trained, None)

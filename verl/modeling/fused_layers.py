@@ -2,8 +2,8 @@
 
 Over packed sequences a layer returns two tensors, the residual stream without the last branch and the last branch,
 because the norm that follows adds them. Queries, keys and values are one GEMM (`linear`), and so are gate and up.
-Padded batches, and layers that are sharded by tensor parallelism or wrapped by adapters, use the forward pass of transformers
-with those fused functions that apply.
+Padded batches, and layers that are sharded by tensor parallelism or wrapped by adapters, use the forward pass of
+transformers with those fused functions that apply.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """Linear layers over weights that are cast once, with gradients accumulated outside of autograd.
 
 Under autocast a float32 weight is cast in every forward pass, and its gradient arrives in 16 bits, is cast back and is
-added up in every backward pass. Here a `WeightCache` covers a phase in which the weights do not change: a weight is cast
+added up in every backward pass. A `WeightCache` covers a phase in which the weights do not change: a weight is cast
 once, and the backward GEMM accumulates into `.grad` directly, in the parameter's dtype, without rounding in between.
 Linear layers that read the same input are fused into one GEMM over their concatenated weights.
 
