@@ -1,4 +1,4 @@
-"""A flow that runs: what a function returns decides, facts go on, and what goes wrong is named."""
+"""A flow that runs: what a function may return, how facts are merged, and how errors name the operator."""
 
 import logging
 import re
@@ -28,13 +28,13 @@ def run_one(func, writes=(), batch=None) -> DataProto:
 
 
 def test_a_loop_in_under_ten_lines(capsys):
-    """The promise of the front page, as a user would type it."""
+    """The example of the README, as a user would type it."""
     snippet = """
 from verl import DataFlow
 
-def prompts(): return {"question": ["1+1", "2+2"], "truth": ["2", "4"]}
-def gen(batch): return batch.replace(answer=["2", "5"])
-def reward(batch): print(sum(a == t for a, t in zip(batch.column("answer"), batch.column("truth"))))
+def prompts(): return {"raw_prompt": ["1+1", "2+2"], "truth": ["2", "4"]}
+def gen(batch): return {"response": ["2", "5"]}
+def reward(batch): print(sum(a == t for a, t in zip(batch.column("response"), batch.column("truth"))))
 
 pipeline = DataFlow([prompts, gen, reward]).compile()
 for step in range(3): pipeline.run()
@@ -68,7 +68,7 @@ def test_writes_are_added():
         assert after.columns == ("x", "y", "uid") and after.batch["x"].tolist() == [0.0, 1.0, 2.0]
 
 
-def test_a_whole_batch_with_the_declared_column_is_added_too():
+def test_a_batch_with_the_declared_column_is_added_too():
     assert run_one(lambda b: b.replace(y=torch.ones(3)), writes="y").columns == ("x", "y", "uid")
 
     def in_place(batch):
@@ -78,7 +78,7 @@ def test_a_whole_batch_with_the_declared_column_is_added_too():
     assert run_one(in_place, writes="y").columns == ("x", "y", "uid")
 
 
-def test_declared_columns_may_be_written_anew_and_no_others():
+def test_only_declared_columns_may_be_overwritten():
     assert run_one(lambda b: {"x": b.batch["x"] * 10}, writes="x").batch["x"].tolist() == [0.0, 10.0, 20.0]
     with pytest.raises(DataProtoValidationError, match=r"operator 'op': column 'x' is in both .* different contents"):
         run_one(lambda b: {"y": torch.ones(3), "x": b.batch["x"] * 10}, writes="y")
@@ -92,17 +92,29 @@ def test_declared_columns_may_be_written_anew_and_no_others():
         run_one(in_place, writes="y")
 
 
-def test_without_writes_the_result_is_the_batch():
+def test_a_batch_without_writes_replaces_the_batch():
     assert run_one(lambda b: b.repeat(2)).batch["x"].tolist() == [0, 0, 1, 1, 2, 2]
-    assert run_one(lambda b: {"other": torch.ones(7)}).columns == ("other",)
+    assert run_one(lambda b: DataProto.from_dict({"other": torch.ones(7)})).columns == ("other",)
 
 
-def test_none_leaves_the_batch():
+def test_a_mapping_without_writes_is_added():
+    assert run_one(lambda b: {"other": torch.ones(3)}).columns == ("x", "other", "uid")
+    with pytest.raises(
+        DataProtoValidationError, match=r"adds \['other'\] to 3 rows, found 7 rows; .* return a DataPro"
+    ):
+        run_one(lambda b: {"other": torch.ones(7)})
+    with pytest.raises(DataProtoValidationError, match=r"returned \['values'\], which it does not declare"):
+        run_one(lambda b: {"values": torch.ones(3, 2)})
+    with pytest.raises(DataProtoValidationError, match="batch without columns"):
+        run_one(lambda b: {})
+
+
+def test_none_leaves_the_batch_unchanged():
     after = run_one(keep)
     assert after.columns == ("x", "uid") and after.batch["x"].tolist() == [0.0, 1.0, 2.0]
 
 
-def test_hold_ends_the_pass_and_the_next_one_starts_anew():
+def test_hold_ends_the_run_and_the_next_one_starts_from_the_source():
     """A filter that waits until it has four rows of odd numbers: what dynamic sampling does."""
     held, after = [], []
     start = iter(range(0, 100, 3))
@@ -146,21 +158,23 @@ def test_any_other_result_is_refused(result):
         ({"y": torch.ones(3), "values": torch.ones(3, 2)}, r"returned \['values'\], which it does not declare"),
     ],
 )
-def test_an_operator_keeps_its_promise(result, message):
+def test_an_operator_returns_what_it_declares(result, message):
     with pytest.raises(
         DataProtoValidationError, match=rf"operator 'op': .*{message}.*\n  Source: <lambda>\(\) at line"
     ):
         run_one(lambda b: result, writes="y")
 
 
-def test_columns_of_ones_own_need_no_declaration():
+def test_custom_columns_need_no_declaration():
     """A reward manager adds what it finds (`acc`, `format`): nobody could list it beforehand."""
     after = run_one(lambda b: {"token_level_scores": torch.ones(3, 2), "acc": [1, 0, 1]}, writes="token_level_scores")
     assert after.column("acc").tolist() == [1, 0, 1]
 
 
-def test_the_batch_does_not_vanish_by_a_result_without_columns():
-    with pytest.raises(DataProtoValidationError, match=r"batch without columns.*return None to keep the one there is"):
+def test_a_result_without_columns_is_an_error():
+    with pytest.raises(
+        DataProtoValidationError, match=r"batch without columns; return None to leave the batch unchanged"
+    ):
         run_one(lambda b: DataProto(meta_info={"metrics": {"loss": 1.0}}))
 
 
@@ -242,7 +256,7 @@ def test_what_may_be_called_both_ways_is_decided_by_run():
     assert len(keyword_only.run()) == 4
 
 
-def test_the_input_is_checked_and_nobody_is_blamed_for_it():
+def test_the_input_is_checked_and_no_operator_is_named():
     with pytest.raises(DataProtoValidationError) as caught:
         DataFlow([keep]).compile().run({"responses": torch.zeros(2, 3)})
     assert str(caught.value) == "column 'responses': expected dtype int64, found float32"
@@ -251,7 +265,7 @@ def test_the_input_is_checked_and_nobody_is_blamed_for_it():
 # ---- facts, metrics, timings ----------------------------------------------------------------------------------------
 
 
-def test_facts_go_on_in_every_case():
+def test_facts_are_kept_in_every_case():
     def sets_and_adds(batch):
         batch.meta_info["seen"] = 1
         batch.meta_info["metrics"] = {"a": 1}
@@ -335,7 +349,7 @@ def test_the_stack_of_a_failing_function_is_short():
     assert caught.value.__notes__ == ["raised in operator 'reward'"]
 
 
-def test_a_pass_that_failed_leaves_nothing_behind():
+def test_a_failed_run_leaves_no_state():
     fail = [True]
 
     def sometimes(batch):

@@ -1,4 +1,4 @@
-"""Operators of different places overlap where nothing is read from one another, and no number depends on it."""
+"""Independent operators of different processes overlap, and no number depends on the overlap."""
 
 import itertools
 import logging
@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from verl import HOLD, DataFlow, DataProto, DataProtoValidationError, Operator
-from verl.dataflow import CONTROLLER, watch
-from verl.dataflow.order import depends
+from verl.dataflow import CONTROLLER
+from verl.dataflow import pipeline as pipeline_module
+from verl.dataflow.operator import depends
 
 WAIT = 10  # seconds after which a meeting that cannot happen is a failure
 
@@ -21,13 +22,13 @@ def numbers() -> DataProto:
     return DataProto.from_dict({"x": torch.arange(3.0)}, {"uid": ["a", "b", "c"]})
 
 
-def place(on: str) -> str | None:
+def processes(on: str) -> str | None:
     return None if on == CONTROLLER else on
 
 
 def pipeline(*operators: Operator, overlap: bool = True):
     compiled = DataFlow(operators).compile(inputs=("x", "uid"))
-    compiled.place_of = place if overlap else None
+    compiled.processes_of = processes if overlap else None
     return compiled
 
 
@@ -47,7 +48,7 @@ def op(name: str, reads: str, on: str | None, meet: threading.Barrier | None = N
     return Operator(name, adds(name, *reads, meet=meet), tuple(reads), name, on=on)
 
 
-def test_independent_operators_of_different_places_run_at_the_same_time(caplog):
+def test_independent_operators_of_different_processes_run_at_the_same_time(caplog):
     meet = threading.Barrier(3)
     flow = pipeline(op("a", "x", "one", meet), op("b", "x", "two", meet), op("c", "x", CONTROLLER, meet))
     with caplog.at_level(logging.INFO, logger="verl.dataflow"):
@@ -59,7 +60,7 @@ def test_independent_operators_of_different_places_run_at_the_same_time(caplog):
     assert sorted(lines)[0] in ("[a] - (at the same time: b, c)", "[a] - (at the same time: c, b)")
 
 
-def test_the_controllers_work_does_not_hold_up_later_operators_of_other_places():
+def test_an_operator_of_the_controller_does_not_delay_later_operators_of_other_processes():
     """As a slow reward function and the log-probs: the list has the reward first."""
     meet = threading.Barrier(2)
     order = []
@@ -91,14 +92,17 @@ def slow(column: str, *reads: str):
     ("first", "second"),
     [
         (Operator("1", slow("a", "x"), "x", "a", on="one"), Operator("2", slow("b", "a"), "a", "b", on="two")),  # reads
-        (Operator("1", slow("a", "x"), "x", "a", on="one"), Operator("2", slow("x"), (), "x", on="two")),  # over-writes
+        (Operator("1", slow("a", "x"), "x", "a", on="one"), Operator("2", slow("x"), (), "x", on="two")),  # overwrites
         (Operator("1", slow("a"), (), "a", on="one"), Operator("2", slow("a"), (), "a", on="two")),  # both write
-        (Operator("1", slow("a", "x"), "x", "a", on="one"), Operator("2", slow("b", "x"), "x", "b", on="one")),  # place
-        (Operator("1", slow("a", "x"), "x", "a"), Operator("2", slow("b", "x"), "x", "b", on="one")),  # says no place
+        (
+            Operator("1", slow("a", "x"), "x", "a", on="one"),
+            Operator("2", slow("b", "x"), "x", "b", on="one"),
+        ),  # shared
+        (Operator("1", slow("a", "x"), "x", "a"), Operator("2", slow("b", "x"), "x", "b", on="one")),  # without `on`
         (Operator("1", slow("a", "x"), "x", "a", on="one"), Operator("2", slow("b", "x"), "x", "b")),
     ],
 )
-def test_what_must_wait_waits(first, second):
+def test_dependent_operators_do_not_overlap(first, second):
     flow = pipeline(first, second)
     flow.run(numbers())
     never(("1", "2"))(flow)
@@ -141,7 +145,7 @@ def test_many_flows_give_the_same_batch_with_and_without():
     assert tried == 24 + 36  # without `c`; and half of the 72 with both, where `a` comes before `c`
 
 
-def test_a_column_that_another_adds_beside_is_not_seen():
+def test_the_column_of_a_concurrent_operator_is_hidden():
     def looks(batch):
         time.sleep(0.05)
         assert batch.columns == ("x", "uid")
@@ -168,7 +172,7 @@ def test_extra_columns_are_seen_by_those_that_depend_on_their_writer():
     assert flow.run(numbers()).batch["adv"].tolist() == [1.0, 0.0, 1.0]
 
 
-def test_facts_of_both_go_on():
+def test_facts_of_concurrent_operators_are_merged():
     def sets(name):
         def func(batch):
             batch.meta_info[name] = name
@@ -183,7 +187,7 @@ def test_facts_of_both_go_on():
     assert after.meta_info == {"start": 0, "a": "a", "b": "b", "metrics": {"a": 1, "b": 1}}
 
 
-def test_an_error_beside_another_operator_is_named_with_its_own_stack():
+def test_an_error_names_the_concurrent_operator_and_keeps_its_stack():
     met, release = threading.Barrier(2), threading.Event()
 
     def breaks(batch):
@@ -199,13 +203,13 @@ def test_an_error_beside_another_operator_is_named_with_its_own_stack():
         pipeline(Operator("long", long, "x", on="one"), Operator("breaks", breaks, "x", on="two")).run(numbers())
     assert time.monotonic() - start < WAIT / 2  # it does not wait for the other one
     release.set()
-    assert caught.value.__notes__ == ["raised in operator 'breaks'", "at the same time ran: long"]
+    assert caught.value.__notes__ == ["raised in operator 'breaks'", "running at the same time: long"]
     assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "breaks"
 
 
 @pytest.mark.parametrize("result", [HOLD, {"y": torch.ones(3)}, DataProto.from_dict({"x": torch.ones(1)})])
-def test_an_operator_with_a_place_does_not_replace_the_batch(result):
-    with pytest.raises(DataProtoValidationError, match=r"operator 'op': it says where it runs \(on='one'\)"):
+def test_an_operator_with_on_does_not_replace_the_batch(result):
+    with pytest.raises(DataProtoValidationError, match=r"operator 'op': it declares where it runs \(on='one'\)"):
         pipeline(Operator("op", lambda batch: result, "x", on="one")).run(numbers())
 
 
@@ -217,15 +221,15 @@ def test_dependence_by_hand():
 
 
 def test_a_long_operator_is_named_while_it_works(caplog, monkeypatch):
-    """Each waits until the log has named both, the one of another place and the one of this thread."""
-    monkeypatch.setattr(watch, "EVERY", 0.02)
+    """Each waits until the log has named both, the one of another thread and the one of this thread."""
+    monkeypatch.setattr(pipeline_module, "HEARTBEAT_SECONDS", 0.02)
     end = time.monotonic() + WAIT
 
     def until_named(batch):
-        while not all(f"[{name}] at work for" in caplog.text for name in "ab") and time.monotonic() < end:
+        while not all(f"[{name}] still running after" in caplog.text for name in "ab") and time.monotonic() < end:
             time.sleep(0.01)
 
     flow = pipeline(Operator("a", until_named, ("x",), on="one"), Operator("b", until_named, ("x",), on=CONTROLLER))
     with caplog.at_level(logging.INFO, logger="verl.dataflow"):
         flow.run(numbers())
-    assert "[a] at work for 0s" in caplog.text and "[b] at work for 0s" in caplog.text
+    assert "[a] still running after 0s" in caplog.text and "[b] still running after 0s" in caplog.text

@@ -97,6 +97,14 @@ MOVED = {
     "verl.single_controller.data_plane": "verl.single_controller.remote_batch",
     "verl.single_controller.remote_tensor": "verl.single_controller.remote_batch",
     "verl.single_controller.pickling": "verl.single_controller.remote_batch",
+    "verl.rewards.load": "verl.rewards.managers",
+    "verl.rewards.sources": "verl.rewards.resolve",
+    "verl.rewards.model_score": "verl.rewards.resolve",
+    "verl.model_merger.source": "verl.model_merger.sources",
+    "verl.model_merger.safetensors_folder": "verl.model_merger.sources",
+    "verl.model_merger.distributed_checkpoint": "verl.model_merger.sources",
+    "verl.model_merger.shard_pickle": "verl.model_merger.fsdp",
+    "verl.model_merger.adapter_folder": "verl.model_merger.lora",
     "verl.trainer.setup": "verl.trainer.inputs",
     "verl.trainer.early_checks": "verl.trainer.preflight",
     "recipe.dapo.trainer": "recipe.dapo.main_dapo",
@@ -110,6 +118,12 @@ MOVED = {
     "verl.engines.tensor_parallel": "verl.engines.parallel",
     "verl.engines.offload": "verl.engines.memory",
     "verl.workers.actor_rollout_ref": "verl.workers.policy",
+    "verl.dataflow.one_pass": "verl.dataflow.run",
+    "verl.dataflow.results": "verl.dataflow.run",
+    "verl.dataflow.order": "verl.dataflow.operator",
+    "verl.dataflow.watch": "verl.dataflow.pipeline",
+    "verl.algorithms.covariance_losses": "verl.algorithms.policy_losses",
+    "verl.algorithms.losses": "verl.algorithms.kl",
 }
 
 #: packages that no longer exist but are the parents of moved modules

@@ -49,7 +49,7 @@ class PrimeSection(Section):
         default_from=_ACTOR + "ppo_micro_batch_size_per_gpu}",
         ge=1,
     )
-    use_dynamic_bsz: bool = field(False, "micro-batches by a number of tokens", default_from=_ACTOR + "use_dynamic_bsz}")
+    use_dynamic_bsz: bool = field(False, "micro-batches by tokens", default_from=_ACTOR + "use_dynamic_bsz}")
     ppo_max_token_len_per_gpu: int | None = field(
         None, "tokens in a micro-batch of one rank", default_from=_ACTOR + "ppo_max_token_len_per_gpu}", ge=1
     )

@@ -6,8 +6,8 @@ in the reasoning.
 
 from typing import Any
 
+from verl.rewards.resolve import rule_for
 from verl.rewards.rules.maths import math_reward
-from verl.rewards.sources import rule_for
 
 END_OF_THOUGHT = "</think>"
 
@@ -25,7 +25,7 @@ def final_part(response: str) -> str | None:
 def reward_func(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Any:
     """The score of the final part; 0 if the reasoning was truncated.
 
-    Mathematics by equivalence, GPQA by its letter, LiveCodeBench by its tests: `verl.rewards.sources.rule_for`, whose
+    Mathematics by equivalence, GPQA by its letter, LiveCodeBench by its tests: `verl.rewards.resolve.rule_for`, whose
     ValueError lists the known sources.
     """
     rule = math_reward if data_source in MATHEMATICS else rule_for(data_source)

@@ -12,7 +12,7 @@ from verl.algorithms import (
     missing_settings,
     required_columns,
 )
-from verl.algorithms.binding import Settings, asks_for_all, optional_columns
+from verl.algorithms.binding import Settings, optional_columns, reads_all_columns
 
 COLUMNS = {"token_level_rewards": "r", "response_mask": "m", "uid": "u", "old_log_probs": "o"}
 SETTINGS = {"gamma": 0.9, "lam": None, "norm_adv_by_std_in_grpo": False, "nested": {"k": 1}}
@@ -41,7 +41,7 @@ def test_an_optional_column_is_passed_when_it_is_there():
 
 def test_a_column_that_is_none_is_not_there():
     assert "rollout_is_weights" not in bind_arguments(ours, {**COLUMNS, "rollout_is_weights": None}, {})
-    with pytest.raises(ValueError, match="asks for 'uid', but there is no column or setting"):
+    with pytest.raises(ValueError, match="requires 'uid', but there is no column or setting"):
         bind_arguments(ours, {**COLUMNS, "uid": None}, {})
 
 
@@ -110,7 +110,7 @@ def test_an_object_with_call_and_a_method():
 
     assert bind_arguments(Estimator(), COLUMNS, SETTINGS) == {"uid": "u", "gamma": 0.9}
     assert bind_arguments(Estimator().method, COLUMNS, SETTINGS) == {"uid": "u"}
-    with pytest.raises(ValueError, match=r"Estimator asks for 'uid'"):
+    with pytest.raises(ValueError, match=r"Estimator requires 'uid'"):
         bind_arguments(Estimator(), {}, SETTINGS)
 
 
@@ -118,7 +118,7 @@ def test_a_missing_column_is_named_with_what_there_is():
     with pytest.raises(ValueError) as error:
         bind_arguments(ours, {"response_mask": "m"}, SETTINGS)
     message = str(error.value)
-    assert "ours asks for 'token_level_rewards', but there is no column or setting of that name" in message
+    assert "ours requires 'token_level_rewards', but there is no column or setting of that name" in message
     assert "columns: response_mask; settings: gamma, lam, nested, norm_adv_by_std_in_grpo" in message
 
 
@@ -146,7 +146,7 @@ def test_what_a_function_takes_where_it_is_there():
 
     assert optional_columns(mine, ["values", "returns"]) == ("values",)
     assert optional_columns(mine, ["uid", "gamma"]) == ("uid", "gamma")  # `index` is the column uid
-    assert not asks_for_all(mine) and asks_for_all(lambda columns: None)
+    assert not reads_all_columns(mine) and reads_all_columns(lambda columns: None)
 
 
 def test_settings_are_read_only_and_can_travel():

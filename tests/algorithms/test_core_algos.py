@@ -1,4 +1,4 @@
-"""The names that code written for verl imports take verl's arguments, and losses and estimators written for it run."""
+"""The functions of upstream verl's `core_algos`, and custom losses and estimators that were written for it."""
 
 import inspect
 
@@ -48,8 +48,29 @@ def test_signatures(name, parameters):
         "values": REWARDS,
         "reward_baselines": REWARDS[:, 0],
     }
-    advantages, returns = fn(**bind_arguments(fn, columns, {"gamma": 1.0, "lam": 1.0}))
-    assert advantages.shape == returns.shape == REWARDS.shape
+    settings = {"gamma": 0.5, "lam": 1.0}
+    arguments = bind_arguments(fn, columns, settings)
+    advantages, returns = fn(**arguments)
+    own = ADV_ESTIMATOR_REGISTRY[name.removesuffix("_outcome_advantage").removesuffix("_advantage_return")]
+    expected = own(**bind_arguments(own, columns | {"uid": INDEX}, settings))
+    assert torch.equal(advantages, expected[0]) and torch.equal(returns, expected[1])
+
+
+def test_policy_and_value_loss_return_tuples():
+    zeros, ones = torch.zeros(1, 2), torch.ones(1, 2)
+    loss, clipfrac, kl, lower = core_algos.compute_policy_loss(zeros, torch.tensor([[0.5, 0.0]]), ones, ones)
+    assert loss.item() == pytest.approx(-1.1) and (clipfrac, kl, lower) == (0.5, -0.25, 0)
+    vpreds, returns, values = torch.tensor([[1.0, 2, 0]]), torch.tensor([[0.5, 1, 2]]), torch.tensor([[0.2, 1.9, 0.3]])
+    loss, clipfrac = core_algos.compute_value_loss(vpreds, returns, values, torch.ones(1, 3), 0.5)
+    assert loss.item() == pytest.approx(0.875) and clipfrac == 0
+    assert core_algos.compute_entropy_loss(torch.zeros(1, 2, 4), ones).item() == pytest.approx(1.386294)
+
+
+def test_passk_reads_the_config():
+    arguments = (REWARDS, MASK, INDEX)
+    plain, _ = core_algos.compute_grpo_passk_outcome_advantage(*arguments, config={"norm_adv_by_std_in_grpo": False})
+    assert torch.equal(plain, core_algos.compute_grpo_passk_outcome_advantage(*arguments, 1e-6, False)[0])
+    assert not torch.equal(plain, core_algos.compute_grpo_passk_outcome_advantage(*arguments)[0])
 
 
 def test_every_public_name_is_there():

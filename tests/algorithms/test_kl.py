@@ -51,17 +51,6 @@ def test_equals_the_loop(kind):
             assert slopes[i, t].item() == pytest.approx(slope, rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", ESTIMATORS)
-def test_gradient_by_finite_differences(kind):
-    """Of a `+` form: those of k2, whose gradient it has."""
-    generator = torch.Generator().manual_seed(5)
-    log_prob, ref = -torch.rand(2, 12, generator=generator, dtype=torch.float64)
-    step, of = 1e-6, "k2" if kind.endswith("+") else kind
-    (slopes,) = torch.autograd.grad(kl_penalty(log_prob.requires_grad_(), ref, kind).sum(), log_prob)
-    rise = kl_penalty(log_prob.detach() + step, ref, of) - kl_penalty(log_prob.detach() - step, ref, of)
-    torch.testing.assert_close(slopes, rise / (2 * step), rtol=1e-6, atol=1e-8)
-
-
 def expected_gradient(kind):
     """The gradient of the estimate of a sampled token, averaged exactly over what may be sampled."""
     theta, log_p, log_q = probabilities()
@@ -85,7 +74,7 @@ def test_k3_has_the_gradient_of_the_other_direction():
     assert not torch.allclose(expected_gradient("k3"), exact_gradient(reverse=True), atol=1e-2)
 
 
-def test_k1_as_a_loss_does_nothing():
+def test_k1_as_a_loss_has_no_expected_gradient():
     torch.testing.assert_close(expected_gradient("k1"), torch.zeros(5, dtype=torch.float64))
 
 
@@ -164,7 +153,7 @@ def test_penalty_in_the_reward():
 def test_controllers_keep_their_state():
     adaptive = get_kl_controller("adaptive", 0.1, target_kl=1.0, horizon=100)
     adaptive.update(0.0, 10)
-    assert adaptive.value == pytest.approx(0.1 * (1 - 0.2 * 10 / 100))
+    assert adaptive.value == pytest.approx(0.098)  # 0.1 (1 - 0.2 * 10 / 100): the error is clipped
     again = get_kl_controller("adaptive", 0.1, target_kl=1.0, horizon=100)
     again.load_state_dict(adaptive.state_dict())
     adaptive.update(1.1, 10)
@@ -176,12 +165,12 @@ def test_controllers_keep_their_state():
     assert get_kl_controller().value == 0.001
 
 
-def test_controllers_refuse_what_would_break_them():
+def test_invalid_controllers_are_errors():
     with pytest.raises(ValueError, match="no KL controller is called 'adaptve': did you mean 'adaptive'"):
         get_kl_controller("adaptve")
     for settings in ({"horizon": 0}, {"target_kl": 0.0}):
-        with pytest.raises(ValueError, match="needs target_kl > 0 and horizon > 0"):
+        with pytest.raises(ValueError, match="expected target_kl > 0 and horizon > 0"):
             get_kl_controller("adaptive", **settings)
     controller = get_kl_controller("adaptive")
-    with pytest.raises(ValueError, match="expected a finite KL to steer by, found nan"):
+    with pytest.raises(ValueError, match="expected a finite KL, found nan"):
         controller.update(math.nan, 10)

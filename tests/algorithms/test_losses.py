@@ -1,4 +1,4 @@
-"""Value loss, entropy and imitation: loops, finite differences, splits, padding."""
+"""Value, entropy and SFT losses: loops, gradients, splits, padding."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl.algorithms import LOSS_AGG_MODES, LossAggregation, entropy_loss, merge_metrics, sft_nll, value_loss
-from verl.algorithms.losses import entropy_from_logits, sum_pi_squared_from_logits
+from verl.algorithms.kl import entropy_from_logits, sum_pi_squared_from_logits
 
 MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]])
 
@@ -35,6 +35,11 @@ def test_value_loss_equals_the_loop():
     assert loss.item() == pytest.approx(total / 6)
     assert merge_metrics([metrics])["critic/vf_clipfrac"] == pytest.approx(clipped_tokens / 6)
     assert clipped_tokens
+
+
+def test_sft_nll():
+    loss, metrics = sft_nll(torch.tensor([[-1.0, -3, -5]]), torch.tensor([[0, 1, 1]]))
+    assert loss == 4 and merge_metrics([metrics]) == {"train/nll": 4}
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -71,7 +76,7 @@ def test_entropy_equals_the_definition():
     torch.autograd.gradcheck(entropy_from_logits, logits.requires_grad_())
 
 
-def test_entropy_of_tokens_that_cannot_occur():
+def test_entropy_with_a_token_of_probability_zero():
     logits = torch.tensor([[0.0, 0, -torch.inf]], requires_grad=True)
     entropy = entropy_from_logits(logits)
     entropy.sum().backward()
@@ -90,6 +95,6 @@ def test_entropy_loss_reads_no_padding():
     logits.requires_grad_()
     loss = entropy_loss(logits, MASK)
     loss.backward()
-    assert loss.item() == pytest.approx(0.562335, abs=1e-6)
+    assert loss.item() == pytest.approx(0.562335, abs=1e-6)  # of the distribution (1/4, 3/4)
     assert torch.isfinite(logits.grad).all()
     assert (logits.grad[MASK == 0] == 0).all()

@@ -1,4 +1,7 @@
-"""Every registered policy loss: an independent loop, finite differences, splits, padding, importance weights."""
+"""Every registered policy loss against an independent float64 loop and a worked example, and the common contract.
+
+A new loss needs an entry in TOKEN_LOSSES or ROW_LOSSES; the contract tests find it in the registry.
+"""
 
 import inspect
 import math
@@ -14,18 +17,16 @@ from verl.algorithms import (
     get_policy_loss_fn,
     merge_metrics,
 )
-from verl.algorithms.covariance_losses import CHOOSE_AMONG_THE_TOKENS_OF_ONE_CALL
+from verl.algorithms.policy_losses import SELECTS_PER_MICRO_BATCH
 
 SETTINGS = {"dro_beta": 0.3, "clip_cov_lb": 0.0, "clip_cov_ratio": 0.2, "kl_cov_ratio": 0.2, "sppo_eta": 0.7}
-# These three define their aggregation themselves; SPPO too.
+# losses that ignore loss_agg_mode
 SEQUENCE_MEAN = {"gspo", "geo_mean", "sapo", "sppo"}
-# They choose tokens among those of one call, so that a split changes the choice: see the page of covariance_losses.
-CHOOSE_PER_CALL = set(CHOOSE_AMONG_THE_TOKENS_OF_ONE_CALL)
 WEIGHTED = sorted(
     name for name, fn in POLICY_LOSS_REGISTRY.items() if "rollout_is_weights" in inspect.signature(fn).parameters
 )
-# A weight without gradient stands in these, so that finite differences see another function: the loop covers them.
-STOP_GRADIENT = {"gspo", "cispo", "dppo_tv", "dppo_kl"}
+# losses whose gradient does not depend on the micro-batch size
+SPLITTABLE = sorted(set(POLICY_LOSS_REGISTRY) - set(SELECTS_PER_MICRO_BATCH))
 
 
 def make_batch(seed=0, rows=6, width=5, spread=0.6):
@@ -176,20 +177,65 @@ def reference(name, batch, mode):
 
 
 def test_every_loss_has_a_reference():
-    assert set(TOKEN_LOSSES) | set(ROW_LOSSES) | {"decoupled_ppo"} | CHOOSE_PER_CALL == set(POLICY_LOSS_REGISTRY)
+    assert set(TOKEN_LOSSES) | set(ROW_LOSSES) | {"decoupled_ppo"} | set(SELECTS_PER_MICRO_BATCH) == set(
+        POLICY_LOSS_REGISTRY
+    )
 
 
-@pytest.mark.parametrize("name", sorted(set(POLICY_LOSS_REGISTRY) - CHOOSE_PER_CALL))
+@pytest.mark.parametrize("name", SPLITTABLE)
 @pytest.mark.parametrize("seed, spread", [(0, 0.6), (1, 0.05), (2, 2.0)])
 def test_equals_the_loop(name, seed, spread):
     batch = make_batch(seed, spread=spread)
     if name == "gspo":
         batch["log_prob"] = batch["old_log_prob"] + 1e-3 * (batch["log_prob"] - batch["old_log_prob"])
-    for mode in ("token-mean", "seq-mean-token-sum-norm"):
+    for mode in LOSS_AGG_MODES:
         expected, expected_gradient = reference(name, batch, mode)
         loss, gradient, _ = call(name, batch, mode)
         torch.testing.assert_close(loss.item(), expected, rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-9, atol=1e-12)
+
+
+OLD, NEW = torch.full((2, 2), -1.0), torch.tensor([[-0.8, -1.0], [-1.5, -1.1]])
+# name, settings, loss, gradient for advantages [[1, 1], [-1, -1]] and mode token-mean; worked by hand
+WORKED = [
+    ("vanilla", {}, -0.123791, [[0, -0.25], [0, 0.226209]]),
+    ("vanilla", {"clip_ratio_high": 0.28}, -0.129141, [[-0.305351, -0.25], [0, 0.226209]]),
+    ("gspo", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}, -0.152585, [[-0.276293] * 2, [0, 0]]),
+    ("geo_mean", {}, -0.163185, [[-0.276293] * 2, [0, 0.1947]]),
+    ("geo_mean", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.15}, -0.108588, [[0, -0.269471], [0, 0.215177]]),
+    ("cispo", {"clip_ratio_low": 0.2}, -0.05883, [[-0.3, -0.25], [0.2, 0.226209]]),
+    ("sapo", {}, -0.223507, [[-0.301639, -0.25], [0.145342, 0.225646]]),
+    ("gpg", {}, -0.2, [[-0.25, -0.25], [0.25, 0.25]]),
+    ("kl_cov", {"kl_cov_ratio": 0.25}, -0.052509, [[-0.305351, -0.25], [-0.098367, 0.226209]]),
+    (
+        "clip_cov",
+        {"clip_ratio": 0.5, "clip_cov_ratio": 0.5, "clip_cov_lb": 0.2},
+        -0.023791,
+        [[0, -0.25], [0, 0.226209]],
+    ),
+    ("dppo_tv", {"clip_ratio_low": 0.05, "clip_ratio_high": 0.05}, 0.00117, [[0, -0.25], [0, 0.226209]]),
+    # Bernoulli KL(p_old || p): .0136 for token (0, 0), .0536 for (1, 0), .0027 for (1, 1); bound .05
+    ("dppo_kl", {}, 0.245450, [[-0.305351, -0.25], [0, 0.226209]]),
+    ("dro", {"dro_beta": 0.5}, -0.18125, [[-0.225, -0.25], [0.1875, 0.2375]]),
+    # weights pi_old / pi_rollout 1.221403, 1, 1 and e, truncated at 2, times vanilla's -1.2, -1, .8, .904837
+    ("decoupled_ppo", {"rollout_log_probs": [[-1.2, -1], [-1, -2]]}, 0.035998, [[0, -0.25], [0, 0.452419]]),
+]
+
+
+@pytest.mark.parametrize("name, settings, loss, gradient", WORKED)
+def test_worked_examples(name, settings, loss, gradient):
+    columns = {"old_log_prob": OLD, "log_prob": NEW, "advantages": torch.tensor([[1.0, 1], [-1, -1]])}
+    columns |= {"rollout_log_probs": torch.tensor(settings.get("rollout_log_probs", [[0.0]]))}
+    found, found_gradient, _ = call(name, {**columns, "response_mask": torch.ones(2, 2)}, **settings)
+    torch.testing.assert_close(found, torch.tensor(loss), rtol=0, atol=2e-6)
+    torch.testing.assert_close(found_gradient, torch.tensor(gradient), rtol=0, atol=2e-6)
+
+
+def test_metrics_of_the_clip():
+    columns = {"old_log_prob": OLD, "log_prob": NEW, "advantages": torch.tensor([[1.0, 1], [-1, -1]])}
+    metrics = merge_metrics([call("vanilla", {**columns, "response_mask": torch.ones(2, 2)})[2]])
+    expected = {"actor/pg_clipfrac": 0.5, "actor/pg_clipfrac_lower": 0.0, "actor/ppo_kl": 0.1}
+    assert metrics == pytest.approx(expected, abs=1e-6)
 
 
 def covariances(batch):
@@ -203,14 +249,17 @@ def test_kl_cov_equals_the_loop():
     mask = batch["response_mask"].bool()
     tokens = list(zip(*(batch[key][mask].tolist() for key in ("advantages", "log_prob", "old_log_prob"))))
     cov = covariances(batch)
-    held_back = sorted(range(len(cov)), key=lambda i: -cov[i])[: int(0.2 * len(cov))]
+    penalized = sorted(range(len(cov)), key=lambda i: -cov[i])[: int(0.2 * len(cov))]
     total = sum(-a * math.exp(lp - old) for a, lp, old in tokens)
-    total += sum(abs(tokens[i][1] - tokens[i][2]) for i in held_back)
-    assert len(held_back) > 1
-    assert call("kl_cov", batch)[0].item() == pytest.approx(total / len(tokens), rel=1e-12)
+    total += sum(abs(tokens[i][1] - tokens[i][2]) for i in penalized)
+    assert len(penalized) > 1
+    loss, gradient, _ = call("kl_cov", batch)
+    assert loss.item() == pytest.approx(total / len(tokens), rel=1e-12)
+    slopes = [-a * math.exp(lp - old) + sign(lp - old) * (i in penalized) for i, (a, lp, old) in enumerate(tokens)]
+    torch.testing.assert_close(gradient[mask], torch.tensor(slopes, dtype=torch.float64) / len(tokens))
 
 
-def test_clip_cov_takes_out_only_candidates():
+def test_clip_cov_drops_only_candidates():
     batch = make_batch(4)
     mask = batch["response_mask"].bool()
     tokens = list(zip(*(batch[key][mask].tolist() for key in ("advantages", "log_prob", "old_log_prob"))))
@@ -228,27 +277,13 @@ def test_clip_cov_takes_out_only_candidates():
         again, _, _ = call("clip_cov", batch, clip_cov_lb=-0.5, generator=torch.Generator().manual_seed(seed))
         assert again == loss
         seen |= chosen
-    assert seen == candidates  # every candidate has its turn
+    assert seen == candidates  # every candidate is selected at some seed
 
 
 # ------------------------------------------------------------------------------------------------------- properties
 
 
-@pytest.mark.parametrize("name", sorted(set(POLICY_LOSS_REGISTRY) - STOP_GRADIENT))
-def test_gradient_by_finite_differences(name):
-    batch = make_batch(5)
-    _, gradient, _ = call(name, batch)
-    step, own = 1e-6, batch["response_mask"].nonzero().tolist()
-    for i, t in own:
-        values = []
-        for sign_of_step in (1, -1):
-            moved = batch["log_prob"].clone()
-            moved[i, t] += sign_of_step * step
-            values.append(call(name, {**batch, "log_prob": moved})[0].item())
-        assert (values[0] - values[1]) / (2 * step) == pytest.approx(gradient[i, t].item(), rel=1e-5, abs=1e-8)
-
-
-@pytest.mark.parametrize("name", sorted(set(POLICY_LOSS_REGISTRY) - CHOOSE_PER_CALL))
+@pytest.mark.parametrize("name", SPLITTABLE)
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("sizes", [[1] * 6, [2, 1, 3], [5, 1]])
 def test_micro_batches_add_up(name, mode, sizes):
@@ -281,7 +316,9 @@ class TestContract:
         assert merge_metrics([metrics]) == merge_metrics([other_metrics])
 
     def test_order_of_rows(self, name):
-        settings = {"clip_cov_ratio": 1.0} if name == "clip_cov" else {}  # its random choice goes by position: take all
+        settings = (
+            {"clip_cov_ratio": 1.0} if name == "clip_cov" else {}
+        )  # its random selection depends on the position: select all
         batch, order = make_batch(8), torch.tensor([3, 0, 5, 1, 4, 2])
         loss, gradient, _ = call(name, batch, **settings)
         moved, moved_gradient, _ = call(name, {key: column[order] for key, column in batch.items()}, **settings)
@@ -299,7 +336,7 @@ class TestContract:
         expected = torch.where(mask.bool(), -batch["advantages"] / mask.sum(-1, keepdim=True) / len(mask), 0)
         torch.testing.assert_close(gradient, expected)
 
-    def test_nothing_to_learn_from_is_zero(self, name):
+    def test_without_tokens_loss_and_gradient_are_zero(self, name):
         batch = make_batch(10)
         batch["response_mask"] = torch.zeros_like(batch["response_mask"])
         loss, gradient, metrics = call(name, batch)
@@ -312,7 +349,7 @@ class TestContract:
         loss, _, _ = call(name, {**batch, "response_mask": batch["response_mask"].long()})
         assert loss.dtype == torch.float32
 
-    def test_far_away_ratios_stay_finite(self, name):
+    def test_extreme_ratios_stay_finite(self, name):
         batch = {key: column.float() for key, column in make_batch(12).items()}
         batch["response_mask"] = batch["response_mask"].long()
         batch["log_prob"] = batch["old_log_prob"] - 200
@@ -345,7 +382,7 @@ def test_importance_weights_multiply_each_tokens_loss(name):
         loss, gradient, _ = call(name, {**batch, "rollout_is_weights": factor * ones}, mode)
         torch.testing.assert_close(loss, factor * plain)
         torch.testing.assert_close(gradient, factor * plain_gradient)
-    # The shares of single tokens add up to the whole: no token is lost, and none changes the counts.
+    # the losses of single tokens sum to that of the batch
     total = torch.zeros_like(plain)
     for i in range(6):
         for t in range(5):
@@ -370,7 +407,7 @@ def test_clip_ratio_is_both_bounds_unless_one_is_given():
     assert both == call("vanilla", batch, clip_ratio=0.1, clip_ratio_low=None, clip_ratio_high=None)[0]
 
 
-def test_dual_clip_wants_a_bound_above_one():
+def test_dual_clip_needs_a_bound_above_one():
     with pytest.raises(ValueError, match="clip_ratio_c: expected a number above 1"):
         call("vanilla", make_batch(), clip_ratio_c=1.0)
 
@@ -393,7 +430,7 @@ def test_divergence_ppo_has_a_bound_for_each_direction_and_a_largest_weight(name
     assert gradient(-1.0, -5.0, -0.5, clip_ratio_c=7.0) == pytest.approx(7)
 
 
-def test_covariance_losses_choose_one_token_at_least():
+def test_covariance_losses_select_at_least_one_token():
     batch = make_batch(4)
     _, _, metrics = call("kl_cov", batch, kl_cov_ratio=1e-9)
     assert metrics["actor/kl_cov_fraction"][0] == 1
@@ -407,7 +444,7 @@ def test_dro_needs_its_beta():
 
 
 class TestBypassMode:
-    """Two policies: `old_log_prob` is the sampler's."""
+    """`old_log_prob` is the log-prob of the rollout engine."""
 
     def test_the_clipped_ratio_is_not_weighted_twice(self):
         batch = make_batch(15)
@@ -423,7 +460,7 @@ class TestBypassMode:
         torch.testing.assert_close(gradient, expected_gradient)
         assert metrics["rollout_corr/rollout_is_max"] <= 2
 
-    def test_rejection_takes_tokens_out_and_leaves_the_counts(self):
+    def test_rejection_removes_tokens_and_keeps_the_counts(self):
         batch = make_batch(15)
         _, plain, _ = call("bypass_mode", batch)
         _, gradient, metrics = call("bypass_mode", batch, rollout_rs="token_k1", rollout_rs_threshold="0.7_1.4")
@@ -433,7 +470,7 @@ class TestBypassMode:
         torch.testing.assert_close(gradient, torch.where(rejected, 0, plain))
         assert metrics["rollout_corr/rollout_rs_masked_fraction"] > 0
 
-    def test_what_cannot_be_done_is_refused(self):
+    def test_unsupported_settings_are_errors(self):
         with pytest.raises(ValueError, match="needs the weights of the whole batch"):
             call("bypass_mode", make_batch(), rollout_is_batch_normalize=True)
         with pytest.raises(ValueError, match="did you mean 'ppo_clip'"):

@@ -1,4 +1,4 @@
-"""DPO, IPO, pairs for online DPO, SPPO, reward models."""
+"""DPO, IPO, pairs for online DPO, reward models, and the loss and rewards of PRIME."""
 
 import math
 
@@ -13,6 +13,7 @@ from verl.algorithms.preference import (
     select_pairs,
     sequence_log_prob,
 )
+from verl.algorithms.prime import implicit_process_rewards, prime_loss
 
 
 def pairs(n=5):
@@ -74,14 +75,14 @@ def test_pairs_are_the_best_and_the_worst_of_each_prompt():
     assert found.num_ties == 0
 
 
-def test_a_tie_is_no_preference():
+def test_a_zero_variance_group_gives_no_pair():
     found = select_pairs(torch.tensor([1, 1, 0, 1, 0]), ["a", "a", "b", "b", "alone"])
     assert found.chosen.tolist() == [3]
     assert found.rejected.tolist() == [2]
     assert found.num_ties == 2
 
 
-def test_pairs_of_no_number_are_an_error():
+def test_nan_rewards_are_an_error():
     with pytest.raises(ValueError, match=r"found NaN in rows \[1\]"):
         select_pairs(torch.tensor([0.0, math.nan]), ["a", "a"])
 
@@ -99,7 +100,7 @@ def test_bradley_terry():
     assert sum(parts).item() == pytest.approx(expected)
 
 
-def test_only_the_centre_term_stops_a_drift():
+def test_only_the_center_term_penalizes_a_drift():
     chosen, rejected, *_ = pairs()
     assert bradley_terry_loss(chosen + 9, rejected + 9)[0].item() == pytest.approx(
         bradley_terry_loss(chosen, rejected)[0].item()
@@ -116,3 +117,13 @@ def test_last_token_for_padding_on_either_side():
     assert last_token_scores(scores, mask).tolist() == [2, 8, 11]
     with pytest.raises(ValueError, match=r"found none in rows \[1\]"):
         last_token_scores(scores, mask * torch.tensor([[1], [0], [1]]))
+
+
+def test_prime_process_rewards_and_loss():
+    log_ratio, mask = torch.tensor([[2.0, -6, 4], [1, 3, 9]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    plain = implicit_process_rewards(log_ratio, mask, batch_norm=False)
+    torch.testing.assert_close(plain, torch.tensor([[0.1, -0.3, 0], [0.05, 0, 0]]))
+    # rewards to go: [-.2, -.3, 0] and [.05, 0]
+    torch.testing.assert_close(implicit_process_rewards(log_ratio, mask), plain / 0.3)
+    loss, _ = prime_loss(log_ratio, torch.tensor([1.0, 0]), mask)  # logits 0 and .2
+    assert loss.item() == pytest.approx((math.log(2) + math.log(1 + math.exp(0.2))) / 2)

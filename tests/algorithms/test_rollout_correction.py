@@ -180,7 +180,7 @@ def test_the_mask_keeps_its_dtype(dtype):
         ("seq_mean_k4", 1, "no rollout_rs is called 'seq_mean_k4': did you mean 'seq_mean_k"),
         ("seq_max_k1", 2, "no rollout_rs is called 'seq_max_k1'"),
         ("token_k2", "0.1_0.2", "expected one upper bound"),
-        ("token_k1", 0.5, "a single bound u stands for 1/u_u: expected at least 1"),
+        ("token_k1", 0.5, "a single bound u means 1/u_u: expected at least 1"),
         ("token_k1", "2_1", "expected 'lo_hi' with 0 <= lo < hi"),
         ("token_k1", "x", "expected a number"),
         ("token_k1,token_k2", "1,2,3", "expected 1 or 2 bounds"),

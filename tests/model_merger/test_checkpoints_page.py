@@ -26,7 +26,7 @@ def test_every_command_runs(shell, caplog):
     assert {Path(name).name for name in tree} - written == {"critic", "global_step_2"}  # no critic; 2 is deleted by now
     assert sorted(path.name for path in steps.glob("global*")) == ["global_step_3", "global_step_4"]
     assert (steps / "latest_checkpointed_iteration.txt").read_text() == "4"
-    assert "a HuggingFace model already: verified, nothing written" in caplog.text
+    assert "is already a HuggingFace model: verified, nothing written" in caplog.text
     merged, in_place = load_file("tiny/merged/model.safetensors"), steps / "global_step_3/actor/huggingface"
     for name, tensor in load_file(in_place / "model.safetensors").items():
         assert torch.equal(tensor, merged[name])

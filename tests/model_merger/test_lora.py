@@ -1,4 +1,4 @@
-"""Adapters are added with the strength they were trained with, or not at all."""
+"""Adapters are merged with the scaling of the training run, or refused."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_alpha_is_found_where_trainers_write_it(where, copied, made, tmp_path):
     if where == "adapter_config.json":
         record(actor, lora_alpha=ALPHA)
     elif where == "lora_train_meta.json":
-        record(actor, lora_alpha=0)  # what a faulty export left behind does not count
+        record(actor, lora_alpha=0)  # written by a faulty export; does not count
         (actor / where).write_text(json.dumps({"r": RANK, "lora_alpha": ALPHA, "task_type": "CAUSAL_LM"}))
     else:
         options = {"lora_alpha": ALPHA}
@@ -64,21 +64,21 @@ def test_without_alpha_nothing_is_guessed(copied, tmp_path):
     for settings in ({}, {"lora_alpha": 0}):
         record(actor, **settings)
         with pytest.raises(
-            ValueError, match=r"depends on lora_alpha, and it is not recorded in any of .*--lora_alpha N"
+            ValueError, match=r"scaled by lora_alpha, and lora_alpha is not recorded in any of .*--lora_alpha N"
         ):
             merge(MergeOptions(actor, tmp_path / "merged"))
     record(actor, lora_alpha=16)
     (actor / "lora_train_meta.json").write_text('{"lora_alpha": 32}')
-    with pytest.raises(ValueError, match=r"different values of it: .*16.*32"):
+    with pytest.raises(ValueError, match=r"has different values: .*16.*32"):
         merge(MergeOptions(actor, tmp_path / "merged"))
-    with pytest.raises(ValueError, match="--lora_alpha is -1"):
+    with pytest.raises(ValueError, match=r"--lora_alpha: expected a positive number, found -1"):
         merge(MergeOptions(actor, tmp_path / "merged", lora_alpha=-1))
 
 
 def test_alpha_for_a_checkpoint_without_adapters_is_refused(made, tmp_path):
-    with pytest.raises(ValueError, match="--lora_alpha is given, but the checkpoint holds no LoRA adapters"):
+    with pytest.raises(ValueError, match="--lora_alpha is set, but the checkpoint contains no LoRA adapters"):
         merge(MergeOptions(made / "fsdp2" / "actor", tmp_path / "merged", lora_alpha=16))
-    with pytest.raises(ValueError, match="--adapter_dir is given, but the checkpoint holds no LoRA adapters"):
+    with pytest.raises(ValueError, match="--adapter_dir is set, but the checkpoint contains no LoRA adapters"):
         merge(MergeOptions(made / "fsdp2" / "actor", tmp_path / "merged", adapter_dir=tmp_path / "adapter"))
 
 
@@ -108,7 +108,7 @@ def test_untrained_adapters_are_refused(made, tmp_path):
     adapted = with_adapters(load(made / "base"))
     state = {name: torch.zeros_like(t) if "lora_B" in name else t for name, t in adapted.state_dict().items()}
     actor = plain_checkpoint(tmp_path / "actor", adapted.base_model.model, state)
-    with pytest.raises(ValueError, match="the LoRA adapters are all zero"):
+    with pytest.raises(ValueError, match="all LoRA adapters are zero"):
         merge(MergeOptions(actor, tmp_path / "merged", lora_alpha=ALPHA))
 
 

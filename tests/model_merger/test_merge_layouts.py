@@ -97,7 +97,7 @@ def test_a_checkpoint_of_one_device_is_a_model_where_it_lies(copied, caplog):
     before = {path: path.stat().st_mtime_ns for path in actor.rglob("*")}
     with caplog.at_level("INFO", "verl"):
         merge(MergeOptions(actor, actor / "huggingface"))
-    assert "a HuggingFace model already: verified, nothing written" in caplog.text
+    assert "is already a HuggingFace model: verified, nothing written" in caplog.text
     assert {path: path.stat().st_mtime_ns for path in actor.rglob("*")} == before
     with pytest.raises(ValueError, match="is the checkpoint itself"):
         merge(MergeOptions(actor, actor / "huggingface", dtype="bfloat16"))
@@ -108,7 +108,9 @@ def test_files_of_the_user_stay_in_a_target_that_is_overwritten(made, tmp_path):
     target.mkdir()
     (target / "NOTES.md").write_text("mine")
     (target / "model-00001-of-00002.safetensors").write_text("old")
-    with pytest.raises(ValueError, match=r"is not empty: choose another, or say --overwrite"):
+    with pytest.raises(
+        ValueError, match=r"is not empty: choose another folder, or replace its weights with --overwrite"
+    ):
         merge(MergeOptions(made / "fsdp2" / "actor", target))
     merge(MergeOptions(made / "fsdp2" / "actor", target, overwrite=True))
     assert (target / "NOTES.md").read_text() == "mine"

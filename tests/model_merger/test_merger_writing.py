@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from verl.model_merger.source import TensorInfo, join, place
+from verl.model_merger.sources import TensorInfo, assemble, concatenate
 from verl.model_merger.writing import staged, write_config, write_weights
 
 
@@ -21,7 +21,7 @@ def test_a_failure_leaves_the_target_as_it_was(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_what_a_killed_process_left_behind_is_mended(tmp_path):
+def test_leftovers_of_a_killed_process_are_removed(tmp_path):
     (tmp_path / ".model.replaced").mkdir()  # killed between taking the old away and putting the new in its place
     (tmp_path / ".model.replaced" / "notes").write_text("old")
     (tmp_path / ".model.merging").mkdir()
@@ -81,13 +81,13 @@ def test_the_config_is_changed_only_where_it_must_be(tmp_path):
 def test_blocks_in_two_dimensions():
     whole = torch.arange(15.0).view(3, 5)
     blocks = [((i, j), whole[i : i + 2, j : j + 3]) for i in (0, 2) for j in (3, 0)]
-    assert torch.equal(join(blocks), whole)
+    assert torch.equal(concatenate(blocks), whole)
     named = [(f"file {k}", offset, block) for k, (offset, block) in enumerate(blocks)]
     info = TensorInfo((3, 5), torch.float32)
-    assert torch.equal(place("w", info, [*named, named[0]]), whole)  # a copy is no gap
-    with pytest.raises(ValueError, match=r"w: the pieces have 12 elements, expected are 15"):
-        place("w", info, named[:3])
+    assert torch.equal(assemble("w", info, [*named, named[0]]), whole)  # a copy is no gap
+    with pytest.raises(ValueError, match=r"w: the shards have 12 elements, expected 15"):
+        assemble("w", info, named[:3])
     with pytest.raises(ValueError, match=r"w differs between file 0 and other"):
-        place("w", info, [*named, ("other", *[named[0][1], named[0][2] + 1])])
-    with pytest.raises(ValueError, match=r"file 0: its piece of w at \(2, 3\) does not fit"):
-        place("w", info, [("file 0", (2, 3), blocks[0][1])])
+        assemble("w", info, [*named, ("other", *[named[0][1], named[0][2] + 1])])
+    with pytest.raises(ValueError, match=r"file 0: its shard of w at \(2, 3\) exceeds the shape"):
+        assemble("w", info, [("file 0", (2, 3), blocks[0][1])])

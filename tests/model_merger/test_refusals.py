@@ -1,4 +1,4 @@
-"""What is not a whole checkpoint, or not the model that was trained, is refused by name, and nothing is written."""
+"""Incomplete checkpoints, and results that are not the trained model, are refused; nothing is written."""
 
 import json
 import pickle
@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from verl.checkpoints.store import CheckpointStore, verify
-from verl.model_merger.checkpoint import open_checkpoint
+from verl.model_merger.checkpoint import open_checkpoint, with_adapters_merged
 from verl.model_merger.huggingface import Export, describe
-from verl.model_merger.lora import with_adapters_merged
 from verl.model_merger.merge import MergeOptions, compare, merge
 from verl.model_merger.verify import check_against_checkpoint
 
@@ -26,7 +25,7 @@ def assert_refused(actor: Path, message: str, **options) -> None:
 
 
 def change(file: Path, edit) -> None:
-    """Apply `edit` to what a rank file holds, and save it again."""
+    """Apply `edit` to the state dict of a rank file."""
     torch.save(edit(torch.load(file, weights_only=True)), file)
 
 
@@ -37,22 +36,24 @@ def test_missing_ranks_are_named(copied):
     actor = copied("fsdp2 of 4") / "actor"
     for rank in (1, 3):
         (actor / f"model_world_size_4_rank_{rank}.pt").unlink()
-    assert_refused(actor, r"lacks model_world_size_4_rank_1.pt, model_world_size_4_rank_3.pt: 2 of 4 rank files")
+    assert_refused(
+        actor, r"missing model_world_size_4_rank_1.pt, model_world_size_4_rank_3.pt; found 2 of 4 rank files"
+    )
 
 
 def test_files_of_two_runs_and_a_config_of_another(copied, made):
     actor = copied("fsdp2") / "actor"
     (actor / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 8}')
-    assert_refused(actor, r"says world_size 8, but the files are those of 2 ranks")
+    assert_refused(actor, r"world_size 8, but the rank files have world size 2")
     shutil.copy(made / "hsdp" / "actor" / "model_world_size_4_rank_0.pt", actor)
-    assert_refused(actor, r"files of runs with 2 and 4 ranks")
+    assert_refused(actor, r"rank files of world sizes 2 and 4")
 
 
 @pytest.mark.parametrize("keep", [0, 1000, -1])
-def test_a_torn_file(copied, keep):
+def test_a_truncated_file(copied, keep):
     file = copied("fsdp2") / "actor" / "model_world_size_2_rank_1.pt"
     file.write_bytes(file.read_bytes()[:keep])
-    assert_refused(file.parent, r"model_world_size_2_rank_1.pt is torn or no file of torch.save")
+    assert_refused(file.parent, r"model_world_size_2_rank_1.pt is truncated or was not written by torch.save")
 
 
 def test_a_single_changed_byte(copied):
@@ -64,13 +65,15 @@ def test_a_single_changed_byte(copied):
     assert content.count(stored) == 1
     place = content.index(stored) + len(stored) // 2
     file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-    assert_refused(file.parent, rf"model_world_size_2_rank_0.pt is damaged: the checksum of its entry {entry.filename}")
+    assert_refused(
+        file.parent, rf"model_world_size_2_rank_0.pt is damaged: checksum mismatch in its entry {entry.filename}"
+    )
 
 
 def test_a_file_that_would_run_code(copied):
     file = copied("one rank") / "actor" / "model_world_size_1_rank_0.pt"
     torch.save({"weight": pickle.Unpickler}, file)
-    assert_refused(file.parent, r"it names pickle.Unpickler, which has no place among weights")
+    assert_refused(file.parent, r"pickle.Unpickler is not allowed in a file of weights")
 
 
 def test_flat_parameters_are_refused(made, tmp_path):
@@ -78,97 +81,103 @@ def test_flat_parameters_are_refused(made, tmp_path):
         merge(MergeOptions(made / "flat" / "actor", tmp_path / "merged"))
 
 
-def test_a_lost_and_a_torn_file_of_our_shards(copied):
+def test_missing_and_truncated_files_of_shards(copied):
     actor = copied("ours") / "actor"
     (file, other) = sorted((actor / "shards").glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-100])
-    assert_refused(actor, rf"{file.name} is torn")
+    assert_refused(actor, rf"{file.name} is truncated")
     other.unlink()
-    assert_refused(actor, rf"lacks {other.name}: 1 of 2 files")
+    assert_refused(actor, rf"missing {other.name}; found 1 of 2 files")
     (actor / "shards" / ".metadata").unlink()
-    assert_refused(actor, r"is not a whole checkpoint: its file .metadata")
+    assert_refused(actor, r"is not a complete checkpoint: cannot read .metadata")
 
 
 def test_folders_of_another_kind(copied, made, tmp_path):
     root = copied("fsdp2")
     assert_refused(tmp_path / "nowhere", r"no folder .*nowhere")
-    assert_refused(root, r"is a whole checkpoint: name the part to merge, .*/actor")
-    assert_refused(root / "actor" / "huggingface", r"is no checkpoint: expected one of")
+    assert_refused(root, r"is a checkpoint of all roles: give one role, .*/actor")
+    assert_refused(root / "actor" / "huggingface", r"is not a checkpoint: expected model_world_size_W_rank_R.pt")
     (tmp_path / "run" / "global_step_7").mkdir(parents=True)
-    assert_refused(tmp_path / "run", r"is a run: name one checkpoint .*global_step_7/actor")
+    assert_refused(tmp_path / "run", r"is a run: give the role of one checkpoint.*global_step_7/actor")
     (tmp_path / "mega" / "dist_ckpt").mkdir(parents=True)
-    assert_refused(tmp_path / "mega", r"is a checkpoint of Megatron .* use --backend megatron")
-    assert_refused(root / "actor", r"the Megatron engine is not part of this release", backend="megatron")
+    assert_refused(tmp_path / "mega", r"is a Megatron checkpoint .*, which is not supported")
+    assert_refused(
+        root / "actor",
+        r"--backend megatron is not supported .*: this release has no Megatron engine",
+        backend="megatron",
+    )
     shutil.copytree(made / "trained", tmp_path / "model")
-    assert_refused(tmp_path / "model", r"is a HuggingFace model: there is nothing to merge")
+    assert_refused(tmp_path / "model", r"is already a HuggingFace model: nothing to merge")
     for file in (root / "actor").glob("*.pt"):
         file.unlink()
-    assert_refused(root / "actor", r"holds no weights: the run saved without 'model'")
+    assert_refused(root / "actor", r"contains no weights: the run saved without 'model'")
 
 
 def test_a_target_that_would_lose_the_checkpoint_or_the_base_model(copied):
     root = copied("fsdp2")
     for target in (root, root / "actor"):
-        with pytest.raises(ValueError, match="holds the checkpoint itself"):
+        with pytest.raises(ValueError, match="contains the checkpoint itself"):
             merge(MergeOptions(root / "actor", target, overwrite=True))
     shutil.copytree(root / "actor" / "huggingface", root / "base")
     save_file({"weight": torch.ones(1)}, root / "base" / "model.safetensors")
-    with pytest.raises(ValueError, match="is the model that training started from: choose another folder"):
+    with pytest.raises(ValueError, match="is the base model: choose another folder"):
         merge(MergeOptions(root / "actor", root / "base", overwrite=True, base=str(root / "base")))
 
 
 # ---- weights --------------------------------------------------------------------------------------------------------
 
 
-def test_copies_that_differ(copied):
-    actor = copied("hsdp") / "actor"
-    file = actor / "model_world_size_4_rank_3.pt"
-    state = torch.load(file, weights_only=True)
+def bump_norm(state):
     state["model.norm.weight"].to_local()[0] += 1
-    torch.save(state, file)
-    assert_refused(
-        actor, r"model.norm.weight differs between model_world_size_4_rank_1.pt and model_world_size_4_rank_3.pt"
-    )
+    return state
 
 
-def test_copies_of_different_steps(copied):
-    actor = copied("moe rows") / "actor"
-    name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    change(actor / "model_world_size_2_rank_1.pt", lambda state: state | {name: state[name] + 1})
-    assert_refused(
-        actor, rf"{name} differs between model_world_size_2_rank_0.pt and model_world_size_2_rank_1.pt.*not of one step"
-    )
+def without(word):
+    return lambda state: {name: tensor for name, tensor in state.items() if word not in name}
 
 
-def test_ranks_that_hold_different_tensors(copied):
-    actor = copied("rows") / "actor"
-    change(actor / "model_world_size_2_rank_1.pt", lambda state: {k: v for k, v in state.items() if "norm" not in k})
-    assert_refused(actor, r"rank_1.pt and model_world_size_2_rank_0.pt hold different tensors.*layernorm")
+GATE = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+#: layout, rank whose file is changed, the change, message
+CHANGED = {
+    "replicas": ("hsdp", 3, bump_norm, r"norm.weight differs between \S+_4_rank_1.pt and \S+_4_rank_3.pt"),
+    "steps": ("moe rows", 1, lambda s: s | {GATE: s[GATE] + 1}, rf"{GATE} differs .*rank_1.pt.*not from the same step"),
+    "names": ("rows", 1, without("norm"), r"rank_1.pt and \S+_2_rank_0.pt contain different tensors.*layernorm"),
+    "missing": (
+        "one rank",
+        0,
+        without("q_proj.weight"),
+        r"do not match Qwen2ForCausalLM .*missing: \S+0.self_attn.q_proj",
+    ),
+    "shape": (
+        "one rank",
+        0,
+        lambda s: s | {"model.norm.weight": torch.ones(5)},
+        r"model.norm.weight: expected shape \(16,\), found \(5,\)",
+    ),
+    "unknown": ("one rank", 0, lambda s: s | {"v_head.weight": torch.ones(1, 16)}, r"not in the model: v_head.weight"),
+    "nan": (
+        "one rank",
+        0,
+        lambda s: s | {"model.norm.weight": torch.full((16,), torch.nan)},
+        r"model.norm.weight contains NaN or infinite values",
+    ),
+    "tied": (
+        "one rank",
+        0,
+        lambda s: s | {"lm_head.weight": s["lm_head.weight"] + 1},
+        r"lm_head.weight and model.embed_tokens.weight differ, but config.json ties them",
+    ),
+}
 
 
-def test_weights_that_are_not_those_of_the_config(copied):
-    file = copied("one rank") / "actor" / "model_world_size_1_rank_0.pt"
-    change(file, lambda state: {k: v for k, v in state.items() if "q_proj.weight" not in k})
-    assert_refused(file.parent, r"not those of Qwen2ForCausalLM .*missing: model.layers.0.self_attn.q_proj.weight")
-    change(
-        file, lambda state: state | {f"model.layers.{i}.self_attn.q_proj.weight": torch.ones(16, 16) for i in (0, 1)}
-    )
-    change(file, lambda state: state | {"model.norm.weight": torch.ones(5)})
-    assert_refused(file.parent, r"model.norm.weight has the shape \(5,\), the model's is \(16,\)")
-    change(file, lambda state: state | {"model.norm.weight": torch.ones(16), "v_head.weight": torch.ones(1, 16)})
-    assert_refused(file.parent, r"unknown to the model: v_head.weight", base=None)
-
-
-def test_weights_that_are_not_finite(copied):
-    file = copied("one rank") / "actor" / "model_world_size_1_rank_0.pt"
-    change(file, lambda state: state | {"model.norm.weight": torch.full((16,), torch.nan)})
-    assert_refused(file.parent, r"model.norm.weight has values that are NaN or infinite")
-
-
-def test_tied_weights_that_differ(copied):
-    file = copied("one rank") / "actor" / "model_world_size_1_rank_0.pt"
-    change(file, lambda state: state | {"lm_head.weight": state["lm_head.weight"] + 1})
-    assert_refused(file.parent, r"lm_head.weight and model.embed_tokens.weight differ, but config.json says")
+@pytest.mark.parametrize("name", CHANGED)
+def test_changed_weights(name, copied):
+    layout, rank, edit, message = CHANGED[name]
+    actor = copied(layout) / "actor"
+    (file,) = actor.glob(f"model_world_size_*_rank_{rank}.pt")
+    change(file, edit)
+    assert_refused(actor, message)
 
 
 # ---- a model that was not trained -----------------------------------------------------------------------------------
@@ -178,7 +187,7 @@ def test_the_base_model_again_is_refused_unless_allowed(copied, made, tmp_path):
     actor = copied("one rank") / "actor"
     base = load_file(made / "base" / "model.safetensors")
     change(actor / "model_world_size_1_rank_0.pt", lambda state: {k: base[k] for k in state if k != "lm_head.weight"})
-    assert_refused(actor, r"equals the model that training started from, .*/base: the trained weights were never saved")
+    assert_refused(actor, r"equals the base model .*/base: the trained weights were not saved")
     merge(MergeOptions(actor, tmp_path / "allowed", allow_unchanged=True))
     assert load_file(tmp_path / "allowed" / "model.safetensors").keys() == base.keys()
 
@@ -194,17 +203,17 @@ def test_training_that_rounding_undoes_is_refused(copied, made, tmp_path):
         lambda state: {k: base[k].float() * (1 + 2**-12) for k in state if k != "lm_head.weight"},
     )
     options = {"base": str(tmp_path / "base"), "dtype": "bfloat16"}
-    assert_refused(actor, r"lost by rounding to torch.bfloat16 \(then take --dtype float32\)", **options)
+    assert_refused(actor, r"lost by rounding to torch.bfloat16 \(use --dtype float32\)", **options)
     merge(MergeOptions(actor, tmp_path / "kept", base=str(tmp_path / "base")))
 
 
 def test_a_base_that_is_not_here(copied, caplog):
     actor = copied("one rank") / "actor"
-    assert_refused(actor, r"--base no/such: no model with safetensors", base="no/such")
+    assert_refused(actor, r"--base no/such: expected a folder with safetensors files", base="no/such")
     config = json.loads((actor / "huggingface" / "config.json").read_text())
     (actor / "huggingface" / "config.json").write_text(json.dumps(config | {"_name_or_path": "no/such"}))
     merge(MergeOptions(actor, actor.parent / "merged"))
-    assert "not compared with the model that training started from: ['no/such'] is not on this machine" in caplog.text
+    assert "not compared with the base model: ['no/such'] is not on this machine" in caplog.text
 
 
 def test_compare_names_what_differs(made):
@@ -229,7 +238,7 @@ def saved(made, tmp_path) -> Path:
 
 
 def test_the_configuration_of_the_run_names_the_base_model(saved):
-    assert_refused(saved / "actor", r"equals the model that training started from, .*/trained")
+    assert_refused(saved / "actor", r"equals the base model .*/trained")
 
 
 def test_a_damaged_checkpoint_is_refused_by_its_manifest(saved):
@@ -237,7 +246,7 @@ def test_a_damaged_checkpoint_is_refused_by_its_manifest(saved):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    assert_refused(saved / "actor", rf"global_step_3 is damaged: .*{file.name} holds something else than was written")
+    assert_refused(saved / "actor", rf"global_step_3 is damaged: .*{file.name} has changed since it was written")
 
 
 def test_merging_into_a_checkpoint_leaves_it_resumable(saved, made):
@@ -266,7 +275,9 @@ def test_a_wrong_merge_would_be_found(layout, name, made, tmp_path):
     weights = load_file(file)
     weights[name if name in weights else f"{name}.up_proj.weight"].view(-1)[3] += 1e-4
     save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"(norm.weight|experts.gate_up_proj) of the merged model is not that of the"):
+    with pytest.raises(
+        ValueError, match=r"(norm.weight|experts.gate_up_proj) of the merged model differs from the checkpoint"
+    ):
         check_against_checkpoint(tmp_path / "merged", export)
 
 
@@ -274,5 +285,5 @@ def test_an_adapter_of_another_strength_would_be_found(made, tmp_path):
     merge(MergeOptions(made / "lora" / "actor", tmp_path / "merged", lora_alpha=12))
     source = with_adapters_merged(open_checkpoint(made / "lora" / "actor"), 12.1)
     export = Export(source, describe(made / "lora" / "actor" / "huggingface", source.names(), False), None)
-    with pytest.raises(ValueError, match=r"proj.weight of the merged model is not that of the checkpoint"):
+    with pytest.raises(ValueError, match=r"proj.weight of the merged model differs from the checkpoint"):
         check_against_checkpoint(tmp_path / "merged", export)

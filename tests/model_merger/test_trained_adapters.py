@@ -42,8 +42,8 @@ def sharded(tiny, tmp_path) -> Path:
     return train(tiny, tmp_path / "run", "algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=2")
 
 
-def merged(part: Path, target: Path, *options: str, status: int = 0) -> Path:
-    arguments = ["merge", "--backend", "fsdp", "--local_dir", str(part), "--target_dir", str(target), *options]
+def merged(role: Path, target: Path, *options: str, status: int = 0) -> Path:
+    arguments = ["merge", "--backend", "fsdp", "--local_dir", str(role), "--target_dir", str(target), *options]
     assert main(arguments) == status
     return target
 
@@ -56,14 +56,14 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("run", ["saved", "sharded"])
 def test_the_merged_models_are_what_peft_makes_of_the_adapters(run, request, tiny, tmp_path):
     saved = request.getfixturevalue(run)
-    parts = {"actor": AutoModelForCausalLM, "critic": AutoModelForTokenClassification}
+    classes = {"actor": AutoModelForCausalLM, "critic": AutoModelForTokenClassification}
     assert not list(saved.glob("*/huggingface/*.safetensors"))
     for name in sorted(path.name for path in saved.iterdir() if path.is_dir()):
         labels = {"num_labels": 1} if name == "critic" else {}
-        base = parts[name].from_pretrained(tiny / "model", **labels)
+        base = classes[name].from_pretrained(tiny / "model", **labels)
         untrained = logits(base)
         expected = logits(peft.PeftModel.from_pretrained(base, saved / name / "lora_adapter").merge_and_unload())
-        found = logits(parts[name].from_pretrained(merged(saved / name, tmp_path / name)))
+        found = logits(classes[name].from_pretrained(merged(saved / name, tmp_path / name)))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
         assert (found - untrained).abs().max() > 1e-3
         test = ["test", "--backend", "fsdp", "--local_dir", str(saved / name), "--test_hf_dir", str(tmp_path / name)]
@@ -84,7 +84,7 @@ def test_a_base_that_has_moved_must_be_named(saved, tiny, tmp_path, capsys):
     for file in (copy / "lora_adapter" / "adapter_config.json", copy / "huggingface" / "config.json"):
         file.write_text(file.read_text().replace(str(tiny / "model"), "/gone"))
     merged(copy, tmp_path / "merged", status=1)
-    assert "the weights that they sit on are those of ['/gone'], which is not on this" in capsys.readouterr().err
+    assert "their base model is required: ['/gone'] is not on this machine" in capsys.readouterr().err
     merged(copy, tmp_path / "merged", "--base", str(tiny / "model"))
 
 
@@ -95,7 +95,7 @@ def test_a_damaged_adapter_is_refused(saved, tmp_path, capsys):
     content[-5] ^= 1
     file.write_bytes(content)
     merged(copy / "actor", tmp_path / "merged", status=1)
-    assert "adapter_model.safetensors holds something else than was written" in capsys.readouterr().err
+    assert "adapter_model.safetensors has changed since it was written" in capsys.readouterr().err
 
 
 def test_generation_says_how_to_get_the_weights(saved, tiny, tmp_path, capsys):

@@ -1,6 +1,6 @@
-"""Programs that want to pass their tests without doing what is asked: none does, and none outlives its test.
+"""Programs that try to pass the tests without being correct: none passes, and none outlives its test.
 
-`double` is asked for, and none of these doubles. What they try is written for this house: its files, its processes.
+The tests expect `double`, and none of these programs doubles. The attacks target the sandbox's files and processes.
 """
 
 import json
@@ -20,7 +20,7 @@ CALLS = {"fn_name": "double", "inputs": [[1], [21]], "outputs": [2, 42]}
 CHECK = {"test": "def check(candidate):\n    assert abs(candidate(21) - 42) < 0.5", "entry_point": "double"}
 WRONG = "\ndef double(x):\n    return 0\n"
 
-# A result that says yes to every question.
+# A value that compares equal to everything.
 YES = """
 class Yes:
     def __eq__(self, other): return True
@@ -59,7 +59,7 @@ def double(x):
     "runner's names": """
 import sys
 for module in list(sys.modules.values()):
-    for name in ('judge', 'serve', 'pack', 'unpack', 'raise_again', 'answer', 'OPERATIONS'):
+    for name in ('judge', 'serve', 'pack', 'unpack', 'raise_again', 'respond', 'OPERATIONS'):
         if name in vars(module):
             vars(module)[name] = (lambda *a, **k: True) if name != 'OPERATIONS' else {}
 """
@@ -110,7 +110,7 @@ for number in os.listdir('/proc/self/fd'):
     "another exec": "import builtins\nbuiltins.exec = lambda *a: None\nbuiltins.compile = lambda *a: ''" + WRONG,
 }
 
-# Memory and descriptors of the processes above: on Linux, and where the answer would be found if they were open.
+# Memory and descriptors of the parent processes (Linux), which would reveal the expected values.
 SPY = """
 import os
 EXPECTED, pid = False, os.getppid()
@@ -125,14 +125,14 @@ def double(x):
 """
 
 
-def answer(code: str) -> str:
+def response(code: str) -> str:
     return f"```python\n{code}\n```"
 
 
 @pytest.mark.parametrize("tests", [CHECK, CALLS], ids=["asserts", "calls"])
 @pytest.mark.parametrize("name", ATTACKS)
 def test_no_attack_passes(name, tests):
-    assert code_reward("apps", answer(ATTACKS[name]), tests, timeout=5.0)["score"] == 0.0
+    assert code_reward("apps", response(ATTACKS[name]), tests, timeout=5.0)["score"] == 0.0
 
 
 BY_LOOP = {"test": "def check(candidate):\n    assert all(map(candidate, [1, 2]))", "entry_point": "double"}
@@ -158,18 +158,18 @@ def double(x):
     ids=["the end of a loop", "protocols of numpy"],
 )
 def test_what_tests_are_written_with_does_not_help(code, tests):
-    assert code_reward("apps", answer(code), tests)["score"] == 0.0
+    assert code_reward("apps", response(code), tests)["score"] == 0.0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_the_judge_is_closed():
-    assert code_reward("apps", answer(SPY), ASSERTS)["score"] == 0.0
+    assert code_reward("apps", response(SPY), ASSERTS)["score"] == 0.0
 
 
 @pytest.mark.skipif(sys.platform != "linux" or landlock_abi() < LANDLOCK_ABI_WITH_SCOPES, reason="no Landlock here")
 @pytest.mark.parametrize("tests", [ASSERTS, CALLS], ids=["asserts", "calls"])
 def test_the_process_that_scores_is_out_of_reach(tests):
-    """Signal 0 asks whether one could be sent. `os.kill(-1, 9)` would end everything that belongs to this user."""
+    """Signal 0 tests permission. `os.kill(-1, 9)` would end every process of this user."""
     code = f"""
 import os
 REACHED = False
@@ -182,7 +182,7 @@ for reach in (lambda: os.kill({os.getpid()}, 0), lambda: open('/proc/{os.getpid(
 def double(x):
     return 0 if REACHED else 2 * x
 """
-    assert code_reward("apps", answer(code), tests)["score"] == 1.0
+    assert code_reward("apps", response(code), tests)["score"] == 1.0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="on Linux alone a process that left its group can be found")
@@ -201,20 +201,20 @@ for generation in range(3):
 time.sleep(0.3)
 {ends}
 """
-    code_reward("apps", answer(code), {"inputs": [""], "outputs": [""]}, timeout=1.0)
+    code_reward("apps", response(code), {"inputs": [""], "outputs": [""]}, timeout=1.0)
     pids = [int(path.name) for path in tmp_path.iterdir()]
     assert len(pids) >= 3
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-def test_a_group_of_its_own_is_not_ours():
-    """What a program does to its process group does not reach the process that judges."""
+def test_programs_have_their_own_process_group():
+    """A program that kills its process group does not reach the process that scores."""
     begun = time.monotonic()
-    assert code_reward("apps", answer("import os\nos.killpg(0, 9)"), ASSERTS)["score"] == 0.0
+    assert code_reward("apps", response("import os\nos.killpg(0, 9)"), ASSERTS)["score"] == 0.0
     assert time.monotonic() - begun < 5 and os.getpid()
 
 
-# ---- what tests may do with a program's names ------------------------------------------------------------------------
+# ---- what tests may do with a program's names -----------------------------------------------------------------------
 
 SHAPES = """
 import math, collections
@@ -267,21 +267,21 @@ def sum(a, b):
 )
 def test_what_tests_may_do(test):
     tests = "from decimal import Decimal\n" + test
-    assert code_reward("apps", answer(SHAPES), tests)["score"] == 1.0
+    assert code_reward("apps", response(SHAPES), tests)["score"] == 1.0
 
 
-def test_tests_that_are_no_python_are_an_error():
-    with pytest.raises(ValueError, match="code: the tests are no Python"):
-        code_reward("apps", answer(WRONG), ["assert double(1) ="])
+def test_tests_with_a_syntax_error_are_refused():
+    with pytest.raises(ValueError, match="code: the tests are not valid Python"):
+        code_reward("apps", response(WRONG), ["assert double(1) ="])
 
 
 def test_a_result_of_numpy_is_plain_data():
     numpy = "import numpy as np\ndef f(x):\n    return np.array(x).sum(), np.array(x) > 1, np.float32(0.5)"
-    assert code_reward("apps", answer(numpy), ["assert f([1, 2]) == (3, [False, True], 0.5)"])["score"] == 1.0
+    assert code_reward("apps", response(numpy), ["assert f([1, 2]) == (3, [False, True], 0.5)"])["score"] == 1.0
 
 
 def test_the_scripts_import_nothing_of_the_package():
-    """They run in isolated interpreters, which need not find it."""
+    """They run in isolated interpreters, which cannot import it."""
     folder = Path(__file__).resolve().parents[2] / "verl" / "rewards" / "sandbox"
     for name in ("assert_program.py", "program_boot.py"):
         run = f"runpy.run_path({str(folder / name)!r}, run_name='x')"

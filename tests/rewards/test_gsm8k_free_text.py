@@ -1,6 +1,6 @@
-"""The GSM8K rule on free text: whole answers labelled by reading, and the solutions that people wrote for the data set.
+"""The GSM8K rule on free text: whole responses labelled by hand, and the solutions of the data set.
 
-The texts are ours, in the manner of models and of people: worked steps, closing remarks, several numbers, money.
+The responses were written for this test: worked steps, closing remarks, several numbers, money.
 """
 
 import json
@@ -12,8 +12,8 @@ import pytest
 
 from verl.rewards.rules import gsm8k
 
-# (answer, what a reader says that it answers)
-ANSWERS = [
+# (response, the final answer by a human reader)
+RESPONSES = [
     # the answer is announced
     ("She sold 48 in April and half as many in May. 48 + 24 = 72. The answer is 72.", 72),
     ("The answer is 72. Let me know if you want to see the 2 steps in more detail!", 72),
@@ -93,7 +93,7 @@ ANSWERS = [
     ("I cannot solve this.", None),
     ("Half of them are left.", None),
 ]
-# Where a reader understands more than the rule does: (answer, the reader, the rule).
+# Known disagreements: (response, final answer by a reader, by the rule).
 BEYOND = [
     ("Natalia sold 72 clips. I hope this helps with your 2 questions.", 72, 2),
     ("It would take 15 hours to clean 45 rooms.", 15, 45),
@@ -104,7 +104,7 @@ BEYOND = [
 DATA = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k"
 
 
-@pytest.mark.parametrize("text, number", ANSWERS)
+@pytest.mark.parametrize("text, number", RESPONSES)
 def test_the_rule_agrees_with_the_reader(text, number):
     assert gsm8k.extract(text, "flexible") == number
     if number is not None:
@@ -115,19 +115,19 @@ def test_the_rule_agrees_with_the_reader(text, number):
 
 @pytest.mark.parametrize("text, reader, rule", BEYOND)
 def test_what_a_reader_understands_beyond_the_rule(text, reader, rule):
-    """Known disagreements, so that the table above is not thought to be all of English."""
+    """Documents the limits of the rule."""
     assert gsm8k.extract(text, "flexible") == rule != reader
 
 
 @pytest.mark.parametrize("split, rows, agreement", [("test", 1319, 0.993), ("train", 7473, 0.993)])
 def test_solutions_that_people_wrote(split, rows, agreement):
-    """Their words without the line with the answer. Of those that differ most are slips in the data: $0.25 for 25."""
+    """Solutions without the line `####`. Most of those that differ are errors in the data, such as $0.25 for 25."""
     if not DATA.is_dir():
         pytest.skip("GSM8K is not here")
     solutions = [json.loads(line)["answer"] for line in (DATA / f"{split}.jsonl").read_text().splitlines()]
     assert len(solutions) == rows
     parts = [solution.partition("####") for solution in solutions]
-    for notes in ("", "<<.*?>>"):  # what is taken out: nothing, their calculator's notes
+    for notes in ("", "<<.*?>>"):  # removed: nothing, the calculator annotations
         texts = [re.sub(notes, "", words).strip() for words, _, _ in parts]
         found = [gsm8k.extract(text, "flexible") for text in texts]
         assert sum(a == gsm8k.parse_number(n.strip()) for a, (_, _, n) in zip(found, parts)) / rows > agreement

@@ -1,4 +1,4 @@
-"""The GSM8K rule against labels given by reading: what would a person say that the answer is?"""
+"""The GSM8K rule against labels by hand: the number a person would take as the final answer."""
 
 import json
 import time
@@ -136,17 +136,6 @@ def test_format_score_is_for_a_wrong_number_only():
     assert [r["pred"] for r in results] == ["7", "8", ""]
 
 
-@pytest.mark.parametrize("truth", [None, "", "seven", "7 apples"])
-def test_a_ground_truth_that_is_no_number_is_an_error(truth):
-    with pytest.raises(ValueError, match="ground truth must be a number"):
-        gsm8k.gsm8k_strict("openai/gsm8k", "#### 7", truth)
-
-
-def test_an_unknown_method_is_an_error():
-    with pytest.raises(ValueError, match="'strict' or 'flexible'"):
-        gsm8k.extract("#### 7", "lax")
-
-
 def test_the_answers_of_the_data_set_score_one():
     folder = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k"
     if not folder.is_dir():
@@ -159,20 +148,20 @@ def test_the_answers_of_the_data_set_score_one():
         assert gsm8k.gsm8k_flexible("openai/gsm8k", answer, float(truth))["acc"] == 1.0
 
 
-PIECES = ["#", "####", "1", "1,", "-$", "1 ", "1/", ". ", "1.1", "$ ", "1 000", "#### 1 "]
-PIECES += ["answer is ", "answer **", "= 1", "**1", "so ", "because 1 ", "\\boxed{", "rounds to "]
+FRAGMENTS = ["#", "####", "1", "1,", "-$", "1 ", "1/", ". ", "1.1", "$ ", "1 000", "#### 1 "]
+FRAGMENTS += ["answer is ", "answer **", "= 1", "**1", "so ", "because 1 ", "\\boxed{", "rounds to "]
 
 
-@pytest.mark.parametrize("piece", PIECES)
-def test_no_text_takes_long(piece):
-    text = piece * (1_000_000 // len(piece))
+@pytest.mark.parametrize("fragment", FRAGMENTS)
+def test_no_text_takes_long(fragment):
+    text = fragment * (1_000_000 // len(fragment))
     begun = time.perf_counter()
     gsm8k.extract(text, "strict"), gsm8k.extract(text, "flexible")
     assert time.perf_counter() - begun < 0.2
 
 
 def test_the_rule_stays_cheap():
-    """Far above 20,000 rows a second of processor time: the rules run in the trainer's own process."""
+    """More than 20,000 responses per second of CPU time: the rules run in the trainer's process."""
     text = "He sold 48 clips in April and 48/2 = 24 in May, so 48 + 24 = 72 in all. " * 5 + "\n#### 72"
     begun = time.process_time()
     for _ in range(5000):

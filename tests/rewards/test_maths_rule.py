@@ -1,4 +1,4 @@
-"""The mathematics rule against labels given by reading, from the main thread, from others, and on hostile answers."""
+"""The mathematics rule against labels by hand, in all threads, and on hostile responses."""
 
 import asyncio
 import threading
@@ -9,7 +9,7 @@ import pytest
 from verl.rewards.rules import maths
 from verl.rewards.sandbox.pool import Limits
 
-# (reference, boxed answer, is it right?)
+# (ground truth, boxed answer, equivalent?)
 LABELLED = [
     (r"\frac{1}{2}", "0.5", True),
     ("1/2", r"\frac12", True),
@@ -108,12 +108,6 @@ def test_a_reference_may_be_a_whole_solution():
     assert maths.is_equivalent(r"\boxed{4}", r"We add 2 and 2 to get $\boxed{4}$.")
 
 
-@pytest.mark.parametrize("truth", [None, "", "  "])
-def test_an_empty_ground_truth_is_an_error(truth):
-    with pytest.raises(ValueError, match="ground truth is empty"):
-        maths.math_reward("math", r"\boxed{1}", truth)
-
-
 CASES_FOR_THREADS = [(r"\frac{1}{2}", "0.5", True), ("(x+1)^2", "x^2+2x+1", True), (r"2\ln 2", r"\ln 5", False)]
 
 
@@ -122,7 +116,7 @@ def _score_all():
 
 
 def test_scores_are_the_same_in_a_thread_and_in_an_event_loop():
-    """math-verify with its own time limits raises or gives 0 there: signals need the main thread."""
+    """With its own timeouts math-verify raises or returns 0 there: signals need the main thread."""
     expected = [right for *_, right in CASES_FOR_THREADS]
     found = {}
     maths._verify_isolated.cache_clear()
@@ -148,7 +142,7 @@ def short_limits(monkeypatch):
 @pytest.mark.parametrize("answer", ["9^{9^9}", "10000000!", "(" * 300 + "1" + ")" * 300, r"\frac{" * 200 + "1"])
 @pytest.mark.parametrize("where", ["main thread", "thread"])
 def test_hostile_answers_end_in_time_and_score_zero(answer, where, short_limits):
-    maths.is_equivalent(r"\boxed{\ln 1}", "0")  # the worker's start is not what is measured
+    maths.is_equivalent(r"\boxed{\ln 1}", "0")  # exclude the start of the worker from the measured time
     begun, found = time.monotonic(), []
     score = lambda: found.append(maths.math_reward("math", f"\\boxed{{{answer}}}", "3")["acc"])  # noqa: E731
     if where == "thread":
@@ -168,20 +162,20 @@ def test_hostile_texts_without_a_box_end_in_time(text, short_limits):
     assert time.monotonic() - begun < 3
 
 
-def test_what_is_over_the_limit_is_said(short_limits, caplog):
+def test_a_comparison_over_its_limits_is_logged(short_limits, caplog):
     maths.math_reward("math", r"\boxed{9^{9^9}}", "3")
     assert "did not end within 0.7 s" in caplog.text and "9^{9^9}" in caplog.text
 
 
-def test_a_popular_hostile_answer_costs_its_time_once(short_limits):
+def test_a_repeated_hostile_answer_is_compared_once(short_limits):
     begun = time.monotonic()
     assert [maths.is_equivalent(r"\boxed{9^{9^9}}", "3") for _ in range(50)] == [False] * 50
     assert time.monotonic() - begun < 5
 
 
-def test_harmless_answers_need_no_process(monkeypatch):
+def test_cheap_answers_need_no_process(monkeypatch):
     def refuse(*_):
-        raise AssertionError("a process was asked for")
+        raise AssertionError("a process was used")
 
     monkeypatch.setattr(maths, "shared_pool", refuse)
     for reference, answer, right in LABELLED[:12]:

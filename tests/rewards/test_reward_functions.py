@@ -1,4 +1,4 @@
-"""How a reward function is found, recognised by its parameters, and chosen by data source."""
+"""Reward functions: recognized by their parameters, resolved by path, name or data source."""
 
 import functools
 import subprocess
@@ -17,9 +17,9 @@ from verl.rewards import (
     resolve_reward_function,
 )
 from verl.rewards.outcome import read_outcome
+from verl.rewards.resolve import rule_for
 from verl.rewards.rules.accuracy import accuracy_reward
 from verl.rewards.sandbox.pool import Outcome
-from verl.rewards.sources import rule_for
 
 SAMPLES = str(Path(__file__).with_name("sample_rewards.py"))
 
@@ -29,20 +29,20 @@ def score(function, solution="7", truth="7", source="gsm8k", extra=None):
 
 
 def test_both_forms_are_called_alike():
-    row = resolve_reward_function(SAMPLES, "compute_score")
+    sample = resolve_reward_function(SAMPLES, "compute_score")
     plugin = resolve_reward_function(SAMPLES, "plugin")
-    assert (row.form, plugin.form) == ("row", "plugin")
-    assert score(row) == score(plugin) == 1
-    assert score(row, "8") == score(plugin, "8") == 0
+    assert (sample.form, plugin.form) == ("sample", "plugin")
+    assert score(sample) == score(plugin) == 1
+    assert score(sample, "8") == score(plugin, "8") == 0
 
 
-def test_the_name_may_be_left_out_and_parameters_come_in_any_order():
+def test_the_name_is_optional_and_parameters_come_in_any_order():
     assert resolve_reward_function(SAMPLES).name == "compute_score"
     f = ScoreFunction(lambda ground_truth, solution_str, *, data_source, extra_info: (data_source, extra_info))
     assert score(f, extra={"k": 1}) == ("gsm8k", {"k": 1})
 
 
-def test_kwargs_fill_further_parameters():
+def test_kwargs_set_other_parameters():
     assert score(resolve_reward_function(SAMPLES, "weighted", reward_kwargs={"weight": 3.0})) == 3.0
     assert score(ScoreFunction(lambda solution_str, ground_truth, **kwargs: sorted(kwargs))) == [
         "data_source",
@@ -82,7 +82,7 @@ def test_objects_methods_and_partials_are_functions_too():
         lambda data_source, solution_str, ground_truth, /: 1,
     ],
 )
-def test_a_wrong_signature_is_refused_with_both(func):
+def test_an_unsupported_signature_is_refused(func):
     with pytest.raises(ValueError) as error:
         ScoreFunction(func)
     message = str(error.value)
@@ -91,33 +91,13 @@ def test_a_wrong_signature_is_refused_with_both(func):
     assert "found:" in message and "test_reward_functions.py" in message
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({"path": "no/such/file.py"}, "no file"),
-        ({"path": SAMPLES, "name": "compute_scor"}, "did you mean 'compute_score'"),
-        ({"path": SAMPLES, "name": "os"}, "must be callable"),
-        ({"path": SAMPLES, "name": "weighted"}, "nothing fills in weight"),
-        ({"path": SAMPLES, "reward_kwargs": {"wieght": 1}}, "no parameter 'wieght'"),
-        ({"path": SAMPLES, "reward_kwargs": {"ground_truth": 1}}, "may not set ground_truth"),
-        ({"registered": "acuracy_reward"}, "did you mean 'accuracy_reward'"),
-        ({"registered": "gsm8k", "path": SAMPLES}, "give one of them"),
-        ({"name": "my_score"}, "without reward.custom_reward_function.path"),
-        ({"reward_kwargs": {"weight": 1}}, "without a reward function"),
-    ],
-)
-def test_what_cannot_be_resolved_is_said(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        resolve_reward_function(**arguments)
-
-
 def test_registering_checks_the_signature():
-    with pytest.raises(ValueError, match="wrong signature"):
+    with pytest.raises(ValueError, match="unsupported signature"):
         register_reward("bad")(lambda x: 1)
     assert "bad" not in REWARD_FUNCTION_REGISTRY
 
 
-# name -> ground truth, an answer that earns 1, one that earns 0, further parameters
+# name -> ground truth, a response that scores 1, one that scores 0, other parameters
 EXAMPLES = {
     "code": ("assert f() == 7", "def f(): return 7", "def f(): return 8", {}),
     "format": ("", "<answer>7</answer>", "7", {"tags": ["answer"]}),
@@ -127,19 +107,19 @@ EXAMPLES = {
 }
 
 
-def test_the_score_of_a_reward_model_is_handed_on():
+def test_model_score_returns_the_score_of_the_reward_model():
     score = resolve_reward_function(registered="model_score")
-    answer = {"data_source": "any", "solution_str": "yes", "ground_truth": None}
-    assert score(**answer, extra_info={"rm_score": -1.5}) == -1.5
+    sample = {"data_source": "any", "solution_str": "yes", "ground_truth": None}
+    assert score(**sample, extra_info={"rm_score": -1.5}) == -1.5
     with pytest.raises(ValueError, match=r"set reward\.reward_model\.enable=true"):
-        score(**answer, extra_info={})
+        score(**sample, extra_info={})
 
 
 @pytest.mark.parametrize("name", sorted({*REWARD_FUNCTION_REGISTRY} - {"model_score"}))
 def test_every_registered_function_keeps_the_contract(name):
     truth, right, wrong, kwargs = EXAMPLES.get(name, ("7", "#### 7", "#### 8", {}))
     function = resolve_reward_function(registered=name, reward_kwargs=kwargs)
-    assert function.form in ("row", "plugin") and function.func.__doc__
+    assert function.form in ("sample", "plugin") and function.func.__doc__
     scores = [read_outcome(Outcome(score(function, text, truth)))[0] for text in (right, wrong)]
     assert scores == [1.0, 0.0]
 
@@ -164,7 +144,7 @@ def test_data_sources_choose_their_rule(source, rule):
 
 
 @pytest.mark.parametrize("source", ["mathvista", "my/set", "", None])
-def test_an_unknown_data_source_is_named_with_the_ways_out(source):
+def test_an_unknown_data_source_is_refused_with_alternatives(source):
     with pytest.raises(ValueError) as error:
         default_compute_score(source, "7", "7")
     for part in (repr(source), "openai/gsm8k", "custom_reward_function.path", "register_data_source"):
@@ -172,7 +152,7 @@ def test_an_unknown_data_source_is_named_with_the_ways_out(source):
 
 
 def test_a_data_source_can_be_registered(monkeypatch):
-    monkeypatch.setattr("verl.rewards.sources.RULES_BY_DATA_SOURCE", dict(RULES_BY_DATA_SOURCE))
+    monkeypatch.setattr("verl.rewards.resolve.RULES_BY_DATA_SOURCE", dict(RULES_BY_DATA_SOURCE))
     register_data_source("my/set", lambda sampled_response, reference_answer: 0.25)
     register_data_source("my/set_hard", lambda data_source, solution_str, ground_truth: 0.75)
     found = [default_compute_score(s, "7", "7") for s in ("my/set", "my/set-2", "my/set_hard/x")]
@@ -207,14 +187,8 @@ def test_accuracy_reward(response, reference, right):
     assert accuracy_reward(response, reference) == float(right)
 
 
-@pytest.mark.parametrize("reference", [None, "", " "])
-def test_accuracy_reward_wants_a_reference(reference):
-    with pytest.raises(ValueError, match="reference answer is empty"):
-        accuracy_reward("7", reference)
-
-
 def test_the_rules_are_light():
-    """A worker process that runs one rule must not pay for torch."""
+    """A worker process that runs one rule does not import torch."""
     code = (
         "import sys, verl.rewards.resolve, verl.rewards.sandbox.worker; "
         "print([m for m in ('torch', 'transformers', 'sympy', 'ray') if m in sys.modules])"

@@ -1,11 +1,11 @@
-"""docs/rewards.md: every rule and every data source is there, and what it prints is printed."""
+"""docs/rewards.md lists every rule and every data source, and its examples run."""
 
 import doctest
 import re
 from pathlib import Path
 
 from verl.rewards import REWARD_FUNCTION_REGISTRY, RULES_BY_DATA_SOURCE
-from verl.rewards.sources import rule_for
+from verl.rewards.resolve import rule_for
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "rewards.md"
 

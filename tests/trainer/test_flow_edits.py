@@ -39,7 +39,7 @@ def test_a_flow_without_the_reference_that_its_loss_needs_does_not_compile(setti
         def build_flow(self):
             return super().build_flow().remove("ref")
 
-    with pytest.raises(ValueError, match=r"'update_actor' reads 'ref_log_prob', which nobody writes"):
+    with pytest.raises(ValueError, match=r"'update_actor' reads 'ref_log_prob', but no upstream operator writes it"):
         Without(overrides=[*settings, "algorithm.name=grpo", "actor_rollout_ref.actor.use_kl_loss=true"])
 
 

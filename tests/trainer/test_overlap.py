@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from verl.dataflow import Pipeline
-from verl.dataflow.order import depends
+from verl.dataflow.operator import depends
 from verl.trainer.local_trainer import LocalPPOTrainer
 
 SLOW = str(Path(__file__).resolve().parent / "slow_log_probs.py")

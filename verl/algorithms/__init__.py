@@ -1,20 +1,24 @@
 """The mathematics of the algorithms: tensors in, tensors out.
 
-- `masked`: sums under a mask, groups, the aggregation of losses, metrics that merge
+- `masked`: masked sums, groups, loss aggregation, metrics that merge
 - `advantages`, `token_baselines`, `prime`: advantage estimators
-- `policy_losses`, `off_policy_losses`, `covariance_losses`: policy losses
-- `losses`, `kl`, `preference`: value, entropy and SFT losses; KL; DPO, SPPO, reward models
-- `rollout_correction`: the mismatch between sampler and trainer
-- `binding`: a signature is a contract; `presets`: one row per algorithm; `core_algos`: the names of verl
+- `policy_losses`, `off_policy_losses`: policy losses
+- `kl`: KL, entropy, value and SFT losses; `preference`: DPO, SPPO, reward models
+- `rollout_correction`: training-inference mismatch
+- `binding`: finds the arguments of a function by the names of its parameters
+- `presets`: the settings of each algorithm; `core_algos`: the functions of upstream verl
 """
 
-from verl.algorithms import covariance_losses, off_policy_losses, preference, prime, token_baselines
+from verl.algorithms import off_policy_losses, preference, prime, token_baselines
 from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn, register_adv_est
 from verl.algorithms.binding import bind_arguments, missing_settings, required_columns
-from verl.algorithms.kl import apply_kl_penalty, get_kl_controller, kl_loss, kl_penalty
-from verl.algorithms.losses import (
+from verl.algorithms.kl import (
+    apply_kl_penalty,
     entropy_from_logits,
     entropy_loss,
+    get_kl_controller,
+    kl_loss,
+    kl_penalty,
     sft_nll,
     sum_pi_squared_from_logits,
     value_loss,
@@ -45,7 +49,6 @@ __all__ = [
     "apply_kl_penalty",
     "bind_arguments",
     "compute_rollout_correction_and_rejection_mask",
-    "covariance_losses",
     "entropy_from_logits",
     "entropy_loss",
     "get_adv_estimator_fn",

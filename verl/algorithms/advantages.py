@@ -1,22 +1,22 @@
-"""Advantage estimators: how much better than expected was each token?
+"""Advantage estimators: how much better than expected each token was.
 
-An estimator is a function of columns, found by the names of its parameters (`verl.algorithms.binding`), and of
-settings, its keyword-only parameters, read from `algorithm.*`:
+The parameters of an estimator name the columns that it reads (`verl.algorithms.binding`); its keyword-only parameters
+are settings, read from `algorithm.*`:
 
     @register_adv_est("mine", min_group_size=2)
     def mine(token_level_rewards, response_mask, uid, *, temperature=1.0):
         ...
         return advantages, returns
 
-B responses, T padded response length. `token_level_rewards` and `response_mask` are (B, T), `uid` (B,) names the
-prompt of each row. Both results are (B, T), float32 at least, zero where the mask is 0. What lies outside the mask is
-never read.
+Shapes: B samples, T padded response length. `token_level_rewards` and `response_mask` are (B, T); `uid` (B,) identifies
+the prompt of each sample. Both results are (B, T) in float32 (or float64), and zero where the mask is 0. Values outside
+the mask are never read.
 
-The group estimators judge a response against the others of its prompt. A row without any token (an aborted response)
-takes no part in the statistics of its group. A prompt with one response has nothing to be compared with: its advantage
-is 0, and a warning counts such prompts.
+R_i is the reward of response i, the sum of its token rewards. Group estimators compare a response with the others of
+its prompt. A sample without tokens (an aborted response) does not contribute to the statistics of its group. For a
+prompt with a single response the advantage is 0, and a warning counts such prompts.
 
-The estimators with a baseline per token are in `token_baselines`, PRIME is in `prime`, SPPO in `preference`.
+Estimators with a baseline per token are in `token_baselines`, PRIME in `prime`, SPPO in `preference`.
 """
 
 import math
@@ -34,8 +34,10 @@ ADV_ESTIMATOR_REGISTRY: Registry[Callable] = Registry("advantage estimator")
 def register_adv_est(name: str, *, min_group_size: int = 1) -> Callable[[Callable], Callable]:
     """Decorator that registers an advantage estimator.
 
-    min_group_size: the responses per prompt below which the estimator has nothing to say; kept as the attribute
-        `min_group_size` of the function, which a start-up check compares with `rollout.n`.
+    Args:
+        name: the value of `algorithm.adv_estimator`.
+        min_group_size: the fewest responses per prompt that the estimator needs. Stored as the attribute
+            `min_group_size` of the function; a check at start-up compares it with `rollout.n`.
     """
 
     def decorate(fn: Callable) -> Callable:
@@ -46,18 +48,23 @@ def register_adv_est(name: str, *, min_group_size: int = 1) -> Callable[[Callabl
 
 
 def get_adv_estimator_fn(name: str) -> Callable:
-    """The estimator registered under `name`. Raises ValueError that lists the names."""
+    """Return the estimator registered under `name`. Raises ValueError with the known names."""
     return ADV_ESTIMATOR_REGISTRY[name]
 
 
-# ---------------------------------------------------------------------------------------------- parts of estimators
+# ------------------------------------------------------------------------------------------------------------ helpers
 
 
 class GroupedRewards:
-    """The reward of each response, R_i = sum_t r_it, beside those of its prompt; all in float64.
+    """The checked rewards of a batch and the group of each sample.
 
-    In float64 the mean of equal float32 rewards is exactly that reward, so that a group without a difference has an
-    advantage of exactly 0, also after division by a standard deviation of 0 + epsilon.
+    Rewards are in float64, where the mean of equal float32 rewards is exactly that reward. So a zero-variance group has
+    an advantage of exactly 0, also after division by 0 + epsilon.
+
+    Attributes:
+        reward: (B,) float64, R_i.
+        groups: the groups, over samples with at least one token.
+        comparable: (B,) bool, samples whose group has at least `min_group_size` responses.
     """
 
     def __init__(
@@ -73,25 +80,26 @@ class GroupedRewards:
         self.reward = self.token_level_rewards.double().sum(-1)  # (B,)
         self.groups = Groups(uid, self.mask.any(-1))
         self.comparable = self.groups.counted & (self.groups.count >= min_group_size)  # (B,)
-        alone = self.groups.how_many(self.groups.counted & ~self.comparable)
-        if alone:
+        too_small = self.groups.num_groups_with(self.groups.counted & ~self.comparable)
+        if too_small:
             warnings.warn(
-                f"{estimator}: {alone} of {self.groups.num_groups} prompts have fewer than {min_group_size} responses "
-                "to compare; their advantage is 0",
+                f"{estimator}: {too_small} of {self.groups.num_groups} prompts have fewer than {min_group_size} "
+                "responses; their advantage is 0",
                 stacklevel=4,
             )
 
     def spread(self, advantage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One advantage per response (B,) -> (advantages, returns) on each of its tokens; 0 where not comparable."""
+        """Copy one advantage per response (B,) to its tokens: (advantages, returns), 0 where not comparable."""
         advantage = torch.where(self.comparable, advantage, 0).to(self.token_level_rewards.dtype)
         advantages = torch.where(self.mask, advantage.unsqueeze(-1), 0)
         return advantages, advantages.clone()
 
 
 def rewards_to_go(rewards: torch.Tensor, response_mask: torch.Tensor, gamma: float = 1.0) -> torch.Tensor:
-    """G_t = r_t + gamma * G_(t+1) over the tokens of the policy; `rewards` (B, T) is zero outside the mask.
+    """Return G_t = r_t + gamma * G_(t+1) over the tokens of the policy, (B, T).
 
-    Tokens outside the mask (tool output) are stepped over: the running return passes through them as it is.
+    Tokens outside the mask (tool output) are skipped: they neither add a reward nor discount. `rewards` must be zero
+    there.
     """
     mask = response_mask.bool()
     returns = torch.zeros_like(rewards)
@@ -115,12 +123,19 @@ def gae(
     gamma: float = 1.0,
     lam: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2015, arXiv 1506.02438), whitened over the batch.
+    """Generalized advantage estimation (Schulman et al. 2015, arXiv 1506.02438), whitened over the batch.
 
-    delta_t = r_t + gamma V_(t+1) - V_t,  A_t = delta_t + gamma lam A_(t+1),  returns = A + V before whitening.
-    The successor of a token is the next token of the policy: tool output in between is stepped over.
+    A critic's values are the baseline; `lam` trades the bias of the critic against the variance of the return.
 
-    values: (B, T), the critic's value before each token
+        delta_t = r_t + gamma V_(t+1) - V_t
+        A_t = delta_t + gamma lam A_(t+1)
+        returns = A + V, before whitening
+
+    Token t + 1 is the next token of the policy; tool output in between is skipped. Assumes a critic that was trained
+    on similar states.
+
+    Args:
+        values: (B, T), the critic's value of the state before each token.
     """
     rewards = checked_column("token_level_rewards", token_level_rewards, response_mask)
     values = checked_column("values", values, response_mask)
@@ -142,9 +157,13 @@ def gae(
 def reinforce_plus_plus(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, *, gamma: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """REINFORCE++ (Hu 2025, arXiv 2501.03262): the discounted rewards to go, whitened over the batch.
+    """REINFORCE++ (Hu 2025, arXiv 2501.03262): discounted rewards to go, whitened over the batch.
 
-    The KL penalty belongs into the rewards (`algorithm.use_kl_in_reward`). Returns are not whitened.
+    The mean over the whole batch is the baseline, so that one response per prompt is enough.
+
+        A_t = whiten(G_t),  G_t = r_t + gamma G_(t+1)
+
+    Assumes a KL penalty in the rewards (`algorithm.use_kl_in_reward`). Returns are not whitened.
     """
     rewards = checked_column("token_level_rewards", token_level_rewards, response_mask)
     returns = rewards_to_go(rewards, response_mask, gamma)
@@ -156,9 +175,15 @@ def reinforce_plus_plus(
 def remax(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, reward_baselines: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """ReMax (Li et al. 2023, arXiv 2310.10505): rewards to go minus the reward of the greedy response.
+    """ReMax (Li et al. 2023, arXiv 2310.10505): the reward of the greedy response is the baseline.
 
-    reward_baselines: (B,), the summed reward of one greedy response to the same prompt
+        A_t = G_t - R_greedy,  G_t = sum of the rewards from token t on
+
+    The baseline does not depend on the sampled response, so the gradient is unbiased. Costs one greedy response per
+    prompt.
+
+    Args:
+        reward_baselines: (B,), the total reward of one greedy response to the same prompt.
     """
     rewards = checked_column("token_level_rewards", token_level_rewards, response_mask)
     if reward_baselines.shape != rewards.shape[:1] or not torch.isfinite(reward_baselines).all():
@@ -183,10 +208,16 @@ def grpo(
     norm_adv_by_std_in_grpo: bool = True,
     epsilon: float = 1e-6,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Group relative policy optimisation (Shao et al. 2024, arXiv 2402.03300): (R - mean) / (std + epsilon).
+    """Group relative policy optimization (Shao et al. 2024, arXiv 2402.03300): reward standardized within its group.
 
-    The standard deviation is over n - 1. `norm_adv_by_std_in_grpo=False` leaves it out: Dr.GRPO (Liu et al. 2025,
-    arXiv 2503.20783), without the bias towards prompts on which the rewards hardly differ.
+        A_i = (R_i - mean_group R) / (std_group R + epsilon)
+
+    The group mean replaces a critic; the standard deviation is over n - 1. Assumes that rewards within a group differ:
+    a zero-variance group has advantage 0.
+
+    Args:
+        norm_adv_by_std_in_grpo: False skips the division: Dr.GRPO (Liu et al. 2025, arXiv 2503.20783), without the bias
+            towards prompts whose rewards hardly differ.
     """
     grouped = GroupedRewards("grpo", token_level_rewards, response_mask, uid)
     advantage = grouped.reward - grouped.groups.mean(grouped.reward)
@@ -205,10 +236,14 @@ def grpo_passk(
     norm_adv_by_std_in_grpo: bool = True,
     epsilon: float = 1e-6,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pass@k by its leave-one-out gain (arXiv 2503.19595): the best response earns R_max - R_second, the others 0.
+    """Pass@k by leave-one-out gain (Tang et al. 2025, arXiv 2503.19595): only the best response has an advantage.
 
-    Only the best response of k changes the best of k. On a tie for the best nobody does, so all are 0. Divided by the
-    group's standard deviation + epsilon when `norm_adv_by_std_in_grpo`.
+        A_best = (R_max - R_second) / (std_group R + epsilon), the others 0
+
+    Removing any other response would not change the best of k. A tie for the best gives 0 for all responses.
+
+    Args:
+        norm_adv_by_std_in_grpo: False skips the division by the standard deviation.
     """
     grouped = GroupedRewards("grpo_passk", token_level_rewards, response_mask, uid)
     groups, reward = grouped.groups, grouped.reward
@@ -232,31 +267,37 @@ def analytic_passk(
     passk_k: int = 4,
     passk_threshold: float = 0.5,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pass@k training in closed form (Chen et al. 2025, arXiv 2508.10751): the mean over all subsets of k responses.
+    """Pass@k training in closed form (Chen et al. 2025, arXiv 2508.10751): averaged over all subsets of k responses.
 
-    With N responses of which W are wrong, P = 1 - C(W, k) / C(N, k) and s = sqrt(P (1 - P)):
-    right (1 - P) / s, wrong (1 - P - C(W - 1, k - 1) / C(N - 1, k - 1)) / s, and 0 where s is 0.
+    For a prompt with N responses, W of them incorrect, P = 1 - C(W, k) / C(N, k) and s = sqrt(P (1 - P)):
 
-    passk_k: k; a prompt needs at least k responses
-    passk_threshold: a response with a reward above this is right
+        correct:   A = (1 - P) / s
+        incorrect: A = (1 - P - C(W - 1, k - 1) / C(N - 1, k - 1)) / s
+        0 if s is 0
+
+    Assumes rewards that are correct or incorrect, and at least k responses per prompt.
+
+    Args:
+        passk_k: k.
+        passk_threshold: a response with a reward above this is correct.
     """
     if passk_k < 1:
         raise ValueError(f"passk_k: expected an integer of at least 1, found {passk_k}")
     grouped = GroupedRewards("analytic_passk", token_level_rewards, response_mask, uid, max(2, passk_k))
-    right = grouped.reward > passk_threshold
-    wrong_count = grouped.groups.sum((~right).double())
+    correct = grouped.reward > passk_threshold
+    num_incorrect = grouped.groups.sum((~correct).double())
 
-    def all_wrong(drawn: int, given: int) -> torch.Tensor:
-        """Chance that `drawn` further responses are wrong, when `given` wrong ones are taken out of the group."""
-        chance = torch.ones_like(wrong_count)
-        for taken in range(given, given + drawn):
-            chance = chance * (wrong_count - taken).clamp(min=0) / (grouped.groups.count - taken).clamp(min=1)
-        return chance
+    def all_incorrect(drawn: int, removed: int) -> torch.Tensor:
+        """Probability that `drawn` responses are all incorrect, after `removed` incorrect ones left the group."""
+        probability = torch.ones_like(num_incorrect)
+        for i in range(removed, removed + drawn):
+            probability = probability * (num_incorrect - i).clamp(min=0) / (grouped.groups.count - i).clamp(min=1)
+        return probability
 
-    failure = all_wrong(passk_k, given=0)  # 1 - P
-    spread = (failure * (1 - failure)).sqrt()
-    advantage = failure - torch.where(right, 0, all_wrong(passk_k - 1, given=1))
-    return grouped.spread(torch.where(spread > 0, advantage / spread, 0))
+    failure = all_incorrect(passk_k, removed=0)  # 1 - P
+    std = (failure * (1 - failure)).sqrt()
+    advantage = failure - torch.where(correct, 0, all_incorrect(passk_k - 1, removed=1))
+    return grouped.spread(torch.where(std > 0, advantage / std, 0))
 
 
 @register_adv_est("rloo", min_group_size=2)
@@ -264,9 +305,11 @@ def analytic_passk(
 def rloo(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, uid: Sequence
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740): R_i minus the mean of the *other* rewards.
+    """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740): the other responses are the baseline.
 
-    Equal to n / (n - 1) (R_i - mean). The baseline does not depend on the response, so the gradient is unbiased.
+        A_i = R_i - mean_(j != i) R_j = n / (n - 1) (R_i - mean_group R)
+
+    The baseline does not depend on response i, so the gradient is unbiased.
     """
     grouped = GroupedRewards("rloo", token_level_rewards, response_mask, uid)
     count = grouped.groups.count
@@ -278,10 +321,12 @@ def rloo(
 def opo(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, uid: Sequence
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """On-policy RL with optimal baseline (Hao et al. 2025, arXiv 2505.23585): R_i - sum_j L_j R_j / sum_j L_j.
+    """On-policy RL with optimal baseline (Hao et al. 2025, arXiv 2505.23585): a length-weighted group mean.
 
-    L is the response length: the variance-optimal baseline, if the squared gradient of a response grows with it. Meant
-    for exact on-policy training (one update per batch), without KL and entropy terms.
+        A_i = R_i - sum_j L_j R_j / sum_j L_j, with L the response length
+
+    This minimizes the variance if the squared gradient norm of a response is proportional to its length. Assumes
+    strictly on-policy training (one update per batch), without KL and entropy terms.
     """
     grouped = GroupedRewards("opo", token_level_rewards, response_mask, uid)
     length = grouped.mask.sum(-1).double()
@@ -299,10 +344,11 @@ def gpg(
     f_norm: float = 1.0,
     epsilon: float = 1e-6,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Group policy gradient (Chu et al. 2025, arXiv 2504.02546): alpha (R - mean) / f_norm.
+    """Group policy gradient (Chu et al. 2025, arXiv 2504.02546): centered reward, rescaled for zero-variance groups.
 
-    alpha = B / (responses whose advantage is not 0) makes up for the groups without a difference, which contribute
-    nothing. Advantages up to epsilon count as 0.
+        A_i = alpha (R_i - mean_group R) / f_norm,  alpha = B / (number of samples with |R_i - mean| > epsilon)
+
+    alpha compensates for the zero-variance groups, which contribute no gradient. Assumes one update per batch.
     """
     grouped = GroupedRewards("gpg", token_level_rewards, response_mask, uid)
     advantage = torch.where(grouped.comparable, grouped.reward - grouped.groups.mean(grouped.reward), 0)
@@ -316,13 +362,15 @@ def gpg(
 def reinforce_plus_plus_baseline(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, uid: Sequence
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """REINFORCE++ with a group baseline (Hu 2025, arXiv 2501.03262): R - mean on every token, whitened over all tokens.
+    """REINFORCE++ with a group baseline (Hu 2025, arXiv 2501.03262): centered per group, whitened over the batch.
 
-    The whitening weighs a response by its length.
+        A_it = whiten(R_i - mean_group R), over all tokens of the batch
+
+    A response enters the whitening once per token, so long responses weigh more.
     """
     grouped = GroupedRewards("reinforce_plus_plus_baseline", token_level_rewards, response_mask, uid)
-    centred, _ = grouped.spread(grouped.reward - grouped.groups.mean(grouped.reward))
-    advantages = whiten_comparable(centred, grouped)
+    centered, _ = grouped.spread(grouped.reward - grouped.groups.mean(grouped.reward))
+    advantages = whiten_comparable(centered, grouped)
     return advantages, advantages.clone()
 
 
@@ -338,33 +386,36 @@ def gdpo(
     gdpo_reward_weights: Sequence[float] | None = None,
     epsilon: float = 1e-6,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Group reward-decoupled normalisation (arXiv 2601.05242): several rewards, each normalised by itself.
+    """Group reward-decoupled normalization (arXiv 2601.05242): several rewards, each standardized on its own.
 
-    Each component is normalised in its group like GRPO, the results are added with their weights and whitened over all
-    tokens of the batch. So a component on a small scale is not drowned by one on a large scale.
+        A_i = whiten(sum_k w_k (R_ik - mean_group R_k) / (std_group R_k + epsilon)), over all tokens of the batch
 
-    columns: the batch; a component is its column (B,) `reward_<key>`, where a reward function's extra figures are, or
-        `<key>`, for each of `gdpo_reward_keys`
-    gdpo_reward_weights: one per key, 1 when not given
+    So a reward on a small scale is not dominated by one on a large scale.
+
+    Args:
+        columns: the batch. Reward k is the column (B,) `reward_<key>`, where the extra values of a reward function are,
+            or `<key>`.
+        gdpo_reward_keys: one key per reward.
+        gdpo_reward_weights: one weight per key; 1 by default.
     """
     weights = gdpo_reward_weights or [1.0] * len(gdpo_reward_keys)
     if not gdpo_reward_keys or len(weights) != len(gdpo_reward_keys):
         raise ValueError(
-            f"gdpo: expected at least one of gdpo_reward_keys and a weight for each, found keys {gdpo_reward_keys} "
-            f"and weights {gdpo_reward_weights}"
+            f"gdpo: expected gdpo_reward_keys and a weight for each of them, found keys {gdpo_reward_keys} and weights "
+            f"{gdpo_reward_weights}"
         )
     grouped = GroupedRewards("gdpo", token_level_rewards, response_mask, uid)
     total = torch.zeros_like(grouped.reward)
     for key, weight in zip(gdpo_reward_keys, weights):
         component = _reward_component(columns, key).to(total)
-        centred = component - grouped.groups.mean(component)
-        total += weight * centred / (grouped.groups.std(component) + epsilon)
+        centered = component - grouped.groups.mean(component)
+        total += weight * centered / (grouped.groups.std(component) + epsilon)
     advantages = whiten_comparable(grouped.spread(total)[0], grouped)
     return advantages, advantages.clone()
 
 
 def _reward_component(columns: Mapping, key: str) -> torch.Tensor:
-    """The column (B,) of one component of the reward. Raises ValueError when it is missing or not all finite."""
+    """Return one reward as (B,) float64. Raises ValueError if the column is missing or not finite."""
     found = [name for name in (f"reward_{key}", key) if name in columns]
     if not found:
         raise ValueError(
@@ -379,13 +430,13 @@ def _reward_component(columns: Mapping, key: str) -> torch.Tensor:
 
 
 def whiten_comparable(advantages: torch.Tensor, grouped: GroupedRewards) -> torch.Tensor:
-    """Whitened over the tokens of the rows that could be compared; the others stay at 0 and out of the statistics."""
+    """Whiten over the tokens of comparable samples; the others are 0 and do not enter the statistics."""
     mask = grouped.mask & grouped.comparable.unsqueeze(-1)
     if not mask.any():
         return torch.zeros_like(advantages)
     return torch.where(mask, masked_whiten(advantages, mask), 0)
 
 
-# The names of the vectorised variants of verl: here every estimator is vectorised.
+# names of the vectorized variants of upstream verl; here every estimator is vectorized
 ADV_ESTIMATOR_REGISTRY.register("grpo_vectorized", grpo)
 ADV_ESTIMATOR_REGISTRY.register("rloo_vectorized", rloo)

@@ -1,4 +1,11 @@
-"""A function's signature is its contract: its parameters name the columns and the settings it asks for."""
+"""Binding by name: the parameters of a function name the columns and the settings that it reads.
+
+@register_adv_est("mine")
+def mine(token_level_rewards, response_mask, uid, *, temperature=1.0): ...
+
+arguments = bind_arguments(mine, batch_columns, {"temperature": 0.5})
+advantages, returns = mine(**arguments)
+"""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -7,14 +14,14 @@ from typing import Any
 
 from verl.registry import did_you_mean
 
-# Names that functions written elsewhere use for a column of ours.
+# parameter names of upstream verl -> column
 ALIASES = {"index": "uid"}
-# Parameters that are neither a column nor a setting, but all of them at once.
-WHOLE = ("config", "columns")
+# parameters that receive all settings, or all columns
+ALL_AT_ONCE = ("config", "columns")
 
 
 class Settings(Mapping):
-    """Read-only settings: `s.gamma`, `s["gamma"]`, `s.get("gamma", 1.0)`; a nested mapping reads the same way."""
+    """Read-only settings: `s.gamma`, `s["gamma"]`, `s.get("gamma", 1.0)`. Nested mappings are `Settings` too."""
 
     def __init__(self, values: Mapping[str, Any]):
         object.__setattr__(self, "_values", MappingProxyType(dict(values)))
@@ -37,7 +44,7 @@ class Settings(Mapping):
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"settings are read-only: cannot set {name!r}")
 
-    def __reduce__(self):  # copies are made by the constructor, so that there are always values to look a name up in
+    def __reduce__(self):  # copy and pickle through the constructor: `__getattr__` needs `_values`
         return Settings, (dict(self._values),)
 
     def __repr__(self) -> str:
@@ -45,17 +52,17 @@ class Settings(Mapping):
 
 
 def bind_arguments(fn: Callable, columns: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments to call `fn` with: each parameter by its name from the columns, else from the settings.
+    """Return the keyword arguments for `fn`: each parameter by name from the columns, otherwise from the settings.
 
-    - A column that is None is not there. A setting that is None leaves the parameter at its default: the published
-      value.
-    - A parameter with a default that nothing names keeps it; so an optional column is passed when it is present.
+    - A column that is None counts as missing. A setting that is None leaves the parameter at its default.
+    - A parameter with a default that is neither a column nor a setting keeps its default. So an optional column is
+      passed if it is present.
     - `index` is the column `uid`. `columns` receives all columns, read-only. `config` receives the settings as a
-      read-only `Settings`, with an empty `global_batch_info` unless given: the counts travel in `loss_agg_mode`.
+      read-only `Settings`, with an empty `global_batch_info` unless given: `loss_agg_mode` carries the counts.
     - `*args` and `**kwargs` receive nothing.
 
-    Raises ValueError that names the function, the parameter and what there is, when a parameter without default is in
-    neither.
+    Raises:
+        ValueError: if a parameter without a default is neither a column nor a setting.
     """
     columns = {name: column for name, column in columns.items() if column is not None}
     arguments = {}
@@ -77,9 +84,9 @@ def bind_arguments(fn: Callable, columns: Mapping[str, Any], settings: Mapping[s
 
 
 def required_columns(fn: Callable, settings_names: Iterable[str]) -> tuple[str, ...]:
-    """The columns without which `fn` cannot be called, in the order of its signature.
+    """Return the columns that `fn` requires, in the order of its signature.
 
-    They are the parameters without default that are neither keyword-only (those are settings) nor in `settings_names`.
+    These are the parameters without a default that are neither keyword-only (settings) nor in `settings_names`.
     """
     settings_names = set(settings_names)
     return tuple(
@@ -88,23 +95,23 @@ def required_columns(fn: Callable, settings_names: Iterable[str]) -> tuple[str, 
         if parameter.default is parameter.empty
         and parameter.kind is not parameter.KEYWORD_ONLY
         and parameter.name not in settings_names
-        and parameter.name not in WHOLE
+        and parameter.name not in ALL_AT_ONCE
     )
 
 
-def asks_for_all(fn: Callable) -> bool:
-    """Whether `fn` receives all columns at once, so that nothing says which of them it reads."""
+def reads_all_columns(fn: Callable) -> bool:
+    """Whether `fn` has the parameter `columns`, and so may read any of them."""
     return "columns" in inspect.signature(fn).parameters
 
 
 def optional_columns(fn: Callable, present: Iterable[str]) -> tuple[str, ...]:
-    """The columns among `present` that `fn` has a parameter with a default for."""
+    """Return the columns of `present` that `fn` has an optional parameter for."""
     named = {ALIASES.get(p.name, p.name) for p in _named_parameters(fn) if p.default is not p.empty}
     return tuple(name for name in present if name in named)
 
 
 def missing_settings(fn: Callable, settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """The settings that `fn` has no default for and `settings` no value: what a start-up check refuses by name."""
+    """Return the required settings of `fn` that have no value in `settings`."""
     return tuple(
         parameter.name
         for parameter in _named_parameters(fn)
@@ -115,16 +122,16 @@ def missing_settings(fn: Callable, settings: Mapping[str, Any]) -> tuple[str, ..
 
 
 def parameter_names(fn: Callable) -> set[str]:
-    """The names of all that `fn` may be given."""
+    """Return the names of all parameters of `fn`."""
     return {parameter.name for parameter in _named_parameters(fn)}
 
 
 def _named_parameters(fn: Callable) -> list[inspect.Parameter]:
     parameters = list(inspect.signature(fn).parameters.values())
-    nameless = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
-    if nameless:
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+    if positional:
         raise ValueError(
-            f"{_name(fn)} has positional-only parameters {nameless}: arguments are found by name, so remove the '/'"
+            f"{_name(fn)} has positional-only parameters {positional}: arguments are passed by name, so remove the '/'"
         )
     return [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
@@ -133,7 +140,7 @@ def _missing(fn: Callable, parameter: inspect.Parameter, columns: Mapping, setti
     what = "setting" if parameter.kind is parameter.KEYWORD_ONLY or parameter.name in settings else "column or setting"
     found = f"the {what} is null" if parameter.name in settings else f"there is no {what} of that name"
     return (
-        f"{_name(fn)} asks for {parameter.name!r}, but {found}; "
+        f"{_name(fn)} requires {parameter.name!r}, but {found}; "
         f"columns: {', '.join(sorted(columns)) or '(none)'}; settings: {', '.join(sorted(settings)) or '(none)'}"
     )
 

@@ -1,12 +1,12 @@
-"""Masked sums, groups of rows, the aggregation of a loss, and metrics that merge exactly.
+"""Masked statistics, groups of samples, loss aggregation, and metrics that merge exactly.
 
-A mask is 0/1 and of the shape of what it covers; positions where it is 0 are never read, so that NaN or infinity in
-padding cannot leak into a value or a gradient.
+A mask is 0/1 and has the shape of the tensor it masks. Values where it is 0 are never read, so NaN or infinity in the
+padding cannot reach a loss or a gradient.
 
-- `masked_sum masked_mean masked_var masked_whiten zero_padding`: statistics under a mask
-- `Groups`, `group_mean_std`: statistics over the rows that share a prompt
-- `LossAggregation`, `agg_loss`: one scalar from a matrix of token losses, the same for every split of the batch
-- `mean_parts`, `merge_metrics`: metrics as (sum, count), which merge over micro-batches and ranks without error
+- `masked_sum masked_mean masked_var masked_whiten zero_padding`: masked statistics
+- `Groups`, `group_mean_std`: statistics over the samples of one prompt
+- `LossAggregation`, `agg_loss`: a scalar from a matrix of token losses, independent of how the batch is split
+- `mean_parts`, `merge_metrics`: metrics as (sum, count), which merge exactly over micro-batches and ranks
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,17 +19,18 @@ LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "se
 
 
 def at_least_float32(x: torch.Tensor) -> torch.Tensor:
-    """`x` in float32, or as it is when it is float64."""
+    """Cast to float32; float64 is unchanged."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def zero_padding(mask: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Each tensor in float32 at least, with zeros where the mask is 0.
+    """Return each tensor in float32 (or float64) with zeros where the mask is 0.
 
-    A loss does this to its inputs, before any arithmetic: masking its result alone would keep the value clean, but the
+    A loss calls this on its inputs, before any arithmetic. Masking only the result would give the right value, but the
     gradient at a padded position would be 0 * NaN.
 
-    Raises ValueError when a tensor has not the shape of the mask (broadcasting would hide the mistake).
+    Raises:
+        ValueError: if the shape of a tensor differs from that of the mask. Broadcasting would hide the error.
     """
     keep = mask.bool()
     for x in tensors:
@@ -42,10 +43,11 @@ def zero_padding(mask: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tens
 
 
 def checked_column(name: str, x: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """A (B, T) column in float32 at least, zero outside the mask.
+    """Return a (B, T) column in float32 (or float64), zero outside the mask.
 
-    Raises ValueError for a wrong shape, or when a value inside the mask is NaN or infinite: an advantage made from it
-    would stop the learning of the whole batch without a word.
+    Raises:
+        ValueError: if the shape differs from that of the mask, or a value inside the mask is NaN or infinite. A single
+            such reward would silently turn the gradient of the whole batch into NaN.
     """
     if x.shape != response_mask.shape:
         raise ValueError(
@@ -56,25 +58,26 @@ def checked_column(name: str, x: torch.Tensor, response_mask: torch.Tensor) -> t
     if bad:
         raise ValueError(
             f"{name}: expected finite numbers, found NaN or infinity in {len(bad)} of {len(x)} rows, the first is row "
-            f"{bad[0]}: mend or drop these samples"
+            f"{bad[0]}: fix or drop these samples"
         )
     return x
 
 
 def masked_sum(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """Sum of `x` where the mask is 1, over `dim` (None: over everything)."""
+    """Sum of `x` where the mask is 1, over `dim`; None: over all elements."""
     return torch.where(mask.bool(), x, 0).sum(dim)
 
 
 def masked_mean(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """Mean of `x` where the mask is 1; 0 where the mask selects nothing."""
+    """Mean of `x` where the mask is 1; 0 if the mask is 0 everywhere."""
     return masked_sum(x, mask, dim) / mask.bool().sum(dim).clamp(min=1)
 
 
 def masked_var(x: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) -> torch.Tensor:
-    """Variance of the values that the mask selects, about their mean; divided by n - 1 when `unbiased`.
+    """Variance of the masked values; divided by n - 1 if `unbiased`, otherwise by n.
 
-    Raises ValueError for fewer than two values: there is nothing to estimate a spread from.
+    Raises:
+        ValueError: if the mask selects fewer than two values.
     """
     n = int(mask.bool().sum())
     if n < 2:
@@ -84,10 +87,10 @@ def masked_var(x: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) -> to
 
 
 def masked_whiten(x: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
-    """`(x - mean) / sqrt(var + 1e-8)` with the statistics of the masked values of the *whole* tensor.
+    """Return `(x - mean) / sqrt(var + 1e-8)`, with mean and variance of the masked values of the whole tensor.
 
-    Call it on the whole batch, never on a micro-batch. Padded positions are shifted and scaled like the others.
-    `shift_mean=False` scales only.
+    Call it on the whole batch, never on a micro-batch. Padded positions are shifted and scaled like the others. With
+    `shift_mean=False` the mean is not subtracted.
     """
     mean = masked_mean(x, mask)
     whitened = (x - mean) * torch.rsqrt(masked_var(x, mask) + 1e-8)
@@ -95,10 +98,17 @@ def masked_whiten(x: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) 
 
 
 class Groups:
-    """Rows that share a `uid` (the responses to one prompt): sums, means, maxima, each handed back to every row.
+    """The samples of each prompt (those with the same `uid`), and statistics over them.
 
-    Groups may have any size and their rows any order. Rows outside `counted` (B,) take no part in any statistic, but
-    read the one of their group. `count` (B,) is the number of counted rows in the group of each row.
+    Every statistic is returned once per sample: entry i is the value of the group that sample i belongs to. Groups may
+    have any size, and their samples any order.
+
+    Args:
+        uid: (B,) identifies the prompt of each sample.
+        counted: (B,) bool. Other samples do not contribute to the statistics, but receive those of their group.
+
+    Attributes:
+        count: (B,) number of counted samples in the group of each sample.
     """
 
     def __init__(self, uid: Sequence, counted: torch.Tensor):
@@ -107,60 +117,61 @@ class Groups:
         index = [numbers.setdefault(key, len(numbers)) for key in keys]
         if len(index) != len(counted):
             raise ValueError(f"expected one uid per row ({len(counted)}), found {len(index)}")
-        self.index = torch.tensor(index, dtype=torch.long, device=counted.device)  # (B,) number of the row's group
+        self.index = torch.tensor(index, dtype=torch.long, device=counted.device)  # (B,) group of each sample
         self.num_groups = len(numbers)
         self.counted = counted.bool()
         self.count = self.sum(torch.ones(len(index), dtype=torch.float64, device=counted.device))
 
-    def _over_rows(self, x: torch.Tensor) -> torch.Tensor:
+    def _counted_like(self, x: torch.Tensor) -> torch.Tensor:
         return self.counted.view(-1, *[1] * (x.dim() - 1))
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over the group of each row; `x` is (B,) or (B, T), and so is the result."""
+        """Group sums; `x` and the result are (B,) or (B, T)."""
         total = torch.zeros(self.num_groups, *x.shape[1:], dtype=x.dtype, device=x.device)
-        return total.index_add_(0, self.index, torch.where(self._over_rows(x), x, 0))[self.index]
+        return total.index_add_(0, self.index, torch.where(self._counted_like(x), x, 0))[self.index]
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
-        """Mean over the group of each row (B,)."""
+        """Group means (B,)."""
         return self.sum(x) / self.count.clamp(min=1)
 
     def std(self, x: torch.Tensor) -> torch.Tensor:
-        """Standard deviation over the group of each row (B,), divided by n - 1; 0 for a group of one."""
+        """Group standard deviations (B,), with n - 1; 0 for a group of one."""
         return (self.sum((x - self.mean(x)) ** 2) / (self.count - 1).clamp(min=1)).sqrt()
 
     def max(self, x: torch.Tensor) -> torch.Tensor:
-        """Largest value in the group of each row (B,); -inf for a group without counted rows."""
+        """Group maxima (B,); -inf for a group without counted samples."""
         low = torch.full((self.num_groups,), -torch.inf, dtype=x.dtype, device=x.device)
-        rows = torch.where(self.counted, x, -torch.inf)
-        return low.scatter_reduce(0, self.index, rows, "amax")[self.index]
+        values = torch.where(self.counted, x, -torch.inf)
+        return low.scatter_reduce(0, self.index, values, "amax")[self.index]
 
-    def how_many(self, rows: torch.Tensor) -> int:
-        """The number of groups that have a row in `rows` (B,) bool."""
-        return int(self.index[rows].unique().numel())
+    def num_groups_with(self, samples: torch.Tensor) -> int:
+        """Number of groups that have at least one of `samples`, a (B,) bool mask."""
+        return int(self.index[samples].unique().numel())
 
 
 def group_mean_std(x: torch.Tensor, uid: Sequence) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(mean, std, count) of the group of each row: `x` (B,), `uid` (B,), each result (B,); std is over n - 1."""
+    """Return (mean, std, count) of the group of each sample, all (B,); the std is over n - 1."""
     groups = Groups(uid, torch.ones_like(x, dtype=torch.bool))
     return groups.mean(x), groups.std(x), groups.count
 
 
 class LossAggregation(str):
-    """The name of an aggregation mode that carries the counts of the whole mini-batch.
+    """The name of an aggregation mode, together with the counts of the whole mini-batch.
 
-    A gradient must not depend on how a mini-batch is cut into micro-batches or over ranks. So every loss term is a sum
-    divided by one global count, taken before the cut:
+    A gradient must not depend on how a mini-batch is split into micro-batches or over ranks. So every loss term is a
+    sum divided by one global count, taken before the split:
 
         aggregation = LossAggregation.of("token-mean", mini_batch_response_mask)
         for micro in micro_batches:
             agg_loss(token_losses, micro_mask, aggregation).backward()
 
-    It is a string, so that a loss written for mode names receives it unchanged.
+    It is a `str`, so a loss written for mode names takes it unchanged.
 
-    mode: one of `LOSS_AGG_MODES`
-    num_tokens: ones in the response mask of the mini-batch, over all ranks
-    num_sequences: rows of it with at least one token
-    scale_factor: the constant C of "seq-mean-token-sum-norm"
+    Args:
+        mode: one of `LOSS_AGG_MODES`.
+        num_tokens: ones in the response mask of the mini-batch, over all ranks.
+        num_sequences: responses of the mini-batch with at least one token, over all ranks.
+        scale_factor: the constant C of "seq-mean-token-sum-norm".
     """
 
     num_tokens: float
@@ -171,26 +182,27 @@ class LossAggregation(str):
         self = super().__new__(cls, _checked_mode(mode))
         if mode == "seq-mean-token-sum-norm" and not scale_factor:
             raise ValueError(
-                "seq-mean-token-sum-norm divides by a constant: expected scale_factor > 0 (the longest response "
-                f"that can occur), found {scale_factor}"
+                "seq-mean-token-sum-norm: expected scale_factor > 0 (for example data.max_response_length), "
+                f"found {scale_factor}"
             )
         self.num_tokens, self.num_sequences, self.scale_factor = num_tokens, num_sequences, scale_factor
         return self
 
-    def __getnewargs__(self):  # pickling: a worker in another process receives the counts too
+    def __getnewargs__(self):  # so that pickling keeps the counts
         return str(self), self.num_tokens, self.num_sequences, self.scale_factor
 
     @classmethod
     def of(cls, mode: str, response_mask: torch.Tensor, scale_factor: float | None = None) -> "LossAggregation":
-        """The aggregation of a whole mini-batch, from its response mask (B, T).
+        """Return the aggregation of a mini-batch, from its response mask (B, T).
 
-        Without `scale_factor`, C is T, the width of the mask: right only where every batch is padded to the same T.
+        Without `scale_factor`, C is T, the width of the mask. That is only correct if all batches are padded to the
+        same T.
         """
         tokens = response_mask.bool()
         return cls(mode, int(tokens.sum()), int(tokens.any(-1).sum()), scale_factor or response_mask.shape[-1])
 
     def with_mode(self, mode: str) -> "LossAggregation":
-        """The same counts under another mode, for losses that are defined with one mode only."""
+        """Return the same counts with another mode, for losses that are defined for a single mode."""
         return LossAggregation(mode, self.num_tokens, self.num_sequences, self.scale_factor)
 
 
@@ -201,7 +213,7 @@ def _checked_mode(mode: str) -> str:
 
 
 def force_mode(loss_agg_mode: str, mode: str) -> str:
-    """`mode`, with the counts that `loss_agg_mode` carries, if it carries any."""
+    """Return `mode` with the counts of `loss_agg_mode`, if it has any."""
     return loss_agg_mode.with_mode(mode) if isinstance(loss_agg_mode, LossAggregation) else mode
 
 
@@ -214,7 +226,7 @@ def agg_loss(
     global_batch_size: float | None = None,
     loss_scale_factor: float | None = None,
 ) -> torch.Tensor:
-    """One scalar from a matrix of token losses (B, T).
+    """Aggregate a matrix of token losses into a scalar.
 
     | mode | value |
     |---|---|
@@ -224,14 +236,21 @@ def agg_loss(
     | seq-mean-token-sum-norm | mean over sequences of their sum / C (Dr.GRPO, arXiv 2503.20783) |
     | token-sum | sum over tokens |
 
-    Where the counts come from: a `LossAggregation` if `loss_agg_mode` is one; else the keyword arguments
-    `batch_num_tokens`, `global_batch_size` (non-empty sequences) and `loss_scale_factor` (C); else this matrix, with
-    C = T. Only the first two make the sum over micro-batches equal to the value on the whole. Sequences without a token
-    are not counted, and a batch without any gives 0, with a gradient of 0.
+    The counts come from `loss_agg_mode` if it is a `LossAggregation`, otherwise from the keyword arguments, otherwise
+    from this matrix, with C = T. Only the first two make the sum over micro-batches equal to the value of the whole
+    mini-batch. Sequences without tokens are not counted; without any token, loss and gradient are 0.
 
-    dp_size: the factor that undoes the averaging of gradients over data-parallel ranks.
+    Args:
+        loss_mat: (B, T) token losses.
+        loss_mask: (B, T) response mask.
+        loss_agg_mode: a mode name or a `LossAggregation`.
+        dp_size: factor that cancels the averaging of gradients over data-parallel ranks.
+        batch_num_tokens: tokens of the mini-batch, over all ranks.
+        global_batch_size: non-empty sequences of the mini-batch, over all ranks.
+        loss_scale_factor: C of "seq-mean-token-sum-norm".
 
-    Raises ValueError for an unknown mode.
+    Raises:
+        ValueError: if the mode is unknown.
     """
     _checked_mode(loss_agg_mode)
     num_tokens, num_sequences, scale = batch_num_tokens, global_batch_size, loss_scale_factor
@@ -250,29 +269,33 @@ def agg_loss(
         count = mask.any(-1).sum() if num_sequences is None else num_sequences
         if loss_agg_mode == "seq-mean-token-sum-norm":
             total = total / (scale or loss_mat.shape[-1])
-    # Nothing to learn from (every token rejected) is a loss of 0, not 0 / 0.
+    # if every token is rejected the loss is 0, not 0 / 0
     return total / (count.clamp(min=1) if isinstance(count, torch.Tensor) else max(1, count)) * dp_size
 
 
 def mean_over(losses: torch.Tensor, count: int | None = None) -> torch.Tensor:
-    """The sum of per-row losses (N,) over `count`, the rows of the whole mini-batch; over N when not given."""
+    """Sum of the per-sample losses (N,) divided by `count`, the samples of the whole mini-batch; by N if None."""
     return at_least_float32(losses).sum() / max(1, len(losses) if count is None else count)
 
 
 def mean_parts(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum, count) of `x` under the mask, detached: the form of a metric that merges exactly."""
+    """Return the masked (sum, count) of `x`, detached: a metric that merges exactly."""
     return masked_sum(x.detach(), mask), mask.bool().sum()
 
 
 def merge_metrics(metrics: Iterable[Mapping[str, object]], weights: Iterable[float] | None = None) -> dict[str, float]:
-    """One dictionary of floats from those of several micro-batches or ranks.
+    """Merge the metrics of several micro-batches or ranks into one dictionary of floats.
 
-    - a pair (sum, count): the sum of the sums over the sum of the counts (0 when nothing was counted)
-    - a number, whose name ends in `max` or `min` after `_` or `/`: the largest or smallest
-    - any other number: the mean, weighted by `weights` (one per dictionary; equal when not given)
+    - a pair (sum, count): the total sum over the total count; 0 if the count is 0
+    - a number whose name ends in `_max`, `/max`, `_min` or `/min`: the maximum or minimum
+    - any other number: the mean, weighted by `weights`
 
-    A name may be missing from some dictionaries. Raises ValueError when a name is a pair in one and a number in
-    another, or when the weights are not one per dictionary.
+    Args:
+        metrics: one dictionary per micro-batch or rank. A name may be missing from some of them.
+        weights: one per dictionary; equal by default.
+
+    Raises:
+        ValueError: if a name is a pair in one dictionary and a number in another, or the number of weights differs.
     """
     metrics = list(metrics)
     weights = [1.0] * len(metrics) if weights is None else [float(weight) for weight in weights]
@@ -288,9 +311,11 @@ def merge_metrics(metrics: Iterable[Mapping[str, object]], weights: Iterable[flo
 def _merge_one(name: str, values: list[tuple[object, float]]) -> float:
     pairs = [value for value, _ in values if isinstance(value, tuple)]
     if pairs and len(pairs) != len(values):
-        raise ValueError(f"metric {name!r} is a (sum, count) pair in one place and a number in another: choose one")
+        raise ValueError(
+            f"metric {name!r}: expected (sum, count) pairs or numbers, found both: use one of them everywhere"
+        )
     if pairs:
-        total, count = (sum(float(part) for part in parts) for parts in zip(*pairs))
+        total, count = (sum(float(x) for x in values) for values in zip(*pairs))
         return total / count if count else 0.0
     numbers = [float(value) for value, _ in values]
     if name.endswith(("_max", "/max")):

@@ -1,13 +1,13 @@
-"""Policy losses for data that another policy sampled: stale weights, or a sampler that computes differently.
+"""Policy losses for off-policy data: stale weights, or training-inference mismatch.
 
-`old_log_prob` is pi_old of the ratio; where it is the sampler's own log-prob (bypass mode) there are two policies, else
-three: the sampler's, the trainer's before the update, the current one.
+There are up to three policies: the one that sampled (`rollout_log_probs`), the one before the update (`old_log_prob`)
+and the current one (`log_prob`). In bypass mode `old_log_prob` is the log-prob of the rollout engine, which leaves two.
 """
 
 import torch
 
 from verl.algorithms.masked import agg_loss, mean_parts, zero_padding
-from verl.algorithms.policy_losses import MAX_LOG_RATIO, LossAndMetrics, register_policy_loss, vanilla, weigh
+from verl.algorithms.policy_losses import MAX_LOG_RATIO, LossAndMetrics, apply_weights, register_policy_loss, vanilla
 from verl.algorithms.rollout_correction import (
     compute_rollout_correction_weights,
     compute_rollout_rejection_mask,
@@ -26,9 +26,14 @@ def reinforce(
     *,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> LossAndMetrics:
-    """Policy gradient with importance weights (Williams 1992): -w A log_prob; w, `rollout_is_weights`, is constant."""
+    """REINFORCE (Williams 1992) with importance weights: no ratio, no clip.
+
+        L = -w A log_prob, with the constant w = rollout_is_weights, or 1
+
+    Assumes one update per batch, or weights that account for the difference.
+    """
     old_log_prob, log_prob, advantages = zero_padding(response_mask, old_log_prob, log_prob, advantages)
-    losses = weigh(-advantages * log_prob, rollout_is_weights, response_mask)
+    losses = apply_weights(-advantages * log_prob, rollout_is_weights, response_mask)
     metrics = {"actor/ppo_kl": mean_parts(old_log_prob - log_prob, response_mask)}
     return agg_loss(losses, response_mask, loss_agg_mode), metrics
 
@@ -48,13 +53,17 @@ def decoupled_ppo(
     clip_ratio_c: float = 3.0,
     rollout_is_threshold: float = 2.0,
 ) -> LossAndMetrics:
-    """Decoupled PPO (Hilton et al. 2021, arXiv 2110.00641; AReaL, Fu et al. 2025, arXiv 2505.24298).
+    """Decoupled PPO for stale data (Hilton et al. 2021, arXiv 2110.00641; AReaL, Fu et al. 2025, arXiv 2505.24298).
 
-    (pi_prox / pi_behav) * the clipped surrogate of u = pi / pi_prox: the clip is around a recent policy, the weight,
-    constant and truncated, leads back to the one that sampled.
+        L = min(pi_prox / pi_behav, C) * clipped surrogate of pi / pi_prox
 
-    old_log_prob: of the proximal policy; rollout_log_probs: of the behaviour policy, (B, T)
-    rollout_is_threshold: the bound of the weight. It takes the place of `rollout_is_weights`, which would count twice.
+    The clip is around a recent (proximal) policy, and the truncated constant weight corrects for the behavior policy
+    that sampled.
+
+    Args:
+        old_log_prob: (B, T), of the proximal policy.
+        rollout_log_probs: (B, T), of the behavior policy.
+        rollout_is_threshold: C. There is no `rollout_is_weights` here: it would apply the same weight twice.
     """
     x = mismatch(old_log_prob.detach(), rollout_log_probs, response_mask)
     weights, _ = compute_rollout_correction_weights(x, response_mask, "token", rollout_is_threshold)
@@ -92,11 +101,17 @@ def bypass_mode(
     clip_ratio_high: float | None = None,
     clip_ratio_c: float = 3.0,
 ) -> LossAndMetrics:
-    """Two policies: `old_log_prob` is the sampler's, and everything is corrected against the current policy.
+    """Rollout log-probs as old log-probs: saves a forward pass, and corrects against the current policy.
 
-    loss_type "ppo_clip": `vanilla`, whose ratio is the importance ratio already, so that no weight is multiplied in.
-    loss_type "reinforce": `reinforce` with the weights of `rollout_is`, from the current log-probs.
-    Rejection (`rollout_rs`) takes tokens out of the loss; the counts of the aggregation stay those of `response_mask`.
+        ppo_clip:  `vanilla`; its ratio is already the importance ratio, so no weight is applied
+        reinforce: `reinforce` with the weights of `rollout_is`, from the current log-probs
+
+    Rejection (`rollout_rs`) removes tokens from the loss; the counts of the aggregation stay those of `response_mask`.
+
+    Args:
+        old_log_prob: (B, T), of the rollout engine.
+        loss_type: "ppo_clip" or "reinforce".
+        rollout_is, rollout_is_threshold, rollout_rs, rollout_rs_threshold: as in `rollout_correction`.
     """
     if loss_type not in ("ppo_clip", "reinforce"):
         raise ValueError(
@@ -104,8 +119,8 @@ def bypass_mode(
         )
     if rollout_is_batch_normalize:
         raise ValueError(
-            "rollout_is_batch_normalize needs the weights of the whole batch, but bypass_mode makes them one "
-            "micro-batch at a time: set it to false, or bypass_mode=false"
+            "rollout_is_batch_normalize needs the weights of the whole batch, but bypass_mode computes them per "
+            "micro-batch: set it to false, or bypass_mode=false"
         )
     x = mismatch(log_prob.detach(), old_log_prob, response_mask)
     weights, metrics = torch.ones_like(x), {}
@@ -136,12 +151,17 @@ def dppo_tv(
     clip_ratio_c: float = 20.0,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> LossAndMetrics:
-    """Divergence PPO, total variation (arXiv 2602.04879): -A min(rho, c) log_prob on the tokens that may still move.
+    """Divergence PPO with total variation (arXiv 2602.04879): a bound on the change of probability, not on the ratio.
 
-    A token is dropped when its probability has moved by more than the bound *in the direction it is pushed*:
-    p - p_old > high where A > 0, p_old - p > low where A < 0. Unlike a ratio, the difference is small for rare tokens.
+        L = -A stop_gradient(min(rho, c)) log_prob
+        dropped where A > 0 and p - p_old > high, or A < 0 and p_old - p > low
 
-    clip_ratio_low, clip_ratio_high: bounds on the change of probability; clip_ratio_c: the largest weight
+    For rare tokens a large ratio is a small change of probability, so they keep their gradient.
+
+    Args:
+        clip_ratio_low: bound on the decrease of the probability of a token.
+        clip_ratio_high: bound on the increase.
+        clip_ratio_c: c, the largest weight.
     """
 
     def divergence(log_p: torch.Tensor, log_p_old: torch.Tensor) -> torch.Tensor:
@@ -168,14 +188,19 @@ def dppo_kl(
     clip_ratio_c: float = 20.0,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> LossAndMetrics:
-    """`dppo_tv` with the divergence KL(Bernoulli(p_old) || Bernoulli(p)): the sampled token against all others."""
+    """Divergence PPO with KL (arXiv 2602.04879): `dppo_tv` with another divergence of the sampled token.
+
+    D = KL(Bernoulli(p_old) || Bernoulli(p)): the sampled token against all others
+    L = -A stop_gradient(min(rho, c)) log_prob
+    dropped where D exceeds high (A > 0, p > p_old) or low (A < 0, p < p_old)
+    """
 
     def divergence(log_p: torch.Tensor, log_p_old: torch.Tensor) -> torch.Tensor:
-        rest, rest_old = log_of_rest(log_p), log_of_rest(log_p_old)
-        return log_p_old.exp() * (log_p_old - log_p) + rest_old.exp() * (rest_old - rest)
+        others, others_old = log1m_exp(log_p), log1m_exp(log_p_old)
+        return log_p_old.exp() * (log_p_old - log_p) + others_old.exp() * (others_old - others)
 
-    def log_of_rest(log_p: torch.Tensor) -> torch.Tensor:
-        """log(1 - p), finite for p = 1."""
+    def log1m_exp(log_p: torch.Tensor) -> torch.Tensor:
+        """log(1 - p), finite at p = 1."""
         return torch.log(-torch.expm1(log_p.clamp(max=-1e-7)))
 
     return _divergence_ppo(
@@ -193,15 +218,15 @@ def _divergence_ppo(divergence, columns, bounds, rollout_is_weights) -> LossAndM
     with torch.no_grad():
         log_ratio = log_prob - old_log_prob
         weight = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=largest)
-        pushed_on = torch.where(advantages > 0, log_ratio > 0, log_ratio < 0)
+        moves_further = torch.where(advantages > 0, log_ratio > 0, log_ratio < 0)
         bound = torch.full_like(log_ratio, low).masked_fill(advantages > 0, high)
-        dropped = pushed_on & (divergence(log_prob, old_log_prob) > bound)
+        dropped = moves_further & (divergence(log_prob, old_log_prob) > bound)
     losses = torch.where(dropped, 0, -advantages * weight * log_prob)
     metrics = {
         "actor/pg_clipfrac": mean_parts(dropped, mask),
         "actor/ppo_kl": mean_parts(-log_ratio, mask),
     }
-    return agg_loss(weigh(losses, rollout_is_weights, mask), mask, loss_agg_mode), metrics
+    return agg_loss(apply_weights(losses, rollout_is_weights, mask), mask, loss_agg_mode), metrics
 
 
 @register_policy_loss("dro")
@@ -215,14 +240,17 @@ def dro(
     dro_beta: float,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> LossAndMetrics:
-    """Direct reward optimisation (Richemond et al. 2024, arXiv 2405.19107).
+    """Direct reward optimization (Richemond et al. 2024, arXiv 2405.19107): a quadratic penalty instead of the clip.
 
-    -(A log_prob - beta / 2 (log_prob - old_log_prob)^2)
+        L = -(A log_prob - beta / 2 (log_prob - old_log_prob)^2), with beta = dro_beta
 
-    dro_beta: strength of the pull towards the old policy; there is no default
+    The penalty keeps the policy near the old one also for off-policy data.
+
+    Args:
+        dro_beta: strength of the penalty; required.
     """
     old_log_prob, log_prob, advantages = zero_padding(response_mask, old_log_prob, log_prob, advantages)
     log_ratio = log_prob - old_log_prob
     losses = -(advantages * log_prob - 0.5 * dro_beta * log_ratio**2)
     metrics = {"actor/ppo_kl": mean_parts(-log_ratio, response_mask)}
-    return agg_loss(weigh(losses, rollout_is_weights, response_mask), response_mask, loss_agg_mode), metrics
+    return agg_loss(apply_weights(losses, rollout_is_weights, response_mask), response_mask, loss_agg_mode), metrics

@@ -1,4 +1,4 @@
-"""Policy losses: what the actor minimises, given an advantage for each token.
+"""Policy losses: what the actor minimizes, given an advantage per token.
 
     @register_policy_loss("mine")
     def mine(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, *, clip_ratio=0.2,
@@ -6,13 +6,13 @@
         ...
         return loss, {"actor/my_metric": mean_parts(x, response_mask)}
 
-The first four are (B, T); rho = exp(log_prob - old_log_prob) is the ratio of the current to the old policy.
-`loss_agg_mode` is a mode name or the `LossAggregation` of the mini-batch, and goes on to `agg_loss`. Keyword-only
-parameters are settings of the actor by the same name; their defaults are the published ones. `rollout_is_weights`
-(B, T) multiplies the loss of each token before the aggregation, whose counts stay as they are.
+The first four arguments are (B, T); rho = exp(log_prob - old_log_prob) is the ratio of the current to the old policy.
+`loss_agg_mode` is a mode name or the `LossAggregation` of the mini-batch, and is passed to `agg_loss`. Keyword-only
+parameters are settings of the actor with the same name; the defaults are the published values. `rollout_is_weights`
+(B, T) multiplies the token losses before the aggregation and does not change its counts.
 
-The result is the scalar loss and metrics: name -> (sum, count) or float. Losses for data from another policy are in
-`off_policy_losses`, those that choose tokens by covariance in `covariance_losses`, SPPO in `preference`.
+A loss returns a scalar and metrics: name -> (sum, count) or float. Losses for off-policy data are in
+`off_policy_losses`, SPPO in `preference`.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ POLICY_LOSS_REGISTRY: Registry[Callable] = Registry("policy loss")
 
 LossAndMetrics = tuple[torch.Tensor, dict[str, object]]
 
-# exp(20) is far beyond any clip range, yet its square is finite in float32.
+# exp(20) is far outside any clip range, and its square is still finite in float32
 MAX_LOG_RATIO = 20.0
 
 
@@ -36,20 +36,20 @@ def register_policy_loss(name: str) -> Callable[[Callable], Callable]:
 
 
 def get_policy_loss_fn(name: str) -> Callable:
-    """The policy loss registered under `name`. Raises ValueError that lists the names."""
+    """Return the policy loss registered under `name`. Raises ValueError with the known names."""
     return POLICY_LOSS_REGISTRY[name]
 
 
 def clip_range(clip_ratio: float, clip_ratio_low: float | None, clip_ratio_high: float | None) -> tuple[float, float]:
-    """The distances of the clip bounds below and above 1; where one is not given it is `clip_ratio`."""
+    """Return the distances of the clip bounds below and above 1; each defaults to `clip_ratio`."""
     return (
         clip_ratio if clip_ratio_low is None else clip_ratio_low,
         clip_ratio if clip_ratio_high is None else clip_ratio_high,
     )
 
 
-def weigh(losses: torch.Tensor, weights: torch.Tensor | None, mask: torch.Tensor) -> torch.Tensor:
-    """Token losses times the importance weights of the rollout, which are constants, if there are any."""
+def apply_weights(losses: torch.Tensor, weights: torch.Tensor | None, mask: torch.Tensor) -> torch.Tensor:
+    """Multiply token losses by the importance weights, which are treated as constants; None: unchanged."""
     return losses if weights is None else losses * zero_padding(mask, weights.detach())[0]
 
 
@@ -67,13 +67,17 @@ def vanilla(
     clip_ratio_c: float = 3.0,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> LossAndMetrics:
-    """The clipped surrogate of PPO (Schulman et al. 2017, arXiv 1707.06347) with dual clip (Ye et al. 2019).
+    """PPO's clipped surrogate (Schulman et al. 2017, arXiv 1707.06347) with dual clip (arXiv 1912.09729).
 
-    max(-A rho, -A clip(rho, 1 - low, 1 + high)); where A < 0 at most -A c, so that one token with a huge ratio cannot
-    dominate (arXiv 1912.09729). `clip_ratio_high > clip_ratio_low` is clip-higher (DAPO, arXiv 2503.14476).
+        L = max(-A rho, -A clip(rho, 1 - low, 1 + high));  where A < 0, at most -A c
 
-    clip_ratio: both bounds; `clip_ratio_low` and `clip_ratio_high` take precedence
-    clip_ratio_c: the c of the dual clip, above 1
+    The clip removes the gradient of a token whose ratio has moved past the bound in the direction of its advantage. The
+    dual clip limits the loss of a single token with a huge ratio. `clip_ratio_high > clip_ratio_low` is clip-higher
+    (DAPO, arXiv 2503.14476). Assumes `old_log_prob` of the policy that sampled, or close to it.
+
+    Args:
+        clip_ratio: both bounds; `clip_ratio_low` and `clip_ratio_high` take precedence.
+        clip_ratio_c: c of the dual clip, above 1.
     """
     low, high = clip_range(clip_ratio, clip_ratio_low, clip_ratio_high)
     if clip_ratio_c <= 1:
@@ -93,7 +97,7 @@ def vanilla(
         "actor/pg_clipfrac_lower": mean_parts((surrogate > bound) & (advantages < 0), response_mask),
         "actor/ppo_kl": mean_parts(-log_ratio, response_mask),
     }
-    return agg_loss(weigh(losses, rollout_is_weights, response_mask), response_mask, loss_agg_mode), metrics
+    return agg_loss(apply_weights(losses, rollout_is_weights, response_mask), response_mask, loss_agg_mode), metrics
 
 
 @register_policy_loss("gspo")
@@ -108,20 +112,22 @@ def gspo(
     clip_ratio_high: float = 4e-4,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> LossAndMetrics:
-    """Group sequence policy optimisation (Zheng et al. 2025, arXiv 2507.18071): one ratio per response.
+    """Group sequence policy optimization (Zheng et al. 2025, arXiv 2507.18071): one ratio per response.
 
-    s_i = exp(mean_t(log_prob - old_log_prob)), clipped as in PPO: a response keeps its gradient as a whole or loses it.
-    The ratio is normalised by length, so the clip range is some thousand times narrower than for tokens. The mode is
-    always the mean over responses of their token mean. The log-ratio is bounded above by 10.
+        s_i = exp(mean_t(log_prob - old_log_prob));  L = max(-A s, -A clip(s, 1 - low, 1 + high))
+
+    A response is clipped as a whole. The ratio is normalized by length, so the clip range is about a thousand times
+    narrower than for token ratios. Assumes one advantage per response (advantages may still differ by token).
+    `loss_agg_mode` is ignored: always the mean over responses of their token mean. The log-ratio is at most 10.
     """
     old_log_prob, log_prob, advantages = zero_padding(response_mask, old_log_prob, log_prob, advantages)
     log_ratio = log_prob - old_log_prob
     sequence_log_ratio = masked_mean(log_ratio, response_mask, -1).unsqueeze(-1)  # (B, 1)
-    # The value of s_i at every token, the gradient through the token's own log-prob: advantages may differ by token.
+    # value s_i at every token, gradient through the log-prob of the token: advantages may differ by token
     ratio = (log_prob - log_prob.detach() + sequence_log_ratio.detach()).clamp(max=10.0).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    losses = weigh(torch.maximum(unclipped, clipped), rollout_is_weights, response_mask)
+    losses = apply_weights(torch.maximum(unclipped, clipped), rollout_is_weights, response_mask)
     metrics = {
         "actor/pg_clipfrac": mean_parts(clipped > unclipped, response_mask),
         "actor/ppo_kl": mean_parts(-log_ratio, response_mask),
@@ -141,11 +147,13 @@ def geo_mean(
     clip_ratio_high: float = 0.4,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> LossAndMetrics:
-    """Geometric-mean policy optimisation, GMPO (Zhao et al. 2025, arXiv 2507.20673).
+    """Geometric-mean policy optimization, GMPO (Zhao et al. 2025, arXiv 2507.20673).
 
-    x_t = log_prob - old_log_prob, clipped to [-low, high] on the side to which the advantage pushes;
-    s_i = exp(mean_t x_t), loss_i = -mean_t(A) s_i. The geometric mean is less moved by a single token than PPO's
-    arithmetic mean. The mode is always the mean over (non-empty) responses; importance weights enter by their mean.
+        x_t = log_prob - old_log_prob, clipped to [-low, high] in the direction of the advantage
+        L_i = -mean_t(A) exp(mean_t x_t)
+
+    A geometric mean of token ratios is less sensitive to a single token than PPO's arithmetic mean. `loss_agg_mode` is
+    ignored: always the mean over non-empty responses. Importance weights enter by their mean per response.
     """
     old_log_prob, log_prob, advantages = zero_padding(response_mask, old_log_prob, log_prob, advantages)
     log_ratio = (log_prob - old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -154,7 +162,7 @@ def geo_mean(
     clipped = sign * torch.minimum(sign * log_ratio, sign * within)
     ratio = masked_mean(clipped, response_mask, -1).exp()  # (B,)
     losses = -masked_mean(advantages, response_mask, -1) * ratio
-    losses = weigh(losses.unsqueeze(-1).expand_as(log_ratio), rollout_is_weights, response_mask)
+    losses = apply_weights(losses.unsqueeze(-1).expand_as(log_ratio), rollout_is_weights, response_mask)
     metrics = {
         "actor/pg_clipfrac": mean_parts(clipped != log_ratio * sign.abs(), response_mask),
         "actor/ppo_kl": mean_parts(-log_ratio, response_mask),
@@ -174,16 +182,18 @@ def cispo(
     clip_ratio_high: float = 0.2,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> LossAndMetrics:
-    """Clipped IS-weight policy optimisation (MiniMax 2025, arXiv 2506.13585): -sg(clip(rho)) A log_prob.
+    """Clipped importance-sampling weights, CISPO (MiniMax 2025, arXiv 2506.13585).
 
-    The clipped ratio is a constant weight, so that every token keeps a gradient. The paper has no lower bound: a low of
-    1 or more is none. Only the gradient of the loss means something, not its value.
+        L = -stop_gradient(clip(rho, 1 - low, 1 + high)) A log_prob
+
+    The clipped ratio is a constant weight, so every token keeps its gradient. The paper has no lower bound;
+    `clip_ratio_low` of 1 or more disables it. The value of the loss has no meaning, only its gradient.
     """
     old_log_prob, log_prob, advantages = zero_padding(response_mask, old_log_prob, log_prob, advantages)
     log_ratio = (log_prob - old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.detach().exp()
     weight = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    losses = weigh(-weight * advantages * log_prob, rollout_is_weights, response_mask)
+    losses = apply_weights(-weight * advantages * log_prob, rollout_is_weights, response_mask)
     metrics = {
         "actor/pg_clipfrac": mean_parts(weight != ratio, response_mask),
         "actor/ppo_kl": mean_parts(-log_ratio, response_mask),
@@ -203,16 +213,18 @@ def sapo(
     tau_neg: float = 1.05,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> LossAndMetrics:
-    """Soft adaptive policy optimisation (Gao et al. 2025, arXiv 2511.20347): -A (4 / tau) sigmoid(tau (rho - 1)).
+    """Soft adaptive policy optimization (Gao et al. 2025, arXiv 2511.20347): a smooth gate instead of the clip.
 
-    A smooth gate in place of the clip: its slope is 1 at rho = 1 and fades with the distance, faster for a larger tau.
-    tau is `tau_pos` where A > 0, else `tau_neg`. The mode is always the mean over responses of their token mean.
+        L = -A (4 / tau) sigmoid(tau (rho - 1)), with tau = tau_pos where A > 0, otherwise tau_neg
+
+    The slope in rho is 1 at rho = 1 and decays with the distance, faster for a larger tau. `loss_agg_mode` is ignored:
+    always the mean over responses of their token mean.
     """
     old_log_prob, log_prob, advantages = zero_padding(response_mask, old_log_prob, log_prob, advantages)
     log_ratio = (log_prob - old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     tau = torch.full_like(log_ratio, tau_neg).masked_fill(advantages > 0, tau_pos)
     gate = 4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1))
-    losses = weigh(-advantages * gate, rollout_is_weights, response_mask)
+    losses = apply_weights(-advantages * gate, rollout_is_weights, response_mask)
     metrics = {"actor/ppo_kl": mean_parts(-log_ratio, response_mask)}
     return agg_loss(losses, response_mask, force_mode(loss_agg_mode, "seq-mean-token-mean")), metrics
 
@@ -227,8 +239,128 @@ def gpg(
     *,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> LossAndMetrics:
-    """Group policy gradient (Chu et al. 2025, arXiv 2504.02546): -A log_prob. On-policy: one update per batch."""
+    """Group policy gradient (Chu et al. 2025, arXiv 2504.02546): the plain policy gradient, without ratio and clip.
+
+        L = -A log_prob
+
+    Assumes on-policy data: one update per batch.
+    """
     old_log_prob, log_prob, advantages = zero_padding(response_mask, old_log_prob, log_prob, advantages)
-    losses = weigh(-advantages * log_prob, rollout_is_weights, response_mask)
+    losses = apply_weights(-advantages * log_prob, rollout_is_weights, response_mask)
     metrics = {"actor/ppo_kl": mean_parts(old_log_prob - log_prob, response_mask)}
     return agg_loss(losses, response_mask, loss_agg_mode), metrics
+
+
+# ---------------------------------------------------------------------------------------------------- Clip-Cov, KL-Cov
+#
+# Cui et al. 2025, "The entropy mechanism", arXiv 2505.22617. The entropy decreases with the covariance of log-prob and
+# advantage, cov_t = (A_t - mean A)(log_prob_t - mean log_prob), and a few tokens contribute most of it. Clip-Cov drops
+# the gradient of some of these tokens, KL-Cov adds a KL penalty on them.
+#
+# Means and selection are over the tokens of one call. With gradient accumulation, each micro-batch selects among its
+# own tokens, at least one. So the gradient of these two losses, unlike all others, depends on the micro-batch size;
+# trainers warn about it. To select over the mini-batch as in the paper, use one micro-batch per mini-batch.
+
+SELECTS_PER_MICRO_BATCH = ("clip_cov", "kl_cov")
+"""Policy losses whose gradient depends on how the mini-batch is split."""
+
+
+def _covariance(advantages: torch.Tensor, log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return cov_t, (B, T), without gradient; -inf outside the mask, so that padding is never selected."""
+    log_prob = log_prob.detach()
+    covariance = (advantages - masked_mean(advantages, mask)) * (log_prob - masked_mean(log_prob, mask))
+    return torch.where(mask.bool(), covariance, -torch.inf)
+
+
+def _num_selected(fraction: float, mask: torch.Tensor) -> int:
+    """Number of tokens to select: at least one, if there are any."""
+    tokens = int(mask.bool().sum())
+    return min(tokens, max(1, int(fraction * tokens)))
+
+
+@register_policy_loss("clip_cov")
+def clip_cov(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    *,
+    clip_ratio: float = 0.2,
+    clip_ratio_low: float | None = None,
+    clip_ratio_high: float | None = None,
+    clip_cov_ratio: float = 2e-4,
+    clip_cov_lb: float = 1.0,
+    clip_cov_ub: float = 5.0,
+    generator: torch.Generator | None = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> LossAndMetrics:
+    """Clip-Cov (Cui et al. 2025, arXiv 2505.22617): PPO, with a few random tokens of high covariance dropped.
+
+        L = 0 on the dropped tokens, otherwise max(-A rho, -A clip(rho, 1 - low, 1 + high))
+
+    Tokens whose log-prob and advantage are high together reduce the entropy most. Selects per micro-batch (see above).
+
+    Args:
+        clip_cov_ratio: fraction of tokens to drop.
+        clip_cov_lb: lower bound of the covariance of a token that may be dropped.
+        clip_cov_ub: upper bound. Tokens that PPO clips are not dropped.
+        generator: random numbers of the selection; torch's global generator if None.
+    """
+    low, high = clip_range(clip_ratio, clip_ratio_low, clip_ratio_high)
+    old_log_prob, log_prob, advantages = zero_padding(response_mask, old_log_prob, log_prob, advantages)
+    log_ratio = (log_prob - old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = log_ratio.exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+
+    covariance = _covariance(advantages, log_prob, response_mask)
+    candidates = ((covariance > clip_cov_lb) & (covariance < clip_cov_ub) & (clipped <= unclipped)).flatten().nonzero()
+    device = "cpu" if generator is None else generator.device
+    order = torch.randperm(len(candidates), generator=generator, device=device).to(candidates.device)
+    selected = candidates[order[: _num_selected(clip_cov_ratio, response_mask)]]
+    dropped = torch.zeros_like(covariance, dtype=torch.bool)
+    dropped.view(-1)[selected] = True
+
+    losses = torch.where(dropped, 0, torch.maximum(unclipped, clipped))
+    metrics = {
+        "actor/pg_clipfrac": mean_parts(dropped, response_mask),
+        "actor/ppo_kl": mean_parts(-log_ratio, response_mask),
+    }
+    return agg_loss(apply_weights(losses, rollout_is_weights, response_mask), response_mask, loss_agg_mode), metrics
+
+
+@register_policy_loss("kl_cov")
+def kl_cov(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    *,
+    kl_cov_ratio: float = 2e-4,
+    ppo_kl_coef: float = 1.0,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> LossAndMetrics:
+    """KL-Cov (Cui et al. 2025, arXiv 2505.22617): no clip, a KL penalty on the tokens of highest covariance.
+
+        L = -A rho + ppo_kl_coef |log_prob - old_log_prob| on the selected tokens, -A rho on the others
+
+    Selects per micro-batch (see above).
+
+    Args:
+        kl_cov_ratio: fraction of tokens with the penalty.
+        ppo_kl_coef: weight of the penalty.
+    """
+    old_log_prob, log_prob, advantages = zero_padding(response_mask, old_log_prob, log_prob, advantages)
+    log_ratio = (log_prob - old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    covariance = _covariance(advantages, log_prob, response_mask)
+    penalized = torch.zeros_like(covariance, dtype=torch.bool)
+    penalized.view(-1)[covariance.flatten().topk(_num_selected(kl_cov_ratio, response_mask)).indices] = True
+
+    losses = -advantages * log_ratio.exp() + torch.where(penalized, ppo_kl_coef * log_ratio.abs(), 0)
+    metrics = {
+        "actor/kl_cov_fraction": mean_parts(penalized, response_mask),
+        "actor/ppo_kl": mean_parts(-log_ratio, response_mask),
+    }
+    return agg_loss(apply_weights(losses, rollout_is_weights, response_mask), response_mask, loss_agg_mode), metrics

@@ -1,7 +1,8 @@
-"""Learning from comparisons: DPO and IPO, pairs for online DPO, SPPO, the Bradley-Terry loss of a reward model.
+"""Preference learning: DPO and IPO, pairs for online DPO, SPPO, the Bradley-Terry loss of a reward model.
 
-A sequence log-prob is the sum over the response (`sequence_log_prob`), (N,) for N pairs. Losses are means over pairs;
-`num_pairs` is the number of pairs of the whole mini-batch, when a call sees a part of it, so that parts add up.
+A sequence log-prob is the sum over the response (`sequence_log_prob`), (N,) for N pairs. Losses are means over pairs.
+`num_pairs` is the number of pairs of the whole mini-batch; pass it if a call sees a micro-batch, so that the losses of
+the micro-batches sum to that of the mini-batch.
 """
 
 from collections.abc import Sequence
@@ -21,12 +22,12 @@ from verl.algorithms.masked import (
     mean_parts,
     zero_padding,
 )
-from verl.algorithms.policy_losses import LossAndMetrics, register_policy_loss, weigh
+from verl.algorithms.policy_losses import LossAndMetrics, apply_weights, register_policy_loss
 from verl.registry import did_you_mean
 
 
 def sequence_log_prob(log_probs: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """The log-prob of each response: (B, T) -> (B,)."""
+    """Sum of the token log-probs of each response: (B, T) -> (B,)."""
     return zero_padding(response_mask, log_probs)[0].sum(-1)
 
 
@@ -41,13 +42,22 @@ def dpo_loss(
     loss_type: str = "sigmoid",
     num_pairs: int | None = None,
 ) -> LossAndMetrics:
-    """Direct preference optimisation on sequence log-probs (N,), with h = (chosen - rejected) - (the same of ref).
+    """Direct preference optimization: increase the margin of the chosen over the rejected response.
 
-    sigmoid: -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h); Rafailov et al. 2023, arXiv 2305.18290; s is
-        `label_smoothing`, the share of labels held to be wrong
-    ipo: (h - 1 / (2 beta))^2; Azar et al. 2023, arXiv 2310.12036
+    With h = (chosen - rejected) - (ref_chosen - ref_rejected), of sequence log-probs (N,):
 
-    Raises ValueError for an unknown `loss_type`.
+        sigmoid: -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h)   Rafailov et al. 2023, arXiv 2305.18290
+        ipo:     (h - 1 / (2 beta))^2                                     Azar et al. 2023, arXiv 2310.12036
+
+    sigmoid assumes Bradley-Terry preferences, ipo does not.
+
+    Args:
+        beta: strength of the KL constraint to the reference policy.
+        label_smoothing: s, the assumed fraction of flipped labels.
+        num_pairs: pairs of the whole mini-batch; N by default.
+
+    Raises:
+        ValueError: if `loss_type` is unknown.
     """
     chosen = chosen_log_prob - ref_chosen_log_prob
     rejected = rejected_log_prob - ref_rejected_log_prob
@@ -58,18 +68,18 @@ def dpo_loss(
         losses = (h - 1 / (2 * beta)) ** 2
     else:
         raise ValueError(f"no DPO loss is called {loss_type!r}: {did_you_mean(str(loss_type), ('sigmoid', 'ipo'))}")
-    every = torch.ones_like(h)
+    ones = torch.ones_like(h)
     metrics = {
-        "dpo/accuracy": mean_parts(h > 0, every),
-        "dpo/margin": mean_parts(beta * h, every),
-        "dpo/reward_chosen": mean_parts(beta * chosen, every),
-        "dpo/reward_rejected": mean_parts(beta * rejected, every),
+        "dpo/accuracy": mean_parts(h > 0, ones),
+        "dpo/margin": mean_parts(beta * h, ones),
+        "dpo/reward_chosen": mean_parts(beta * chosen, ones),
+        "dpo/reward_rejected": mean_parts(beta * rejected, ones),
     }
     return mean_over(losses, num_pairs), metrics
 
 
 class PreferencePairs(NamedTuple):
-    """Rows of the better and the worse response of each pair, and how many prompts had no two different rewards."""
+    """Indices of the chosen and the rejected response of each pair, and the number of zero-variance groups."""
 
     chosen: torch.Tensor  # (N,) long
     rejected: torch.Tensor  # (N,) long
@@ -77,25 +87,31 @@ class PreferencePairs(NamedTuple):
 
 
 def select_pairs(rewards: torch.Tensor, uid: Sequence) -> PreferencePairs:
-    """Online DPO: the best and the worst response of each prompt, by reward (B,), in order of the first row.
+    """Online DPO: pair the best and the worst response of each prompt, in order of first appearance.
 
-    A prompt whose responses all have the same reward gives no pair, a preference between equals is noise; it is counted
-    in `num_ties`. Among equally good (bad) responses the first is taken. Raises ValueError for a reward that is NaN.
+    A zero-variance group gives no pair and is counted in `num_ties`. Among equal rewards the first response is taken.
+
+    Args:
+        rewards: (B,) reward of each response.
+        uid: (B,) identifies the prompt of each sample.
+
+    Raises:
+        ValueError: if a reward is NaN.
     """
     if torch.isnan(rewards).any():
         raise ValueError(
-            f"expected rewards to compare, found NaN in rows {torch.isnan(rewards).nonzero().flatten().tolist()}"
+            f"rewards: expected finite numbers, found NaN in rows {torch.isnan(rewards).nonzero().flatten().tolist()}"
         )
     rewards = at_least_float32(rewards)
     rows = torch.arange(len(rewards), device=rewards.device)
     groups = Groups(uid, torch.ones_like(rows, dtype=torch.bool))
 
     def first(is_extreme: torch.Tensor) -> torch.Tensor:
-        """The first row of each group that is extreme, for each row."""
+        """For each sample, the index of the first extreme one of its group."""
         return (-groups.max(torch.where(is_extreme, -rows.double(), -torch.inf))).long()
 
     best, worst = groups.max(rewards), -groups.max(-rewards)
-    leads = rows == first(torch.ones_like(rows, dtype=torch.bool))  # one row per group
+    leads = rows == first(torch.ones_like(rows, dtype=torch.bool))  # one sample per group
     differs = leads & (best > worst)
     return PreferencePairs(
         chosen=first(rewards == best)[differs],
@@ -109,14 +125,15 @@ def select_pairs(rewards: torch.Tensor, uid: Sequence) -> PreferencePairs:
 def sppo(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, uid: Sequence, *, sppo_beta: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Self-play preference optimisation: a = R - softmean of the prompt's rewards, on every token.
+    """Self-play preference optimization (Wu et al. 2024, arXiv 2405.00675): reward minus a soft maximum of the group.
 
-    softmean = (1 / b) (logsumexp_j(b R_j) - ln n): between the mean (b -> 0) and the maximum (b -> inf). To be used
-    with the policy loss `sppo`.
+        A_i = R_i - (1 / b) (logsumexp_j(b R_j) - ln n), with b = sppo_beta
+
+    The baseline lies between the mean (b -> 0) and the maximum (b -> inf). Use it with the policy loss `sppo`.
     """
     grouped = GroupedRewards("sppo", token_level_rewards, response_mask, uid)
     groups, reward = grouped.groups, grouped.reward
-    best = groups.max(reward)  # taken out of the exponent, so that it cannot overflow
+    best = groups.max(reward)  # subtracted in the exponent, so that it cannot overflow
     mean_exp = groups.mean(torch.exp(sppo_beta * (reward - best)))
     return grouped.spread(reward - best - mean_exp.clamp(min=1e-300).log() / sppo_beta)
 
@@ -132,14 +149,16 @@ def sppo_loss(
     sppo_eta: float = 1.0,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> LossAndMetrics:
-    """SPPO (Wu et al. 2024, arXiv 2405.00675): (sum_t (log_prob - old_log_prob) - eta a)^2, mean over responses.
+    """SPPO (Wu et al. 2024, arXiv 2405.00675): regress the log-ratio of a response on its advantage.
 
-    a is the mean advantage of the response, and the mode is always the mean over responses.
+        L = mean_i (sum_t (log_prob - old_log_prob) - eta mean_t A)^2, with eta = sppo_eta
+
+    `loss_agg_mode` is ignored: always the mean over responses. Use it with the estimator `sppo`.
     """
     old_log_prob, log_prob, advantages = zero_padding(response_mask, old_log_prob, log_prob, advantages)
     log_ratio = (log_prob - old_log_prob).sum(-1)
     losses = (log_ratio - sppo_eta * masked_mean(advantages, response_mask, -1)) ** 2
-    losses = weigh(losses.unsqueeze(-1).expand_as(log_prob), rollout_is_weights, response_mask)
+    losses = apply_weights(losses.unsqueeze(-1).expand_as(log_prob), rollout_is_weights, response_mask)
     metrics = {"actor/ppo_kl": mean_parts(old_log_prob - log_prob, response_mask)}
     return agg_loss(losses, response_mask, force_mode(loss_agg_mode, "seq-mean-token-mean")), metrics
 
@@ -152,27 +171,34 @@ def bradley_terry_loss(
     center_coef: float = 0.0,
     num_pairs: int | None = None,
 ) -> LossAndMetrics:
-    """Reward model: -log sigmoid(s_chosen - s_rejected - margin), mean over pairs (Bradley & Terry 1952).
+    """Reward-model loss -log sigmoid(s_chosen - s_rejected - margin), mean over pairs (Bradley & Terry 1952).
 
-    Scores are (N,), from the last token of each text (`last_token_scores`). Only differences are learned, so the level
-    may drift: `center_coef` adds that much of s_chosen^2 + s_rejected^2.
+    Only differences are learned, so the level of the scores may drift; `center_coef` penalizes it.
+
+    Args:
+        chosen_scores: (N,), scores at the last token of each sequence (`last_token_scores`).
+        rejected_scores: (N,).
+        margin: (N,) or a number, the required difference of the scores.
+        center_coef: weight of s_chosen^2 + s_rejected^2.
+        num_pairs: pairs of the whole mini-batch; N by default.
     """
     chosen_scores, rejected_scores = at_least_float32(chosen_scores), at_least_float32(rejected_scores)
     difference = chosen_scores - rejected_scores
     losses = -logsigmoid(difference - margin) + center_coef * (chosen_scores**2 + rejected_scores**2)
-    every = torch.ones_like(difference)
-    metrics = {"rm/accuracy": mean_parts(difference > 0, every), "rm/margin": mean_parts(difference, every)}
+    ones = torch.ones_like(difference)
+    metrics = {"rm/accuracy": mean_parts(difference > 0, ones), "rm/margin": mean_parts(difference, ones)}
     return mean_over(losses, num_pairs), metrics
 
 
 def last_token_scores(scores: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """The score at the last token that is not padding, whichever side the padding is on: (B, T) -> (B,).
+    """Return the score at the last token that is not padding: (B, T) -> (B,). Padding may be on either side.
 
-    Raises ValueError for a row without tokens.
+    Raises:
+        ValueError: if a row has no tokens.
     """
     mask = attention_mask.bool()
     empty = (~mask.any(-1)).nonzero().flatten().tolist()
     if empty:
-        raise ValueError(f"expected a token in every row to read the score from, found none in rows {empty}")
+        raise ValueError(f"expected at least one token in every row, found none in rows {empty}")
     last = (torch.arange(mask.shape[-1], device=mask.device) * mask).argmax(-1)
     return scores.gather(-1, last.unsqueeze(-1)).squeeze(-1)

@@ -1,9 +1,9 @@
-"""One row per algorithm: the settings that make it, by their configuration keys.
+"""Presets: the settings of each algorithm, by config key.
 
-`PRESETS[name]` is what `algorithm.name=<name>` stands for; a key that the user gives himself takes precedence.
-`PRESET_NOTES[name]` says in a line which paper it is from and what differs from it, or from plain PPO or GRPO.
+`PRESETS[name]` is what `algorithm.name=<name>` sets; keys that the user sets take precedence. `PRESET_NOTES[name]`
+cites the paper and says in a line what differs from it, or from plain PPO or GRPO.
 
-A row says everything that matters to the algorithm, defaults included, so that it reads as a definition.
+A preset lists every setting that matters to the algorithm, defaults included, so that it reads as a definition.
 """
 
 PRESETS: dict[str, dict[str, object]] = {}
@@ -34,18 +34,18 @@ _KL_IN_LOSS = {
     _ACTOR + "kl_loss_type": "low_var_kl",
 }
 _GRPO_ADVANTAGE = {"algorithm.adv_estimator": "grpo", "algorithm.norm_adv_by_std_in_grpo": True, _N: 8}
-# GRPO without KL: the ground on which papers compare policy losses.
+# GRPO without KL: the baseline on which papers compare policy losses
 _PLAIN_GRPO = {**_GRPO_ADVANTAGE, **_PPO_CLIP, **_NO_KL}
 _UNCLIPPED_GRPO = {**_GRPO_ADVANTAGE, **_TOKEN_MEAN, **_NO_KL}
 
 
-def _preset(name: str, note: str, *parts: dict[str, object]) -> None:
-    PRESETS[name] = {key: value for part in parts for key, value in part.items()}
+def _preset(name: str, note: str, *settings: dict[str, object]) -> None:
+    PRESETS[name] = {key: value for group in settings for key, value in group.items()}
     PRESET_NOTES[name] = note
 
 
 def _actor(**settings: object) -> dict[str, object]:
-    """Keys of the actor; a double underscore stands for a dot."""
+    """Keys of the actor; a double underscore is a dot."""
     return {_ACTOR + key.replace("__", "."): value for key, value in settings.items()}
 
 
@@ -59,23 +59,23 @@ _preset(
 )
 _preset(
     "grpo",
-    "Shao et al. 2024 (2402.03300): group mean and std in place of a critic, KL in the loss. Token-mean, not the "
-    "paper's mean per sequence; KL coefficient 0.001, not 0.04.",
+    "Shao et al. 2024 (2402.03300): group mean and std instead of a critic, KL in the loss. Token-mean instead of "
+    "the paper's mean per sequence; KL coefficient 0.001 instead of 0.04.",
     _GRPO_ADVANTAGE,
     _PPO_CLIP,
     _KL_IN_LOSS,
 )
 _preset(
     "drgrpo",
-    "Liu et al. 2025 (2503.20783): GRPO without the division by std and by length, which favour hard prompts and long "
-    "wrong answers; no KL. Set actor.loss_scale_factor to a constant, such as data.max_response_length.",
+    "Liu et al. 2025 (2503.20783): GRPO without the division by std and by length, which favor hard prompts and "
+    "long incorrect responses; no KL. Set actor.loss_scale_factor to a constant, such as data.max_response_length.",
     _PLAIN_GRPO,
     {"algorithm.norm_adv_by_std_in_grpo": False},
     _actor(loss_agg_mode="seq-mean-token-sum-norm"),
 )
 _preset(
     "grpo_passk",
-    "Tang et al. 2025 (2503.19595): optimises the best of k: only the best response of a prompt has an advantage.",
+    "Tang et al. 2025 (2503.19595): optimizes the best of k: only the best response of a prompt has an advantage.",
     _PLAIN_GRPO,
     {"algorithm.adv_estimator": "grpo_passk"},
 )
@@ -88,7 +88,7 @@ _preset(
 _preset(
     "rloo",
     "Ahmadian et al. 2024 (2402.14740): the mean of the other responses as an unbiased baseline; KL in the reward. "
-    "With PPO's clipping, which the paper does without.",
+    "With PPO's clipping, which the paper omits.",
     {"algorithm.adv_estimator": "rloo", _N: 8},
     _PPO_CLIP,
     _KL_IN_REWARD,
@@ -117,44 +117,43 @@ _preset(
 )
 _preset(
     "opo",
-    "Hao et al. 2025 (2505.23585): a baseline weighted by length; no KL, no entropy. Exactly on-policy: one update per "
-    "batch (ppo_mini_batch_size = train_batch_size).",
+    "Hao et al. 2025 (2505.23585): a baseline weighted by length; no KL, no entropy. Strictly on-policy: one update "
+    "per batch (ppo_mini_batch_size = train_batch_size).",
     _PLAIN_GRPO,
     {"algorithm.adv_estimator": "opo"},
 )
 _preset(
     "gdpo",
-    "2601.05242: several rewards (algorithm.gdpo_reward_keys), each normalised by itself in its group "
-    "before they add up.",
+    "2601.05242: several rewards (algorithm.gdpo_reward_keys), each standardized within its group, then summed.",
     _PLAIN_GRPO,
     {"algorithm.adv_estimator": "gdpo"},
 )
 _preset(
     "optimal_token_baseline",
-    "The variance-optimal baseline of each token, from the gradient energy of the tokens before it; no KL.",
+    "A variance-optimal baseline per token, from the accumulated gradient energy; no KL.",
     _PLAIN_GRPO,
     {"algorithm.adv_estimator": "optimal_token_baseline"},
     _actor(calculate_sum_pi_squared=True),
 )
 _preset(
     "tir_optimal_token_baseline",
-    "The optimal token baseline for responses with tool output, whose tokens are aligned by their own count.",
+    "The optimal token baseline for responses with tool output: steps count only the tokens of the policy.",
     _PLAIN_GRPO,
     {"algorithm.adv_estimator": "tir_optimal_token_baseline"},
     _actor(calculate_sum_pi_squared=True),
 )
 _preset(
     "prime",
-    "Cui et al. 2025 (2502.01456): process rewards of an implicit reward model beside the outcome, each with a "
-    "leave-one-out baseline. The reward model and the filter of prompts are in recipe/prime.",
+    "Cui et al. 2025 (2502.01456): process rewards of an implicit reward model and outcome rewards, each with a "
+    "leave-one-out baseline. The reward model and prompt filtering are in recipe/prime.",
     _PLAIN_GRPO,
     {"algorithm.adv_estimator": "prime", _N: 4},
 )
 # ------------------------------------------------------------------------------------------------------- policy losses
 _preset(
     "gpg",
-    "Chu et al. 2025 (2504.02546): plain policy gradient without ratio, KL or std; the batch is scaled up for groups "
-    "without a difference. One update per batch.",
+    "Chu et al. 2025 (2504.02546): plain policy gradient without ratio, KL or std; the advantage is scaled up for "
+    "zero-variance groups. One update per batch.",
     {"algorithm.adv_estimator": "gpg", _N: 8},
     _TOKEN_MEAN,
     _NO_KL,
@@ -162,7 +161,7 @@ _preset(
 )
 _preset(
     "gspo",
-    "Zheng et al. 2025 (2507.18071): one ratio per response, normalised by its length, and clipped as a whole.",
+    "Zheng et al. 2025 (2507.18071): one ratio per response, normalized by its length, and clipped as a whole.",
     _PLAIN_GRPO,
     _actor(
         policy_loss__loss_mode="gspo",
@@ -184,14 +183,14 @@ _preset(
 )
 _preset(
     "cispo",
-    "MiniMax 2025 (2506.13585): the clipped ratio is a constant weight, so that no token loses its gradient; no lower "
-    "bound (a low of 10 is none).",
+    "MiniMax 2025 (2506.13585): the clipped ratio is a constant weight, so every token keeps its gradient; no "
+    "lower bound (clip_ratio_low=10 disables it).",
     _PLAIN_GRPO,
     _actor(policy_loss__loss_mode="cispo", clip_ratio_low=10.0, clip_ratio_high=0.2),
 )
 _preset(
     "sapo",
-    "Gao et al. 2025 (2511.20347): a sigmoid gate in place of the clip, narrower for negative advantages.",
+    "Gao et al. 2025 (2511.20347): a sigmoid gate instead of the clip, narrower for negative advantages.",
     _UNCLIPPED_GRPO,
     _actor(policy_loss__loss_mode="sapo", tau_pos=1.0, tau_neg=1.05, loss_agg_mode="seq-mean-token-mean"),
 )
@@ -210,7 +209,7 @@ _preset(
 )
 _preset(
     "clip_cov",
-    "Cui et al. 2025 (2505.22617): keeps the entropy up by dropping a few random tokens of high covariance between "
+    "Cui et al. 2025 (2505.22617): preserves entropy by dropping a few random tokens of high covariance between "
     "log-prob and advantage.",
     _PLAIN_GRPO,
     _actor(
@@ -222,26 +221,26 @@ _preset(
 )
 _preset(
     "kl_cov",
-    "Cui et al. 2025 (2505.22617): keeps the entropy up by a KL penalty on the tokens of highest covariance; no clip.",
+    "Cui et al. 2025 (2505.22617): preserves entropy by a KL penalty on the tokens of highest covariance; no clip.",
     _UNCLIPPED_GRPO,
     _actor(policy_loss__loss_mode="kl_cov", policy_loss__kl_cov_ratio=2e-4, policy_loss__ppo_kl_coef=1.0),
 )
 _preset(
     "dppo_tv",
-    "2602.04879: drops the tokens whose probability has moved too far (total variation) the way they are pushed.",
+    "2602.04879: drops tokens whose probability has moved too far (total variation) in the direction of the advantage.",
     _PLAIN_GRPO,
     _actor(policy_loss__loss_mode="dppo_tv", clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=20.0),
 )
 _preset(
     "dppo_kl",
-    "2602.04879: dppo_tv with a bound on the KL between the old and the new chance of the token.",
+    "2602.04879: dppo_tv with a bound on the KL between the old and the new probability of the token.",
     _PLAIN_GRPO,
     _actor(policy_loss__loss_mode="dppo_kl", clip_ratio_low=0.05, clip_ratio_high=0.05, clip_ratio_c=20.0),
 )
 _preset(
     "decoupled_ppo",
-    "Fu et al. 2025 (2505.24298): for stale data: clipped around the policy before the update, weighted back to the "
-    "one that sampled.",
+    "Fu et al. 2025 (2505.24298): for stale data: clipped around the policy before the update, with importance weights "
+    "for the policy that sampled.",
     _PLAIN_GRPO,
     {"algorithm.rollout_correction.bypass_mode": False, "algorithm.rollout_correction.rollout_is_threshold": 2.0},
     _actor(policy_loss__loss_mode="decoupled_ppo"),

@@ -1,11 +1,11 @@
-"""PRIME (Cui et al. 2025, arXiv 2502.01456): rewards for every token from an outcome label alone.
+"""PRIME (Cui et al. 2025, arXiv 2502.01456): token-level rewards from outcome labels alone.
 
-An implicit process reward model phi starts as a copy of the policy and learns, from outcomes, to tell right responses
-from wrong ones by beta * (log phi - log ref) summed over the tokens; each summand then serves as that token's reward.
+An implicit process reward model phi starts as a copy of the policy. It is trained on outcomes to classify responses as
+correct by the sum over tokens of beta * (log phi - log ref). Each term of the sum is then the reward of its token.
 
     q = phi_log_prob - ref_log_prob                                        # (B, T)
     loss, metrics = prime_loss(q, acc, response_mask)                      # trains phi
-    rm_scores = implicit_process_rewards(q, response_mask)                 # a column, which the estimator asks for
+    rm_scores = implicit_process_rewards(q, response_mask)                 # a column of the estimator
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,11 @@ from verl.algorithms.masked import checked_column, masked_mean, mean_over, mean_
 def implicit_process_rewards(
     log_ratio: torch.Tensor, response_mask: torch.Tensor, *, beta: float = 0.05, batch_norm: bool = True
 ) -> torch.Tensor:
-    """beta * (log phi - log ref) per token, (B, T); the last token of a response gets none, it has the outcome.
+    """Return the process rewards beta * (log phi - log ref), (B, T); 0 at the last token, which has the outcome reward.
 
-    batch_norm: divide by the largest absolute reward to go of the batch, so that the scale does not drift with phi
+    Args:
+        log_ratio: (B, T), log phi - log ref.
+        batch_norm: divide by the largest absolute reward to go of the batch, so that the scale does not drift with phi.
     """
     mask = response_mask.bool()
     rewards = beta * checked_column("log_ratio", log_ratio, mask)
@@ -42,16 +44,19 @@ def prime_loss(
     beta: float = 0.05,
     num_sequences: int | None = None,
 ) -> tuple[torch.Tensor, dict[str, object]]:
-    """Cross-entropy of sigmoid(beta sum_t log_ratio_t) against the outcome `acc` (B,) in [0, 1], mean over responses.
+    """Binary cross-entropy of sigmoid(beta sum_t log_ratio_t) against the outcome, mean over responses.
 
-    num_sequences: the responses of the whole mini-batch, when this is a part of it
+    Args:
+        log_ratio: (B, T), log phi - log ref.
+        acc: (B,) outcomes in [0, 1].
+        num_sequences: responses of the whole mini-batch, if this call sees a micro-batch.
     """
     (log_ratio,) = zero_padding(response_mask, log_ratio)
     logit = beta * log_ratio.sum(-1)
     acc = acc.to(logit)
     losses = binary_cross_entropy_with_logits(logit, acc, reduction="none")
-    every = torch.ones_like(acc)
-    metrics = {"prm/loss": mean_parts(losses, every), "prm/acc": mean_parts((logit > 0) == (acc > 0.5), every)}
+    ones = torch.ones_like(acc)
+    metrics = {"prm/loss": mean_parts(losses, ones), "prm/acc": mean_parts((logit > 0) == (acc > 0.5), ones)}
     return mean_over(losses, num_sequences), metrics
 
 
@@ -66,31 +71,37 @@ def prime(
     reward_dpo_coef: float = 5.0,
     reward_gt_coef: float = 5.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Process and outcome rewards, each with a leave-one-out baseline; rewards to go of their sum, whitened.
+    """PRIME (arXiv 2502.01456): process and outcome rewards, each with a leave-one-out baseline.
 
-    process part of each token: n / (n - 1) r_t - sum_j mean_t(r_j) / (n - 1), on the scale of one token's reward
-    outcome part, on the last token: n / (n - 1) R - sum_j R_j / (n - 1)
+        process_t = n / (n - 1) r_t - sum_j mean_t(r_j) / (n - 1)
+        outcome   = n / (n - 1) R - sum_j R_j / (n - 1), on the last token
+        A = whiten(G), G the rewards to go of reward_dpo_coef * process + reward_gt_coef * outcome
 
-    rm_scores: (B, T), process rewards; token_level_rewards: the outcome (with a KL penalty, if there is one)
-    reward_dpo_coef, reward_gt_coef: the weights of the process and of the outcome part
+    Returns are G.
+
+    Args:
+        token_level_rewards: (B, T), the outcome rewards (minus a KL penalty, if there is one).
+        rm_scores: (B, T), the process rewards r.
+        reward_dpo_coef: weight of the process rewards.
+        reward_gt_coef: weight of the outcome rewards.
     """
     grouped = GroupedRewards("prime", token_level_rewards, response_mask, uid)
     process = checked_column("rm_scores", rm_scores, response_mask).double()
     mask, groups = grouped.mask, grouped.groups
     others = (groups.count - 1).clamp(min=1)  # (B,)
 
-    def leave_one_out(rewards: torch.Tensor, mean_reward: torch.Tensor) -> torch.Tensor:
-        return rewards * (groups.count / others).unsqueeze(-1) - (groups.sum(mean_reward) / others).unsqueeze(-1)
+    def leave_one_out(own: torch.Tensor, mean_reward: torch.Tensor) -> torch.Tensor:
+        return own * (groups.count / others).unsqueeze(-1) - (groups.sum(mean_reward) / others).unsqueeze(-1)
 
-    parts = reward_dpo_coef * leave_one_out(process, masked_mean(process, mask, -1))
+    rewards = reward_dpo_coef * leave_one_out(process, masked_mean(process, mask, -1))
     outcome = leave_one_out(grouped.reward.unsqueeze(-1), grouped.reward)
-    parts = parts + torch.where(last_token(mask), reward_gt_coef * outcome, 0)
-    parts = torch.where(mask & grouped.comparable.unsqueeze(-1), parts, 0)
-    returns = rewards_to_go(parts, mask).to(grouped.token_level_rewards.dtype)
+    rewards = rewards + torch.where(last_token(mask), reward_gt_coef * outcome, 0)
+    rewards = torch.where(mask & grouped.comparable.unsqueeze(-1), rewards, 0)
+    returns = rewards_to_go(rewards, mask).to(grouped.token_level_rewards.dtype)
     return whiten_comparable(returns, grouped), returns
 
 
 def last_token(mask: torch.Tensor) -> torch.Tensor:
-    """(B, T) bool, true at the last position of each row where the mask is 1."""
+    """Return a (B, T) bool mask of the last position in each row where `mask` is 1."""
     so_far = mask.long().cumsum(-1)
     return mask.bool() & (so_far == so_far[:, -1:])

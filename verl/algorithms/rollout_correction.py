@@ -1,18 +1,18 @@
-"""Correction of the mismatch between the policy that sampled and the policy that is trained.
+"""Correction of the training-inference mismatch.
 
-The sampler's probabilities differ from the trainer's: other kernels, other precision, older weights. With
-x_t = log pi_train(t) - log pi_rollout(t):
+The probabilities of the rollout engine differ from those of the training engine: different kernels, different
+precision, older weights. With x_t = log pi_train(t) - log pi_rollout(t):
 
-- importance weights, exp(x) truncated at a bound (TIS), or set to 0 outside two bounds (IcePop)
-- rejection: tokens or whole responses whose mismatch leaves a bound are masked out
-- veto: a response with a single token that the trainer holds to be almost impossible is masked out
+- importance weights: exp(x), truncated at a bound (TIS), or set to 0 outside two bounds (IcePop)
+- rejection: tokens or whole responses whose mismatch exceeds a bound are masked
+- veto: a response with a token that is almost impossible under pi_train is masked
 - metrics of the mismatch
 
-Bounds on a ratio are bounds on pi_train / pi_rollout. (Some releases of verl compare the *inverse* ratio with the
-bounds of the k1 rejections; bounds "lo_hi" tuned there are "1/hi_1/lo" here.)
+Bounds on a ratio are bounds on pi_train / pi_rollout. (Some releases of upstream verl compare the *inverse* ratio with
+the bounds of the k1 rejections; bounds "lo_hi" tuned there are "1/hi_1/lo" here.)
 
-Rejection changes the mask of the *loss*. Compute advantages with the mask from before it: a reward sits on the last
-token, and a group's statistics belong to all of its responses.
+Rejection changes the mask of the *loss*. Compute advantages with the mask before rejection: the reward is on the last
+token, and group statistics are over all responses.
 """
 
 import math
@@ -33,7 +33,7 @@ REJECTIONS = (
 
 
 def mismatch(train_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """x = log pi_train - log pi_rollout, (B, T), zero outside the mask. ValueError for NaN or infinity inside."""
+    """Return x = log pi_train - log pi_rollout, (B, T), zero outside the mask. ValueError if not finite inside it."""
     train = checked_column("training log-probs", train_log_prob, response_mask)
     return train - checked_column("rollout log-probs", rollout_log_prob, response_mask)
 
@@ -49,16 +49,20 @@ def compute_rollout_correction_weights(
     rollout_is_threshold: float | str = 2.0,
     rollout_is_batch_normalize: bool = False,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Importance weights (B, T), constants, zero outside the mask; and their metrics.
+    """Compute importance weights.
 
-    log_ratio: (B, T), x of `mismatch`
-    rollout_is: "token": exp(x_t); "sequence": exp(sum_t x_t) on every token of the response
-    rollout_is_threshold: C: weights above it are set to it (truncated importance sampling). "lo_hi": weights outside of
-        these two are set to 0 (IcePop)
-    rollout_is_batch_normalize: divide by the mean weight (over tokens, or over sequences), after the truncation
+    Untruncated sequence weights are unbiased, but their variance grows with the length. Truncation adds bias. Token
+    weights have less variance and do not correct the distribution of states.
 
-    Truncated weights bias the gradient, by the tokens less than the sequences but without correcting the states;
-    untruncated sequence weights do not, but their variance grows with the length.
+    Args:
+        log_ratio: (B, T), x of `mismatch`.
+        rollout_is: "token": exp(x_t); "sequence": exp(sum_t x_t) on every token of the response.
+        rollout_is_threshold: C: larger weights are set to C (truncated importance sampling). "lo_hi": weights outside
+            these bounds are set to 0 (IcePop).
+        rollout_is_batch_normalize: divide by the mean weight (over tokens, or over sequences), after the truncation.
+
+    Returns:
+        The weights (B, T), without gradient, zero outside the mask; and their metrics.
     """
     if rollout_is not in IS_LEVELS:
         raise ValueError(f"no rollout_is is called {rollout_is!r}: {did_you_mean(str(rollout_is), IS_LEVELS)}")
@@ -79,7 +83,7 @@ def compute_rollout_correction_weights(
 
 
 def _weight_bounds(threshold: float | str) -> tuple[float | None, float]:
-    """(None, C) of a truncation, (lo, hi) of IcePop."""
+    """Return (None, C) for truncation, (lo, hi) for IcePop."""
     text = str(threshold)
     low, high = (
         _two_bounds(text, "rollout_is_threshold") if "_" in text else (None, _number(text, "rollout_is_threshold"))
@@ -94,7 +98,7 @@ def _weight_bounds(threshold: float | str) -> tuple[float | None, float]:
 def _weight_metrics(
     raw: torch.Tensor, weights: torch.Tensor, units: torch.Tensor, low: float | None, high: float
 ) -> dict[str, float]:
-    """Figures of the weights before batch normalisation; `units` selects the tokens or sequences that have one."""
+    """Metrics of the weights before batch normalization; `units` selects the tokens or sequences that have one."""
     if not units.any():
         return {}
     kept = weights[units]
@@ -111,7 +115,7 @@ def _weight_metrics(
 
 
 def effective_sample_size(weights: torch.Tensor) -> float:
-    """1 / mean((w / mean w)^2) of a vector of weights: 1 when all are equal, 1 / n when one has everything."""
+    """Return 1 / mean((w / mean w)^2) of a vector of weights: 1 if all are equal, 1 / n if only one is not 0."""
     mean_square = float((weights.double() ** 2).mean())
     return float(weights.double().mean()) ** 2 / mean_square if mean_square else 0.0
 
@@ -123,20 +127,26 @@ def effective_sample_size(weights: torch.Tensor) -> float:
 def compute_rollout_rejection_mask(
     log_ratio: torch.Tensor, response_mask: torch.Tensor, rollout_rs: str, rollout_rs_threshold: float | str
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """The response mask without what the mismatch disqualifies, of the same dtype; and the shares that went.
+    """Mask tokens or responses whose mismatch exceeds a bound.
 
-    rollout_rs: names, separated by commas; what passes all of them stays. `token_*` drops tokens, `seq_*` responses:
+    `token_*` masks tokens, `seq_*` masks responses:
 
     | kind | of x | bound |
     |---|---|---|
-    | k1 | exp(x), the ratio pi_train / pi_rollout | "lo_hi"; a single u stands for "1/u_u" |
+    | k1 | exp(x), the ratio pi_train / pi_rollout | "lo_hi"; a single u means "1/u_u" |
     | k2 | x^2 / 2 | u |
     | k3 | exp(x) - 1 - x | u |
 
-    token_k1..3 per token; seq_sum_k1..3 of the sum over the response (k1: the ratio of the whole response);
-    seq_mean_k1..3 of the mean (k1: the geometric mean ratio); seq_max_k2, seq_max_k3 of the worst token.
+    token_k1..3: per token; seq_sum_k1..3: sum over the response (k1: the ratio of the whole response); seq_mean_k1..3:
+    mean (k1: geometric mean ratio); seq_max_k2, seq_max_k3: maximum over the tokens.
 
-    rollout_rs_threshold: the bounds in the same order, separated by commas, or one for all.
+    Args:
+        log_ratio: (B, T), x of `mismatch`.
+        rollout_rs: names separated by commas. A token is kept if it passes all of them.
+        rollout_rs_threshold: the bounds in the same order, separated by commas, or one bound for all.
+
+    Returns:
+        The response mask without the rejected tokens, in the same dtype; and the rejected fractions.
     """
     mask = response_mask.bool()
     x = checked_column("log_ratio", log_ratio, mask).clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
@@ -144,18 +154,18 @@ def compute_rollout_rejection_mask(
     for option, low, high in parse_rejections(rollout_rs, rollout_rs_threshold):
         value = _mismatch_value(option, x, mask)
         passes = (value >= low) & (value <= high)
-        metrics |= _rejected_shares(f"rollout_corr/{option}_", mask, mask & passes)
+        metrics |= _rejected_fractions(f"rollout_corr/{option}_", mask, mask & passes)
         kept = kept & passes
-    metrics |= _rejected_shares("rollout_corr/rollout_rs_", mask, kept)
+    metrics |= _rejected_fractions("rollout_corr/rollout_rs_", mask, kept)
     return response_mask * kept.to(response_mask.dtype), metrics
 
 
 def parse_rejections(rollout_rs: str, rollout_rs_threshold: float | str) -> list[tuple[str, float, float]]:
-    """(name, lower, upper) of each rejection. Raises ValueError for an unknown name or bounds that do not fit."""
+    """Return (name, lower, upper) of each rejection. Raises ValueError for an unknown name or invalid bounds."""
     options = [option.strip() for option in rollout_rs.split(",")]
     if rollout_rs_threshold is None:
         raise ValueError(
-            f"rollout_rs={rollout_rs!r} needs rollout_rs_threshold: one bound, or one for each, with commas"
+            f"rollout_rs={rollout_rs!r} needs rollout_rs_threshold: one bound, or one per name separated by commas"
         )
     bounds = [bound.strip() for bound in str(rollout_rs_threshold).split(",")]
     if len(bounds) == 1:
@@ -174,18 +184,18 @@ def _bounds_of(option: str, bound: str) -> tuple[float, float]:
     if option.endswith("k1") and "_" in bound:
         return _two_bounds(bound, option)
     if "_" in bound:
-        raise ValueError(f"{option}: expected one upper bound, found {bound!r} (two bounds are for the k1 ratios)")
+        raise ValueError(f"{option}: expected one upper bound, found {bound!r} (only k1 takes two bounds)")
     upper = _number(bound, option)
     if not option.endswith("k1"):
         return -math.inf, upper
     if upper < 1:
-        raise ValueError(f"{option}: a single bound u stands for 1/u_u: expected at least 1, found {bound!r}")
+        raise ValueError(f"{option}: a single bound u means 1/u_u: expected at least 1, found {bound!r}")
     return 1 / upper, upper
 
 
 def _two_bounds(text: str, name: str) -> tuple[float, float]:
-    parts = text.split("_")
-    low, high = (_number(part, name) for part in parts) if len(parts) == 2 else (1.0, 0.0)
+    bounds = text.split("_")
+    low, high = (_number(bound, name) for bound in bounds) if len(bounds) == 2 else (1.0, 0.0)
     if not 0 <= low < high:
         raise ValueError(f"{name}: expected 'lo_hi' with 0 <= lo < hi, such as '0.5_2.0', found {text!r}")
     return low, high
@@ -199,7 +209,7 @@ def _number(text: str, name: str) -> float:
 
 
 def _mismatch_value(option: str, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """What the bounds of `option` are compared with: (B, T), or (B, 1) for a whole response."""
+    """Return the value that is compared with the bounds: (B, T), or (B, 1) per response."""
     *how, kind = option.split("_")
     if kind == "k1":
         per_token = x
@@ -207,14 +217,14 @@ def _mismatch_value(option: str, x: torch.Tensor, mask: torch.Tensor) -> torch.T
         per_token = 0.5 * x**2 if kind == "k2" else x.exp() - 1 - x
     if how == ["token"]:
         value = per_token
-    elif how == ["seq", "max"]:  # k2 and k3 are 0 at least, and padding is 0
+    elif how == ["seq", "max"]:  # k2 and k3 are at least 0, and padding is 0
         value = per_token.amax(-1, keepdim=True)
     else:
         value = (per_token.sum(-1) if how == ["seq", "sum"] else masked_mean(per_token, mask, -1)).unsqueeze(-1)
     return value.exp() if kind == "k1" else value
 
 
-def _rejected_shares(name: str, before: torch.Tensor, after: torch.Tensor) -> dict[str, float]:
+def _rejected_fractions(name: str, before: torch.Tensor, after: torch.Tensor) -> dict[str, float]:
     tokens, sequences = before.sum(), before.any(-1).sum()
     return {
         name + "masked_fraction": float(1 - after.sum() / tokens) if tokens else 0.0,
@@ -224,7 +234,7 @@ def _rejected_shares(name: str, before: torch.Tensor, after: torch.Tensor) -> di
 
 @torch.no_grad()
 def veto_mask(log_ratio: torch.Tensor, response_mask: torch.Tensor, threshold: float = 1e-4) -> torch.Tensor:
-    """The response mask without the responses that have a token with pi_train / pi_rollout below `threshold`."""
+    """Return the response mask without responses that have a token with pi_train / pi_rollout below `threshold`."""
     x = checked_column("log_ratio", log_ratio, response_mask)
     passes = (x >= math.log(threshold)).all(-1, keepdim=True)  # padding is x = 0 and passes
     return response_mask * passes.to(response_mask.dtype)
@@ -246,11 +256,19 @@ def compute_rollout_correction_and_rejection_mask(
     rollout_rs_threshold: float | str | None = None,
     rollout_token_veto_threshold: float | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor, dict[str, float]]:
-    """All of `algorithm.rollout_correction`: (weights or None, response mask of the loss, metrics).
+    """Apply `algorithm.rollout_correction`: importance weights, rejection, veto and metrics.
 
-    old_log_probs: the trainer's log-probs of the sampled tokens, (B, T); rollout_log_probs: the sampler's
-    What is None is not done; with everything None this measures only. Weights are computed, and batch-normalised, over
-    all tokens, rejected ones included.
+    Weights are computed and batch-normalized over all tokens, including rejected ones.
+
+    Args:
+        old_log_probs: (B, T), log-probs of the sampled tokens by the training engine.
+        rollout_log_probs: (B, T), by the rollout engine.
+        rollout_is: None skips the weights; see `compute_rollout_correction_weights`.
+        rollout_rs: None skips the rejection; see `compute_rollout_rejection_mask`.
+        rollout_token_veto_threshold: None skips the veto; see `veto_mask`.
+
+    Returns:
+        The weights (B, T) or None, the response mask of the loss, and the metrics.
     """
     x = mismatch(old_log_probs, rollout_log_probs, response_mask)
     metrics = compute_offpolicy_metrics(old_log_probs, rollout_log_probs, response_mask)
@@ -266,12 +284,12 @@ def compute_rollout_correction_and_rejection_mask(
         metrics |= found
     if rollout_token_veto_threshold is not None:
         vetoed = veto_mask(x, response_mask, rollout_token_veto_threshold)
-        metrics |= _rejected_shares("rollout_corr/veto_", response_mask.bool(), vetoed.bool())
+        metrics |= _rejected_fractions("rollout_corr/veto_", response_mask.bool(), vetoed.bool())
         kept = kept * vetoed
     if response_mask.any() and not kept.any():
         warnings.warn(
-            "rollout correction rejected every token of the batch: nothing will be learned from it; look at "
-            "rollout_corr/kl, then widen rollout_rs_threshold or mend the sampler",
+            "rollout correction rejected every token of the batch, so its gradient is 0: check rollout_corr/kl, then "
+            "widen rollout_rs_threshold or fix the mismatch",
             stacklevel=2,
         )
     return weights, kept, metrics
@@ -281,10 +299,10 @@ def compute_rollout_correction_and_rejection_mask(
 def compute_offpolicy_metrics(
     old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, response_mask: torch.Tensor
 ) -> dict[str, float]:
-    """How far the sampler is from the trainer.
+    """Metrics of the training-inference mismatch.
 
     kl and k3_kl estimate KL(pi_rollout || pi_train); chi2_token and chi2_seq are mean(rho^2) - 1, per token and per
-    response; the perplexities and their ratio are means over the responses.
+    response; perplexities and their ratio are means over the responses.
     """
     x = mismatch(old_log_probs, rollout_log_probs, response_mask).double()
     mask, rows = response_mask.bool(), response_mask.bool().any(-1)
@@ -294,7 +312,7 @@ def compute_offpolicy_metrics(
     rollout_nll = -masked_mean(rollout_log_probs.double(), mask, -1)[rows]
     tokens = x[mask].clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
     sequences = x.sum(-1)[rows].clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
-    figures = {
+    metrics = {
         "training_ppl": train_nll.exp().mean(),
         "rollout_ppl": rollout_nll.exp().mean(),
         "log_ppl_diff": (rollout_nll - train_nll).mean(),
@@ -305,4 +323,4 @@ def compute_offpolicy_metrics(
         "chi2_token": (2 * tokens).exp().mean() - 1,
         "chi2_seq": (2 * sequences).exp().mean() - 1,
     }
-    return {f"rollout_corr/{name}": float(value) for name, value in figures.items()}
+    return {f"rollout_corr/{name}": float(value) for name, value in metrics.items()}

@@ -1,8 +1,8 @@
-"""Advantage estimators with an optimal baseline for each token.
+"""Advantage estimators with a variance-optimal baseline per token.
 
-The variance of a policy gradient is least when the baseline at a step is the mean of the returns, weighted by the
-squared norm of the gradient that each response has accumulated by that step. For a softmax that norm is, up to the last
-layer's features, W_t = sum_(j <= t) (1 - 2 pi_j + sum_v pi_jv^2): cheap, and known before the backward pass.
+The variance of a policy gradient is smallest if the baseline at step t is the mean of the returns, weighted by the
+squared norm of the gradient that each response has accumulated up to t. For a softmax, up to the features of the last
+layer, that norm is W_t = sum_(j <= t) (1 - 2 pi_j + sum_v pi_jv^2). It is cheap and known before the backward pass.
 """
 
 from collections.abc import Sequence
@@ -26,14 +26,19 @@ def optimal_token_baseline(
     handle_zero_tail: bool = True,
     epsilon: float = 1e-8,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A_t = G_t - B_t with B_t = sum_i G_it W_it / (sum_i W_it + epsilon) over the responses i of the prompt.
+    """Optimal token baseline: the returns of the prompt's responses at step t, weighted by gradient energy.
 
-    G is the reward to go, W the accumulated gradient energy (see above). Returns are G.
+        A_t = G_t - B_t,  B_t = sum_i G_it W_it / (sum_i W_it + epsilon), over the responses i of the prompt
 
-    sum_pi_squared: (B, T), sum_v pi_v^2 of the distribution that each token was drawn from
-    rollout_is_weights: (B, T), importance weights of the rollout; the energy of a step is multiplied by their square
-    handle_zero_tail: where one response alone is left its baseline would be its own return and its advantage 0; with
-        True the baseline is 0 there, so that the tail of the longest response still learns
+    G is the reward to go and W the accumulated gradient energy (see the module docstring). Returns are G. Assumes that
+    step t of the responses can be compared, that is, single-turn responses.
+
+    Args:
+        old_log_probs: (B, T).
+        sum_pi_squared: (B, T), sum_v pi_v^2 of the distribution that each token was sampled from.
+        rollout_is_weights: (B, T), importance weights; the energy of a step is multiplied by their square.
+        handle_zero_tail: beyond the end of all other responses, the baseline of the longest one would be its own return
+            and its advantage 0. True uses a baseline of 0 there.
     """
     grouped = GroupedRewards("optimal_token_baseline", token_level_rewards, response_mask, uid)
     columns = _token_columns(response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
@@ -53,24 +58,24 @@ def tir_optimal_token_baseline(
     handle_zero_tail: bool = True,
     epsilon: float = 1e-8,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`optimal_token_baseline` for tool-integrated reasoning: step t is the t-th token *of the policy*.
+    """`optimal_token_baseline` for tool-integrated reasoning: step t is the t-th token of the policy.
 
-    Tool output would shift the steps of the responses against each other. So every response is first closed up to its
-    own tokens, and the result is put back in their places.
+    Tool output would shift the steps of the responses against each other. So the tokens of the policy are moved to the
+    front of each response, and the result is moved back to their positions. Arguments as in `optimal_token_baseline`.
     """
     grouped = GroupedRewards("tir_optimal_token_baseline", token_level_rewards, response_mask, uid)
     columns = _token_columns(response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
-    own_first = torch.argsort(~grouped.mask, dim=-1, stable=True)  # (B, T) the policy's tokens, in order, then the rest
-    closed_up = (x.gather(-1, own_first) for x in (grouped.token_level_rewards, grouped.mask, *columns))
-    advantages, returns = _advantages(grouped, *closed_up, handle_zero_tail, epsilon)
-    back = torch.argsort(own_first, dim=-1)
-    return advantages.gather(-1, back), returns.gather(-1, back)
+    order = torch.argsort(~grouped.mask, dim=-1, stable=True)  # (B, T) the policy's tokens first
+    compacted = (x.gather(-1, order) for x in (grouped.token_level_rewards, grouped.mask, *columns))
+    advantages, returns = _advantages(grouped, *compacted, handle_zero_tail, epsilon)
+    inverse = torch.argsort(order, dim=-1)
+    return advantages.gather(-1, inverse), returns.gather(-1, inverse)
 
 
 def _token_columns(
     mask: torch.Tensor, old_log_probs: torch.Tensor, sum_pi_squared: torch.Tensor, weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The checked columns: log-probs, sum of squares, importance weights (ones when there are none)."""
+    """Return the checked columns: log-probs, sum of squares, importance weights (ones if None)."""
     old_log_probs = checked_column("old_log_probs", old_log_probs, mask)
     sum_pi_squared = checked_column("sum_pi_squared", sum_pi_squared, mask)
     if weights is None:
@@ -94,5 +99,5 @@ def _advantages(
     baseline = grouped.groups.sum(returns * accumulated) / (grouped.groups.sum(accumulated) + epsilon)
     if handle_zero_tail:
         baseline = torch.where(grouped.groups.sum(mask.long()) == 1, 0, baseline)
-    judged = mask & grouped.comparable.unsqueeze(-1)
-    return torch.where(judged, returns - baseline, 0), returns
+    compared = mask & grouped.comparable.unsqueeze(-1)
+    return torch.where(compared, returns - baseline, 0), returns

@@ -1,32 +1,30 @@
-"""The flow: a list of named functions that a batch passes through. The trainers run on this and nothing else.
+"""The flow: a list of named functions that a batch passes through. All trainers run on it.
 
     flow = DataFlow()
     flow.add_operator(Operator("gen", generate, writes=("responses",)))
     flow.add_operator(Operator("reward", score, reads=("responses",), writes=("token_level_scores",)))
-    flow.add_operator(report)                        # a plain function is an operator of its own name
+    flow.add_operator(report)                        # a plain function is an operator of the same name
     batch = flow.compile().run(prompts)
 
 What a function returns decides what happens to the batch:
 
-- `writes` declared: the result (a DataProto, or a mapping of columns) is *added* to the batch;
-- no `writes`: the result *is* the batch from there on (repeat, filter, reorder);
-- None: the batch goes on unchanged (monitors, updates);
-- HOLD: the operator keeps the batch and the pass ends here (dynamic sampling).
+- with `writes` declared (a DataProto or a mapping of columns), or a mapping: the result is *added* to the batch;
+- a DataProto without `writes`: the result *replaces* the batch (repeat, filter, reorder);
+- None: the batch is unchanged (monitors, updates);
+- HOLD: the operator keeps the batch and the run ends here (dynamic sampling).
 
-A function gets the batch in containers of its own: columns reach the flow by being returned, and those of an operator
-with `writes` by being declared. Facts (`meta_info`) that it sets on the batch it was given, or on the one it returns,
-go on in every case; `meta_info["metrics"]` and `["timing"]` are merged over the flow.
+A function is given a copy of the batch's containers: to change a column, return it. `meta_info` entries that a function
+sets on the batch it was given, or on the one it returns, are kept in every case; `meta_info["metrics"]` and
+`["timing"]` are merged over the flow.
 
-Execution is eager and in list order: the stack trace of a failing function is fit -> run -> that function. Operators
-that say where their work is done (`Operator.on`) may overlap where nothing is read from one another; what each of them
-is given, and so every number, is the same with and without.
+Operators run in list order, and the stack trace of a failing function is fit -> run -> that function. Operators that
+declare where they run (`Operator.on`) may overlap if they are independent; each sees the same columns, and gives the
+same numbers, with and without the overlap.
 
-    operator   Operator, HOLD, Stateful, and the edges between operators
+    operator   Operator, HOLD, Stateful; edges and dependencies between operators
     flow       DataFlow: the list, its edits and its check
-    pipeline   Pipeline: sends batches through
-    order      which operator waits for which, and which columns it sees
-    one_pass   one batch on its way
-    results    from what a function returned to the batch after it
+    pipeline   Pipeline: runs batches through the operators
+    run        PipelineRun: one batch on its way, and the batch after each operator
 """
 
 from verl.dataflow.flow import DataFlow

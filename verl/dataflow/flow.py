@@ -1,4 +1,4 @@
-"""DataFlow: an editable list of operators, which is checked before anything runs."""
+"""DataFlow: an editable list of operators, checked before anything runs."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -8,7 +8,15 @@ from verl.registry import did_you_mean
 
 
 class DataFlow:
-    """An editable list of operators. `compile` checks it and gives the Pipeline that runs."""
+    """An editable list of operators. `compile` checks it and returns the `Pipeline` that runs it.
+
+    flow = DataFlow([load_prompts])                # a plain function is an operator of the same name
+    flow.add_operator(Operator("gen", generate, reads="prompts", writes="responses"))
+    flow.add_operator(Operator("reward", score, reads="responses", writes="token_level_scores"))
+    flow.insert_before("reward", Operator("log", report))
+    pipeline = flow.compile()                      # ValueError if a column has no writer
+    batch = pipeline.run()
+    """
 
     def __init__(self, operators: Iterable["Operator | Callable"] = ()):
         self._operators: list[Operator] = []
@@ -32,19 +40,19 @@ class DataFlow:
         return name in self.names
 
     def add_operator(self, operator: "Operator | Callable") -> "DataFlow":
-        """Append an operator; its name must be new."""
+        """Append an operator. Its name must be new."""
         return self._insert(len(self), operator)
 
     def insert_before(self, name: str, operator: "Operator | Callable") -> "DataFlow":
-        """Put an operator in front of the one called `name`."""
+        """Insert an operator before the one called `name`."""
         return self._insert(self._index(name), operator)
 
     def insert_after(self, name: str, operator: "Operator | Callable") -> "DataFlow":
-        """Put an operator behind the one called `name`."""
+        """Insert an operator after the one called `name`."""
         return self._insert(self._index(name) + 1, operator)
 
     def replace(self, name: str, operator: "Operator | Callable") -> "DataFlow":
-        """Put an operator in the place of the one called `name`."""
+        """Replace the operator called `name`."""
         at, operator = self._index(name), as_operator(operator)
         if operator.name != name:
             self._require_new(operator.name)
@@ -52,7 +60,7 @@ class DataFlow:
         return self
 
     def remove(self, name: str) -> "DataFlow":
-        """Take the operator called `name` out."""
+        """Remove the operator called `name`."""
         del self._operators[self._index(name)]
         return self
 
@@ -64,8 +72,8 @@ class DataFlow:
     def _require_new(self, name: str) -> None:
         if name in self.names:
             raise ValueError(
-                f"the flow has an operator {name!r} already, and operators are edited by name: "
-                "give this one another, Operator(name, function)"
+                f"the flow already has an operator {name!r}: choose another name, Operator(name, function), or use "
+                f"flow.replace({name!r}, ...)"
             )
 
     def _insert(self, at: int, operator: "Operator | Callable") -> "DataFlow":
@@ -75,11 +83,14 @@ class DataFlow:
         return self
 
     def compile(self, inputs: Iterable[str] | None = None) -> "Pipeline":
-        """Check the flow and return what runs it.
+        """Check the flow and return the pipeline that runs it.
 
-        inputs: the columns that the batch given to `run` has. A flow whose first operator is a source declares them
-        by that operator's `writes`. When neither says, the columns that nobody writes are asked of the batch at `run`.
-        Raises ValueError that names operator and column when a column has no writer, or only a later one.
+        Args:
+            inputs: the columns of the batch given to `Pipeline.run`. If the first operator is a source, its `writes`
+                declare them. If neither is given, columns without a writer are required of the batch at `run`.
+
+        Raises:
+            ValueError: if a column has no writer before its reader. The message names operator and column.
         """
         if not self._operators:
             raise ValueError("the flow has no operators: add one with add_operator")
@@ -104,12 +115,14 @@ class DataFlow:
         return Pipeline(tuple(self._operators), () if pure_source else tuple(needed))
 
     def _require_writer(self, op: Operator, name: str, later: list[Operator], known: set[str] | None) -> None:
-        """Nothing before `op` writes the column `name`: that is right only when it may come with the batch."""
+        """Raise ValueError unless the column `name`, which nothing before `op` writes, may come with the batch."""
         for writer in later:
             if name in writer.writes:
                 raise ValueError(
                     f"operator {op.name!r} reads {name!r}, which {writer.name!r} writes only after it; "
-                    "if it comes with the batch, say so: compile(inputs=[...])"
+                    "if the column comes with the batch, declare it: compile(inputs=[...])"
                 )
         if known is not None:
-            raise ValueError(f"operator {op.name!r} reads {name!r}, which nobody writes: {did_you_mean(name, known)}")
+            raise ValueError(
+                f"operator {op.name!r} reads {name!r}, but no upstream operator writes it: {did_you_mean(name, known)}"
+            )

@@ -1,9 +1,9 @@
-"""Operator: a named function of the batch, with the columns that it reads and writes, and where its work is done."""
+"""Operator: a named function of the batch, the columns it reads and writes, and the operators it depends on."""
 
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from verl.columns import callable_name, describe_source
 
 CONTROLLER = "controller"
-"""`Operator.on` of a function that works in the process of the flow itself."""
+"""`Operator.on` of a function that runs in the process of the flow itself."""
 
 
 class _Hold:
@@ -22,12 +22,13 @@ class _Hold:
 
 
 HOLD = _Hold()
+"""Returned by an operator that keeps the batch: the run ends here and the next one starts from the first operator."""
 
 
 class Stateful(ABC):
-    """An object that keeps something between steps; checkpoints carry its state.
+    """An object with state that checkpoints carry.
 
-    As operator function stands the object itself (it has a `__call__`) or one of its methods.
+    The operator's function is the object itself (with a `__call__`) or one of its methods.
     """
 
     @abstractmethod
@@ -41,13 +42,25 @@ class Stateful(ABC):
 class Operator:
     """A named step of a flow.
 
-    func: takes the batch (or nothing, for a source) and returns as the docstring of `verl.dataflow` says.
-    reads / writes: the columns it needs and adds; one name may stand as a plain string.
-    on: where its work is done, the name of a role or CONTROLLER. It is a promise: `reads` and `writes` are complete, so
-    operators that do not depend on one another may run at the same time in different places (`Pipeline.place_of`).
-    Such an operator adds its `writes` and nothing else. Without `on`, everything before it ends first, and nothing
-    after it has begun.
-    Raises ValueError when `func` cannot be called so, before anything runs.
+        def mask_truncated(batch):
+            mask = batch.batch["response_mask"]
+            complete = mask.sum(1, keepdim=True) < mask.shape[1]
+            return {"loss_mask": mask * complete}
+
+        Operator("overlong", mask_truncated, reads=("response_mask",), writes=("loss_mask",))
+
+    Args:
+        name: unique in the flow; log lines, timings, errors and edits of the flow use it.
+        func: takes the batch (or nothing, for a source). The docstring of `verl.dataflow` lists what it may return.
+        reads: the columns it needs. A single name may be given as a plain string.
+        writes: the columns it adds.
+        on: where it runs: the name of a role, or CONTROLLER. Setting it promises that `reads` and `writes` are
+            complete. Operators that do not depend on each other may then run at the same time in different processes
+            (`Pipeline.processes_of`), and the operator may only add its `writes`. Without `on`, the operator runs
+            alone: everything before it has ended, and nothing after it has started.
+
+    Raises:
+        ValueError: if `func` cannot be called with the batch alone, or a name is not a string.
     """
 
     name: str
@@ -58,14 +71,14 @@ class Operator:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"an operator's name is a non-empty string, found {self.name!r}")
+            raise ValueError(f"operator name: expected a non-empty string, found {self.name!r}")
         if not callable(self.func):
             raise ValueError(f"operator {self.name!r}: expected a function, found {type(self.func).__name__}")
         if not (self.takes_batch or self.is_source):
             raise ValueError(
                 f"operator {self.name!r}: expected a function of the batch alone, found "
-                f"{callable_name(self.func)}{inspect.signature(self.func)}; functools.partial fills in the rest"
-                f"{describe_source(self.func)}"
+                f"{callable_name(self.func)}{inspect.signature(self.func)}; bind the other arguments with "
+                f"functools.partial{describe_source(self.func)}"
             )
         object.__setattr__(self, "reads", self._column_names("reads", self.reads))
         object.__setattr__(self, "writes", self._column_names("writes", self.writes))
@@ -73,7 +86,7 @@ class Operator:
     def _column_names(self, what: str, names: Any) -> tuple[str, ...]:
         names = (names,) if isinstance(names, str) else tuple(names)
         if wrong := [n for n in names if not isinstance(n, str)]:
-            raise ValueError(f"operator {self.name!r}: {what} are names of columns, found {wrong[0]!r}")
+            raise ValueError(f"operator {self.name!r}: {what}: expected column names, found {wrong[0]!r}")
         return names
 
     @property
@@ -83,12 +96,12 @@ class Operator:
 
     @property
     def is_source(self) -> bool:
-        """Whether the function can be called with nothing, and makes the batch."""
+        """Whether the function can be called without arguments, and so makes the batch."""
         return _can_be_called(self.func)
 
     @property
     def stateful(self) -> Stateful | None:
-        """The object behind the function that has a state to save."""
+        """The object behind the function, if it has state to save."""
         func = self.func
         while isinstance(func, functools.partial):
             func = func.func
@@ -105,19 +118,68 @@ def _can_be_called(func: Callable, *args: Any) -> bool:
 
 
 def as_operator(step: "Operator | Callable") -> Operator:
-    """An operator as it is; a plain function becomes the operator of its own name."""
+    """Return an operator unchanged; wrap a plain function in an operator of the same name."""
     if isinstance(step, Operator):
         return step
     if not callable(step):
-        raise ValueError(f"a flow is made of Operators and functions, found {type(step).__name__}: {step!r}")
+        raise ValueError(f"flow: expected an Operator or a function, found {type(step).__name__}: {step!r}")
     return Operator(callable_name(step), step)
 
 
 def edges(operators: Iterable[Operator]) -> list[tuple[str, str, str]]:
-    """(writer, reader, column) of every column that travels: B depends on A when B reads what A wrote last."""
+    """Return (writer, reader, column) for every column read: the writer is the last one before the reader."""
     writer: dict[str, str] = {}
     found = []
     for op in operators:
         found += [(writer[c], op.name, c) for c in op.reads if c in writer]
         writer |= {c: op.name for c in op.writes}
     return found
+
+
+@dataclass(frozen=True)
+class Dependencies:
+    """What one operator depends on, and what it must not see.
+
+    Attributes:
+        ancestors: positions of all operators that it depends on, directly or not.
+        hidden: columns written by concurrent operators. An operator sees the columns of its ancestors and those that
+            it reads, so the order of concurrent operators changes no number.
+    """
+
+    ancestors: frozenset[int]
+    hidden: frozenset[str]
+
+
+def depends(later: Operator, earlier: Operator) -> bool:
+    """Whether `later` must wait for `earlier`, whichever processes they run in.
+
+    It must if it reads what `earlier` writes, or writes what `earlier` reads or writes. An operator without `on`
+    depends on everything before it, and everything after it depends on it.
+    """
+    if later.on is None or earlier.on is None:
+        return True
+    written, touched = set(earlier.writes), {*earlier.reads, *earlier.writes}
+    return bool(written & set(later.reads) or touched & set(later.writes))
+
+
+def dependencies(operators: Sequence[Operator]) -> list[Dependencies]:
+    """Return the dependencies of each operator of a list."""
+    ancestors: list[frozenset[int]] = []
+    for i, op in enumerate(operators):
+        direct = [j for j in range(i) if depends(op, operators[j])]
+        ancestors.append(frozenset(direct).union(*(ancestors[j] for j in direct)))
+    found = []
+    for i, op in enumerate(operators):
+        concurrent = [o for j, o in enumerate(operators) if j != i and j not in ancestors[i] and i not in ancestors[j]]
+        written = {column for other in concurrent for column in other.writes}
+        found.append(Dependencies(ancestors[i], frozenset(written - set(op.reads))))
+    return found
+
+
+def prerequisites(deps: Sequence[Dependencies], processes: Sequence[Hashable]) -> list[frozenset[int]]:
+    """For each operator, the positions of those that must have ended before it starts.
+
+    These are its ancestors and the earlier operators of the same processes: the calls of one set of processes are made
+    in list order, so that they come in the same order in every run.
+    """
+    return [deps[i].ancestors | {j for j in range(i) if processes[j] == mine} for i, mine in enumerate(processes)]

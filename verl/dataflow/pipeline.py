@@ -1,27 +1,33 @@
-"""Pipeline: a checked flow, which sends one batch after another through its operators."""
+"""Pipeline: a compiled flow that runs batches through its operators."""
 
+import logging
+import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from verl import columns
-from verl.dataflow.one_pass import Observer, Pass, Span
-from verl.dataflow.operator import HOLD, Operator
-from verl.dataflow.order import turns
-from verl.dataflow.results import as_batch, require_columns
-from verl.dataflow.watch import watched
+from verl.dataflow.operator import HOLD, Operator, dependencies
+from verl.dataflow.run import Observer, PipelineRun, Span, as_batch, require_columns
 from verl.protocol import DataProto
+
+logger = logging.getLogger("verl.dataflow")
+
+HEARTBEAT_SECONDS = 60.0
 
 
 class Pipeline:
-    """A checked flow. `run` sends one batch through it.
+    """A compiled flow. `run` sends one batch through it.
 
-    inputs: the columns that the batch given to `run` must have.
-    timings: the seconds of each operator in the last run. spans: when each began and ended, by time.perf_counter.
-    seconds: the time that the run took; where operators overlap it is less than their sum.
-    observer: called with (operator name, seconds, batch) after each operator.
-    place_of: from `Operator.on` to where that is: operators of different places overlap when they are independent.
-    None in its stead, or as its answer, is the thread that calls `run`.
+    Attributes:
+        inputs: the columns that the batch given to `run` must have.
+        timings: the seconds of each operator in the last run.
+        spans: when each operator of the last run started and ended, by `time.perf_counter`.
+        seconds: the wall time of the last run; less than the sum of `timings` if operators overlapped.
+        observer: called as (operator name, seconds, batch) after each operator.
+        processes_of: maps `Operator.on` to the processes that run it. Independent operators of different processes
+            overlap. None, as the attribute or as its result, is the thread that calls `run`.
     """
 
     def __init__(self, operators: tuple[Operator, ...], inputs: tuple[str, ...] = ()):
@@ -30,8 +36,8 @@ class Pipeline:
         self.spans: dict[str, Span] = {}
         self.seconds = 0.0
         self.observer: Observer | None = None
-        self.place_of: Callable[[str], Hashable | None] | None = None
-        self._turns = turns(operators)
+        self.processes_of: Callable[[str], Hashable | None] | None = None
+        self._dependencies = dependencies(operators)
 
     @property
     def timings(self) -> dict[str, float]:
@@ -39,39 +45,45 @@ class Pipeline:
         return {name: end - start for name, (start, end) in spans.items()}
 
     def run(self, batch: DataProto | Mapping[str, Any] | None = None) -> Any:
-        """One pass. Returns the batch as the last operator left it, or HOLD when an operator kept it.
+        """Run the operators once.
 
-        batch: a DataProto or a mapping of columns, which stays as it is; none when the first operator is a source.
-        `meta_info["metrics"]` and `["timing"]` of the result hold what the operators reported and took. Those of a pass
-        that was held end with it: the operator that held reports when it lets go.
+        Args:
+            batch: a DataProto or a mapping of columns, which is not modified; None if the first operator is a source.
+
+        Returns:
+            The batch after the last operator, or HOLD if an operator kept it. `meta_info["metrics"]` and `["timing"]`
+            of the result hold the reports of all operators. Those of a run that ended with HOLD are lost, so an
+            operator that holds reports its metrics when it returns the batch.
         """
         start = time.perf_counter()
-        way = Pass(self.operators, self._turns, self._places(), self._enter(batch), self.observer)
-        self.spans = way.spans
+        current = PipelineRun(
+            self.operators, self._dependencies, self._processes(), self._checked_input(batch), self.observer
+        )
+        self.spans = current.spans
         result: Any = None
-        with watched(way.under_way):
-            while result is not HOLD and (turn := way.next()) is not None:
-                i, given = turn
+        with heartbeat(current.running_since):
+            while result is not HOLD and (ready := current.next()) is not None:
+                i, given = ready
                 op, began = self.operators[i], time.perf_counter()
                 try:
                     result = op.func() if given is None else op.func(given.batch)
                 except Exception as error:
-                    way.blame(i, error)
+                    current.annotate(i, error)
                     raise
-                way.end(i, given, result, (began, time.perf_counter()))
+                current.end(i, given, result, (began, time.perf_counter()))
         self.seconds = time.perf_counter() - start
         if result is HOLD:
             return HOLD
-        reports = way.reports()
-        way.batch.meta_info |= {"metrics": reports["metrics"], "timing": reports["timing"] | self.timings}
-        return way.batch
+        reports = current.reports()
+        current.batch.meta_info |= {"metrics": reports["metrics"], "timing": reports["timing"] | self.timings}
+        return current.batch
 
-    def _places(self) -> list[Hashable | None]:
-        """Where each operator runs now."""
-        return [self.place_of(op.on) if self.place_of and op.on is not None else None for op in self.operators]
+    def _processes(self) -> list[Hashable | None]:
+        """The processes that run each operator."""
+        return [self.processes_of(op.on) if self.processes_of and op.on is not None else None for op in self.operators]
 
-    def _enter(self, batch: DataProto | Mapping[str, Any] | None) -> DataProto | None:
-        """The batch that was given to `run`, checked; None where the first operator makes it."""
+    def _checked_input(self, batch: DataProto | Mapping[str, Any] | None) -> DataProto | None:
+        """A checked copy of the batch given to `run`; None if the first operator makes it."""
         first = self.operators[0]
         if batch is None and not first.is_source:
             raise ValueError(f"the flow's first operator {first.name!r} needs a batch: call run(batch)")
@@ -86,16 +98,37 @@ class Pipeline:
         return current
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of every stateful operator, by name."""
+        """The state of every stateful operator, by operator name."""
         return {op.name: op.stateful.state_dict() for op in self.operators if op.stateful is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` gave. Raises ValueError when this flow has other stateful operators."""
+        """Restore the result of `state_dict`. Raises ValueError if the stateful operators of this flow differ."""
         stateful = {op.name: op.stateful for op in self.operators if op.stateful is not None}
         if set(stateful) != set(state):
             raise ValueError(
-                f"the saved state is of the operators {sorted(state)}, this flow has {sorted(stateful)}: "
+                f"the saved state belongs to the operators {sorted(state)}, this flow has {sorted(stateful)}: "
                 "resume with the flow that was saved"
             )
         for name, owner in stateful.items():
             owner.load_state_dict(state[name])
+
+
+@contextmanager
+def heartbeat(running_since: Mapping[str, float]) -> Iterator[None]:
+    """Log every minute which operators are still running, so that a long one is told from a hang.
+
+    Args:
+        running_since: operator name -> start by `time.perf_counter`; read while the block runs.
+    """
+    ended = threading.Event()
+
+    def log() -> None:
+        while not ended.wait(HEARTBEAT_SECONDS):
+            for name, start in list(running_since.items()):
+                logger.info("[%s] still running after %.0fs", name, time.perf_counter() - start)
+
+    threading.Thread(target=log, name="flow heartbeat", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()

@@ -1,1 +1,1 @@
-"""From the checkpoint of a training run to a HuggingFace model: `python -m verl.model_merger merge --help`."""
+"""Convert training checkpoints to HuggingFace models: `python -m verl.model_merger merge --help`."""

@@ -24,26 +24,28 @@ def _bytes(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """What may be said on the command line."""
+    """Return the argument parser."""
     top = argparse.ArgumentParser(
         prog="python -m verl.model_merger",
-        description="From the checkpoint of a training run to a HuggingFace model, verified.",
+        description="Convert a training checkpoint to a HuggingFace model and verify the result.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(dest="command", required=True)
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--backend", choices=("fsdp", "megatron"), required=True, help="the engine that trained")
+    common.add_argument(
+        "--backend", choices=("fsdp", "megatron"), required=True, help="the engine that wrote the checkpoint"
+    )
     common.add_argument("--local_dir", type=Path, required=True, help="the checkpoint: .../global_step_N/actor")
     common.add_argument(
-        "--lora_alpha", type=float, help="of the training run, where the checkpoint with LoRA adapters does not say it"
+        "--lora_alpha", type=float, help="LoRA alpha of the training run, if the checkpoint does not record it"
     )
     common.add_argument(
         "--base",
-        help="the model that training started from, which adapters sit on, and from which a merged model must differ; "
-        "default: as recorded",
+        help="the base model: required for adapters, and a merged model must differ from it; "
+        "default: the one recorded in the checkpoint",
     )
-    common.add_argument("--trust_remote_code", action="store_true", help="run the model's own code, if it brings some")
+    common.add_argument("--trust_remote_code", action="store_true", help="allow custom code of the model")
 
     merge = commands.add_parser(
         "merge", parents=[common], help="write the model of a checkpoint as a HuggingFace folder"
@@ -53,12 +55,14 @@ def parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=("keep", "float32", "bfloat16", "float16"),
         default="keep",
-        help="of the weights; keep (the default): as in the checkpoint",
+        help="dtype of the weights; keep (default): as in the checkpoint",
     )
-    merge.add_argument("--max_shard_size", type=_bytes, default="5GB", help="largest weight file; default 5GB")
-    merge.add_argument("--allow_unchanged", action="store_true", help="write a result that equals that model, too")
-    merge.add_argument("--overwrite", action="store_true", help="replace the weights in a target that is not empty")
-    merge.add_argument("--adapter_dir", type=Path, help="write the LoRA adapters there, too, in peft's format")
+    merge.add_argument(
+        "--max_shard_size", type=_bytes, default="5GB", help="maximum size of a weight file; default 5GB"
+    )
+    merge.add_argument("--allow_unchanged", action="store_true", help="allow a result that equals the base model")
+    merge.add_argument("--overwrite", action="store_true", help="replace the weights in a non-empty target_dir")
+    merge.add_argument("--adapter_dir", type=Path, help="also write the LoRA adapters there, in peft's format")
 
     test = commands.add_parser("test", parents=[common], help="compare a checkpoint with a HuggingFace folder")
     test.add_argument("--test_hf_dir", type=Path, required=True, help="the folder to compare with")
@@ -66,15 +70,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _underscores(word: str) -> str:
-    """`--local-dir=x` is `--local_dir=x`."""
+    """Accept hyphens in option names: `--local-dir=x` is `--local_dir=x`."""
     name, equals, value = word.partition("=")
     return (f"--{name[2:].replace('-', '_')}" if name.startswith("--") else name) + equals + value
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; 0 when all is well, 1 for a refusal or a difference, which is printed."""
+    """Run one command. Returns 0 on success, 1 after an error or if `test` found differences."""
     given = parser().parse_args([_underscores(word) for word in (sys.argv[1:] if arguments is None else arguments)])
-    # after the arguments are read, so that --help and mistakes are answered at once
+    # imported after parsing, so that --help and invalid arguments return immediately
     from verl.model_merger.merge import MergeOptions, compare, merge
     from verl.utils.log import setup_logging
 
@@ -89,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
                 given.trust_remote_code,
                 given.base,
             )
-            print("\n".join(faults) if faults else f"{given.local_dir} and {given.test_hf_dir} hold the same model")
+            print("\n".join(faults) if faults else f"{given.local_dir} and {given.test_hf_dir} contain the same model")
             return 1 if faults else 0
         options = {name: value for name, value in vars(given).items() if name != "command"}
         merge(MergeOptions(max_shard_bytes=options.pop("max_shard_size"), **options))

@@ -1,4 +1,4 @@
-"""From a folder to the weights in it: which kind of checkpoint it is, whether it is whole, and what it grew from."""
+"""Opening a checkpoint folder: detect its format, check that it is complete, and find its base model."""
 
 import hashlib
 import json
@@ -10,25 +10,25 @@ from typing import Any
 import yaml
 
 from verl.checkpoints.store import MANIFEST
-from verl.model_merger.adapter_folder import AdaptersOverBase, has_adapters, recorded_base
-from verl.model_merger.distributed_checkpoint import DistributedCheckpoint
 from verl.model_merger.fsdp import RankFiles, is_rank_file
-from verl.model_merger.safetensors_folder import SafetensorsFolder, has_weights, local_folder
-from verl.model_merger.source import WeightSource
+from verl.model_merger.lora import AdaptersOverBase, MergedAdapters, find_settings, has_adapters, recorded_base
+from verl.model_merger.sources import DistributedCheckpoint, SafetensorsFolder, WeightSource, has_weights, local_folder
 
-_LOOKS_LIKE = (
-    "expected one of: model_world_size_W_rank_R.pt files, a folder shards/, lora_adapter/, or "
-    "huggingface/*.safetensors, "
-    "each beside a folder huggingface/ with the config; --local_dir is .../global_step_N/actor (or .../critic)"
+_EXPECTED = (
+    "expected model_world_size_W_rank_R.pt files, shards/, lora_adapter/, or huggingface/*.safetensors, "
+    "next to huggingface/ with the config; --local_dir is .../global_step_N/actor (or .../critic)"
 )
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One role's part of a checkpoint.
+    """The checkpoint of one role.
 
-    folder: `.../actor`. source: its weights. kind: words for the log.
-    recorded: path relative to the checkpoint -> {"bytes", "sha256"}, of this project's checkpoints; else empty.
+    Attributes:
+        folder: `.../actor`.
+        source: Its weights.
+        kind: Description of the format, for the log.
+        recorded: File path relative to the checkpoint -> {"bytes", "sha256"}, from the manifest; empty without one.
     """
 
     folder: Path
@@ -38,21 +38,21 @@ class Checkpoint:
 
     @property
     def config_folder(self) -> Path:
-        """The HuggingFace config and tokenizer."""
+        """The folder with the HuggingFace config and tokenizer."""
         return self.folder / "huggingface"
 
     @property
     def is_merged(self) -> bool:
-        """Whether the weights lie in `huggingface/` already."""
+        """Whether `huggingface/` already contains the weights."""
         return isinstance(self.source, SafetensorsFolder)
 
 
 def base_models(folder: Path) -> list[str]:
-    """The model that training started from, as a checkpoint (.../actor) names it: paths or HuggingFace ids."""
+    """Return the base models that a checkpoint (.../actor) names, as paths or HuggingFace ids."""
     config = json.loads((folder / "huggingface" / "config.json").read_text())
-    run_config = folder.parent / "config.yaml"  # this project's checkpoints: the settings of the run
+    run_config = folder.parent / "config.yaml"  # the run's configuration
     settings = yaml.safe_load(run_config.read_text()) if run_config.is_file() else {}
-    # a critic starts from the policy's model where it has none of its own; supervised training has one section
+    # without a critic.model.path, the critic starts from the policy's model; SFT has a single top-level section
     sections = [settings.get("critic", {})] if folder.name == "critic" else []
     sections += [settings.get("actor_rollout_ref", {}), settings]
     named = [recorded_base(folder / "lora_adapter"), config.get("_name_or_path")]
@@ -60,36 +60,56 @@ def base_models(folder: Path) -> list[str]:
     return list(dict.fromkeys(name for name in named if name))
 
 
-def open_checkpoint(folder: Path, base: str | None = None) -> Checkpoint:
-    """Look at what is in the folder and check that it is whole.
+def open_checkpoint(folder: Path, base: str | None = None, backend: str = "fsdp") -> Checkpoint:
+    """Open a checkpoint and check that it is complete.
 
-    base: where the model lies that adapters sit on; None to look for it as the checkpoint names it. Raises ValueError
-    that says what is missing or damaged, or what kind of folder this is instead.
+    Args:
+        folder: `.../global_step_N/actor` or `.../critic`.
+        base: The base model of adapters; by default, the one the checkpoint names.
+        backend: The engine that wrote it: "fsdp", or "megatron", which is not supported.
+
+    Raises:
+        ValueError: If a file is missing or damaged, or the folder is not a checkpoint; with what was found instead.
     """
+    if backend == "megatron":
+        raise ValueError(
+            f"--backend megatron is not supported ({folder}): this release has no Megatron engine. "
+            "Checkpoints of FSDP and of single-device training merge with --backend fsdp"
+        )
     folder = folder.resolve()
     if not folder.is_dir():
-        raise ValueError(f"no folder {folder}: {_LOOKS_LIKE}")
-    recorded = _check_recorded(folder)
+        raise ValueError(f"no folder {folder}: {_EXPECTED}")
+    recorded = _verify_manifest(folder)
     ranks, shards = any(is_rank_file(path) for path in folder.iterdir()), (folder / "shards").is_dir()
     if ranks and shards:
-        raise ValueError(f"{folder} holds both rank files and shards/: move one of them away")
-    source, kind = _weights(folder, ranks, shards)
+        raise ValueError(f"{folder} contains both rank files and shards/: expected one format; move the other away")
+    source, kind = _full_weights(folder, ranks, shards)
     adapters = source is None and has_adapters(folder / "lora_adapter")
     if source is None and not adapters:
-        raise ValueError(_what_it_is_instead(folder))
+        raise ValueError(_describe_folder(folder))
     config = folder / "huggingface" / "config.json"
     if not config.is_file():
         raise ValueError(
-            f"{config} is missing: copy the config and tokenizer of the model there "
+            f"{config} is missing: copy the config and the tokenizer of the model there "
             "(from the base model, if training did not change them)"
         )
     if adapters:
-        return _adapters(folder, base, recorded)
+        return _adapter_checkpoint(folder, base, recorded)
     return Checkpoint(folder, source, kind, recorded)
 
 
-def _weights(folder: Path, ranks: bool, shards: bool) -> tuple[WeightSource | None, str]:
-    """The weights of a whole model in the folder, or None, and words for them."""
+def with_adapters_merged(checkpoint: Checkpoint, alpha: float | None) -> WeightSource:
+    """Return the checkpoint's weights with adapters merged, if any. Raises ValueError for alpha without adapters."""
+    source = checkpoint.source
+    if any(".lora_" in name for name in source.names()):
+        return MergedAdapters(source, find_settings(checkpoint.folder, alpha))
+    if alpha is not None:
+        raise ValueError("--lora_alpha is set, but the checkpoint contains no LoRA adapters")
+    return source
+
+
+def _full_weights(folder: Path, ranks: bool, shards: bool) -> tuple[WeightSource | None, str]:
+    """Return the full weights in the folder, or None, and a description of their format."""
     if ranks:
         files = RankFiles(folder)
         return files, f"{len(files.files)} rank files"
@@ -98,54 +118,55 @@ def _weights(folder: Path, ranks: bool, shards: bool) -> tuple[WeightSource | No
         if source.names():
             return source, "shards of torch.distributed.checkpoint"
     if has_weights(folder / "huggingface"):
-        return SafetensorsFolder(folder / "huggingface"), "a HuggingFace model already"
+        return SafetensorsFolder(folder / "huggingface"), "already a HuggingFace model"
     return None, ""
 
 
-def _adapters(folder: Path, base: str | None, recorded: dict[str, dict[str, Any]]) -> Checkpoint:
-    """A checkpoint of adapters alone, over the model that they were trained on."""
+def _adapter_checkpoint(folder: Path, base: str | None, recorded: dict[str, dict[str, Any]]) -> Checkpoint:
+    """Open a checkpoint that contains only adapters, with the weights of their base model."""
     adapters = folder / "lora_adapter"
     named = [base] if base is not None else base_models(folder)
-    found = next((place for name in named if (place := local_folder(name)) is not None), None)
+    found = next((local for name in named if (local := local_folder(name)) is not None), None)
     if found is None:
+        where = f"{named} is not on this machine" if named else "the checkpoint does not name it"
         raise ValueError(
-            f"{adapters} holds LoRA adapters, and the weights that they sit on are those of {named or 'a model'}, "
-            f"{'' if named else 'not named anywhere, '}which is not on this machine (relative paths start from the "
-            "present folder): --base says where it is"
+            f"{adapters} contains only LoRA adapters, and their base model is required: {where}. "
+            "Set it with --base (relative paths start from the current directory)"
         )
-    return Checkpoint(folder, AdaptersOverBase(adapters, found), f"LoRA adapters over {found}", recorded)
+    return Checkpoint(folder, AdaptersOverBase(adapters, found), f"LoRA adapters of {found}", recorded)
 
 
-def _what_it_is_instead(folder: Path) -> str:
+def _describe_folder(folder: Path) -> str:
+    """Say what a folder without weights is, and which folder to give instead."""
     roles = [name for name in ("actor", "critic") if (folder / name).is_dir()]
     steps = sorted(path.name for path in folder.glob("global_step_*"))
     if roles:
-        return f"{folder} is a whole checkpoint: name the part to merge, {' or '.join(str(folder / r) for r in roles)}"
+        return f"{folder} is a checkpoint of all roles: give one role, {' or '.join(str(folder / r) for r in roles)}"
     if steps:
-        return f"{folder} is a run: name one checkpoint and its part, for instance {folder / steps[-1] / 'actor'}"
+        return f"{folder} is a run: give the role of one checkpoint, for example {folder / steps[-1] / 'actor'}"
     if (folder / "dist_ckpt").is_dir():
-        return f"{folder} is a checkpoint of Megatron (dist_ckpt/): use --backend megatron"
+        return f"{folder} is a Megatron checkpoint (dist_ckpt/), which is not supported"
     if has_weights(folder):
-        return f"{folder} is a HuggingFace model: there is nothing to merge"
+        return f"{folder} is already a HuggingFace model: nothing to merge"
     if (folder / "huggingface" / "config.json").is_file():
-        return f"{folder} holds no weights: the run saved without 'model' (checkpoint.save_contents)"
+        return f"{folder} contains no weights: the run saved without 'model' (checkpoint.save_contents)"
     found = sorted(path.name for path in folder.iterdir())
-    return f"{folder} is no checkpoint: {_LOOKS_LIKE}; found {found[:8] or 'nothing'}"
+    return f"{folder} is not a checkpoint: {_EXPECTED}; found {found[:8] or 'nothing'}"
 
 
-def _check_recorded(folder: Path) -> dict[str, dict[str, Any]]:
-    """Compare weights and config with the manifest of the checkpoint, if it has one; return what it records."""
+def _verify_manifest(folder: Path) -> dict[str, dict[str, Any]]:
+    """Verify weights and config against the checkpoint's manifest, if there is one, and return its entries."""
     root, role = folder.parent, folder.name
     if not (root / MANIFEST).is_file():
         return {}
     try:
         recorded = json.loads((root / MANIFEST).read_text())["files"]
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError) as error:
-        raise ValueError(f"{root / MANIFEST} cannot be read: {error}") from error
-    parts = tuple(f"{role}/{part}/" for part in ("shards", "lora_adapter", "huggingface"))
-    read = [name for name in recorded if name.startswith(parts)]
-    with ThreadPoolExecutor(8) as pool:  # checksums release the interpreter lock
-        faults = [fault for fault in pool.map(lambda name: _fault(root / name, recorded[name]), read) if fault]
+        raise ValueError(f"cannot read {root / MANIFEST}: {error}") from error
+    folders = tuple(f"{role}/{name}/" for name in ("shards", "lora_adapter", "huggingface"))
+    used = [name for name in recorded if name.startswith(folders)]
+    with ThreadPoolExecutor(8) as pool:  # hashing releases the GIL
+        faults = [fault for fault in pool.map(lambda name: _fault(root / name, recorded[name]), used) if fault]
     if faults:
         raise ValueError(f"{root} is damaged: {'; '.join(faults)}")
     return recorded
@@ -155,7 +176,7 @@ def _fault(path: Path, entry: dict[str, Any]) -> str | None:
     if not path.is_file():
         return f"{path} is missing"
     if path.stat().st_size != entry["bytes"]:
-        return f"{path} has {path.stat().st_size} bytes, written were {entry['bytes']}"
+        return f"{path}: expected {entry['bytes']} bytes, found {path.stat().st_size}"
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return None if digest == entry["sha256"] else f"{path} holds something else than was written (sha256)"
+    return None if digest == entry["sha256"] else f"{path} has changed since it was written (sha256)"

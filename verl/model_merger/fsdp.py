@@ -1,76 +1,84 @@
-"""Checkpoints of one file per rank: `model_world_size_W_rank_R.pt`, as verl's FSDP workers write them.
+"""Rank files of FSDP checkpoints: `model_world_size_W_rank_R.pt`, one file per rank, as verl's FSDP workers write them.
 
 actor/
-  model_world_size_2_rank_0.pt   the share of rank 0: DTensors (FSDP2, FSDP1 with a device mesh), ShardedTensors
-  model_world_size_2_rank_1.pt   (FSDP1 without one) or plain tensors (one rank; buffers, which every rank holds whole)
+  model_world_size_2_rank_0.pt   shards of rank 0: DTensor (FSDP2, FSDP1 with a device mesh), ShardedTensor (FSDP1
+  model_world_size_2_rank_1.pt   without one), or plain tensors (a single rank; buffers, replicated on every rank)
   optim_..., extra_state_...     not read
   fsdp_config.json               {"FSDP_version": 2, "world_size": 2}
   huggingface/                   config and tokenizer
+
+A rank file is a pickle. Loading it normally creates DTensors and ShardedTensors, which needs a process group and fails
+for files of older torch releases. Here the pickle is read as data: objects of torch.distributed become records of their
+fields, tensors are memory-mapped, and all other classes are refused, so an untrusted file cannot run code.
 """
 
 import json
+import pickle
 import re
+import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
-from verl.model_merger.shard_pickle import DTensorPiece, ShardedTensorPiece, read_rank_file
-from verl.model_merger.source import Shape, TensorInfo, WeightSource, join, place
+from verl.model_merger.sources import Shape, TensorInfo, WeightSource, assemble, concatenate
 
 _FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 
-#: what wrappers put into parameter names
+#: what wrappers insert into parameter names
 _WRAPPERS = re.compile(r"(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
-
-Block = tuple[str, Shape, torch.Tensor]  # file name, offset in the whole, contents
 
 
 def is_rank_file(path: Path) -> bool:
-    """Whether the name is that of a rank's weights."""
+    """Whether the file name is that of the weights of a rank."""
     return _FILE.fullmatch(path.name) is not None
 
 
 def rank_files(folder: Path) -> list[Path]:
-    """The files of ranks 0 ... W-1. Raises ValueError that names the missing ones, or the world sizes that disagree."""
+    """Return the files of ranks 0 to W-1. Raises ValueError for missing files or mixed world sizes."""
     found = {(int(m[1]), int(m[2])): path for path in folder.iterdir() if (m := _FILE.fullmatch(path.name))}
     sizes = sorted({world for world, _ in found})
     if len(sizes) != 1:
         raise ValueError(
-            f"{folder} holds files of runs with {' and '.join(map(str, sizes))} ranks: expected those of one; "
-            "move the others away"
+            f"{folder} contains rank files of world sizes {' and '.join(map(str, sizes))}: expected one world size; "
+            "move the other files away"
         )
     world = sizes[0]
     stated = folder / "fsdp_config.json"
     if stated.is_file() and (config := json.loads(stated.read_text()))["world_size"] != world:
-        raise ValueError(f"{stated} says world_size {config['world_size']}, but the files are those of {world} ranks")
+        raise ValueError(f"{stated}: world_size {config['world_size']}, but the rank files have world size {world}")
     expected = {(world, rank): f"model_world_size_{world}_rank_{rank}.pt" for rank in range(world)}
     missing = [name for key, name in expected.items() if key not in found]
     if missing:
         raise ValueError(
-            f"{folder} lacks {', '.join(missing)}: {len(found)} of {world} rank files are here. "
-            "With several nodes each may have written to its own disk: copy all files into one folder"
+            f"{folder}: missing {', '.join(missing)}; found {len(found)} of {world} rank files. "
+            "With several nodes, each may have written to its local disk: copy all files into one folder"
         )
     return [found[key] for key in expected]
 
 
 class RankFiles(WeightSource):
-    """The weights of all ranks; memory-mapped, so that only what is read takes memory."""
+    """The weights in the rank files of a checkpoint, memory-mapped."""
 
     def __init__(self, folder: Path):
         self.files = rank_files(folder)
-        pieces = [read_rank_file(path) for path in self.files]
-        for path, held in zip(self.files, pieces):
-            if held.keys() != pieces[0].keys():
-                differing = sorted(held.keys() ^ pieces[0].keys())
+        shards = [read_rank_file(path) for path in self.files]
+        for path, of_rank in zip(self.files, shards):
+            if of_rank.keys() != shards[0].keys():
+                differing = sorted(of_rank.keys() ^ shards[0].keys())
                 raise ValueError(
-                    f"{path.name} and {self.files[0].name} hold different tensors, for instance {differing[:3]}: "
-                    "they are not of one checkpoint"
+                    f"{path.name} and {self.files[0].name} contain different tensors, for example {differing[:3]}: "
+                    "they are not from the same checkpoint"
                 )
         origins = [path.name for path in self.files]
         self._tensors = {
-            _WRAPPERS.sub("", name): _assembly(name, origins, [held[name] for held in pieces]) for name in pieces[0]
+            _WRAPPERS.sub("", name): _sharded(name, origins, [of_rank[name] for of_rank in shards])
+            for name in shards[0]
         }
 
     def names(self) -> list[str]:
@@ -81,66 +89,69 @@ class RankFiles(WeightSource):
 
     def read(self, name: str) -> torch.Tensor:
         tensor = self._tensors[name]
-        return place(name, tensor.info(), tensor.blocks())
+        return assemble(name, tensor.info(), tensor.located_shards())
 
     def read_again(self, name: str) -> torch.Tensor:
-        return self._tensors[name].joined()
+        return self._tensors[name].concatenated()
 
 
-# ---- one tensor over all ranks --------------------------------------------------------------------------------------
+# ---- one tensor on all ranks ----------------------------------------------------------------------------------------
 
 
-class _Assembly(ABC):
-    """The pieces of one tensor, those of rank 0 first."""
+#: file name, offset in the full tensor, contents
+LocatedShard = tuple[str, Shape, torch.Tensor]
 
-    def __init__(self, name: str, origins: list[str], pieces: list):
-        self.name, self.origins, self.pieces = name, origins, pieces
+
+class _Sharded(ABC):
+    """The shards of one tensor, in the order of ranks."""
+
+    def __init__(self, name: str, origins: list[str], shards: list):
+        self.name, self.origins, self.shards = name, origins, shards
 
     @abstractmethod
     def info(self, expected: Shape | None = None) -> TensorInfo:
-        """Of the whole tensor; `expected` is its shape in the model, where that is known."""
+        """Return shape and dtype of the full tensor; `expected` is its shape in the model, if known."""
 
     @abstractmethod
-    def blocks(self) -> Iterator[Block]:
-        """Every piece with its place in the whole."""
+    def located_shards(self) -> Iterator[LocatedShard]:
+        """Yield every shard with its offset in the full tensor."""
 
     @abstractmethod
-    def joined(self) -> torch.Tensor:
-        """The whole by concatenation, without reckoning places."""
+    def concatenated(self) -> torch.Tensor:
+        """Return the full tensor by concatenation, without computing offsets."""
 
 
-class _DTensors(_Assembly):
+class _DTensorShards(_Sharded):
     def info(self, expected: Shape | None = None) -> TensorInfo:
-        piece: DTensorPiece = self.pieces[0]
-        return TensorInfo(piece.shape, piece.local.dtype)
+        shard: DTensorShard = self.shards[0]
+        return TensorInfo(shard.shape, shard.local.dtype)
 
     def _mesh_shape(self) -> Shape:
-        return tuple(1 + max(axis) for axis in zip(*(piece.coordinate for piece in self.pieces)))
+        return tuple(1 + max(axis) for axis in zip(*(shard.coordinate for shard in self.shards)))
 
-    def blocks(self) -> Iterator[Block]:
+    def located_shards(self) -> Iterator[LocatedShard]:
         mesh_shape = self._mesh_shape()
-        for origin, piece in zip(self.origins, self.pieces):
-            offset, size = [0] * len(piece.shape), list(piece.shape)
-            for ranks, index, dim in zip(mesh_shape, piece.coordinate, piece.placements):
-                if dim is not None:  # as torch.chunk: all pieces but the last are of one length
+        for origin, shard in zip(self.origins, self.shards):
+            offset, size = [0] * len(shard.shape), list(shard.shape)
+            for ranks, index, dim in zip(mesh_shape, shard.coordinate, shard.placements):
+                if dim is not None:  # as torch.chunk: all chunks but the last have the same length
                     length = -(-size[dim] // ranks)
                     start = min(index * length, size[dim])
                     offset[dim], size[dim] = offset[dim] + start, min(length, size[dim] - start)
-            if tuple(size) != piece.local.shape:
+            if tuple(size) != shard.local.shape:
                 raise ValueError(
-                    f"{origin}: its piece of {self.name} has the shape {tuple(piece.local.shape)}, "
-                    f"expected {tuple(size)}"
+                    f"{origin}: its shard of {self.name} has shape {tuple(shard.local.shape)}, expected {tuple(size)}"
                 )
-            yield origin, tuple(offset), piece.local
+            yield origin, tuple(offset), shard.local
 
-    def joined(self) -> torch.Tensor:
-        mesh_shape, placements = self._mesh_shape(), self.pieces[0].placements
-        at = {piece.coordinate: piece.local for piece in self.pieces}
+    def concatenated(self) -> torch.Tensor:
+        mesh_shape, placements = self._mesh_shape(), self.shards[0].placements
+        by_coordinate = {shard.coordinate: shard.local for shard in self.shards}
 
         def gathered(coordinate: Shape) -> torch.Tensor:
             axis = len(coordinate)
             if axis == len(mesh_shape):
-                return at[coordinate]
+                return by_coordinate[coordinate]
             if placements[axis] is None:
                 return gathered((*coordinate, 0))
             return torch.cat([gathered((*coordinate, i)) for i in range(mesh_shape[axis])], placements[axis])
@@ -148,64 +159,234 @@ class _DTensors(_Assembly):
         return gathered(())
 
 
-class _ShardedTensors(_Assembly):
+class _ShardedTensorShards(_Sharded):
     def info(self, expected: Shape | None = None) -> TensorInfo:
-        piece: ShardedTensorPiece = self.pieces[0]
-        dtype = next(block.dtype for each in self.pieces for _, block in each.blocks)
-        return TensorInfo(piece.shape, dtype)
+        first: ShardedTensorShard = self.shards[0]
+        dtype = next(local.dtype for shard in self.shards for _, local in shard.local_shards)
+        return TensorInfo(first.shape, dtype)
 
-    def blocks(self) -> Iterator[Block]:
-        for origin, piece in zip(self.origins, self.pieces):
-            yield from ((origin, offset, block) for offset, block in piece.blocks)
+    def located_shards(self) -> Iterator[LocatedShard]:
+        for origin, shard in zip(self.origins, self.shards):
+            yield from ((origin, offset, local) for offset, local in shard.local_shards)
 
-    def joined(self) -> torch.Tensor:
-        return join([(offset, block) for _, offset, block in self.blocks() if block.numel()])
+    def concatenated(self) -> torch.Tensor:
+        return concatenate([(offset, local) for _, offset, local in self.located_shards() if local.numel()])
 
 
-class _PlainTensors(_Assembly):
-    """Tensors that do not say whether they are copies or rows of a whole: the shape in the model tells."""
+class _PlainShards(_Sharded):
+    """Plain tensors, which are replicas or row shards. The shape in the model decides."""
 
-    copies: bool | None = None
+    replicated: bool | None = None
 
     def info(self, expected: Shape | None = None) -> TensorInfo:
-        if self.copies is None:
-            self.copies = self._are_copies(expected)
-        first = self.pieces[0]
-        if self.copies:
+        if self.replicated is None:
+            self.replicated = self._are_replicas(expected)
+        first = self.shards[0]
+        if self.replicated:
             return TensorInfo(tuple(first.shape), first.dtype)
-        return TensorInfo((sum(len(piece) for piece in self.pieces), *first.shape[1:]), first.dtype)
+        return TensorInfo((sum(len(shard) for shard in self.shards), *first.shape[1:]), first.dtype)
 
-    def _are_copies(self, expected: Shape | None) -> bool:
-        shapes = [tuple(piece.shape) for piece in self.pieces]
+    def _are_replicas(self, expected: Shape | None) -> bool:
+        shapes = [tuple(shard.shape) for shard in self.shards]
         if len(shapes) == 1 or all(shape == expected for shape in shapes):
             return True
         rows = [shape[0] if shape else 0 for shape in shapes]
         if expected and all(s[1:] == expected[1:] for s in shapes if s) and sum(rows) == expected[0]:
             return False
         raise ValueError(
-            f"{self.name} is a plain tensor of the shapes {shapes} in the rank files: expected copies or rows of "
-            f"{'a tensor that the model knows' if expected is None else expected}"
+            f"{self.name} is a plain tensor of shapes {shapes} in the rank files: expected replicas or row shards of "
+            f"{'a tensor of the model' if expected is None else expected}"
         )
 
-    def blocks(self) -> Iterator[Block]:
+    def located_shards(self) -> Iterator[LocatedShard]:
         row = 0
-        for origin, piece in zip(self.origins, self.pieces):
-            yield origin, (row, *[0] * (piece.dim() - 1)) if piece.dim() else (), piece
-            row += 0 if self.copies else len(piece)
+        for origin, shard in zip(self.origins, self.shards):
+            yield origin, (row, *[0] * (shard.dim() - 1)) if shard.dim() else (), shard
+            row += 0 if self.replicated else len(shard)
 
-    def joined(self) -> torch.Tensor:
-        return self.pieces[0] if self.copies else torch.cat(self.pieces)
+    def concatenated(self) -> torch.Tensor:
+        return self.shards[0] if self.replicated else torch.cat(self.shards)
 
 
-def _assembly(name: str, origins: list[str], pieces: list) -> _Assembly:
-    kinds = {DTensorPiece: _DTensors, ShardedTensorPiece: _ShardedTensors, torch.Tensor: _PlainTensors}
-    found = {type(piece) for piece in pieces}
+def _sharded(name: str, origins: list[str], shards: list) -> _Sharded:
+    kinds = {DTensorShard: _DTensorShards, ShardedTensorShard: _ShardedTensorShards, torch.Tensor: _PlainShards}
+    found = {type(shard) for shard in shards}
     if len(found) != 1:
-        raise ValueError(f"{name} is a {' and a '.join(sorted(t.__name__ for t in found))} on different ranks")
-    assembly = kinds[found.pop()]
-    described = {(p.shape, p.placements) if assembly is _DTensors else p.shape for p in pieces}
-    if assembly is not _PlainTensors and len(described) != 1:
+        raise ValueError(f"{name}: expected one type on all ranks, found {sorted(t.__name__ for t in found)}")
+    kind = kinds[found.pop()]
+    layouts = {(s.shape, s.placements) if kind is _DTensorShards else s.shape for s in shards}
+    if kind is not _PlainShards and len(layouts) != 1:
+        raise ValueError(f"{name}: the rank files disagree on its shape or placements: {sorted(map(str, layouts))}")
+    return kind(name, origins, shards)
+
+
+# ---- one rank file --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DTensorShard:
+    """The shard of a DTensor on one rank.
+
+    Attributes:
+        local: The local tensor.
+        shape: Shape of the full tensor.
+        coordinate: Coordinate of the rank in the device mesh.
+        placements: For each mesh dimension, the tensor dimension that is sharded along it; None if replicated.
+    """
+
+    local: torch.Tensor
+    shape: Shape
+    coordinate: Shape
+    placements: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class ShardedTensorShard:
+    """The shards of a ShardedTensor on one rank (FSDP1 without a device mesh).
+
+    Attributes:
+        shape: Shape of the full tensor.
+        local_shards: (offset in the full tensor, contents).
+    """
+
+    shape: Shape
+    local_shards: tuple[tuple[Shape, torch.Tensor], ...]
+
+
+RankShard = DTensorShard | ShardedTensorShard | torch.Tensor
+
+
+def read_rank_file(path: Path) -> dict[str, RankShard]:
+    """Read the shards of one rank by tensor name.
+
+    Raises:
+        ValueError: If the file is truncated or damaged (its contents are verified against the checksums that torch.save
+            stores), or contains anything other than weights.
+    """
+    _verify_checksums(path)
+    try:
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=False, pickle_module=_SAFE_PICKLE)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"cannot read weights from {path}: {error}") from error
+    if not isinstance(state, dict) or not state:
+        raise ValueError(f"{path} contains no weights: expected a dict of tensors, found {type(state).__name__}")
+    return {name: _shard(path, name, value) for name, value in state.items()}
+
+
+def _verify_checksums(path: Path) -> None:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except zipfile.BadZipFile as error:
         raise ValueError(
-            f"the rank files disagree about the shape or placement of {name}: {sorted(map(str, described))}"
+            f"{path} is truncated or was not written by torch.save ({path.stat().st_size} bytes: {error}); "
+            "copy it again, or use another checkpoint"
+        ) from error
+    if damaged is not None:
+        raise ValueError(f"{path} is damaged: checksum mismatch in its entry {damaged}; use another checkpoint")
+
+
+def _shard(path: Path, name: str, value: Any) -> RankShard:
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    kind = type(value).__name__
+    if "flat_param" in name:
+        raise ValueError(
+            f"{path} contains flattened parameters ({name}), which cannot be split: save with "
+            "StateDictType.SHARDED_STATE_DICT instead of LOCAL_STATE_DICT"
         )
-    return assembly(name, origins, pieces)
+    if kind == "DTensor":
+        return _dtensor(path, name, value)
+    if kind == "ShardedTensor":
+        local_shards, metadata = value.state[:2]
+        located = ((tuple(s.state["metadata"].state["shard_offsets"]), s.state["tensor"]) for s in local_shards)
+        return ShardedTensorShard(tuple(metadata.state["size"]), tuple(located))
+    raise ValueError(f"{path}: {name}: expected a tensor, a DTensor or a ShardedTensor, found {kind}")
+
+
+def _dtensor(path: Path, name: str, value: "_Record") -> DTensorShard:
+    spec = value.state["_spec"].state
+    (shape, *_) = spec["tensor_meta"].args
+    placements: list[int | None] = []
+    for placement in spec["placements"]:
+        kind = type(placement).__name__
+        if kind not in ("Shard", "Replicate"):
+            raise ValueError(
+                f"{path}: {name}: expected placements Shard or Replicate (FSDP, hybrid sharding), found {kind}"
+            )
+        placements.append(placement.state["dim"] % len(shape) if kind == "Shard" else None)
+    coordinate = tuple(spec["mesh"].state["_coordinate_on_dim"])
+    return DTensorShard(value.state["_local_tensor"], tuple(shape), coordinate, tuple(placements))
+
+
+# ---- unpickling -----------------------------------------------------------------------------------------------------
+
+
+class _Record:
+    """An unpickled object of torch.distributed: its constructor arguments and its state."""
+
+    args: tuple
+    state: Any
+
+    def __new__(cls, *args: Any) -> "_Record":
+        record = super().__new__(cls)
+        record.args, record.state = args, {}
+        return record
+
+    def __init__(self, *args: Any):
+        """The arguments are stored by __new__."""
+
+    def __setstate__(self, state: Any) -> None:
+        # objects with __slots__ are pickled as (dict or None, slots)
+        if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
+            state = {**(state[0] or {}), **state[1]}
+        self.state = state
+
+
+def _rebuild_from_type(func: Callable, kind: type, args: tuple, state: Any) -> Any:
+    """Replaces torch._tensor._rebuild_from_type_v2, which restores tensor subclasses."""
+    if not issubclass(kind, _Record):
+        return func(*args)
+    record = kind(*args)
+    record.__setstate__(state)
+    return record
+
+
+def _rebuild_wrapper(*args: Any) -> None:
+    raise pickle.UnpicklingError("a tensor subclass that is not from torch.distributed")
+
+
+def _attribute(owner: type, name: str) -> type:
+    """Replaces getattr(class, name), by which nested classes and enum members are pickled."""
+    return type(f"{owner.__name__}.{name}", (_Record,), {})
+
+
+_ALLOWED: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch", "Size"): torch.Size,
+    ("torch", "device"): torch.device,
+    ("torch.serialization", "_get_layout"): str,
+    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+    ("torch._utils", "_rebuild_tensor_v3"): torch._utils._rebuild_tensor_v3,
+    ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
+    ("torch._utils", "_rebuild_wrapper_subclass"): _rebuild_wrapper,
+    ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type,
+    ("torch.nn.parameter", "Parameter"): torch.nn.Parameter,
+    ("__builtin__", "getattr"): _attribute,
+    ("builtins", "getattr"): _attribute,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return _ALLOWED[module, name]
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
+        if module.startswith("torch.distributed."):
+            return type(name, (_Record,), {})
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a file of weights")
+
+
+#: passed to torch.load in place of the module `pickle`
+_SAFE_PICKLE = SimpleNamespace(__name__="safe_pickle", Unpickler=_Unpickler)

@@ -1,4 +1,4 @@
-"""Merging and comparing, from the folder of a checkpoint to a verified HuggingFace folder."""
+"""Merge a checkpoint into a verified HuggingFace folder, or compare it with one."""
 
 import filecmp
 import logging
@@ -9,25 +9,21 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from verl.model_merger import checkpoint as fsdp_checkpoint
-from verl.model_merger import megatron, verify
-from verl.model_merger.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from verl.model_merger.checkpoint import Checkpoint, base_models
+from verl.model_merger import verify
+from verl.model_merger.checkpoint import Checkpoint, base_models, open_checkpoint, with_adapters_merged
 from verl.model_merger.huggingface import Export, describe
-from verl.model_merger.lora import MergedAdapters, with_adapters_merged
-from verl.model_merger.safetensors_folder import SafetensorsFolder, local_folder
+from verl.model_merger.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MergedAdapters
+from verl.model_merger.sources import SafetensorsFolder, local_folder
 from verl.model_merger.writing import staged, weight_files, write_config, write_json, write_weights
 
 logger = logging.getLogger("verl.model_merger")
 
 DTYPES = {"keep": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-_BACKENDS = {"fsdp": fsdp_checkpoint.open_checkpoint, "megatron": megatron.open_checkpoint}
-
 
 @dataclass(frozen=True)
 class MergeOptions:
-    """What the command line says; the meaning of each is in its --help."""
+    """The command line options of `merge`, explained by `python -m verl.model_merger merge --help`."""
 
     local_dir: Path
     target_dir: Path
@@ -45,10 +41,11 @@ class MergeOptions:
 def merge(options: MergeOptions) -> Path:
     """Write the model of a checkpoint as a HuggingFace folder, verify it, and return the folder.
 
-    Raises ValueError, with the target as it was, for a checkpoint that is not whole, weights that do not make the model
-    of the config, a result that is not the checkpoint's model, or one that is the base model still.
+    Raises:
+        ValueError: If the checkpoint is incomplete, its weights do not match the config, or the result differs from the
+            checkpoint or equals the base model. The target is not changed in this case.
     """
-    checkpoint = _BACKENDS[options.backend](options.local_dir, options.base)
+    checkpoint = open_checkpoint(options.local_dir, options.base, options.backend)
     export = _export(checkpoint, options.lora_alpha, options.trust_remote_code, DTYPES[options.dtype])
     target = options.target_dir.resolve()
     logger.info("%s: %s, %s", checkpoint.folder, checkpoint.kind, type(export.model.module).__name__)
@@ -59,7 +56,7 @@ def merge(options: MergeOptions) -> Path:
         _check_adapter_target(export, options)
     base = _base_folder(checkpoint, options.base)
     if base is not None and base.resolve() == target:
-        raise ValueError(f"--target_dir {target} is the model that training started from: choose another folder")
+        raise ValueError(f"--target_dir {target} is the base model: choose another folder")
     export.check_tied()
     with staged(target) as folder:
         model = export.model
@@ -75,7 +72,7 @@ def merge(options: MergeOptions) -> Path:
         _export_adapter(export, options, base)
     parameters = sum(info.meta().numel() for info in export.plan.values())
     logger.info(
-        "%s: %d tensors, %d values, %s; loaded, and its logits differ from the checkpoint's by %.2g at most",
+        "%s: %d tensors, %d parameters, %s; verified, logits differ from the checkpoint's by at most %.2g",
         target,
         len(export.plan),
         parameters,
@@ -93,12 +90,15 @@ def compare(
     trust_remote_code: bool,
     base: str | None = None,
 ) -> list[str]:
-    """What differs between a checkpoint, merged in memory tensor by tensor, and a HuggingFace folder; empty: nothing.
+    """Compare a checkpoint, merged in memory tensor by tensor, with a HuggingFace folder.
 
-    The checkpoint's tensors are rounded to the dtype of the folder's; no other difference is tolerated, because a step
-    of reinforcement learning may move a weight by one part in a million.
+    The checkpoint's tensors are rounded to the dtype of the folder's. No other difference is tolerated, because a step
+    of reinforcement learning may change a weight by one part in a million.
+
+    Returns:
+        Descriptions of the differences; empty if there are none.
     """
-    export = _export(_BACKENDS[backend](local_dir, base), lora_alpha, trust_remote_code, None)
+    export = _export(open_checkpoint(local_dir, base, backend), lora_alpha, trust_remote_code, None)
     other = SafetensorsFolder(folder)
     theirs = other.infos({})
     faults = [f"{name} is only in {folder}" for name in theirs if name not in export.plan]
@@ -106,7 +106,9 @@ def compare(
         if name not in theirs:
             faults.append(f"{name} is only in {local_dir}")
         elif theirs[name].shape != tuple(tensor.shape):
-            faults.append(f"{name} has the shape {tuple(tensor.shape)} here, {theirs[name].shape} there")
+            faults.append(
+                f"{name} has shape {tuple(tensor.shape)} in the checkpoint, {theirs[name].shape} in the folder"
+            )
         else:
             difference = (tensor.to(theirs[name].dtype).double() - other.read(name).double()).abs().max().item()
             if difference:
@@ -120,34 +122,34 @@ def _export(checkpoint: Checkpoint, alpha: float | None, trust_remote_code: bool
 
 
 def _already_merged(checkpoint: Checkpoint, export: Export, options: MergeOptions) -> Path:
-    """The checkpoint of one device, where it lies: verified, not touched."""
+    """Verify a single-device checkpoint in place, without changing it."""
     if export.dtype is not None:
         raise ValueError(
-            f"{checkpoint.config_folder} is the checkpoint itself, which a change to {options.dtype} would damage: "
-            "give another --target_dir"
+            f"--target_dir {checkpoint.config_folder} is the checkpoint itself, which --dtype {options.dtype} would "
+            "overwrite: choose another folder"
         )
     if not options.allow_unchanged:
         _refuse_unchanged(checkpoint.config_folder, _base_folder(checkpoint, options.base), export)
     verify.check_against_checkpoint(checkpoint.config_folder, export)
-    logger.info("%s is a HuggingFace model already: verified, nothing written", checkpoint.config_folder)
+    logger.info("%s is already a HuggingFace model: verified, nothing written", checkpoint.config_folder)
     return checkpoint.config_folder
 
 
 def _check_target(target: Path, checkpoint: Checkpoint, overwrite: bool) -> None:
-    """Refuse, before any work, a target that would lose something."""
+    """Raise ValueError if writing to the target would overwrite something that is not a merged model."""
     if target.exists() and not target.is_dir():
-        raise ValueError(f"--target_dir {target} is a file")
+        raise ValueError(f"--target_dir {target}: expected a folder, found a file")
     if checkpoint.folder.is_relative_to(target):
-        raise ValueError(f"--target_dir {target} holds the checkpoint itself: give a folder of its own")
-    own = target == checkpoint.config_folder
-    if target.is_dir() and any(target.iterdir()) and not own and not overwrite:
+        raise ValueError(f"--target_dir {target} contains the checkpoint itself: choose a separate folder")
+    in_checkpoint = target == checkpoint.config_folder
+    if target.is_dir() and any(target.iterdir()) and not in_checkpoint and not overwrite:
         raise ValueError(
-            f"--target_dir {target} is not empty: choose another, or say --overwrite to replace its weights"
+            f"--target_dir {target} is not empty: choose another folder, or replace its weights with --overwrite"
         )
-    if own and any(_recorded_as(checkpoint, path) in checkpoint.recorded for path in weight_files(target)):
+    if in_checkpoint and any(_recorded_as(checkpoint, path) in checkpoint.recorded for path in weight_files(target)):
         raise ValueError(
-            f"{target} holds weights that belong to the checkpoint, which could not be resumed from if they were "
-            "replaced: give another --target_dir"
+            f"--target_dir {target} contains weights of the checkpoint, and replacing them would prevent resuming "
+            "from it: choose another folder"
         )
 
 
@@ -157,18 +159,18 @@ def _recorded_as(checkpoint: Checkpoint, path: Path) -> str:
 
 
 def _check_recorded_files(target: Path, folder: Path, checkpoint: Checkpoint) -> None:
-    """Refuse to change files by whose checksums the checkpoint is verified when a run resumes."""
+    """Raise ValueError if a file would change whose checksum is verified when a run resumes."""
     for path in folder.iterdir():
         old = target / path.name
         if _recorded_as(checkpoint, old) in checkpoint.recorded and not filecmp.cmp(path, old, shallow=False):
             raise ValueError(
-                f"{old} belongs to the checkpoint and would change (another dtype or architecture); the run could not "
-                "be resumed from it: give another --target_dir"
+                f"{old} belongs to the checkpoint and would change (another dtype or architecture), which would "
+                "prevent resuming from it: choose another --target_dir"
             )
 
 
 def _add_generation_config(folder: Path, base: Path | None, num_labels: int | None) -> None:
-    """Take how a language model ends its answers from its base, where the trainer did not write it down."""
+    """Copy generation_config.json of a language model, with its stop tokens, from the base model if missing."""
     name = "generation_config.json"
     if num_labels is None and base is not None and not (folder / name).is_file() and (base / name).is_file():
         shutil.copy2(base / name, folder / name)
@@ -178,17 +180,19 @@ def _add_generation_config(folder: Path, base: Path | None, num_labels: int | No
 
 
 def _base_folder(checkpoint: Checkpoint, named: str | None) -> Path | None:
-    """The model that training started from, if it is on this machine."""
+    """Return the folder of the base model, if it is on this machine."""
     if named is not None:
         folder = local_folder(named)
         if folder is None:
-            raise ValueError(f"--base {named}: no model with safetensors files there, nor in the cache of HuggingFace")
+            raise ValueError(
+                f"--base {named}: expected a folder with safetensors files, or a model in the HuggingFace cache"
+            )
         return folder
     candidates = base_models(checkpoint.folder)
     folder = next((folder for name in candidates if (folder := local_folder(name)) is not None), None)
     if folder is None:
         where = f"{candidates} is not on this machine" if candidates else "the checkpoint does not name it"
-        logger.warning("not compared with the model that training started from: %s; --base says where it is", where)
+        logger.warning("not compared with the base model: %s; set it with --base", where)
     return folder
 
 
@@ -196,19 +200,19 @@ def _refuse_unchanged(folder: Path, base: Path | None, export: Export) -> None:
     source = export.source
     if isinstance(source, MergedAdapters) and source.is_untrained():
         raise ValueError(
-            "the LoRA adapters are all zero: they were saved before the first step, or never trained. "
-            "--allow_unchanged writes the model all the same"
+            "all LoRA adapters are zero: they were saved before the first step, or never trained. "
+            "To write the model anyway, use --allow_unchanged"
         )
     if base is None:
         return
     difference = verify.first_difference(SafetensorsFolder(folder), SafetensorsFolder(base))
     if difference is None:
         raise ValueError(
-            f"the result equals the model that training started from, {base}: the trained weights were never saved, or "
-            f"their change is lost by rounding to {export.main_dtype} (then take --dtype float32). "
-            "--allow_unchanged writes it all the same"
+            f"the result equals the base model {base}: the trained weights were not saved, or the changes are lost by "
+            f"rounding to {export.main_dtype} (use --dtype float32). "
+            "To write the model anyway, use --allow_unchanged"
         )
-    logger.info("differs from the model that training started from, %s (first at %s)", base, difference)
+    logger.info("differs from the base model %s (first difference: %s)", base, difference)
 
 
 # ---- adapters -------------------------------------------------------------------------------------------------------
@@ -216,10 +220,10 @@ def _refuse_unchanged(folder: Path, base: Path | None, export: Export) -> None:
 
 def _check_adapter_target(export: Export, options: MergeOptions) -> None:
     if not isinstance(export.source, MergedAdapters):
-        raise ValueError("--adapter_dir is given, but the checkpoint holds no LoRA adapters")
+        raise ValueError("--adapter_dir is set, but the checkpoint contains no LoRA adapters")
     target = options.adapter_dir
     if target.is_dir() and any(target.iterdir()) and not options.overwrite:
-        raise ValueError(f"--adapter_dir {target} is not empty: choose another, or say --overwrite")
+        raise ValueError(f"--adapter_dir {target} is not empty: choose another folder, or use --overwrite")
 
 
 def _export_adapter(export: Export, options: MergeOptions, base: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""Writing a HuggingFace folder: safetensors files with an index, complete or not there at all."""
+"""Atomic writing of a HuggingFace folder: safetensors files with an index."""
 
 import json
 import os
@@ -11,28 +11,27 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from verl.model_merger.safetensors_folder import INDEX, SINGLE_FILE
-from verl.model_merger.source import TensorInfo
+from verl.model_merger.sources import INDEX, SINGLE_FILE, TensorInfo
 
-#: files of a HuggingFace folder that hold weights, of whatever format
+#: weight files of a HuggingFace folder, of all formats
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 
 @contextmanager
 def staged(target: Path) -> Iterator[Path]:
-    """An empty folder beside `target` to fill; it takes the place of `target` when the block ends.
+    """Yield an empty folder next to `target` that replaces `target` when the block ends.
 
-    Files that were in `target` stay in it, except weights and what the new folder brings itself. When the block fails,
-    `target` is as it was. What a killed process left behind is removed by the next call.
+    Other files in `target` are kept, except weights. If the block raises, `target` is not changed. Temporary folders of
+    a killed process are removed by the next call.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.with_name(f".{target.name}.merging")
     replaced = target.with_name(f".{target.name}.replaced")
     if replaced.exists() and not target.exists():  # killed between the two renames below
         replaced.rename(target)
-    for left in (draft, replaced):
-        if left.exists():
-            shutil.rmtree(left)
+    for leftover in (draft, replaced):
+        if leftover.exists():
+            shutil.rmtree(leftover)
     draft.mkdir()
     try:
         yield draft
@@ -59,7 +58,7 @@ def _carry_over(old: Path, new: Path) -> None:
 
 
 def _flush(folder: Path) -> None:
-    """Make every file and name durable before the folder gets its name."""
+    """Sync all files and folders to disk before the rename."""
     for path in [*folder.rglob("*"), folder]:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -69,16 +68,20 @@ def _flush(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of the folder that hold weights."""
+    """Return the weight files in the folder."""
     return sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
 
 
 def write_weights(
     folder: Path, plan: Mapping[str, TensorInfo], tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int
 ) -> None:
-    """Write the tensors into files of at most `max_bytes` (one tensor at least), holding one file in memory at a time.
+    """Write tensors into safetensors files, with one file in memory at a time.
 
-    plan: shape and dtype of every tensor, in the order in which they come.
+    Args:
+        folder: The folder to write to.
+        plan: Shape and dtype of every tensor, in the order of `tensors`.
+        tensors: (name, tensor).
+        max_bytes: Maximum size of a file; a file contains at least one tensor.
     """
     sizes = {name: info.meta().numel() * info.dtype.itemsize for name, info in plan.items()}
     files: list[list[str]] = []
@@ -93,8 +96,8 @@ def write_weights(
     weight_map = {}
     for number, names in enumerate(files, start=1):
         file = SINGLE_FILE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
-        held = {name: tensor.contiguous() for name, (_, tensor) in zip(names, _checked(stream, names))}
-        save_file(held, folder / file, metadata={"format": "pt"})
+        contents = {name: tensor.contiguous() for name, (_, tensor) in zip(names, _checked(stream, names))}
+        save_file(contents, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
@@ -102,18 +105,24 @@ def write_weights(
 
 
 def _checked(stream: Iterator[tuple[str, torch.Tensor]], names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """As many items of the stream as there are names."""
+    """Yield the next items of the stream, which must have these names."""
     for expected in names:
         name, tensor = next(stream)
-        assert name == expected, f"planned {expected}, found {name}"
+        assert name == expected, f"expected {expected}, found {name}"
         yield name, tensor
 
 
 def write_config(source: Path, folder: Path, architecture: str, dtype: torch.dtype, num_labels: int | None) -> None:
-    """Copy config and tokenizer, and say in the config what the result is.
+    """Copy config and tokenizer, and set architecture and dtype in the config.
 
-    Only what must change is changed: written by transformers anew, the file would be one that older releases misread.
-    num_labels: of a critic, else None.
+    Other entries are not changed: rewritten by transformers, the file might not be readable by older releases.
+
+    Args:
+        source: Folder with the config and tokenizer.
+        folder: The folder to write to.
+        architecture: Class name of the model.
+        dtype: Dtype of the weights.
+        num_labels: Number of outputs of a critic, otherwise None.
     """
     weights = set(weight_files(source))
     for path in source.iterdir():
@@ -131,5 +140,5 @@ def write_config(source: Path, folder: Path, architecture: str, dtype: torch.dty
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Indented, ending with a newline, as HuggingFace writes its files."""
+    """Write indented JSON with a final newline, as HuggingFace does."""
     path.write_text(json.dumps(content, indent=2) + "\n")

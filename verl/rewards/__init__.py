@@ -1,15 +1,16 @@
-"""Scoring of answers: reward functions, the managers that call them, and their isolation.
+"""Reward functions, the reward managers that call them, and the processes that isolate them.
 
-Names are loaded at first use: a worker process that runs one rule must not pay for torch.
+Names are loaded at first use, so that a worker process which runs one rule does not import torch.
 """
 
 import importlib
 
+# `REWARD_FUNCTION_REGISTRY` is taken from `resolve`, because importing that module registers the built-in functions.
 _HOME = {
     "REWARD_FUNCTION_REGISTRY": "verl.rewards.resolve",
-    "RULES_BY_DATA_SOURCE": "verl.rewards.sources",
-    "default_compute_score": "verl.rewards.sources",
-    "register_data_source": "verl.rewards.sources",
+    "RULES_BY_DATA_SOURCE": "verl.rewards.resolve",
+    "default_compute_score": "verl.rewards.resolve",
+    "register_data_source": "verl.rewards.resolve",
     "resolve_reward_function": "verl.rewards.resolve",
     "ScoreFunction": "verl.rewards.functions",
     "register_reward": "verl.rewards.functions",
@@ -18,7 +19,7 @@ _HOME = {
     "RewardManager": "verl.rewards.managers",
     "register_reward_manager": "verl.rewards.managers",
     "register": "verl.rewards.managers",
-    "load_reward_manager": "verl.rewards.load",
+    "load_reward_manager": "verl.rewards.managers",
 }
 
 __all__ = [*_HOME]

@@ -1,14 +1,15 @@
-"""Reward managers: from a batch of answers to a reward per token.
+"""Reward managers: compute the per-token reward of a batch.
 
-    naive   one call per row, in this process
+    naive   one call per response, in this process
     batch   one call for the whole batch: the function takes lists
-    dapo    naive, and answers that come near the length limit lose some of their reward
-    prime   naive, in a pool of processes that can be killed
+    dapo    naive, with a penalty for responses close to the length limit
+    prime   naive, in a pool of subprocesses that can be killed
 
-The reward of a row stands at its last token that the policy chose; all other positions are 0. What happens to one row
-does not depend on the others, nor on their order.
+The reward of a response is placed at the last token sampled by the policy; all other positions are 0. The score of a
+sample depends neither on the other samples of the batch nor on their order.
 """
 
+import inspect
 import logging
 import math
 import os
@@ -21,11 +22,12 @@ from typing import Any
 import torch
 
 from verl.protocol import DataProto
-from verl.registry import Registry, did_you_mean
+from verl.registry import Registry, did_you_mean, load_object
 from verl.rewards.functions import ScoreFunction
-from verl.rewards.outcome import BadOutcome, RewardError, Row, read_outcome, split_outcome
-from verl.rewards.responses import prompt_texts, read_answers
-from verl.rewards.sandbox.calls import call_rows
+from verl.rewards.outcome import BadOutcome, RewardError, Sample, read_outcome, split_outcome
+from verl.rewards.resolve import resolve_reward_function
+from verl.rewards.responses import prompt_texts, read_responses
+from verl.rewards.sandbox.calls import call_samples
 from verl.rewards.sandbox.pool import Outcome, ProcessPool, address_of
 
 logger = logging.getLogger(__name__)
@@ -34,7 +36,7 @@ REWARD_MANAGER_REGISTRY: Registry[type["RewardManager"]] = Registry("reward mana
 
 
 def register_reward_manager(name: str) -> Callable[[type], type]:
-    """Class decorator: register a RewardManager under `name`, the value of `reward_manager` in the configuration."""
+    """Register a RewardManager subclass under `name`, the value of `reward.reward_manager.name` (class decorator)."""
 
     def decorate(manager: type) -> type:
         if not (isinstance(manager, type) and issubclass(manager, RewardManager)):
@@ -48,18 +50,26 @@ register = register_reward_manager
 
 
 class RewardManager(ABC):
-    """Gives a reward to every row of a batch. A manager of one's own subclasses this, or one of those below.
+    """Computes the reward of every sample of a batch. Base class of custom reward managers.
 
-    tokenizer: decodes the answers. compute_score: a reward function or a ScoreFunction. num_examine: how many rows per
-    data source are printed at each call. reward_fn_key: the column that names the data source of a row.
-    timeout: seconds that one call may take, None for no deadline (then breakpoints in the function are safe).
-    on_error: what becomes of a row whose function raises, hangs, or returns anything but a finite number or a dict with
-    such a "score": "raise" ends with a RewardError that names function and row, "count" scores it `failure_score`, logs
-    the first one and counts them in `reward/failed_rows`. max_concurrency: rows of an `async def` under way at once.
+    Args:
+        tokenizer: Decodes the responses.
+        compute_score: A reward function or a ScoreFunction.
+        num_examine: Number of samples per data source that are printed at each call.
+        reward_fn_key: The column with the data source of a sample.
+        timeout: Seconds per call of the function; None for no timeout, which makes breakpoints in the function safe.
+        on_error: What to do if the function raises, hangs, or returns anything but a finite number or a dict with such
+            a "score". "raise" raises a RewardError that names function and sample. "count" assigns `failure_score`,
+            logs the first error and counts the samples in `reward/failed_rows`.
+        failure_score: Score of a failed sample with on_error="count".
+        max_concurrency: Maximum number of concurrent calls of an `async def` function.
+
+    Raises:
+        ValueError: For an invalid argument, or a function whose form the manager does not support.
     """
 
-    forms: tuple[str, ...] = ("row", "plugin", "batch")
-    """The forms of reward function (see verl.rewards.functions) that the manager can call."""
+    forms: tuple[str, ...] = ("sample", "plugin", "batch")
+    """The supported forms of reward functions (see verl.rewards.functions)."""
 
     def __init__(
         self,
@@ -83,9 +93,9 @@ class RewardManager(ABC):
             raise ValueError(f"reward manager: max_concurrency: expected at least 1, found {max_concurrency!r}")
         function = compute_score if isinstance(compute_score, ScoreFunction) else ScoreFunction(compute_score)
         if function.form not in self.forms:
-            takes, use = ("lists", "batch") if function.form == "batch" else ("one answer", "naive")
+            takes, use = ("lists", "batch") if function.form == "batch" else ("one response", "naive")
             raise ValueError(
-                f"reward function {function.where} takes {takes}, which {type(self).__name__} does not give: use "
+                f"reward function {function.where} takes {takes}, which {type(self).__name__} does not support: use "
                 f"reward_manager={use}"
             )
         self.tokenizer, self.compute_score = tokenizer, function
@@ -95,115 +105,134 @@ class RewardManager(ABC):
 
     @abstractmethod
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
-        """The reward of every response token, (B, T) float32.
+        """Compute the rewards of a batch.
 
-        With `return_dict`: {"reward_tensor": that, "reward_extra_info": name -> list of B values, "metrics": name ->
-        float}.
+        Args:
+            data: The batch.
+            return_dict: Also return extra values and metrics.
+
+        Returns:
+            The rewards, (B, T) float32. With `return_dict`: {"reward_tensor": the rewards, "reward_extra_info":
+            name -> list of B values, "metrics": name -> float}.
         """
 
 
 @register_reward_manager("naive")
 class NaiveRewardManager(RewardManager):
-    """One call of the reward function per row.
+    """Calls the reward function once per sample.
 
-    "acc" among the extra values is the function's own, or else its score, unless that is the opinion of a model; a row
-    that failed has 0. A value that the function gave for other rows only is None.
+    The extra value "acc" is the one the function returns; otherwise the score, unless the function was registered with
+    accuracy=False. It is 0 for failed samples. Extra values that a sample lacks are None.
     """
 
-    forms = ("row", "plugin")
+    forms = ("sample", "plugin")
     pool: ProcessPool | None = None
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
-        answers = read_answers(data, self.tokenizer, self.reward_fn_key)
-        scores, extras, failed = self._score(answers.rows)
-        scores = self.shape(scores, extras, answers.lengths.tolist())
+        responses = read_responses(data, self.tokenizer, self.reward_fn_key)
+        scores, extras, failed = self._score(responses.samples)
+        scores = self.shape(scores, extras, responses.lengths.tolist())
         if self.num_examine:
-            self._print_examples(data, answers.rows, scores)
-        reward_tensor = answers.reward_tensor(scores)
+            self._print_examples(data, responses.samples, scores)
+        reward_tensor = responses.reward_tensor(scores)
         if not return_dict:
             return reward_tensor
         names = dict.fromkeys(name for extra in extras for name in extra)
         return {
             "reward_tensor": reward_tensor,
             "reward_extra_info": {name: [extra.get(name) for extra in extras] for name in names},
-            "metrics": {"reward/failed_rows": float(failed), "reward/empty_responses": float(answers.empty)},
+            "metrics": {"reward/failed_rows": float(failed), "reward/empty_responses": float(responses.empty)},
         }
 
-    def outcomes(self, rows: Sequence[Row]) -> Generator[tuple[int, ScoreFunction, Outcome]]:
-        """Score the rows; yields (position, the function that scored it, outcome), in any order."""
+    def outcomes(self, samples: Sequence[Sample]) -> Generator[tuple[int, ScoreFunction, Outcome]]:
+        """Score the samples; yields (index, the function that scored it, outcome) in any order."""
         by_source: dict[str, list[int]] = {}
-        for i, row in enumerate(rows):
-            by_source.setdefault(row.data_source, []).append(i)
+        for i, sample in enumerate(samples):
+            by_source.setdefault(sample.data_source, []).append(i)
         functions = {source: self.compute_score.for_data_source(source) for source in by_source}
-        for source, positions in by_source.items():
-            function, chosen = functions[source], [rows[i] for i in positions]
-            for k, outcome in call_rows(function, chosen, self.timeout, self.pool, self.max_concurrency):
-                yield positions[k], function, outcome
+        for source, indices in by_source.items():
+            function, selected = functions[source], [samples[i] for i in indices]
+            for k, outcome in call_samples(function, selected, self.timeout, self.pool, self.max_concurrency):
+                yield indices[k], function, outcome
 
     def shape(self, scores: list[float], extras: list[dict[str, Any]], lengths: list[int]) -> list[float]:
-        """The rewards from the scores; may add to the extra values. `lengths`: tokens of each response."""
+        """Compute the rewards from the scores. Override this for reward shaping.
+
+        Args:
+            scores: B scores of the reward function.
+            extras: B dicts of extra values, which may be extended.
+            lengths: B response lengths in tokens.
+        """
         return scores
 
-    def _score(self, rows: Sequence[Row]) -> tuple[list[float], list[dict[str, Any]], int]:
-        """Scores, extra values and the number of failed rows."""
-        scores, extras, failed = [self.failure_score] * len(rows), [{"acc": 0.0} for _ in rows], 0
-        # Closed at once when a row ends the scoring: workers that are still busy must not outlive it.
-        with closing(self.outcomes(rows)) as outcomes:
+    def _score(self, samples: Sequence[Sample]) -> tuple[list[float], list[dict[str, Any]], int]:
+        """Return scores, extra values and the number of failed samples."""
+        scores, extras, failed = [self.failure_score] * len(samples), [{"acc": 0.0} for _ in samples], 0
+        # Closed explicitly, so that busy workers are stopped if a sample raises.
+        with closing(self.outcomes(samples)) as outcomes:
             for i, function, outcome in outcomes:
                 try:
                     scores[i], extra = read_outcome(outcome)
                     extras[i] = {**({"acc": scores[i]} if function.is_accuracy else {}), **extra}
                 except BadOutcome as bad:
-                    error = RewardError(f"reward function {function.where} {bad}\n{rows[i].describe()}")
+                    error = RewardError(f"reward function {function.where} {bad}\n{samples[i].describe()}")
                     if self.on_error == "raise":
                         raise error from bad.__cause__
                     failed += 1
                     if failed == 1:
                         logger.error("%s", error, exc_info=bad.__cause__)
         if failed:
-            logger.error("%d of %d rows have no score of their own; scored %g", failed, len(rows), self.failure_score)
+            logger.error("%d of %d samples failed to score; assigned %g", failed, len(samples), self.failure_score)
         return scores, extras, failed
 
-    def _print_examples(self, data: DataProto, rows: Sequence[Row], scores: Sequence[float]) -> None:
+    def _print_examples(self, data: DataProto, samples: Sequence[Sample], scores: Sequence[float]) -> None:
         seen: Counter[str] = Counter()
         shown = []
-        for i, row in enumerate(rows):
-            seen[row.data_source] += 1
-            if seen[row.data_source] <= self.num_examine:
+        for i, sample in enumerate(samples):
+            seen[sample.data_source] += 1
+            if seen[sample.data_source] <= self.num_examine:
                 shown.append(i)
         for i, prompt in zip(shown, prompt_texts(data, self.tokenizer, shown)):
-            print(f"[data_source] {rows[i].data_source}\n[prompt] {prompt}\n[response] {rows[i].solution_str}")
-            print(f"[ground_truth] {rows[i].ground_truth}\n[score] {scores[i]:g}")
+            sample = samples[i]
+            print(f"[data_source] {sample.data_source}\n[prompt] {prompt}\n[response] {sample.solution_str}")
+            print(f"[ground_truth] {sample.ground_truth}\n[score] {scores[i]:g}")
 
 
 @register_reward_manager("batch")
 class BatchRewardManager(NaiveRewardManager):
-    """One call for the whole batch, of a function that takes lists and returns a list; `timeout` is for that call."""
+    """Calls a function that takes and returns lists once per batch. `timeout` applies to that call."""
 
     forms = ("batch",)
 
-    def outcomes(self, rows: Sequence[Row]) -> Generator[tuple[int, ScoreFunction, Outcome]]:
-        whole = Row(
-            data_source=[row.data_source for row in rows],
-            solution_str=[row.solution_str for row in rows],
-            ground_truth=[row.ground_truth for row in rows],
-            extra_info=[row.extra_info for row in rows],
+    def outcomes(self, samples: Sequence[Sample]) -> Generator[tuple[int, ScoreFunction, Outcome]]:
+        batch = Sample(
+            data_source=[sample.data_source for sample in samples],
+            solution_str=[sample.solution_str for sample in samples],
+            ground_truth=[sample.ground_truth for sample in samples],
+            extra_info=[sample.extra_info for sample in samples],
             number=0,
-            total=len(rows),
+            total=len(samples),
         )
-        ((_, outcome),) = call_rows(self.compute_score, [whole], self.timeout, self.pool, self.max_concurrency)
-        for i, one in enumerate(split_outcome(outcome, len(rows))):
-            yield i, self.compute_score, one
+        ((_, outcome),) = call_samples(self.compute_score, [batch], self.timeout, self.pool, self.max_concurrency)
+        for i, of_sample in enumerate(split_outcome(outcome, len(samples))):
+            yield i, self.compute_score, of_sample
 
 
 @register_reward_manager("dapo")
 class DAPORewardManager(NaiveRewardManager):
     """`naive` with the soft overlong penalty of DAPO (Yu et al. 2025, arXiv:2503.14476).
 
-    An answer of `n` tokens gets `min(0, -(n - (max_resp_len - len)) / len * penalty_factor)` on top of its score: 0 up
-    to `max_resp_len - len`, then a straight line down to `-penalty_factor` at `max_resp_len`. "acc" stays unshaped.
-    overlong_buffer: {"enable": bool, "len": int, "penalty_factor": float, "log": bool}; log adds the extra values
-    "overlong_reward" and "overlong".
+    A response of `n` tokens receives `min(0, -(n - (max_resp_len - len)) / len * penalty_factor)` in addition to its
+    score: 0 up to `max_resp_len - len` tokens, then decreasing linearly to `-penalty_factor` at `max_resp_len`. "acc"
+    is not changed.
+
+    Args:
+        tokenizer: Decodes the responses.
+        compute_score: A reward function or a ScoreFunction.
+        max_resp_len: Maximum response length in tokens; required if the buffer is enabled.
+        overlong_buffer: {"enable": bool, "len": int, "penalty_factor": float, "log": bool}. `log` adds the extra values
+            "overlong_reward" and "overlong".
+        **kwargs: Arguments of RewardManager.
     """
 
     def __init__(
@@ -227,15 +256,15 @@ class DAPORewardManager(NaiveRewardManager):
         if self.enabled and not (max_resp_len is not None and 0 < self.buffer_len <= max_resp_len):
             raise ValueError(
                 f"overlong_buffer: expected 0 < len <= max_resp_len, found len={self.buffer_len!r}, "
-                f"max_resp_len={max_resp_len!r} (in a run: reward.reward_kwargs.overlong_buffer.len and "
-                "reward.reward_kwargs.max_resp_len, which follows data.max_response_length in recipe/dapo)"
+                f"max_resp_len={max_resp_len!r}; set reward.reward_kwargs.overlong_buffer.len and "
+                "reward.reward_kwargs.max_resp_len (recipe/dapo derives the latter from data.max_response_length)"
             )
 
     def shape(self, scores: list[float], extras: list[dict[str, Any]], lengths: list[int]) -> list[float]:
         if not self.enabled:
             return scores
-        free = self.max_resp_len - self.buffer_len
-        penalties = [min(0.0, -(n - free) / self.buffer_len * self.penalty_factor) for n in lengths]
+        unpenalized = self.max_resp_len - self.buffer_len
+        penalties = [min(0.0, -(n - unpenalized) / self.buffer_len * self.penalty_factor) for n in lengths]
         if self.log:
             for extra, penalty in zip(extras, penalties):
                 extra.update(overlong_reward=penalty, overlong=penalty < 0)
@@ -244,10 +273,17 @@ class DAPORewardManager(NaiveRewardManager):
 
 @register_reward_manager("prime")
 class PrimeRewardManager(NaiveRewardManager):
-    """`naive` in `num_processes` worker processes (as many as cores, at most 16, if not said).
+    """`naive` in a pool of worker processes.
 
-    A row that hangs is killed with its process, whatever it hangs in. The function must be at the top level of a file
-    or module, so that the workers can import it; its arguments and results must be picklable.
+    A call that exceeds its timeout is killed with its process, even inside library code. The function must be defined
+    at the top level of a file or module, so that workers can import it, and its arguments and results must be
+    picklable.
+
+    Args:
+        tokenizer: Decodes the responses.
+        compute_score: A reward function or a ScoreFunction.
+        num_processes: Size of the pool; default: the number of cores, at most 16.
+        **kwargs: Arguments of RewardManager.
     """
 
     def __init__(
@@ -261,3 +297,68 @@ class PrimeRewardManager(NaiveRewardManager):
         super().__init__(tokenizer, compute_score, **kwargs)
         address_of(self.compute_score.func)
         self.pool = ProcessPool(min(16, os.cpu_count() or 1) if num_processes is None else num_processes)
+
+
+# ---- from configuration ---------------------------------------------------------------------------------------------
+
+# Arguments that `load_reward_manager` passes itself.
+_PASSED = {"self", "tokenizer", "compute_score", "num_examine", "reward_fn_key"}
+
+
+def load_reward_manager(
+    tokenizer: Any,
+    *,
+    manager: str = "naive",
+    manager_path: str | None = None,
+    function_path: str | None = None,
+    function_name: str | None = None,
+    registered_function: str | None = None,
+    reward_kwargs: Mapping[str, Any] | None = None,
+    manager_kwargs: Mapping[str, Any] | None = None,
+    num_examine: int = 0,
+    reward_fn_key: str = "data_source",
+) -> RewardManager:
+    """Create the reward manager of a run from plain configuration values.
+
+    Args:
+        tokenizer: Decodes the responses.
+        manager: Name in REWARD_MANAGER_REGISTRY, or the name of a class in `manager_path`.
+        manager_path: File or module of a custom manager.
+        function_path: See `resolve_reward_function`, as for the next three.
+        function_name: Name of the function in `function_path`.
+        registered_function: Name in REWARD_FUNCTION_REGISTRY.
+        reward_kwargs: Values of the function's other parameters.
+        manager_kwargs: Values of the manager's other parameters (timeout, on_error, max_resp_len, ...).
+        num_examine: Number of samples per data source that are printed at each call.
+        reward_fn_key: The column with the data source of a sample.
+
+    Raises:
+        ValueError: For an unknown name, an unsupported signature, or a parameter that the manager does not have.
+    """
+    found = load_object(manager_path, manager) if manager_path else REWARD_MANAGER_REGISTRY[manager]
+    if not (inspect.isclass(found) and issubclass(found, RewardManager)):
+        raise ValueError(f"reward manager {manager!r}: expected a subclass of RewardManager, found {found!r}")
+    kwargs = dict(manager_kwargs or {})
+    accepted, takes_any = _constructor_parameters(found)
+    for name in kwargs:
+        if name not in accepted and not takes_any:
+            raise ValueError(
+                f"reward manager {manager!r} has no parameter {name!r}: {did_you_mean(name, accepted)}. A custom "
+                "manager takes **kwargs and passes them to RewardManager.__init__"
+            )
+    function = resolve_reward_function(function_path, function_name, registered_function, reward_kwargs)
+    passed = {"num_examine": num_examine, "reward_fn_key": reward_fn_key}
+    return found(tokenizer=tokenizer, compute_score=function, **passed, **kwargs)
+
+
+def _constructor_parameters(manager: type) -> tuple[set[str], bool]:
+    """Return the parameter names of a manager and its base classes, and whether it accepts any name."""
+    names: set[str] = set()
+    for cls in manager.__mro__:
+        if "__init__" not in vars(cls):
+            continue
+        parameters = inspect.signature(cls.__init__).parameters
+        names |= {n for n, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+        if all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+            return names - _PASSED, False
+    return names - _PASSED, True

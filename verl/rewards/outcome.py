@@ -1,4 +1,4 @@
-"""What a reward function gave for one row: the score and its extra values, or the reason why there is none."""
+"""The result of a reward function for one sample: score and extra values, or the reason why there is no score."""
 
 import math
 import numbers
@@ -17,18 +17,27 @@ _LARGEST = 3.4e38  # rewards travel as float32
 
 
 class RewardError(ValueError):
-    """A reward function gave no usable score: names the function, its file and line, the row and its texts."""
+    """A reward function returned no valid score. Names the function, its file and line, the sample and its texts."""
 
 
 class BadOutcome(ValueError):
-    """Why a call gave no score: a phrase that follows the function's name."""
+    """Why a call gave no score. The message continues a sentence that begins with the function's name."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """One answer to be scored; `number` of `total` and `uid` are there to name it in messages.
+class Sample:
+    """One response to score.
 
-    For a function that takes lists, one Row stands for the whole batch, with a list in each field.
+    For a function that takes lists, one Sample holds the whole batch, with a list in each field.
+
+    Attributes:
+        data_source: Selects the rule.
+        solution_str: The response as text.
+        ground_truth: What the response is compared with.
+        extra_info: Further columns of the sample.
+        number: Index in the batch; used in messages, as are `total` and `uid`.
+        total: Size of the batch.
+        uid: Identifier of the prompt.
     """
 
     data_source: str
@@ -40,8 +49,8 @@ class Row:
     uid: Any = None
 
     def describe(self) -> str:
-        """For an error message: which row, the answer, the ground truth, what was expected."""
-        parts = [f"row {self.number} of {self.total}", f"data_source {self.data_source!r}"]
+        """Describe the sample for an error message: index, response, ground truth, expected score."""
+        parts = [f"sample {self.number} of {self.total}", f"data_source {self.data_source!r}"]
         if self.uid is not None:
             parts.append(f"uid {self.uid!r}")
         if "index" in self.extra_info:
@@ -50,12 +59,12 @@ class Row:
             f"  {', '.join(parts)}\n"
             f"  response: {shorten(self.solution_str)}\n"
             f"  ground truth: {shorten(self.ground_truth)}\n"
-            '  expected: a finite number, or a dict with such a "score" (on_error=count goes on without such rows)'
+            '  expected: a finite number, or a dict with such a "score" (on_error=count scores such samples as failed)'
         )
 
 
 def shorten(value: Any, limit: int = 200) -> str:
-    """A text or any value on one line, the middle left out where it is longer than `limit` characters."""
+    """Return the repr of a value; if it is longer than `limit` characters, without its middle."""
     text = repr(value)
     if len(text) <= limit:
         return text
@@ -63,9 +72,12 @@ def shorten(value: Any, limit: int = 200) -> str:
 
 
 def read_outcome(outcome: Outcome) -> tuple[float, dict[str, Any]]:
-    """Score and extra values of what a call gave. Raises BadOutcome that says what is wrong with it.
+    """Return the score and the extra values of a call.
 
-    Accepted: a finite number (Python, numpy, a tensor without dimensions), a bool, or a mapping with such a "score".
+    Accepted are a finite number (Python, numpy, a tensor without dimensions), a bool, or a mapping with such a "score".
+
+    Raises:
+        BadOutcome: For a failed call or any other value.
     """
     if outcome.failure is not None:
         raise BadOutcome(outcome.failure) from outcome.cause
@@ -79,7 +91,7 @@ def read_outcome(outcome: Outcome) -> tuple[float, dict[str, Any]]:
 
 
 def split_outcome(outcome: Outcome, count: int) -> list[Outcome]:
-    """The outcome of a call for a whole batch, as one for each of its `count` rows."""
+    """Split the outcome of a call for a whole batch into one outcome for each of its `count` samples."""
     if outcome.failure is not None:
         return [outcome] * count
     value = outcome.value
@@ -87,12 +99,14 @@ def split_outcome(outcome: Outcome, count: int) -> list[Outcome]:
         value = list(value)
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or len(value) != count:
         found = f"{len(value)} entries" if isinstance(value, Sequence) else _described(value)
-        return [Outcome(failure=f"returned {found}: expected a list with one entry for each of {count} rows")] * count
+        return [
+            Outcome(failure=f"returned {found}: expected a list with one entry for each of {count} samples")
+        ] * count
     return [Outcome(entry) for entry in value]
 
 
 def _is_array(value: Any) -> bool:
-    """Whether `value` is a numpy array or a tensor. torch is imported only when something unusual was returned."""
+    """Whether `value` is a numpy array or a tensor. Imports torch, so it is called for unusual values only."""
     import torch
 
     return isinstance(value, np.ndarray | torch.Tensor)
@@ -114,5 +128,5 @@ def _number(value: Any, inside: str) -> float:
     except OverflowError:
         number = math.inf
     if not math.isfinite(number) or abs(number) > _LARGEST:
-        raise BadOutcome(f"returned {inside}{number}: expected a finite number (of float32)")
+        raise BadOutcome(f"returned {inside}{number}: expected a finite number in the range of float32")
     return number

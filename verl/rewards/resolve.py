@@ -1,19 +1,109 @@
-"""How the reward function of a run is found: by address, by name, by data source; or several of them with weights."""
+"""Selecting the reward function of a run: by path, by registered name, by data source, or as a weighted sum."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from verl.registry import did_you_mean, load_object
-from verl.rewards import model_score  # noqa: F401 (their functions are registered by this)
 from verl.rewards.functions import ACCEPTED_FORMS, REWARD_FUNCTION_REGISTRY, ScoreFunction, register_reward
 from verl.rewards.outcome import BadOutcome, read_outcome
-from verl.rewards.rules import accuracy, formats  # noqa: F401 (their functions are registered by this)
+
+# Imported for their side effect: a rule module registers its reward functions when it is imported. The other rule
+# modules are imported below for the table of data sources.
+from verl.rewards.rules import accuracy, formats  # noqa: F401
+from verl.rewards.rules.choice import multiple_choice
+from verl.rewards.rules.gsm8k import gsm8k_strict
+from verl.rewards.rules.maths import math_reward
+from verl.rewards.sandbox.code_tests import code_reward
 from verl.rewards.sandbox.pool import Outcome
-from verl.rewards.sources import default_compute_score, rule_for
 
 DEFAULT_FUNCTION_NAME = "compute_score"
+
+
+# ---- by data source -------------------------------------------------------------------------------------------------
+
+#: data source, or prefix of data sources -> rule. "math" also matches "math_dapo" and "math500", but not "mathvista".
+RULES_BY_DATA_SOURCE: dict[str, ScoreFunction] = {
+    name: ScoreFunction(rule)
+    for rule, names in {
+        gsm8k_strict: ["openai/gsm8k", "gsm8k"],
+        math_reward: [
+            "math",
+            "aime",
+            "amc",
+            "lighteval/MATH",
+            "DigitalLearningGmbH/MATH-lighteval",
+            "HuggingFaceH4/MATH-500",
+            "HuggingFaceH4/aime_2024",
+            "math-ai/aime24",
+            "math-ai/aime25",
+            "numina",
+            "minerva_math",
+            "olympiadbench",
+        ],
+        multiple_choice: [
+            "cais/mmlu",
+            "mmlu",
+            "TIGER-Lab/MMLU-Pro",
+            "Idavidrein/gpqa",
+            "gpqa",
+            "allenai/ai2_arc",
+            "commonsense_qa",
+        ],
+        code_reward: ["codecontests", "apps", "codeforces", "taco", "livecodebench", "mbpp", "humaneval"],
+    }.items()
+    for name in names
+}
+
+
+def register_data_source(name_or_prefix: str, function: Callable) -> None:
+    """Score the samples of a data source with `function`.
+
+    Args:
+        name_or_prefix: The data source. It also matches names that continue with a character other than a letter:
+            "my/set" matches "my/set_v2", but not "my/settings". The longest match wins. Registering a name again
+            replaces its rule.
+        function: A reward function of the sample or plugin form.
+
+    Raises:
+        ValueError: If the name is empty, or the function takes lists.
+    """
+    if not name_or_prefix:
+        raise ValueError("register_data_source: expected the name of a data source, found an empty string")
+    rule = function if isinstance(function, ScoreFunction) else ScoreFunction(function)
+    if rule.form == "batch":
+        raise ValueError(f"register_data_source: {rule.where} takes lists, expected a function of one response")
+    RULES_BY_DATA_SOURCE[name_or_prefix] = rule
+
+
+def rule_for(data_source: str) -> ScoreFunction:
+    """Return the rule of a data source. Raises ValueError that lists the known data sources if there is none."""
+    name = str(data_source).lower()
+    matching = [
+        known
+        for known in RULES_BY_DATA_SOURCE
+        if name.startswith(known.lower()) and not name[len(known) : len(known) + 1].isalpha()
+    ]
+    if not matching:
+        raise ValueError(
+            f"no reward rule for data_source {data_source!r}; known: {', '.join(sorted(RULES_BY_DATA_SOURCE))}.\n"
+            "Set a custom reward function (reward.custom_reward_function.path=reward.py "
+            "reward.custom_reward_function.name=compute_score), select a built-in one (reward_function: "
+            f"{', '.join(sorted(REWARD_FUNCTION_REGISTRY))}), or register a rule: "
+            "verl.rewards.register_data_source(name, function)"
+        )
+    return RULES_BY_DATA_SOURCE[max(matching, key=len)]
+
+
+@register_reward("data_source")
+def default_compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Any:
+    """Score with the rule of `data_source` (`RULES_BY_DATA_SOURCE`)."""
+    rule = rule_for(data_source)
+    return rule(data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info)
+
+
+# ---- by name or path ------------------------------------------------------------------------------------------------
 
 
 def resolve_reward_function(
@@ -22,11 +112,16 @@ def resolve_reward_function(
     registered: str | None = None,
     reward_kwargs: Mapping[str, Any] | None = None,
 ) -> ScoreFunction:
-    """The reward function of a run, ready to be called.
+    """Return the reward function of a run. Without path and registered name: the rules by data source.
 
-    path, name: a user's file or module, and the function in it (`compute_score` if not said). registered: a name of
-    REWARD_FUNCTION_REGISTRY. Neither: the rules by data source. reward_kwargs: values of its further parameters.
-    Raises ValueError for a function that is not there or has a wrong signature.
+    Args:
+        path: File or module of a custom reward function.
+        name: Name of the function in `path`; default `compute_score`.
+        registered: Name in REWARD_FUNCTION_REGISTRY.
+        reward_kwargs: Values of the function's other parameters.
+
+    Raises:
+        ValueError: If the function does not exist or its signature is not supported.
     """
     kwargs = dict(reward_kwargs or {})
     if path and registered:
@@ -36,19 +131,29 @@ def resolve_reward_function(
     if name not in (None, DEFAULT_FUNCTION_NAME):
         raise ValueError(
             f"reward.custom_reward_function.name={name!r} without reward.custom_reward_function.path: expected the "
-            f"file that defines it, a function of one of these forms:\n{ACCEPTED_FORMS}"
+            f"file that defines it, with a function of one of these forms:\n{ACCEPTED_FORMS}"
         )
     if registered and registered != "data_source":
         return ScoreFunction(REWARD_FUNCTION_REGISTRY[registered], kwargs)
     if kwargs:
         raise ValueError(
-            f"reward_kwargs {sorted(kwargs)} without a reward function to take them: the rules by data source take "
-            "none; give reward.custom_reward_function.path, or reward_function"
+            f"reward_kwargs {sorted(kwargs)} without a reward function: the rules by data source take no parameters; "
+            "set reward.custom_reward_function.path, or reward_function"
         )
     return ScoreFunction(default_compute_score, route=rule_for)
 
 
-_PART_KEYS = ("name", "path", "weight", "label", "kwargs")
+@register_reward("model_score", bounded=True, accuracy=False)
+def model_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> float:
+    """Return the score of the reward model, extra_info["rm_score"]. The default with reward_model.enable=true."""
+    if "rm_score" not in extra_info:
+        raise ValueError("model_score: the response has no reward model score: set reward.reward_model.enable=true")
+    return extra_info["rm_score"]
+
+
+# ---- weighted sum ---------------------------------------------------------------------------------------------------
+
+_TERM_KEYS = ("name", "path", "weight", "label", "kwargs")
 
 
 @register_reward("weighted")
@@ -60,46 +165,56 @@ def weighted_sum(
     *,
     rewards: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The sum of several rewards, each times its weight.
+    """Return the weighted sum of several rewards.
 
-    rewards: for each one `name` (of REWARD_FUNCTION_REGISTRY; "data_source" is the rule of the row's data source), or
-    `path` and `name` (a user's function); and, where wanted, `weight` (1.0), `kwargs`, and `label` (else the name).
-    Returns the sum as the score, each reward by its label, and the extra values of the first one, whose acc counts.
+    Args:
+        data_source: Data source of the sample.
+        solution_str: The response.
+        ground_truth: The ground truth.
+        extra_info: Further columns of the sample.
+        rewards: One mapping per term. `name`: a registered reward function ("data_source" is the rule of the sample's
+            data source), or `path` and `name`: a custom one. Optional: `weight` (1.0), `kwargs`, `label` (the name).
+
+    Returns:
+        The sum as "score", the score of each term under its label, and the extra values of the first term, whose "acc"
+        is the accuracy.
     """
     total, values = 0.0, {}
-    for number, (label, weight, part) in enumerate(_parts(json.dumps(list(map(dict, rewards))))):
-        function = part.for_data_source(data_source)
-        given = function(
+    for index, (label, weight, term) in enumerate(_terms(json.dumps(list(map(dict, rewards))))):
+        function = term.for_data_source(data_source)
+        returned = function(
             data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
         )
         try:
-            score, extra = read_outcome(Outcome(given))
+            score, extra = read_outcome(Outcome(returned))
         except BadOutcome as bad:
             raise ValueError(f"reward {label!r}, {function.where}, {bad}") from None
         total += weight * score
-        if number == 0:
+        if index == 0:
             values |= {"acc": score, **extra}
         values[label] = score
     return {"score": total, **values}
 
 
 @lru_cache(maxsize=64)
-def _parts(rewards: str) -> list[tuple[str, float, ScoreFunction]]:
-    """(label, weight, function) of each reward of a list in JSON. ValueError for what is no such list."""
-    parts: list[tuple[str, float, ScoreFunction]] = []
+def _terms(rewards: str) -> list[tuple[str, float, ScoreFunction]]:
+    """Parse a JSON list of rewards into (label, weight, function). Raises ValueError for an invalid entry."""
+    terms: list[tuple[str, float, ScoreFunction]] = []
     for spec in json.loads(rewards):
         for key in spec:
-            if key not in _PART_KEYS:
-                raise ValueError(f"weighted: a reward has no {key!r}: {did_you_mean(key, _PART_KEYS)}")
+            if key not in _TERM_KEYS:
+                raise ValueError(f"weighted: a reward has no {key!r}: {did_you_mean(key, _TERM_KEYS)}")
         name, path = spec.get("name"), spec.get("path")
         registered = None if path else name or "data_source"
-        part = resolve_reward_function(path, name if path else None, registered, spec.get("kwargs"))
-        if part.is_async or part.form == "batch":
-            raise ValueError(f"weighted: {part.where} is async or takes lists; expected a plain function of one answer")
-        label = spec.get("label") or name or part.name
-        if label in [known for known, *_ in parts]:
-            raise ValueError(f"weighted: two rewards are called {label!r}; give one of them a label")
-        parts.append((label, float(spec.get("weight", 1.0)), part))
-    if not parts:
+        term = resolve_reward_function(path, name if path else None, registered, spec.get("kwargs"))
+        if term.is_async or term.form == "batch":
+            raise ValueError(
+                f"weighted: {term.where} is async or takes lists; expected a plain function of one response"
+            )
+        label = spec.get("label") or name or term.name
+        if label in [known for known, *_ in terms]:
+            raise ValueError(f"weighted: two rewards are labelled {label!r}; set label for one of them")
+        terms.append((label, float(spec.get("weight", 1.0)), term))
+    if not terms:
         raise ValueError("weighted: rewards: expected at least one reward, found none")
-    return parts
+    return terms

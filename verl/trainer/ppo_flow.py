@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from verl.algorithms.advantages import get_adv_estimator_fn
-from verl.algorithms.binding import asks_for_all, optional_columns, required_columns
+from verl.algorithms.binding import optional_columns, reads_all_columns, required_columns
 from verl.algorithms.kl import get_kl_controller
 from verl.algorithms.policy_losses import get_policy_loss_fn
 from verl.config import schema
@@ -143,7 +143,7 @@ def _reads(flow: DataFlow, function: Callable, asked: Sequence[str], on: str) ->
     """
     written = dict.fromkeys(column for op in flow for column in op.writes)
     reads = tuple(dict.fromkeys((*asked, *optional_columns(function, written))))
-    return reads, None if asks_for_all(function) else on
+    return reads, None if reads_all_columns(function) else on
 
 
 def _add_updates(flow: DataFlow, config: schema.Config, roles: Roles) -> DataFlow:

@@ -94,7 +94,7 @@ class PPOTrainer(Trainer):
         self.specs = self.worker_specs()
         self.pools = pools_of(self.config, list(self.specs))
         if self.config.trainer.overlap:
-            self.pipeline.place_of = self.processes_of
+            self.pipeline.processes_of = self.processes_of
         self.validation = build_validation_flow(self.config, self.roles, self.reward_manager).compile(
             inputs=("prompt_ids", "uid", "data_source", "reward_model")
         )

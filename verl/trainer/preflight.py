@@ -22,8 +22,7 @@ from torch.utils.data import Dataset
 
 from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.binding import missing_settings
-from verl.algorithms.covariance_losses import CHOOSE_AMONG_THE_TOKENS_OF_ONE_CALL
-from verl.algorithms.policy_losses import get_policy_loss_fn
+from verl.algorithms.policy_losses import SELECTS_PER_MICRO_BATCH, get_policy_loss_fn
 from verl.algorithms.presets import PRESETS
 from verl.checkpoints.atomic import check_folder
 from verl.config import (
@@ -298,7 +297,7 @@ def micro_batch_losses(run: Run) -> None:
     """Warn of a loss that selects among the tokens of one micro-batch if a mini-batch has several of them."""
     config = run.config
     actor, trainer, loss = config.actor_rollout_ref.actor, config.trainer, config.actor_rollout_ref.actor.policy_loss
-    if loss.loss_mode not in CHOOSE_AMONG_THE_TOKENS_OF_ONE_CALL:
+    if loss.loss_mode not in SELECTS_PER_MICRO_BATCH:
         return
     size = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n // (trainer.nnodes * trainer.n_gpus_per_node)
     single = actor.ppo_micro_batch_size_per_gpu is not None and actor.ppo_micro_batch_size_per_gpu >= size

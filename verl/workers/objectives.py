@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from verl.algorithms.binding import bind_arguments
-from verl.algorithms.kl import kl_loss
-from verl.algorithms.losses import sft_nll, value_loss
+from verl.algorithms.kl import kl_loss, sft_nll, value_loss
 from verl.algorithms.masked import LossAggregation, agg_loss, mean_parts, zero_padding
 from verl.algorithms.policy_losses import get_policy_loss_fn
 from verl.engines.base import Objective, Tensors, TrainEngine

@@ -1,1 +1,1 @@
-"""Rule-based rewards, one file per kind of task."""
+"""Built-in rules. Each module registers its reward functions when it is imported (see `verl.rewards.resolve`)."""

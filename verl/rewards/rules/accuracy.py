@@ -1,4 +1,4 @@
-"""`accuracy_reward`: does the answer say what the reference says? For short answers, numbers or words."""
+"""`accuracy_reward`: compares the final answer of a response with a short reference, a number or words."""
 
 import re
 from typing import Any
@@ -12,11 +12,14 @@ _TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>\s*$", re.DOTALL |
 
 @register_reward("accuracy_reward", bounded=True)
 def accuracy_reward(sampled_response: str, reference_answer: Any) -> float:
-    """1.0 where the final answer (see `final_answer`) equals the reference, else 0.0.
+    """Return 1.0 if the final answer (see `final_answer`) equals the reference, otherwise 0.0.
 
-    A reference that is a number is compared as a number (1,000 is 1000.0) with the last number of the final answer; any
-    other one as text, without regard to case, spaces around and closing punctuation. A reference with leading zeros
-    ("007") is a text.
+    A numeric reference is compared as a number (1,000 equals 1000.0) with the last number of the final answer. Any
+    other reference is compared as text, ignoring case, surrounding whitespace and closing punctuation. A reference with
+    leading zeros ("007") is text.
+
+    Raises:
+        ValueError: If the reference is empty.
     """
     if reference_answer is None or not str(reference_answer).strip():
         raise ValueError(f"accuracy_reward: the reference answer is empty: {reference_answer!r}")
@@ -34,10 +37,10 @@ def accuracy_reward(sampled_response: str, reference_answer: Any) -> float:
 
 
 def final_answer(text: str) -> str:
-    """What the text says to be its answer, else the whole text.
+    """Return the final answer stated in a text; the whole text if none is stated.
 
-    That is what `<answer>...</answer>` at the end holds, or what follows the last "answer is", "answer:" or "####" up
-    to the end of its line.
+    The final answer is the content of `<answer>...</answer>` at the end, or what follows the last "answer is",
+    "answer:" or "####" on the same line.
     """
     tagged = _TAGGED.search(text, max(0, text.rfind("<answer>")))
     if tagged:
@@ -47,5 +50,5 @@ def final_answer(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """A text without what does not change an answer: case, runs of spaces, emphasis, closing punctuation."""
+    """Normalize case, whitespace, emphasis and closing punctuation."""
     return " ".join(text.casefold().split()).strip("*_`'\" ").rstrip(".!?,;: ")

@@ -1,4 +1,4 @@
-"""Multiple choice: the answer is one letter, however it is said."""
+"""Multiple choice: extract the chosen letter from a response and compare it with the ground truth."""
 
 import re
 import string
@@ -9,13 +9,13 @@ from verl.rewards.functions import register_reward
 from verl.rewards.rules.accuracy import final_answer
 from verl.rewards.rules.maths import last_boxed
 
-_DEFAULT_COUNT = 10  # A to J, as many as the common test sets have
-_GAP = r"[^A-Za-z\n]{0,6}"  # marks and spaces between words; bounded, so that no text takes long
+_DEFAULT_COUNT = 10  # A to J, the maximum of common benchmarks
+_MARKS = r"[^A-Za-z\n]{0,6}"  # between words; bounded, so that matching time stays linear
 _ALONE = r"(?<![A-Za-z'])(?P<letter>[A-Z])(?![A-Za-z'])"
 # "the answer is (B)", "Answer: **B**", "I choose option B"
 _CUE = re.compile(
-    rf"(?i:\b(?:answer|choice|option|choose|pick|select){_GAP}(?:is|are|must be|would be)?{_GAP}"
-    rf"(?:option|choice|answer|letter)?{_GAP}){_ALONE}"
+    rf"(?i:\b(?:answer|choice|option|choose|pick|select){_MARKS}(?:is|are|must be|would be)?{_MARKS}"
+    rf"(?:option|choice|answer|letter)?{_MARKS}){_ALONE}"
 )
 # "(B)" anywhere; "B", "B." or "B) Paris" at the beginning of a line
 _LISTED = re.compile(r"\(([A-Z])\)|^[ \t*_\"']{0,6}([A-Z])(?=[*_\"']{0,6}(?:[.):]|[ \t]{0,6}$))", re.MULTILINE)
@@ -25,10 +25,16 @@ _LISTED = re.compile(r"\(([A-Z])\)|^[ \t*_\"']{0,6}([A-Z])(?=[*_\"']{0,6}(?:[.):
 def multiple_choice(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """1.0 where the chosen letter is the right one, else 0.0; with acc, and pred, the letter.
+    """Return 1.0 if the chosen letter is correct, otherwise 0.0; with "acc" and "pred", the letter.
 
-    ground_truth: a letter ("B", "(b)"), or the position of the right choice counted from 0. extra_info["choices"],
-    where it is there: the texts of the choices; an answer that repeats one of them word for word chooses it.
+    Args:
+        data_source: Not used.
+        solution_str: The response.
+        ground_truth: A letter ("B", "(b)") or the index of the correct choice, counted from 0.
+        extra_info: May contain "choices", the texts of the choices. A final answer that equals one of them selects it.
+
+    Raises:
+        ValueError: If the ground truth is not one of the choices.
     """
     choices = (extra_info or {}).get("choices")
     texts = [] if choices is None else list(choices)
@@ -38,10 +44,10 @@ def multiple_choice(
 
 
 def extract_choice(text: str, choices: Sequence[str] = ()) -> str | None:
-    r"""The letter that a text settles on, or None.
+    r"""Return the letter that a text chooses, or None.
 
-    Looked for in `\boxed{}` or `<answer>`, then after the last "answer", "choose" or the like, then in the last "(B)"
-    or line that begins with "B."; and last as the text of a choice.
+    Searched in this order: inside `\boxed{}` or `<answer>`; after the last "answer", "choose" or similar; the last
+    "(B)" or line that begins with "B."; the text of a choice.
     """
     letters = string.ascii_uppercase[: len(choices) or _DEFAULT_COUNT]
     boxed, said = last_boxed(text), final_answer(text)
@@ -50,7 +56,7 @@ def extract_choice(text: str, choices: Sequence[str] = ()) -> str | None:
     if len(bare) == 1 and bare.upper() in letters:
         return bare.upper()
     if boxed is not None or said != text:
-        found = re.match(rf"[^A-Za-z]{{0,12}}(?:(?i:option|choice){_GAP})?{_ALONE}", short.replace("\\text", ""))
+        found = re.match(rf"[^A-Za-z]{{0,12}}(?:(?i:option|choice){_MARKS})?{_ALONE}", short.replace("\\text", ""))
         if found and found["letter"] in letters:
             return found["letter"]
     for pattern in (_CUE, _LISTED):
@@ -74,7 +80,7 @@ def _reference(ground_truth: Any, count: int) -> str:
     letter = str(ground_truth).strip().strip("().").upper()
     if len(letter) != 1 or letter not in letters:
         raise ValueError(
-            f"multiple_choice: the ground truth must be one of {letters[0]} to {letters[-1]} or a position from 0 to "
+            f"multiple_choice: ground truth: expected one of {letters[0]} to {letters[-1]} or an index from 0 to "
             f"{count - 1}, found {ground_truth!r}"
         )
     return letter

@@ -1,4 +1,4 @@
-"""Rewards for the form of an answer: its tags and its length. Meant to be added to a reward for what it says."""
+"""Rewards for the format and the length of a response, to be combined with a reward for its correctness."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,20 @@ def format_reward(
     *,
     tags: Sequence[str] = ("think", "answer"),
 ) -> float:
-    """1.0 where the answer is `<think>...</think><answer>...</answer>` and nothing else, or 0.0.
+    """Return 1.0 if the response is `<think>...</think><answer>...</answer>` and nothing else, otherwise 0.0.
 
-    Each of `tags` opens once and closes once, in this order, with something inside; only spaces stand between and
-    around them (DeepSeek-R1, 2025, arXiv:2501.12948, section 2.2).
+    Format reward of DeepSeek-R1 (2025, arXiv:2501.12948, section 2.2).
+
+    Args:
+        data_source: Not used.
+        solution_str: The response.
+        ground_truth: Not used.
+        extra_info: Not used.
+        tags: Tag names. Each tag must open and close exactly once, in this order, with content inside and only
+            whitespace between and around the tags.
     """
     if not tags:
-        raise ValueError("format: tags: expected at least one name, found none")
+        raise ValueError("format: tags: expected at least one tag, found none")
     rest = solution_str
     for tag in tags:
         opening, closing = f"<{tag}>", f"</{tag}>"
@@ -45,10 +52,9 @@ def length_reward(
     free: int = 0,
     limit: int = 1024,
 ) -> float:
-    """1.0 up to `free` tokens, then a straight line down to 0.0 at `limit` tokens and beyond.
+    """Return 1.0 up to `free` tokens, then a value that decreases linearly to 0.0 at `limit` tokens.
 
-    The length is extra_info["response_length"], which the reward managers fill in; without it, as many words as there
-    are in the text.
+    The length is extra_info["response_length"], which reward managers set; without it, the number of words.
     """
     if not 0 <= free < limit:
         raise ValueError(f"length: expected 0 <= free < limit, found free={free!r}, limit={limit!r}")

@@ -1,22 +1,22 @@
-r"""Grade-school mathematics (GSM8K, Cobbe et al. 2021, arXiv:2110.14168): the answer is one number, compared as such.
+r"""GSM8K (Cobbe et al. 2021, arXiv:2110.14168): the final answer is one number and is compared as a number.
 
 How a number is read:
 
-- thousands may be grouped: `1,000`, `1 000` (also by no-break and thin spaces), `1{,}000`, `1\,000`; a group of other
-  than three digits is no group (`12,34` is two numbers), and `12 100-dollar bills` are two numbers
-- a currency sign may stand before it, a minus before or after that: `-$5`, `$-5`, `\$5`
-- a minus right after a digit, a letter or a closing bracket is subtraction or a hyphen: `10-5` ends in 5
+- thousands may be grouped: `1,000`, `1 000` (also with no-break and thin spaces), `1{,}000`, `1\,000`; only groups of
+  three digits count (`12,34` is two numbers), and `12 100-dollar bills` is two numbers
+- a currency sign may precede the number, with a minus before or after the sign: `-$5`, `$-5`, `\$5`
+- a minus directly after a digit, a letter or a closing bracket is subtraction or a hyphen: `10-5` ends in 5
 - `5.` is 5, `.5` is 0.5, `3/4` is three quarters, `1 1/2` is one and a half
-- units and words are not read: `50%` is 50, `5 million` is 5
-- a number of more than 120 characters is no answer: the time to score a row does not depend on who wrote it
+- units and words are ignored: `50%` is 50, `5 million` is 5
+- a number of more than 120 characters is ignored, which bounds the time to score a response
 
-Which number of a free text is its answer (`flexible`), the first of these that is there:
+Which number of free text is the final answer (`flexible`); the first match counts:
 
-1. the one after `####`, the form of the data set
-2. the one in the last `\boxed{...}`, or after the last `<answer>`
-3. what the text says to be its answer: `the answer is 72`, `**Answer:** 72 clips in 2 months`
-4. of the last sentence with a number: the one after its last `=`, `≈` or `rounds to`; else the bold one; else its last
-   one. `so` and `therefore` begin a sentence, `because` ends one: `it is 5 because 5 > 4`.
+1. the number after `####`, the format of the data set
+2. the number in the last `\boxed{...}`, or after the last `<answer>`
+3. the number after an announcement: `the answer is 72`, `**Answer:** 72 clips in 2 months`
+4. in the last sentence with a number: the number after the last `=`, `≈` or `rounds to`; otherwise the bold number;
+   otherwise the last number. `so` and `therefore` begin a sentence, `because` ends one: `it is 5 because 5 > 4`.
 """
 
 import re
@@ -29,7 +29,7 @@ from verl.rewards.functions import register_reward
 _LONGEST = 120
 
 _NUMBER_PATTERN = r"""
-    (?<![0-9])(?<![0-9][.])                                   # not from the middle of another number
+    (?<![0-9])(?<![0-9][.])                                   # not in the middle of another number
     (?: (?<![\w)\]}])(?P<minus>[-\u2212\u2013]) )?            # a sign, not a subtraction
     (?: \\?[$€£¥₹]\ ?(?P<inner_minus>[-\u2212])? )?
     (?:
@@ -42,24 +42,29 @@ _NUMBER_PATTERN = r"""
     )
 """
 _NUMBER = re.compile(_NUMBER_PATTERN, re.VERBOSE)
-# After "####": emphasis and mathematics marks may come first.
+# Emphasis and math delimiters that may follow "####".
 _MARKS = re.compile(r"[ \t]*(?:\*\*|__|\\\(|\\\[|\$(?=\\)|\\boxed\{)*[ \t]*")
 
-_TAIL = 1500  # characters at the end of a text in which its answer is looked for
+_TAIL = 1500  # characters at the end of a text that are searched
 _BOXED = re.compile(r"\\boxed\{|<answer>")
 _SAID = re.compile(r"\banswer\b[*_\\ ]*(?:is|would be|comes to|[:=])[*_:\s]*", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?](?=\s)|\n|\b(?:so|thus|therefore|hence|meaning|which means)\b", re.IGNORECASE)
 _RESULT = re.compile(r"[=≈]|\brounds? (?:up |down |off )?to\b")
-_BOLD = re.compile(r"\*\*(?=[^*\n:]{0,80}\*\*(?!:))")  # no heading, such as **Step 2:**
+_BOLD = re.compile(r"\*\*(?=[^*\n:]{0,80}\*\*(?!:))")  # not a heading, such as **Step 2:**
 _REASON = re.compile(r"\bbecause\b")
 _DIGIT = re.compile("[0-9]")
 
 
 def extract(text: str, method: str = "strict") -> int | Fraction | None:
-    """The final answer of a solution, or None where there is none.
+    """Return the final answer of a response, or None.
 
-    strict: the number right after the last `####` that has one (the form of the data set's own answers).
-    flexible: the number that a reader takes for the answer, by the rules at the top of this file.
+    Args:
+        text: The response.
+        method: "strict": the number directly after the last `####` that is followed by one, as in the data set.
+            "flexible": the number a reader would take for the final answer, by the rules of the module docstring.
+
+    Raises:
+        ValueError: For another method.
     """
     if method not in ("strict", "flexible"):
         raise ValueError(f"gsm8k: expected method 'strict' or 'flexible', found {method!r}")
@@ -70,16 +75,16 @@ def extract(text: str, method: str = "strict") -> int | Fraction | None:
 
 
 def _after_marks(text: str) -> re.Match | None:
-    # The last few marks only: an answer that is all marks must not cost more than another.
-    for piece in reversed(text.rsplit("####", 16)[1:]):
-        found = _NUMBER.match(piece, _MARKS.match(piece).end())
+    # Only the last marks are tried, so that a response full of marks takes no longer than another.
+    for rest in reversed(text.rsplit("####", 16)[1:]):
+        found = _NUMBER.match(rest, _MARKS.match(rest).end())
         if found:
             return found
     return None
 
 
 def _concluded(text: str) -> re.Match | None:
-    """The number that a text without `####` ends in, as a reader understands it."""
+    """Find the final answer in a text without `####` (rules 2 to 4 of the module docstring)."""
     for mark in (_BOXED, _SAID):
         if marks := list(mark.finditer(text)):
             begin = marks[-1].end()
@@ -106,13 +111,13 @@ def _of_sentence(text: str, begin: int, end: int) -> re.Match | None:
 
 
 def _after_last(mark: re.Pattern, text: str, begin: int, end: int) -> re.Match | None:
-    """The first number after the last such mark, where there is one."""
+    """Find the first number after the last match of `mark`."""
     marks = list(mark.finditer(text, begin, end))
     return _NUMBER.search(text, marks[-1].end(), end) if marks else None
 
 
 def parse_number(value: Any) -> int | Fraction | None:
-    """The number that a reference answer (a number, or a text that is one) stands for; None where it is not one."""
+    """Return the value of a ground truth, given as a number or as text; None if it is not a number."""
     if isinstance(value, Real):
         value = str(value)
         return Fraction(value) if re.fullmatch(r"-?[0-9.]+(e[+-]?[0-9]+)?", value) else None
@@ -140,20 +145,21 @@ def _score(solution_str: str, ground_truth: Any, method: str, format_score: floa
     text = ground_truth.rpartition("####")[2] if isinstance(ground_truth, str) else ground_truth
     reference = parse_number(text)
     if reference is None:
-        raise ValueError(f"gsm8k: the ground truth must be a number, found {ground_truth!r}")
+        raise ValueError(f"gsm8k: ground truth: expected a number, found {ground_truth!r}")
     answer = extract(solution_str, method)
-    right = answer == reference
-    score = 1.0 if right else (0.0 if answer is None else format_score)
-    return {"score": score, "acc": float(right), "pred": "" if answer is None else str(answer)}
+    correct = answer == reference
+    score = 1.0 if correct else (0.0 if answer is None else format_score)
+    return {"score": score, "acc": float(correct), "pred": "" if answer is None else str(answer)}
 
 
 @register_reward("gsm8k", bounded=True)
 def gsm8k_strict(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, *, format_score: float = 0.0
 ) -> dict[str, Any]:
-    """1.0 where the number after `####` equals the ground truth; `format_score` for another number; else 0.0.
+    """Return 1.0 if the number after `####` equals the ground truth, `format_score` for another number, otherwise 0.0.
 
-    Returns score, acc (0 or 1) and pred, the number found as a text: what votes are counted by.
+    Returns:
+        "score", "acc" (0 or 1) and "pred", the extracted number as text, which majority voting compares.
     """
     return _score(solution_str, ground_truth, "strict", format_score)
 
@@ -162,5 +168,5 @@ def gsm8k_strict(
 def gsm8k_flexible(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, *, format_score: float = 0.0
 ) -> dict[str, Any]:
-    """The same by the number that a reader takes for the answer, wherever it stands."""
+    """Like `gsm8k`, with the final answer extracted from free text (see `extract`, method "flexible")."""
     return _score(solution_str, ground_truth, "flexible", format_score)

@@ -1,12 +1,13 @@
-r"""Mathematics: is the final answer equivalent to the reference? By math-verify, with care for what answers can do.
+r"""Mathematics: compare the final answer with the ground truth by mathematical equivalence, with math-verify.
 
-The final answer is the content of the last `\boxed{...}` (braces may nest), or else whatever math-verify finds in the
-last part of the text. Equivalent are 1/2, 0.5, \frac12 and 50\%; numbers with and without their unit; equal sets,
-intervals, matrices and expressions. A reference in words ("Monday") is compared as words.
+The final answer is the content of the last `\boxed{...}` (braces may nest); without a box, what math-verify finds at
+the end of the text. Equivalent are 1/2, 0.5, \frac12 and 50\%; numbers with and without units; equal sets, intervals,
+matrices and expressions. A ground truth in words ("Monday") is compared as words.
 
-An answer can be built to take for ever (`9^{9^{9}}`, `10000000!`, a thousand brackets). math-verify's own time limits
-are signals, which work in the main thread only and otherwise turn every score into 0; so they are off here. Whatever is
-not seen at a glance to be harmless is compared in a process that can be killed, from whichever thread.
+A response can contain an expression that takes forever to evaluate (`9^{9^{9}}`, `10000000!`, a thousand brackets).
+math-verify's own timeouts are signals, which work in the main thread only and otherwise turn every score into 0, so
+they are disabled. Expressions that are not obviously cheap are compared in a process that can be killed, which works
+from any thread.
 """
 
 import logging
@@ -20,19 +21,19 @@ from verl.rewards.sandbox.pool import Call, Limits, address_of, shared_pool
 
 logger = logging.getLogger(__name__)
 
-_TAIL = 2000  # characters of an answer without a box that are looked at
-_LONGEST = 1000  # characters of a boxed answer: a longer one is no answer
+_TAIL = 2000  # characters at the end of a response without a box that are searched
+_LONGEST = 1000  # characters of a boxed answer; longer ones are wrong
 _LIMITS = Limits(wall_seconds=5.0, cpu_seconds=5.0, memory_bytes=1 << 30)
 
 _BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
-_DROPPED = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;:]|\\displaystyle|\\?\$")
+_LAYOUT = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;:]|\\displaystyle|\\?\$")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\{([^{}]*)\}")
-# A reference in words. math-verify takes letters for a product, for which "even" equals "neve"; up to three small
-# letters may well be one.
+# A ground truth in words. math-verify reads letters as a product of variables, so that "even" equals "neve". Up to
+# three lower-case letters may be such a product.
 _WORDS = re.compile(r"\(?(?:\\text(?:bf)?\{\(?[A-Za-z' -]+\)?\}|[A-Z]|[A-Za-z' -]{4,}|yes|Yes|no|No)\)?")
 _INTEGER = re.compile(r"-?[0-9]{1,100}")
-# Short, no power of a bracket or of a power, no factorial, no function, no equation to be solved.
-_HARMLESS = re.compile(
+# Short; no power of a bracket or of a power, no factorial, no function, no equation to solve.
+_CHEAP = re.compile(
     r"""(?:
         [0-9]{1,12}(?![0-9])
     |   [A-Za-z](?![A-Za-z])
@@ -46,18 +47,20 @@ _HARMLESS = re.compile(
 
 @register_reward("math", bounded=True)
 def math_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, Any]:
-    """1.0 where the final answer is equivalent to the ground truth, else 0.0; with acc, and pred, the final answer.
+    """Return 1.0 if the final answer is equivalent to the ground truth, otherwise 0.0; with "acc" and "pred".
 
-    A comparison that does not end within 5 s or needs more than 1 GiB gives 0.0 and a warning in the log. Raises
-    ValueError for an empty ground truth.
+    A comparison that takes more than 5 s or 1 GiB scores 0.0 and logs a warning.
+
+    Raises:
+        ValueError: If the ground truth is empty.
     """
     answer, in_box = final_of(solution_str)
-    right = float(_is_equivalent(solution_str, answer, in_box, ground_truth))
-    return {"score": right, "acc": right, "pred": answer[:_LONGEST]}
+    correct = float(_is_equivalent(solution_str, answer, in_box, ground_truth))
+    return {"score": correct, "acc": correct, "pred": answer[:_LONGEST]}
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last closed `\boxed{...}`, or None."""
+    r"""Return the content of the last closed `\boxed{...}`, or None."""
     text, open_braces, last = text[-10 * _LONGEST :], [], None
     for mark in _BRACES.finditer(text):
         if mark["box"] or mark["open"]:
@@ -70,19 +73,19 @@ def last_boxed(text: str) -> str | None:
 
 
 def final_of(solution_str: str) -> tuple[str, bool]:
-    """The final answer as it is compared, and whether it stood in a box; else it is what is said to be the answer."""
+    """Return the normalized final answer, and whether it was in a box. Without a box, see `final_answer`."""
     boxed = last_boxed(solution_str)
     return _canonical(final_answer(solution_str[-_TAIL:]) if boxed is None else boxed), boxed is not None
 
 
 def is_equivalent(solution_str: str, ground_truth: Any) -> bool:
-    """Whether the final answer of a solution is mathematically the ground truth."""
+    """Whether the final answer of a response is mathematically equivalent to the ground truth."""
     return _is_equivalent(solution_str, *final_of(solution_str), ground_truth)
 
 
 def _is_equivalent(solution_str: str, answer: str, in_box: bool, ground_truth: Any) -> bool:
     if ground_truth is None or not str(ground_truth).strip():
-        raise ValueError(f"math: the ground truth is empty: {ground_truth!r}")
+        raise ValueError(f"math: ground truth: expected a non-empty text, found {ground_truth!r}")
     reference = _canonical(last_boxed(str(ground_truth)) or str(ground_truth))
     if answer == reference:
         return True
@@ -95,12 +98,12 @@ def _is_equivalent(solution_str: str, answer: str, in_box: bool, ground_truth: A
     if len(answer) > _LONGEST:
         return False
     boxed = f"\\boxed{{{answer}}}"
-    return _verify_here(reference, boxed) if _harmless(reference, answer) else _verify_isolated(reference, boxed)
+    return _verify_here(reference, boxed) if _is_cheap(reference, answer) else _verify_isolated(reference, boxed)
 
 
 def _canonical(text: str) -> str:
-    """The same mathematics with fewer spellings: marks of layout dropped, one fraction command, plain digits."""
-    text = _DROPPED.sub("", text.strip().removesuffix("."))
+    """Normalize LaTeX: drop layout commands, use one fraction command and plain digits."""
+    text = _LAYOUT.sub("", text.strip().removesuffix("."))
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("**", "^").replace("{,}", ",")
     text = text.replace("\\varnothing", "\\emptyset").replace("\u2212", "-")
     text = re.sub(r"(?<=[0-9])(?:\\?[ \u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))", "", text)
@@ -110,22 +113,22 @@ def _canonical(text: str) -> str:
 
 
 def _words(text: str) -> str:
-    r"""Words in one spelling: `\text{Monday}`, `(A)` and `monday` differ in looks only."""
+    r"""Normalize words: `\text{Monday}` and `(Monday)` become `monday`."""
     return " ".join(_TEXT.sub(r"\1", text).casefold().strip("() ").split())
 
 
-def _harmless(reference: str, answer: str) -> bool:
-    """Whether comparing the two is sure to take milliseconds. A guess to the safe side, at a glance."""
+def _is_cheap(reference: str, answer: str) -> bool:
+    """Whether the comparison certainly takes only milliseconds. Conservative."""
     return all(
-        len(text) <= 120 and _HARMLESS.fullmatch(text) is not None and sum(map(text.count, "([{")) <= 12
+        len(text) <= 120 and _CHEAP.fullmatch(text) is not None and sum(map(text.count, "([{")) <= 12
         for text in (reference, answer)
     )
 
 
-# The answers to one question are often the same; a hostile one that has come to be popular costs its time once.
+# Responses to one prompt often share their final answer, so an expensive one is compared only once.
 @lru_cache(maxsize=4096)
 def _verify_isolated(reference: str, answer: str) -> bool:
-    """`_verify` in a process of its own. Over the limits: not equivalent, and a warning."""
+    """Run `_verify` in a subprocess. Over its limits: not equivalent, with a warning."""
     call = Call(address_of(_verify), {"reference": reference, "answer": answer})
     outcome = shared_pool().run(call, _LIMITS)
     if outcome.over_limit:
@@ -137,7 +140,7 @@ def _verify_isolated(reference: str, answer: str) -> bool:
 
 
 def _verify(reference: str, answer: str) -> bool:
-    """math-verify without its time limits; `answer` is a text with the answer somewhere in it."""
+    """Run math-verify without its timeouts; `answer` is a text that contains the final answer."""
     from math_verify import verify
 
     parsed = _parse(answer)
@@ -154,11 +157,11 @@ def _parse(text: str) -> list:
 
 @cache
 def _parser() -> Any:
-    """math-verify's `parse`, after a proof that it works: with a wrong antlr it would find nothing in any answer."""
+    """Return math-verify's `parse` after a check that it works: with the wrong antlr version it finds nothing."""
     from math_verify import parse
 
-    # It warns once that its limits are off. They are, on purpose.
+    # It warns once that its timeouts are disabled, which is intended here.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     if not parse("\\boxed{\\frac{1}{2}}", parsing_timeout=None):
-        raise RuntimeError("math-verify cannot read \\frac{1}{2}: pip install 'math-verify[antlr4_13_2]'")
+        raise RuntimeError("math-verify cannot parse \\frac{1}{2}: pip install 'math-verify[antlr4_13_2]'")
     return parse

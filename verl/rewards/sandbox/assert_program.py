@@ -1,16 +1,16 @@
-"""Asserts about a program, judged outside of the process that the program runs in. Run by `code_tests` as a script.
+"""Run asserts about a program in a separate process from the program. `code_tests` runs this file as a script.
 
-    judge      runs tests.py. A name that the tests do not define themselves is asked of the other end.
-    solution   runs solution.py, and then does what it is asked: call this, read that attribute.
+    judge      runs tests.py. Names that the tests do not define are requested from the solution process.
+    solution   runs solution.py, then serves requests: call a function, read an attribute.
 
-Between them goes plain data, as text: so a value that the tests compare is a number, a text or a collection of such,
-never an object of the program's with an `==` of its own. The tests, the expected values and the verdict (the judge's
-exit status) are in the judge alone, whose memory is closed to others (see program_boot). Whatever the program does to
-its own process, and whatever it writes to the channel, counts as what its functions return.
+The two exchange plain data as text. A value that the tests compare is therefore a number, a text or a collection of
+these, never an object of the program with a custom `==`. The tests, the expected values and the verdict (the judge's
+exit status) exist only in the judge, whose memory other processes cannot read (see program_boot). Whatever the program
+does to its own process or writes to the channel counts as the return values of its functions.
 
-Objects of other kinds stay where they are; the judge holds a `Remote`, which hands on calls, attributes, items, length,
-iteration and truth, and is equal to no plain value. What the tests take from the program beside the function under
-test (a helper, a class) is the program's own, and judged as such.
+Other objects stay in the solution process. The judge holds a `Remote`, which forwards calls, attributes, items, length,
+iteration and truth value, and equals no plain value. Helpers and classes that the tests take from the program are the
+program's own.
 
 No module of the package is imported: the script runs in an isolated interpreter.
 """
@@ -31,7 +31,7 @@ from fractions import Fraction
 from numbers import Integral, Real
 from typing import Any
 
-#: the largest message that either end reads
+#: largest message in bytes
 MOST_BYTES = 1 << 24
 
 ENDS_A_LOOP = ("StopIteration", "StopAsyncIteration")
@@ -44,9 +44,11 @@ _AS_TEXT = {"Decimal": Decimal, "Fraction": Fraction, "complex": complex}
 
 
 def pack(value: Any, keep: Callable[[Any], int]) -> Any:
-    """What JSON can carry. Subclasses travel as what they are derived from, numpy's values as Python's.
+    """Convert a value to JSON data. Subclasses become their base type, numpy values become Python values.
 
-    keep: takes an object that cannot travel, and returns the number that stands for it.
+    Args:
+        value: The value.
+        keep: Stores an object that cannot be sent and returns its number.
     """
     if type(value).__module__ == "numpy" and type(value).__name__ != "ufunc":
         value = value.tolist()
@@ -71,10 +73,15 @@ def pack(value: Any, keep: Callable[[Any], int]) -> Any:
 
 
 def unpack(found: Any, take: Callable[[int], Any]) -> Any:
-    """The value that `pack` made this of; take: the object that a number stands for. ValueError for anything else."""
+    """Restore the value that `pack` converted. Raises ValueError for anything else.
+
+    Args:
+        found: The JSON data.
+        take: Returns the object with a number.
+    """
     if not isinstance(found, list):
         if isinstance(found, dict):
-            raise ValueError("no packed value")
+            raise ValueError("not a packed value: a JSON object")
         return found
     name, content = found
     if name in _COLLECTIONS:
@@ -87,11 +94,11 @@ def unpack(found: Any, take: Callable[[int], Any]) -> Any:
         return _AS_TEXT[name](content)
     if name == "object":
         return take(content)
-    raise ValueError(f"no packed value: {name!r}")
+    raise ValueError(f"not a packed value: {name!r}")
 
 
 class Channel:
-    """Lines of JSON over two pipes. EOFError where the other end is gone, or says too much at once."""
+    """Lines of JSON over two pipes. Raises EOFError if the peer has exited or a message is too large."""
 
     def __init__(self, reads: int, writes: int):
         self.reads, self.writes = os.fdopen(reads, "rb"), os.fdopen(writes, "wb")
@@ -103,11 +110,11 @@ class Channel:
     def receive(self) -> Any:
         line = self.reads.readline(MOST_BYTES)
         if not line.endswith(b"\n"):
-            raise EOFError("the program ended, or returned more than can be taken")
+            raise EOFError("the program has exited, or its message is too large")
         return json.loads(line)
 
 
-# ---- the program's end ----------------------------------------------------------------------------------------------
+# ---- solution process -----------------------------------------------------------------------------------------------
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda function, arguments, keywords: function(*arguments, **keywords),
@@ -124,7 +131,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def serve(channel: Channel) -> None:
-    """Run solution.py, tell its names, then answer until the judge is gone."""
+    """Run solution.py, send its names, then serve requests until the judge exits."""
     kept: list[Any] = []
     names: dict[str, Any] = {"__name__": "solution"}
     operations = {**OPERATIONS, "global": names.__getitem__}
@@ -133,7 +140,7 @@ def serve(channel: Channel) -> None:
         kept.append(value)
         return len(kept) - 1
 
-    def answer(compute: Callable[[], Any]) -> None:
+    def respond(compute: Callable[[], Any]) -> None:
         try:
             channel.send(["value", pack(compute(), keep)])
         except Exception as error:
@@ -147,71 +154,73 @@ def serve(channel: Channel) -> None:
         return {"modules": modules, "others": [name for name in names if name not in modules]}
 
     channel.receive()
-    answer(run_solution)
+    respond(run_solution)
     while True:
         operation, *operands = channel.receive()
-        answer(lambda asked=operation, given=operands: operations[asked](*(unpack(v, kept.__getitem__) for v in given)))
+        respond(
+            lambda name=operation, packed=operands: operations[name](*(unpack(v, kept.__getitem__) for v in packed))
+        )
 
 
-# ---- the judge's end ------------------------------------------------------------------------------------------------
+# ---- judge process --------------------------------------------------------------------------------------------------
 
 
 class Remote:
-    """An object that stays in the program's process."""
+    """An object that stays in the solution process."""
 
-    __slots__ = ("_ask", "_number")
+    __slots__ = ("_number", "_request")
 
-    def __init__(self, ask: Callable[..., Any], number: int):
-        object.__setattr__(self, "_ask", ask)
+    def __init__(self, request: Callable[..., Any], number: int):
+        object.__setattr__(self, "_request", request)
         object.__setattr__(self, "_number", number)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._ask("call", self, arguments, keywords)
+        return self._request("call", self, arguments, keywords)
 
     def __getattr__(self, name: str) -> Any:
-        # Protocols of libraries, such as numpy's __array_interface__, would read the judge's memory where told to.
+        # Library protocols such as numpy's __array_interface__ would let the program read the judge's memory.
         if name.startswith("__"):
-            raise AttributeError(f"{name} of an object of the program is not handed on")
-        return self._ask("getattr", self, name)
+            raise AttributeError(f"{name} of an object of the program is not forwarded")
+        return self._request("getattr", self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._ask("setattr", self, name, value)
+        self._request("setattr", self, name, value)
 
     def __getitem__(self, key: Any) -> Any:
-        return self._ask("getitem", self, key)
+        return self._request("getitem", self, key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Remote) and bool(self._ask("equal", self, other))
+        return isinstance(other, Remote) and bool(self._request("equal", self, other))
 
     def __hash__(self) -> int:
         return hash(self._number)
 
     def __iter__(self) -> Any:
-        return iter(self._ask("list", self))
+        return iter(self._request("list", self))
 
     def __instancecheck__(self, value: object) -> bool:
-        return isinstance(value, Remote) and self._ask("instance", value, self)
+        return isinstance(value, Remote) and self._request("instance", value, self)
 
     def __len__(self) -> int:
-        return self._ask("len", self)
+        return self._request("len", self)
 
     def __bool__(self) -> bool:
-        return self._ask("bool", self)
+        return self._request("bool", self)
 
     def __str__(self) -> str:
-        return self._ask("text", self)
+        return self._request("text", self)
 
 
 def _number_of(value: Any) -> int:
     if not isinstance(value, Remote):
-        raise TypeError(f"a {type(value).__name__} of the tests cannot be handed to the program")
+        raise TypeError(f"a {type(value).__name__} of the tests cannot be sent to the program")
     return value._number
 
 
 def raise_again(kinds: list[str], text: str) -> None:
-    """The nearest of Python's own exceptions that ends neither this process nor a loop.
+    """Raise the nearest built-in exception that ends neither this process nor a loop.
 
-    `all(map(f, cases))` would take a StopIteration of f for the end of the cases.
+    `all(map(f, cases))` would interpret a StopIteration raised by f as the end of the cases.
     """
     for name in kinds:
         kind = vars(builtins).get(name)
@@ -221,10 +230,10 @@ def raise_again(kinds: list[str], text: str) -> None:
 
 
 def judge(channel: Channel, tests: str) -> None:
-    """Run the tests; what they raise ends this process with a failure."""
+    """Run the tests. An exception ends this process with a failure."""
 
     def take(number: int) -> Remote:
-        return Remote(ask, number)
+        return Remote(request, number)
 
     def receive() -> Any:
         kind, *content = channel.receive()
@@ -232,29 +241,29 @@ def judge(channel: Channel, tests: str) -> None:
             return unpack(*content, take)
         return raise_again(*content)
 
-    def ask(operation: str, *operands: Any) -> Any:
+    def request(operation: str, *operands: Any) -> Any:
         channel.send([operation, *(pack(item, _number_of) for item in operands)])
         return receive()
 
     channel.send("begin")
     names = receive()
-    shared = {name: ask("global", name) for name in names_of_the_program(tests, names["others"])}
-    # A module that the program has imported is imported here anew: the program's may be changed. Python's own alone.
+    shared = {name: request("global", name) for name in names_of_the_program(tests, names["others"])}
+    # Modules that the program has imported are imported again, since it may have changed them. Standard library only.
     modules = {n: m for n, m in names["modules"].items() if m.partition(".")[0] in sys.stdlib_module_names}
     imported = {n: importlib.import_module(m) for n, m in modules.items() if n in names_in(tests)}
     exec(compile(tests, "tests.py", "exec"), {"__name__": "tests", **imported, **shared})
 
 
 def names_in(tests: str) -> set[str]:
-    """All names that the tests mention, except those that belong to Python."""
+    """Return all names used in the tests, except dunder names."""
     found = {node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)}
     return {name for name in found if not name.startswith("__")}
 
 
 def names_of_the_program(tests: str, known: Iterable[str]) -> set[str]:
-    """Which names of the program's the tests mean. That of a builtin is meant only where the tests mean no other one.
+    """Return the program's names that the tests refer to. A builtin's name counts only if no other name does.
 
-    So `assert sum(10, 15) == 6` can be about a `sum` of the program's, but no program changes the `abs` of
+    `assert sum(10, 15) == 6` can therefore refer to the program's `sum`, but no program can replace the `abs` in
     `assert abs(area(2) - 12.57) < 0.01`.
     """
     used = names_in(tests) & set(known)
@@ -262,27 +271,27 @@ def names_of_the_program(tests: str, known: Iterable[str]) -> set[str]:
 
 
 def start_program() -> Channel:
-    """The other end, in a process of its own, which waits until it is told to begin."""
-    asked_at, asks = os.pipe()
-    answered_at, answers = os.pipe()
-    command = [sys.executable, "-I", "program.py", str(asked_at), str(answers)]
-    subprocess.Popen(command, pass_fds=(asked_at, answers), stdin=subprocess.DEVNULL)
-    os.close(asked_at)
-    os.close(answers)
-    return Channel(answered_at, asks)
+    """Start the solution process, which waits for the first message, and return the channel to it."""
+    request_read, request_write = os.pipe()
+    response_read, response_write = os.pipe()
+    command = [sys.executable, "-I", "program.py", str(request_read), str(response_write)]
+    subprocess.Popen(command, pass_fds=(request_read, response_write), stdin=subprocess.DEVNULL)
+    os.close(request_read)
+    os.close(response_write)
+    return Channel(response_read, request_write)
 
 
 def main() -> None:
     sys.set_int_max_str_digits(0)
     if sys.argv[1:]:
-        with contextlib.suppress(EOFError):  # the judge is done
+        with contextlib.suppress(EOFError):  # the judge has exited
             serve(Channel(*map(int, sys.argv[1:])))
         return
     channel = start_program()
     with open("tests.py") as file:
         tests = file.read()
     os.remove("tests.py")
-    sys.path.remove("")  # from here on the folder is the program's: nothing may be imported from it
+    sys.path.remove("")  # from here on the program writes to this folder: nothing may be imported from it
     judge(channel, tests)
 
 

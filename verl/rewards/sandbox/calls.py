@@ -1,13 +1,13 @@
-"""How rows are handed to a reward function: in this process under an alarm, in worker processes, or in an event loop.
+"""Call a reward function on many samples: in this process under an alarm, in worker processes, or in an event loop.
 
-Every way yields (position, Outcome) pairs, so that the managers know one thing only. A row that hangs is stopped at its
-deadline and named; which way stops it depends on the function and on the thread:
+All ways yield (index, Outcome) pairs. A call that exceeds its timeout is stopped and reported. How it is stopped
+depends on the function and on the thread:
 
-- bounded rules of this package, or no timeout: plain calls
-- in the main thread: plain calls under an alarm; tracebacks and breakpoints are those of any function (library code
-  that never comes back to Python does not hear the alarm: the manager `prime` kills it)
-- in another thread (no alarms there), or on request: in worker processes
-- `async def`: all rows in one event loop, each with its own deadline
+- bounded functions, or no timeout: direct calls
+- main thread: direct calls under an alarm signal, with normal tracebacks and breakpoints. The alarm does not interrupt
+  library code that never returns to Python; the manager `prime` kills it.
+- another thread, where signals are not available, or if a pool is given: worker processes
+- `async def`: all samples in one event loop, with a timeout each
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
 from verl.rewards.functions import ScoreFunction
-from verl.rewards.outcome import Row
+from verl.rewards.outcome import Sample
 from verl.rewards.sandbox.pool import (
     Call,
     DeadlineExceeded,
@@ -30,51 +30,61 @@ from verl.rewards.sandbox.pool import (
     shared_pool,
 )
 
-_GRACE_SECONDS = 2.0  # for an event loop to notice that a row is late
+_GRACE_SECONDS = 2.0  # for an event loop to report a timeout itself
 
 
-def call_rows(
-    function: ScoreFunction, rows: Sequence[Row], timeout: float | None, pool: ProcessPool | None, concurrency: int
+def call_samples(
+    function: ScoreFunction,
+    samples: Sequence[Sample],
+    timeout: float | None,
+    pool: ProcessPool | None,
+    concurrency: int,
 ) -> Iterator[tuple[int, Outcome]]:
-    """Call `function` on every row; yields (position in `rows`, outcome) in the order of the ends.
+    """Call `function` on every sample; yields (index, outcome) in order of completion.
 
-    timeout: seconds for one row, None for no deadline. pool: run the rows there. concurrency: how many rows of an
-    async function are under way at once.
+    Args:
+        function: The reward function.
+        samples: Its inputs.
+        timeout: Seconds per call; None for no timeout.
+        pool: Run the calls in these worker processes.
+        concurrency: Maximum number of concurrent calls of an async function.
     """
     if pool is None and function.is_async:
-        return _call_async(function, rows, timeout, concurrency)
+        return _call_async(function, samples, timeout, concurrency)
     if pool is None and (timeout is None or function.bounded):
-        return _call_here(function, rows, None)
+        return _call_here(function, samples, None)
     if pool is None and threading.current_thread() is threading.main_thread():
-        return _call_here(function, rows, timeout)
-    return _call_in(pool or shared_pool(), function, rows, timeout)
+        return _call_here(function, samples, timeout)
+    return _call_in(pool or shared_pool(), function, samples, timeout)
 
 
-def arguments(function: ScoreFunction, row: Row) -> dict:
-    """The keyword arguments of `function` for one row."""
-    return function.arguments(row.data_source, row.solution_str, row.ground_truth, row.extra_info)
+def arguments(function: ScoreFunction, sample: Sample) -> dict:
+    """Return the keyword arguments of `function` for one sample."""
+    return function.arguments(sample.data_source, sample.solution_str, sample.ground_truth, sample.extra_info)
 
 
-def _call_here(function: ScoreFunction, rows: Sequence[Row], timeout: float | None) -> Iterator[tuple[int, Outcome]]:
+def _call_here(
+    function: ScoreFunction, samples: Sequence[Sample], timeout: float | None
+) -> Iterator[tuple[int, Outcome]]:
     with alarm() if timeout is not None else nullcontext() as interrupt:
-        for position, row in enumerate(rows):
-            given = arguments(function, row)
+        for index, sample in enumerate(samples):
+            keywords = arguments(function, sample)
             try:
                 if interrupt is None:
-                    value = function.func(**given)
+                    value = function.func(**keywords)
                 else:
-                    value = interrupt(timeout, lambda given=given: function.func(**given))
+                    value = interrupt(timeout, lambda keywords=keywords: function.func(**keywords))
             except DeadlineExceeded as error:
                 outcome = late(timeout, error)
-            except (Exception, SystemExit) as error:  # whatever a user's function raises is this row's error
+            except (Exception, SystemExit) as error:  # any error of a user's function is an error of this sample
                 outcome = Outcome.raised(error)
             else:
                 outcome = Outcome(value)
-            yield position, outcome
+            yield index, outcome
 
 
 def _call_in(
-    pool: ProcessPool, function: ScoreFunction, rows: Sequence[Row], timeout: float | None
+    pool: ProcessPool, function: ScoreFunction, samples: Sequence[Sample], timeout: float | None
 ) -> Iterator[tuple[int, Outcome]]:
     try:
         address = address_of(function.func)
@@ -82,61 +92,66 @@ def _call_in(
         if threading.current_thread() is threading.main_thread():
             raise
         raise ValueError(
-            "a reward function with a deadline, called outside of the main thread, runs in a process of its own: "
-            f"{error}. Or take the deadline away: timeout=null"
+            "a reward function with a timeout that is called outside of the main thread runs in a separate process: "
+            f"{error}. To disable the timeout: timeout=null"
         ) from error
-    calls = [Call(address, arguments(function, row)) for row in rows]
+    calls = [Call(address, arguments(function, sample)) for sample in samples]
     return pool.map(calls, Limits(wall_seconds=timeout))
 
 
 def _call_async(
-    function: ScoreFunction, rows: Sequence[Row], timeout: float | None, concurrency: int
+    function: ScoreFunction, samples: Sequence[Sample], timeout: float | None, concurrency: int
 ) -> Iterator[tuple[int, Outcome]]:
-    """All rows in an event loop of their own thread (the caller may be inside a loop already).
+    """Run all samples in an event loop in a separate thread, since the caller may be inside a loop.
 
-    A coroutine that does not come back to the loop blocks all the others. It is found out by the silence: then it is
-    given up together with its thread, and the rows that it kept waiting start again in a new loop.
+    A coroutine that never yields blocks all others. If no result arrives in time, the blocking coroutine is abandoned
+    with its thread, and the remaining samples are restarted in a new loop.
     """
-    todo = list(range(len(rows)))
+    todo = list(range(len(samples)))
     while todo:
-        loop = _Loop(function, rows, todo, timeout, concurrency)
+        loop = _Loop(function, samples, todo, timeout, concurrency)
         try:
             while todo:
                 try:
-                    position, outcome = loop.heard.get(timeout=None if timeout is None else timeout + _GRACE_SECONDS)
+                    index, outcome = loop.results.get(timeout=None if timeout is None else timeout + _GRACE_SECONDS)
                 except queue.Empty:
-                    blocking = loop.blocking_row()
+                    blocking = loop.blocking_sample()
                     if blocking not in todo:
                         continue
                     todo.remove(blocking)
                     yield blocking, late(timeout)
                     break
-                todo.remove(position)
-                yield position, outcome
+                todo.remove(index)
+                yield index, outcome
         finally:
             loop.abandon()
 
 
 class _Loop:
-    """An event loop in a daemon thread that scores some rows and tells of each end through `heard`."""
+    """An event loop in a daemon thread that scores samples and puts (index, outcome) into `results`."""
 
     def __init__(
-        self, function: ScoreFunction, rows: Sequence[Row], todo: Sequence[int], timeout: float | None, concurrency: int
+        self,
+        function: ScoreFunction,
+        samples: Sequence[Sample],
+        todo: Sequence[int],
+        timeout: float | None,
+        concurrency: int,
     ):
-        self.heard: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
-        self._function, self._rows, self._timeout = function, rows, timeout
+        self.results: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
+        self._function, self._samples, self._timeout = function, samples, timeout
         self._loop = asyncio.new_event_loop()
         self._slots = asyncio.Semaphore(concurrency)
         self._tasks = [self._loop.create_task(self._score(i), name=str(i)) for i in todo]
         threading.Thread(target=self._run, name="reward functions", daemon=True).start()
 
-    def blocking_row(self) -> int | None:
-        """The row whose coroutine is running at this moment."""
+    def blocking_sample(self) -> int | None:
+        """Return the index of the sample whose coroutine is running now."""
         task = asyncio.current_task(self._loop)
         return None if task is None else int(task.get_name())
 
     def abandon(self) -> None:
-        """Stop what is still under way, as soon as the loop can be reached."""
+        """Cancel the remaining tasks as soon as the loop responds."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in self._tasks])
 
@@ -145,12 +160,13 @@ class _Loop:
         self._loop.run_until_complete(asyncio.wait(self._tasks))
         self._loop.close()
 
-    async def _score(self, position: int) -> None:
+    async def _score(self, index: int) -> None:
         async with self._slots:
             try:
                 async with asyncio.timeout(self._timeout) as deadline:
-                    outcome = Outcome(await self._function.func(**arguments(self._function, self._rows[position])))
-            except (Exception, SystemExit) as error:  # whatever a user's function raises is this row's error
-                late_here = isinstance(error, TimeoutError) and deadline.expired()
-                outcome = late(self._timeout, error) if late_here else Outcome.raised(error)
-        self.heard.put((position, outcome))
+                    keywords = arguments(self._function, self._samples[index])
+                    outcome = Outcome(await self._function.func(**keywords))
+            except (Exception, SystemExit) as error:  # any error of a user's function is an error of this sample
+                timed_out = isinstance(error, TimeoutError) and deadline.expired()
+                outcome = late(self._timeout, error) if timed_out else Outcome.raised(error)
+        self.results.put((index, outcome))

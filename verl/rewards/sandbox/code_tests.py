@@ -1,4 +1,4 @@
-"""Code: does the program in the answer pass the tests? It runs in a process that can be killed (see programs)."""
+"""Code: run the program in a response against tests, in a process that can be killed (see `programs`)."""
 
 import ast
 import contextlib
@@ -15,10 +15,10 @@ from verl.rewards.sandbox.programs import run_program
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*(?:[\w+-]*)[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 
-# Asserts are run in another process than the answer's code, which knows neither them nor the verdict.
+# Asserts run in a separate process from the response's code, which can see neither the tests nor the verdict.
 _ASSERTS = Path(__file__).with_name("assert_program.py")
 
-# One result per line, so that a call that fails does not take the ones before it along.
+# One result per line, so that results of earlier calls survive a call that fails.
 _CALLS = """
 import json, sys
 calls, name = json.load(open("calls.json")), sys.argv[1]
@@ -43,36 +43,46 @@ def code_reward(
     memory_limit_mb: int = 1024,
     partial: bool = False,
 ) -> dict[str, Any]:
-    """1.0 where the answer's program passes all tests, else 0.0 (`partial`: the share that it passes).
+    """Return 1.0 if the program in the response passes all tests, otherwise 0.0.
 
-    The program is the last fenced block of the answer, or the whole answer without one. ground_truth is one of these,
-    or the JSON text of one:
+    The program is the last fenced code block of the response, or the whole response without one. It is judged only by
+    what it prints or returns (see `assert_program`), so tests can pass plain data to it, but not objects.
 
-    - {"inputs": [...], "outputs": [...]}: texts for standard input, and what is to be printed
-    - {"fn_name": "f", "inputs": [[arguments], ...], "outputs": [...]}: calls, and what they return
-    - {"test_list": ["assert f(1) == 2", ...]}, a list of such lines, or {"test": code, "entry_point": "f"}, where the
-      code defines `check(candidate)`
+    Args:
+        data_source: Not used.
+        solution_str: The response.
+        ground_truth: The tests, or their JSON text, in one of these forms:
 
-    An answer cannot pass but by what it prints or returns: see `assert_program`. So tests can hand it plain data alone.
+            - {"inputs": [...], "outputs": [...]}: texts for standard input, and the expected output
+            - {"fn_name": "f", "inputs": [[arguments], ...], "outputs": [...]}: calls, and their return values
+            - {"test_list": ["assert f(1) == 2", ...]}, a list of such lines, or {"test": code, "entry_point": "f"},
+              where the code defines `check(candidate)`
+        extra_info: Not used.
+        timeout: Seconds per program run: for each standard input, or for all calls or asserts together.
+        memory_limit_mb: Memory limit per program run in MiB (Linux only).
+        partial: Score the fraction of passed tests.
 
-    timeout: seconds for one program run: each standard input, or all calls or asserts together. Returns score, acc and
-    `passed`, the share of tests that are passed (asserts count as one test; without `partial` the tests after the first
-    failed one are not run). Raises ValueError for tests in no known form.
+    Returns:
+        "score", "acc" and "passed", the fraction of passed tests. Asserts count as one test. Without `partial`, the
+        tests after the first failure are not run.
+
+    Raises:
+        ValueError: If the tests have none of these forms.
     """
     limits = Limits(timeout, cpu_seconds=timeout, memory_bytes=memory_limit_mb << 20, output_bytes=1 << 20)
     code = extract_code(solution_str)
     count, results = _start(code, _read_tests(ground_truth), limits)
     passed = 0
-    for right in results:
-        passed += right
-        if not right and not partial:
+    for is_passed in results:
+        passed += is_passed
+        if not is_passed and not partial:
             break
-    share = passed / count
-    return {"score": share if partial else float(passed == count), "acc": float(passed == count), "passed": share}
+    fraction = passed / count
+    return {"score": fraction if partial else float(passed == count), "acc": float(passed == count), "passed": fraction}
 
 
 def extract_code(text: str) -> str:
-    """The last fenced block of a text, also where its end was cut off; the whole text where there is none."""
+    """Return the last fenced code block of a text, even if it is not closed; the whole text if there is none."""
     blocks = _FENCE.findall(text)
     return blocks[-1] if blocks else text
 
@@ -92,13 +102,13 @@ def _read_tests(ground_truth: Any) -> dict[str, Any]:
         if pairs or "test_list" in keys or {"test", "entry_point"} <= keys:
             return dict(tests)
     raise ValueError(
-        "code: the ground truth must be {inputs, outputs} of one length (with fn_name for calls), {test_list} or "
+        "code: ground truth: expected {inputs, outputs} of equal length (with fn_name for calls), {test_list} or "
         f"{{test, entry_point}}, none of them empty, found {ground_truth!r:.300}"
     )
 
 
 def _start(code: str, tests: Mapping[str, Any], limits: Limits) -> tuple[int, Iterator[bool]]:
-    """The number of tests, and whether each is passed (run when asked for)."""
+    """Return the number of tests and an iterator that runs them and yields whether each one passes."""
     if tests.get("fn_name"):
         return len(tests["inputs"]), _run_calls(code, tests, limits)
     if tests.get("inputs"):
@@ -120,7 +130,7 @@ def _run_asserts(code: str, tests: str, limits: Limits) -> Iterator[bool]:
     try:
         ast.parse(tests)
     except SyntaxError as error:
-        raise ValueError(f"code: the tests are no Python: {error}: {tests!r:.300}") from error
+        raise ValueError(f"code: the tests are not valid Python: {error}: {tests!r:.300}") from error
     files = {"solution.py": code, "tests.py": tests}
     finished, _ = run_program(_ASSERTS.read_text(), limits=limits, files=files)
     yield finished.failure is None
@@ -136,21 +146,21 @@ def _run_calls(code: str, tests: Mapping[str, Any], limits: Limits) -> Iterator[
 
 
 def _arguments(given: Any) -> list:
-    """The arguments of one call: a list, or a text with one JSON value per line."""
+    """Return the arguments of one call, given as a list or as text with one JSON value per line."""
     return [json.loads(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else list(given)
 
 
 def _returned(line: str, expected: Any) -> bool:
-    """Whether a result (a line of JSON) is the expected value, which may be its JSON text, or be wrapped in a list."""
+    """Whether a result (a line of JSON) equals the expected value, which may be text or wrapped in a list."""
     try:
         found = json.loads(line)
-    except (ValueError, RecursionError):  # the answer's program wrote it: anything may be there
+    except (ValueError, RecursionError):  # written by the program under test: may be anything
         return False
     wanted = [expected]
     if isinstance(expected, list) and len(expected) == 1:
         wanted.append(expected[0])
     if isinstance(expected, str):
-        with contextlib.suppress(ValueError, SyntaxError):  # else it is a plain text
+        with contextlib.suppress(ValueError, SyntaxError):  # otherwise it is plain text
             wanted.append(ast.literal_eval(expected))
     return any(_close(found, json.loads(json.dumps(value))) for value in wanted)
 
@@ -166,9 +176,11 @@ def _close(a: Any, b: Any) -> bool:
 
 
 def same_output(found: str, expected: str) -> bool:
-    """Whether two outputs are the same line by line, spaces at the ends and empty last lines aside, floats to 1e-6."""
-    rows = [[line.split() for line in text.rstrip().splitlines()] for text in (found, expected)]
-    return len(rows[0]) == len(rows[1]) and all(len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(*rows))
+    """Whether two outputs are equal line by line, ignoring trailing whitespace and empty last lines; floats to 1e-6."""
+    lines, wanted = ([line.split() for line in text.rstrip().splitlines()] for text in (found, expected))
+    return len(lines) == len(wanted) and all(
+        len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(lines, wanted)
+    )
 
 
 def _same_word(a: str, b: str) -> bool:

@@ -1,11 +1,11 @@
-"""The process above a program: sets its limits, waits for it, and leaves none of its children behind.
+"""The supervisor of a program: sets its limits, waits for it, and ends all its child processes.
 
     python -I program_boot.py CPU_SECONDS MEMORY_BYTES OUTPUT_BYTES PROGRAM [ARGUMENT ...]      (-1: no limit)
 
-Ends as the program does: with its exit status, or 128 + the signal that ended it. On SIGTERM all ends. On Linux a child
-that has left the program's group, or whose parent is gone, comes to this process, which ends it too; and since 6.12,
-where Landlock is on, the program can signal, or look into, no process but those that it has started. No module of the
-package is imported: the script runs in an isolated interpreter.
+Exits like the program: with its exit status, or 128 + the signal that ended it. SIGTERM ends everything. On Linux, a
+child that has left the program's process group, or whose parent has exited, is reparented to this process, which ends
+it. Since Linux 6.12 with Landlock, the program can signal or inspect only processes that it has started. No module of
+the package is imported: the script runs in an isolated interpreter.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ LANDLOCK_ABI_WITH_SCOPES, SCOPE_ABSTRACT_UNIX_SOCKET, SCOPE_SIGNAL = 6, 1, 2
 
 
 def run(limits: list[int], program: str, arguments: list[str]) -> None:
-    """The program, in this process, under its limits."""
+    """Run the program in this process under its limits."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     if sys.platform == "linux":
-        stay_apart()
+        restrict_scope()
     for kind, limit in zip((resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_FSIZE), limits):
         if limit >= 0:
             resource.setrlimit(kind, (limit, limit))
@@ -38,23 +38,23 @@ def run(limits: list[int], program: str, arguments: list[str]) -> None:
     runpy.run_path(program, run_name="__main__")
 
 
-def take_hold() -> None:
-    """Orphans come to this process; its memory, and that of the fork below it, is closed to other processes (Linux)."""
+def adopt_orphans() -> None:
+    """Adopt orphans, and make the memory of this process and its forks inaccessible to other processes (Linux)."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-    # Root alone has these, and could read all memory: whatever is started from here on by exec has none of them.
+    # Only root has these capabilities, which allow reading all memory. Processes started from here on lack them.
     for capability in range(64):
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
 
 
 def landlock_abi() -> int:
-    """The version of Landlock in this kernel; -1 where there is none, or where it is off."""
+    """Return the Landlock version of the kernel; -1 if it is missing or disabled."""
     return ctypes.CDLL(None).syscall(LANDLOCK_CREATE_RULESET, None, 0, 1)
 
 
-def stay_apart() -> None:
-    """From here on no signal of this process, nor a debugger's look, reaches one that was there before (Linux 6.12)."""
+def restrict_scope() -> None:
+    """Forbid this process to signal or trace processes that it has not started (Linux 6.12)."""
     if landlock_abi() < LANDLOCK_ABI_WITH_SCOPES:
         return
     libc = ctypes.CDLL(None, use_errno=True)
@@ -62,12 +62,12 @@ def stay_apart() -> None:
     rules = libc.syscall(LANDLOCK_CREATE_RULESET, ctypes.byref(scopes), ctypes.c_size_t(ctypes.sizeof(scopes)), 0)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if rules < 0 or libc.syscall(LANDLOCK_RESTRICT_SELF, rules, 0):
-        raise OSError(ctypes.get_errno(), "the program cannot be parted from other processes")
+        raise OSError(ctypes.get_errno(), "cannot isolate the program from other processes with Landlock")
     os.close(rules)
 
 
 def wait_for(program: int) -> int:
-    """Its exit status; that of SIGTERM when this process is told to end."""
+    """Return the program's exit status, or -SIGTERM if this process receives SIGTERM."""
     while signal.sigwait({signal.SIGCHLD, signal.SIGTERM}) != signal.SIGTERM:
         ended = -1
         while ended:
@@ -79,8 +79,8 @@ def wait_for(program: int) -> int:
 
 
 def end_children() -> None:
-    """Until none is left: children of those that end come to this process."""
-    with contextlib.suppress(ChildProcessError):  # none is left
+    """Kill children until none is left: orphans are reparented to this process."""
+    with contextlib.suppress(ChildProcessError):  # no children left
         while True:
             os.waitpid(-1, os.WNOHANG)
             for child in children():
@@ -89,11 +89,11 @@ def end_children() -> None:
 
 
 def children() -> list[int]:
-    """Those of this process, the ones that have ended too."""
+    """Return the process ids of all children, zombies included."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has exited since
                 _, parent, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
                 found += [int(folder.name)] * (int(parent) == os.getpid())
     return found
@@ -103,7 +103,7 @@ def main() -> None:
     *limits, program = sys.argv[1:5]
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
     if sys.platform == "linux":
-        take_hold()
+        adopt_orphans()
     child = os.fork()
     if child == 0:
         run([int(limit) for limit in limits], program, sys.argv[5:])

@@ -1,8 +1,8 @@
 """Running a program in a process that can be killed, with limits on time, memory and output.
 
-The limits keep a bad program from stopping or filling the machine, and what it starts ends with it (program_boot). They
-are not a wall: a program that means harm can still read files and use the network with the rights of this process, and
-on kernels before Linux 6.12 stop other processes. Run untrusted code in a container without these rights.
+The limits protect the machine from faulty programs, and all processes a program starts end with it (program_boot). They
+are not a security boundary: a malicious program can read files and use the network with the permissions of this
+process, and before Linux 6.12 kill other processes. Run untrusted code in a container without these permissions.
 """
 
 import contextlib
@@ -18,15 +18,18 @@ from verl.rewards.sandbox.pool import Limits
 
 _BOOT = Path(__file__).with_name("program_boot.py")
 _SIGNALS = {int(number) for number in signal.Signals}
-#: what the process above a program has for ending what the program has left
+#: time for the supervisor (program_boot) to end the processes that the program has left
 _SECONDS_TO_END = 5.0
 
 
 @dataclass(frozen=True)
 class Finished:
-    """How a program ended. failure: None where it ended by itself with status 0, else a phrase that says why not.
+    """How a program ended.
 
-    stdout, stderr: what it printed, cut at the limit.
+    Attributes:
+        failure: None if it exited with status 0, otherwise why not.
+        stdout: Standard output, truncated at the limit.
+        stderr: Standard error, truncated at the limit.
     """
 
     failure: str | None
@@ -37,10 +40,19 @@ class Finished:
 def run_program(
     code: str, *, limits: Limits, stdin: str = "", arguments: tuple[str, ...] = (), files: dict[str, str] | None = None
 ) -> tuple[Finished, dict[str, str]]:
-    """Run Python `code` as a script in an empty folder of its own, with this interpreter and without its environment.
+    """Run Python `code` as a script in a temporary folder, with this interpreter and without its environment.
 
-    files: further files to be there. Returns how it ended, and those files as they are in the end. The processes
-    that it has started are ended with it.
+    All processes started by the program are ended with it.
+
+    Args:
+        code: The source of the script.
+        limits: Limits on time, memory and output.
+        stdin: Text for standard input.
+        arguments: Command line arguments.
+        files: Name -> content of further files in the folder.
+
+    Returns:
+        How the program ended, and the final content of `files`.
     """
     with tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True) as folder:
         for name, text in {"program.py": code, "stdin": stdin, **(files or {})}.items():
@@ -53,7 +65,7 @@ def run_program(
 def _run(folder: str, arguments: tuple[str, ...], limits: Limits) -> str | None:
     bounds = (
         -1 if limits.cpu_seconds is None else int(limits.cpu_seconds) + 1,
-        # Address space, of which Linux alone makes a limit that programs survive.
+        # Address space; only Linux has a limit that programs survive.
         -1 if limits.memory_bytes is None or sys.platform != "linux" else limits.memory_bytes,
         limits.output_bytes,
     )
@@ -84,11 +96,11 @@ def _run(folder: str, arguments: tuple[str, ...], limits: Limits) -> str | None:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """The process above the program, which ends all below it; what it does not end in time, the group of it is."""
+    """Stop the supervisor, which ends the processes below it; then kill its process group if any are left."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_SECONDS_TO_END)
-    with contextlib.suppress(ProcessLookupError):  # nobody of the group is left
+    with contextlib.suppress(ProcessLookupError):  # the group is empty
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 

@@ -1,0 +1,339 @@
+"""One run of a batch through the operators: what can start, what is running, and the batch as it is now.
+
+Operators of other processes run in threads; the batch itself is only changed in the thread of the flow.
+"""
+
+import concurrent.futures
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl import columns
+from verl.columns import DataProtoValidationError, describe_source
+from verl.dataflow.operator import HOLD, Dependencies, Operator, prerequisites
+from verl.protocol import MERGED_FACTS, DataProto
+from verl.registry import did_you_mean
+
+logger = logging.getLogger("verl.dataflow")
+
+Span = tuple[float, float]
+"""When an operator started and ended, by `time.perf_counter`."""
+
+Observer = Callable[[str, float, DataProto | None], None]
+"""Called as (operator name, seconds, batch) after each operator."""
+
+Reports = dict[str, dict[str, Any]]
+"""What an operator reported: its metrics and its finer timings."""
+
+
+@dataclass(frozen=True)
+class OperatorInput:
+    """The batch an operator is given, and a record of its contents that shows what the operator changed in place."""
+
+    batch: DataProto
+    columns: Mapping[str, Any]
+    facts: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, batch: DataProto) -> "OperatorInput":
+        return cls(batch, batch.tensors | batch.non_tensor_batch, dict(batch.meta_info))
+
+    def changed_columns(self) -> list[str]:
+        now = self.batch.tensors | self.batch.non_tensor_batch
+        return [c for c in {**self.columns, **now} if self.columns.get(c) is not now.get(c)]
+
+    def changed_facts(self) -> dict[str, Any]:
+        """The `meta_info` entries that the operator set."""
+        missing = object()
+        return {k: v for k, v in self.batch.meta_info.items() if self.facts.get(k, missing) is not v}
+
+
+class PipelineRun:
+    """One batch on its way through the operators.
+
+    Args:
+        operators: in list order.
+        deps: the dependencies of each operator.
+        processes: the processes that run each operator; None is the thread of the flow.
+        batch: the input of the first operator; None for a source.
+        observer: called after each operator.
+
+    Attributes:
+        spans: operator name -> when it started and ended.
+        running_since: operator name -> start, for those that have not ended.
+    """
+
+    def __init__(
+        self,
+        operators: Sequence[Operator],
+        deps: Sequence[Dependencies],
+        processes: Sequence[Hashable],
+        batch: DataProto | None,
+        observer: Observer | None = None,
+    ):
+        self.batch = batch
+        self.spans: dict[str, Span] = {}
+        self.running_since: dict[str, float] = {}
+        self._operators, self._deps, self._processes, self._observer = operators, deps, processes, observer
+        self._prerequisites = prerequisites(deps, processes)
+        self._ended: set[int] = set()
+        self._waiting = list(range(len(operators)))
+        self._running: dict[concurrent.futures.Future, tuple[int, OperatorInput | None]] = {}
+        self._initial_reports = {} if batch is None else take_reports(batch)
+        self._reports: dict[int, Reports] = {}
+        self._writer = {} if batch is None else dict.fromkeys(batch.columns, -1)  # column -> position of its writer
+        self._dropped: dict[str, str] = {}  # column -> the operator whose result replaced the batch without it
+
+    # ---- scheduling -------------------------------------------------------------------------------------------------
+
+    def next(self) -> tuple[int, OperatorInput | None] | None:
+        """Start what can run in other processes and return the next operator for this thread; None at the end.
+
+        Blocks until an operator is ready. Raises the error of an operator that failed in another thread.
+        """
+        while self._waiting or self._running:
+            self._collect_finished()
+            ready = [i for i in self._waiting if self._prerequisites[i] <= self._ended]
+            for i in ready:
+                if self._processes[i] is not None:
+                    self._start(i)
+            here = [i for i in ready if self._processes[i] is None]
+            if here:
+                self._waiting.remove(here[0])
+                self.running_since[self._operators[here[0]].name] = time.perf_counter()
+                return here[0], self._input_of(here[0])
+            concurrent.futures.wait(self._running, return_when=concurrent.futures.FIRST_COMPLETED)
+        return None
+
+    def end(self, i: int, given: OperatorInput | None, result: Any, span: Span) -> None:
+        """Record that operator `i` returned `result`, and update the batch."""
+        op = self._operators[i]
+        self.spans[op.name] = span
+        del self.running_since[op.name]
+        logger.info("[%s] %.2fs%s", op.name, span[1] - span[0], self._concurrent_with(op.name, span))
+        self._ended.add(i)
+        if result is not HOLD or op.on is not None:
+            before = () if self.batch is None else self.batch.columns
+            self.batch, self._reports[i] = advance(op, self.batch, given, result)
+            self._record_writers(i, before, replaced=isinstance(result, DataProto) and not op.writes)
+        if self._observer is not None:
+            self._observer(op.name, span[1] - span[0], self.batch)
+
+    def _record_writers(self, i: int, before: Iterable[str], replaced: bool) -> None:
+        """Update which operator wrote each column of the batch, and which one dropped a column."""
+        op, now = self._operators[i], self.batch.columns
+        kept = {} if replaced else self._writer
+        self._writer = {c: i if c in op.writes else kept.get(c, i) for c in now}
+        self._dropped = {c: name for c, name in self._dropped.items() if c not in now}
+        self._dropped |= {c: op.name for c in before if c not in now}
+
+    def annotate(self, i: int, error: BaseException) -> None:
+        """Add notes to an error: the operator that raised it, and those that ran at the same time."""
+        error.add_note(f"raised in operator {self._operators[i].name!r}")
+        others = [self._operators[j].name for j, _ in self._running.values() if j != i]
+        if others:
+            error.add_note(f"running at the same time: {', '.join(others)}")
+
+    def reports(self) -> Reports:
+        """The reports of all operators, merged in list order."""
+        merged: Reports = {"metrics": {}, "timing": {}}
+        for reports in (self._initial_reports, *(self._reports[i] for i in sorted(self._reports))):
+            for name, facts in reports.items():
+                merged[name] |= facts
+        return merged
+
+    # ---- one operator -----------------------------------------------------------------------------------------------
+
+    def _input_of(self, i: int) -> OperatorInput | None:
+        """The batch as operator `i` may see it: without the columns of concurrent operators that it does not read."""
+        if self.batch is None:
+            return None
+        op, deps = self._operators[i], self._deps[i]
+        others = {c for c, j in self._writer.items() if j >= 0 and j not in deps.ancestors}
+        hidden = [c for c in self.batch.columns if c in deps.hidden | others and c not in op.reads]
+        batch = self.batch.drop(hidden) if hidden else self.batch.copy()
+        require_columns(batch, op.reads, op, self._dropped)
+        return OperatorInput.of(batch)
+
+    def _start(self, i: int) -> None:
+        """Run operator `i` in a thread."""
+        op, given = self._operators[i], self._input_of(i)
+        future: concurrent.futures.Future[tuple[Any, Span]] = concurrent.futures.Future()
+
+        def work() -> None:
+            start = time.perf_counter()
+            try:
+                result = op.func() if given is None else op.func(given.batch)
+                future.set_result((result, (start, time.perf_counter())))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._waiting.remove(i)
+        self._running[future] = i, given
+        self.running_since[op.name] = time.perf_counter()
+        # a daemon, because a run that ends with an error does not wait for its threads; their processes end with it
+        threading.Thread(target=work, name=f"operator {op.name}", daemon=True).start()
+
+    def _collect_finished(self) -> None:
+        """Record the operators that ended in other threads, in list order. Raises the first error."""
+        done = sorted((self._running[future][0], future) for future in self._running if future.done())
+        for i, future in done:
+            error = future.exception()
+            if error is not None:
+                self.annotate(i, error)
+                raise error
+            given = self._running.pop(future)[1]
+            self.end(i, given, *future.result())
+
+    def _concurrent_with(self, name: str, span: Span) -> str:
+        """The suffix of a timing line: which operators ran during part of this one's time."""
+        others = [other for other, (_, end) in self.spans.items() if other != name and end > span[0]]
+        others += [self._operators[i].name for i, _ in self._running.values() if self._operators[i].name != name]
+        return f" (at the same time: {', '.join(others)})" if others else ""
+
+
+# ---- the batch after an operator ------------------------------------------------------------------------------------
+
+
+def as_batch(value: Any) -> DataProto:
+    """Return a DataProto unchanged; make one from a mapping of columns."""
+    if isinstance(value, DataProto):
+        return value
+    if isinstance(value, Mapping):
+        return DataProto.from_single_dict(value)
+    raise DataProtoValidationError(
+        f"expected a DataProto, a mapping of columns, None or HOLD, found {type(value).__name__}"
+    )
+
+
+def require_columns(
+    batch: DataProto, names: Iterable[str], op: Operator, dropped: Mapping[str, str] | None = None
+) -> None:
+    """Raise DataProtoValidationError if `batch` misses a column that `op` reads.
+
+    Args:
+        dropped: column -> the operator that replaced the batch without it.
+    """
+    for name in names:
+        if name in batch:
+            continue
+        if dropped and name in dropped:
+            raise DataProtoValidationError(
+                f"operator {op.name!r} reads {name!r}, which operator {dropped[name]!r} dropped: it declares no "
+                "`writes`, so the batch that it returned replaced the one before. Keep the column in that batch, or "
+                f"declare the `writes` of {dropped[name]!r} to add to the batch instead"
+            )
+        raise DataProtoValidationError(
+            f"operator {op.name!r} reads {name!r}, which is not in the batch: {did_you_mean(name, batch.columns)}"
+        )
+
+
+def take_reports(batch: DataProto) -> Reports:
+    """Remove the metrics and finer timings from the `meta_info` of a batch and return them."""
+    reports = {name: batch.meta_info.pop(name, {}) for name in MERGED_FACTS}
+    for name, facts in reports.items():
+        if not isinstance(facts, Mapping):
+            raise DataProtoValidationError(
+                f"meta_info[{name!r}]: expected a dict, found {type(facts).__name__}: {facts!r}"
+            )
+    return reports
+
+
+def advance(
+    op: Operator, current: DataProto | None, given: OperatorInput | None, result: Any
+) -> tuple[DataProto, Reports]:
+    """Return the batch after `op` and what `op` reported.
+
+    Args:
+        current: the batch now. Concurrent operators may have added to it since `op` was given its input.
+        given: the input of `op`; None for a source.
+        result: what `op` returned.
+    """
+    adds = bool(op.writes) or (isinstance(result, Mapping) and op.on is None)
+    try:
+        if result is None:
+            after = _unchanged(op, current, given)
+        elif adds and current is not None:
+            after = _added(op, _with_facts(op, current, given), as_batch(result))
+        else:
+            after = _replaced(op, given, result)
+        columns.check_contents(after)
+        return after, take_reports(after)
+    except DataProtoValidationError as error:
+        raise DataProtoValidationError(f"operator {op.name!r}: {error}{describe_source(op.func)}") from None
+
+
+def _with_facts(op: Operator, current: DataProto, given: OperatorInput) -> DataProto:
+    """The batch with the `meta_info` that the operator set on its input."""
+    facts = given.batch.meta_info if op.on is None else current.meta_info | given.changed_facts()
+    return DataProto(current.batch, current.non_tensor_batch, facts)
+
+
+def _unchanged(op: Operator, current: DataProto | None, given: OperatorInput | None) -> DataProto:
+    """The batch after an operator that returned None: its columns stay."""
+    if op.writes or current is None:
+        expected = f"the columns {list(op.writes)}" if op.writes else "a batch"
+        raise DataProtoValidationError(f"expected {expected}, found None")
+    if touched := given.changed_columns():
+        raise DataProtoValidationError(
+            f"it changed the columns {touched} of the batch but returned None: return the batch, or declare the "
+            "columns as `writes` and return them"
+        )
+    return _with_facts(op, current, given)
+
+
+def _replaced(op: Operator, given: OperatorInput | None, result: Any) -> DataProto:
+    """The batch that a source made, or that an operator without `writes` returned."""
+    if op.on is not None and given is not None:
+        found = "HOLD" if result is HOLD else "another batch"
+        raise DataProtoValidationError(
+            f"it declares where it runs (on={op.on!r}), so it may only add the columns that it declares, but it "
+            f"returned {found}: declare `writes`, or remove `on`"
+        )
+    result = as_batch(result)
+    _require_written(op, result)
+    if given is not None and given.batch.columns:
+        _require_any_column(result)
+    facts = given.batch.meta_info if given is not None else {}
+    return DataProto(meta_info=facts).union(result)  # which checks the columns too
+
+
+def _added(op: Operator, current: DataProto, result: DataProto) -> DataProto:
+    """The batch with the columns of `result`.
+
+    Columns declared in `writes` may be overwritten (rescaled rewards); any other column that is returned must equal the
+    one in the batch. Custom columns may be added without a declaration, but not those of the table in
+    `verl.columns`, because the edges of the flow are derived from `writes`.
+    """
+    _require_written(op, result)
+    _require_any_column(result)
+    if undeclared := [c for c in result.columns if c in columns.COLUMNS and c not in (*op.writes, *current.columns)]:
+        raise DataProtoValidationError(
+            f"it returned {undeclared}, which it does not declare: add them to its `writes`, or do not return them"
+        )
+    if len(result) != len(current):
+        names = list(op.writes or result.columns)
+        raise DataProtoValidationError(
+            f"it adds {names} to {len(current)} rows, found {len(result)} rows; to replace the batch, return a "
+            "DataProto and declare no `writes`"
+        )
+    overwritten = [c for c in op.writes if c in current]
+    return (current.drop(overwritten) if overwritten else current).union(result)
+
+
+def _require_any_column(result: DataProto) -> None:
+    if not result.columns:
+        raise DataProtoValidationError(
+            "it returned a batch without columns; return None to leave the batch unchanged (metrics go into "
+            "batch.meta_info['metrics'])"
+        )
+
+
+def _require_written(op: Operator, result: DataProto) -> None:
+    if missing := [c for c in op.writes if c not in result]:
+        raise DataProtoValidationError(
+            f"it declares that it writes {missing[0]!r}, but returned {list(result.columns)}"
+        )

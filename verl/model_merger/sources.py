@@ -1,0 +1,302 @@
+"""Weight sources: full tensors by name, one at a time, from safetensors folders and sharded checkpoints.
+
+`WeightSource` is the interface. Rank files (`model_world_size_W_rank_R.pt`) are in `fsdp`, adapters in `lora`.
+"""
+
+import io
+import json
+import pickle
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from verl.checkpoints.shard_files import ShardReader
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Shape and dtype of a full tensor."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+    def meta(self) -> torch.Tensor:
+        """Return a tensor of this shape and dtype on the meta device."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+class WeightSource(ABC):
+    """The weights of a model, independent of how they are stored.
+
+    Tensors are read on demand, so memory use is that of the tensors in use, not of the model.
+    """
+
+    #: whether `read` and `read_again` agree bit by bit, because they copy and do not compute
+    copies_bits = True
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Return the names of all tensors, parameters and buffers."""
+
+    @abstractmethod
+    def infos(self, expected: Mapping[str, Shape]) -> dict[str, TensorInfo]:
+        """Return shape and dtype of every full tensor.
+
+        Args:
+            expected: Shapes in the model, used if the files do not store the full shape of a shard.
+
+        Raises:
+            ValueError: If the shards do not form a full tensor.
+        """
+
+    @abstractmethod
+    def read(self, name: str) -> torch.Tensor:
+        """Read a full tensor. Raises ValueError that names the tensor and the file if it cannot be read."""
+
+    @abstractmethod
+    def read_again(self, name: str) -> torch.Tensor:
+        """Read a full tensor by a code path independent of `read`, to verify a merged model against."""
+
+
+# ---- shards of one tensor -------------------------------------------------------------------------------------------
+
+
+def assemble(name: str, info: TensorInfo, shards: Iterable[tuple[str, Shape, torch.Tensor]]) -> torch.Tensor:
+    """Copy the shards of a tensor into one tensor.
+
+    Args:
+        name: Name of the tensor, for messages.
+        info: Shape and dtype of the full tensor.
+        shards: (file name, offset in the full tensor, contents). Shards with the same offset are replicas, as in
+            hybrid sharding, and must be bitwise equal.
+
+    Raises:
+        ValueError: If replicas differ, or the shards do not fill the tensor.
+    """
+    full = torch.empty(info.shape, dtype=info.dtype)
+    filled: dict[Shape, str] = {}
+    count = 0
+    for origin, offset, shard in shards:
+        if shard.numel() == 0:  # fewer rows than ranks: the last ranks are empty
+            continue
+        region = full[tuple(slice(start, start + size) for start, size in zip(offset, shard.shape))]
+        if region.shape != shard.shape:
+            raise ValueError(f"{origin}: its shard of {name} at {offset} exceeds the shape {info.shape}")
+        if offset not in filled:
+            filled[offset] = origin
+            count += shard.numel()
+            region.copy_(shard)
+        elif not same_bits(region, shard):
+            raise ValueError(
+                f"{name} differs between {filled[offset]} and {origin}, which should hold replicas: "
+                "they are not from the same step, or one of them is damaged"
+            )
+    if count != full.numel():
+        raise ValueError(f"{name}: the shards have {count} elements, expected {full.numel()} ({info.shape})")
+    return full
+
+
+def concatenate(shards: list[tuple[Shape, torch.Tensor]], dim: int = 0) -> torch.Tensor:
+    """Concatenate (offset, shard) pairs by offset, dimension by dimension. Of replicas, the first is used."""
+    if len(shards) == 1 or dim == len(shards[0][0]):
+        return shards[0][1]
+    starts = sorted({offset[dim] for offset, _ in shards})
+    return torch.cat([concatenate([s for s in shards if s[0][dim] == start], dim + 1) for start in starts], dim)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are bitwise equal (NaN equals itself)."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+
+
+# ---- safetensors ----------------------------------------------------------------------------------------------------
+
+INDEX = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether the folder contains the safetensors files of a model."""
+    return (folder / SINGLE_FILE).is_file() or (folder / INDEX).is_file()
+
+
+def local_folder(name: str) -> Path | None:
+    """Return the local folder of a safetensors model: a path, or in the HuggingFace cache. Downloads nothing."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(name, local_files_only=True))
+        except (LocalEntryNotFoundError, HFValidationError):  # not in the cache, or not a valid repository id
+            return None
+    return folder if has_weights(folder) else None
+
+
+class SafetensorsFolder(WeightSource):
+    """A HuggingFace folder: `model.safetensors`, or the files listed in `model.safetensors.index.json`.
+
+    Written by single-device training, and the format of base models and merged models.
+    """
+
+    def __init__(self, folder: Path, single_file: str = SINGLE_FILE):
+        """Open the files.
+
+        Args:
+            folder: The folder.
+            single_file: Name of the file if there is no index.
+
+        Raises:
+            ValueError: If a file is missing or damaged.
+        """
+        self.folder = folder
+        if (folder / INDEX).is_file():
+            names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        elif (folder / single_file).is_file():
+            names = [single_file]
+        else:
+            raise ValueError(f"{folder} contains no weights: expected {single_file} or {INDEX}")
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise ValueError(f"{folder}: missing {', '.join(missing)}, listed in {INDEX}")
+        self._files = {name: self._open(folder / name) for name in names}
+        self._file_of = {name: file for file in self._files.values() for name in file.keys()}  # noqa: SIM118
+
+    @staticmethod
+    def _open(path: Path) -> safe_open:
+        try:
+            return safe_open(path, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(f"{path} is truncated or not a safetensors file: {error}") from error
+
+    def names(self) -> list[str]:
+        return list(self._file_of)
+
+    def infos(self, expected: Mapping[str, Shape]) -> dict[str, TensorInfo]:
+        slices = {name: file.get_slice(name) for name, file in self._file_of.items()}
+        return {name: TensorInfo(tuple(s.get_shape()), _DTYPES[s.get_dtype()]) for name, s in slices.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._file_of[name].get_tensor(name)
+
+    def read_again(self, name: str) -> torch.Tensor:
+        """Read as a slice from a newly opened file."""
+        (path,) = (self.folder / file for file, opened in self._files.items() if opened is self._file_of[name])
+        with safe_open(path, framework="pt") as file:
+            return file.get_slice(name)[...]
+
+
+# ---- torch.distributed.checkpoint -----------------------------------------------------------------------------------
+
+#: prefix of every weight: the engine saves {"model": ...} of a module that holds the HuggingFace model as `module`
+_PREFIX = "model.module."
+
+
+class _CachingReader(ShardReader):
+    """Reads the checkpoint metadata once instead of for every tensor."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self._metadata: Metadata = super().read_metadata()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+
+class DistributedCheckpoint(WeightSource):
+    """A checkpoint of the sharded engine, written by torch.distributed.checkpoint.
+
+    actor/
+      shards/.metadata, __0_0.distcp, ...   weights; the optimizer state is not read
+      huggingface/                          config and tokenizer
+    """
+
+    def __init__(self, folder: Path):
+        """Open the folder `shards/`. Raises ValueError if a file is missing or truncated."""
+        self.folder = folder
+        try:
+            self._reader = _CachingReader(folder)
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(
+                f"{folder} is not a complete checkpoint: cannot read .metadata, which is written last ({error})"
+            ) from error
+        metadata = self._reader.read_metadata()
+        self._check_files(metadata)
+        self._tensors: dict[str, TensorStorageMetadata] = {
+            key.removeprefix(_PREFIX): entry
+            for key, entry in metadata.state_dict_metadata.items()
+            if key.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata)
+        }
+
+    def _check_files(self, metadata: Metadata) -> None:
+        ends: dict[str, int] = {}
+        for entry in metadata.storage_data.values():
+            ends[entry.relative_path] = max(ends.get(entry.relative_path, 0), entry.offset + entry.length)
+        missing = [name for name in sorted(ends) if not (self.folder / name).is_file()]
+        if missing:
+            raise ValueError(
+                f"{self.folder}: missing {', '.join(missing)}; found {len(ends) - len(missing)} of {len(ends)} files. "
+                "With several nodes, each may have written to its local disk: copy all files into one folder"
+            )
+        for name, end in ends.items():
+            size = (self.folder / name).stat().st_size
+            if size < end:
+                raise ValueError(f"{self.folder / name} is truncated: expected at least {end} bytes, found {size}")
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def infos(self, expected: Mapping[str, Shape]) -> dict[str, TensorInfo]:
+        return {name: TensorInfo(tuple(entry.size), entry.properties.dtype) for name, entry in self._tensors.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        entry = self._tensors[name]
+        full = torch.empty(entry.size, dtype=entry.properties.dtype)
+        try:
+            with warnings.catch_warnings():  # reading in a single process is intended
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.load({_PREFIX + name: full}, storage_reader=self._reader, no_dist=True)
+        except CheckpointException as error:
+            raise ValueError(f"{self.folder}: cannot read {name}, a file is damaged: {error}") from error
+        return full
+
+    def read_again(self, name: str) -> torch.Tensor:
+        """Concatenate the chunks as they are stored, in the order of their offsets."""
+        storage = self._reader.read_metadata().storage_data
+        shards = []
+        for chunk in self._tensors[name].chunks:
+            stored = storage[MetadataIndex(_PREFIX + name, chunk.offsets)]
+            with (self.folder / stored.relative_path).open("rb") as file:
+                file.seek(stored.offset)
+                content = io.BytesIO(file.read(stored.length))
+            shards.append((tuple(chunk.offsets), torch.load(content, map_location="cpu", weights_only=True)))
+        return concatenate([shard for shard in shards if shard[1].numel()] or shards)
