@@ -27,7 +27,7 @@ from verl.engines.torch_engine import TorchEngine  # noqa: E402
 from verl.modeling import attention  # noqa: E402
 from verl.modeling.batch_invariant import model as batch_invariant  # noqa: E402
 from verl.protocol import DataProto  # noqa: E402
-from verl.rollout.base import SamplingParams  # noqa: E402
+from verl.rollout.base import SamplingParams, make_requests  # noqa: E402
 from verl.rollout.native.engine import NativeRollout  # noqa: E402
 from verl.utils.device import resolve_device, resolve_dtype  # noqa: E402
 from verl.workers.objectives import aggregation, policy_objective  # noqa: E402
@@ -85,16 +85,15 @@ def measure(mode: str, args: argparse.Namespace, device: torch.device) -> dict:
     vocabulary = engine.module.config.vocab_size
     rollout = NativeRollout(
         engine.module,
-        pad_token_id=0,
         dtype=dtype if mode == "normal" and dtype != torch.float32 else None,
-        exact=engine.model_forward(),
+        forward=engine.model_forward(),
         memory_share=0.4,
     )
     prompts = torch.randint(1, vocabulary, (args.rows // args.samples, args.prompt), generator=torch.manual_seed(1))
     prompts = [row for row in prompts.tolist() for _ in range(args.samples)]
     best: dict[str, float] = {}
     for _ in range(args.repeats):
-        took, answers = seconds_of(lambda: rollout.generate(prompts, SamplingParams(args.new, ())), device)
+        took, answers = seconds_of(lambda: rollout.generate(make_requests(prompts, SamplingParams(args.new, ()))), device)
         best["generate"] = min(took, best.get("generate", took))
     rollout.sleep()
     columns = build_sequences(prompts, [answer.token_ids for answer in answers], 0)

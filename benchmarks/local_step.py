@@ -71,7 +71,7 @@ def instrument(trainer: LocalPPOTrainer, watch: Stopwatch) -> None:
         engine.model.forward = watch.wrap("module", engine.model.forward)
         engine._backward = watch.wrap("module", engine._backward)
         engine._step = watch.wrap("module", engine._step)
-    rollout = trainer.roles["rollout"].worker.rollout
+    rollout = trainer.roles["rollout"].worker.rollout.engine
     rollout.generate = watch.wrap("engine", rollout.generate)
 
 

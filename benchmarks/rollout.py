@@ -38,7 +38,7 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from verl.rollout.base import SamplingParams  # noqa: E402
+from verl.rollout.base import SamplingParams, make_requests  # noqa: E402
 from verl.rollout.native.engine import NativeRollout  # noqa: E402
 
 
@@ -124,11 +124,11 @@ Engine = Callable[[list[list[int]], list[int], int], None]
 
 
 def native(module: torch.nn.Module, work: Work, longest: int) -> Engine:
-    engine = NativeRollout(module, pad_token_id=0)
+    engine = NativeRollout(module)
 
     def run(prompts: list[list[int]], limits: list[int], seed: int) -> None:
         params = SamplingParams(max(limits), (), seed=seed, ignore_eos=True, top_p=work.top_p)
-        answers = engine.generate(prompts, params, limits=limits)
+        answers = engine.generate(make_requests(prompts, params, limits=limits))
         assert [len(answer.token_ids) for answer in answers] == limits
 
     return run
@@ -380,12 +380,12 @@ def profile(work: Work, args: argparse.Namespace) -> str:
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     with device:
         module = Qwen2ForCausalLM._from_config(Qwen2Config(**SHAPES[work.shape], dtype=dtype), dtype=dtype)
-    engine, prompts, limits = NativeRollout(module, pad_token_id=0), work.prompts(), work.limits()
+    engine, prompts, limits = NativeRollout(module), work.prompts(), work.limits()
     params = SamplingParams(max(limits), (), ignore_eos=True, top_p=work.top_p)
-    engine.generate(prompts, params, limits=limits)
+    engine.generate(make_requests(prompts, params, limits=limits))
     gpu = device.type == "cuda"
     with record(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as found:
-        engine.generate(prompts, params, limits=limits)
+        engine.generate(make_requests(prompts, params, limits=limits))
         wait(device)
     steps = engine.stats.steps
     spent = [(e.self_device_time_total if gpu else e.self_cpu_time_total, e.count, e.key) for e in found.key_averages()]

@@ -22,17 +22,17 @@ sys.path[:0] = [{root!r}, {root!r} + "/benchmarks"]
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from rollout import SHAPES
-from verl.rollout.base import SamplingParams
+from verl.rollout.base import SamplingParams, make_requests
 from verl.rollout.native.engine import NativeRollout
 print("imported", time.time(), flush=True)
 with torch.device({device!r}):
     dtype = getattr(torch, {dtype!r})
     module = Qwen2ForCausalLM._from_config(Qwen2Config(**SHAPES[{shape!r}]), dtype=dtype)
-engine = NativeRollout(module, pad_token_id=0)
+engine = NativeRollout(module)
 print("model", time.time(), flush=True)
-engine.generate([list(range(1, 129))] * {rows}, SamplingParams(1, ()))
+engine.generate(make_requests([list(range(1, 129))] * {rows}, SamplingParams(1, ())))
 print("first_token", time.time(), flush=True)
-engine.generate([list(range(1, 129))] * {rows}, SamplingParams(32, (), ignore_eos=True))
+engine.generate(make_requests([list(range(1, 129))] * {rows}, SamplingParams(32, (), ignore_eos=True)))
 print("32_tokens", time.time(), flush=True)
 """
 

@@ -7,7 +7,10 @@ import pytest
 from tests.pages import Shell
 from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY
 from verl.algorithms.policy_losses import POLICY_LOSS_REGISTRY
+from verl.engines.base import ENGINES
 from verl.rewards import REWARD_FUNCTION_REGISTRY, REWARD_MANAGER_REGISTRY, RULES_BY_DATA_SOURCE
+from verl.rollout.agent_loop import AGENT_LOOPS
+from verl.rollout.base import ROLLOUT_ENGINES
 from verl.single_controller.dispatch import DISPATCH_MODES
 
 _REGISTRIES = (
@@ -16,6 +19,9 @@ _REGISTRIES = (
     POLICY_LOSS_REGISTRY,
     REWARD_FUNCTION_REGISTRY,
     REWARD_MANAGER_REGISTRY,
+    AGENT_LOOPS,
+    ENGINES,
+    ROLLOUT_ENGINES,
 )
 
 

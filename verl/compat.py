@@ -117,6 +117,7 @@ MOVED = {
     "verl.engines.distributed": "verl.engines.parallel",
     "verl.engines.tensor_parallel": "verl.engines.parallel",
     "verl.engines.offload": "verl.engines.memory",
+    "verl.workers.actor_rollout_ref": "verl.workers.policy",
     "verl.dataflow.one_pass": "verl.dataflow.run",
     "verl.dataflow.results": "verl.dataflow.run",
     "verl.dataflow.order": "verl.dataflow.operator",

@@ -23,7 +23,7 @@ from verl.protocol import DataProto
 from verl.registry import did_you_mean
 from verl.trainer.dynamic_sampling import group_rows
 from verl.trainer.inputs import Inputs
-from verl.trainer.ppo_flow import SEQUENCES, Roles, Update, UpdatePlan
+from verl.trainer.ppo_operators import SEQUENCES, Roles, Update, UpdatePlan
 
 SCORES = ("token_level_scores", "token_level_rewards")
 

@@ -19,8 +19,8 @@ from verl.engines.base import Objective, Tensors
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
-from verl.workers.actor_rollout_ref import ActorRolloutWorker
 from verl.workers.engine_worker import micro_batching
+from verl.workers.policy import ActorWorker
 
 Pairs = tuple[torch.Tensor, torch.Tensor]
 
@@ -42,8 +42,8 @@ class DPOConfig(Config):
     dpo: DPOSection = section(DPOSection, "DPO")
 
 
-class DPOActorWorker(ActorRolloutWorker):
-    """The policy, trained on pairs. `dpo`: the section `dpo`; other arguments as for `ActorRolloutWorker`."""
+class DPOActorWorker(ActorWorker):
+    """The policy, trained on pairs. `dpo`: the section `dpo`; other arguments as for `ActorWorker`."""
 
     def __init__(self, *args: Any, dpo: DPOSection, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -71,7 +71,6 @@ class DPOActorWorker(ActorRolloutWorker):
 
         last_pass = batch.meta_info["last_pass"]
         found = self.update_mini_batches(steps(), micro, "actor", temperature=temperature, last_pass=last_pass)
-        self.version += len(minis)
         return {**pair_metrics.result(), **found}
 
     def pair_loss(self, policy: Pairs, reference: Pairs, lengths: Pairs, num_pairs: float) -> LossAndMetrics:

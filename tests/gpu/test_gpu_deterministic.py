@@ -16,7 +16,7 @@ from verl.engines.torch_engine import TorchEngine
 from verl.modeling import attention
 from verl.modeling.batch_invariant import model as batch_invariant
 from verl.protocol import DataProto
-from verl.rollout.base import Generation, SamplingParams
+from verl.rollout.base import Completion, SamplingParams, make_requests
 from verl.rollout.native.engine import NativeRollout
 from verl.workers.objectives import aggregation, policy_objective
 
@@ -68,10 +68,10 @@ def engine(case: str, precision: str, kernels: str = "batch_invariant") -> Torch
 
 def rollout(trained: TorchEngine, **settings) -> NativeRollout:
     settings = {"memory_share": 0.2, **settings}
-    return NativeRollout(trained.module, pad_token_id=0, exact=trained.model_forward(), **settings)
+    return NativeRollout(trained.module, forward=trained.model_forward(), **settings)
 
 
-def as_batch(prompts: list[list[int]], answers: list[Generation]) -> DataProto:
+def as_batch(prompts: list[list[int]], answers: list[Completion]) -> DataProto:
     columns = build_sequences(prompts, [answer.token_ids for answer in answers], 0)
     log_probs = torch.zeros(columns["responses"].shape)
     log_probs[columns["response_mask"].bool()] = torch.tensor([p for answer in answers for p in answer.log_probs])
@@ -90,14 +90,14 @@ def check(trained: TorchEngine, batch: DataProto, cuts: list[MicroBatching], tem
 def test_log_probs_are_bit_equal(case, precision):
     trained = engine(case, precision)
     params = SamplingParams(40, (3, 4, 9), temperature=TEMPERATURE, seed=1)
-    batch = as_batch(PROMPTS, rollout(trained, max_rows=5).generate(PROMPTS, params))
+    batch = as_batch(PROMPTS, rollout(trained, max_rows=5).generate(make_requests(PROMPTS, params)))
     assert int(batch.batch["response_mask"].sum()) > 60
     check(trained, batch, CUTS, TEMPERATURE)
 
 
 def test_rotary_frequencies_that_depend_on_the_length():
     trained, prompts = engine("phi3-longrope", "bf16"), families.PROMPTS
-    batch = as_batch(prompts, rollout(trained).generate(prompts, SamplingParams(24, (), seed=1)))
+    batch = as_batch(prompts, rollout(trained).generate(make_requests(prompts, SamplingParams(24, (), seed=1))))
     check(trained, batch, CUTS, 1.0)
 
 
@@ -105,10 +105,10 @@ def test_rotary_frequencies_that_depend_on_the_length():
 def test_an_answer_is_the_same_whatever_else_is_in_the_batch(graphs):
     trained = engine("qwen2", "bf16")
     params, ids = SamplingParams(40, (3,), temperature=TEMPERATURE, seed=1), list(range(len(PROMPTS)))
-    together = rollout(trained, max_rows=3, graphs=graphs).generate(PROMPTS, params, ids)
+    together = rollout(trained, max_rows=3, graphs=graphs).generate(make_requests(PROMPTS, params, ids))
     for i in (0, 3, len(PROMPTS) - 1):
-        assert rollout(trained, graphs=graphs).generate([PROMPTS[i]], params, [i]) == [together[i]]
-    again = rollout(trained, graphs=graphs).generate(PROMPTS[::-1], params, ids[::-1])
+        assert rollout(trained, graphs=graphs).generate(make_requests([PROMPTS[i]], params, [i])) == [together[i]]
+    again = rollout(trained, graphs=graphs).generate(make_requests(PROMPTS[::-1], params, ids[::-1]))
     assert again[::-1] == together
 
 
@@ -120,7 +120,7 @@ def test_steps_of_training(precision):
     settings = {"clip_ratio": 0.2, "entropy_coeff": 0.01, "use_kl_loss": False}
     params = SamplingParams(40, (3,), temperature=TEMPERATURE, seed=1)
     for step in range(3):
-        batch = as_batch(PROMPTS, generator.generate(PROMPTS, params))
+        batch = as_batch(PROMPTS, generator.generate(make_requests(PROMPTS, params)))
         batch.batch["advantages"] = torch.randn(batch.batch["responses"].shape, generator=torch.manual_seed(step))
         if step == 1:
             generator.sleep()  # and once without, so that graphs and copies of weights outlive an update
@@ -160,6 +160,8 @@ def test_the_shape_of_a_real_model(precision):
     prompts = [[rng.randrange(151936) for _ in range(rng.randrange(1, 200))] for _ in range(20)]
     prompts = [prompt for prompt in prompts for _ in range(4)]
     limits = [rng.randrange(1, 150) for _ in prompts]
-    answers = rollout(trained, max_rows=50).generate(prompts, SamplingParams(150, (), seed=1), limits=limits)
+    answers = rollout(trained, max_rows=50).generate(
+        make_requests(prompts, SamplingParams(150, (), seed=1), limits=limits)
+    )
     cuts = [MicroBatching(rows=1), MicroBatching(tokens=3000), MicroBatching(tokens=16384)]
     check(trained, as_batch(prompts, answers), cuts, 1.0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-from verl.rollout.base import SamplingParams
+from verl.rollout.base import SamplingParams, make_requests
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import read_decoder
 from verl.rollout.sampling import draw
@@ -42,7 +42,7 @@ def log_probs(module: torch.nn.Module, prompt: list[int], response: list[int]) -
 def test_greedy_equals_transformers(case):
     module = model(case, torch.float32)
     prompts = families.PROMPTS if case == "phi3-longrope" else families.PROMPTS + LONG
-    answers = NativeRollout(module, pad_token_id=0).generate(prompts, SamplingParams(24, (), temperature=0))
+    answers = NativeRollout(module).generate(make_requests(prompts, SamplingParams(24, (), temperature=0)))
     config = GenerationConfig(max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=None)
     for prompt, answer in zip(prompts, answers):
         made = module.generate(torch.tensor([prompt], device="cuda"), generation_config=config)[0, len(prompt) :]
@@ -56,7 +56,7 @@ def test_bfloat16_log_probs_are_near_the_forward_pass(case):
     module = model(case, torch.bfloat16)
     prompts = families.PROMPTS if case == "phi3-longrope" else families.PROMPTS + LONG
     gaps = []
-    for prompt, answer in zip(prompts, NativeRollout(module, pad_token_id=0).generate(prompts, SamplingParams(24, ()))):
+    for prompt, answer in zip(prompts, NativeRollout(module).generate(make_requests(prompts, SamplingParams(24, ())))):
         gaps.append((torch.tensor(answer.log_probs) - log_probs(module, prompt, answer.token_ids)).abs())
     assert torch.cat(gaps).mean() < 0.08, "these tiny models have steep logits; real ones are 50 times nearer"
 
@@ -100,9 +100,9 @@ def test_rows_are_what_they_are_alone_whatever_the_pages(small, case):
     expected = one_by_one(small, prompts, params, sample_ids, limits)
     page = 64 * read_decoder(small).cache_bytes_per_token()
     for pages, max_rows in ((5, None), (17, None), (1000, 3), (1000, None)):
-        engine = NativeRollout(small, pad_token_id=0, cache_bytes=pages * page, max_rows=max_rows)
+        engine = NativeRollout(small, cache_bytes=pages * page, max_rows=max_rows)
         for _ in range(2):
-            answers = engine.generate(prompts, params, sample_ids, limits)
+            answers = engine.generate(make_requests(prompts, params, sample_ids, limits))
             assert [(a.token_ids, a.finish_reason) for a in answers] == expected, (pages, max_rows)
 
 
@@ -110,7 +110,7 @@ def test_long_rows_alone_split_their_keys_over_programs(small):
     module = small
     module.config.max_position_embeddings = 4000
     prompt = [i % 29 for i in range(3000)]
-    answer = NativeRollout(module, pad_token_id=0).generate([prompt], SamplingParams(40, ()))[0]
+    answer = NativeRollout(module).generate(make_requests([prompt], SamplingParams(40, ())))[0]
     expected = log_probs(module, prompt, answer.token_ids)
     torch.testing.assert_close(torch.tensor(answer.log_probs).double(), expected, atol=2e-5, rtol=1e-4)
 
@@ -127,7 +127,7 @@ def test_first_tokens_have_the_models_distribution(vocabulary, options):
         module.lm_head.weight.mul_(60)
     count = 20_000
     params = SamplingParams(2, (), **options)
-    answers = NativeRollout(module, pad_token_id=0).generate([[1, 2]] * count, params)
+    answers = NativeRollout(module).generate(make_requests([[1, 2]] * count, params))
     with torch.no_grad():
         logits = module(torch.tensor([[1, 2]], device="cuda")).logits[:, -1]
     from verl.rollout.sampling import filter_logits
@@ -146,12 +146,12 @@ def test_first_tokens_have_the_models_distribution(vocabulary, options):
 
 
 def test_an_update_and_other_memory_are_seen_by_the_graphs(small):
-    engine = NativeRollout(small, pad_token_id=0)
+    engine = NativeRollout(small)
     params = SamplingParams(12, (), temperature=0)
     prompts = [[1, 2, 3], [4, 5]]
 
     def check() -> list[list[int]]:
-        answers = [a.token_ids for a in engine.generate(prompts, params)]
+        answers = [a.token_ids for a in engine.generate(make_requests(prompts, params))]
         assert answers == [tokens for tokens, _ in one_by_one(small, prompts, params, [0, 1], [12, 12])]
         return answers
 
@@ -169,7 +169,7 @@ def test_texts_that_end_a_row_cut_it_there(small):
     prompts = [[i % 29, 3, i % 5] for i in range(40)]
     limits = [50 - i for i in range(40)]
     stop = StopStrings(("ab", "cde", "xy"), lambda ids: "".join(chr(97 + i % 26) for i in ids))
-    full = NativeRollout(small, pad_token_id=0).generate(prompts, SamplingParams(50, (5,), seed=1), limits=limits)
+    full = NativeRollout(small).generate(make_requests(prompts, SamplingParams(50, (5,), seed=1), limits=limits))
     expected = []
     for answer in full:
         end = stop.find(answer.token_ids)
@@ -179,34 +179,34 @@ def test_texts_that_end_a_row_cut_it_there(small):
     params = SamplingParams(50, (5,), seed=1, stop=stop)
     page = 64 * read_decoder(small).cache_bytes_per_token()
     for pages in (3, 1000):
-        engine = NativeRollout(small, pad_token_id=0, cache_bytes=pages * page)
-        answers = engine.generate(prompts, params, limits=limits)
+        engine = NativeRollout(small, cache_bytes=pages * page)
+        answers = engine.generate(make_requests(prompts, params, limits=limits))
         assert [(a.token_ids, a.finish_reason) for a in answers] == expected
 
 
 def test_broken_weights_name_the_row(small):
     torch.manual_seed(1)
     broken = Qwen2ForCausalLM(small.config).cuda()
-    engine = NativeRollout(broken, pad_token_id=0)
+    engine = NativeRollout(broken)
     with torch.no_grad():
         broken.model.embed_tokens.weight[5] = float("nan")
     for max_tokens in (1, 200):
         with pytest.raises(ValueError, match=r"row 1 \(sample id 70\).*not finite"):
-            engine.generate([[1, 2], [1, 5]], SamplingParams(max_tokens, ()), [60, 70], [1, max_tokens])
+            engine.generate(make_requests([[1, 2], [1, 5]], SamplingParams(max_tokens, ()), [60, 70], [1, max_tokens]))
 
 
 def test_float32_masters_with_bfloat16_compute(small):
-    engine = NativeRollout(small, pad_token_id=0, dtype=torch.bfloat16)
+    engine = NativeRollout(small, dtype=torch.bfloat16)
     prompts = [[1, 2, 3]] * 4
     gaps = [
         (torch.tensor(a.log_probs) - log_probs(small, p, a.token_ids)).abs()
-        for p, a in zip(prompts, engine.generate(prompts, SamplingParams(30, ())))
+        for p, a in zip(prompts, engine.generate(make_requests(prompts, SamplingParams(30, ()))))
     ]
     assert torch.cat(gaps).mean() < 0.1
     with torch.no_grad():
         small.lm_head.weight.mul_(0.5)
     gaps = [
         (torch.tensor(a.log_probs) - log_probs(small, p, a.token_ids)).abs()
-        for p, a in zip(prompts, engine.generate(prompts, SamplingParams(30, ())))
+        for p, a in zip(prompts, engine.generate(make_requests(prompts, SamplingParams(30, ()))))
     ]
     assert torch.cat(gaps).mean() < 0.1, "the copy was not made anew"

@@ -15,7 +15,7 @@ from verl.config import load_config
 from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
 from verl.trainer.base import StepReport
-from verl.trainer.ppo_flow import Update, UpdatePlan
+from verl.trainer.ppo_operators import Update, UpdatePlan
 
 
 @pytest.fixture(scope="module")

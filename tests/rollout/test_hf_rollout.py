@@ -8,7 +8,7 @@ from tests.engines.ranks import make_engine
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching
 from verl.protocol import DataProto
-from verl.rollout.base import SamplingParams
+from verl.rollout.base import SamplingParams, make_requests
 from verl.rollout.hf import HFRollout
 
 SMALL = {
@@ -40,7 +40,7 @@ def engine(request, tmp_path_factory):
 def test_log_probs_equal_the_trainers_at_every_token(engine, temperature):
     params = SamplingParams(max_tokens=12, stop_token_ids=(0,), temperature=temperature, seed=3)
     rollout = HFRollout(engine.module, pad_token_id=0, max_rows=3)
-    answers = rollout.generate(PROMPTS, params)
+    answers = rollout.generate(make_requests(PROMPTS, params))
     columns = build_sequences(PROMPTS, [a.token_ids for a in answers], pad_token_id=0)
     trainer = engine.infer(DataProto.from_dict(columns), ("log_probs",), MicroBatching(), temperature)["log_probs"]
     for row, answer in enumerate(answers):
@@ -51,9 +51,9 @@ def test_log_probs_equal_the_trainers_at_every_token(engine, temperature):
 def test_a_row_does_not_depend_on_what_else_is_in_the_batch(engine):
     params = SamplingParams(max_tokens=10, stop_token_ids=(0,), seed=7)
     rollout = HFRollout(engine.module, pad_token_id=0)
-    together = rollout.generate(PROMPTS, params, sample_ids=[10, 11, 12, 13, 14])
+    together = rollout.generate(make_requests(PROMPTS, params, sample_ids=[10, 11, 12, 13, 14]))
     for row in range(len(PROMPTS)):
-        alone = rollout.generate([PROMPTS[row]], params, sample_ids=[10 + row])[0]
+        alone = rollout.generate(make_requests([PROMPTS[row]], params, sample_ids=[10 + row]))[0]
         assert alone.token_ids == together[row].token_ids
     assert together[0].token_ids != together[4].token_ids  # one prompt, two samples
 
@@ -61,15 +61,17 @@ def test_a_row_does_not_depend_on_what_else_is_in_the_batch(engine):
 def test_stop_and_length_end_an_answer(engine):
     rollout = HFRollout(engine.module, pad_token_id=0)
     every = tuple(range(24))
-    stopped = rollout.generate(PROMPTS[:2], SamplingParams(max_tokens=6, stop_token_ids=every))
+    stopped = rollout.generate(make_requests(PROMPTS[:2], SamplingParams(max_tokens=6, stop_token_ids=every)))
     assert [(len(a.token_ids), a.finish_reason) for a in stopped] == [(1, "stop")] * 2
-    cut = rollout.generate(PROMPTS[:2], SamplingParams(max_tokens=6, stop_token_ids=(), ignore_eos=True))
+    cut = rollout.generate(make_requests(PROMPTS[:2], SamplingParams(max_tokens=6, stop_token_ids=(), ignore_eos=True)))
     assert [(len(a.token_ids), a.finish_reason) for a in cut] == [(6, "length")] * 2
 
 
 def test_greedy_answers_are_those_of_transformers(engine):
     rollout = HFRollout(engine.module, pad_token_id=0)
-    found = rollout.generate(PROMPTS, SamplingParams(max_tokens=8, stop_token_ids=(), temperature=0, ignore_eos=True))
+    found = rollout.generate(
+        make_requests(PROMPTS, SamplingParams(max_tokens=8, stop_token_ids=(), temperature=0, ignore_eos=True))
+    )
     plain = AutoModelForCausalLM.from_pretrained(engine.spec.model.path)
     for prompt, answer in zip(PROMPTS, found):
         ids = torch.tensor([prompt])
@@ -86,10 +88,14 @@ def test_greedy_answers_are_those_of_transformers(engine):
 
 def test_the_modules_state_is_as_before(engine):
     implementation = engine.module.config._attn_implementation
-    HFRollout(engine.module, pad_token_id=0).generate(PROMPTS, SamplingParams(max_tokens=2, stop_token_ids=(0,)))
+    HFRollout(engine.module, pad_token_id=0).generate(
+        make_requests(PROMPTS, SamplingParams(max_tokens=2, stop_token_ids=(0,)))
+    )
     assert engine.module.config._attn_implementation == implementation
     with pytest.raises(ValueError, match="prompt 1 has no tokens"):
-        HFRollout(engine.module, pad_token_id=0).generate([[1], []], SamplingParams(max_tokens=2, stop_token_ids=(0,)))
+        HFRollout(engine.module, pad_token_id=0).generate(
+            make_requests([[1], []], SamplingParams(max_tokens=2, stop_token_ids=(0,)))
+        )
 
 
 def test_broken_weights_are_named_by_row(engine):
@@ -100,7 +106,7 @@ def test_broken_weights_are_named_by_row(engine):
         weight.fill_(float("nan"))
     try:
         with pytest.raises(ValueError, match=r"row 0 .*not finite"):
-            rollout.generate(PROMPTS, SamplingParams(max_tokens=2, stop_token_ids=(0,)))
+            rollout.generate(make_requests(PROMPTS, SamplingParams(max_tokens=2, stop_token_ids=(0,))))
     finally:
         with torch.no_grad():
             weight.copy_(kept)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from verl.rollout.base import SamplingParams
+from verl.rollout.base import Request, SamplingParams, make_requests
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import read_decoder
 
@@ -64,26 +64,28 @@ def test_rows_are_what_they_are_alone_whatever_the_cache_holds(module, case):
     per_token = read_decoder(module).cache_bytes_per_token()
     for slots in (1, 3, 14):
         longest = max(len(p) + limit - 1 for p, limit in zip(prompts, limits))
-        engine = NativeRollout(module, pad_token_id=0, cache_bytes=slots * longest * per_token)
-        answers = engine.generate(prompts, params, sample_ids, limits)
+        engine = NativeRollout(module, cache_bytes=slots * longest * per_token)
+        answers = engine.generate(make_requests(prompts, params, sample_ids, limits))
         assert [(a.token_ids, a.finish_reason) for a in answers] == expected
         assert all(len(a.log_probs) == len(a.token_ids) for a in answers)
         assert engine.stats.tokens == sum(len(a.token_ids) for a in answers)
-        assert engine.generate(prompts, params, sample_ids, limits) == answers, "a used cache must not show"
+        assert engine.generate(make_requests(prompts, params, sample_ids, limits)) == answers, (
+            "a used cache must not show"
+        )
 
 
-def test_large_models_compute_on_their_parameters_and_small_ones_on_turned_copies_alike(module, monkeypatch):
+def test_large_models_compute_on_their_parameters_and_small_ones_on_transposed_copies_alike(module, monkeypatch):
     params = SamplingParams(12, (), temperature=0)
-    expected = NativeRollout(module, pad_token_id=0).generate([[1, 2], [3]], params)
-    monkeypatch.setattr("verl.rollout.native.engine.read_decoder", partial(read_decoder, turn_limit=0))
-    answers = NativeRollout(module, pad_token_id=0).generate([[1, 2], [3]], params)
+    expected = NativeRollout(module).generate(make_requests([[1, 2], [3]], params))
+    monkeypatch.setattr("verl.rollout.native.engine.read_decoder", partial(read_decoder, transpose_limit=0))
+    answers = NativeRollout(module).generate(make_requests([[1, 2], [3]], params))
     assert [a.token_ids for a in answers] == [a.token_ids for a in expected]
 
 
 def test_sampled_log_probs_are_those_of_the_module(module):
     params = SamplingParams(20, (), temperature=0.7, top_k=9)
     prompts = [[1, 2, 3], [4], [5, 6]]
-    for prompt, answer in zip(prompts, NativeRollout(module, pad_token_id=0).generate(prompts, params)):
+    for prompt, answer in zip(prompts, NativeRollout(module).generate(make_requests(prompts, params))):
         with torch.no_grad():
             logits = module(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1].double() / 0.7
         kept = logits.masked_fill(logits < logits.topk(9).values[:, -1:], float("-inf")).log_softmax(-1)
@@ -93,7 +95,7 @@ def test_sampled_log_probs_are_those_of_the_module(module):
 
 def test_samples_of_one_prompt_differ_and_their_first_tokens_have_the_models_distribution(module):
     count = 4000
-    answers = NativeRollout(module, pad_token_id=0).generate([[1, 2]] * count, SamplingParams(1, ()))
+    answers = NativeRollout(module).generate(make_requests([[1, 2]] * count, SamplingParams(1, ())))
     with torch.no_grad():
         p = module(torch.tensor([[1, 2]])).logits[0, -1].double().softmax(-1)
     found = torch.bincount(torch.tensor([a.token_ids[0] for a in answers]), minlength=VOCAB)
@@ -106,26 +108,26 @@ def test_training_goes_on_with_the_parameters_that_generate(module):
     torch.manual_seed(1)
     trained = Qwen2ForCausalLM(module.config)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=0.05)
-    engine = NativeRollout(trained, pad_token_id=0)
+    engine = NativeRollout(trained)
     params = SamplingParams(6, (), temperature=0)
     parameters = {name: id(p) for name, p in trained.named_parameters()}
-    before = engine.generate([[1, 2, 3]], params)
+    before = engine.generate(make_requests([[1, 2, 3]], params))
     for _ in range(3):
         trained(torch.tensor([[1, 2, 3, 4, 4, 4, 4]]), labels=torch.tensor([[1, 2, 3, 4, 4, 4, 4]])).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    after = engine.generate([[1, 2, 3]], params)
+    after = engine.generate(make_requests([[1, 2, 3]], params))
     fresh = Qwen2ForCausalLM(module.config)
     fresh.load_state_dict(trained.state_dict())
     assert before != after
-    assert after == NativeRollout(fresh, pad_token_id=0).generate([[1, 2, 3]], params)
+    assert after == NativeRollout(fresh).generate(make_requests([[1, 2, 3]], params))
     assert parameters == {name: id(p) for name, p in trained.named_parameters()}
 
 
 def test_joint_products_share_the_parameters_memory_also_after_they_moved(module):
     attention = module.model.layers[0].self_attn
     for _ in range(2):
-        qkv = read_decoder(module, turn_limit=0).layers[0].qkv.matrix.t()
+        qkv = read_decoder(module, transpose_limit=0).layers[0].qkv.matrix.t()
         assert qkv.data_ptr() == attention.q_proj.weight.data_ptr()
         assert qkv.untyped_storage().data_ptr() == attention.v_proj.weight.untyped_storage().data_ptr()
         with torch.no_grad():
@@ -135,7 +137,7 @@ def test_joint_products_share_the_parameters_memory_also_after_they_moved(module
 
 
 def test_a_saved_model_is_whole(module, tmp_path):
-    NativeRollout(module, pad_token_id=0).generate([[1]], SamplingParams(1, ()))
+    NativeRollout(module).generate(make_requests([[1]], SamplingParams(1, ())))
     module.save_pretrained(tmp_path)
     loaded = Qwen2ForCausalLM.from_pretrained(tmp_path)
     for (name, a), (_, b) in zip(module.named_parameters(), loaded.named_parameters()):
@@ -145,15 +147,15 @@ def test_a_saved_model_is_whole(module, tmp_path):
 def test_weights_that_are_not_finite_end_with_the_name_of_the_row(module):
     torch.manual_seed(1)
     broken = Qwen2ForCausalLM(module.config)
-    engine = NativeRollout(broken, pad_token_id=0)
+    engine = NativeRollout(broken)
     with torch.no_grad():
         broken.model.embed_tokens.weight[5] = float("nan")
     for max_tokens in (1, 50):
         with pytest.raises(ValueError, match=r"row 1 \(sample id 70\).*not finite"):
-            engine.generate([[1, 2], [1, 5]], SamplingParams(max_tokens, ()), [60, 70], [1, max_tokens])
+            engine.generate(make_requests([[1, 2], [1, 5]], SamplingParams(max_tokens, ()), [60, 70], [1, max_tokens]))
     with torch.no_grad():
         broken.model.embed_tokens.weight[5] = 1.0
-    answers = engine.generate([[1, 2], [1, 5]], SamplingParams(50, ()))
+    answers = engine.generate(make_requests([[1, 2], [1, 5]], SamplingParams(50, ())))
     assert torch.tensor([a.log_probs for a in answers]).isfinite().all(), "the cache kept what broken weights left"
 
 
@@ -162,33 +164,35 @@ def test_weights_that_are_not_finite_end_with_the_name_of_the_row(module):
     [
         ([[1], []], SamplingParams(2, ()), {}, "prompt 1 has no tokens"),
         ([[1], [VOCAB]], SamplingParams(2, ()), {}, "prompt 1 has a token outside the vocabulary of 29"),
-        ([[1] * 60], SamplingParams(5, ()), {}, "row 0: a prompt of 60 .* 5 tokens exceed 64 positions"),
-        ([[1]], SamplingParams(5, ()), {"limits": [6]}, "limit of row 0: expected 1 to max_tokens=5, found 6"),
-        ([[1]], SamplingParams(5, ()), {"sample_ids": [6, 7]}, "1 prompts need as many sample_ids, found 2"),
+        ([[1] * 60], SamplingParams(5, ()), {}, "prompt 0: 60 prompt and 5 response tokens exceed 64 positions"),
+        ([[1]], SamplingParams(5, ()), {"sample_ids": [6, 7]}, r"as many sample_ids as prompts \(1\), found 2"),
     ],
 )
-def test_bad_rows_are_refused_by_name(module, prompts, params, more, message):
+def test_bad_requests_are_refused_by_name(module, prompts, params, more, message):
     with pytest.raises(ValueError, match=message):
-        NativeRollout(module, pad_token_id=0).generate(prompts, params, **more)
+        NativeRollout(module).generate(make_requests(prompts, params, **more))
+
+
+def test_images_are_refused(module):
+    request = Request([1], SamplingParams(2, ()), 0, multi_modal_data={"image": 1})
+    with pytest.raises(ValueError, match="does not support multi_modal_data"):
+        NativeRollout(module).generate([request])
+
+
+def test_requests_that_cannot_share_a_batch_are_batches_of_their_own(module):
+    params = [SamplingParams(12, (3,), temperature=t, seed=s) for t, s in ((1.0, 1), (0.5, 1), (1.0, 2), (0.0, 1))]
+    requests = [Request([1, 2, i], params[i % 4], sample_id=i) for i in range(10)]
+    engine = NativeRollout(module)
+    together = engine.generate(requests)
+    for request, found in zip(requests, together):
+        (alone,) = engine.generate([request])
+        assert found.token_ids == alone.token_ids
 
 
 def test_too_little_memory_for_one_row_is_said_before_work_begins(module):
     with pytest.raises(ValueError, match=r"has 100 bytes, and one row of 5 tokens needs 1,280"):
-        NativeRollout(module, pad_token_id=0, cache_bytes=100).generate([[1, 2]], SamplingParams(4, ()))
+        NativeRollout(module, cache_bytes=100).generate(make_requests([[1, 2]], SamplingParams(4, ())))
 
 
 def test_no_prompts_no_answers(module):
-    assert NativeRollout(module, pad_token_id=0).generate([], SamplingParams(4, ())) == []
-
-
-def test_load_weights_copies_by_name_and_names_what_does_not_fit(module):
-    torch.manual_seed(1)
-    other = Qwen2ForCausalLM(module.config)
-    engine = NativeRollout(other, pad_token_id=0)
-    engine.load_weights(((n, p.detach()) for n, p in module.named_parameters()), version=1)
-    params = SamplingParams(6, (), temperature=0)
-    assert engine.generate([[1]], params) == NativeRollout(module, pad_token_id=0).generate([[1]], params)
-    with pytest.raises(ValueError, match=r"version 2.*has no 'x'"):
-        engine.load_weights([("x", torch.zeros(1))], version=2)
-    with pytest.raises(ValueError, match=r"lm_head.weight has shape \(1,\), expected \(29, 32\)"):
-        engine.load_weights([("lm_head.weight", torch.zeros(1))], version=2)
+    assert NativeRollout(module).generate(make_requests([], SamplingParams(4, ()))) == []

@@ -24,7 +24,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from verl.rollout.base import SamplingParams
+from verl.rollout.base import SamplingParams, make_requests
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import FAMILIES, read_decoder
 
@@ -127,7 +127,7 @@ def expected_log_probs(module: torch.nn.Module, prompt: list[int], response: lis
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_equals_transformers(case):
     module = model(case)
-    answers = NativeRollout(module, pad_token_id=0).generate(PROMPTS, SamplingParams(24, (), temperature=0))
+    answers = NativeRollout(module).generate(make_requests(PROMPTS, SamplingParams(24, (), temperature=0)))
     config = GenerationConfig(max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=None)
     for prompt, answer in zip(PROMPTS, answers):
         expected = module.generate(torch.tensor([prompt]), generation_config=config)[0, len(prompt) :]
@@ -140,7 +140,7 @@ def test_greedy_equals_transformers(case):
 @pytest.mark.parametrize("case", CASES)
 def test_log_probs_of_samples_equal_the_forward_pass(case):
     module = model(case)
-    answers = NativeRollout(module, pad_token_id=0).generate(PROMPTS, SamplingParams(24, (), seed=1))
+    answers = NativeRollout(module).generate(make_requests(PROMPTS, SamplingParams(24, (), seed=1)))
     for prompt, answer in zip(PROMPTS, answers):
         expected = expected_log_probs(module, prompt, answer.token_ids)
         torch.testing.assert_close(torch.tensor(answer.log_probs).double(), expected, atol=1e-5, rtol=1e-5)
@@ -152,8 +152,10 @@ def test_rows_that_take_over_a_place_see_their_own_window(case):
     limits = [24, 3, 11, 24, 17]
     longest = max(len(prompt) + limit - 1 for prompt, limit in zip(PROMPTS, limits))
     room = 2 * longest * read_decoder(module).cache_bytes_per_token()
-    engine = NativeRollout(module, pad_token_id=0, cache_bytes=room)
-    for prompt, answer in zip(PROMPTS, engine.generate(PROMPTS, SamplingParams(24, (), seed=1), limits=limits)):
+    engine = NativeRollout(module, cache_bytes=room)
+    for prompt, answer in zip(
+        PROMPTS, engine.generate(make_requests(PROMPTS, SamplingParams(24, (), seed=1), limits=limits))
+    ):
         expected = expected_log_probs(module, prompt, answer.token_ids)
         torch.testing.assert_close(torch.tensor(answer.log_probs).double(), expected, atol=1e-5, rtol=1e-5)
 
@@ -161,7 +163,7 @@ def test_rows_that_take_over_a_place_see_their_own_window(case):
 @pytest.mark.parametrize("case", ["qwen3", "gemma3"])
 def test_bfloat16_log_probs_are_near_the_forward_pass(case):
     module = model(case, torch.bfloat16)
-    answers = NativeRollout(module, pad_token_id=0).generate(PROMPTS, SamplingParams(16, (), temperature=0))
+    answers = NativeRollout(module).generate(make_requests(PROMPTS, SamplingParams(16, (), temperature=0)))
     for prompt, answer in zip(PROMPTS, answers):
         expected = expected_log_probs(module, prompt, answer.token_ids)
         assert (torch.tensor(answer.log_probs) - expected).abs().mean() < 0.05
@@ -171,54 +173,54 @@ def test_bfloat16_log_probs_of_models_of_usual_weights_are_within_a_thousandth()
     torch.manual_seed(0)
     module = Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16)).eval().bfloat16()
     gaps = []
-    for prompt, answer in zip(PROMPTS, NativeRollout(module, pad_token_id=0).generate(PROMPTS, SamplingParams(24, ()))):
+    for prompt, answer in zip(PROMPTS, NativeRollout(module).generate(make_requests(PROMPTS, SamplingParams(24, ())))):
         gaps.append((torch.tensor(answer.log_probs) - expected_log_probs(module, prompt, answer.token_ids)).abs())
     assert torch.cat(gaps).mean() < 1e-3
 
 
 def test_another_dtype_is_a_copy_made_anew_by_each_call():
     module = model("qwen2")
-    engine = NativeRollout(module, pad_token_id=0, dtype=torch.float64)
+    engine = NativeRollout(module, dtype=torch.float64)
     params = SamplingParams(8, (), temperature=0)
-    same = NativeRollout(module.double(), pad_token_id=0).generate(PROMPTS, params)
+    same = NativeRollout(module.double()).generate(make_requests(PROMPTS, params))
     module.float()
-    assert [a.token_ids for a in engine.generate(PROMPTS, params)] == [a.token_ids for a in same]
+    assert [a.token_ids for a in engine.generate(make_requests(PROMPTS, params))] == [a.token_ids for a in same]
     with torch.no_grad():
         module.model.embed_tokens.weight.copy_(torch.randn(97, 32))
-    assert [a.token_ids for a in engine.generate(PROMPTS, params)] != [a.token_ids for a in same]
+    assert [a.token_ids for a in engine.generate(make_requests(PROMPTS, params))] != [a.token_ids for a in same]
 
 
 def test_another_architecture_is_refused_by_name():
     module = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=11))
     with pytest.raises(ValueError, match=r"Qwen2ForCausalLM.*found GPT2LMHeadModel.*rollout.name=hf"):
-        NativeRollout(module, pad_token_id=0)
+        NativeRollout(module)
 
 
 def test_dynamic_rotary_frequencies_are_refused_by_name():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     module = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "rope_parameters": rope}))
     with pytest.raises(ValueError, match="dynamic"):
-        NativeRollout(module, pad_token_id=0).generate([[1]], SamplingParams(2, ()))
+        NativeRollout(module).generate(make_requests([[1]], SamplingParams(2, ())))
 
 
 def test_longrope_is_refused_where_its_frequencies_change():
     with pytest.raises(ValueError, match=r"48 positions.*original_max_position_embeddings"):
-        NativeRollout(model("phi3-longrope"), pad_token_id=0).generate([[1] * 40], SamplingParams(9, ()))
+        NativeRollout(model("phi3-longrope")).generate(make_requests([[1] * 40], SamplingParams(9, ())))
 
 
 def test_a_wrapped_projection_is_refused_by_name():
     module = model("qwen2")
     module.model.layers[1].self_attn.v_proj = torch.nn.Sequential(module.model.layers[1].self_attn.v_proj)
     with pytest.raises(ValueError, match="v_proj is a Sequential"):
-        NativeRollout(module, pad_token_id=0).generate([[1]], SamplingParams(2, ()))
+        NativeRollout(module).generate(make_requests([[1]], SamplingParams(2, ())))
 
 
 def test_products_in_bfloat16_round_where_autocast_does():
     """Over float32 parameters only products are narrow: with the sum of the layers in bfloat16 the gap is .008."""
     module = model("gemma2")
     gaps = []
-    engine = NativeRollout(module, pad_token_id=0, dtype=torch.bfloat16)
-    for prompt, answer in zip(PROMPTS, engine.generate(PROMPTS, SamplingParams(24, ()))):
+    engine = NativeRollout(module, dtype=torch.bfloat16)
+    for prompt, answer in zip(PROMPTS, engine.generate(make_requests(PROMPTS, SamplingParams(24, ())))):
         with torch.autocast("cpu", torch.bfloat16):
             expected = expected_log_probs(module, prompt, answer.token_ids)
         gaps.append((torch.tensor(answer.log_probs) - expected).abs())

@@ -6,12 +6,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl.config import load_config
 from verl.config.schema.offline import GenerationConfig
-from verl.rollout.base import SamplingParams
+from verl.rollout.base import SamplingParams, make_requests, stop_strings
 from verl.rollout.hf import HFRollout
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import read_decoder
 from verl.rollout.stop_strings import StopStrings
-from verl.workers.rollout_build import stop_strings
 
 PIECES = ["a", "b", "ab", "ba", "abc", "", "é"]
 PROMPTS = [[1, 2], [3], [4, 0, 1], [2], [6, 6]] * 4
@@ -50,20 +49,20 @@ def test_every_engine_cuts_there(module, strings):
     without = SamplingParams(40, (5,), seed=7)
     params = SamplingParams(40, (5,), seed=7, stop=StopStrings(strings, decode))
     expected = []
-    for answer, limit in zip(NativeRollout(module, pad_token_id=0).generate(PROMPTS, without), limits):
+    for answer, limit in zip(NativeRollout(module).generate(make_requests(PROMPTS, without)), limits):
         ids = answer.token_ids[:limit]
         ends = [t for t in range(1, len(ids) + 1) if any(s in decode(ids[:t]) for s in strings)]
         ids = ids[: ends[0]] if ends else ids
         expected.append((ids, "stop" if ends or ids[-1] == 5 else "length"))
     row = read_decoder(module).cache_bytes_per_token() * 43
     for slots in (1, 4, len(PROMPTS)):
-        engine = NativeRollout(module, pad_token_id=0, cache_bytes=slots * row)
-        answers = engine.generate(PROMPTS, params, limits=limits)
+        engine = NativeRollout(module, cache_bytes=slots * row)
+        answers = engine.generate(make_requests(PROMPTS, params, limits=limits))
         assert [(a.token_ids, a.finish_reason) for a in answers] == expected
         assert all(len(a.log_probs) == len(a.token_ids) for a in answers)
-    same_limit = HFRollout(module, pad_token_id=0).generate(PROMPTS, params)
+    same_limit = HFRollout(module, pad_token_id=0).generate(make_requests(PROMPTS, params))
     assert same_limit[0].token_ids == expected[0][0] and same_limit[0].finish_reason == expected[0][1]
-    found = NativeRollout(module, pad_token_id=0).generate(PROMPTS, params)
+    found = NativeRollout(module).generate(make_requests(PROMPTS, params))
     assert [(a.token_ids, a.finish_reason) for a in same_limit] == [(a.token_ids, a.finish_reason) for a in found]
 
 
@@ -72,5 +71,5 @@ def test_the_setting_brings_the_tokenizer():
         decode = staticmethod(decode)
 
     rollout = load_config(overrides=["rollout.stop=[ba,é]"], schema=GenerationConfig).rollout
-    assert stop_strings(rollout, Tokenizer()).find([0, 3]) == 2
-    assert stop_strings(load_config(overrides=[], schema=GenerationConfig).rollout, Tokenizer()) is None
+    assert stop_strings(rollout.stop, Tokenizer()).find([0, 3]) == 2
+    assert stop_strings(load_config(overrides=[], schema=GenerationConfig).rollout.stop, Tokenizer()) is None

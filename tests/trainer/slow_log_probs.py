@@ -3,14 +3,14 @@
 import os
 import time
 
-from verl.workers.actor_rollout_ref import ActorRolloutWorker
+from verl.workers.policy import ActorWorker
 
 if "RANK" in os.environ:  # not in the controller, which imports it too
-    prompt = ActorRolloutWorker.compute_log_prob
+    prompt = ActorWorker.compute_log_prob
 
     def late(self, batch):
         time.sleep(0.3)
         return prompt(self, batch)
 
     late.__dict__.update(vars(prompt))
-    ActorRolloutWorker.compute_log_prob = late
+    ActorWorker.compute_log_prob = late

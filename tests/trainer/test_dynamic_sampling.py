@@ -12,7 +12,7 @@ from verl.data.sequences import build_sequences
 from verl.dataflow import HOLD, DataFlow, Operator
 from verl.protocol import DataProto
 from verl.trainer.dynamic_sampling import sample_dynamically
-from verl.trainer.ppo_flow import GENERATED, Prompts, repeat
+from verl.trainer.ppo_operators import GENERATED, Prompts, repeat
 
 
 class Numbers:
@@ -58,7 +58,7 @@ class Scripted:
             [
                 Operator("prompts", prompts, writes=("prompt_ids", "uid")),
                 Operator("repeat", repeat(n)),
-                Operator("gen", self.gen, writes=GENERATED[:-1]),
+                Operator("gen", self.gen, writes=GENERATED[:-2]),
                 Operator("reward", self.reward, writes=("token_level_rewards",)),
                 Operator("out", lambda batch: None),
             ]

@@ -14,7 +14,7 @@ from verl.engines.torch_engine import TorchEngine
 from verl.modeling import attention
 from verl.modeling.batch_invariant import model as batch_invariant
 from verl.protocol import DataProto
-from verl.rollout.base import SamplingParams
+from verl.rollout.base import SamplingParams, make_requests
 from verl.rollout.native.engine import NativeRollout
 from verl.workers.objectives import aggregation, policy_objective
 
@@ -48,8 +48,8 @@ def engine(
 
 
 def sample(engine: TorchEngine, prompts: list[list[int]], max_rows: int = 4, sample_ids: list[int] | None = None):
-    rollout = NativeRollout(engine.module, pad_token_id=0, max_rows=max_rows, exact=engine.model_forward())
-    return rollout.generate(prompts, SamplingParams(24, (3, 4, 9), temperature=TEMPERATURE, seed=1), sample_ids)
+    rollout = NativeRollout(engine.module, max_rows=max_rows, forward=engine.model_forward())
+    return rollout.generate(make_requests(prompts, SamplingParams(24, (3, 4, 9), temperature=TEMPERATURE, seed=1), sample_ids))
 
 
 def as_batch(prompts: list[list[int]], answers) -> DataProto:

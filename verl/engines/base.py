@@ -174,8 +174,15 @@ class TrainEngine(ABC):
         return None
 
     def model_forward(self) -> Any | None:
-        """The batch-invariant forward pass of `shared_module`, for generation with the bits of training; or None."""
+        """The batch-invariant forward pass of the model, for generation with the bits of training; or None.
+
+        A rollout engine calls it on `shared_module`, or computes a copy of the weights as it does.
+        """
         return None
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of what the model computes with beside its parameters, the same on every rank."""
+        return iter(())
 
     # ---- memory -------------------------------------------------------------------------------------------------
 

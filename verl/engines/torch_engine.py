@@ -289,7 +289,10 @@ class TorchEngine(TrainEngine):
         return self.module if self.has_full_weights else None
 
     def model_forward(self) -> BatchInvariantForward | None:
-        return BatchInvariantForward(self.model) if self.has_full_weights and self.model.batch_invariant else None
+        return BatchInvariantForward(self.model) if self.model.batch_invariant else None
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.module.named_buffers()
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         with self.on_device():

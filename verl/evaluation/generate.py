@@ -14,17 +14,18 @@ from typing import Any
 
 from verl.config import ConfigError, Problem, check_inputs, check_supported, load_config, to_flat_dict
 from verl.config.schema.offline import GenerationConfig
-from verl.data.tokenization import load_tokenizer, stop_strings
+from verl.data.tokenization import load_tokenizer
 from verl.dataflow import DataFlow, Operator
 from verl.evaluation.prompts import PromptSet, check_output, read_prompts, write_output
 from verl.evaluation.shards import Responses, ResponseShards
 from verl.protocol import DataProto
 from verl.registry import import_module
+from verl.rollout.base import stop_strings
 from verl.single_controller import LocalWorkerGroup, WorkerGroup, WorkerSpec
 from verl.trainer.command_line import USER_ERRORS, print_error
 from verl.trainer.inputs import stop_token_ids
 from verl.trainer.model_limits import ModelLimits
-from verl.trainer.ppo_flow import Roles, repeat
+from verl.trainer.ppo_operators import Roles, repeat
 from verl.trainer.preflight import check_model_section
 from verl.utils.decoding import decode_all
 from verl.utils.device import resolve_device, resolve_dtype

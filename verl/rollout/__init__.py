@@ -1,1 +1,36 @@
-"""Rollout engines: token ids in, token ids and log-probs out."""
+"""Rollout: engines that generate responses, and what synchronizes their weights. Names are loaded at first use."""
+
+import importlib
+
+_HOME = {
+    "Completion": "verl.rollout.base",
+    "Request": "verl.rollout.base",
+    "RolloutEngine": "verl.rollout.base",
+    "RolloutEnv": "verl.rollout.base",
+    "RolloutStats": "verl.rollout.base",
+    "SamplingParams": "verl.rollout.base",
+    "ROLLOUT_ENGINES": "verl.rollout.base",
+    "make_rollout_engine": "verl.rollout.base",
+    "register_rollout_engine": "verl.rollout.base",
+    "WeightReceiver": "verl.rollout.weight_sync",
+    "WeightSync": "verl.rollout.weight_sync",
+    "SyncReport": "verl.rollout.weight_sync",
+    "AGENT_LOOPS": "verl.rollout.agent_loop",
+    "AgentLoop": "verl.rollout.agent_loop",
+    "GenerateFn": "verl.rollout.agent_loop",
+    "Prompt": "verl.rollout.agent_loop",
+    "Trajectory": "verl.rollout.agent_loop",
+    "register_agent_loop": "verl.rollout.agent_loop",
+}
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'verl.rollout' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__():
+    return sorted(__all__)

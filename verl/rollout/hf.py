@@ -1,7 +1,7 @@
-"""Rollout by transformers' `generate`, on the module it is given: works for every model that transformers can run."""
+"""`rollout.name=hf`: transformers' `generate`, which works for every model that transformers can run."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from transformers import (
@@ -12,49 +12,71 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from verl.rollout.base import Generation, RolloutEngine, RolloutStats, SamplingParams
-from verl.rollout.sampling import draw
+from verl.config import schema
+from verl.rollout.base import (
+    Completion,
+    Request,
+    RolloutEngine,
+    RolloutEnv,
+    RolloutStats,
+    SamplingParams,
+    SharesWeights,
+)
+from verl.rollout.loading import empty_module, load_module
+from verl.rollout.sampling import check_finite, choose, uniform
 from verl.rollout.stop_strings import StopStrings
+from verl.rollout.weight_sync import ModuleReceiver
+from verl.utils.device import resolve_dtype
 
 
 class _Sampler(LogitsProcessor):
-    """Draws the next token itself and leaves `generate` no other choice, so that its log-prob is known.
+    """Samples the next token itself and leaves `generate` no other choice, so that its log-prob is known.
 
     transformers' own sampling takes one random stream for the whole batch and keeps the scores of every step; this
-    draws by (seed, sample, position) and keeps one number a token.
+    samples by (seed, sample id, position) and keeps one number per token.
     """
 
-    def __init__(self, params: SamplingParams, sample_ids: torch.Tensor, prompt_width: int):
-        self.params = params
-        self.sample_ids = sample_ids
+    def __init__(self, requests: Sequence[Request], prompt_width: int, device: torch.device):
+        self.params = requests[0].params
+        self.sample_ids = torch.tensor([request.sample_id for request in requests], device=device)
+        self.seeds = torch.tensor([request.params.seed for request in requests], device=device)
         self.prompt_width = prompt_width
         self.log_probs: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         position = input_ids.shape[1] - self.prompt_width
-        tokens, log_probs = draw(scores, self.params, self.sample_ids, position)
+        uniforms = None if self.params.greedy else uniform(self.seeds, self.sample_ids, position)
+        tokens, log_probs = choose(scores, self.params, uniforms)
+        check_finite(log_probs, range(len(log_probs)), self.sample_ids.tolist())
         self.log_probs.append(log_probs)
         return torch.full_like(scores, float("-inf")).scatter_(1, tokens[:, None], 0.0)
 
 
-class _Text(StoppingCriteria):
+class _StopText(StoppingCriteria):
     """Ends a row whose last token completes a stop string."""
 
-    def __init__(self, stop: StopStrings, prompt_width: int):
-        self.stop = stop
+    def __init__(self, stops: Sequence[StopStrings | None], prompt_width: int):
+        self.stops = stops
         self.prompt_width = prompt_width
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs) -> torch.BoolTensor:
-        answers = input_ids[:, self.prompt_width :].tolist()
-        ended = [self.stop.find(answer, len(answer) - 1) is not None for answer in answers]
+        responses = input_ids[:, self.prompt_width :].tolist()
+        ended = [
+            stop is not None and stop.find(response, len(response) - 1) is not None
+            for stop, response in zip(self.stops, responses)
+        ]
         return torch.tensor(ended, device=input_ids.device)
 
 
 class HFRollout(RolloutEngine):
     """Generates with a HuggingFace causal language model in this process; usually the trainer's own module.
 
-    max_rows: rows per `generate` call at most (key/value memory). compute_dtype: of the forward pass, where it is not
-    that of the parameters.
+    Args:
+        module: the model.
+        pad_token_id: fills shorter prompts.
+        max_rows: most rows per `generate` call of transformers (memory of the KV cache).
+        compute_dtype: of the forward pass, where it is not that of the parameters.
+        weights: the receiver of the module's weights, where they are not the trainer's own.
     """
 
     def __init__(
@@ -63,87 +85,112 @@ class HFRollout(RolloutEngine):
         pad_token_id: int,
         max_rows: int = 1024,
         compute_dtype: torch.dtype | None = None,
+        weights: ModuleReceiver | None = None,
     ):
         self.module = module
         self.pad_token_id = pad_token_id
         self.max_rows = max_rows
         self.autocast_to = None if compute_dtype == module.dtype else compute_dtype
+        self.weights = weights
         self.stats = RolloutStats()
 
     @torch.no_grad()
-    def generate(
-        self, prompts: Sequence[list[int]], params: SamplingParams, sample_ids: Sequence[int] | None = None
-    ) -> list[Generation]:
-        for row, prompt in enumerate(prompts):
-            if not prompt:
-                raise ValueError(f"prompt {row} has no tokens")
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """As RolloutEngine.generate. Requests that differ in temperature, filters or stop tokens run one after another.
+
+        Raises:
+            ValueError: an empty prompt, logits that are not finite, or weights that were not received.
+        """
+        for index, request in enumerate(requests):
+            if not request.prompt_ids:
+                raise ValueError(f"prompt {index} has no tokens")
+            if request.multi_modal_data is not None:
+                raise ValueError(f"prompt {index}: rollout.name=hf does not support multi_modal_data (text only)")
+        if self.weights is not None:
+            self.weights.check_filled()
         start = time.perf_counter()
         self.stats = RolloutStats()
-        sample_ids = range(len(prompts)) if sample_ids is None else sample_ids
-        # neighbours of like length share a call: less padding
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        answers: list[Generation | None] = [None] * len(prompts)
+        completions: list[Completion | None] = [None] * len(requests)
         attention, training = self.module.config._attn_implementation, self.module.training
         # the trainer's packed attention has no cache
         self.module.set_attn_implementation("sdpa" if self.module._supports_sdpa else "eager")
         self.module.eval()
         try:
-            for at in range(0, len(order), self.max_rows):
-                rows = order[at : at + self.max_rows]
-                made = self._generate([prompts[i] for i in rows], params, [sample_ids[i] for i in rows])
-                for i, answer in zip(rows, made):
-                    answers[i] = answer
+            for chosen in self._batches(requests):
+                for index, completion in zip(chosen, self._generate([requests[i] for i in chosen])):
+                    completions[index] = completion
         finally:
             self.module.set_attn_implementation(attention)
             self.module.train(training)
         self.stats.seconds = time.perf_counter() - start
-        return answers
+        return completions
 
-    def _generate(self, prompts: list[list[int]], params: SamplingParams, sample_ids: list[int]) -> list[Generation]:
-        device, width = self.module.device, max(map(len, prompts))
+    def _batches(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Indices of the requests of each call: neighbours of like length share one, which pads less."""
+        order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids))
+        batches: list[list[int]] = []
+        for params in dict.fromkeys(request.params.shared for request in requests):
+            same = [i for i in order if requests[i].params.shared == params]
+            batches += [same[at : at + self.max_rows] for at in range(0, len(same), self.max_rows)]
+        return batches
+
+    def _generate(self, requests: list[Request]) -> list[Completion]:
+        params, device = requests[0].params, self.module.device
+        prompts = [request.prompt_ids for request in requests]
+        width = max(map(len, prompts))
         ids = torch.tensor([[self.pad_token_id] * (width - len(p)) + p for p in prompts], device=device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-        sampler = _Sampler(params, torch.tensor(sample_ids, device=device), width)
+        sampler = _Sampler(requests, width, device)
         config = GenerationConfig(
-            max_new_tokens=params.max_tokens,
+            max_new_tokens=max(request.params.max_tokens for request in requests),
             do_sample=False,
             eos_token_id=None if params.ignore_eos else list(params.stop_token_ids),
             pad_token_id=self.pad_token_id,
             use_cache=True,
         )
+        stops = [request.params.stop for request in requests]
+        criteria = StoppingCriteriaList([_StopText(stops, width)]) if any(stops) else None
         with torch.autocast(device.type, self.autocast_to, enabled=self.autocast_to is not None):
-            made = self.module.generate(
+            output = self.module.generate(
                 ids,
                 attention_mask=mask,
                 generation_config=config,
                 logits_processor=LogitsProcessorList([sampler]),
-                stopping_criteria=None if params.stop is None else StoppingCriteriaList([_Text(params.stop, width)]),
+                stopping_criteria=criteria,
             )[:, width:]
         log_probs = torch.stack(sampler.log_probs, 1).tolist()
-        self.stats.steps += made.shape[1]
-        return [self._cut(tokens, lps, params) for tokens, lps in zip(made.tolist(), log_probs)]
+        self.stats.steps += output.shape[1]
+        every = zip(output.tolist(), log_probs, requests)
+        return [self._cut(tokens, lps, request.params) for tokens, lps, request in every]
 
-    def _cut(self, tokens: list[int], log_probs: list[float], params: SamplingParams) -> Generation:
-        """The answer up to and including its first end."""
-        stops = () if params.ignore_eos else params.stop_token_ids
-        end = next((t + 1 for t, token in enumerate(tokens) if token in stops), None)
+    def _cut(self, tokens: list[int], log_probs: list[float], params: SamplingParams) -> Completion:
+        """The response up to and including its first end."""
+        tokens = tokens[: params.max_tokens]
+        end = next((t + 1 for t, token in enumerate(tokens) if token in params.active_stop_ids), None)
         text_end = params.stop.find(tokens[:end]) if params.stop is not None else None
         end = end if text_end is None else text_end
         length = end if end is not None else len(tokens)
         self.stats.tokens += length
-        return Generation(tokens[:length], log_probs[:length], "stop" if end is not None else "length")
+        return Completion(tokens[:length], log_probs[:length], "stop" if end is not None else "length")
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Copy new weights into the module; raises ValueError for a name that it does not have."""
-        present = dict(self.module.named_parameters(remove_duplicate=False))
-        with torch.no_grad():
-            for name, tensor in weights:
-                if name not in present:
-                    raise ValueError(f"weights of version {version}: {type(self.module).__name__} has no {name!r}")
-                present[name].copy_(tensor)
+    def receiver(self) -> ModuleReceiver | None:
+        return self.weights
 
-    def sleep(self) -> None:
-        """Nothing is kept between calls."""
 
-    def wake(self) -> None:
-        """Nothing is kept between calls."""
+def make_hf(
+    config: schema.RolloutEngineConfig,
+    model: schema.ModelConfig,
+    env: RolloutEnv,
+    train_engine: SharesWeights | None = None,
+) -> HFRollout:
+    """On the trainer's module where that is unsharded (adapters are computed as they are), else on a copy."""
+    dtype = env.compute_dtype or resolve_dtype(config.dtype, env.device)
+    shared = None if train_engine is None else train_engine.shared_module()
+    weights = None
+    if shared is None and train_engine is None:
+        shared = load_module(model, dtype, env.device)
+        weights = ModuleReceiver(shared, filled=True)
+    elif shared is None:
+        shared = empty_module(model, dtype, env.device, train_engine.buffers())
+        weights = ModuleReceiver(shared)
+    return HFRollout(shared, env.pad_token_id, max_rows=config.max_num_seqs, compute_dtype=dtype, weights=weights)

@@ -25,7 +25,7 @@ from verl.data.sequences import concat_sequences
 from verl.dataflow import HOLD, DataFlow, Operator, Stateful
 from verl.protocol import DataProto
 from verl.registry import did_you_mean
-from verl.trainer.ppo_flow import Prompts
+from verl.trainer.ppo_operators import Prompts
 
 logger = logging.getLogger("verl.trainer")
 
@@ -241,4 +241,8 @@ def sample_dynamically(flow: DataFlow, config: schema.Config, pad_token_id: int)
         fill=groups.at_limit == "fill",
         pad_token_id=pad_token_id,
     )
-    return flow.insert_after("reward", Operator("filter_groups", keep, reads=("uid", "token_level_rewards")))
+    flow.insert_after("reward", Operator("filter_groups", keep, reads=("uid", "token_level_rewards")))
+    if "gen_baseline" in flow:  # of the groups that are kept
+        baseline = flow["gen_baseline"]
+        flow.remove("gen_baseline").insert_after("filter_groups", baseline)
+    return flow

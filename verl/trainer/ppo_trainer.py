@@ -22,14 +22,16 @@ from verl.trainer.inputs import load_inputs, stop_token_ids
 from verl.trainer.launch import Recipe
 from verl.trainer.metrics import data_metrics, joined, numeric_columns, predictions, validation_metrics
 from verl.trainer.ppo_flow import (
-    Prompts,
+    add_weight_sync,
     build_ppo_flow,
     build_validation_flow,
     needs_critic,
+    rollout_is_separate,
     spare_old_log_prob,
 )
+from verl.trainer.ppo_operators import Prompts, RolloutWeights
 from verl.trainer.preflight import INPUTS, prepare_run, run_checks
-from verl.trainer.roles import placement_words, pools_of, roles_of_actor, worker_specs
+from verl.trainer.roles import placement_words, pools_of, roles_hosted_by_actor, worker_specs
 from verl.trainer.rollout_correction import correct_rollout
 from verl.trainer.samples import dump_generations, generations, write_jsonl
 
@@ -107,7 +109,8 @@ class PPOTrainer(Trainer):
         return correct_rollout(flow, self.config)
 
     def finish_flow(self, flow: DataFlow) -> DataFlow:
-        return spare_old_log_prob(flow, self.config)
+        self.rollout_weights = RolloutWeights(self.roles, rollout_is_separate(self.config))
+        return add_weight_sync(spare_old_log_prob(flow, self.config), self.config, self.rollout_weights)
 
     def worker_specs(self) -> dict[str, WorkerSpec]:
         """role -> its worker. A subclass with another role adds it."""
@@ -120,7 +123,15 @@ class PPOTrainer(Trainer):
 
     def init_workers(self) -> None:
         self.roles.update(self.cluster.start(self.pools, self.specs))
-        self.roles.update(dict.fromkeys(roles_of_actor(self.config), self.roles["actor"]))
+        self.roles.update(dict.fromkeys(roles_hosted_by_actor(self.config), self.roles["actor"]))
+
+    def before_first_step(self) -> None:
+        if "sync_weights" in (op.name for op in self.pipeline.operators):
+            self.sync_weights()
+
+    def sync_weights(self) -> None:
+        """The rollout gets the weights of now, unless it has them. Their version is the number of completed steps."""
+        self.rollout_weights.require(self.global_step)
 
     def processes_of(self, on: str) -> Hashable | None:
         """The processes of a role, None for the controller's own."""
@@ -193,6 +204,7 @@ class PPOTrainer(Trainer):
         if self.val_dataset is None:
             return {}
         logger.info("validating: %s prompts", f"{len(self.val_dataset):,}")
+        self.sync_weights()
         scored, texts = [], []
         size = self.config.data.val_batch_size or len(self.val_dataset)
         for start in range(0, len(self.val_dataset), size):

@@ -31,6 +31,7 @@ from verl.config import (
     check_critic,
     check_data,
     check_models,
+    check_registered,
     load_config,
     schema,
     unsupported,
@@ -42,10 +43,13 @@ from verl.config.supported import settings_without_effect
 from verl.data.rlhf_dataset import RLHFDataset, check_dataset, collate_prompts
 from verl.data.sequences import build_sequences
 from verl.data.sft_dataset import SFTDataset
+from verl.engines.base import ENGINES
 from verl.engines.loading import check_kernels, check_model
 from verl.protocol import DataProto
 from verl.registry import did_you_mean, import_module
 from verl.rewards import RewardManager
+from verl.rollout.agent_loop import AGENT_LOOPS
+from verl.rollout.base import ROLLOUT_ENGINES
 from verl.single_controller.cluster import Cluster, make_cluster
 from verl.tracking.tracking import check_trackers
 from verl.trainer.inputs import Inputs, base_settings, dataset_class
@@ -217,6 +221,12 @@ def reward_model(run: Run) -> Iterator[Problem]:
     key, section = "reward.reward_model", run.config.reward.reward_model
     if section.enable and not section.model_path:
         yield Problem(f"{key}.model_path", f"null, but {key}.enable is true: set it to the reward model")
+
+
+def registered_engines(run: Run) -> list[Problem]:
+    """Engines and agent loops are registered under the configured names."""
+    names = {"rollout.name": ROLLOUT_ENGINES, "strategy": ENGINES, "rollout.agent.default_agent_loop": AGENT_LOOPS}
+    return check_registered(run.config, names)
 
 
 def required_settings(run: Run) -> None:
@@ -444,6 +454,7 @@ CHECKS: tuple[Check, ...] = (
     Check("options are supported", SETTINGS, lambda run: unsupported(run.config), Schema),
     Check("recipe settings", SETTINGS, recipe_settings, Schema),
     Check("imports", CONFIG, imports, Schema),
+    Check("registered engines", CONFIG, registered_engines, Schema),
     Check("trackers", CONFIG, lambda run: check_trackers(run.config.trainer.logger)),
     Check("output folders", CONFIG, output_folders),
     Check("critic", CONFIG, lambda run: check_critic(run.config, needs_critic(run.config)), schema.Config),

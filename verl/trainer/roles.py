@@ -1,22 +1,25 @@
-"""Which workers a run has, and where they live: the same answer for every executor."""
+"""Which workers a run has, and on which devices: the same for every cluster."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.config import schema
 from verl.engines.lora import has_adapters
+from verl.rollout.base import stop_strings
 from verl.single_controller import WorkerSpec
 from verl.single_controller.placement import ResourcePool, place_roles
-from verl.trainer.ppo_flow import needs_critic, needs_reference
-from verl.workers.actor_rollout_ref import ActorRolloutWorker, RefWorker
+from verl.trainer.ppo_flow import needs_critic, needs_reference, rollout_is_separate
+from verl.trainer.ppo_operators import uses_agent_loop
 from verl.workers.critic import CriticWorker
+from verl.workers.policy import ActorWorker, RefWorker
 from verl.workers.reward_model import RewardModelWorker
-from verl.workers.rollout_build import stop_strings
+from verl.workers.rollout import RolloutWorker
 
 
 def roles_of(config: schema.Config) -> list[str]:
-    """The roles that have workers. Actor and rollout are one, `actor`: it generates with the weights that it trains."""
+    """The roles that have workers of their own. Without `placement.rollout_devices` the actor's workers generate."""
     asked = {
+        "rollout": rollout_is_separate(config),
         "ref": needs_reference(config) and not has_adapters(config.actor_rollout_ref.model),
         "critic": needs_critic(config),
         "reward": config.reward.reward_model.enable,
@@ -30,23 +33,25 @@ def worker_specs(
     """role -> its worker, for the roles of `roles_of`."""
     policy, device = config.actor_rollout_ref, config.trainer.device
     common = {"device": device, "timeout": policy.nccl_timeout}
-    specs = {
-        "actor": WorkerSpec(
-            ActorRolloutWorker,
-            {
-                "config": policy,
-                "correction": config.algorithm.rollout_correction,
-                "imports": tuple(config.imports),
-                "device": device,
-                "total_training_steps": total_steps,
-                "response_length": policy.rollout.response_length,
-                "pad_token_id": tokenizer.pad_token_id,
-                "stop_token_ids": stop_token_ids,
-                "stop": stop_strings(policy.rollout, tokenizer),
-            },
-        )
-    }
     roles = roles_of(config)
+    generation = {
+        "imports": tuple(config.imports),
+        "device": device,
+        "pad_token_id": tokenizer.pad_token_id,
+        "stop_token_ids": stop_token_ids,
+        "stop": stop_strings(policy.rollout.stop, tokenizer),
+        "tokenizer": tokenizer if uses_agent_loop(config) else None,
+    }
+    actor = {
+        "config": policy,
+        "correction": config.algorithm.rollout_correction,
+        "total_training_steps": total_steps,
+        "hosts_rollout": "rollout" not in roles,
+    }
+    specs = {"actor": WorkerSpec(ActorWorker, actor | generation)}
+    if "rollout" in roles:
+        rollout = {"model": policy.model, "rollout": policy.rollout, "train_dtype": policy.actor.fsdp_config.dtype}
+        specs["rollout"] = WorkerSpec(RolloutWorker, rollout | generation | {"timeout": policy.nccl_timeout})
     if "ref" in roles:
         specs["ref"] = WorkerSpec(RefWorker, {"config": policy, "device": device})
     if "critic" in roles:
@@ -58,16 +63,20 @@ def worker_specs(
     return specs
 
 
-def roles_of_actor(config: schema.Config) -> tuple[str, ...]:
-    """The other roles that the actor's workers have: they generate, and with adapters they are the reference too."""
-    shares = needs_reference(config) and has_adapters(config.actor_rollout_ref.model)
-    return ("rollout", "ref") if shares else ("rollout",)
+def roles_hosted_by_actor(config: schema.Config) -> tuple[str, ...]:
+    """The other roles that the actor's workers have: the rollout, and with adapters the reference."""
+    hosts_reference = needs_reference(config) and has_adapters(config.actor_rollout_ref.model)
+    hosted = {"rollout": not rollout_is_separate(config), "ref": hosts_reference}
+    return tuple(role for role, is_hosted in hosted.items() if is_hosted)
 
 
 def pools_of(config: schema.Config, roles: list[str]) -> dict[str, list[tuple[str, ResourcePool]]]:
-    """Pool name -> the roles that live in it, with the pool: roles without devices of their own are with the actor."""
+    """Pool name -> the roles that live in it, with the pool. Roles without devices share those of the actor."""
     trainer = config.trainer
-    placed = place_roles(roles, config.placement.model_dump(), trainer.nnodes, trainer.n_gpus_per_node)
+    placement = config.placement.model_dump()
+    if not rollout_is_separate(config):  # named, but the actor's
+        placement["rollout_devices"] = None
+    placed = place_roles(roles, placement, trainer.nnodes, trainer.n_gpus_per_node)
     pools: dict[str, list[tuple[str, ResourcePool]]] = {}
     for role, pool in placed.items():
         pools.setdefault(pool.name, []).append((role, pool))

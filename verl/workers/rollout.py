@@ -1,64 +1,330 @@
-"""The worker that only generates: a model and a rollout engine, no optimizer."""
+"""The rollout role: a rollout engine and what turns its completions into batches.
 
-from collections.abc import Sequence
+`Rollout` is the role inside a process. The actor's worker hosts one where both share devices; `RolloutWorker` is a
+process of its own, for `placement.rollout_devices` and for generation without training.
+"""
+
+import dataclasses
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+import torch
 
-from verl.config.schema.model import ModelConfig as ModelSection
-from verl.config.schema.offline import GenerationRolloutConfig
-from verl.engines.loading import ModelSpec, load_module
-from verl.engines.lora import merge_adapters
+from verl.config import schema
+from verl.data.sequences import build_sequences
+from verl.engines.base import TrainEngine
+from verl.engines.distributed import init_process_group, reduce_values
 from verl.protocol import DataProto
 from verl.registry import import_module
-from verl.rollout.base import RolloutEngine
+from verl.rollout.agent_loop import AGENT_LOOPS, SINGLE_TURN, Prompt, Trajectory
+from verl.rollout.base import (
+    Request,
+    RolloutEnv,
+    SamplingParams,
+    gather_coroutines,
+    make_rollout_engine,
+    run_coroutine,
+)
 from verl.rollout.stop_strings import StopStrings
-from verl.single_controller import Dispatch, Worker, register
+from verl.rollout.weight_sync import (
+    InProcessSync,
+    ReplicaSync,
+    SyncReport,
+    TransferGroup,
+    receive_collective,
+)
+from verl.single_controller import Coordinates, Dispatch, Worker, register
 from verl.utils.device import resolve_device, resolve_dtype
-from verl.workers.rollout_build import rollout_on, sample_ids, sampling_params
+from verl.utils.rng import fork_seed
+
+#: columns of the batch that a prompt consists of; the others are handed to the agent loop
+_PROMPT_COLUMNS = ("prompt_ids", "uid", "sample_index")
+#: seconds that a transfer of weights waits where no timeout is set: the caller of the workers has a deadline
+NO_TIMEOUT = 86400.0
 
 
-class RolloutWorker(Worker):
-    """Answers prompts with a model that nobody trains.
+class Rollout:
+    """The rollout engine of one process, its weights and its agent loop.
 
-    model, rollout: the sections of the configuration. The weights are loaded in `rollout.dtype`; auto is bf16 on a GPU
-    and fp32 on a CPU. imports: files or modules of the user's, which may define the model. stop_token_ids, stop: the
-    ends of an answer.
+    Args:
+        config: the `rollout` section.
+        model: the `model` section.
+        env: where it runs.
+        stop_token_ids: token ids that end a response.
+        stop: strings that end a response, with the tokenizer's `decode`.
+        tokenizer: of the policy, for agent loops.
+        train_engine: the training engine in this process, if there is one.
     """
 
     def __init__(
         self,
-        model: ModelSection,
-        rollout: GenerationRolloutConfig,
+        config: schema.RolloutEngineConfig,
+        model: schema.ModelConfig,
+        env: RolloutEnv,
+        *,
+        stop_token_ids: tuple[int, ...],
+        stop: StopStrings | None = None,
+        tokenizer: Any = None,
+        train_engine: TrainEngine | None = None,
+    ):
+        self.config = config
+        self.pad_token_id = env.pad_token_id
+        self.params = SamplingParams.from_config(config, stop_token_ids=stop_token_ids, stop=stop)
+        self.engine = make_rollout_engine(config.name, config, model, env, train_engine)
+        self.train_engine = train_engine
+        self.is_asleep = False
+        self._is_onloaded = False
+        loop = config.agent.default_agent_loop if isinstance(config, schema.RolloutConfig) else SINGLE_TURN[0]
+        self.agent_loop = None if loop in SINGLE_TURN else AGENT_LOOPS[loop](config, tokenizer)
+
+    # ---- weights and memory -------------------------------------------------------------------------------------
+
+    def sync_weights(self, version: int) -> SyncReport:
+        """Bring the weights of the training engine in this process to the rollout engine."""
+        self.wake()
+        if self.engine.receiver() is not None:
+            return ReplicaSync(self.engine).push(self.train_engine, version)
+        if not self._is_onloaded:
+            self.train_engine.onload()
+            self._is_onloaded = True
+        return InProcessSync(self.engine).push(self.train_engine, version)
+
+    def sleep(self) -> None:
+        """Free all memory of generation; weights must be synchronized before the next `generate`."""
+        self.free_cache()
+        if self.train_engine is not None and (receiver := self.engine.receiver()) is not None:
+            receiver.release()
+        if self._is_onloaded:
+            self.train_engine.offload()
+            self._is_onloaded = False
+
+    def free_cache(self) -> None:
+        """Free the KV cache, if rollout.free_cache_engine is set; the weights stay."""
+        if self.config.free_cache_engine and not self.is_asleep:
+            self.engine.sleep()
+            self.is_asleep = True
+
+    def wake(self) -> None:
+        """Be ready to generate."""
+        if self.is_asleep:
+            self.engine.wake()
+            self.is_asleep = False
+
+    # ---- generating ---------------------------------------------------------------------------------------------
+
+    def generate(self, batch: DataProto, max_over_ranks: Callable[[list[float]], list[float]]) -> DataProto:
+        """One trajectory per row.
+
+        Args:
+            batch: the columns prompt_ids, uid and sample_index (which sample of its prompt a row is), those that the
+                agent loop reads, and meta_info["sampling"]: "train", "greedy" or "validate".
+            max_over_ranks: the maximum of each value over all rollout ranks, whose columns are concatenated.
+
+        Returns:
+            The columns of `build_sequences`, rollout_log_probs (B, T) and weight_version (B,).
+        """
+        start = time.perf_counter()
+        trajectories = self._trajectories(batch)
+        seconds = time.perf_counter() - start if self.agent_loop is not None else self.engine.stats.seconds
+        prompts = list(batch.non_tensor_batch["prompt_ids"])
+        limit = self.params.max_tokens
+        responses = [trajectory.token_ids[:limit] for trajectory in trajectories]
+        masks = [trajectory.response_mask[:limit] for trajectory in trajectories]
+        widest = [float(max(map(len, prompts))), float(max(map(len, responses)))]
+        prompt_width, response_width = (int(width) for width in max_over_ranks(widest))
+        columns = build_sequences(
+            prompts,
+            responses,
+            self.pad_token_id,
+            masks,
+            prompt_width=prompt_width,
+            response_width=response_width,
+        )
+        log_probs = torch.zeros(columns["responses"].shape)
+        real = columns["attention_mask"][:, prompt_width:].bool()
+        log_probs[real] = torch.tensor([p for trajectory in trajectories for p in trajectory.log_probs[:limit]])
+        columns |= {"rollout_log_probs": log_probs, "weight_version": torch.tensor(self._oldest_versions(trajectories))}
+        cut = sum(trajectory.finish_reason == "length" for trajectory in trajectories)
+        metrics = {
+            "response_length/clip_ratio": (cut, len(trajectories)),
+            "rollout/tokens_per_second": (sum(map(sum, masks)), seconds),
+        }
+        if self.agent_loop is not None:
+            metrics["rollout/turns"] = (sum(t.turns for t in trajectories), len(trajectories))
+        return DataProto.from_dict(columns, meta_info={"metrics": metrics})
+
+    def completions(self, batch: DataProto) -> list[Trajectory]:
+        """One single-turn trajectory per row, sampled as in training."""
+        return self._single_turns(self._prompts(batch, self.params))
+
+    def _trajectories(self, batch: DataProto) -> list[Trajectory]:
+        self.wake()
+        mode = batch.meta_info["sampling"]
+        prompts = self._prompts(batch, sampling_in_mode(self.params, mode, self.config.val_kwargs))
+        if self.agent_loop is None:
+            return self._single_turns(prompts)
+        loops = [self.agent_loop.run(prompt, self.engine.generate_one) for prompt in prompts]
+        return run_coroutine(gather_coroutines(loops))
+
+    def _prompts(self, batch: DataProto, params: SamplingParams) -> list[Prompt]:
+        others = {name: values for name, values in batch.non_tensor_batch.items() if name not in _PROMPT_COLUMNS}
+        every = zip(batch.non_tensor_batch["prompt_ids"], sample_ids(batch))
+        return [
+            Prompt(list(ids), params, sample_id, {name: values[row] for name, values in others.items()})
+            for row, (ids, sample_id) in enumerate(every)
+        ]
+
+    def _single_turns(self, prompts: Sequence[Prompt]) -> list[Trajectory]:
+        """The batch path: all requests in one call of the engine."""
+        requests = [Request(prompt.token_ids, prompt.params, prompt.sample_id) for prompt in prompts]
+        trajectories = []
+        for prompt, completion in zip(prompts, self.engine.generate(requests), strict=True):
+            trajectories.append(Trajectory(prompt))
+            trajectories[-1].add_completion(completion)
+        return trajectories
+
+    def _oldest_versions(self, trajectories: Sequence[Trajectory]) -> list[int]:
+        """The version of the weights that sampled each trajectory; the oldest where it changed on the way."""
+        current = self.engine.weight_version
+        return [min((version for _, version in t.weight_versions), default=current) for t in trajectories]
+
+
+class RolloutMethods(Worker, ABC):
+    """The methods of the role "rollout", of a worker that has a `rollout`."""
+
+    rollout: Rollout
+
+    def layout(self, mesh: str | None = None) -> Coordinates:
+        """In the mesh "rollout" every rank has prompts of its own, whatever the ranks share in training."""
+        return Coordinates(dp=self.rank) if mesh == "rollout" else super().layout(mesh)
+
+    @abstractmethod
+    def max_over_ranks(self, values: list[float]) -> list[float]:
+        """The maximum of each value over all ranks of the group."""
+
+    @register(dispatch_mode=Dispatch.ND_COMPUTE, mesh="rollout")
+    def generate_sequences(self, batch: DataProto) -> DataProto:
+        """One trajectory per row: see `Rollout.generate`."""
+        return self.rollout.generate(batch, self.max_over_ranks)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sleep_rollout(self) -> None:
+        """Free all memory of generation; weights must be synchronized before the next generation."""
+        self.rollout.sleep()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def free_rollout_cache(self) -> None:
+        """Free the KV cache; the weights stay."""
+        self.rollout.free_cache()
+
+
+class RolloutWorker(RolloutMethods):
+    """A process that only generates: a rollout engine on a device of its own.
+
+    Args:
+        model: the `model` section.
+        rollout: the `rollout` section.
+        imports: files or modules of the user, which may register engines and agent loops, or define the model.
+        device: `trainer.device`.
+        pad_token_id: fills shorter prompts and responses.
+        stop_token_ids: token ids that end a response.
+        stop: strings that end a response, with the tokenizer's `decode`.
+        tokenizer: of the policy, for agent loops.
+        train_dtype: `fsdp_config.dtype` of the training whose policy it samples; None without training.
+        timeout: seconds that a collective may wait for the other ranks.
+    """
+
+    def __init__(
+        self,
+        model: schema.ModelConfig,
+        rollout: schema.RolloutEngineConfig,
         *,
         imports: Sequence[str] = (),
         device: str,
         pad_token_id: int,
         stop_token_ids: tuple[int, ...],
         stop: StopStrings | None = None,
+        tokenizer: Any = None,
+        train_dtype: str | None = None,
+        timeout: float | None = None,
     ):
         for address in imports:
             import_module(address)
         on = resolve_device(device, self.local_rank)
-        dtype = resolve_dtype(rollout.dtype, on)
-        changes = {"use_remove_padding": False} | ({} if model.lora_adapter_path is not None else {"lora_rank": 0})
-        section = model.model_copy(update=changes)
-        module = load_module(ModelSpec(section, device=on, model_dtype=dtype, compute_dtype=dtype))
-        if section.lora_adapter_path is not None:
-            module = merge_adapters(module)
-        self.engine: RolloutEngine = rollout_on(module, dtype, rollout, pad_token_id)
-        self.params = sampling_params(rollout, rollout.response_length, stop_token_ids, stop)
+        dtype = None if train_dtype is None else resolve_dtype(train_dtype, on)
+        env = RolloutEnv(self.rank, self.world_size, self.local_rank, on, pad_token_id, dtype)
+        if train_dtype is None and model.lora_adapter_path is None:
+            model = model.model_copy(update={"lora_rank": 0})  # adapters that were never trained change nothing
+        self.device, self.timeout = on, timeout
+        self.rollout = Rollout(rollout, model, env, stop_token_ids=stop_token_ids, stop=stop, tokenizer=tokenizer)
+        self._group: TransferGroup | None = None
+
+    def max_over_ranks(self, values: list[float]) -> list[float]:
+        if self.world_size == 1:
+            return values
+        host = torch.device("cpu")
+        init_process_group(host, self.timeout)
+        return reduce_values(values, torch.distributed.ReduceOp.MAX, host, None)
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def connect_to_actor(self, address: tuple[str, int], size: int) -> None:
+        """Join the process group that weights arrive by, at the same time as the actor's `connect_to_rollout`."""
+        if self.rollout.engine.receiver() is None:
+            raise ValueError(
+                f"rollout.name={self.rollout.config.name} has no receiver() and cannot take weights: leave "
+                "placement.rollout_devices at null"
+            )
+        self._group = TransferGroup(address, 1 + self.rank, size, self.device, self.timeout or NO_TIMEOUT)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def receive_weights(self, version: int) -> SyncReport:
+        """Take in one push of the actor, at the same time as its `push_weights`."""
+        report = receive_collective(self.rollout.engine.receiver(), self._group, version)
+        self.rollout.engine.weight_version = version
+        return report
+
+    # ---- generation without training ----------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_responses(self, batch: DataProto) -> DataProto:
-        """One answer per row, without padding: answers may be long, and nothing here computes on them.
+        """One response per row, without padding: responses may be long, and nothing here computes on them.
 
-        Reads the columns prompt_ids, uid and sample_index (which sample of its prompt a row is). Gives the columns
-        response_ids (int32 arrays, the end token among them) and finish_reason ("stop" or "length").
+        Args:
+            batch: the columns prompt_ids, uid and sample_index (which sample of its prompt a row is).
+
+        Returns:
+            The columns response_ids (int32 arrays, the stop token included) and finish_reason ("stop" or "length").
         """
-        answers = self.engine.generate(list(batch.non_tensor_batch["prompt_ids"]), self.params, sample_ids(batch))
+        trajectories = self.rollout.completions(batch)
         return DataProto.from_dict(
             non_tensors={
-                "response_ids": [np.array(answer.token_ids, dtype=np.int32) for answer in answers],
-                "finish_reason": [answer.finish_reason for answer in answers],
+                "response_ids": [np.array(t.token_ids, dtype=np.int32) for t in trajectories],
+                "finish_reason": [t.finish_reason for t in trajectories],
             }
         )
+
+
+def sampling_in_mode(params: SamplingParams, mode: str, val: schema.ValSamplingConfig) -> SamplingParams:
+    """mode: "train", "greedy" (the same limits, no randomness) or "validate" (as rollout.val_kwargs says)."""
+    changes: dict[str, Any] = {
+        "train": {},
+        "greedy": {"temperature": 0.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0},
+        "validate": {
+            "temperature": val.temperature if val.do_sample else 0.0,
+            "top_k": val.top_k,
+            "top_p": val.top_p,
+            "min_p": 0.0,
+        },
+    }[mode]
+    return dataclasses.replace(params, **changes)
+
+
+def sample_ids(batch: DataProto) -> list[int]:
+    """What the random numbers of each row depend on: its prompt and which sample of it, and nothing else."""
+    rows = zip(batch.non_tensor_batch["uid"], batch.non_tensor_batch["sample_index"])
+    return [fork_seed(str(uid), int(index)) for uid, index in rows]

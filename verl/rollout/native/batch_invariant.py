@@ -1,8 +1,8 @@
 """Generation by the trainer's own forward pass: `rollout.deterministic` on a CPU.
 
-Everywhere else the native engine computes a model by products and kernels of its own, which are faster and round in
-another way than training does. Here it only keeps the keys and values: the numbers come from a `ModelForward`, which
-treats a token alike in every batch, so a token's log-prob has the bits that training will give it.
+Otherwise the native engine computes a model by matmuls and kernels that are faster than those of training and round in
+another way. Here it only keeps the keys and values: the numbers come from a `ModelForward`, which treats a token alike
+in every batch, so a token's log-prob has the bits that training will give it.
 """
 
 from contextlib import AbstractContextManager
@@ -12,6 +12,7 @@ import torch
 
 from verl.modeling.batch_invariant.attention import Attend, Scores, attend_cached, attend_rows
 from verl.rollout.base import SamplingParams
+from verl.rollout.native.kv_cache import BatchInvariantCache
 from verl.rollout.native.model import Decoder
 from verl.rollout.native.torch_decoder import PREFILL_TOKENS
 from verl.rollout.sampling import choose
@@ -39,35 +40,20 @@ class ModelForward(Protocol):
         """Of tokens (N,) under softmax(logits / temperature): (N,) float32."""
 
 
-class ExactCache:
-    """Keys and values of `slots` rows of at most `length` tokens: (layers, slots, HK, L, D), position p in column p."""
+class BatchInvariantDecoder:
+    """As torch_decoder.TorchDecoder, by a `ModelForward`."""
 
-    def __init__(self, decoder: Decoder, slots: int, length: int):
-        shape = (len(decoder.layers), slots, decoder.kv_heads, length, decoder.head_dim)
-        # zeros, not just any memory: an unseen column weighs 0, and 0 times what was there must be 0
-        self.keys = decoder.embedding.new_zeros(shape, dtype=decoder.dtype)
-        self.values = decoder.embedding.new_zeros(shape, dtype=decoder.dtype)
-        self.slots, self.length = slots, length
-
-    def move(self, source: int, target: int) -> None:
-        """Give the row of slot `source` the slot `target`."""
-        self.keys[:, target] = self.keys[:, source]
-        self.values[:, target] = self.values[:, source]
-
-
-class ExactDecoder:
-    """As native_torch.TorchDecoder, by a `ModelForward`."""
-
-    def __init__(self, decoder: Decoder, cache: ExactCache, forward: ModelForward):
+    def __init__(self, decoder: Decoder, cache: BatchInvariantCache, forward: ModelForward):
         self.decoder = decoder
         self.cache = cache
         self.forward = forward
-        self.seat(torch.zeros(0, dtype=torch.int64))
+        self.table_length = decoder.max_positions  # the model makes its own rotary tables
+        self.start_step_at(torch.zeros(0, dtype=torch.int64))
 
     def prefill(self, prompts: list[list[int]], slots: list[list[int]]) -> torch.Tensor:
         """Compute each of `prompts` once, with keys and values into its `slots`. Logits (len(prompts), V)."""
         logits = []
-        for chosen in together([len(prompt) for prompt in prompts]):
+        for chosen in prefill_batches([len(prompt) for prompt in prompts]):
             logits.append(self._prefill([prompts[i] for i in chosen], [slots[i] for i in chosen]))
         return torch.cat(logits)
 
@@ -82,8 +68,8 @@ class ExactDecoder:
 
         return self.forward.logits(prompt_states(self.forward, prompts, attend, torch.device("cpu")))
 
-    def seat(self, positions: torch.Tensor) -> None:
-        """The next `step` is of rows 0 .. B - 1 at `positions` (B,), those after it each one further."""
+    def start_step_at(self, positions: torch.Tensor) -> None:
+        """The next `step` is of rows 0 .. B - 1 at `positions` (B,), each later one is one further."""
         self.positions = positions.clone()
         self.seen = int(positions.max()) + 1 if len(positions) else 0
 
@@ -111,17 +97,17 @@ class ExactDecoder:
         return tokens, self.forward.log_probs(logits, tokens, 1.0 if params.greedy else params.temperature)
 
 
-def together(lengths: list[int]) -> list[list[int]]:
+def prefill_batches(lengths: list[int]) -> list[list[int]]:
     """Which prompts of these lengths to compute at once: up to PREFILL_TOKENS, or one that is longer."""
-    parts: list[list[int]] = []
+    batches: list[list[int]] = []
     tokens = 0
     for i, length in enumerate(lengths):
-        if not parts or tokens + length > PREFILL_TOKENS:
-            parts.append([])
+        if not batches or tokens + length > PREFILL_TOKENS:
+            batches.append([])
             tokens = 0
-        parts[-1].append(i)
+        batches[-1].append(i)
         tokens += length
-    return parts
+    return batches
 
 
 def prompt_states(

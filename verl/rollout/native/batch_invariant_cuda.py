@@ -1,83 +1,83 @@
-"""Generation by the trainer's own forward pass on a GPU: pages and graphs of native_cuda, numbers of a ModelForward."""
+"""Generation by the trainer's own forward pass on a GPU: cuda_decoder with the numbers of a ModelForward."""
 
 import torch
 import triton
 import triton.language as tl
 
-from verl.modeling.batch_invariant import triton_kernels as invariant_kernels
+from verl.modeling.batch_invariant import triton_kernels as batch_invariant_kernels
 from verl.modeling.batch_invariant.attention import Scores, attend_rows
 from verl.rollout.base import SamplingParams
 from verl.rollout.native import triton_kernels
-from verl.rollout.native.batch_invariant import ModelForward, prompt_states, together
-from verl.rollout.native.cuda_decoder import Arena, CudaDecoder, upload
+from verl.rollout.native.batch_invariant import ModelForward, prefill_batches, prompt_states
+from verl.rollout.native.cuda_decoder import CudaDecoder, StaticBuffers, upload
 from verl.rollout.native.model import Decoder
 from verl.rollout.native.triton_kernels import PAGE
 
 
 @triton.jit
-def _store(key, value, pages, table, places, live, width, D: tl.constexpr, HK: tl.constexpr, DP: tl.constexpr,
+def _store(key, value, pages, table, positions, live, width, D: tl.constexpr, HK: tl.constexpr, DP: tl.constexpr,
            PAGE: tl.constexpr):  # fmt: skip
     """Write the key and value (b, HK, D) of a token of each live row into pages (., 2 HK, PAGE, D). Grid (b, HK)."""
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(live + b) == 0:
         return
-    d, place = tl.arange(0, DP), tl.load(places + b)
-    page = tl.load(table + b * width + place // PAGE).to(tl.int64)
-    at = pages + ((page * 2 * HK + h) * PAGE + place % PAGE) * D + d
+    d, position = tl.arange(0, DP), tl.load(positions + b)
+    page = tl.load(table + b * width + position // PAGE).to(tl.int64)
+    at = pages + ((page * 2 * HK + h) * PAGE + position % PAGE) * D + d
     tl.store(at, tl.load(key + (b * HK + h) * D + d, mask=d < D), mask=d < D)
     tl.store(at + HK * PAGE * D, tl.load(value + (b * HK + h) * D + d, mask=d < D), mask=d < D)
 
 
 @triton.jit(do_not_specialize=["first", "slots"])
-def _amend(exact, before, state, out_log_probs, first, slots, STEP: tl.constexpr, OUT: tl.constexpr):
-    """Replace the log-probs that were just written by exact (b,), of rows that were at step before (b,). Grid (b,)."""
+def _replace_log_probs(log_probs, before, state, out_log_probs, first, slots, STEP: tl.constexpr, OUT: tl.constexpr):
+    """Replace the log-probs just written by log_probs (b,), for rows that were at step before (b,). Grid (b,)."""
     b = tl.program_id(0)
     step = tl.load(before + b)
     if tl.load(state + STEP * slots + first + b) != step:
-        tl.store(out_log_probs + tl.load(state + OUT * slots + first + b) + step, tl.load(exact + b))
+        tl.store(out_log_probs + tl.load(state + OUT * slots + first + b) + step, tl.load(log_probs + b))
 
 
-class ExactCudaDecoder(CudaDecoder):
+class BatchInvariantCudaDecoder(CudaDecoder):
     """As CudaDecoder, by a `ModelForward`."""
 
-    def __init__(self, decoder: Decoder, arena: Arena, graphs: bool, forward: ModelForward):
-        super().__init__(decoder, arena, graphs)
+    def __init__(self, decoder: Decoder, buffers: StaticBuffers, graphs: bool, forward: ModelForward):
+        super().__init__(decoder, buffers, graphs)
         self.forward = forward
 
     def prefill(self, prompts: list[list[int]], pages: list[list[int]]) -> torch.Tensor:
         """Compute `prompts`, with keys and values into their `pages`. Logits (len(prompts), V)."""
         logits = []
-        for chosen in together([len(prompt) for prompt in prompts]):
+        for chosen in prefill_batches([len(prompt) for prompt in prompts]):
             logits.append(self._prefill([prompts[i] for i in chosen], [pages[i] for i in chosen]))
         return torch.cat(logits)
 
     def _prefill(self, prompts: list[list[int]], pages: list[list[int]]) -> torch.Tensor:
-        lengths, device = tuple(map(len, prompts)), self.arena.pages.device
-        places = [(own[at // PAGE], at % PAGE) for own, n in zip(pages, lengths) for at in range(n)]
-        page, column = upload(list(zip(*places)), torch.int64, device)
+        lengths, device = tuple(map(len, prompts)), self.buffers.pages.device
+        targets = [(own[at // PAGE], at % PAGE) for own, n in zip(pages, lengths) for at in range(n)]
+        page, column = upload(list(zip(*targets)), torch.int64, device)
 
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores):
-            self.arena.pages[layer][page, :, column] = torch.cat((key, value), 1)
+            self.buffers.pages[layer][page, :, column] = torch.cat((key, value), 1)
             return attend_rows(query, key, value, lengths, scores)
 
         return self.forward.logits(prompt_states(self.forward, prompts, attend, device))
 
     def _step(self, rows: int, params: SamplingParams | None) -> torch.Tensor:
         """One token of `rows` rows, drawn too unless params is None. Logits (rows, V)."""
-        arena, heads = self.arena, self.decoder.kv_heads
+        buffers, heads = self.buffers, self.decoder.kv_heads
         fields = (triton_kernels.TOKEN, triton_kernels.POSITION, triton_kernels.STATUS)
-        tokens, positions, status = (arena.state[i, :rows] for i in fields)
-        live, table = (status == triton_kernels.LIVE).int(), arena.table[:rows]
-        tiles = invariant_kernels.single_queries(positions, live)
+        tokens, positions, status = (buffers.state[i, :rows] for i in fields)
+        live, table = (status == triton_kernels.LIVE).int(), buffers.table[:rows]
+        tiles = batch_invariant_kernels.single_queries(positions, live)
 
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores):
-            pages, size = arena.pages[layer], key.shape[-1]
+            pages, size = buffers.pages[layer], key.shape[-1]
             _store[(rows, heads)](
-                key.contiguous(), value.contiguous(), pages, table, positions, live, arena.width, D=size, HK=heads,
+                key.contiguous(), value.contiguous(), pages, table, positions, live, buffers.width, D=size, HK=heads,
                 DP=triton.next_power_of_2(size), PAGE=PAGE, num_warps=1,
             )  # fmt: skip
             keys, values = pages[:, :heads], pages[:, heads:]
-            return invariant_kernels.attend_cached(query, keys, values, tiles, table, scores)
+            return batch_invariant_kernels.attend_cached(query, keys, values, tiles, table, scores)
 
         logits = self.forward.logits(self.forward.states(tokens.long(), positions.long(), attend))
         if params is not None:
@@ -86,14 +86,14 @@ class ExactCudaDecoder(CudaDecoder):
 
     def sample(self, logits: torch.Tensor, first: int, params: SamplingParams, capped: bool = True) -> None:
         """As CudaDecoder.sample, with the log-probs of training; soft-capping is always in the logits."""
-        arena, slots = self.arena, slice(first, first + len(logits))
-        before = arena.state[triton_kernels.STEP, slots].clone()
+        buffers, slots = self.buffers, slice(first, first + len(logits))
+        before = buffers.state[triton_kernels.STEP, slots].clone()
         super().sample(logits, first, params, capped=True)
         if params.filters:  # of a distribution that training does not know
             return
-        tokens = arena.state[triton_kernels.TOKEN, slots].long()
-        exact = self.forward.log_probs(logits, tokens, 1.0 if params.greedy else params.temperature)
-        _amend[(len(logits),)](
-            exact, before, arena.state, arena.log_probs, first, arena.slots,
+        tokens = buffers.state[triton_kernels.TOKEN, slots].long()
+        log_probs = self.forward.log_probs(logits, tokens, 1.0 if params.greedy else params.temperature)
+        _replace_log_probs[(len(logits),)](
+            log_probs, before, buffers.state, buffers.log_probs, first, buffers.slots,
             STEP=triton_kernels.STEP, OUT=triton_kernels.OUT, num_warps=1,
         )  # fmt: skip

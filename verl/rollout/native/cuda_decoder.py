@@ -1,6 +1,6 @@
 """The decoder of the native engine on a GPU: paged keys and values, one CUDA graph per number of rows.
 
-Everything that a graph reads or writes lives in an `Arena` and keeps its address. The weights are the parameters
+Everything that a graph reads or writes lives in `StaticBuffers` and keeps its address. The weights are the parameters
 themselves; where they moved, the graphs are made anew.
 """
 
@@ -49,8 +49,8 @@ CHUNK = 8
 #: programs of attention below which the keys of a row are split over several
 _ENOUGH_PROGRAMS = 512
 _MOST_SPLITS = 32
-#: parts of a product of few rows with many addends
-_PARTS = 4
+#: splits of the inner dimension in a matmul of few rows
+_K_SPLITS = 4
 
 
 def bucket_of(rows: int) -> int:
@@ -69,26 +69,26 @@ def page_bytes(decoder: Decoder) -> int:
 @dataclass(frozen=True)
 class Size:
     """What a generate call needs. slots: rows at once. pages: of the key/value cache. width: pages of a row at most.
-    answers: response tokens of all rows together at most. positions: of the rotary tables."""
+    responses: tokens of all responses together at most. positions: of the rotary tables."""
 
     slots: int
     pages: int
     width: int
-    answers: int
+    responses: int
     positions: int
 
-    def roomy(self) -> "Size":
-        """Up to an eighth more, so that a call of a few tokens more finds room too."""
+    def with_headroom(self) -> "Size":
+        """Up to an eighth more, so that a call with a few more tokens fits too."""
 
         def up(n: int) -> int:
             grain = 1 << max(0, n.bit_length() - 4)
             return -(-n // grain) * grain
 
-        return Size(self.slots, up(self.pages), up(self.width), up(self.answers), up(self.positions))
+        return Size(self.slots, up(self.pages), up(self.width), up(self.responses), up(self.positions))
 
 
-class Arena:
-    """The memory of generation: pages (`pages` of them, size.pages were wanted), the rows' state and the answers."""
+class StaticBuffers:
+    """The memory of generation: pages (`pages` of them, size.pages were wanted), the rows' state and the responses."""
 
     def __init__(self, decoder: Decoder, size: Size, pages: int):
         self.size = size
@@ -99,9 +99,10 @@ class Arena:
         self.table = torch.zeros(slots, width, dtype=torch.int32, device=device)
         self.state = torch.zeros(triton_kernels.FIELDS, slots, dtype=torch.int32, device=device)
         self.sample_ids = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.seeds = torch.zeros(slots, dtype=torch.int64, device=device)
         self.uniforms = torch.zeros(CHUNK, slots, dtype=torch.float64, device=device)
-        self.tokens = torch.zeros(size.answers, dtype=torch.int32, device=device)
-        self.log_probs = torch.zeros(size.answers, dtype=torch.float32, device=device)
+        self.tokens = torch.zeros(size.responses, dtype=torch.int32, device=device)
+        self.log_probs = torch.zeros(size.responses, dtype=torch.float32, device=device)
         self.is_stop = torch.zeros(decoder.vocab_size, dtype=torch.int8, device=device)
         self.blocks = triton.cdiv(decoder.vocab_size, triton_kernels.VOCABULARY_BLOCK)
         self.arrived = torch.zeros(slots, decoder.kv_heads, dtype=torch.int32, device=device)
@@ -113,25 +114,25 @@ class Arena:
 
 
 class CudaDecoder(Layers):
-    """Runs a `Decoder` over an `Arena`: prompts in plain torch, steps by graphs of kernels, or without `graphs`."""
+    """Runs a `Decoder` over `StaticBuffers`: prompts in plain torch, steps by CUDA graphs, or without `graphs`."""
 
-    def __init__(self, decoder: Decoder, arena: Arena, graphs: bool = True):
+    def __init__(self, decoder: Decoder, buffers: StaticBuffers, graphs: bool = True):
         super().__init__(decoder, 0)
         self.use_graphs = graphs
-        self.tables = arena.tables
-        self.arena = arena
+        self.tables = buffers.tables
+        self.buffers = buffers
         self.addresses = addresses(decoder)
         self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, torch.Tensor | None]] = {}
         self.pool: tuple[int, int] | None = None
         self.processors = torch.cuda.get_device_properties(decoder.embedding.device).multi_processor_count
-        # products in float32 stay float32: a test that asks for it means it
+        # matmuls in float32 stay float32: a test that asks for it means it
         self.precision = "ieee" if decoder.dtype == torch.float32 else "tf32"
 
     # ---- prompts ------------------------------------------------------------------------------------------------
 
     def prefill(self, prompts: list[list[int]], pages: list[list[int]]) -> torch.Tensor:
         """Compute `prompts`, with keys and values into their `pages`. Logits (len(prompts), V) float32."""
-        cache, where = self.arena.pages, {}
+        cache, where = self.buffers.pages, {}
 
         def store(layer: int, chosen: list[int], stored: torch.Tensor) -> None:
             count, width, heads, size = stored.shape
@@ -146,7 +147,7 @@ class CudaDecoder(Layers):
         return self.prompts(prompts, store)
 
     def _upload(self, values: list) -> torch.Tensor:
-        return upload(values, torch.int64, self.arena.pages.device)
+        return upload(values, torch.int64, self.buffers.pages.device)
 
     def _rotate(self, layer: Layer, qkv: torch.Tensor, table: RopeTable) -> None:
         cos, sin = table
@@ -184,7 +185,7 @@ class CudaDecoder(Layers):
 
     def _capture(self, rows: int, params: SamplingParams | None) -> tuple[torch.cuda.CUDAGraph, torch.Tensor | None]:
         """The graph of one step, and its logits unless tokens are drawn inside (params)."""
-        status = self.arena.state[triton_kernels.STATUS]
+        status = self.buffers.state[triton_kernels.STATUS]
         saved = status.clone()
         status.zero_()
         self._step(rows, params)  # compiles what is not yet, and leaves alone all rows, since none is live
@@ -204,15 +205,15 @@ class CudaDecoder(Layers):
 
     def _step(self, rows: int, params: SamplingParams | None) -> torch.Tensor:
         """One token of `rows` rows, drawn too unless params is None. Logits (rows, V)."""
-        decoder, arena = self.decoder, self.arena
-        x = decoder.embed(arena.state[triton_kernels.TOKEN, :rows]).contiguous()
+        decoder, buffers = self.decoder, self.buffers
+        x = decoder.embed(buffers.state[triton_kernels.TOKEN, :rows]).contiguous()
         h = torch.empty_like(x, dtype=decoder.dtype)
         self._add_norm(x, None, None, decoder.layers[0].attention_norm, h)
         norms = [layer.attention_norm for layer in decoder.layers[1:]] + [decoder.norm]
-        for layer, pages, next_norm in zip(decoder.layers, arena.pages, norms):
+        for layer, pages, next_norm in zip(decoder.layers, buffers.pages, norms):
             attended = self._attend_pages(layer, layer.qkv(h), pages)
             self._add_norm(x, layer.out(attended), layer.attention_post_norm, layer.mlp_norm, h)
-            y = self._in_parts(layer.down, self._gate(layer.gate_up(h)))
+            y = self._split_matmul(layer.down, self._gate(layer.gate_up(h)))
             self._add_norm(x, y, layer.mlp_post_norm, next_norm, h)
         logits = decoder.head(h)
         if params is not None:
@@ -221,36 +222,36 @@ class CudaDecoder(Layers):
 
     def _attend_pages(self, layer: Layer, qkv: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         """qkv (B, (HQ + 2 HK) D), not rotated yet -> (B, HQ D)."""
-        decoder, arena, rows = self.decoder, self.arena, len(qkv)
+        decoder, buffers, rows = self.decoder, self.buffers, len(qkv)
         heads, kv_heads, size = decoder.heads, decoder.kv_heads, decoder.head_dim
         group = heads // kv_heads
         shape = {"HQ": heads, "HK": kv_heads, "G": group, "GP": max(16, triton.next_power_of_2(group))}
         shape |= {"D": size, "DP": max(16, triton.next_power_of_2(size))}
-        splits = min(_MOST_SPLITS, max(1, _ENOUGH_PROGRAMS // (rows * kv_heads)), arena.width)
+        splits = min(_MOST_SPLITS, max(1, _ENOUGH_PROGRAMS // (rows * kv_heads)), buffers.width)
         out = qkv.new_empty(rows, heads * size)
-        pieces = (rows, kv_heads, splits, shape["GP"], shape["DP"] + 2) if splits > 1 else (1,)
-        partial = torch.empty(pieces, dtype=torch.float32, device=qkv.device)
+        chunks = (rows, kv_heads, splits, shape["GP"], shape["DP"] + 2) if splits > 1 else (1,)
+        partial = torch.empty(chunks, dtype=torch.float32, device=qkv.device)
         cos, sin = self.tables[layer.rope]
         norm = layer.qk_norm if layer.qk_norm is not None else cos
         softcap = decoder.attention_softcap
         triton_kernels.attend[(rows, kv_heads, splits)](
-            qkv, pages, arena.table, arena.state, cos, sin, norm, out, partial, arena.arrived, decoder.scaling,
-            decoder.eps, softcap or 1.0, arena.slots, arena.width, splits, **shape, R=cos.shape[1],
+            qkv, pages, buffers.table, buffers.state, cos, sin, norm, out, partial, buffers.arrived, decoder.scaling,
+            decoder.eps, softcap or 1.0, buffers.slots, buffers.width, splits, **shape, R=cos.shape[1],
             NORM=layer.qk_norm is not None, SOFTCAP=softcap is not None, WINDOW=layer.window or 0, SPLIT=splits > 1,
             SP=triton.next_power_of_2(splits), PAGE=PAGE, PRECISION=self.precision,
             **attention_launch(rows, size),
         )  # fmt: skip
         return out
 
-    def _in_parts(self, projection: Projection, x: torch.Tensor) -> torch.Tensor:
-        """x (N, in) -> (parts, N, out) float32 to be added up, where one product would leave processors idle; (N, out)
+    def _split_matmul(self, projection: Projection, x: torch.Tensor) -> torch.Tensor:
+        """x (N, in) -> (parts, N, out) float32 to be added up, where one matmul would leave processors idle; (N, out)
         elsewhere. cuBLAS adds up parts by a kernel of its own: `add_norm` does it on its way."""
         rows, (width, outputs) = len(x), projection.matrix.shape
         tiles = triton.cdiv(rows, 64) * triton.cdiv(outputs, 64)
         narrow = x.dtype in (torch.bfloat16, torch.float16) and projection.bias is None
-        if not narrow or width % (64 * _PARTS) or 2 * tiles > self.processors:
+        if not narrow or width % (64 * _K_SPLITS) or 2 * tiles > self.processors:
             return projection(x)
-        y, matrix = x.unflatten(1, (_PARTS, -1)).transpose(0, 1), projection.matrix.unflatten(0, (_PARTS, -1))
+        y, matrix = x.unflatten(1, (_K_SPLITS, -1)).transpose(0, 1), projection.matrix.unflatten(0, (_K_SPLITS, -1))
         return torch.bmm(y, matrix, out_dtype=torch.float32)
 
     def _add_norm(self, x, y, post_norm, weight, out) -> torch.Tensor:
@@ -282,25 +283,25 @@ class CudaDecoder(Layers):
         self._sample(logits, first, params, None if capped else self.decoder.final_softcap)
 
     def _sample(self, logits: torch.Tensor, first: int, params: SamplingParams, softcap: float | None) -> None:
-        arena, rows = self.arena, len(logits)
-        answers = (arena.state, arena.tokens, arena.log_probs, arena.is_stop, first, arena.slots)
+        buffers, rows = self.buffers, len(logits)
+        responses = (buffers.state, buffers.tokens, buffers.log_probs, buffers.is_stop, first, buffers.slots)
         if params.filters:
             logits = logits.float() if softcap is None else softcap * torch.tanh(logits.float() / softcap)
-            state, uniforms = arena.state[:, first : first + rows], arena.uniforms[:, first : first + rows]
+            state, uniforms = buffers.state[:, first : first + rows], buffers.uniforms[:, first : first + rows]
             line = (state[triton_kernels.STEP] - state[triton_kernels.START]).clamp_(0, CHUNK - 1)
             drawn = choose(logits, params, uniforms.gather(0, line[None].long())[0])
-            triton_kernels.note_token[(rows,)](*drawn, *answers, num_warps=1)
+            triton_kernels.note_token[(rows,)](*drawn, *responses, num_warps=1)
             return
         scale = 1.0 if params.greedy else 1 / params.temperature
-        common = {"BLOCK": triton_kernels.VOCABULARY_BLOCK, "NB": arena.blocks, "SOFTCAP": softcap is not None}
+        common = {"BLOCK": triton_kernels.VOCABULARY_BLOCK, "NB": buffers.blocks, "SOFTCAP": softcap is not None}
         common["GREEDY"] = params.greedy
         sizes = (scale, softcap or 1.0, self.decoder.vocab_size)
-        triton_kernels.scan_vocabulary[(rows, arena.blocks)](
-            logits, arena.state, arena.parts, first, arena.slots, *sizes, **common, num_warps=8
+        triton_kernels.scan_vocabulary[(rows, buffers.blocks)](
+            logits, buffers.state, buffers.parts, first, buffers.slots, *sizes, **common, num_warps=8
         )
         triton_kernels.draw_token[(rows,)](
-            logits, arena.parts, arena.uniforms, *answers, *sizes, **common, NBP=triton.next_power_of_2(arena.blocks),
-            num_warps=8,
+            logits, buffers.parts, buffers.uniforms, *responses, *sizes, **common,
+            NBP=triton.next_power_of_2(buffers.blocks), num_warps=8,
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Parameters as neighbours in memory, so that several projections are one matrix without a second copy."""
+"""Parameters that are adjacent in memory, so that several projections are one matrix without a second copy."""
 
 from collections.abc import Sequence
 
@@ -6,16 +6,16 @@ import torch
 from torch import nn
 
 
-def lay_together(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+def fuse_parameters_in_place(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     """The parameters, (n_i, ...), as one tensor (sum n_i, ...) on shared memory.
 
-    Where they are not neighbours already, they are copied into one block and become views of it: the Parameter objects,
-    and with them optimizers and hooks, stay. Whatever gives a parameter new memory later (`.to`, assigning .data) is
-    found and mended by the next call.
+    Where they are not adjacent already, they are copied into one tensor and become views of it: the Parameter objects,
+    and with them optimizers and hooks, stay. When something gives a parameter new memory later (`.to`, assigning
+    .data), the next call fuses them again.
     """
     first = parameters[0].detach()
     rows = sum(p.shape[0] for p in parameters)
-    if not _neighbours(parameters):
+    if not _are_adjacent(parameters):
         # an ordinary tensor even when the caller is in inference mode: training goes on with it
         with torch.inference_mode(False), torch.no_grad():
             block = torch.cat([p.detach() for p in parameters])
@@ -27,7 +27,7 @@ def lay_together(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
-def _neighbours(parameters: Sequence[torch.Tensor]) -> bool:
+def _are_adjacent(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether each begins in memory where the one before it ends."""
     if len(parameters) == 1:
         return parameters[0].is_contiguous()

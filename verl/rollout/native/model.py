@@ -1,15 +1,14 @@
 """A HuggingFace decoder read as a flat list of layer weights, for the native rollout engine.
 
 `read_decoder(module)` returns a `Decoder`: what the decode loops need and nothing else. Its weights *are* the module's
-parameters. Query, key and value projections (and gate and up) are computed by one product each; for that the
-parameters are laid next to each other in memory once, as views of one tensor, so that there is no second copy and
-nothing to refresh.
+parameters. Query, key and value projections (and gate and up) are one matmul each; for that the parameters are fused in
+place once, as views of one tensor, so that there is no second copy and nothing to refresh.
 
 Made anew on every reading, which is once per generate call: norm vectors whose weight needs arithmetic (1 + w, or one
-row per head); and on a CPU, up to TURN_LIMIT, turned copies of the matrices, with which a product of few rows takes a
-quarter less time. Those of float32 and float64 are `tuned` as well, to spare the small operations between the products:
-the weight of a norm is multiplied into the matrix that it stands before, the scale of attention into what makes the
-queries, and dimensions that a rotary embedding turns together are neighbours, so a rotation is one complex product.
+row per head); and on a CPU, up to TRANSPOSE_LIMIT, transposed copies of the matrices, with which a matmul of few rows
+takes a quarter less time. Those of float32 and float64 are `folded` as well, which spares small operations between the
+matmuls: the weight of a norm is multiplied into the matrix after it, the scale of attention into the query projection,
+and dimensions that a rotary embedding rotates together are adjacent, so a rotation is one complex multiplication.
 """
 
 import math
@@ -22,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from verl.rollout.native.fused_parameters import lay_together
+from verl.rollout.native.fused_parameters import fuse_parameters_in_place
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -79,14 +78,14 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-#: bytes of parameters up to which a CPU gets copies of the matrices that lie as products read them
-TURN_LIMIT = 1 << 30
+#: bytes of parameters up to which a CPU gets transposed copies of the matrices
+TRANSPOSE_LIMIT = 1 << 30
 
 
-def unaliased(width: int) -> int:
+def padded_width(width: int) -> int:
     """A row length, in elements, of at least `width` at which the rows of a matrix do not compete for cache lines.
 
-    Rows at a distance of a power of two share few of them: a product with such a matrix took up to 1.7 times as long.
+    Rows at a distance of a power of two share few of them: a matmul with such a matrix took up to 1.7 times as long.
     """
     return width if width % 256 else width + 48
 
@@ -109,7 +108,7 @@ class Layer:
 
     qkv: H -> (HQ + 2 HK) D. out: HQ D -> H. gate_up: H -> 2 I. down: I -> H. attention_norm, mlp_norm: (H,), before.
     attention_post_norm, mlp_post_norm: (H,) after, or None. qk_norm: (HQ + HK, D) or None.
-    A norm before is None where the matrix after it holds its weight times sqrt(H) (`Decoder.tuned`).
+    A norm before is None where the matrix after it holds its weight times sqrt(H) (`Decoder.folded`).
     window: keys that a query sees, itself among them, or None. rope: index into Decoder.ropes.
     """
 
@@ -136,15 +135,15 @@ class Rope:
     inverse_frequencies: torch.Tensor
     scale: float
 
-    def table(self, length: int, dtype: torch.dtype, tuned: bool = False) -> RopeTable:
+    def table(self, length: int, dtype: torch.dtype, folded: bool = False) -> RopeTable:
         """cos and signed sin, each (length, R): y = x * cos + swap_halves(x) * sin.
 
-        tuned: cos + i sin (length, R / 2), a factor of numbers whose parts are neighbours.
+        folded: cos + i sin (length, R / 2), which multiplies numbers whose parts are adjacent.
         """
         positions = torch.arange(length, device=self.inverse_frequencies.device, dtype=torch.float32)
         angles = positions[:, None] * self.inverse_frequencies.float()
         cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
-        if tuned:
+        if folded:
             return (torch.complex(cos.to(dtype), sin.to(dtype)),)
         return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
@@ -154,15 +153,15 @@ class Decoder:
     """A decoder: embedding (V, H), layers, the last norm (H,), head H -> V, and the constants that its maths needs.
 
     scaling: factor on the attention scores. attention_softcap, final_softcap: c * tanh(x / c), or None.
-    max_positions: prompt plus response at most; max_positions_reason says what sets it. copies: the weights that are no
-    parameters, in the order of reading.
+    max_positions: prompt plus response at most; max_positions_reason says what sets it. copies: the weights that are
+    not parameters, in the order of reading.
 
-    tuned: in queries and keys, dimensions 2 i and 2 i + 1 of the first R are turned together, where the model has i and
-    i + R / 2; queries come scaled (`scaling` is 1); norms before projections have no weight, and floor is sqrt(H eps).
+    folded: in queries and keys, dimensions 2 i and 2 i + 1 of the first R are rotated together, where the model has i
+    and i + R / 2; queries come scaled (`scaling` is 1); norms before projections have no weight; floor is sqrt(H eps).
 
-    Products, keys and values have `dtype`; the sum that runs through the layers, norms and rotary tables have
-    `stream_dtype`, which is wider where the parameters are: so does training under autocast, and what is rounded
-    elsewhere than there is a gap between the log-probs of sampling and of training.
+    Matmuls, keys and values have `dtype`; the residual stream, norms and rotary tables have `stream_dtype`, which is
+    wider where the parameters are: so does training under autocast, and rounding at other points than there would be
+    a training-inference mismatch.
     """
 
     embedding: torch.Tensor
@@ -182,7 +181,7 @@ class Decoder:
     max_positions: int
     max_positions_reason: str
     copies: list[torch.Tensor]
-    tuned: bool
+    folded: bool
     floor: torch.Tensor
 
     @property
@@ -251,25 +250,25 @@ def check_supported(module: nn.Module) -> Family:
 def read_decoder(
     module: nn.Module,
     dtype: torch.dtype | None = None,
-    turn_limit: int = TURN_LIMIT,
+    transpose_limit: int = TRANSPOSE_LIMIT,
     reuse: "Decoder | None" = None,
 ) -> Decoder:
     """Read `module` (one of FAMILIES) as a Decoder on its own parameters.
 
     dtype: None computes in the parameters' dtype on the parameters themselves. Another one makes a copy of the
-    projections in it, which is as old as this call. turn_limit: as TURN_LIMIT. reuse: an older reading; what is no
-    parameter is made in its memory. Raises ValueError for an architecture, activation or rotary variant it does not
-    know, for wrapped projections (adapters, quantisation) and for sharded parameters.
+    projections in it, which is as old as this call. transpose_limit: as TRANSPOSE_LIMIT. reuse: an older reading; what
+    is not a parameter is written to its memory. Raises ValueError for an architecture, activation or rotary variant
+    that is not supported, for wrapped projections (adapters, quantisation) and for sharded parameters.
     """
     family, config, trunk = check_supported(module), module.config, module.base_model
     head_dim = trunk.layers[0].self_attn.head_dim
     head = module.lm_head.weight
     size = sum(p.numel() * p.element_size() for p in module.parameters())
-    turned = head.device.type == "cpu" and size <= turn_limit
+    transposed = head.device.type == "cpu" and size <= transpose_limit
     dtype = head.dtype if dtype is None else dtype
     stream_dtype = torch.promote_types(head.dtype, dtype)
     # what has 16 bits would be rounded once more, and there are no complex numbers of 16 bits to use
-    tuned = turned and dtype == stream_dtype and dtype in (torch.float32, torch.float64)
+    folded = transposed and dtype == stream_dtype and dtype in (torch.float32, torch.float64)
     known = config.to_dict()
     activation = known[family.activation]
     if activation not in ACTIVATIONS:
@@ -278,8 +277,8 @@ def read_decoder(
     rope_types = sorted(set(types)) if family.rope_per_type else [None]
     ropes, limits = zip(*(_rope(trunk.rotary_emb, config, kind) for kind in rope_types))
     max_positions, reason = min(limits)
-    pairs = _pairs(head_dim, 2 * len(ropes[0].inverse_frequencies)) if tuned else None
-    reader = _Reader(family, dtype, stream_dtype, turned, pairs, reuse.copies if reuse is not None else ())
+    pairs = _pairs(head_dim, 2 * len(ropes[0].inverse_frequencies)) if folded else None
+    reader = _Reader(family, dtype, stream_dtype, transposed, pairs, reuse.copies if reuse is not None else ())
     rope_of = {kind: i for i, kind in enumerate(rope_types)} if family.rope_per_type else dict.fromkeys(types, 0)
     last_norm, last_factor = reader.norm_before(trunk.norm.weight)
     return Decoder(
@@ -292,7 +291,7 @@ def read_decoder(
         kv_heads=config.num_key_value_heads,
         head_dim=head_dim,
         eps=config.rms_norm_eps,
-        scaling=1.0 if tuned else trunk.layers[0].self_attn.scaling,
+        scaling=1.0 if folded else trunk.layers[0].self_attn.scaling,
         activation=activation,
         # rounded as the model rounds it
         embedding_scale=float(torch.tensor(math.sqrt(config.hidden_size), dtype=stream_dtype)) if family.gemma else 1.0,
@@ -301,7 +300,7 @@ def read_decoder(
         max_positions=max_positions,
         max_positions_reason=reason,
         copies=reader.copies,
-        tuned=tuned,
+        folded=folded,
         floor=torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps), dtype=dtype, device=head.device),
     )
 
@@ -335,9 +334,9 @@ def _layer(layer: nn.Module, config, reader: "_Reader", kind: str | None, rope: 
 
 
 class _Reader:
-    """How parameters are read: projections in a dtype, turned to (in, out) copies or not, all others in stream_dtype.
+    """How parameters are read: projections in a dtype, copied transposed (in, out) or not, all others in stream_dtype.
 
-    pairs: the dimensions of a query or key head (D,) in the order to read them; None where nothing is tuned. old:
+    pairs: the dimensions of a query or key head (D,) in the order to read them; None where nothing is folded. old:
     tensors of an older reading; copies are made in their memory, in the order of reading, where they fit.
     """
 
@@ -346,26 +345,26 @@ class _Reader:
         family: Family,
         dtype: torch.dtype,
         stream_dtype: torch.dtype,
-        turned: bool,
+        transposed: bool,
         pairs: torch.Tensor | None,
         old: Sequence[torch.Tensor],
     ):
         self.family = family
         self.dtype = dtype
         self.stream_dtype = stream_dtype
-        self.turned = turned
+        self.transposed = transposed
         self.pairs = pairs
         self.old = list(old)
         self.copies: list[torch.Tensor] = []
 
-    def _copy(self, parts: list[torch.Tensor], dtype: torch.dtype, turned: bool = False) -> torch.Tensor:
-        """The parts (n_i, ...) as one new tensor (sum n_i, ...), or turned."""
+    def _copy(self, parts: list[torch.Tensor], dtype: torch.dtype, transposed: bool = False) -> torch.Tensor:
+        """The parts (n_i, ...) as one new tensor (sum n_i, ...), or transposed."""
         joint = (parts[0] if len(parts) == 1 else torch.cat(parts)).detach()
-        joint = joint.t() if turned else joint
+        joint = joint.t() if transposed else joint
         at = len(self.copies)
         old = self.old[at] if at < len(self.old) else None
         if old is None or (old.shape, old.dtype, old.device) != (joint.shape, dtype, joint.device):
-            shape = (*joint.shape[:-1], unaliased(joint.shape[-1])) if turned else joint.shape
+            shape = (*joint.shape[:-1], padded_width(joint.shape[-1])) if transposed else joint.shape
             old = torch.empty(shape, dtype=dtype, device=joint.device)[..., : joint.shape[-1]]
         self.copies.append(old.copy_(joint))
         return old
@@ -404,8 +403,8 @@ class _Reader:
         if self.pairs is None:
             return self.projection(factor, **projections)
         heads, size = config.num_attention_heads + config.num_key_value_heads, len(self.pairs)
-        turned = (torch.arange(heads)[:, None] * size + self.pairs).view(-1)
-        order = torch.cat((turned, torch.arange(config.num_key_value_heads * size) + heads * size))
+        paired = (torch.arange(heads)[:, None] * size + self.pairs).view(-1)
+        order = torch.cat((paired, torch.arange(config.num_key_value_heads * size) + heads * size))
         joint = self.projection(factor, order, **projections)
         if not self.family.qk_norm:  # else the norm sets the length of a query
             for part in filter(lambda tensor: tensor is not None, (joint.matrix, joint.bias)):
@@ -426,14 +425,14 @@ class _Reader:
             bias = self._copy([torch.cat(biases).detach()[order]], self.dtype) if biases else None
         else:
             bias = self._joint(biases) if biases else None
-        matrix = self._copy(weights, self.dtype, turned=True) if self.turned else self._joint(weights).t()
+        matrix = self._copy(weights, self.dtype, transposed=True) if self.transposed else self._joint(weights).t()
         if factor is not None:
             matrix *= factor[:, None]
         return Projection(matrix, bias)
 
     def _joint(self, parameters: list[nn.Parameter]) -> torch.Tensor:
         if self.dtype == parameters[0].dtype:
-            return lay_together(parameters)
+            return fuse_parameters_in_place(parameters)
         return self._copy(parameters, self.dtype)
 
 

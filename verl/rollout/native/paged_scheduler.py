@@ -1,16 +1,18 @@
-"""One generate call on a GPU: which rows are in which slots and pages, and when.
+"""The schedule of a batch on a GPU: which rows are in which slots and pages, and when.
 
-The host launches CHUNK steps at a time and looks at their outcome while the next ones run, so the GPU never waits for
-it. A row's pages are all reserved when it gets a slot: generation cannot run out of memory half-way.
+The host launches CHUNK steps at a time and reads their outcome while the next ones run, so the GPU never waits for it.
+All pages that a row can need are reserved when it gets a slot: generation cannot run out of memory half-way. Rows may
+be added at any time: one scheduler serves a whole batch (`run`) and requests that arrive one after another.
 """
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from verl.rollout.base import Generation, SamplingParams
+from verl.rollout.base import Completion, SamplingParams
 from verl.rollout.native import triton_kernels
 from verl.rollout.native.cuda_decoder import CHUNK, CudaDecoder, bucket_of, upload
 from verl.rollout.native.requests import Row
@@ -20,7 +22,7 @@ from verl.rollout.sampling import check_finite, uniform
 
 @dataclass(eq=False)
 class Group:
-    """The samples of one prompt. Its full pages are shared; its tail, a page begun, is copied for each sample."""
+    """The samples of one prompt. Its full pages are shared; its tail, a partly filled page, is copied per sample."""
 
     prompt: list[int]
     waiting: int = 0
@@ -40,19 +42,21 @@ class Group:
 
 @dataclass(eq=False)
 class Sample:
-    """A row at work. out: where its answer begins. launched: tokens that it has at most. own: pages of its own.
+    """A row with its pages.
 
-    text_end: tokens of its answer, where a text ended it.
+    out: where its response begins in the output buffers. launched: tokens that it has at most. own: its own pages.
+    text_end: tokens of its response, where a stop string ended it. aborted_at: tokens that it had when it was aborted.
     """
 
     row: Row
     group: Group
-    out: int
+    out: int = -1
     own: list[int] = field(default_factory=list)
     launched: int = 1
     ended: bool = False
-    tokens: list[int] = field(default_factory=list)  # that were looked at for text that ends the row
+    tokens: list[int] = field(default_factory=list)  # that were searched for stop strings
     text_end: int | None = None
+    aborted_at: int | None = None
 
     @property
     def own_pages(self) -> int:
@@ -63,7 +67,7 @@ class Sample:
 class Launched:
     """Steps under way: `status` (slots,) holds the outcome once `event` has come.
 
-    recent: with texts that end rows, how many tokens each row has, then its last CHUNK + 1: (slots, CHUNK + 2).
+    recent: with stop strings, how many tokens each row has, then its last CHUNK + 1: (slots, CHUNK + 2).
     """
 
     event: torch.cuda.Event
@@ -72,78 +76,159 @@ class Launched:
     samples: list[Sample | None]
 
 
-def group_rows(rows: list[Row]) -> list[Sample]:
-    """The rows with their groups, and the place of each answer in the flat buffers."""
+def group_rows(rows: Sequence[Row]) -> list[Sample]:
+    """The rows with their groups."""
     groups: dict[tuple[int, ...], Group] = {}
-    samples, out = [], 0
+    samples = []
     for row in rows:
         group = groups.setdefault(tuple(row.prompt), Group(row.prompt))
         group.waiting += 1
-        samples.append(Sample(row, group, out))
-        out += row.limit
+        samples.append(Sample(row, group))
     return samples
 
 
-def pages_for(samples: list[Sample]) -> int:
-    """Pages with which all samples can be at work at once."""
+def pages_for(samples: Sequence[Sample]) -> int:
+    """Pages with which all samples can be active at once."""
     groups = {id(sample.group): sample.group for sample in samples}.values()
     return sum(g.full_pages + g.tail_pages for g in groups) + sum(sample.own_pages for sample in samples)
 
 
-def pages_for_one(samples: list[Sample]) -> int:
-    """Pages without which some sample could never be at work."""
+def pages_for_one(samples: Sequence[Sample]) -> int:
+    """Pages without which some sample could never be active."""
     return max(s.group.full_pages + s.group.tail_pages + s.own_pages for s in samples)
 
 
-class PagedBatch:
-    """Rows waiting, rows in slots, and pages free. max_rows: rows at once."""
+def pages_for_length(tokens: int) -> int:
+    """Pages of one row with so many tokens, wherever its prompt ends."""
+    return -(-tokens // PAGE) + 1
 
-    def __init__(self, samples: list[Sample], params: SamplingParams, decoder: CudaDecoder, max_rows: int):
-        self.all = samples
+
+class PagedScheduler:
+    """Rows waiting, rows in slots, and free pages.
+
+    Args:
+        params: the sampling parameters that all rows share (SamplingParams.shared).
+        decoder: computes prompts and steps over its static buffers.
+        max_rows: rows at once.
+        line_width: 0 for one batch, whose responses fill the output buffers one after another. Otherwise requests
+            arrive over time, and the output buffers are lines of so many tokens, reused when `take_finished` has read
+            them.
+    """
+
+    def __init__(self, params: SamplingParams, decoder: CudaDecoder, max_rows: int, line_width: int = 0):
         self.params = params
         self.decoder = decoder
-        self.arena = decoder.arena
+        self.buffers = decoder.buffers
         self.device = decoder.decoder.embedding.device
         self.max_rows = max_rows
-        self.waiting = deque(samples)
-        self.free = list(range(self.arena.pages.shape[1]))
+        self.line_width = line_width
+        lines = len(self.buffers.tokens) // line_width if line_width else 0
+        self.free_outs = deque(line * line_width for line in range(lines))
+        self.next_out = 0
+        self.waiting: deque[Sample] = deque()
+        self.free = list(range(self.buffers.pages.shape[1]))
         self.slots: list[Sample | None] = []
-        self.stops = () if params.ignore_eos else params.stop_token_ids
-        self.arena.is_stop.zero_()
+        self.finished: list[Sample] = []
+        self.stops = params.active_stop_ids
+        self.has_stop_strings = False
+        self.buffers.is_stop.zero_()
         if self.stops:
-            self.arena.is_stop[upload(list(self.stops), torch.int64, self.device)] = 1
-        self.arena.state[triton_kernels.STATUS] = triton_kernels.DONE
+            self.buffers.is_stop[upload(list(self.stops), torch.int64, self.device)] = 1
+        self.buffers.state[triton_kernels.STATUS] = triton_kernels.DONE
+        self.before: Launched | None = None
+        self.abort_requests: list[Callable[[Row], bool]] = []  # of other threads, for `run`
         self.steps = 0
 
-    def run(self) -> list[Generation]:
-        before: Launched | None = None
-        self._refill()
-        while self.slots:
-            now = self._launch()
-            if before is not None:
-                self._look(before)
-            before = now
+    # ---- what the engine calls ----------------------------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.waiting or self.slots)
+
+    @property
+    def has_results(self) -> bool:
+        """Whether `take_finished` has something to return."""
+        return bool(self.finished)
+
+    def add(self, samples: Sequence[Sample]) -> None:
+        """Queue samples, in the order in which they are to be admitted."""
+        if not self.line_width:
+            for sample in samples:
+                sample.out, self.next_out = self.next_out, self.next_out + sample.row.limit
+        self.waiting.extend(samples)
+        self.has_stop_strings |= any(sample.row.stop is not None for sample in samples)
+
+    def run(self) -> list[tuple[Row, Completion]]:
+        """Generate until all rows have finished."""
+        while self.is_busy:
+            self.advance()
+            while self.abort_requests:
+                self.abort(self.abort_requests.pop())
+        return self._completions_of_all()
+
+    def advance(self) -> None:
+        """Launch some steps, read the outcome of those before, and admit rows to what became free."""
+        if not self.slots:
             self._refill()
-        return self._answers()
+        now = self._launch()
+        if self.before is not None:
+            self._look(self.before)
+        self.before = now
+        self._refill()
+        if not self.slots:
+            self.before = None
+
+    def abort(self, is_meant: Callable[[Row], bool]) -> None:
+        """End the rows that `is_meant` names; `take_finished` returns the tokens that they have."""
+        dropped = [sample for sample in self.waiting if is_meant(sample.row)]
+        self.waiting = deque(sample for sample in self.waiting if not is_meant(sample.row))
+        for sample in dropped:
+            sample.aborted_at, sample.out = 0, -1
+            sample.group.waiting -= 1
+            self._release(sample.group)
+        self.finished += dropped
+        for slot, sample in enumerate(self.slots):
+            if sample is not None and not sample.ended and is_meant(sample.row):
+                sample.aborted_at = int(self.buffers.state[triton_kernels.STEP, slot])
+                sample.ended = True
+                self.buffers.state[triton_kernels.STATUS, slot] = triton_kernels.DONE
+
+    def take_finished(self) -> list[tuple[Row, Completion]]:
+        """The rows that finished since the last call. Waits for the steps that were launched."""
+        samples, self.finished = self.finished, []
+        found = [(sample.row, Completion([], [], "abort")) for sample in samples if sample.out < 0]
+        samples = [sample for sample in samples if sample.out >= 0]
+        if not samples:
+            return found
+        at = upload([sample.out for sample in samples], torch.int64, self.device)[:, None]
+        index = at + torch.arange(self.line_width, device=self.device)
+        tokens = self.buffers.tokens[index].cpu().numpy()
+        log_probs = self.buffers.log_probs[index].cpu().numpy()
+        is_stop = np.isin(tokens, list(self.stops))
+        for i, sample in enumerate(samples):
+            found.append((sample.row, self._completion(sample, tokens[i], log_probs[i], is_stop[i])))
+            self.free_outs.append(sample.out)
+        return found
 
     # ---- steps --------------------------------------------------------------------------------------------------
 
     def _launch(self) -> Launched | None:
         """Launch some steps of all slots; None where every row has all its tokens under way."""
-        count = min(CHUNK, max(s.row.limit - s.launched for s in self.slots if s is not None))
+        count = min(CHUNK, max((s.row.limit - s.launched for s in self.slots if s is not None), default=0))
         if count <= 0:
             return None
-        state, rows = self.arena.state, len(self.slots)
+        state, rows = self.buffers.state, len(self.slots)
         state[triton_kernels.START].copy_(state[triton_kernels.STEP])
         if not self.params.greedy:
             first = state[triton_kernels.STEP, :rows].long()
             at = torch.arange(CHUNK, device=self.device)[:, None] + first
-            self.arena.uniforms[:, :rows] = uniform(self.params.seed, self.arena.sample_ids[:rows], at)
+            seeds, sample_ids = self.buffers.seeds[:rows], self.buffers.sample_ids[:rows]
+            self.buffers.uniforms[:, :rows] = uniform(seeds, sample_ids, at)
         self.decoder.steps(count, bucket_of(rows), self.params)
         self.steps += count
         status = torch.empty(rows, dtype=torch.int32, pin_memory=True)
         status.copy_(state[triton_kernels.STATUS, :rows], non_blocking=True)
-        recent = self._recent(rows) if self.params.stop is not None else None
+        recent = self._recent(rows) if self.has_stop_strings else None
         event = torch.cuda.Event()
         event.record()
         for sample in self.slots:
@@ -153,10 +238,10 @@ class PagedBatch:
 
     def _recent(self, rows: int) -> torch.Tensor:
         """As Launched.recent, on its way to the host."""
-        arena = self.arena
-        steps, outs = arena.state[triton_kernels.STEP, :rows].long(), arena.state[triton_kernels.OUT, :rows].long()
+        buffers = self.buffers
+        steps, outs = buffers.state[triton_kernels.STEP, :rows].long(), buffers.state[triton_kernels.OUT, :rows].long()
         back = torch.arange(-CHUNK - 1, 0, device=self.device)
-        tokens = arena.tokens[((outs + steps)[:, None] + back).clamp_(min=0)]
+        tokens = buffers.tokens[((outs + steps)[:, None] + back).clamp_(min=0)]
         host = torch.empty(rows, CHUNK + 2, dtype=torch.int32, pin_memory=True)
         return host.copy_(torch.cat((steps[:, None].int(), tokens), 1), non_blocking=True)
 
@@ -170,60 +255,74 @@ class PagedBatch:
                 check_finite(torch.tensor([torch.nan]), [sample.row.index], [sample.row.sample_id])
             sample.ended |= status == triton_kernels.DONE
         if launched.recent is not None:
-            self._look_for_text(launched)
+            self._search_stop_strings(launched)
 
-    def _look_for_text(self, launched: Launched) -> None:
-        """Mark the rows that a text ended, and stop them on the device."""
+    def _search_stop_strings(self, launched: Launched) -> None:
+        """Mark the rows that a stop string ended, and stop them on the device."""
         for sample, (count, *recent) in zip(launched.samples, launched.recent.tolist()):
-            if sample is None or sample.text_end is not None:
+            if sample is None or sample.row.stop is None or sample.text_end is not None:
                 continue
             seen = len(sample.tokens)
             sample.tokens += recent[len(recent) - (count - seen) :]
-            sample.text_end = self.params.stop.find(sample.tokens, seen)
+            sample.text_end = sample.row.stop.find(sample.tokens, seen)
             if sample.text_end is not None and sample in self.slots:
                 sample.ended = True
-                self.arena.state[triton_kernels.STATUS, self.slots.index(sample)] = triton_kernels.DONE
+                self.buffers.state[triton_kernels.STATUS, self.slots.index(sample)] = triton_kernels.DONE
 
     # ---- slots and pages ----------------------------------------------------------------------------------------
 
     def _refill(self) -> None:
-        """Free what rows that ended hold, and give it to rows that wait, when that is worth a pass over new prompts."""
+        """Free what finished rows hold, and give it to waiting rows when that is worth a prefill."""
         for slot, sample in enumerate(self.slots):
             if sample is not None and (sample.ended or sample.launched >= sample.row.limit):
                 self._free(sample)
+                self.finished.append(sample)
                 self.slots[slot] = None
         alive = sum(sample is not None for sample in self.slots)
         room = self.max_rows - alive
-        refill = bool(self.waiting) and (alive == 0 or room >= min(len(self.waiting), max(1, self.max_rows // 16)))
+        if self.line_width:
+            room = min(room, len(self.free_outs))
+        refill = bool(self.waiting) and room > 0
+        refill &= alive == 0 or room >= min(len(self.waiting), max(1, self.max_rows // 16))
         if refill or alive == 0 or bucket_of(alive) < bucket_of(len(self.slots)):
             self._compact(alive)
         if refill:
             self._admit(room)
 
     def _free(self, sample: Sample) -> None:
-        group = sample.group
         self.free += sample.own
-        group.living -= 1
-        if not group.living and not group.waiting:
+        sample.group.living -= 1
+        self._release(sample.group)
+
+    def _release(self, group: Group) -> None:
+        """Free what no sample of a group needs any more."""
+        if group.waiting:
+            return
+        if group.logits is not None:
+            self.free += group.tail
+            group.logits = None
+        if not group.living:
             self.free += group.shared
+            group.shared = []
 
     def _compact(self, alive: int) -> None:
-        """Move the last rows into the holes: slots 0 .. alive - 1 are at work."""
+        """Move the last rows into the holes: slots 0 .. alive - 1 are active."""
         holes = [slot for slot in range(alive) if self.slots[slot] is None]
         last = [slot for slot in range(alive, len(self.slots)) if self.slots[slot] is not None]
-        arena, end = self.arena, len(self.slots)
+        buffers, end = self.buffers, len(self.slots)
         if holes:
             source, target = upload([last, holes], torch.int64, self.device)
-            arena.state.index_copy_(1, target, arena.state[:, source])
-            arena.table.index_copy_(0, target, arena.table[source])
-            arena.sample_ids.index_copy_(0, target, arena.sample_ids[source])
-        arena.state[triton_kernels.STATUS, alive:end] = triton_kernels.DONE
+            buffers.state.index_copy_(1, target, buffers.state[:, source])
+            buffers.table.index_copy_(0, target, buffers.table[source])
+            buffers.sample_ids.index_copy_(0, target, buffers.sample_ids[source])
+            buffers.seeds.index_copy_(0, target, buffers.seeds[source])
+        buffers.state[triton_kernels.STATUS, alive:end] = triton_kernels.DONE
         for hole, slot in zip(holes, last):
             self.slots[hole] = self.slots[slot]
         del self.slots[alive:]
 
     def _admit(self, room: int) -> None:
-        """Give slots and pages to waiting rows as far as both reach, compute their prompts, draw their first tokens."""
+        """Give slots and pages to waiting rows as far as both reach, compute their prompts, sample first tokens."""
         chosen: list[Sample] = []
         fresh: list[Group] = []
         while self.waiting and len(chosen) < room:
@@ -238,6 +337,8 @@ class PagedBatch:
                 fresh.append(group)
                 group.shared, group.tail = self._take(group.full_pages), self._take(group.tail_pages)
             sample.own = self._take(sample.own_pages)
+            if self.line_width:
+                sample.out = self.free_outs.popleft()
             group.waiting -= 1
             group.living += 1
             chosen.append(sample)
@@ -249,11 +350,9 @@ class PagedBatch:
             for group, row in zip(fresh, logits):
                 group.logits = row
         self._copy_tails(chosen)
-        self._open(chosen)
+        self._fill_slots(chosen)
         for group in {id(s.group): s.group for s in chosen}.values():
-            if not group.waiting:
-                self.free += group.tail
-                group.logits = None
+            self._release(group)
 
     def _take(self, count: int) -> list[int]:
         at = len(self.free) - count
@@ -266,21 +365,22 @@ class PagedBatch:
         pairs = [(s.group.tail[0], s.own[0]) for s in chosen if s.group.tail]
         if pairs:
             source, target = upload([list(x) for x in zip(*pairs)], torch.int64, self.device)
-            for layer in self.arena.pages:
+            for layer in self.buffers.pages:
                 layer.index_copy_(0, target, layer[source])
 
-    def _open(self, chosen: list[Sample]) -> None:
-        """Write the slots of the chosen rows and draw their first tokens."""
-        arena, first = self.arena, len(self.slots)
+    def _fill_slots(self, chosen: list[Sample]) -> None:
+        """Write the slots of the chosen rows and sample their first tokens."""
+        buffers, first = self.buffers, len(self.slots)
         slots = slice(first, first + len(chosen))
-        width = arena.width
+        width = buffers.width
         pages = [s.group.shared + s.own for s in chosen]
-        arena.table[slots] = upload([p + [0] * (width - len(p)) for p in pages], torch.int32, self.device)
+        buffers.table[slots] = upload([p + [0] * (width - len(p)) for p in pages], torch.int32, self.device)
         lines = [[0, len(s.row.prompt) - 1, 0, 0, s.row.limit, s.out, triton_kernels.LIVE] for s in chosen]
-        arena.state[:, slots] = upload(lines, torch.int32, self.device).T
-        arena.sample_ids[slots] = upload([s.row.sample_id for s in chosen], torch.int64, self.device)
+        buffers.state[:, slots] = upload(lines, torch.int32, self.device).T
+        buffers.sample_ids[slots] = upload([s.row.sample_id for s in chosen], torch.int64, self.device)
+        buffers.seeds[slots] = upload([s.row.seed for s in chosen], torch.int64, self.device)
         if not self.params.greedy:
-            arena.uniforms[0, slots] = uniform(self.params.seed, arena.sample_ids[slots], 0)
+            buffers.uniforms[0, slots] = uniform(buffers.seeds[slots], buffers.sample_ids[slots], 0)
         groups = {id(s.group): s.group for s in chosen}
         order = {key: i for i, key in enumerate(groups)}
         logits = torch.stack([group.logits for group in groups.values()])
@@ -290,24 +390,30 @@ class PagedBatch:
         self.decoder.sample(logits, first, self.params, capped=True)
         self.slots += chosen
 
-    # ---- answers ------------------------------------------------------------------------------------------------
+    # ---- completions --------------------------------------------------------------------------------------------
 
-    def _answers(self) -> list[Generation]:
-        total = sum(sample.row.limit for sample in self.all)
-        tokens, log_probs = self.arena.tokens[:total].cpu().numpy(), self.arena.log_probs[:total].cpu().numpy()
-        is_stop = np.isin(tokens, list(self.stops))
-        answers: list[Generation | None] = [None] * len(self.all)
-        for sample in self.all:
-            row, at = sample.row, sample.out
-            hits = is_stop[at : at + row.limit]
-            stopped = bool(hits.any())
-            end = at + (int(hits.argmax()) + 1 if stopped else row.limit)
-            if self.params.stop is not None and sample.text_end is None:  # the last steps were not looked at
-                sample.text_end = self.params.stop.find(tokens[at:end].tolist(), len(sample.tokens))
-            if sample.text_end is not None:
-                stopped, end = True, at + sample.text_end
-            if not np.isfinite(log_probs[at:end].sum()):
-                check_finite(torch.tensor([torch.nan]), [row.index], [row.sample_id])
-            reason = "stop" if stopped else "length"
-            answers[row.index] = Generation(tokens[at:end].tolist(), log_probs[at:end].tolist(), reason)
-        return answers
+    def _completions_of_all(self) -> list[tuple[Row, Completion]]:
+        """Those of a whole batch, whose responses fill the output buffers."""
+        tokens = self.buffers.tokens[: self.next_out].cpu().numpy()
+        log_probs = self.buffers.log_probs[: self.next_out].cpu().numpy()
+        is_stop, found = np.isin(tokens, list(self.stops)), []
+        for sample in sorted(self.finished, key=lambda sample: sample.out):
+            line = slice(sample.out, sample.out + sample.row.limit)
+            found.append((sample.row, self._completion(sample, tokens[line], log_probs[line], is_stop[line])))
+        self.finished = []
+        return found
+
+    def _completion(self, sample: Sample, tokens: np.ndarray, log_probs: np.ndarray, is_stop: np.ndarray) -> Completion:
+        """tokens, log_probs, is_stop: the line of a sample, (limit,) or longer."""
+        row, limit = sample.row, sample.row.limit if sample.aborted_at is None else sample.aborted_at
+        hits = is_stop[:limit]
+        stopped = bool(hits.any())
+        end = int(hits.argmax()) + 1 if stopped else limit
+        if row.stop is not None and sample.text_end is None:  # the last steps were not searched
+            sample.text_end = row.stop.find(tokens[:end].tolist(), len(sample.tokens))
+        if sample.text_end is not None:
+            stopped, end = True, sample.text_end
+        if not np.isfinite(log_probs[:end].sum()):
+            check_finite(torch.tensor([torch.nan]), [row.index], [row.sample_id])
+        cut = "length" if end == row.limit else "abort"
+        return Completion(tokens[:end].tolist(), log_probs[:end].tolist(), "stop" if stopped else cut)

@@ -1,58 +1,74 @@
-"""The rows of a generate call: checked, and in the order of their work."""
+"""The requests of a batch as the schedulers see them: checked, and in the order in which they are admitted."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verl.rollout.base import SamplingParams
+from verl.rollout.base import Request, SamplingParams
 from verl.rollout.native.model import Decoder
+from verl.rollout.stop_strings import StopStrings
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
-    """A row to generate: its place among the prompts, its prompt, its sample id, its response tokens at most."""
+    """One request of a batch.
+
+    Args:
+        index: which request it is.
+        prompt: token ids.
+        sample_id, seed: fix its random numbers.
+        limit: most response tokens.
+        stop: strings that end it.
+    """
 
     index: int
     prompt: list[int]
     sample_id: int
     limit: int
+    seed: int = 0
+    stop: StopStrings | None = None
 
     @property
     def length(self) -> int:
-        """Columns of the cache it can need: the last token is never fed back."""
+        """Tokens in the KV cache at most: the last token is never fed back."""
         return len(self.prompt) + self.limit - 1
 
+    @classmethod
+    def of(cls, index: int, request: Request, decoder: Decoder) -> "Row":
+        """A request as a row. Raises ValueError for one that the model cannot take; `index` names it."""
+        prompt, limit = request.prompt_ids, request.params.max_tokens
+        if request.multi_modal_data is not None:
+            raise ValueError(f"prompt {index}: rollout.name=native does not support multi_modal_data (text only)")
+        if not prompt:
+            raise ValueError(f"prompt {index} has no tokens")
+        if min(prompt) < 0 or max(prompt) >= decoder.vocab_size:
+            raise ValueError(f"prompt {index} has a token outside the vocabulary of {decoder.vocab_size}")
+        if len(prompt) + limit > decoder.max_positions:
+            raise ValueError(
+                f"prompt {index}: {len(prompt)} prompt and {limit} response tokens exceed {decoder.max_positions} "
+                f"positions ({decoder.max_positions_reason}); shorten the prompt or the response"
+            )
+        return cls(index, list(prompt), request.sample_id, limit, request.params.seed, request.params.stop)
 
-def plan_rows(
-    prompts: Sequence[list[int]],
-    params: SamplingParams,
-    sample_ids: Sequence[int] | None,
-    limits: Sequence[int] | None,
-    decoder: Decoder,
-) -> list[Row]:
-    """The rows in the order of their work: samples of one prompt side by side, longest first. Raises ValueError."""
-    for name, values in (("sample_ids", sample_ids), ("limits", limits)):
-        if values is not None and len(values) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts need as many {name}, found {len(values)}")
-    sample_ids = range(len(prompts)) if sample_ids is None else sample_ids
-    limits = [params.max_tokens] * len(prompts) if limits is None else limits
-    rows = [Row(i, list(p), int(s), int(t)) for i, (p, s, t) in enumerate(zip(prompts, sample_ids, limits))]
-    for row in rows:
-        if not row.prompt:
-            raise ValueError(f"prompt {row.index} has no tokens")
-        if min(row.prompt) < 0 or max(row.prompt) >= decoder.vocab_size:
-            raise ValueError(f"prompt {row.index} has a token outside the vocabulary of {decoder.vocab_size}")
-        if not 1 <= row.limit <= params.max_tokens:
-            raise ValueError(
-                f"limit of row {row.index}: expected 1 to max_tokens={params.max_tokens}, found {row.limit}"
-            )
-        if len(row.prompt) + row.limit > decoder.max_positions:
-            raise ValueError(
-                f"row {row.index}: a prompt of {len(row.prompt)} and a response of {row.limit} tokens exceed "
-                f"{decoder.max_positions} positions ({decoder.max_positions_reason}); shorten the prompt or the "
-                "response"
-            )
+
+def admission_order(rows: Sequence[Row]) -> list[Row]:
+    """The rows with samples of one prompt side by side, longest first."""
     longest: dict[tuple[int, ...], int] = {}
     for row in rows:
         prompt = tuple(row.prompt)
         longest[prompt] = max(row.length, longest.get(prompt, 0))
     return sorted(rows, key=lambda row: (-longest[tuple(row.prompt)], row.prompt, -row.limit))
+
+
+def batches_of(requests: Sequence[Request]) -> list[tuple[SamplingParams, list[int]]]:
+    """Which requests can share a batch: (the parameters that they agree on, their indices), in order of appearance.
+
+    max_tokens, seed and stop may differ within a batch.
+    """
+    shared: dict[int, SamplingParams] = {}  # most requests have the same parameters object
+    batches: dict[SamplingParams, list[int]] = {}
+    for index, request in enumerate(requests):
+        params = shared.get(id(request.params))
+        if params is None:
+            params = shared[id(request.params)] = request.params.shared
+        batches.setdefault(params, []).append(index)
+    return list(batches.items())

@@ -1,64 +1,160 @@
-"""One generate call in plain torch: which rows are in which slots, and when."""
+"""The schedule of a batch in plain torch: which rows are in which slots, and when.
+
+Rows may be added at any time and are admitted between decode steps, so that one scheduler serves a whole batch
+(`run`) as well as requests that arrive one after another (`advance` and `take_finished`).
+"""
 
 from collections import deque
+from collections.abc import Callable, Sequence
 
 import torch
 
-from verl.rollout.base import Generation, SamplingParams
+from verl.rollout.base import Completion, SamplingParams
 from verl.rollout.native.requests import Row
 from verl.rollout.native.torch_decoder import TorchDecoder
 from verl.rollout.sampling import check_finite, uniform
 from verl.rollout.stop_strings import LOOK_EVERY
 
-#: steps for which random numbers are made at once, and after which broken rows are looked for
+#: steps for which random numbers are generated at once, and after which log-probs are checked
 _BLOCK_STEPS = 32
 
-# what a slot knows of its row, one line of SlotBatch.state each; those of _MOVING grow by one with every token
-_TOKEN, _POSITION, _STEP, _OUT, _LAST, _ROW, _SAMPLE = range(7)
+# the state of a slot, one line of SlotScheduler.state each; those of _MOVING grow by one with every token
+_TOKEN, _POSITION, _STEP, _OUT, _LAST, _LINE, _SAMPLE, _SEED = range(8)
 _MOVING = slice(_POSITION, _OUT + 1)
 
 
-class SlotBatch:
-    """One generate call: rows waiting, rows in slots 0 .. active - 1, and the answers (len(rows), longest limit)."""
+class SlotScheduler:
+    """Rows waiting, rows in slots 0 .. active - 1, and the output lines (lines, width) that tokens are written to.
 
-    def __init__(self, rows: list[Row], params: SamplingParams, decoder: TorchDecoder):
-        self.rows = rows
+    Args:
+        params: the sampling parameters that all rows share (SamplingParams.shared).
+        decoder: computes prompts and steps over its KV cache.
+        slots: rows at once; at most those of the cache.
+        lines: output lines; a line is reused when `take_finished` has read it.
+        width: tokens of a line.
+    """
+
+    def __init__(self, params: SamplingParams, decoder: TorchDecoder, slots: int, lines: int, width: int):
         self.params = params
         self.decoder = decoder
-        self.waiting = deque(range(len(rows)))
+        self.waiting: deque[Row] = deque()
         self.device = decoder.decoder.embedding.device
-        self.slots = min(decoder.cache.slots, len(rows))
-        self.width = max(row.limit for row in rows)
-        self.tokens = torch.zeros(len(rows) * self.width, dtype=torch.int64, device=self.device)
-        self.log_probs = torch.zeros(len(rows) * self.width, dtype=torch.float32, device=self.device)
-        self.lengths = [0] * len(rows)
-        self.state = torch.zeros(_SAMPLE + 1, self.slots, dtype=torch.int64, device=self.device)
-        self.uniforms = torch.zeros(self.slots, _BLOCK_STEPS, dtype=torch.float64, device=self.device)
+        self.slots = slots
+        self.width = width
+        self.rows: list[Row | None] = [None] * lines
+        self.free_lines = deque(range(lines))
+        self.tokens = torch.zeros(lines * width, dtype=torch.int64, device=self.device)
+        self.log_probs = torch.zeros(lines * width, dtype=torch.float32, device=self.device)
+        self.lengths = [0] * lines
+        self.state = torch.zeros(_SEED + 1, slots, dtype=torch.int64, device=self.device)
+        self.uniforms = torch.zeros(slots, _BLOCK_STEPS, dtype=torch.float64, device=self.device)
         self.column = 0  # of uniforms: the numbers that the next token takes
-        self.stops = () if params.ignore_eos else frozenset(params.stop_token_ids)
+        self.stops = frozenset(params.active_stop_ids)
         self.is_stop = torch.zeros(decoder.decoder.vocab_size, dtype=torch.bool, device=self.device)
         self.is_stop[list(self.stops)] = True
-        self.text_ends: dict[int, int] = {}  # row -> tokens of its answer, where a text ended it
-        self.looked_at = [0] * len(rows)  # tokens of each row in which no text was found that ends it
+        self.has_stop_strings = False
+        self.text_ends: dict[int, int] = {}  # line -> tokens of its response, where a stop string ended it
+        self.searched = [0] * lines  # tokens of each line in which no stop string was found
+        self.finished: list[int] = []  # lines that `take_finished` has not read
+        self.aborted: set[int] = set()
+        self.dropped: list[Row] = []  # aborted before they were admitted
         self.active = 0
         self.due = 0  # steps until the first active row has all its tokens
+        self.abort_requests: list[Callable[[Row], bool]] = []  # of other threads, for `run`
         self.steps = 0
-        decoder.seat(self.state[_POSITION, :0])
+        decoder.start_step_at(self.state[_POSITION, :0])
 
-    def run(self) -> list[Generation]:
-        while self.waiting or self.active:
-            free = self.slots - self.active
-            # a few free slots are not worth a pass over new prompts: it costs as much as one over many
-            if self.waiting and (free >= max(1, self.slots // 8) or free >= len(self.waiting)):
-                self._admit(min(free, len(self.waiting)))
-            else:
-                self._step()
-        return self._answers()
+    # ---- what the engine calls ----------------------------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.waiting or self.active)
+
+    @property
+    def has_results(self) -> bool:
+        """Whether `take_finished` has something to return."""
+        return bool(self.finished or self.dropped)
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Queue rows, in the order in which they are to be admitted."""
+        self.waiting.extend(rows)
+        self.has_stop_strings |= any(row.stop is not None for row in rows)
+
+    def run(self) -> list[tuple[Row, Completion]]:
+        """Generate until all rows have finished."""
+        while self.is_busy:
+            self.advance()
+            while self.abort_requests:
+                self.abort(self.abort_requests.pop())
+        return self.take_finished()
+
+    def advance(self) -> None:
+        """Admit waiting rows, or compute one more token for every active row."""
+        free = self.slots - self.active
+        # a few free slots are not worth a prefill: it costs as much as one of many prompts
+        if self.waiting and (free >= max(1, self.slots // 8) or free >= len(self.waiting)):
+            self._admit(min(free, len(self.waiting), len(self.free_lines)))
+        else:
+            self._step()
+
+    def abort(self, is_meant: Callable[[Row], bool]) -> None:
+        """End the rows that `is_meant` names; `take_finished` returns the tokens that they have."""
+        self.dropped += [row for row in self.waiting if is_meant(row)]
+        self.waiting = deque(row for row in self.waiting if not is_meant(row))
+        lines = self.state[_LINE, : self.active].tolist()
+        meant = {line for line in lines if is_meant(self.rows[line])}
+        if meant:
+            self.aborted |= meant
+            self._retire(slice(0, self.active))
+
+    def take_finished(self) -> list[tuple[Row, Completion]]:
+        """The rows that finished since the last call. Raises ValueError where log-probs are not finite."""
+        found = [(row, Completion([], [], "abort")) for row in self.dropped]
+        self.dropped = []
+        if not self.finished:
+            return found
+        lines, self.finished = sorted(self.finished), []
+        index = torch.tensor(lines, device=self.device)
+        tokens, log_probs = self.tokens.view(-1, self.width)[index], self.log_probs.view(-1, self.width)[index]
+        rows = [self.rows[line] for line in lines]
+        check_finite(log_probs.sum(-1), [row.index for row in rows], [row.sample_id for row in rows])
+        for line, row, ids, lps in zip(lines, rows, tokens.tolist(), log_probs.tolist()):
+            length = self.lengths[line]
+            found.append((row, Completion(ids[:length], lps[:length], self._reason(line, ids[length - 1]))))
+            self._free_line(line)
+        return found
+
+    def resize(self, decoder: TorchDecoder, slots: int, width: int) -> None:
+        """Continue on a larger cache, with `slots` slots and as many lines of at least `width` tokens."""
+        lines, before, width = max(slots, len(self.rows)), len(self.rows), max(width, self.width)
+
+        def widened(old: torch.Tensor) -> torch.Tensor:
+            new = old.new_zeros(lines, width)
+            new[:before, : self.width] = old.view(before, self.width)
+            return new.view(-1)
+
+        self.tokens, self.log_probs = widened(self.tokens), widened(self.log_probs)
+        shift = self.state[_LINE] * (width - self.width)
+        self.state[_OUT] += shift
+        self.state[_LAST] += shift
+        added = max(0, slots - self.slots)
+        self.state = torch.nn.functional.pad(self.state, (0, added))
+        self.uniforms = torch.nn.functional.pad(self.uniforms, (0, 0, 0, added))
+        for values, fill in ((self.rows, None), (self.lengths, 0), (self.searched, 0)):
+            values += [fill] * (lines - before)
+        self.free_lines += range(before, lines)
+        self.slots, self.width = max(slots, self.slots), width
+        self.decoder = decoder
+        decoder.start_step_at(self.state[_POSITION, : self.active])
+
+    # ---- one iteration ------------------------------------------------------------------------------------------
 
     def _admit(self, count: int) -> None:
-        """Give `count` waiting rows slots, compute their prompts and draw their first tokens."""
-        chosen = [self.waiting.popleft() for _ in range(count)]
-        rows = [self.rows[i] for i in chosen]
+        """Give `count` waiting rows slots, compute their prompts and sample their first tokens."""
+        rows = [self.waiting.popleft() for _ in range(count)]
+        lines = [self.free_lines.popleft() for _ in rows]
+        for line, row in zip(lines, rows):
+            self.rows[line] = row
         slots = slice(self.active, self.active + count)
         groups: dict[tuple[int, ...], list[int]] = {}
         for slot, row in enumerate(rows, self.active):
@@ -67,22 +163,22 @@ class SlotBatch:
         group_of = {slot: g for g, members in enumerate(groups.values()) for slot in members}
         self.state[:, slots] = torch.tensor(
             [
-                [0, len(row.prompt) - 1, -1, i * self.width - 1, i * self.width + row.limit - 1, i, row.sample_id]
-                for i, row in zip(chosen, rows)
+                [0, len(row.prompt) - 1, -1, start - 1, start + row.limit - 1, line, row.sample_id, row.seed]
+                for row, line, start in zip(rows, lines, (line * self.width for line in lines))
             ],
             device=self.device,
         ).T
         if not self.params.greedy:
-            state = self.state[:, slots]
-            self.uniforms[slots] = self._random(state[_SAMPLE], state[_STEP] + 1 - self.column)
+            self.uniforms[slots] = self._random(slots, self.state[_STEP, slots] + 1 - self.column)
         self.active += count
-        self._take(logits[[group_of[slot] for slot in range(slots.start, slots.stop)]], slots)
+        self._sample(logits[[group_of[slot] for slot in range(slots.start, slots.stop)]], slots)
         self._retire(slots)
 
-    def _random(self, sample_ids: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-        """(B, _BLOCK_STEPS) uniforms of positions first (B,) and on."""
+    def _random(self, slots: slice, first: torch.Tensor) -> torch.Tensor:
+        """(B, _BLOCK_STEPS) uniforms of the rows in `slots`, of positions first (B,) and on."""
         steps = torch.arange(_BLOCK_STEPS, device=self.device)
-        return uniform(self.params.seed, sample_ids[:, None], first[:, None] + steps)
+        seeds, sample_ids = self.state[_SEED, slots, None], self.state[_SAMPLE, slots, None]
+        return uniform(seeds, sample_ids, first[:, None] + steps)
 
     def _step(self) -> None:
         """One more token for every active row."""
@@ -91,37 +187,38 @@ class SlotBatch:
         if self.column == _BLOCK_STEPS:
             self.column = 0
             if not self.params.greedy:
-                self.uniforms[live] = self._random(self.state[_SAMPLE, live], self.state[_STEP, live] + 1)
+                self.uniforms[live] = self._random(live, self.state[_STEP, live] + 1)
             self._check()
         logits = self.decoder.step(self.state[_TOKEN, live])
         self.due -= 1
         self.steps += 1
-        tokens = self._take(logits, live)
+        tokens = self._sample(logits, live)
         ended = self.due == 0 or (self.stops and bool(self.is_stop[tokens].any()))
-        if self.params.stop is not None and self.steps % LOOK_EVERY == 0:
-            ended |= self._look_for_text()
+        if self.has_stop_strings and self.steps % LOOK_EVERY == 0:
+            ended |= self._search_stop_strings()
         if ended:
             self._retire(live)
 
-    def _look_for_text(self) -> bool:
-        """Note which active rows a text ended, and whether there are any."""
+    def _search_stop_strings(self) -> bool:
+        """Note which active rows a stop string ended, and whether there are any."""
         found = False
-        for row, step in self.state[[_ROW, _STEP], : self.active].T.tolist():
-            found |= self._text_end(row, step + 1) is not None
+        for line, step in self.state[[_LINE, _STEP], : self.active].T.tolist():
+            found |= self._text_end(line, step + 1) is not None
         return found
 
-    def _text_end(self, row: int, length: int) -> int | None:
-        """Where a text ends a row that has `length` tokens; None where no text does."""
-        if self.params.stop is not None and row not in self.text_ends:
-            tokens = self.tokens[row * self.width : row * self.width + length].tolist()
-            end = self.params.stop.find(tokens, self.looked_at[row])
-            self.looked_at[row] = length
+    def _text_end(self, line: int, length: int) -> int | None:
+        """Where a stop string ends a row that has `length` tokens; None where none does."""
+        stop = self.rows[line].stop
+        if stop is not None and line not in self.text_ends:
+            tokens = self.tokens[line * self.width : line * self.width + length].tolist()
+            end = stop.find(tokens, self.searched[line])
+            self.searched[line] = length
             if end is not None:
-                self.text_ends[row] = end
-        return self.text_ends.get(row)
+                self.text_ends[line] = end
+        return self.text_ends.get(line)
 
-    def _take(self, logits: torch.Tensor, slots: slice) -> torch.Tensor:
-        """Draw a token for each row of `slots` and write it down. Returns the tokens."""
+    def _sample(self, logits: torch.Tensor, slots: slice) -> torch.Tensor:
+        """Sample a token for each row of `slots` and write it to its line. Returns the tokens (B,)."""
         state = self.state[:, slots]
         tokens, log_probs = self.decoder.choose(logits, self.params, self.uniforms[slots, self.column])
         state[_TOKEN] = tokens
@@ -135,34 +232,37 @@ class SlotBatch:
         """Free those of `slots` whose rows ended; the last rows move into the holes, so active rows stay the first."""
         state = self.state[:, slots]
         ended = self.is_stop[state[_TOKEN]] | (state[_OUT] == state[_LAST])
-        rows, steps = self.state[_ROW].tolist(), self.state[_STEP].tolist()
-        if self.text_ends:
-            ended |= torch.tensor([row in self.text_ends for row in rows[slots]], device=self.device)
+        lines, steps = self.state[_LINE].tolist(), self.state[_STEP].tolist()
+        if self.text_ends or self.aborted:
+            forced = self.text_ends.keys() | self.aborted
+            ended |= torch.tensor([line in forced for line in lines[slots]], device=self.device)
         for slot in reversed((ended.nonzero()[:, 0] + slots.start).tolist()):
-            row, length = rows[slot], steps[slot] + 1
-            self.lengths[row] = self._text_end(row, length) or length
+            line, length = lines[slot], steps[slot] + 1
+            self.lengths[line] = self._text_end(line, length) or length
+            self.finished.append(line)
             self.active -= 1
             if slot != self.active:
                 self.decoder.cache.move(self.active, slot)
                 self.state[:, slot] = self.state[:, self.active]
                 self.uniforms[slot] = self.uniforms[self.active]
         state = self.state[:, : self.active]
-        self.decoder.seat(state[_POSITION])
+        self.decoder.start_step_at(state[_POSITION])
         if self.active:
             self.due = int((state[_LAST] - state[_OUT]).min())
+
+    def _reason(self, line: int, last_token: int) -> str:
+        if line in self.text_ends or last_token in self.stops:
+            return "stop"
+        return "abort" if line in self.aborted and self.lengths[line] < self.rows[line].limit else "length"
+
+    def _free_line(self, line: int) -> None:
+        self.rows[line], self.searched[line] = None, 0
+        self.text_ends.pop(line, None)
+        self.aborted.discard(line)
+        self.free_lines.append(line)
 
     def _check(self) -> None:
         """Raises ValueError when an active row's last log-prob is not finite."""
         state = self.state[:, : self.active]
-        rows = [self.rows[i] for i in state[_ROW].tolist()]
+        rows = [self.rows[line] for line in state[_LINE].tolist()]
         check_finite(self.log_probs[state[_OUT]], [r.index for r in rows], [r.sample_id for r in rows])
-
-    def _answers(self) -> list[Generation]:
-        tokens, log_probs = self.tokens.view(-1, self.width), self.log_probs.view(-1, self.width)
-        check_finite(log_probs.sum(-1), [r.index for r in self.rows], [r.sample_id for r in self.rows])
-        answers: list[Generation | None] = [None] * len(self.rows)
-        every = zip(self.rows, self.lengths, tokens.tolist(), log_probs.tolist())
-        for at, (row, length, ids, lps) in enumerate(every):
-            reason = "stop" if at in self.text_ends or ids[length - 1] in self.stops else "length"
-            answers[row.index] = Generation(ids[:length], lps[:length], reason)
-        return answers

@@ -1,11 +1,11 @@
 """Triton kernels of one decoding step over a paged key/value cache. B rows, V vocabulary, D head size.
 
-A row is decoded by a handful of launches a layer; what stands between two matrix products is one kernel. Sums and
+A row is decoded by a handful of launches a layer; what is computed between two matmuls is one kernel. Sums and
 exponentials are float32; what is stored has the model's dtype.
 
 State of the rows, one line of int32 (FIELDS, slots) each: TOKEN and POSITION of the token to feed next; STEP, response
 tokens made so far; START, STEP when the uniforms were made; LIMIT, response tokens at most; OUT, where the
-answer begins in the flat buffers; STATUS. Rows that are not LIVE are left alone.
+response begins in the flat buffers; STATUS. Rows that are not LIVE are left alone.
 
 Pages: (layers, pages, 2 HK, PAGE, D), keys of the HK heads, then values. table (slots, most pages of a row) int32.
 """
@@ -32,7 +32,7 @@ def _softcap(x, cap):
 
 @triton.jit
 def _partner(d, R: tl.constexpr):
-    """The dimension that each of d (D,) is turned with; itself beyond R."""
+    """The dimension that each of d (D,) is rotated with; itself beyond R."""
     return tl.where(d < R // 2, d + R // 2, tl.where(d < R, d - R // 2, d))
 
 
@@ -68,11 +68,11 @@ def _add_keys(q, at, mask, seen, highest, weight, total, scale, softcap, to_valu
 
 
 @triton.jit
-def _join(out, mask, pieces, arrived, s, splits, highest, weight, total, GP: tl.constexpr, DP: tl.constexpr,
+def _join(out, mask, partials, arrived, s, splits, highest, weight, total, GP: tl.constexpr, DP: tl.constexpr,
           SP: tl.constexpr):  # fmt: skip
-    """Leave the running sum of program s in pieces (splits, GP, DP + 2); the last to arrive stores the attention."""
+    """Leave the running sum of program s in partials (splits, GP, DP + 2); the last to arrive stores the attention."""
     g, d = tl.arange(0, GP), tl.arange(0, DP)
-    own = pieces + (s * GP + g) * (DP + 2)
+    own = partials + (s * GP + g) * (DP + 2)
     tl.store(own[:, None] + d[None, :], total)
     tl.store(own + DP, highest)
     tl.store(own + DP + 1, weight)
@@ -81,7 +81,7 @@ def _join(out, mask, pieces, arrived, s, splits, highest, weight, total, GP: tl.
         tl.store(arrived, 0)
         # others wrote them just now: not from the nearest cache
         i = tl.arange(0, SP)
-        each = pieces + (i[:, None] * GP + g[None, :]) * (DP + 2) + DP
+        each = partials + (i[:, None] * GP + g[None, :]) * (DP + 2) + DP
         tops = tl.load(each, mask=(i < splits)[:, None], other=-1e30, cache_modifier=".cg")
         weights = tl.load(each + 1, mask=(i < splits)[:, None], other=0.0, cache_modifier=".cg")
         highest = tl.max(tops, 0)
@@ -89,10 +89,10 @@ def _join(out, mask, pieces, arrived, s, splits, highest, weight, total, GP: tl.
         total = tl.zeros([GP, DP], tl.float32)
         for first in range(0, splits, 4):  # four loads on their way at once
             for k in tl.static_range(4):
-                piece = pieces + ((first + k) * GP + g) * (DP + 2)
+                one = partials + ((first + k) * GP + g) * (DP + 2)
                 there = first + k < splits
-                share = tl.exp(tl.load(piece + DP, mask=there, other=-1e30, cache_modifier=".cg") - highest)
-                part = tl.load(piece[:, None] + d[None, :], mask=there, other=0.0, cache_modifier=".cg")
+                share = tl.exp(tl.load(one + DP, mask=there, other=-1e30, cache_modifier=".cg") - highest)
+                part = tl.load(one[:, None] + d[None, :], mask=there, other=0.0, cache_modifier=".cg")
                 total += part * share[:, None]
         tl.store(out, (total / weight[:, None]).to(out.dtype.element_ty), mask=mask)
 
@@ -104,10 +104,10 @@ def _new_token(row, h, d, g, real, HQ: tl.constexpr, HK: tl.constexpr, G: tl.con
     inside, partner = d < D, _partner(d, R)
     heads, head = (h * G + g)[:, None] * D, (HQ + h + tl.arange(0, 1)[:, None]) * D
     q = tl.load(row + heads + d[None, :], mask=real, other=0.0)
-    q_turned = tl.load(row + heads + partner[None, :], mask=real, other=0.0)
+    q_partner = tl.load(row + heads + partner[None, :], mask=real, other=0.0)
     k = tl.load(row + head + d[None, :], mask=inside[None, :], other=0.0)
-    k_turned = tl.load(row + head + partner[None, :], mask=inside[None, :], other=0.0)
-    return q, q_turned, k, k_turned, tl.load(row + (HQ + HK + h) * D + d, mask=inside, other=0.0)
+    k_partner = tl.load(row + head + partner[None, :], mask=inside[None, :], other=0.0)
+    return q, q_partner, k, k_partner, tl.load(row + (HQ + HK + h) * D + d, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -143,14 +143,14 @@ def attend(
     inside, heads, head = d < D, (h * G + g)[:, None] * D, (HQ + h + tl.arange(0, 1)[:, None]) * D
     real = (g[:, None] < G) & inside[None, :]
     row = qkv + b * (HQ + 2 * HK) * D
-    q, q_turned, new_k, k_turned, new_v = _new_token(row, h, d, g, real, HQ, HK, G, D, R)
+    q, q_partner, new_k, k_partner, new_v = _new_token(row, h, d, g, real, HQ, HK, G, D, R)
     if status != _LIVE:
         return
     c = tl.load(cos + n * R + d, mask=d < R, other=1.0).to(tl.float32)
     sn = tl.load(sin + n * R + d, mask=d < R, other=0.0).to(tl.float32)
     new_page = tl.load(table + b * table_width + n // PAGE).to(tl.int64)
-    q = _rotated(q, q_turned, real, qk_norm, heads, c, sn, d, eps, D, R, NORM).to(new_v.dtype)
-    new_k = _rotated(new_k, k_turned, inside[None, :], qk_norm, head, c, sn, d, eps, D, R, NORM).to(new_v.dtype)
+    q = _rotated(q, q_partner, real, qk_norm, heads, c, sn, d, eps, D, R, NORM).to(new_v.dtype)
+    new_k = _rotated(new_k, k_partner, inside[None, :], qk_norm, head, c, sn, d, eps, D, R, NORM).to(new_v.dtype)
 
     first = s == 0  # puts the new token's key and value into the cache, and begins the sum with them
     if first:
@@ -178,8 +178,8 @@ def attend(
         )  # fmt: skip
     at = out + b * HQ * D + heads + d[None, :]
     if SPLIT:
-        pieces = partial + (b * HK + h) * splits * GP * (DP + 2)
-        _join(at, real, pieces, arrived + b * HK + h, s, splits, highest, weight, total, GP, DP, SP)
+        partials = partial + (b * HK + h) * splits * GP * (DP + 2)
+        _join(at, real, partials, arrived + b * HK + h, s, splits, highest, weight, total, GP, DP, SP)
     else:
         tl.store(at, (total / weight[:, None]).to(q.dtype), mask=real)
 
@@ -290,7 +290,7 @@ def draw_token(
     logits, parts, uniforms, state, out_tokens, out_log_probs, is_stop, first, slots, inverse_temperature,
     softcap, V, BLOCK: tl.constexpr, NB: tl.constexpr, NBP: tl.constexpr, SOFTCAP: tl.constexpr, GREEDY: tl.constexpr,
 ):  # fmt: skip
-    """Draw a token by inversion of the cumulative distribution: first its block, then its place there. Grid (B,).
+    """Draw a token by inversion of the cumulative distribution: first its block, then its index there. Grid (B,).
 
     uniforms: (steps, slots) float64; a row reads line STEP - START. is_stop (V,) int8.
     """
@@ -308,8 +308,8 @@ def draw_token(
     row = logits + b.to(tl.int64) * V
     if GREEDY:
         block = tl.min(tl.where(maxima == highest, j, NB - 1), 0)
-        place = tl.load(parts + (slot * NB + block) * 3 + 2).to(tl.int32)
-        token = tl.minimum(block * BLOCK + place, V - 1)
+        inner = tl.load(parts + (slot * NB + block) * 3 + 2).to(tl.int32)
+        token = tl.minimum(block * BLOCK + inner, V - 1)
         log_prob = -log_total
     else:
         line = tl.load(state + _STEP * slots + slot) - tl.load(state + _START * slots + slot)
@@ -325,8 +325,8 @@ def draw_token(
             x = tl.where(c < V, _softcap(x, softcap), float("-inf"))
         x *= inverse_temperature
         inside = tl.cumsum(tl.exp(x - tl.max(x, 0)).to(tl.float64), 0)
-        place = tl.sum((inside <= share * tl.max(inside, 0)).to(tl.int32), 0)
-        token = tl.minimum(block * BLOCK + place, V - 1)
+        inner = tl.sum((inside <= share * tl.max(inside, 0)).to(tl.int32), 0)
+        token = tl.minimum(block * BLOCK + inner, V - 1)
         chosen = tl.load(row + token).to(tl.float32)
         if SOFTCAP:
             chosen = _softcap(chosen, softcap)

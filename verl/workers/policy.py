@@ -1,30 +1,37 @@
-"""The policy's workers: actor and rollout in one process on the same weights, and the reference."""
+"""The policy's workers: the actor, which hosts a rollout engine where they share devices, and the reference."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
-import torch
-
 from verl.config import schema
-from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching, TrainEngine
 from verl.protocol import DataProto
 from verl.registry import import_module
-from verl.rollout.base import Generation, RolloutEngine, SamplingParams
+from verl.rollout.base import RolloutEnv
 from verl.rollout.stop_strings import StopStrings
-from verl.single_controller import Coordinates, Dispatch, register
-from verl.utils.device import peak_memory, resolve_device
+from verl.rollout.weight_sync import CollectiveSync, SyncReport, TransferGroup
+from verl.single_controller import Dispatch, register
+from verl.single_controller.worker import free_port
+from verl.utils.device import peak_memory, resolve_device, resolve_dtype
 from verl.workers.engine_worker import EngineWorker, micro_batching
 from verl.workers.objectives import aggregation, policy_objective
-from verl.workers.rollout_build import make_rollout, sample_ids, sampling_in_mode, sampling_params
+from verl.workers.rollout import NO_TIMEOUT, Rollout, RolloutMethods
 
 
-class ActorRolloutWorker(EngineWorker):
-    """Generates with the policy, gives its log-probs, and updates it.
+class ActorWorker(RolloutMethods, EngineWorker):
+    """Computes log-probs of the policy and updates it; generates with it, unless the rollout has devices of its own.
 
-    config: the `actor_rollout_ref` section. correction: `algorithm.rollout_correction`, for losses that read it.
-    response_length: tokens of an answer at most. stop_token_ids, stop: its ends.
+    Args:
+        config: the `actor_rollout_ref` section.
+        correction: `algorithm.rollout_correction`, for losses that read it.
+        imports: files or modules of the user, which may register engines, losses and agent loops.
+        device: `trainer.device`.
+        total_training_steps: length of the run.
+        pad_token_id: fills shorter prompts and responses.
+        stop_token_ids: token ids that end a response.
+        stop: strings that end a response, with the tokenizer's `decode`.
+        tokenizer: of the policy, for agent loops.
+        hosts_rollout: whether this process generates, too.
     """
 
     def __init__(
@@ -35,16 +42,15 @@ class ActorRolloutWorker(EngineWorker):
         imports: Sequence[str] = (),
         device: str,
         total_training_steps: int,
-        response_length: int,
         pad_token_id: int,
         stop_token_ids: tuple[int, ...],
         stop: StopStrings | None = None,
+        tokenizer: Any = None,
+        hosts_rollout: bool = True,
     ):
         self.config = config
         self.checkpoint = config.actor.checkpoint
         self.correction = correction
-        self.sampling = sampling_params(config.rollout, response_length, stop_token_ids, stop)
-        self.pad_token_id = pad_token_id
         for address in imports:
             import_module(address)
         self.device = resolve_device(device, self.local_rank)
@@ -58,55 +64,47 @@ class ActorRolloutWorker(EngineWorker):
             deterministic=config.rollout.deterministic,
             timeout=config.nccl_timeout,
         )
-        self.rollout: RolloutEngine = make_rollout(self.engine, config.rollout, pad_token_id)
-        self.version = 0  # of the weights: the number of updates
-
-    def layout(self, mesh: str | None = None) -> Coordinates:
-        """The mesh "rollout" is generation's: each rank answers prompts of its own, whatever it shares in training."""
-        return Coordinates(dp=self.rank) if mesh == "rollout" else super().layout(mesh)
-
-    # ---- generating ---------------------------------------------------------------------------------------------
-
-    @register(dispatch_mode=Dispatch.ND_COMPUTE, mesh="rollout")
-    def generate_sequences(self, batch: DataProto) -> DataProto:
-        """One answer per row.
-
-        Reads the columns prompt_ids, uid and sample_index (which sample of its prompt a row is), and
-        meta_info["sampling"]: "train", "greedy" or "validate".
-        """
-        prompts = list(batch.non_tensor_batch["prompt_ids"])
-        params = sampling_in_mode(self.sampling, batch.meta_info["sampling"], self.config.rollout.val_kwargs)
-        answers = self._generate(prompts, params, sample_ids(batch))
-        # the ranks' columns are joined, so they agree on the widths
-        widest = [float(max(map(len, prompts))), float(max(len(a.token_ids) for a in answers))]
-        prompt_width, response_width = (int(width) for width in self.engine.max_over_ranks(widest))
-        columns = build_sequences(
-            prompts,
-            [a.token_ids for a in answers],
-            self.pad_token_id,
-            prompt_width=prompt_width,
-            response_width=response_width,
+        self.compute_dtype = resolve_dtype(config.actor.fsdp_config.dtype, self.device)
+        self._collective: CollectiveSync | None = None
+        if not hosts_rollout:
+            return
+        place = self.rank, self.world_size, self.local_rank
+        self.rollout = Rollout(
+            config.rollout,
+            config.model,
+            RolloutEnv(*place, self.device, pad_token_id, self.compute_dtype),
+            stop_token_ids=stop_token_ids,
+            stop=stop,
+            tokenizer=tokenizer,
+            train_engine=self.engine,
         )
-        log_probs = torch.zeros(columns["responses"].shape)
-        log_probs[columns["response_mask"].bool()] = torch.tensor([p for a in answers for p in a.log_probs])
-        cut = sum(a.finish_reason == "length" for a in answers)
-        tokens = sum(len(a.token_ids) for a in answers)
-        metrics = {
-            "response_length/clip_ratio": (cut, len(answers)),
-            "rollout/tokens_per_second": (tokens, self.rollout.stats.seconds),
-        }
-        return DataProto.from_dict({**columns, "rollout_log_probs": log_probs}, meta_info={"metrics": metrics})
 
-    def _generate(self, prompts: list[list[int]], params: SamplingParams, ids: list[int]) -> list[Generation]:
-        """With the weights of now, and their memory given back where rollout.free_cache_engine says so."""
-        self.rollout.wake()
-        if self.rollout.copies_weights:
-            self.rollout.load_weights(self.engine.weights(), self.version)
-        with nullcontext() if self.rollout.copies_weights else self.engine.on_device():
-            answers = self.rollout.generate(prompts, params, ids)
-        if self.config.rollout.free_cache_engine:
-            self.rollout.sleep()
-        return answers
+    def max_over_ranks(self, values: list[float]) -> list[float]:
+        return self.engine.max_over_ranks(values)
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def transfer_address(self) -> tuple[str, int]:
+        """A free address (host, port) of rank 0, where rollout ranks with devices of their own can reach it."""
+        return self.env["MASTER_ADDR"], free_port()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def connect_to_rollout(self, address: tuple[str, int], size: int) -> None:
+        """Join the process group that weights leave by, at the same time as the rollout's `connect_to_actor`.
+
+        Rank 0 sends; the other ranks only help to gather the weights.
+        """
+        timeout = self.config.nccl_timeout or NO_TIMEOUT
+        group = TransferGroup(address, 0, size, self.device, timeout) if self.rank == 0 else None
+        self._collective = CollectiveSync(group, self.compute_dtype)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def push_weights(self, version: int) -> SyncReport:
+        """Bring the weights to the rollout engines: of this process, or of the ranks that are connected."""
+        if self._collective is None:
+            return self.rollout.sync_weights(version)
+        return self._collective.push(self.engine, version)
 
     # ---- log-probs ----------------------------------------------------------------------------------------------
 
@@ -154,7 +152,6 @@ class ActorRolloutWorker(EngineWorker):
         metrics = self.update_mini_batches(
             zip(minis, objectives), micro, "actor", temperature=temperature, last_pass=last_pass
         )
-        self.version += len(minis)
         (peak,) = self.engine.max_over_ranks([peak_memory(self.device) / 2**30])
         memory = {"perf/max_memory_allocated_gb": peak} if self.device.type == "cuda" else {}
         return {**metrics, **memory}

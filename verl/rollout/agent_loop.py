@@ -1,0 +1,169 @@
+"""Agent loops: how one prompt becomes one trajectory, with tools and other turns between the completions.
+
+    @register_agent_loop("calculator")
+    class CalculatorLoop:
+        def __init__(self, config, tokenizer): ...
+
+        async def run(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:
+            trajectory = Trajectory(prompt)
+            while (request := trajectory.next_request()) is not None:
+                trajectory.add_completion(await generate(request))
+                ...
+                trajectory.add_tokens(self.tokenizer.encode(result))
+            return trajectory
+
+Load the file with `imports=[path/to/file.py]` and select the loop with
+`actor_rollout_ref.rollout.agent.default_agent_loop=calculator`. Many loops run at once, one per sample, and share the
+batch of the rollout engine.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from pydantic import BaseModel
+
+from verl.registry import Registry
+from verl.rollout.base import Completion, FinishReason, Request, SamplingParams
+from verl.utils.rng import fork_seed
+
+#: one request in, one completion out; the caller does not know what answers
+GenerateFn = Callable[[Request], Awaitable[Completion]]
+
+#: `Segment.author` of the tokens that the policy sampled
+POLICY = "policy"
+#: names of the built-in loop of one turn
+SINGLE_TURN = ("single_turn", "single_turn_agent")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a loop begins with.
+
+    Args:
+        token_ids: the prompt.
+        params: how to sample; `max_tokens` is the most tokens of the whole trajectory after the prompt.
+        sample_id: which sample this is; fixes its random numbers.
+        columns: the other columns of the sample in the batch, such as raw_prompt, data_source and extra_info.
+    """
+
+    token_ids: list[int]
+    params: SamplingParams
+    sample_id: int
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens by one author.
+
+    Args:
+        token_ids: the tokens.
+        author: POLICY, or who else put them there ("tool", "user").
+        log_probs: one per token of the policy, as the engine reported them; empty for other authors.
+    """
+
+    token_ids: list[int]
+    author: str
+    log_probs: list[float] = field(default_factory=list)
+
+
+class Trajectory:
+    """Everything after the prompt: an append-only list of segments."""
+
+    def __init__(self, prompt: Prompt):
+        self.prompt = prompt
+        self.segments: list[Segment] = []
+        self.finish_reason: FinishReason = "length"
+        #: spans (first token, version of the weights), over the response
+        self.weight_versions: list[tuple[int, int]] = []
+        self.turns = 0
+
+    def add_completion(self, completion: Completion) -> None:
+        """Append what the policy sampled."""
+        start = len(self)
+        self.weight_versions += [(start + first, version) for first, version in completion.weight_versions]
+        self._add(Segment(list(completion.token_ids), POLICY, list(completion.log_probs)))
+        self.finish_reason = completion.finish_reason
+        self.turns += 1
+
+    def add_tokens(self, token_ids: list[int], author: str = "tool") -> None:
+        """Append tokens that the policy did not sample: they are read by it and not trained on."""
+        if author == POLICY:
+            raise ValueError("add_tokens is for tokens of other authors; append the policy's with add_completion")
+        self._add(Segment(list(token_ids), author))
+
+    def _add(self, segment: Segment) -> None:
+        if segment.token_ids:
+            self.segments.append(segment)
+
+    def next_request(self) -> Request | None:
+        """A request to continue after all tokens so far; None when `max_tokens` are used up."""
+        left = self.prompt.params.max_tokens - len(self)
+        if left <= 0:
+            return None
+        # every turn has random numbers of its own; the first has those of a single turn
+        sample_id = self.prompt.sample_id
+        turn_id = sample_id if self.turns == 0 else fork_seed(sample_id, self.turns)
+        params = replace(self.prompt.params, max_tokens=left)
+        return Request(self.prompt.token_ids + self.token_ids, params, turn_id, f"{sample_id}:{self.turns}")
+
+    def __len__(self) -> int:
+        return sum(len(segment.token_ids) for segment in self.segments)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens after the prompt."""
+        return [token for segment in self.segments for token in segment.token_ids]
+
+    @property
+    def response_mask(self) -> list[int]:
+        """1 where the policy sampled the token, 0 elsewhere."""
+        return [int(segment.author == POLICY) for segment in self.segments for _ in segment.token_ids]
+
+    @property
+    def log_probs(self) -> list[float]:
+        """The engine's log-prob of each token; 0 where the policy did not sample it."""
+        return [p for s in self.segments for p in (s.log_probs if s.author == POLICY else [0.0] * len(s.token_ids))]
+
+
+class AgentLoop(Protocol):
+    """Turns a prompt into a trajectory. One object per process runs for all samples at once."""
+
+    async def run(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:
+        """
+        Args:
+            prompt: the sample to begin with.
+            generate: `await generate(request)` as often as the loop needs it.
+        """
+
+
+class AgentLoopFactory(Protocol):
+    """A class with this constructor, or a function."""
+
+    def __call__(self, config: BaseModel, tokenizer: Any) -> AgentLoop:
+        """config: the `rollout` section. tokenizer: of the policy."""
+
+
+#: name -> factory; `rollout.agent.default_agent_loop` selects one
+AGENT_LOOPS: Registry[AgentLoopFactory] = Registry("agent loop")
+
+
+def register_agent_loop(name: str) -> Callable[[AgentLoopFactory], AgentLoopFactory]:
+    """Decorator: register a loop as `rollout.agent.default_agent_loop=<name>`."""
+    return AGENT_LOOPS.register(name)
+
+
+@register_agent_loop("single_turn")
+@register_agent_loop("single_turn_agent")
+class SingleTurn:
+    """One completion per prompt. A batch of them goes through `RolloutEngine.generate` directly."""
+
+    def __init__(self, config: BaseModel | None = None, tokenizer: Any = None):
+        """Neither is needed."""
+
+    async def run(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:
+        """As AgentLoop.run."""
+        trajectory = Trajectory(prompt)
+        trajectory.add_completion(await generate(trajectory.next_request()))
+        return trajectory

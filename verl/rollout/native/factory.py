@@ -1,0 +1,73 @@
+"""`rollout.name=native`: on the trainer's own module, or on a module that receives its weights."""
+
+import torch
+from torch import nn
+
+from verl.config import schema
+from verl.modeling.batch_invariant import model as batch_invariant
+from verl.rollout.base import RolloutEnv, SharesWeights
+from verl.rollout.loading import empty_module, has_adapters, load_module
+from verl.rollout.native.engine import NativeRollout
+from verl.rollout.weight_sync import ModuleReceiver
+from verl.utils.device import resolve_dtype
+
+
+def make_native(
+    config: schema.RolloutEngineConfig,
+    model: schema.ModelConfig,
+    env: RolloutEnv,
+    train_engine: SharesWeights | None = None,
+) -> NativeRollout:
+    """The native engine. It shares the trainer's module where that is unsharded and has no adapters beside its weights.
+
+    Raises:
+        ValueError: the model is not supported, or `rollout.deterministic` without a training engine in this process.
+    """
+    deterministic = isinstance(config, schema.RolloutConfig) and config.deterministic
+    forward = train_engine.model_forward() if deterministic and train_engine is not None else None
+    if deterministic and forward is None:
+        raise ValueError(
+            "rollout.deterministic generates by the forward pass of the training engine, which is not in this process: "
+            "leave placement.rollout_devices at null"
+        )
+    options = {
+        "max_rows": config.max_num_seqs,
+        "memory_share": config.gpu_memory_utilization,
+        "max_length": config.prompt_length + config.response_length,
+        "graphs": not config.enforce_eager,
+    }
+    dtype = resolve_dtype(config.dtype, env.device)
+    if config.dtype == "auto" and env.compute_dtype is not None:
+        dtype = env.compute_dtype
+    shared = None if train_engine is None or has_adapters(model) else train_engine.shared_module()
+    if shared is not None:
+        narrow = None if dtype == next(shared.parameters()).dtype else dtype
+        return NativeRollout(shared, dtype=narrow, forward=forward, **options)
+    attention = batch_invariant.NAME if deterministic else None
+    if train_engine is None:
+        module = load_module(model, dtype, env.device, attention)
+        return NativeRollout(module, weights=ModuleReceiver(module, filled=True), **options)
+    replica_dtype = env.compute_dtype or dtype
+    module = empty_module(model, replica_dtype, env.device, train_engine.buffers(), attention)
+    if forward is not None:  # the training computation, whose layers are gathered in the narrow dtype too
+        batch_invariant.use_batch_invariant(module)
+        forward = batch_invariant.BatchInvariantForward(_Replica(module, forward.model.autocast_to))
+    narrow = None if dtype == replica_dtype else dtype
+    return NativeRollout(module, dtype=narrow, forward=forward, weights=ModuleReceiver(module), **options)
+
+
+class _Replica(nn.Module):
+    """A copy of the trained model, as `BatchInvariantForward` reads one. autocast_to: that of the trained model."""
+
+    def __init__(self, module: nn.Module, autocast_to: torch.dtype | None):
+        super().__init__()
+        self.module = module
+        self.autocast_to = autocast_to
+        self.softcap = module.config.to_dict().get("final_logit_softcapping")
+
+    def trunk_of(self) -> nn.Module:
+        return self.module.base_model
+
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        logits = self.module.get_output_embeddings()(states)
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)

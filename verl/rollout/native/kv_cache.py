@@ -1,0 +1,147 @@
+"""The KV caches of the native engine in plain torch.
+
+A slot holds the keys and values of one row. In `SlotCache` all rows write their next token into the same column,
+whatever its position, so that a write is one slice and not a scatter: what a row has seen lies in the columns before
+that one, its first token the further back the longer the row is. A mask (slots, L) tells which of them belong to the
+row; where all rows are equally long none is needed. When the columns are used up, what is still needed moves back to
+the first ones. Active rows are always slots 0 .. B - 1, so that a step takes views and gathers nothing. Reading the
+cache is most of what attention costs, so keys are stored as the matmul with a query reads them: the columns of one
+dimension side by side.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from verl.rollout.native.model import Decoder, padded_width
+
+
+class CacheViews(NamedTuple):
+    """Parts of a cache that a step uses, per layer. C: columns that a query sees at most, within a window by its size.
+
+    new_keys, new_values: (B, HK, D), to be written. keys: (B HK, D, C). values: (B HK, C, D). masks: (B, 1, 1, C), or
+    None where every row sees all of them.
+    """
+
+    new_keys: tuple[torch.Tensor, ...]
+    new_values: tuple[torch.Tensor, ...]
+    keys: dict[int | None, tuple[torch.Tensor, ...]]
+    values: dict[int | None, tuple[torch.Tensor, ...]]
+    masks: dict[int | None, torch.Tensor | None]
+
+
+class SlotCache:
+    """Keys and values of `slots` rows over `length` columns: (layers, slots, HK, D, L) and (layers, slots, HK, L, D).
+
+    mask: (slots, L), 0 where a row's next query sees the column, -inf elsewhere. column: that which is written next.
+    positions: (B,) of the tokens that rows 0 .. B - 1 write there. longest: the largest of them.
+    """
+
+    def __init__(self, decoder: Decoder, slots: int, length: int):
+        like, layers = decoder.embedding, len(decoder.layers)
+        heads, size, width = decoder.kv_heads, decoder.head_dim, padded_width(length)
+        # zeros, not uninitialized memory: an unseen column weighs 0, and 0 times what was there must be 0
+        self.keys = like.new_zeros(layers, slots, heads, size, width, dtype=decoder.dtype)
+        self.values = like.new_zeros(layers, slots, heads, width, size, dtype=decoder.dtype)
+        self.mask = like.new_zeros(slots, width, dtype=decoder.dtype)
+        self.windows = {layer.window for layer in decoder.layers}
+        self.slots, self.length = slots, width
+        self.column = self.longest = 0
+        self.even = True
+        self.positions = torch.zeros(0, dtype=torch.int64, device=like.device)
+
+    def take_over(self, other: "SlotCache") -> None:
+        """Copy the rows of a smaller cache, which stay in their slots and columns."""
+        self.keys[:, : other.slots, ..., : other.length] = other.keys
+        self.values[:, : other.slots, :, : other.length] = other.values
+        self.mask[: other.slots, : other.length] = other.mask
+        self.column, self.longest, self.even = other.column, other.longest, other.even
+        self.positions = other.positions
+
+    def move(self, source: int, target: int) -> None:
+        """Move the row of slot `source` to slot `target`."""
+        self.keys[:, target] = self.keys[:, source]
+        self.values[:, target] = self.values[:, source]
+        self.mask[target] = self.mask[source]
+
+    def allocate(self, slots: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Let the rows of `slots` (n,) see their prompts of `lengths` (n,) tokens, which end at the next column."""
+        longest = int(lengths.max())
+        if not len(self.positions):
+            self.column = longest
+        elif self.column < longest:
+            self._slide(longest)
+        columns = torch.arange(self.length, device=slots.device)
+        unseen = columns < self.column - lengths[:, None]
+        self.mask[slots] = self.mask.new_zeros(unseen.shape).masked_fill_(unseen, float("-inf"))
+
+    def write_prompts(self, layer: int, slots: torch.Tensor, stored: torch.Tensor) -> None:
+        """Write the prompts of `slots` (n,): keys and values stored (n, T, 2 HK, D), right-aligned."""
+        keys, values = stored.chunk(2, 2)
+        columns = slice(self.column - stored.shape[1], self.column)
+        self.keys[layer][..., columns].index_copy_(0, slots, keys.permute(0, 2, 3, 1))
+        self.values[layer][:, :, columns].index_copy_(0, slots, values.transpose(1, 2))
+
+    def start_step_at(self, positions: torch.Tensor) -> None:
+        """Rows 0 .. B - 1 write their next tokens at `positions` (B,); no rows empty the cache."""
+        self.positions = positions.clone()
+        if len(positions):
+            self.longest = int(positions.max())
+            self.even = self.longest == int(positions.min())
+
+    def step_views(self) -> CacheViews:
+        """What the next token of every row is written to and read from."""
+        if self.column == self.length:
+            self._slide(self.longest)
+        rows, column = len(self.positions), self.column
+        seen = {w: slice(column - min(self.longest, w - 1 if w else self.longest), column + 1) for w in self.windows}
+        keys, values = self.keys[:, :rows], self.values[:, :rows]
+        flat_keys, flat_values = keys.flatten(1, 2), values.flatten(1, 2)
+        return CacheViews(
+            new_keys=keys[..., column].unbind(0),
+            new_values=values[..., column, :].unbind(0),
+            keys={window: flat_keys[..., columns].unbind(0) for window, columns in seen.items()},
+            values={window: flat_values[:, :, columns].unbind(0) for window, columns in seen.items()},
+            masks={w: None if self.even else self.mask[:rows, None, None, columns] for w, columns in seen.items()},
+        )
+
+    def extend(self) -> None:
+        """Every row is one token longer."""
+        self.column += 1
+        self.longest += 1
+        self.positions.add_(1)
+
+    def _slide(self, column: int) -> None:
+        """Make `column` the next one: what rows still see moves to the columns before it."""
+        rows, seen = len(self.positions), self.longest
+        source, target = slice(self.column - seen, self.column), slice(column - seen, column)
+        for layer in range(len(self.keys)):
+            keys, values = self.keys[layer, :rows], self.values[layer, :rows]
+            keys[..., target] = keys[..., source].clone()
+            values[:, :, target] = values[:, :, source].clone()
+        mask = self.mask[:rows, source].clone()
+        self.mask[:rows, : target.start] = float("-inf")
+        self.mask[:rows, target] = mask
+        self.mask[:rows, column:] = 0
+        self.column = column
+
+
+class BatchInvariantCache:
+    """Keys and values of `slots` rows of at most `length` tokens: (layers, slots, HK, L, D), position p in column p."""
+
+    def __init__(self, decoder: Decoder, slots: int, length: int):
+        shape = (len(decoder.layers), slots, decoder.kv_heads, length, decoder.head_dim)
+        # zeros, not uninitialized memory: an unseen column weighs 0, and 0 times what was there must be 0
+        self.keys = decoder.embedding.new_zeros(shape, dtype=decoder.dtype)
+        self.values = decoder.embedding.new_zeros(shape, dtype=decoder.dtype)
+        self.slots, self.length = slots, length
+
+    def take_over(self, other: "BatchInvariantCache") -> None:
+        """Copy the rows of a smaller cache, which stay in their slots."""
+        self.keys[:, : other.slots, :, : other.length] = other.keys
+        self.values[:, : other.slots, :, : other.length] = other.values
+
+    def move(self, source: int, target: int) -> None:
+        """Move the row of slot `source` to slot `target`."""
+        self.keys[:, target] = self.keys[:, source]
+        self.values[:, target] = self.values[:, source]

@@ -1,0 +1,327 @@
+"""Weight synchronization: from the training engine to the rollout engines, a visible step after each update.
+
+    report = weight_sync.push(train_engine, version=step)      # on every training rank, all together
+    report.bytes, report.seconds, report.checksum
+
+Three methods:
+
+- in_process: the rollout engine generates with the trainer's own parameters; nothing is copied.
+- replica: the rollout engine of the same process has an unsharded copy, filled from the shards of all ranks.
+- collective: rollout ranks have their own devices; training rank 0 broadcasts buckets over torch.distributed (gloo, or
+  NCCL on GPUs), and both sides compare a checksum of each.
+
+`version` is the number of completed training steps, so that a resumed run reproduces it.
+"""
+
+import pickle
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+from torch import distributed as dist
+
+from verl.rollout.base import RolloutEngine
+
+#: bytes of a bucket; a larger parameter is a bucket of its own
+BUCKET_BYTES = 128 * 2**20
+
+_WORDS_AT_ONCE = 1 << 22  # of a checksum
+_ODD = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
+_ALIGNMENT = 8  # bytes
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one push did. bytes: sent to each rollout rank. checksum: of all buckets, 0 where nothing was sent."""
+
+    version: int
+    bytes: int = 0
+    seconds: float = 0.0
+    checksum: int = 0
+
+
+class WeightSource(Protocol):
+    """The part of a training engine that a sync reads (see verl.engines.base.TrainEngine)."""
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(HuggingFace name, full tensor) of every parameter, adapters merged. All ranks iterate together."""
+
+
+class WeightReceiver(Protocol):
+    """The rollout engine's side."""
+
+    def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Take all parameters in, by HuggingFace name. Raises ValueError for one that is missing or unknown."""
+
+    def release(self) -> None:
+        """Free the weights until the next `receive`."""
+
+
+class WeightSync(ABC):
+    """Brings the weights of a training engine to the rollout engines."""
+
+    @abstractmethod
+    def push(self, engine: WeightSource, version: int) -> SyncReport:
+        """Push the weights of now. Called on every training rank."""
+
+
+class InProcessSync(WeightSync):
+    """The rollout engine shares the trainer's parameters: nothing to copy."""
+
+    def __init__(self, rollout: RolloutEngine):
+        self.rollout = rollout
+
+    def push(self, engine: WeightSource, version: int) -> SyncReport:
+        self.rollout.weight_version = version
+        return SyncReport(version)
+
+
+class ReplicaSync(WeightSync):
+    """The rollout engine of this process has a copy of its own, which its receiver fills."""
+
+    def __init__(self, rollout: RolloutEngine):
+        self.rollout = rollout
+
+    def push(self, engine: WeightSource, version: int) -> SyncReport:
+        start, sent = time.perf_counter(), 0
+
+        def counted() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal sent
+            for name, tensor in engine.weights():
+                sent += tensor.numel() * tensor.element_size()
+                yield name, tensor
+
+        self.rollout.receiver().receive(counted(), version)
+        self.rollout.weight_version = version
+        return SyncReport(version, sent, time.perf_counter() - start)
+
+
+class ModuleReceiver:
+    """Receives weights into a module, whose parameters have memory only while they are filled."""
+
+    def __init__(self, module: torch.nn.Module, filled: bool = False):
+        """filled: the module has its weights already."""
+        self.module = module
+        self.shapes = {name: p.shape for name, p in module.named_parameters()}
+        self.filled = filled
+        if not filled:
+            self.release()
+
+    def check_filled(self) -> None:
+        """Raises ValueError before the first `receive`, and after `release`."""
+        if not self.filled:
+            raise ValueError("the rollout engine has no weights: push them first (WeightSync.push)")
+
+    @torch.no_grad()
+    def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """As WeightReceiver.receive: parameters are copied in, in the module's dtype."""
+        if not self.filled:
+            for name, shape in self.shapes.items():
+                parameter = self.module.get_parameter(name)
+                parameter.data = parameter.data.new_empty(shape)
+        self.filled, missing = False, set(self.shapes)
+        for name, tensor in weights:
+            if name not in missing:
+                raise ValueError(f"weights of version {version}: parameter {name!r} is unknown, or came twice")
+            if self.shapes[name] != tensor.shape:
+                raise ValueError(
+                    f"weights of version {version}: {name} has shape {tuple(tensor.shape)}, expected "
+                    f"{tuple(self.shapes[name])}"
+                )
+            missing.remove(name)
+            self.module.get_parameter(name).copy_(tensor)
+        if missing:
+            raise ValueError(f"weights of version {version}: {len(missing)} are missing, first {sorted(missing)[:3]}")
+        self.filled = True
+
+    def release(self) -> None:
+        """As WeightReceiver.release."""
+        self.filled = False
+        for name in self.shapes:
+            parameter = self.module.get_parameter(name)
+            parameter.data = parameter.data.new_empty(0)
+
+
+# ---- collective ---------------------------------------------------------------------------------------------------
+
+
+class TransferGroup:
+    """A process group of training rank 0 (rank 0 here) and all rollout ranks, beside the group of the training ranks.
+
+    Args:
+        address: host and port, the same for all; rank 0 listens there.
+        rank, size: of this group.
+        device: where the tensors are. On a GPU they travel by NCCL.
+        timeout: seconds that a transfer may wait for the other ranks.
+    """
+
+    def __init__(self, address: tuple[str, int], rank: int, size: int, device: torch.device, timeout: float):
+        wait = timedelta(seconds=timeout)
+        self.rank, self.size, self.device = rank, size, device
+        host, port = address
+        self.store = dist.TCPStore(host, port, size, rank == 0, wait)
+        self.control = dist.ProcessGroupGloo(dist.PrefixStore("control", self.store), rank, size, wait)
+        self.data = self.control
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = wait
+            torch.cuda.set_device(device)
+            self.data = dist.ProcessGroupNCCL(dist.PrefixStore("data", self.store), rank, size, options)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Rank 0's tensor on every rank, in place; on the group's device."""
+        self.data.broadcast(tensor, 0).wait()
+
+    def broadcast_object(self, value: object) -> object:
+        """Rank 0's object on every rank."""
+        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        size = torch.tensor([len(content)])
+        self.control.broadcast(size, 0).wait()
+        if self.rank > 0:
+            content = torch.empty(int(size), dtype=torch.uint8)
+        self.control.broadcast(content, 0).wait()
+        return pickle.loads(content.numpy().tobytes())
+
+    def gather(self, numbers: list[int]) -> list[list[int]]:
+        """The numbers of all ranks, on all ranks."""
+        own = torch.tensor(numbers)
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        self.control.allgather([found], [own]).wait()
+        return [other.tolist() for other in found]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One parameter of a bucket. start: its first byte."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    checksum: int
+
+    @property
+    def bytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+class CollectiveSync(WeightSync):
+    """The training side of `collective`, on every training rank. Rollout ranks call `receive_collective`.
+
+    Args:
+        group: with the rollout ranks; None on the training ranks that only help to gather the weights.
+        dtype: that the weights are sent in; None as they are.
+        bucket_bytes: parameters are sent together up to this size.
+    """
+
+    def __init__(self, group: TransferGroup | None, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES):
+        self.group = group
+        self.dtype = dtype
+        self.bucket_bytes = bucket_bytes
+
+    def push(self, engine: WeightSource, version: int) -> SyncReport:
+        start, sent, total = time.perf_counter(), 0, 0
+        bucket: list[tuple[str, torch.Tensor]] = []
+        size, number = 0, 0
+        for name, tensor in engine.weights():
+            if self.group is None:
+                continue
+            tensor = tensor if self.dtype is None else tensor.to(self.dtype)
+            if bucket and size + tensor.nbytes > self.bucket_bytes:
+                sent, total, number = sent + size, _fold(total, self._send(bucket, number, version)), number + 1
+                bucket, size = [], 0
+            bucket.append((name, tensor))
+            size += tensor.nbytes
+        if self.group is not None:
+            total = _fold(total, self._send(bucket, number, version))
+            self.group.broadcast_object(None)
+        return SyncReport(version, sent + size, time.perf_counter() - start, total)
+
+    def _send(self, bucket: list[tuple[str, torch.Tensor]], number: int, version: int) -> int:
+        """Send one bucket, and compare its checksum with those of the receivers. Returns the checksum."""
+        entries, chunks, at = [], [], 0
+        for name, tensor in bucket:
+            content = _bytes_of(tensor.to(self.group.device))
+            entries.append(_Entry(name, tuple(tensor.shape), tensor.dtype, at, checksum_of(content)))
+            chunks.append(content)
+            at += len(content)
+        self.group.broadcast_object((number, version, entries, at))
+        self.group.broadcast(chunks[0] if len(chunks) == 1 else torch.cat(chunks))
+        return _compare(self.group, number, entries, [entry.checksum for entry in entries])
+
+
+def receive_collective(receiver: WeightReceiver, group: TransferGroup, version: int) -> SyncReport:
+    """The rollout side of `collective`: take in one push.
+
+    Raises:
+        ValueError: a checksum differs (it names the bucket and the first differing parameter), or another version
+            arrives than was announced.
+    """
+    start, sent, total = time.perf_counter(), 0, 0
+
+    def buckets() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal sent, total
+        while (header := group.broadcast_object(None)) is not None:
+            number, pushed, entries, size = header
+            content = torch.empty(size, dtype=torch.uint8, device=group.device)
+            group.broadcast(content)
+            spans = [content[e.start : e.start + -(-e.bytes // _ALIGNMENT) * _ALIGNMENT] for e in entries]
+            total = _fold(total, _compare(group, number, entries, [checksum_of(span) for span in spans]))
+            if pushed != version:
+                raise ValueError(f"weight sync: expected weights of version {version}, found version {pushed}")
+            for entry, span in zip(entries, spans):
+                sent += entry.bytes
+                yield entry.name, span[: entry.bytes].view(entry.dtype).view(entry.shape)
+
+    receiver.receive(buckets(), version)
+    return SyncReport(version, sent, time.perf_counter() - start, total)
+
+
+def _compare(group: TransferGroup, number: int, entries: list[_Entry], checksums: list[int]) -> int:
+    """Compare the checksums of one bucket on all ranks, on both sides. Returns that of the bucket."""
+    differing = next((i for i, (e, found) in enumerate(zip(entries, checksums)) if e.checksum != found), -1)
+    own = 0
+    for checksum in checksums:
+        own = _fold(own, checksum)
+    answers = group.gather([own, differing])
+    for rank, (found, first) in enumerate(answers):
+        if found != answers[0][0]:
+            name = entries[first].name if first >= 0 else "(none: the checksums themselves differ)"
+            raise ValueError(
+                f"weight sync: bucket {number} arrived damaged on rollout rank {rank - 1}: its checksum is "
+                f"{found & (2**64 - 1):016x}, expected {answers[0][0] & (2**64 - 1):016x}; the first differing "
+                f"parameter is {name}"
+            )
+    return own
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, zero-padded to a multiple of _ALIGNMENT: (n,) uint8."""
+    content = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    rest = -len(content) % _ALIGNMENT
+    return torch.nn.functional.pad(content, (0, rest)) if rest else content
+
+
+def checksum_of(content: torch.Tensor) -> int:
+    """A 64-bit checksum of (n,) uint8, n a multiple of 8: the sum of its 64-bit words, each times an odd number that
+    depends on its position. The same on every device; a change of one word always changes it."""
+    words, total = content.view(torch.int64), 0
+    for start in range(0, len(words), _WORDS_AT_ONCE):
+        chunk = words[start : start + _WORDS_AT_ONCE]
+        factors = torch.arange(start, start + len(chunk), device=chunk.device).mul_(2).add_(1).mul_(_ODD)
+        total += int((chunk * factors).sum())
+    return _signed(total)
+
+
+def _fold(total: int, checksum: int) -> int:
+    """One checksum from a sequence of them, order included."""
+    return _signed(total * 31 * _ODD + checksum + 1)
+
+
+def _signed(number: int) -> int:
+    """A number as a signed 64-bit integer, which wraps around."""
+    return (number + 2**63) % 2**64 - 2**63

@@ -1,0 +1,447 @@
+"""The operators of policy optimisation: what runs at each step of the flow that `ppo_flow` builds."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.algorithms.advantages import get_adv_estimator_fn
+from verl.algorithms.binding import bind_arguments
+from verl.algorithms.kl import FixedKLController, apply_kl_penalty
+from verl.config import schema
+from verl.data.files import PromptSource
+from verl.dataflow import Stateful
+from verl.engines.metrics import MetricSums
+from verl.protocol import DataProto
+from verl.rewards import RewardManager
+from verl.rollout.agent_loop import SINGLE_TURN
+from verl.single_controller import Future, WorkerGroup
+from verl.utils.balance import balanced_partition
+from verl.utils.rng import fork_seed
+
+#: what `gen` adds to the prompts
+GENERATED = (
+    "prompts",
+    "responses",
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "response_mask",
+    "rollout_log_probs",
+    "weight_version",
+)
+#: names that values beside a score cannot have: reward_<name> is a column or a metric of something else
+RESERVED_EXTRAS = {"model", "baselines", "failed_rows", "empty_responses", "greedy_mean", "tied_groups"}
+#: what a forward pass over whole sequences reads
+SEQUENCES = ("input_ids", "attention_mask", "position_ids", "responses")
+
+
+Roles = Mapping[str, WorkerGroup]
+"""role -> its workers."""
+_POLL = 0.02  # seconds between two looks at calls that wait for one another
+
+
+class Prompts(Stateful):
+    """The source of training prompts.
+
+    meta_info holds their step (global_step), and what the strict check of token ids needs (vocab_size).
+    """
+
+    def __init__(self, source: PromptSource, step: Callable[[], int], vocab_size: int):
+        self.source = source
+        self.step = step
+        self.vocab_size = vocab_size
+
+    def facts(self) -> dict[str, Any]:
+        return {"global_step": self.step(), "vocab_size": self.vocab_size}
+
+    def __call__(self) -> DataProto:
+        batch = self.source()
+        batch.meta_info.update(self.facts())
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.source.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.source.load_state_dict(state)
+
+
+def repeat(n: int) -> Callable[[DataProto], DataProto]:
+    """Every prompt n times, side by side, with the column sample_index: 0 .. n-1 within a prompt."""
+
+    def repeat_prompts(batch: DataProto) -> DataProto:
+        return batch.repeat(n).replace(sample_index=np.tile(np.arange(n), len(batch)).astype(object))
+
+    return repeat_prompts
+
+
+def generate(roles: Roles, sampling: str, with_columns: bool = False) -> Callable[[DataProto], DataProto]:
+    """Responses to the batch's prompts.
+
+    Args:
+        sampling: "train", "greedy" or "validate".
+        with_columns: send the other columns of a sample along, for agent loops that read them.
+    """
+
+    def gen(batch: DataProto) -> DataProto:
+        asked = batch.select([], None if with_columns else ["prompt_ids", "uid", "sample_index"], [])
+        asked.meta_info["sampling"] = sampling
+        return roles["rollout"].generate_sequences(asked)
+
+    return gen
+
+
+class RolloutWeights:
+    """The weights of the rollout and the phases of its memory: awake from `push` to `sleep`.
+
+    version: of the weights that the rollout has, the number of completed training steps; None where it has none.
+    """
+
+    def __init__(self, roles: Roles, separate: bool):
+        """separate: the rollout has devices of its own, so that weights are sent between processes."""
+        self.roles = roles
+        self.separate = separate
+        self.version: int | None = None
+        self._is_connected = False
+
+    def push(self, version: int) -> dict[str, float]:
+        """Bring the actor's weights of now to the rollout. Returns the metrics weight_sync/*."""
+        actor = self.roles["actor"]
+        if self.separate:
+            self._connect()
+            sent, received = _get_all(
+                actor.submit("push_weights", version), self.roles["rollout"].submit("receive_weights", version)
+            )
+            reports = [*sent[:1], *received]
+            assert len({report.checksum for report in reports}) == 1, "both sides have compared every bucket"
+        else:
+            reports = actor.push_weights(version)
+        self.version = version
+        return {
+            "weight_sync/version": version,
+            "weight_sync/bytes": max(report.bytes for report in reports),
+            "weight_sync/seconds": max(report.seconds for report in reports),
+        }
+
+    def require(self, version: int) -> None:
+        """Push, unless the rollout has the weights of this version."""
+        if self.version != version:
+            self.push(version)
+
+    def sleep(self) -> None:
+        """Free the memory that only generation needs, weights included where the rollout has a copy."""
+        self.roles["rollout"].sleep_rollout()
+        self.version = None
+
+    def _connect(self) -> None:
+        """Let training rank 0 and all rollout ranks join one process group, once."""
+        if not self._is_connected:
+            actor, rollout = self.roles["actor"], self.roles["rollout"]
+            address, size = actor.transfer_address(), 1 + rollout.world_size
+            _get_all(
+                actor.submit("connect_to_rollout", address, size), rollout.submit("connect_to_actor", address, size)
+            )
+            self._is_connected = True
+
+
+def _get_all(*futures: Future) -> list[Any]:
+    """The results of calls that wait for one another. Raises the error of the first that fails."""
+    results: dict[int, Any] = {}
+    while len(results) < len(futures):
+        for i, future in enumerate(futures):
+            if i not in results:
+                try:
+                    results[i] = future.get(timeout=_POLL)
+                except TimeoutError:
+                    continue
+    return [results[i] for i in range(len(futures))]
+
+
+def sync_weights(weights: RolloutWeights) -> Callable[[DataProto], None]:
+    """The updated weights reach the rollout. Reports weight_sync/version, bytes and seconds."""
+
+    def sync(batch: DataProto) -> None:
+        batch.meta_info["metrics"] = weights.push(batch.meta_info["global_step"])
+
+    return sync
+
+
+def wake_rollout(weights: RolloutWeights) -> Callable[[DataProto], None]:
+    """Before a further pass of one step: the weights of the step before, where the rollout was put to sleep."""
+
+    def wake(batch: DataProto) -> None:
+        weights.require(batch.meta_info["global_step"] - 1)
+
+    return wake
+
+
+def sleep_rollout(weights: RolloutWeights) -> Callable[[DataProto], None]:
+    """The rollout frees its memory for the operators that follow."""
+
+    def sleep(batch: DataProto) -> None:
+        weights.sleep()
+
+    return sleep
+
+
+def free_rollout_cache(roles: Roles) -> Callable[[DataProto], None]:
+    """The rollout frees its KV cache; the weights stay for the next prompts."""
+
+    def free(batch: DataProto) -> None:
+        roles["rollout"].free_rollout_cache()
+
+    return free
+
+
+class Reward:
+    """Scores of the responses, by the reward manager.
+
+    shuffle_seed: when given, the results of the reward function are shuffled over the samples: a negative control, in
+    which nothing can be learned. All values of a sample move together, so that no estimator sees the true ones.
+    """
+
+    def __init__(self, manager: RewardManager, shuffle_seed: int | None = None):
+        self.manager = manager
+        self.shuffle_seed = shuffle_seed
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        scored = self.manager(batch, return_dict=True)
+        scores, extra = scored["reward_tensor"], scored["reward_extra_info"]
+        taken = sorted({*extra} & RESERVED_EXTRAS)
+        if taken:
+            raise ValueError(f"the reward function returns the value {taken[0]!r}, a name that is in use: rename it")
+        metrics = dict(scored["metrics"])
+        if self.shuffle_seed is not None:
+            order = self._shuffled_rows(batch)
+            scores = _at_last_token(scores[order], batch.batch["response_mask"])
+            extra = {name: [values[i] for i in order] for name, values in extra.items()}
+        for name, values in extra.items():
+            numbers = [float(v) for v in values if isinstance(v, bool | int | float | np.number)]
+            if len(numbers) == len(values) and numbers:
+                metrics[f"reward/{name}"] = sum(numbers) / len(numbers)
+        columns = {f"reward_{name}": values for name, values in extra.items()}
+        result = DataProto.from_dict({"token_level_scores": scores, "token_level_rewards": scores}, columns)
+        result.meta_info["metrics"] = metrics
+        return result
+
+    def _shuffled_rows(self, batch: DataProto) -> list[int]:
+        seed = fork_seed(self.shuffle_seed, *map(str, batch.non_tensor_batch["uid"][:8]))
+        return torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def _at_last_token(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The sum of each row of scores (B, T), at the last token of that row's response."""
+    last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(1)
+    return torch.zeros_like(scores).scatter(1, last[:, None], scores.sum(1)[:, None])
+
+
+def model_scores(roles: Roles) -> Callable[[DataProto], DataProto]:
+    """The reward model's scores, rm_scores. It reads raw_prompt if its tokenizer is not the policy's."""
+
+    def rm(batch: DataProto) -> DataProto:
+        chats = ["raw_prompt"] if "raw_prompt" in batch else []
+        found = roles["reward"].compute_rm_score(batch.select([*SEQUENCES, "response_mask"], chats, []))
+        found.meta_info["metrics"] = {"reward/rm_score_mean": found.batch["rm_scores"].sum(1).mean().item()}
+        return found
+
+    return rm
+
+
+class GreedyBaseline:
+    """The reward of one greedy response to each prompt (ReMax, Li et al. 2023, arXiv 2310.10505).
+
+    Two operators: `generate` directly after the samples, while the rollout is awake, and `score`.
+    """
+
+    def __init__(self, config: schema.Config, roles: Roles, manager: RewardManager):
+        self.config = config
+        self.roles = roles
+        self.manager = manager
+        self._responses: DataProto | None = None  # one row per prompt, between the two operators of one pass
+
+    def generate(self, batch: DataProto) -> None:
+        """A greedy response to every prompt of the batch."""
+        _, first, _ = _groups(batch)
+        prompts = batch.select([], None)[first].replace(sample_index=np.zeros(len(first), dtype=object))
+        with_columns = uses_agent_loop(self.config)
+        self._responses = prompts.union(generate(self.roles, "greedy", with_columns)(prompts))
+
+    def score(self, batch: DataProto) -> DataProto:
+        """reward_baselines (B,): the summed reward of the greedy response to the same prompt."""
+        responses, self._responses = self._responses, None
+        if self.config.reward.reward_model.enable:
+            responses = responses.union(model_scores(self.roles)(responses))
+        scores = self.manager(responses, return_dict=True)["reward_tensor"].sum(1)
+        _, _, group = _groups(batch)
+        return DataProto.from_dict(
+            {"reward_baselines": scores[group]}, meta_info={"metrics": {"reward/greedy_mean": scores.mean().item()}}
+        )
+
+
+def _groups(batch: DataProto) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The prompts of a batch: their uids, the first row of each, and the prompt of each row."""
+    return np.unique(batch.non_tensor_batch["uid"].astype(str), return_index=True, return_inverse=True)
+
+
+def uses_agent_loop(config: schema.Config) -> bool:
+    """Whether an agent loop other than one turn turns prompts into trajectories."""
+    return config.actor_rollout_ref.rollout.agent.default_agent_loop not in SINGLE_TURN
+
+
+def old_log_prob(roles: Roles, extra: tuple[str, ...]) -> Callable[[DataProto], DataProto]:
+    """Log-probs of the policy before the update, and its entropy."""
+
+    def recompute(batch: DataProto) -> DataProto:
+        asked = batch.select(list(SEQUENCES), [], [])
+        asked.meta_info["outputs"] = ("entropys", *extra)
+        found = roles["actor"].compute_log_prob(asked)
+        mask = batch.batch["response_mask"].bool()
+        mismatch = (found.batch["old_log_probs"] - batch.batch["rollout_log_probs"]).abs()[mask]
+        found.meta_info["metrics"] = {
+            "actor/entropy": found.batch["entropys"][mask].mean().item(),
+            "rollout/logprob_gap_mean": mismatch.mean().item(),
+            "rollout/logprob_gap_max": mismatch.max().item(),
+        }
+        return found
+
+    return recompute
+
+
+def ref_log_prob(roles: Roles) -> Callable[[DataProto], DataProto]:
+    """Log-probs of the reference policy."""
+
+    def ref(batch: DataProto) -> DataProto:
+        return roles["ref"].compute_ref_log_prob(batch.select(list(SEQUENCES), [], []))
+
+    return ref
+
+
+def values(roles: Roles) -> Callable[[DataProto], DataProto]:
+    """The critic's values."""
+
+    def compute_values(batch: DataProto) -> DataProto:
+        return roles["critic"].compute_values(batch.select(list(SEQUENCES), [], []))
+
+    return compute_values
+
+
+class KLInReward(Stateful):
+    """reward_t <- reward_t - coefficient * KL_t; the coefficient may adapt, so it is state.
+
+    It changes the rewards of the moment, so that what an earlier operator did to them stays.
+    """
+
+    def __init__(self, controller: FixedKLController, kind: str):
+        self.controller = controller
+        self.kind = kind
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        columns = batch.tensors
+        coefficient = self.controller.value
+        rewards, kl = apply_kl_penalty(
+            columns["token_level_rewards"],
+            columns["old_log_probs"],
+            columns["ref_log_prob"],
+            columns["response_mask"],
+            kl_coef=coefficient,
+            kl_penalty_kind=self.kind,
+        )
+        self.controller.update(kl, len(batch))
+        metrics = {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coefficient}
+        return DataProto.from_dict({"token_level_rewards": rewards}, meta_info={"metrics": metrics})
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.controller.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.controller.load_state_dict(state)
+
+
+def advantage(algorithm: schema.AlgorithmConfig) -> Callable[[DataProto], DataProto]:
+    """Advantages and returns by the configured estimator, its parameters bound by name."""
+    estimator = get_adv_estimator_fn(algorithm.adv_estimator)
+    settings = algorithm.model_dump()
+
+    def adv(batch: DataProto) -> DataProto:
+        columns = {**batch.non_tensor_batch, **batch.tensors}
+        advantages, returns = estimator(**bind_arguments(estimator, columns, settings))
+        return DataProto.from_dict({"advantages": advantages, "returns": returns})
+
+    return adv
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """How a batch is split into optimizer steps.
+
+    Args:
+        mini_batch_rows: rows of one optimizer step, over all ranks.
+        epochs: passes over the batch.
+        shuffle: shuffle each pass, by seed and step.
+        seed: of the shuffle.
+        warmup: training steps without an update (the critic learns first).
+        together: consecutive rows that stay together (2 for a pair).
+    """
+
+    mini_batch_rows: int
+    epochs: int = 1
+    shuffle: bool = False
+    seed: int = 0
+    warmup: int = 0
+    together: int = 1
+
+
+def order_rows_for_ranks(lengths: Sequence[int], plan: UpdatePlan, ranks: int, seed: int) -> list[int]:
+    """Units (rows, or rows that stay together) in the order of one pass, so that equal shares of it go to the ranks.
+
+    A mini-batch holds the same rows for any number of ranks: each rank gets a share of every mini-batch, shares of
+    about the same number of tokens, one mini-batch after another. lengths: tokens of each unit.
+    """
+    rows = list(range(len(lengths)))
+    if plan.shuffle:
+        rows = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
+    if ranks == 1:
+        return rows
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    size = plan.mini_batch_rows // plan.together
+    for start in range(0, len(rows), size):
+        mini = rows[start : start + size]
+        for share, members in zip(shares, balanced_partition([lengths[i] for i in mini], ranks, equal_size=True)):
+            share += [mini[i] for i in members]
+    return [i for share in shares for i in share]
+
+
+class Update:
+    """An update of the actor or the critic: `method` of the role's workers, once for each pass.
+
+    With a `loss_mask` in the batch, the tokens outside it are not trained on.
+    """
+
+    def __init__(self, roles: Roles, role: str, method: str, plan: UpdatePlan):
+        self.roles = roles
+        self.role = role
+        self.method = method
+        self.plan = plan
+
+    def __call__(self, batch: DataProto) -> None:
+        step, plan = batch.meta_info["global_step"], self.plan
+        if step <= plan.warmup:
+            return
+        group = self.roles[self.role]
+        ranks = group.layout().dp_size
+        rows = batch.select(None, [], [])
+        if "loss_mask" in rows:
+            rows = rows.drop("loss_mask").replace(response_mask=rows.batch["loss_mask"])
+        lengths = rows.batch["attention_mask"].sum(1).view(-1, plan.together).sum(1).tolist()
+        sums = MetricSums()
+        for epoch in range(plan.epochs):
+            units = order_rows_for_ranks(lengths, plan, ranks, fork_seed(plan.seed, step, epoch))
+            order = [unit * plan.together + i for unit in units for i in range(plan.together)]
+            share = rows if order == list(range(len(order))) else rows[order]
+            facts = {"mini_batch_rows": plan.mini_batch_rows, "last_pass": epoch == plan.epochs - 1}
+            share.meta_info.update(facts)
+            sums.add(group.submit(self.method, share).get())
+        batch.meta_info["metrics"] = {name: total / count for name, (total, count) in sums.result().items()}
