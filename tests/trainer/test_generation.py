@@ -299,7 +299,7 @@ BAD = {
     "data.prompt_key=question": "no column 'question' for the prompt (data.prompt_key)",
     "data.max_samples=0": "expected at least 1 of the 24 prompts",
     "data.output_path=/proc/out.jsonl": "data.output_path: expected a folder to write to, found '/proc'",
-    "rollout.top_k=0": "found 0, expected a whole number >= 1, or -1 for all tokens",
+    "rollout.top_k=0": "found 0, expected int >= 1, or -1 for all tokens",
     "rollout.response_length=5000": "positions (max_position_embeddings): set rollout.response_length=40",
     "model.override_config.hiden_size=1": "did you mean 'hidden_size'?",
     "rollout.prompt_length=4": "prompts are longer than 4 tokens, the first: ",
