@@ -113,9 +113,10 @@ class ContinuousBatch:
             steps, self._is_closed = 0, False
             while scheduler.is_busy or scheduler.has_results:
                 with torch.inference_mode():
+                    finished = scheduler.take_finished()  # of an abort
                     if scheduler.is_busy:
                         scheduler.advance()
-                    finished = scheduler.take_finished()
+                        finished += scheduler.take_finished()
                 engine.stats.steps += scheduler.steps - steps
                 steps = scheduler.steps
                 for row, completion in finished:

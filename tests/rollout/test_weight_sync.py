@@ -1,0 +1,179 @@
+"""Weight synchronization: what arrives is what was sent, or an error names what differs."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from verl.rollout import weight_sync
+from verl.rollout.base import SamplingParams, make_requests
+from verl.rollout.hf import HFRollout
+from verl.rollout.native.engine import NativeRollout
+from verl.rollout.weight_sync import (
+    CollectiveSync,
+    InProcessSync,
+    ModuleReceiver,
+    ReplicaSync,
+    TransferGroup,
+    checksum_of,
+    receive_collective,
+)
+from verl.single_controller.worker import free_port
+
+CONFIG = LlamaConfig(
+    vocab_size=24,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=64,
+)
+PARAMS = SamplingParams(max_tokens=6, stop_token_ids=(0,), seed=3)
+REQUESTS = make_requests([[1, 2], [3]], PARAMS)
+CPU = torch.device("cpu")
+
+
+class Trained:
+    """The part of a training engine that is synchronized."""
+
+    def __init__(self, module: torch.nn.Module):
+        self.module = module
+
+    def weights(self):
+        for name, parameter in self.module.named_parameters():
+            yield name, parameter.detach()
+
+
+def make_module(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(CONFIG)
+
+
+def hf(module, weights=None):
+    return HFRollout(module, pad_token_id=0, weights=weights)
+
+
+def native(module, weights=None):
+    return NativeRollout(module, weights=weights)
+
+
+def test_in_process_moves_nothing():
+    rollout = native(make_module())
+    report = InProcessSync(rollout).push(Trained(rollout.module), 7)
+    assert (report.version, report.bytes) == (7, 0) and rollout.weight_version == 7
+    assert rollout.receiver() is None
+
+
+@pytest.mark.parametrize("make", [hf, native])
+def test_a_replica_is_filled_used_and_freed(make):
+    source, module = make_module(0), make_module(1)
+    expected = make(source).generate(REQUESTS)
+    rollout = make(module, ModuleReceiver(module))
+    assert sum(p.numel() for p in module.parameters()) == 0
+    with pytest.raises(ValueError, match="no weights: push them first"):
+        rollout.generate(REQUESTS)
+    for version in range(2):
+        report = ReplicaSync(rollout).push(Trained(source), version)
+        assert report.bytes == sum(p.nbytes for p in source.parameters())
+        assert rollout.weight_version == version
+        assert [c.token_ids for c in rollout.generate(REQUESTS)] == [c.token_ids for c in expected]
+        rollout.sleep()
+        rollout.receiver().release()
+        assert sum(p.numel() for p in module.parameters()) == 0
+
+
+def test_incomplete_weights_are_refused():
+    module = make_module()
+    weights = [(name, p.detach().clone()) for name, p in module.named_parameters()]
+    receiver = ModuleReceiver(module)
+    with pytest.raises(ValueError, match=r"version 5: 1 are missing, first \['model.embed_tokens.weight'\]"):
+        receiver.receive(weights[1:], 5)
+    with pytest.raises(ValueError, match=r"version 6: .*'model.embed_tokens.weight' is unknown, or came twice"):
+        receiver.receive([weights[0], weights[0]], 6)
+    with pytest.raises(ValueError, match=r"shape \(1,\), expected \(24, 32\)"):
+        receiver.receive([(weights[0][0], torch.zeros(1))], 7)
+
+
+def together(*functions):
+    """The results of functions that wait for one another."""
+    with ThreadPoolExecutor(len(functions)) as threads:
+        futures = [threads.submit(function) for function in functions]
+    return [future.exception() or future.result() for future in futures]
+
+
+def groups(size: int) -> list[TransferGroup]:
+    address = ("127.0.0.1", free_port())
+    return together(*(lambda rank=rank: TransferGroup(address, rank, size, CPU, 60.0) for rank in range(size)))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("bucket_bytes", [1, 5000, 1 << 30])
+def test_collective_delivers_every_parameter_to_every_rank(bucket_bytes, dtype):
+    source = make_module(0)
+    sender, *receivers = groups(3)
+    modules = [make_module(1), make_module(2)]
+    targets = [ModuleReceiver(module, filled=True) for module in modules]
+    sync = CollectiveSync(sender, dtype, bucket_bytes)
+    for version in range(2):
+        with torch.no_grad():
+            source.lm_head.weight.add_(1)
+        reports = together(
+            lambda v=version: sync.push(Trained(source), v),
+            *(lambda t=t, g=g, v=version: receive_collective(t, g, v) for t, g in zip(targets, receivers)),
+        )
+        assert len({(r.version, r.bytes, r.checksum) for r in reports}) == 1, reports
+        size = sum(p.numel() for p in source.parameters())
+        assert reports[0].bytes == size * (4 if dtype is None else 2)
+        for module in modules:
+            for (name, a), (_, b) in zip(source.named_parameters(), module.named_parameters()):
+                assert torch.equal(a if dtype is None else a.to(dtype).float(), b), name
+
+
+def test_training_ranks_without_a_group_only_iterate():
+    trained = Trained(make_module())
+    assert CollectiveSync(None).push(trained, 1).bytes == 0
+
+
+def test_a_damaged_bucket_is_named_on_both_sides(monkeypatch):
+    source, (sender, receiver) = make_module(0), groups(2)
+    receive = receiver.broadcast
+    counts = []
+
+    def damaged(tensor: torch.Tensor) -> None:
+        receive(tensor)
+        counts.append(len(tensor))
+        if len(counts) == 3:
+            tensor[-5] ^= 1
+
+    receiver.broadcast = damaged
+    names = [name for name, _ in source.named_parameters()]
+    found = together(
+        lambda: CollectiveSync(sender, bucket_bytes=1).push(Trained(source), 4),
+        lambda: receive_collective(ModuleReceiver(make_module(1)), receiver, 4),
+    )
+    for error in found:
+        assert isinstance(error, ValueError)
+        assert "bucket 2 arrived damaged on rollout rank 0" in str(error) and names[2] in str(error)
+
+
+def test_another_version_is_refused():
+    source, (sender, receiver) = make_module(0), groups(2)
+    found = together(
+        lambda: CollectiveSync(sender, bucket_bytes=1 << 30).push(Trained(source), 4),
+        lambda: receive_collective(ModuleReceiver(make_module(1)), receiver, 5),
+    )
+    assert "expected weights of version 5, found version 4" in str(found[1])
+
+
+def test_checksums_depend_on_every_byte_and_its_position(monkeypatch):
+    content = torch.arange(64, dtype=torch.uint8).repeat(100)
+    expected = checksum_of(content)
+    for at in (0, 7, 8, 6399):
+        changed = content.clone()
+        changed[at] += 1
+        assert checksum_of(changed) != expected
+    swapped = content.view(-1, 8).flip(0).reshape(-1)
+    assert checksum_of(swapped) != expected
+    monkeypatch.setattr(weight_sync, "_WORDS_AT_ONCE", 7)
+    assert checksum_of(content) == expected, "independent of the size of a chunk"
