@@ -20,7 +20,8 @@ _PHRASES = re.compile(rf"\b({'|'.join(map(re.escape, sorted(PROSE, key=len, reve
 
 
 def words_of(identifier: str) -> list[str]:
-    """Split at underscores and capitals: `KVCache_block2` -> kv, cache, block, 2."""
+    """Split at underscores and capitals: `KVCache_block2` -> kv, cache, block, 2. Drops `in_place`."""
+    identifier = re.sub("(^|_)in_place(?=_|$)", "", identifier, flags=re.IGNORECASE)
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", identifier)]
 
 

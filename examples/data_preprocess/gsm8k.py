@@ -1,4 +1,4 @@
-"""GSM8K (Cobbe et al. 2021, arXiv 2110.14168) as parquet files for training, from a local folder or the HuggingFace hub.
+"""GSM8K (Cobbe et al. 2021, arXiv 2110.14168) as parquet files, from a local folder or the HuggingFace hub.
 
 python examples/data_preprocess/gsm8k.py --local_dir ~/gsm8k --save_dir ~/data/gsm8k      # train.jsonl, test.jsonl
 python examples/data_preprocess/gsm8k.py --hub openai/gsm8k --save_dir ~/data/gsm8k       # needs `datasets`

@@ -27,7 +27,7 @@ def test_test_examples_are_500_of_seed_0_and_never_trained_on(tasks, name):
     trained = tasks.train_examples(name, 2000, seed=1)
     assert prompts.isdisjoint(example.prompt for example in trained)
     assert trained == tasks.train_examples(name, 2000, seed=1) != tasks.train_examples(name, 2000, seed=2)
-    with pytest.raises(ValueError, match="seed of the test examples"):
+    with pytest.raises(ValueError, match="reserved for the test examples"):
         next(tasks.train_stream(name, 0))
 
 

@@ -75,10 +75,10 @@ def timing_metrics(timings: Mapping[str, float], step: float, tokens: int, world
     return {**seconds, **throughput, "timing_s/step": step, "perf/throughput": tokens / step / world_size}
 
 
-def _majority(values: np.ndarray, answers: np.ndarray) -> float:
-    """The value of the most frequent answer (the first of them on a tie)."""
-    winner = Counter(answers.tolist()).most_common(1)[0][0]
-    return float(values[answers.tolist().index(winner)])
+def _majority(values: np.ndarray, predictions: np.ndarray) -> float:
+    """The value of the most frequent prediction (the first one on a tie)."""
+    winner = Counter(predictions.tolist()).most_common(1)[0][0]
+    return float(values[predictions.tolist().index(winner)])
 
 
 def validation_metrics(

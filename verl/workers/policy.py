@@ -68,11 +68,11 @@ class ActorWorker(RolloutMethods, EngineWorker):
         self._collective: CollectiveSync | None = None
         if not hosts_rollout:
             return
-        place = self.rank, self.world_size, self.local_rank
+        ranks = self.rank, self.world_size, self.local_rank
         self.rollout = Rollout(
             config.rollout,
             config.model,
-            RolloutEnv(*place, self.device, pad_token_id, self.compute_dtype),
+            RolloutEnv(*ranks, self.device, pad_token_id, self.compute_dtype),
             stop_token_ids=stop_token_ids,
             stop=stop,
             tokenizer=tokenizer,
