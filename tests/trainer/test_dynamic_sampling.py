@@ -198,7 +198,7 @@ def test_a_metric_that_is_not_there():
 def test_settings_that_do_not_fit():
     with pytest.raises(ValueError, match=r"rollout\.n.*found 1"):
         load_config(overrides=["algorithm.filter_groups.enable=true"])
-    with pytest.raises(ValueError, match=r"gen_batch_size.*changes nothing"):
+    with pytest.raises(ValueError, match=r"gen_batch_size.*has no effect"):
         load_config(overrides=["data.gen_batch_size=12"])
     enabled = ["algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=2", "data.train_batch_size=8"]
     with pytest.raises(ValueError, match=r"max_num_gen_batches.*found 2.*6 prompts.*train_batch_size 8"):

@@ -1,0 +1,202 @@
+"""Rollout as a role: custom engines and agent loops by name, devices of its own, weights pushed once per step."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.trainer.conftest import run_settings
+from verl.config import ConfigError
+from verl.trainer.base import StepReport
+from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.trainer.ppo_trainer import PPOTrainer
+from verl.workers.rollout import Rollout
+
+ROOT = Path(__file__).parents[2]
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ECHO = [f"imports=[{ROOT}/examples/custom_rollout_engine/echo_engine.py]", f"{ROLLOUT}.name=echo"]
+CALCULATOR = [
+    f"imports=[{ROOT}/examples/custom_agent_loop/calculator_loop.py]",
+    f"{ROLLOUT}.agent.default_agent_loop=calculator",
+    "data.max_response_length=40",
+]
+GRPO = ["algorithm.name=grpo", "trainer.total_training_steps=2"]
+RAY = ["trainer.backend=ray", "trainer.device=cpu", "ray_kwargs.ray_init.num_cpus=5", "ray_kwargs.ray_init.address=local"]
+EXECUTORS = {
+    "one process": [],
+    "two processes": ["trainer.n_gpus_per_node=2"],
+    "ray": ["trainer.n_gpus_per_node=2", *RAY],
+}
+#: Adam divides by the size of a gradient: with its own eps a rounding error becomes a whole step where that is 0
+SMOOTH = [f"{ACTOR}.optim.override_optimizer_config.eps=1e-3"]
+SAVED = ["trainer.save_freq=2", f"{ACTOR}.checkpoint.save_contents=[hf_model]"]
+
+
+def train(overrides: list[str]) -> list[StepReport]:
+    if "trainer.backend=ray" in overrides:
+        pytest.importorskip("ray")
+    trainer, reports = PPOTrainer(overrides=overrides), []
+    trainer.on_step.append(reports.append)
+    trainer.fit()
+    return reports
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_custom_engine_generates(executor, settings):
+    reports = train([*settings, *GRPO, *ECHO, *EXECUTORS[executor]])
+    assert len(reports) == 2
+    for step, report in enumerate(reports):
+        batch = report.batch.batch
+        for row in range(len(report.batch)):
+            prompt = batch["prompts"][row][batch["attention_mask"][row, : batch["prompts"].shape[1]].bool()]
+            response = batch["responses"][row][batch["response_mask"][row].bool()]
+            assert response[: len(prompt)].tolist() == prompt[: len(response)].tolist()
+        assert batch["weight_version"].tolist() == [step] * len(report.batch)
+        assert report.metrics["weight_sync/version"] == step + 1 and report.metrics["weight_sync/bytes"] == 0
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_custom_agent_loop_uses_its_tool(executor, settings):
+    reports = train([*settings, *GRPO, *CALCULATOR, *EXECUTORS[executor]])
+    tool_tokens = 0
+    for report in reports:
+        batch = report.batch.batch
+        real = batch["attention_mask"][:, batch["prompts"].shape[1] :].bool()
+        by_tool = real & ~batch["response_mask"].bool()
+        tool_tokens += int(by_tool.sum())
+        assert (batch["rollout_log_probs"][by_tool] == 0).all()
+        assert (batch["rollout_log_probs"][batch["response_mask"].bool()] <= 0).all()
+        assert report.metrics["rollout/turns"] >= 1 and report.metrics["actor/grad_norm"] > 0
+        # what the policy sampled in any turn, the trainer finds as probable
+        assert report.metrics["rollout/logprob_gap_max"] < 1e-3
+    assert tool_tokens > 0, "the tool was never used: choose another seed"
+
+
+def test_a_loop_of_one_turn_over_generate_one_gives_the_batch_of_generate(settings, tmp_path):
+    loop = tmp_path / "loop.py"
+    loop.write_text(
+        "from verl.rollout.agent_loop import SingleTurn, register_agent_loop\n"
+        'register_agent_loop("again")(type("Again", (SingleTurn,), {}))\n'
+    )
+    one = [*settings, *GRPO, "trainer.resume_mode=disable"]
+    again = [*one, f"imports=[{loop}]", f"{ROLLOUT}.agent.default_agent_loop=again"]
+    for a, b in zip(train(one), train(again)):
+        for name in ("responses", "rollout_log_probs", "advantages", "weight_version"):
+            assert torch.equal(a.batch.batch[name], b.batch.batch[name]), name
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (f"{ROLLOUT}.name=natve", r"did you mean 'native'\?.*hf, native"),
+        (f"{ROLLOUT}.agent.default_agent_loop=singel_turn", r"did you mean 'single_turn'\?"),
+        (f"{ACTOR}.strategy=fdsp", r"did you mean 'fsdp'\?"),
+    ],
+)
+def test_a_misspelt_name_lists_the_registered_ones(override, message, settings):
+    with pytest.raises(ConfigError, match=message):
+        LocalPPOTrainer(overrides=[*settings, *GRPO, override])
+
+
+# ---- devices of its own -----------------------------------------------------------------------------------------
+
+TWO = ["trainer.n_gpus_per_node=2", "placement.actor_devices=[0]", "placement.rollout_devices=[1]"]
+THREE = ["trainer.n_gpus_per_node=3", "placement.actor_devices=[0,1]", "placement.rollout_devices=[2]"]
+FOUR = ["trainer.n_gpus_per_node=4", "placement.actor_devices=[0,1]", "placement.rollout_devices=[2,3]"]
+LORA = ["actor_rollout_ref.model.lora_rank=4"]
+SEPARATE = {
+    "one device": (TWO, []),
+    "fsdp": (THREE, []),
+    "tensor parallel": (FOUR, [f"{ACTOR}.fsdp_config.tensor_parallel_size=2"]),
+    "lora": (TWO, LORA),
+    "ray": ([*TWO, *RAY], []),
+    "overlap": ([*TWO, "trainer.overlap=true"], []),
+    "transformers": (TWO, [f"{ROLLOUT}.name=hf"]),
+}
+
+
+@pytest.mark.parametrize("case", SEPARATE)
+def test_a_rollout_on_devices_of_its_own_gives_the_numbers_of_one_process(case, tiny, tmp_path):
+    placement, more = SEPARATE[case]
+    algorithm = ["algorithm.name=grpo", f"{ACTOR}.use_kl_loss=true", "trainer.total_training_steps=2", *SMOOTH, *SAVED]
+    same = [name for name in more if "tensor_parallel" not in name]
+    runs = {
+        "one": train([*run_settings(tiny, tmp_path / "one"), *algorithm, *same]),
+        "own": train([*run_settings(tiny, tmp_path / "own"), *algorithm, *more, *placement]),
+    }
+    for step, (a, b) in enumerate(zip(*runs.values(), strict=True)):
+        for name in ("responses", "rollout_log_probs", "old_log_probs", "advantages", "weight_version"):
+            torch.testing.assert_close(a.batch.batch[name], b.batch.batch[name], rtol=1e-5, atol=1e-5, msg=name)
+        assert b.metrics["weight_sync/bytes"] > 0 and b.metrics["weight_sync/version"] == step + 1
+    one, own = (load_file(tmp_path / run / "global_step_2/actor/huggingface/model.safetensors") for run in runs)
+    for name, weight in one.items():
+        torch.testing.assert_close(own[name], weight, rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_an_engine_that_takes_no_weights_cannot_have_devices_of_its_own(settings):
+    with pytest.raises(Exception, match=r"rollout\.name=echo has no receiver"):
+        train([*settings, *GRPO, *ECHO, *TWO])
+
+
+# ---- phases -----------------------------------------------------------------------------------------------------
+
+
+class Phases:
+    """Counts what the colocated rollout is told to do."""
+
+    def __init__(self, monkeypatch):
+        self.calls: list[str] = []
+        for name in ("sync_weights", "sleep", "free_cache", "generate"):
+            self._watch(monkeypatch, name)
+
+    def _watch(self, monkeypatch, name: str) -> None:
+        original = vars(Rollout)[name]
+
+        def watched(rollout, *args):
+            if name != "free_cache" or self.calls[-1:] != ["sleep"]:
+                self.calls.append(name if name != "generate" else args[0].meta_info["sampling"])
+            return original(rollout, *args)
+
+        monkeypatch.setattr(Rollout, name, watched)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "remax"])
+def test_weights_are_pushed_once_per_step_and_validation_uses_them(algorithm, settings, monkeypatch):
+    phases = Phases(monkeypatch)
+    overrides = [f"algorithm.name={algorithm}", "trainer.total_training_steps=2"]
+    train([*settings, *overrides, "trainer.test_freq=1", "trainer.val_before_train=true"])
+    generating = ["train", "greedy"] if algorithm == "remax" else ["train"]
+    validation = ["validate", "free_cache"]
+    step = [*generating, "sleep", "sync_weights", *validation]
+    assert phases.calls == ["sync_weights", *validation, *step, *step]
+
+
+def test_nothing_sleeps_where_nothing_shares_the_device(settings):
+    flow = LocalPPOTrainer(overrides=[*settings, *GRPO, *TWO]).pipeline.operators
+    assert [op.name for op in flow][-2:] == ["update_actor", "sync_weights"]
+    assert not [op.name for op in flow if "sleep" in op.name]
+    kept = LocalPPOTrainer(overrides=[*settings, *GRPO, f"{ROLLOUT}.free_cache_engine=false"]).pipeline.operators
+    assert not [op.name for op in kept if "sleep" in op.name]
+
+
+def test_dynamic_sampling_sleeps_after_its_last_pass(settings):
+    dapo = [*settings, "algorithm.name=dapo", "trainer.total_training_steps=1"]
+    names = [op.name for op in LocalPPOTrainer(overrides=dapo).pipeline.operators]
+    assert names.index("sleep_rollout") == names.index("filter_groups") + 1
+
+
+def test_versions_continue_after_a_resume(settings):
+    train([*settings, "algorithm.name=grpo", "trainer.total_training_steps=2", "trainer.save_freq=1"])
+    (report,) = train([*settings, "algorithm.name=grpo", "trainer.total_training_steps=3"])
+    assert report.batch.batch["weight_version"].tolist() == [2] * len(report.batch)
+    assert report.metrics["weight_sync/version"] == 3
+
+
+def test_the_run_reports_the_weight_sync(settings, tmp_path):
+    train([*settings, *GRPO])
+    lines = [json.loads(line) for line in next((tmp_path / "run").glob("*.jsonl")).read_text().splitlines()]
+    assert {"weight_sync/version", "weight_sync/bytes", "weight_sync/seconds"} <= lines[-1].keys() | set(
+        lines[-1].get("metrics", {})
+    )
