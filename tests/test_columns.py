@@ -18,7 +18,7 @@ def good() -> DataProto:
     """Three rows that keep every rule, with every column of the table.
 
     Prompts of 4, 2 and 1 tokens padded on the left, responses of 5, 3 and 1 tokens padded on the right; the second
-    response has a token of a tool (position 1), which the policy did not choose. Padding is filled with NaN.
+    response has a token of a tool (position 1), which the policy did not sample. Padding is filled with NaN.
     """
     attention = torch.tensor(
         [
@@ -45,6 +45,7 @@ def good() -> DataProto:
         "response_mask": chosen,
         "loss_mask": chosen,
         "reward_baselines": torch.zeros(B),
+        "weight_version": torch.zeros(B, dtype=torch.int64),
     }
     floats = {k: torch.full((B, T), float("nan")) for k, c in COLUMNS.items() if (c.dims, c.dtype) == ("B T", "float")}
     for value in floats.values():

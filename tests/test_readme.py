@@ -62,7 +62,7 @@ def test_the_operator_of_the_readme_is_in_the_flow(settings):
 
 
 def test_every_path_in_the_tree_is_there():
-    tree = README.split("## The tree")[1].split("```")[1]
+    tree = README.split("## Repository layout")[1].split("```")[1]
     for line in tree.strip().splitlines():
         name = line.split()[0]
         folder = ROOT / "verl" if line.startswith("  ") else ROOT
