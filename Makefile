@@ -1,4 +1,4 @@
-# `make quickstart` and `make test` are all that a fresh clone needs: both make .venv when there is none.
+# `make quickstart` and `make test` work in a fresh clone: both create .venv if needed.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/.ready-to-run
@@ -7,15 +7,15 @@ PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
 
 .PHONY: quickstart test test-all lint clean
 
-# Train a tiny model by reinforcement learning and watch it learn. ARGS="--algorithm ppo" is passed on.
+# Train a tiny model with reinforcement learning. Pass options as ARGS="--algorithm ppo".
 quickstart: $(RUN)
 	$(VENV)/bin/python examples/quickstart/run.py $(ARGS)
 
-# What every change must pass: under 10 minutes on two cores, no GPU. ARGS="-k name" is passed on.
+# Required for every change: under 10 minutes on two cores, no GPU. Pass options as ARGS="-k name".
 test: $(TEST)
 	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
-# The slow tests too. Those marked `gpu` are run by `pytest -m gpu` on a machine that has one.
+# Includes the slow tests. On a machine with a GPU, run those marked `gpu` with `pytest -m gpu`.
 test-all: $(TEST)
 	$(PYTEST) -m "not gpu" $(ARGS)
 
@@ -25,12 +25,12 @@ lint: $(VENV)/bin/ruff
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
 
-# Made again when the dependencies change; otherwise there is nothing to do.
+# Reinstalls if the dependencies changed.
 $(RUN): pyproject.toml scripts/setup_venv.sh
 	PYTHON="$(PYTHON)" bash scripts/setup_venv.sh $(VENV) plot
 	touch $@
 
-# The tests need more: pytest, Ray, peft.
+# The tests also need pytest, Ray and peft.
 $(TEST): pyproject.toml scripts/setup_venv.sh
 	PYTHON="$(PYTHON)" bash scripts/setup_venv.sh $(VENV) plot,test
 	touch $(RUN) $@

@@ -1,10 +1,10 @@
-"""How fast is the attention kernel of a decoding step on a GPU, by launch options? A table, with the memory floor.
+"""Speed of the decode attention kernel on a GPU by launch options, as a table with the memory floor.
 
     python benchmarks/attention.py                 # all combinations, a few seconds each to compile
     python benchmarks/attention.py --warps 4 --stages 2,3,4 --pages 1,2 --programs 512,1024
 
-Every layer of a step has its own keys and values, so calls take turns over enough memory to miss the L2 cache. `floor`
-is the time to read the keys and values once at the speed of a copy measured in the same run.
+Every layer has its own keys and values, so that calls cycle through enough memory to miss the L2 cache. `floor` is the
+time to read keys and values once, at the copy speed measured in the same run.
 """
 
 import argparse
@@ -28,7 +28,7 @@ LAYERS = 12
 
 
 def microseconds(run, count: int = 20) -> float:
-    """Of one of the LAYERS calls that `run` makes, by a graph of them."""
+    """Seconds of one of the LAYERS calls that `run` makes, captured as a CUDA graph."""
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -78,8 +78,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--warps", default="1,2,4,8")
     parser.add_argument("--stages", default="2,3,4")
-    parser.add_argument("--pages", default="1,2", help="that are read at once")
-    parser.add_argument("--programs", default="512", help="below which the keys of a row are split over several")
+    parser.add_argument("--pages", default="1,2", help="pages read at once")
+    parser.add_argument(
+        "--programs", default="512", help="split the keys of a row over several programs below this number"
+    )
     args = parser.parse_args()
     lists = (args.warps, args.stages, args.pages, args.programs)
     options = list(itertools.product(*([int(n) for n in text.split(",")] for text in lists)))

@@ -1,13 +1,12 @@
-"""What does the single controller cost? Overhead per call, seconds per step and controller memory, one JSON line each.
+"""Cost of the single controller: overhead per call, seconds per step and controller memory, one JSON line each.
 
     python benchmarks/controller.py --rows 1024 8192 65536 --tokens 2048 --ranks 2 --out results.json
 
-A step is the data movement of PPO with all computation left out: workers make columns of the right size and read those
-that the real ones read; reward and advantages run on the controller. `data` says how batches travel between groups:
-"reference" (large columns stay with the rank that made them), "controller" (everything comes to the controller and
-goes out again from there). Each measurement runs in a process of its own; `controller_peak_mib` is how far the resident
-memory of that process rose above what it was before the first step. A measurement for which the machine has not enough
-free memory is left out and says so.
+A step is the data movement of PPO without the computation: workers create columns of the real sizes and read those that
+the real ones read; reward and advantages run on the controller. `data` is how batches travel between worker groups:
+"reference" (large columns stay with the rank that created them) or "controller" (everything passes through the
+controller). Each measurement runs in a separate process; `controller_peak_mib` is the increase of its resident memory
+over the value before the first step. A measurement that does not fit into free memory is skipped with a message.
 """
 
 import argparse
@@ -31,7 +30,7 @@ from verl.single_controller.placement import ResourcePool
 from verl.single_controller.remote_batch import RemoteTensor
 
 ROOT = Path(__file__).resolve().parents[1]
-EXECUTORS = {  # executor -> the ways that batches can travel
+EXECUTORS = {  # executor -> supported values of `data`
     "in_process": ["controller"],
     "processes": ["reference", "controller"],
     "ray": ["reference", "controller"],
@@ -40,7 +39,7 @@ READ_BY_MODELS = ["input_ids", "attention_mask", "position_ids", "responses", "r
 
 
 class Synthetic(Worker):
-    """Makes and reads columns of the sizes of PPO, and computes nothing."""
+    """Creates and reads columns of the sizes of PPO, without computing."""
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def nothing(self) -> None: ...
@@ -113,7 +112,7 @@ def peak_mib() -> float:
 
 
 def measure(executor: str, data: str, rows: int, tokens: int, ranks: int, steps: int) -> dict:
-    """One line: the best of `steps` steps, after one that is not counted."""
+    """One line: the best of `steps` steps, after a warm-up step."""
     with make_group(executor, ranks) as group:
         group.nothing()
         start = time.perf_counter()
@@ -143,18 +142,18 @@ def measure(executor: str, data: str, rows: int, tokens: int, ranks: int, steps:
     }
 
 
-ROW_BYTES = 46  # of a token in all columns together, see `Synthetic` and `ppo_step`
+ROW_BYTES = 46  # per token, over all columns; see `Synthetic` and `ppo_step`
 
 
 def needed(executor: str, data: str, rows: int, tokens: int) -> int:
-    """Bytes that a measurement takes at its peak, all processes together: of each copy of the batch that is alive."""
-    # as it is made and where it stays; elsewhere also on its way out, and with its readers
+    """Peak bytes of a measurement, over all processes: of each copy of the batch that is alive."""
+    # where it is created and stays; otherwise also in transit, and with its readers
     copies = 2 if executor == "in_process" or (executor, data) == ("processes", "reference") else 4
     return rows * tokens * ROW_BYTES * copies
 
 
 def run_one(executor: str, data: str, rows: int, args: argparse.Namespace) -> dict:
-    """One measurement in a process of its own."""
+    """Run one measurement in a separate process."""
     one = {"executor": executor, "data": data, "rows": rows}
     free, need = psutil.virtual_memory().available, needed(executor, data, rows, args.tokens)
     if need > free:
@@ -173,7 +172,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--executor", nargs="+", choices=list(EXECUTORS), default=list(EXECUTORS))
-    parser.add_argument("--data", choices=["reference", "controller"], help="this way only, in this process")
+    parser.add_argument("--data", choices=["reference", "controller"], help="only this value, in this process")
     parser.add_argument("--out", type=Path, help="write all lines here, with the command and the versions")
     args = parser.parse_args()
     if args.data is not None:

@@ -1,10 +1,10 @@
-"""What does `rollout.deterministic` cost, and is the gap 0? One JSON line per measurement, a table at the end.
+"""Cost of `rollout.deterministic`, and a check that the mismatch is 0. One JSON line per measurement, then a table.
 
     python benchmarks/deterministic.py                        # one GPU, the shape of Qwen2.5-0.5B
     python benchmarks/deterministic.py --shape tiny --rows 128 --prompt 16 --new 64 --dtype fp32   # any machine
 
-Weights are random. Per mode: generation (tokens/s), the pass for old log-probs and an update of the same rows
-(seconds), each the best of the repeats, and how far the log-probs of sampling are from those of training.
+Weights are random. Per mode: generation (tokens/s), old log-probs and an update of the same samples (seconds), each the
+best of the repeats, and the difference between rollout and training log-probs.
 """
 
 import argparse
@@ -93,11 +93,13 @@ def measure(mode: str, args: argparse.Namespace, device: torch.device) -> dict:
     prompts = [row for row in prompts.tolist() for _ in range(args.samples)]
     best: dict[str, float] = {}
     for _ in range(args.repeats):
-        took, answers = seconds_of(lambda: rollout.generate(make_requests(prompts, SamplingParams(args.new, ()))), device)
+        took, completions = seconds_of(
+            lambda: rollout.generate(make_requests(prompts, SamplingParams(args.new, ()))), device
+        )
         best["generate"] = min(took, best.get("generate", took))
     rollout.sleep()
-    columns = build_sequences(prompts, [answer.token_ids for answer in answers], 0)
-    sampled = torch.tensor([answer.log_probs for answer in answers])
+    columns = build_sequences(prompts, [completion.token_ids for completion in completions], 0)
+    sampled = torch.tensor([completion.log_probs for completion in completions])
     batch = DataProto.from_dict({**columns, "rollout_log_probs": sampled, "advantages": torch.randn(sampled.shape)})
     micro = MicroBatching(tokens=args.tokens)
     for _ in range(args.repeats):
@@ -141,10 +143,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="0.5B", choices=SHAPES)
     parser.add_argument("--rows", type=int, default=256)
-    parser.add_argument("--samples", type=int, default=8, help="of each prompt")
+    parser.add_argument("--samples", type=int, default=8, help="responses per prompt")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens per micro-batch")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--repeats", type=int, default=2)

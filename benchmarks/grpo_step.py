@@ -1,18 +1,18 @@
-"""One GRPO step, ours against TRL's GRPOTrainer: the same model, prompts, reward, counts of tokens and optimizer.
+"""One GRPO step of this library against TRL's GRPOTrainer: same model, prompts, reward, token counts and optimizer.
 
     python benchmarks/grpo_step.py                                  # a GPU: 0.5B, 64 prompts x 8, 128 + 512 tokens
     python benchmarks/grpo_step.py --suite cpu --trl-python PYTHON  # any machine: 0.43 M parameters, 16 x 8, 16 + 64
 
-Everything is made here: random weights, a tokenizer, prompts of random digits; nothing is fetched. An answer is always
-as long as allowed; its reward is the share of even digits in it. Each trainer is a process of its own, with its own
-time limit. On a CPU both stay up and take turns step by step, so that both see the machine's other load; on a GPU one
-runs after the other, since memory is compared too. One JSON line per trainer and setting, and one that compares them:
-seconds are medians over the steps after the warm-up, `faster` is the median of the ratios of paired steps (by the
-clock, and by the processor time of the two, which says more on a machine that others use too).
+Everything is generated here: random weights, a tokenizer, prompts of random digits; nothing is downloaded. Responses
+always have the maximum length; their reward is the fraction of even digits. Each trainer runs in a separate process
+with a time limit. On a CPU both alternate step by step, so that both see the same load of the machine; on a GPU they
+run one after the other, since memory is compared too. One JSON line per trainer and setting, and one that compares
+them: seconds are medians over the steps after the warm-up, `faster` is the median ratio of paired steps (by wall clock,
+and by CPU time, which is more reliable on a shared machine).
 
-TRL runs with what makes it fast: vLLM in its process, Liger, checkpointing and micro-batches of --trl-rows rows on a
-GPU, transformers' generate on a CPU (PYTHON: an environment with trl, where ours has none). Ours has its defaults.
-`peak_gib`: device memory in use at most, sampled, whoever allocated it; on a CPU the process's largest resident size.
+TRL runs with its fast options: vLLM in its process, Liger, checkpointing and micro-batches of --trl-rows rows on a GPU,
+transformers' generate on a CPU (PYTHON: an environment with trl, if this one has none). This library runs with its
+defaults. `peak_gib`: sampled peak of the device memory, of all processes; on a CPU, peak resident memory.
 """
 
 import argparse
@@ -37,7 +37,7 @@ PACKAGES = ("torch", "transformers", "trl", "vllm", "liger-kernel", "accelerate"
 
 @dataclass(frozen=True)
 class Work:
-    """A step: prompts x samples answers of `new` tokens to prompts of `prompt` tokens; one optimizer update."""
+    """A step: prompts x samples responses of `new` tokens to prompts of `prompt` tokens; one optimizer update."""
 
     hidden: int
     mlp: int
@@ -65,9 +65,9 @@ LEARNING_RATE = 1e-6
 HANDED_ON = ("suite", "steps", "warm-up", "threads", "trl-rows")
 
 
-def even_digits(answer: str) -> float:
-    """The reward: the share of even digits among the characters of an answer."""
-    return sum(map(answer.count, "02468")) / max(1, len(answer))
+def even_digits(response: str) -> float:
+    """The reward: the fraction of even digits among the characters of a response."""
+    return sum(map(response.count, "02468")) / max(1, len(response))
 
 
 # ------------------------------------------------------------------------------------------- what both read: made once
@@ -77,7 +77,7 @@ def make_inputs(work: Work, folder: Path, rows: int) -> None:
     from tokenizers import pre_tokenizers
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-    # without merges a text is one token per byte, and so are ten digits; the other tokens appear in answers alone
+    # without merges a text is one token per byte, also ten digits; the other tokens appear only in responses
     end, fill = "<|endoftext|>", "<|fill|>"
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [f"w{i}" for i in range(work.vocabulary - len(alphabet) - 2)]
@@ -109,17 +109,17 @@ def make_inputs(work: Work, folder: Path, rows: int) -> None:
 
 
 def compute_score(data_source, solution_str: str, ground_truth, extra_info) -> float:
-    """The reward as our trainer calls it: this file is its reward file."""
+    """The reward function of this library's trainer, which loads this file."""
     return even_digits(solution_str)
 
 
 # --------------------------------------------------------------------------------------------------- in the processes
 class Reporter:
-    """A child's side: says what each step took, and waits to be told to go on."""
+    """The child process: reports the seconds of each step, and waits for the command to continue."""
 
     def __init__(self) -> None:
         self.out = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # what libraries print goes to stderr
+        os.dup2(2, 1)  # output of libraries goes to stderr
         self.start = self.used = self.peak = 0.0
 
     def watch_memory(self) -> None:
@@ -151,7 +151,7 @@ class Reporter:
         self.go()
 
     def go(self) -> None:
-        """Wait for a word; the next step starts then."""
+        """Wait for the command to start the next step."""
         sys.stdin.readline()
         self.start, self.used = time.perf_counter(), time.process_time()
 
@@ -201,7 +201,7 @@ def run_ours(work: Work, folder: Path, args: argparse.Namespace, reporter: Repor
 
 
 def trl_config(work: Work, folder: Path, args: argparse.Namespace):
-    """TRL's settings for this work: those that make it fast, the others as ours has them."""
+    """TRL's settings for this work: its fast options, otherwise the same values."""
     import torch
     from trl import GRPOConfig
 
@@ -245,7 +245,7 @@ def run_trl(work: Work, folder: Path, args: argparse.Namespace, reporter: Report
     prompts = [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").open()]
 
     class Report(TrainerCallback):
-        """A step ends when its metrics are logged, after the update. The next beta has its turn when its steps come."""
+        """A step ends when its metrics are logged, after the update; then the next beta may start."""
 
         def on_train_begin(self, *_, **__) -> None:
             reporter.watch_memory()
@@ -278,7 +278,7 @@ TRAINERS: dict[str, Callable[[Work, Path, argparse.Namespace, Reporter], None]] 
 
 # ------------------------------------------------------------------------------------------------------- the comparison
 class Child:
-    """A trainer in a process of its own, killed when its time is over. betas: one after another."""
+    """A trainer in a separate process, killed at its time limit. betas: one after another."""
 
     def __init__(self, name: str, folder: Path, betas: list[float], args: argparse.Namespace):
         python = args.trl_python if name == "trl" else sys.executable
@@ -294,7 +294,7 @@ class Child:
         self.timer.start()
 
     def step(self) -> bool:
-        """One step more; False where the process has ended."""
+        """Run one more step; False if the process has ended."""
         try:
             self.process.stdin.write("go\n")
             self.process.stdin.flush()
@@ -329,7 +329,7 @@ class Child:
 
 
 def compare(work: Work, folder: Path, args: argparse.Namespace, theirs: list[str]) -> Iterator[dict]:
-    """Run ours and the others: the line of each as soon as it has ended, and how each other one compares with ours."""
+    """Run all trainers: print the line of each when it ends, and the comparison with this library."""
     measured: dict[float, list[dict]] = {}
     count = args.steps - args.warm_up
     for beta in args.betas:
@@ -355,7 +355,7 @@ def compare(work: Work, folder: Path, args: argparse.Namespace, theirs: list[str
 
 
 def compared(name: str, ours: list[dict], theirs: list[dict], beta: float) -> dict:
-    """The line that says how much faster ours is, from the pairs of steps that there are."""
+    """The line with the speedup of this library, from the available pairs of steps."""
     line = {"benchmark": "grpo_step_compared", "with": name, "beta": beta}
     for key, quantity in (("faster", "seconds"), ("faster_by_processor_time", "processor_seconds")):
         ratios = [b[quantity] / a[quantity] for a, b in zip(ours, theirs) if quantity in b]
@@ -368,7 +368,7 @@ def compared(name: str, ours: list[dict], theirs: list[dict], beta: float) -> di
 
 
 def versions(python: str) -> dict[str, str]:
-    """Of the packages that an interpreter has."""
+    """Package versions of an interpreter."""
     code = "import json, importlib.metadata as m\n"
     code += "found = {d.name.lower().replace('_', '-'): d.version for d in m.distributions()}\n"
     code += f"print(json.dumps({{n: found[n] for n in {PACKAGES} if n in found}}))"
@@ -376,7 +376,7 @@ def versions(python: str) -> dict[str, str]:
 
 
 def facts(args: argparse.Namespace) -> dict:
-    """What a record needs beside the measurement."""
+    """Metadata of a record."""
     import torch
 
     gpu = torch.cuda.is_available()
@@ -392,17 +392,17 @@ def facts(args: argparse.Namespace) -> dict:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", choices=SUITES, help="default: gpu where there is one")
-    parser.add_argument("--against", default="trl", help="trl, or an empty word for ours alone")
+    parser.add_argument("--suite", choices=SUITES, help="default: gpu if there is one")
+    parser.add_argument("--against", default="trl", help="trl, or an empty string for this library only")
     parser.add_argument("--betas", default="0.04,0", help="weights of the KL to the reference")
-    parser.add_argument("--steps", type=int, help="of each trainer, the warm-up among them; default 5, 20 on a CPU")
+    parser.add_argument("--steps", type=int, help="steps per trainer, including the warm-up; default 5, 20 on a CPU")
     parser.add_argument("--warm-up", type=int, default=2)
-    parser.add_argument("--alternate", action=argparse.BooleanOptionalAction, help="take turns; default: on a CPU")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of a CPU")
-    parser.add_argument("--limit", type=float, default=600, help="seconds that one process may take")
-    parser.add_argument("--trl-python", default=sys.executable, help="the interpreter that has trl")
+    parser.add_argument("--alternate", action=argparse.BooleanOptionalAction, help="alternate steps; default: on a CPU")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads")
+    parser.add_argument("--limit", type=float, default=600, help="time limit of one process in seconds")
+    parser.add_argument("--trl-python", default=sys.executable, help="interpreter with trl")
     parser.add_argument("--trl-rows", type=int, default=16, help="rows of TRL's micro-batches on a GPU")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of ours")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an override of this library")
     parser.add_argument("--out", type=Path, help="also write the record to this file")
     parser.add_argument("--child", choices=TRAINERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

@@ -1,8 +1,8 @@
-"""Which tiles are the kernels of `rollout.deterministic` fast with, and do they give the same bits? On a GPU.
+"""Tile sizes of the kernels of `rollout.deterministic`: speed, and whether the results are bitwise equal. On a GPU.
 
     python benchmarks/invariant_tiles.py
 
-Products at the shape of Qwen2.5-0.5B beside cuBLAS, attention over packed rows and over pages.
+GEMMs at the shape of Qwen2.5-0.5B compared with cuBLAS, attention over packed sequences and over pages.
 """
 
 import itertools
@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 from verl.modeling.batch_invariant import triton_kernels  # noqa: E402
 from verl.modeling.batch_invariant.attention import Scores  # noqa: E402
 
-#: of products: rows, outputs, addends, warps, stages
+#: of GEMMs: rows, outputs, addends, warps, stages
 FEW = ((64, 64, 64, 4, 4), (64, 64, 128, 4, 3), (64, 64, 128, 4, 4), (64, 32, 128, 4, 4), (64, 64, 256, 4, 3))
 FEW += ((64, 128, 64, 4, 4), (64, 128, 128, 4, 3), (64, 32, 256, 4, 3))
 MANY = ((128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 4, 4))
@@ -31,9 +31,9 @@ def timed(function: Callable[..., torch.Tensor], *arguments) -> tuple[float, tor
 
 
 def product_tiles(device: torch.device) -> None:
-    """Tiles of the product: speed beside cuBLAS, and whether they give the bits of those that are used."""
+    """Tiles of the GEMM: speed compared with cuBLAS, and whether results equal those of the default tiles."""
     used = triton_kernels.TILES[2]
-    print("product, bf16: TFLOP/s of tiles (rows x outputs x addends, warps, stages); = where the bits are those used")
+    print("GEMM, bf16: TFLOP/s of tiles (rows x outputs x addends, warps, stages); = where the bits are those used")
     for inside, outside in ((896, 896), (896, 4864), (4864, 896), (896, 151936)):
         for rows, options in ((64, FEW), (256, FEW), (1024, FEW), (4096, MANY), (16384, MANY)):
             if rows * outside > 2**30:
@@ -55,7 +55,7 @@ def product_tiles(device: torch.device) -> None:
 
 
 def attention_tiles(device: torch.device) -> None:
-    """Tiles of queries: milliseconds of packed rows and of steps, and the difference between the two."""
+    """Tiles of queries: milliseconds of packed sequences and of decoding steps, and their difference."""
     heads, key_heads, size, rows, length = 14, 2, 64, 256, 384
     lengths, scores = (length,) * (rows // 8), Scores(size**-0.5)
     q, k, v = (torch.randn(sum(lengths), h, size, device=device, dtype=torch.bfloat16) for h in (heads, 2, 2))

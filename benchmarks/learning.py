@@ -1,20 +1,20 @@
-"""How fast does each algorithm learn a small task, and how far does it come? One JSON line a run, one an algorithm.
+"""How fast each algorithm learns a small task, and how well. One JSON line per run, and one per algorithm.
 
     python benchmarks/learning.py --task reverse --algorithm grpo dapo --seeds 1 2 3 --out outputs/learning
 
-(benchmarks/learning_pool.py does many of them at a time.)
+benchmarks/learning_pool.py runs many of them in parallel.
 
-All runs of a task start from one tiny model, taught the form of the task by imitation (examples/quickstart). A seed is
-that of the prompts, of their order and of sampling, the same for all algorithms. 64 prompts x 8 answers a step, lr
-3e-4, two updates a step (one where the method has no clip, and says so), right is 1 and wrong is 0, no KL. `reward` is
-the mean reward of all sampled answers of a step; `responses` are all that were generated for training, those that were
-filtered out and greedy baselines too; `accuracy` is greedy, on 500 unseen prompts, every 10 steps; `sampled` is every
-100 steps, of 8 answers to each of them: the share that is right, and that of prompts with one right among the 8
-(pass@8). `entropy` is that of the policy before the update, where the flow computes it. The threshold is reached when
-the mean of ten rewards is. `cpu_seconds` do not depend on what else the machine does, `seconds` do.
+All runs of a task start from the same tiny model after an SFT warm-up (examples/quickstart). A seed determines the
+prompts, their order and the sampling, and is shared by all algorithms. 64 prompts x 8 responses per step, lr 3e-4, two
+updates per step (one for methods without a clip, as noted), reward 1 if correct, otherwise 0, no KL. `reward` is the
+mean reward of all responses of a step; `responses` counts all responses generated for training, including filtered
+ones and greedy baselines; `accuracy` is greedy, on 500 held-out prompts, every 10 steps; `sampled`, every 100 steps,
+samples 8 responses to each of them: the fraction of correct responses, and of prompts with at least one (pass@8).
+`entropy` is that of the policy before the update, if the flow computes it. The threshold is reached if the mean reward
+of ten steps is. `cpu_seconds` do not depend on the load of the machine, `seconds` do.
 
---shuffle-rewards is the control: nothing can be learnt. OUT/runs.jsonl collects the lines of all runs, and what stands
-there is not run again; OUT/<task>-<algorithm>[-shuffled].png shows the curves.
+--shuffle-rewards is the control: rewards are shuffled, so the policy should not improve. OUT/runs.jsonl collects the
+lines of all runs, and runs listed there are skipped; OUT/<task>-<algorithm>[-shuffled].png shows the curves.
 """
 
 import argparse
@@ -50,14 +50,14 @@ from verl.trainer.ppo_trainer import PPOTrainer
 TEST_FREQ, SAMPLED_FREQ = 10, 100
 PROMPTS, ANSWERS = 64, 8
 START_SEED = 1
-#: the mean reward that responses are counted to, and the steps of a run
+#: threshold of the mean reward, and steps of a run
 THRESHOLD = {"reverse": 0.85, "sort": 0.6, "countdown3": 0.55, "digit": 0.6}
 STEPS = {"reverse": 100, "sort": 100, "countdown3": 300, "digit": 100}
 
 
 @dataclass(frozen=True)
 class Method:
-    """Who trains, and what the method needs beside the common settings."""
+    """The trainer of a method, and its settings in addition to the common ones."""
 
     trainer: type[PPOTrainer] = LocalPPOTrainer
     settings: tuple[str, ...] = ()
@@ -65,9 +65,9 @@ class Method:
 
 _GRPO, _CORRECTION = "algorithm.adv_estimator=grpo", "algorithm.rollout_correction"
 _LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
-#: for what is exactly on-policy: no clip holds a second update back
+#: strictly on-policy methods: they have no clip for a second update
 _ONE_UPDATE = f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}"
-#: a task that has been learnt is no error here
+#: a task that has been learned is not an error here
 _GO_ON = "algorithm.filter_groups.at_limit=fill"
 _FILTER_ACC = "algorithm.filter_groups.metric=acc"
 _SPPO = ("algorithm.adv_estimator=sppo", f"{_LOSS}=sppo")
@@ -91,14 +91,14 @@ RECIPES: dict[str, Method] = {
     "dro": Method(settings=(_GRPO, f"{_LOSS}=dro", "actor_rollout_ref.actor.policy_loss.dro_beta=0.3")),
     "bypass_mode": Method(settings=(_GRPO, f"{_LOSS}=bypass_mode", f"{_CORRECTION}.bypass_mode=true")),
 }
-#: what a preset needs beside its name
+#: required settings of presets
 FURTHER: dict[str, tuple[str, ...]] = {
     "ppo": tuple(CRITIC),
     "gpg": (_ONE_UPDATE,),
     "drgrpo": ("actor_rollout_ref.actor.loss_scale_factor=8",),
     "gdpo": ("algorithm.gdpo_reward_keys=[acc]",),
 }
-#: the mean score of all answers, before any were left out; else critic/score/mean
+#: the mean score of all responses before filtering; otherwise critic/score/mean
 BEFORE_CHOICE = ("filter_groups/acc_mean", "prime/acc_mean")
 
 
@@ -128,7 +128,7 @@ class Curve:
 
     @property
     def key(self) -> tuple[str, str, int, bool]:
-        """What makes it a run of its own."""
+        """The key that identifies the run."""
         return self.task, self.algorithm, self.seed, self.shuffled
 
     @property
@@ -137,7 +137,7 @@ class Curve:
         return f"{self.task}-{self.algorithm}" + ("-shuffled" if self.shuffled else "")
 
     def responses_to(self, threshold: float) -> int | None:
-        """Responses after which the mean reward of ten steps was at the threshold; None when it never was."""
+        """Responses until the mean reward of ten steps reached the threshold; None if it never did."""
         means = zip(self.responses[WINDOW - 1 :], moving_mean(self.reward, WINDOW)[WINDOW - 1 :])
         return next((responses for responses, mean in means if mean >= threshold), None)
 
@@ -178,14 +178,14 @@ def learn(method: Method, curve: Curve, settings: list[str]) -> None:
     operators = {op.name: op for op in trainer.pipeline.operators}
     source = operators["prompts"].func
     asked = source.size if isinstance(source, PromptQueue) else PROMPTS
-    answers = trainer.config.actor_rollout_ref.rollout.n + ("reward_baseline" in operators)
+    per_prompt = trainer.config.actor_rollout_ref.rollout.n + ("reward_baseline" in operators)
 
     sampling = sampled_validation(trainer)
 
     def record(report: StepReport) -> None:
         metrics = report.metrics
         prompts = int(metrics.get("filter_groups/prompts", asked))
-        curve.responses.append(prompts * answers + (curve.responses[-1] if curve.responses else 0))
+        curve.responses.append(prompts * per_prompt + (curve.responses[-1] if curve.responses else 0))
         means = [metrics[name] for name in BEFORE_CHOICE if name in metrics]
         curve.reward.append(round(means[0] if means else metrics["critic/score/mean"], 4))
         if report.step % TEST_FREQ == 0 or report.step == report.total_steps:
@@ -206,7 +206,7 @@ def learn(method: Method, curve: Curve, settings: list[str]) -> None:
 
 
 def sampled_validation(trainer: PPOTrainer) -> Pipeline:
-    """The validation flow with 8 answers a prompt, drawn as in training."""
+    """The validation flow with 8 responses per prompt, sampled as in training."""
     flow = build_validation_flow(trainer.config, trainer.roles, trainer.reward_manager)
     gen = flow["gen"]
     flow.replace("repeat", Operator("repeat", repeat(ANSWERS), reads=("uid",)))
@@ -215,7 +215,7 @@ def sampled_validation(trainer: PPOTrainer) -> Pipeline:
 
 
 def start_model(task: str, out: Path) -> Path:
-    """The model that all runs of a task start from: random weights, then imitation; made once."""
+    """The start model of all runs of a task: random weights after an SFT warm-up; created once."""
     folder, imitation = out / f"{task}-start", WARM_UP_STEPS[task]
     if not (folder / "warm").is_dir():
         shutil.rmtree(folder, ignore_errors=True)
@@ -227,14 +227,14 @@ def start_model(task: str, out: Path) -> Path:
 
 
 def spread(curves: list[Curve], of: Callable[[Curve], float | None]) -> list[float | None]:
-    """Median, lowest and highest over the seeds. None, which stands for never, is above every number."""
+    """Median, minimum and maximum over the seeds. None means never, and is above every number."""
     values = [math.inf if (value := of(curve)) is None else value for curve in curves]
     found = (statistics.median(values), min(values), max(values))
     return [None if value == math.inf else round(value, 4) for value in found]
 
 
 def summary(curves: list[Curve], threshold: float) -> dict[str, object]:
-    """[median, lowest, highest] over the seeds; null where a run never came to the threshold."""
+    """[median, minimum, maximum] over the seeds; null if a run never reached the threshold."""
     return {
         "task": curves[0].task,
         "algorithm": curves[0].algorithm,
@@ -250,7 +250,7 @@ def summary(curves: list[Curve], threshold: float) -> dict[str, object]:
 
 
 def draw(curves: list[Curve], path: Path) -> None:
-    """Reward over responses, greedy accuracy over steps: a line for each seed, and grey ones for the control."""
+    """Plot reward over responses and greedy accuracy over steps: a line per seed, gray for the control."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 2.8), layout="constrained")
@@ -271,12 +271,12 @@ def draw(curves: list[Curve], path: Path) -> None:
 
 
 def read_runs(path: Path) -> list[Curve]:
-    """The runs of a file of JSON lines; none where there is no file."""
+    """Read the runs of a JSON lines file; none if there is no file."""
     return [Curve(**json.loads(line)) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def run(curve: Curve, method: Method, out: Path, steps: int, overrides_of_run: Sequence[str]) -> None:
-    """A run from the start model of its task; fills the curve and writes it down in OUT/runs.jsonl."""
+    """Run from the start model of the task; fills the curve and appends it to OUT/runs.jsonl."""
     folder = out / f"{curve.title}-seed{curve.seed}"
     model = start_model(curve.task, out)
     data = write_task(curve.task, folder / "data", rows=PROMPTS * steps, seed=curve.seed)
@@ -293,16 +293,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--algorithm", nargs="+", default=["grpo"], choices=sorted({*PRESETS, *RECIPES}))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--steps", type=int, help=f"default: {STEPS}")
-    parser.add_argument("--threshold", type=float, help=f"mean reward that responses are counted to: {THRESHOLD}")
+    parser.add_argument("--threshold", type=float, help=f"threshold of the mean reward; default: {THRESHOLD}")
     parser.add_argument("--out", type=Path, default=Path("outputs/learning"))
-    parser.add_argument("--shuffle-rewards", action="store_true", help="the control: nothing can be learnt")
-    parser.add_argument("--override", nargs="*", default=[], metavar="key=value", help="any key of the configuration")
+    parser.add_argument("--shuffle-rewards", action="store_true", help="control: shuffle the rewards")
+    parser.add_argument("--override", nargs="*", default=[], metavar="key=value", help="any config key")
     return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
-    logging.basicConfig()  # to stderr: the lines of JSON stand alone on stdout
+    logging.basicConfig()  # to stderr: stdout has only the JSON lines
     logging.getLogger("verl").setLevel(logging.ERROR)
     steps = args.steps or STEPS[args.task]
     for name in args.algorithm:

@@ -1,11 +1,11 @@
-"""From the runs of benchmarks/learning.py to docs/algorithms.md: tables of figures, and pictures.
+"""Writes the results of benchmarks/learning.py to docs/algorithms.md: tables and plots.
 
     python benchmarks/learning_page.py [RUNS ...]
 
-RUNS are files of JSON lines (OUT/runs.jsonl) that are added to benchmarks/results/learning.jsonl first; a run that is
-there already gives way to the newer one. Written are what stands in the page between `<!-- learning: TASK -->` and
-`<!-- end -->`, docs/curves/<task>-<algorithm>.png for the tasks of CURVE_OF_EACH, and docs/curves/<task>.png for the
-others and for countdown3: all algorithms in one picture, the median over their seeds.
+RUNS are JSON lines files (OUT/runs.jsonl) that are first added to benchmarks/results/learning.jsonl; a newer run
+replaces an older one. Updates the tables of the page between `<!-- learning: TASK -->` and `<!-- end -->`,
+docs/curves/<task>-<algorithm>.png for the tasks of CURVE_OF_EACH, and docs/curves/<task>.png for the others and for
+countdown3: all algorithms in one plot, the median over their seeds.
 """
 
 import json
@@ -28,13 +28,13 @@ PAGE = ROOT / "docs" / "algorithms.md"
 CURVES = ROOT / "docs" / "curves"
 CURVE_OF_EACH = ("reverse", "countdown3")
 TOGETHER = ("countdown3", "sort", "digit")
-#: the steps whose sampled answers a table shows
+#: the steps whose sampled results a table shows
 SHOWN_STEPS = (100, 300)
 _BLOCK = re.compile(r"(<!-- learning: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def by_algorithm(runs: list[Curve], task: str, shuffled: bool = False) -> dict[str, list[Curve]]:
-    """The runs of a task, in the order of their algorithms' first ones."""
+    """The runs of a task, ordered by the first run of each algorithm."""
     found: dict[str, list[Curve]] = {}
     for run in runs:
         if (run.task, run.shuffled) == (task, shuffled):
@@ -46,7 +46,7 @@ def by_algorithm(runs: list[Curve], task: str, shuffled: bool = False) -> dict[s
 
 
 def table(runs: list[Curve], task: str) -> str:
-    """Markdown: a row for each algorithm, fewest responses to the threshold first."""
+    """Markdown table: a row per algorithm, fewest responses to the threshold first."""
     controls, threshold = by_algorithm(runs, task, shuffled=True), THRESHOLD[task]
     rows = []
     for name, curves in by_algorithm(runs, task).items():
@@ -81,25 +81,25 @@ def table(runs: list[Curve], task: str) -> str:
 
 
 def _shown(curve: Curve) -> list[int]:
-    """The steps of its sampled answers that a table shows."""
+    """The steps whose sampled results the table shows."""
     return [step for step, *_ in curve.sampled if step in SHOWN_STEPS]
 
 
 def _sampled(curves: list[Curve], column: int) -> str:
-    """What was sampled, at each step that is shown: the median, and the range at the last one."""
+    """Sampled results at each step shown: the median, and the range at the last one."""
     steps = _shown(curves[0])
     at = [spread(curves, lambda c, step=step: {s: row for s, *row in c.sampled}[step][column - 1]) for step in steps]
     return ", ".join([*(f"{found[0]:.2f}" for found in at[:-1]), *(_range(found, "{:.2f}") for found in at[-1:])])
 
 
 def _range(found: list[float | None], form: str) -> str:
-    """median (lowest to highest); one number where they are the same."""
+    """median (minimum to maximum); one number if they are equal."""
     median, low, high = ("never" if value is None else form.format(value) for value in found)
     return median if low == high else f"{median} ({low} to {high})"
 
 
 def page(text: str, runs: list[Curve]) -> str:
-    """The page with its tables made anew."""
+    """The page with updated tables."""
     return _BLOCK.sub(lambda block: block[1] + "\n" + table(runs, block[2]) + "\n" + block[3], text)
 
 
@@ -107,7 +107,7 @@ def page(text: str, runs: list[Curve]) -> str:
 
 
 def pictures(runs: list[Curve]) -> dict[str, Callable[[Path], None]]:
-    """name of a file -> what draws it."""
+    """file name -> function that plots it."""
     found: dict[str, Callable[[Path], None]] = {}
     for task in {run.task for run in runs}:
         algorithms, controls = by_algorithm(runs, task), by_algorithm(runs, task, shuffled=True)
@@ -121,7 +121,7 @@ def pictures(runs: list[Curve]) -> dict[str, Callable[[Path], None]]:
 
 
 def draw_together(task: str, algorithms: dict[str, list[Curve]], path: Path) -> None:
-    """Reward, greedy accuracy and entropy over steps: a line for each algorithm, the median over its seeds."""
+    """Plot reward, greedy accuracy and entropy over steps: a line per algorithm, the median over its seeds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4), layout="constrained")
@@ -141,7 +141,7 @@ def draw_together(task: str, algorithms: dict[str, list[Curve]], path: Path) -> 
 
 
 def _median(lines: Sequence[Sequence[float]]) -> list[float]:
-    """The median of several lines, point by point."""
+    """The pointwise median of several lines."""
     return [median(values) for values in zip(*lines)]
 
 

@@ -1,18 +1,18 @@
-"""Many runs of benchmarks/learning.py at a time, one process and one thread each, as a plan says.
+"""Runs many benchmarks/learning.py runs in parallel, one process and one thread each, from a plan.
 
     export PYTHONPATH=. OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
     python benchmarks/learning_pool.py --plan benchmarks/learning_plan.txt --processes 60 --minutes 9
 
-A line of a plan: TASK ALGORITHMS SEEDS, and after these, if wanted, `shuffled`, `as=NAME` and settings (key=value):
+A line of a plan: TASK ALGORITHMS SEEDS, optionally followed by `shuffled`, `as=NAME` and overrides (key=value):
 
     countdown3 grpo,ppo,dapo 1-5
     reverse    all           1     shuffled
     reverse    online_dpo    1,2   as=online_dpo_sharp dpo.beta=0.5
 
-Blocks of lines, parted by empty lines, are begun one after another; within a block the longest runs come first. Each
-finished run is in OUT/runs.jsonl at once, and what stands there, or in a file that --have names, is not run again: the
-same command goes on where one was killed. --minutes: no run is begun that would not end in time, and what still runs
-then is ended. What a run says goes to OUT/<task>-<algorithm>-seed<N>.log.
+Blocks of lines are separated by empty lines and started in order; within a block, the longest runs come first. A
+finished run is appended to OUT/runs.jsonl immediately. Runs in that file, or in a file given by --have, are skipped, so
+the same command resumes after a kill. --minutes: runs that would not finish in time are not started, and those still
+running then are killed. The output of a run goes to OUT/<task>-<algorithm>-seed<N>.log.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from examples.quickstart.tasks import TASKS
 from verl.algorithms.presets import PRESETS
 from verl.registry import did_you_mean
 
-#: CPU seconds of a run of grpo, measured with one thread, and how much more (or less) others take
+#: CPU seconds of a grpo run, measured with one thread, and factors for other algorithms
 SECONDS = {"reverse": 25, "sort": 25, "countdown3": 170, "digit": 28}
 MORE = {"ppo": 1.5, "dapo": 1.5, "prime_filtered": 4}
 MORE_OF_ALL_PRIME = 2.0
@@ -44,7 +44,7 @@ MORE_OF_ALL_PRIME = 2.0
 
 @dataclass(frozen=True)
 class Planned:
-    """A run that is wanted. algorithm: one of benchmarks/learning.py; name: what its results are called."""
+    """A planned run. algorithm: one of benchmarks/learning.py; name: label of its results."""
 
     task: str
     algorithm: str
@@ -60,13 +60,13 @@ class Planned:
 
     @property
     def seconds(self) -> float:
-        """What it takes about, on the machine that SECONDS were measured on."""
+        """Estimated seconds, on the machine that SECONDS were measured on."""
         more = MORE.get(self.algorithm, MORE_OF_ALL_PRIME if self.algorithm.startswith("prime") else 1.0)
         return SECONDS[self.task] * more
 
 
 def read_plan(text: str) -> list[Planned]:
-    """The runs of a plan, those of a block longest first. Raises ValueError that names the line."""
+    """Read the runs of a plan, longest first within a block. Raises ValueError with the line."""
     planned, block = {}, 0
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split("#")[0].split()
@@ -110,7 +110,7 @@ def _seeds(text: str) -> list[int]:
 
 @dataclass
 class Pool:
-    """Runs `work(job)` of each job in a process of its own, `size` of them at a time, until the deadline.
+    """Runs `work(job)` of each job in a separate process, `size` of them at a time, until the deadline.
 
     logs: job -> where stdout and stderr of its process go. deadline: by time.monotonic.
     """
@@ -126,9 +126,9 @@ class Pool:
     left: list[Planned] = field(default_factory=list)
 
     def run(self, jobs: Sequence[Planned]) -> None:
-        """All of them, in their order. `failed` and `left` say afterwards which have no result."""
+        """Run all jobs in order. Afterwards, `failed` and `left` list those without a result."""
         waiting = list(jobs)
-        # A server that has imported everything once, from which each process is forked: it starts in milliseconds.
+        # a server that has imported everything, from which processes are forked in milliseconds
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["benchmarks.learning"])
         while waiting or self.running:
@@ -165,7 +165,7 @@ class Pool:
 
 
 def _logged(work: Callable[[Planned], None], job: Planned, log: Path) -> None:
-    """In the process: everything that it prints goes to its log."""
+    """Runs in the process; redirects its output to the log."""
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -175,7 +175,7 @@ def _logged(work: Callable[[Planned], None], job: Planned, log: Path) -> None:
 
 @dataclass(frozen=True)
 class Work:
-    """What a process does, in a form that travels to it."""
+    """The work of a process, in picklable form."""
 
     out: Path
 
@@ -185,7 +185,7 @@ class Work:
 
 @dataclass(frozen=True)
 class MakeStart:
-    """Makes the start model of a job's task."""
+    """Creates the start model of a job's task."""
 
     out: Path
 
@@ -203,14 +203,14 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--out", type=Path, default=Path("outputs/learning"))
-    parser.add_argument("--have", type=Path, nargs="*", default=[], metavar="RUNS", help="runs that are there already")
+    parser.add_argument("--have", type=Path, nargs="*", default=[], metavar="RUNS", help="files of finished runs")
     args = parser.parse_args()
     deadline = time.monotonic() + 60 * args.minutes
     args.out.mkdir(parents=True, exist_ok=True)
     done = {curve.key for path in (args.out / "runs.jsonl", *args.have) for curve in read_runs(path)}
     jobs = [job for job in read_plan(args.plan.read_text()) if job.curve.key not in done]
     seconds = sum(job.seconds for job in jobs)
-    print(f"{len(done)} runs are there; {len(jobs)} to do, about {seconds:.0f} CPU seconds", flush=True)
+    print(f"{len(done)} runs finished; {len(jobs)} to run, about {seconds:.0f} CPU seconds", flush=True)
     making = Pool(MakeStart(args.out), lambda job: args.out / f"{job.task}-start.log", args.processes, deadline)
     making.run(list({job.task: job for job in jobs}.values()))
     pool = Pool(Work(args.out), lambda job: log_of(args.out, job), args.processes, deadline)

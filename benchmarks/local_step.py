@@ -1,12 +1,11 @@
-"""Where the time of a training step goes: one process, a tiny model, 64 prompts x 8 answers of 8 tokens.
+"""Where the time of a training step goes: one process, a tiny model, 64 prompts x 8 responses of 8 tokens.
 
     python benchmarks/local_step.py [--steps 20] [--algorithm grpo] [--rollout hf] [--size tiny]
 
-Prints one JSON line: seconds by phase (medians), tokens per second, and the share of a step spent outside model code.
-Model code is what runs in the rollout's `generate`, in forward and backward passes and in the optimizer; the rest
-(flow, rewards, columns, metrics, logging) is overhead. `share_outside_modules` is stricter: it counts as model code
-only the time inside the modules' own forward and backward passes and the optimizer's step, so that what transformers'
-`generate` does around the forward passes counts as overhead too.
+Prints one JSON line: seconds by phase (medians), tokens per second, and the fraction of a step outside model code.
+Model code is the rollout's `generate`, forward and backward passes and the optimizer; the rest (flow, rewards, columns,
+metrics, logging) is overhead. `share_outside_modules` is stricter: only the modules' own forward and backward passes
+and the optimizer step count as model code, so what transformers' `generate` does around them is overhead too.
 """
 
 import argparse
@@ -35,7 +34,7 @@ SCORER = Path(__file__).resolve().parents[1] / "examples" / "quickstart" / "task
 
 
 class Stopwatch:
-    """Adds up the wall time of wrapped calls, the outermost only, by name."""
+    """Sums the wall time of wrapped calls by name; nested calls count once."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -127,7 +126,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
 
     trainer.on_step.append(record)
     trainer.fit()
-    steps = steps[2:]  # the first ones warm up
+    steps = steps[2:]  # without the warm-up
 
     def median(value: Callable[[dict], float]) -> float:
         return round(statistics.median(map(value, steps)), 5)
@@ -161,7 +160,7 @@ def main() -> None:
     parser.add_argument("--rollout", default="hf")
     parser.add_argument("--size", default="tiny", help="tiny has 103k parameters, mini 339k")
     args = parser.parse_args()
-    logging.basicConfig()  # to stderr: the line of JSON stands alone on stdout
+    logging.basicConfig()  # to stderr: stdout has only the JSON line
     logging.getLogger("verl").setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(measure(args, Path(folder))))

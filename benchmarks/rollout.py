@@ -1,4 +1,4 @@
-"""How fast does each rollout engine generate? One JSON line per measurement, a table at the end.
+"""Generation speed of the rollout engines. One JSON line per measurement, then a table.
 
     python benchmarks/rollout.py --engines native,hf                       # this machine's CPU: three small models
     python benchmarks/rollout.py --engines native,hf --suite h200          # one GPU: 0.5B to 7B
@@ -6,15 +6,14 @@
     python benchmarks/rollout.py --engines native,hf,vllm --vllm-python PYTHON --threads 2
     python benchmarks/rollout.py --shape 0.5B --rows 256 --prompt 128 --new 256 --lengths lognormal --samples 8
 
-Weights are random; every engine has the same ones, the same prompts and the same number of tokens to make for each row
-(no stop token). Engines take turns, `--repeats` times after one warm-up, in one process: seconds are the median, and a
-ratio is the median over turns. Prefill is included. `floor` is what the device would need for the same work if it only
-read each weight once a step and every key and value once, or only did the arithmetic, whichever takes longer, at the
-speeds of copying and of matrix products measured in the same run.
+Weights are random; all engines have the same weights, prompts and number of new tokens per response (no stop token).
+Engines alternate in one process, `--repeats` times after one warm-up: seconds are medians, and ratios are medians over
+the repeats. Prefill is included. `floor` is the time for the same work if the device only read each weight once per
+step and every key and value once, or only computed, whichever is longer, at the copy and matmul speeds measured in the
+same run.
 
-With --vllm-python, vLLM runs in a process of that interpreter (an environment that has it, where ours has none), which
-waits while the others have their turns. On a CPU it runs as its fastest recipe is: without graphs and compilation, in
-that one process, with all threads.
+With --vllm-python, vLLM runs in a process of that interpreter (an environment that has vLLM), which waits while other
+engines run. On a CPU it uses its fastest settings: no graphs and no compilation, one process, all threads.
 """
 
 import argparse
@@ -76,8 +75,11 @@ VLLM_ON_CPU = {
 
 @dataclass(frozen=True)
 class Work:
-    """What is generated. rows: answers; samples: of each prompt. lengths: "even" (all `new`) or "lognormal" (sigma 1,
-    at most `new`, the median a quarter of it). sampling: options of SamplingParams."""
+    """The workload.
+
+    rows: responses; samples: responses per prompt; lengths: "even" (all `new`) or "lognormal" (sigma 1, at most `new`,
+    median `new` / 4); sampling: options of SamplingParams.
+    """
 
     shape: str
     rows: int
@@ -128,14 +130,14 @@ def native(module: torch.nn.Module, work: Work, longest: int) -> Engine:
 
     def run(prompts: list[list[int]], limits: list[int], seed: int) -> None:
         params = SamplingParams(max(limits), (), seed=seed, ignore_eos=True, top_p=work.top_p)
-        answers = engine.generate(make_requests(prompts, params, limits=limits))
-        assert [len(answer.token_ids) for answer in answers] == limits
+        completions = engine.generate(make_requests(prompts, params, limits=limits))
+        assert [len(completion.token_ids) for completion in completions] == limits
 
     return run
 
 
 def transformers_generate(module: torch.nn.Module, work: Work, longest: int, **options) -> Engine:
-    """All rows go on to the longest one's length: `generate` knows no limit per row."""
+    """All responses have the longest length: `generate` has no limit per row."""
 
     def run(prompts: list[list[int]], limits: list[int], seed: int) -> None:
         ids = torch.tensor(prompts, device=module.device)
@@ -152,8 +154,8 @@ def transformers_generate(module: torch.nn.Module, work: Work, longest: int, **o
 
 @cache
 def vllm_server(config: str, dtype: str, longest: int) -> Any:
-    """One for all settings of a model: it takes minutes to start. Its weights are of its own making: the speed is that
-    of any weights."""
+    """One engine for all settings of a model, since it takes minutes to start. It has other random weights, with the
+    same speed."""
     on_cpu = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 28}
     os.environ.update({} if torch.cuda.is_available() else VLLM_ON_CPU)
     from vllm import LLM
@@ -184,13 +186,13 @@ def vllm(module: torch.nn.Module, work: Work, longest: int) -> Engine:
             for n in limits
         ]
         made = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        assert [len(answer.outputs[0].token_ids) for answer in made] == limits
+        assert [len(request.outputs[0].token_ids) for request in made] == limits
 
     return run
 
 
 class Elsewhere:
-    """An engine in a process of another interpreter, which has its turn when it is called."""
+    """An engine in a process of another interpreter, which runs when it is called."""
 
     def __init__(self, python: str, name: str, work: Work, args: argparse.Namespace, longest: int):
         command = [python, str(Path(__file__).resolve()), "--serve", name, "--longest", str(longest)]
@@ -212,9 +214,9 @@ class Elsewhere:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """The other side of `Elsewhere`."""
+    """The process of `Elsewhere`."""
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes to stderr
+    os.dup2(2, 1)  # output of libraries goes to stderr
     work = Work(args.shape, 1, 1, 1, top_p=args.top_p)
     run = ENGINES[args.serve](make_module(work, args), work, args.longest)
     out.write(json.dumps(versions()) + "\n")
@@ -258,7 +260,7 @@ def seconds_of(
 
 @dataclass(frozen=True)
 class Speed:
-    """What the device reaches: operations per second of a matrix product, bytes per second read plus written."""
+    """Measured device speed: FLOP/s of a matmul, bytes per second read plus written."""
 
     flops: float
     bytes: float
@@ -301,7 +303,7 @@ def versions() -> dict[str, str]:
 
 
 def measure(work: Work, names: Sequence[str], args: argparse.Namespace, speed: Speed, longest: int) -> list[dict]:
-    """longest: prompt plus answer of any setting of this model."""
+    """longest: maximum of prompt plus response over the settings of this model."""
     device, module = torch.device(args.device), make_module(work, args)
     prompts, limits = work.prompts(), work.limits()
     engines: dict[str, Engine] = {}
@@ -310,7 +312,7 @@ def measure(work: Work, names: Sequence[str], args: argparse.Namespace, speed: S
         engines[name] = Elsewhere(away, name, work, args, longest) if away else ENGINES[name](module, work, longest)
     first = {name: seconds_of(lambda e=e: e(prompts, limits, 0), device) for name, e in engines.items()}
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    # processor time says less than a clock on the wall, and more on a machine that is shared
+    # CPU time is less informative than wall time, but more reliable on a shared machine
     clock = time.process_time if args.cpu_time else time.perf_counter
     for seed in range(1, args.repeats + 1):
         for name, engine in engines.items():
@@ -349,7 +351,7 @@ def measure(work: Work, names: Sequence[str], args: argparse.Namespace, speed: S
 
 
 def faster(these: list[float], than: list[float]) -> float:
-    """How many times as long `these` took: the median over turns, which other work on the machine hits alike."""
+    """Ratio of the seconds: the median over repeats, which other load on the machine affects equally."""
     return round(statistics.median(a / b for a, b in zip(these, than)), 2)
 
 
@@ -370,7 +372,7 @@ def aligned(rows: list[list]) -> str:
 
 
 def profile(work: Work, args: argparse.Namespace) -> str:
-    """Where the native engine's time goes: the operations or kernels that take most, in microseconds of one step.
+    """Where the native engine's time goes: the operations or kernels that take longest, in microseconds per step.
 
     A call's prefill and its hand-over to the host are spread over its steps.
     """
@@ -404,21 +406,21 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", default="native,hf", help=f"of {', '.join(ENGINES)}, separated by commas")
     parser.add_argument("--suite", choices=SUITES, help="a list of settings; the default without --shape")
-    parser.add_argument("--shape", choices=SHAPES, help="of one setting, or of those of the --suite that are measured")
+    parser.add_argument("--shape", choices=SHAPES, help="shape of one setting, or filter of the --suite")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=16)
     parser.add_argument("--new", type=int, default=64)
-    parser.add_argument("--samples", type=int, default=1, help="answers per prompt")
+    parser.add_argument("--samples", type=int, default=1, help="responses per prompt")
     parser.add_argument("--lengths", choices=["even", "lognormal"], default="even")
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cuda" if gpu else "cpu")
     parser.add_argument("--dtype", default="bfloat16" if gpu else "float32")
-    parser.add_argument("--threads", type=int, help="of the CPU")
-    parser.add_argument("--cpu-time", action="store_true", help="seconds of processor time, all threads together")
-    parser.add_argument("--profile", action="store_true", help="print where the time goes, too")
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--cpu-time", action="store_true", help="measure CPU seconds, over all threads")
+    parser.add_argument("--profile", action="store_true", help="also print a profile")
     parser.add_argument("--out", type=Path, help="also append the lines to this file")
-    parser.add_argument("--vllm-python", help="an interpreter that has vLLM, where this one has none")
+    parser.add_argument("--vllm-python", help="interpreter with vLLM, if this one has none")
     parser.add_argument("--serve", choices=ENGINES, help=argparse.SUPPRESS)
     parser.add_argument("--longest", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()

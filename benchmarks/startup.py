@@ -1,10 +1,10 @@
-"""How long from the start of the process to the first sampled token? One JSON line per measurement.
+"""Time from the start of the process to the first sampled token. One JSON line per measurement.
 
     python benchmarks/startup.py                         # 0.43M parameters on a CPU, 0.5B on a GPU
     python benchmarks/startup.py --shape 7B --rows 256
 
-A fresh process imports torch and transformers, makes a model with random weights on the device, and generates. Seconds
-are those of the parent's clock: `first_token` is the whole way, `generate` its last part, compiling kernels included.
+A new process imports torch and transformers, creates a model with random weights on the device, and generates. Seconds
+are measured by the parent: `first_token` is the total, `generate` the last phase, including kernel compilation.
 """
 
 import argparse

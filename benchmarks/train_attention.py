@@ -1,9 +1,9 @@
-"""Which attention for packed rows? Operations per second of torch's kernels, forward and backward, on one GPU.
+"""Attention over packed sequences: FLOP/s of torch's kernels, forward and backward, on one GPU.
 
     python benchmarks/train_attention.py
 
-`varlen`: all rows in one call. `row-*`: one call of scaled_dot_product_attention for each row, by the named backend;
-`-expanded` with the key heads repeated. Causal: half the square is counted; backward counts 2.5 times the forward pass.
+`varlen`: all sequences in one call. `row-*`: one call of scaled_dot_product_attention per sequence, with the named
+backend; `-expanded` repeats the key heads. Causal: half of the square counts; backward counts 2.5 times the forward.
 """
 
 import json

@@ -1,18 +1,18 @@
-"""How fast is the update of the policy? One JSON line per measurement, a table at the end.
+"""Speed of the policy update. One JSON line per measurement, then a table.
 
-    python benchmarks/train_step.py                         # one GPU: attention, last projection, updates
+    python benchmarks/train_step.py                         # one GPU: attention, lm_head, updates
     python benchmarks/train_step.py --suite rl --variants plain,fused --profile
     python benchmarks/train_step.py --suite cpu             # any machine, tiny
 
-`rl`: 512 answers of 128 + 512 tokens at the shape of Qwen2.5-0.5B, 8 to a prompt and then each to its own: the update
-(policy loss with KL, entropy not in the loss; one optimizer step) and the pass of the reference. `16k`, `long`: such
-rows at the shapes of Qwen3.
-Weights are random. Variants: `transformers` (the model as it comes, padded batches through SDPA, log-probs in chunks of
-float32 logits that are computed again in the backward pass), and the engine with each of its `kernels`.
+`rl`: 512 responses of 128 + 512 tokens at the shape of Qwen2.5-0.5B, 8 per prompt and then one per prompt: the update
+(policy loss with KL, no entropy loss; one optimizer step) and the forward pass of the reference. `16k`, `long`: long
+sequences at the shapes of Qwen3.
+Weights are random. Variants: `transformers` (the unmodified model, padded batches with SDPA, log-probs from chunks of
+float32 logits that are recomputed in the backward pass), and the engine with each of its `kernels`.
 
-`mfu`: floating-point operations of the model (products with the weights, causal attention, the last projection for the
-response tokens; three times the forward pass for an update; nothing for what is computed twice) over the seconds and
-the datasheet's dense rate of the chip. `floor`: the same operations at the rate of large products measured in this run.
+`mfu`: floating-point operations of the model (matmuls with the weights, causal attention, lm_head for the response
+tokens; three times the forward pass for an update; nothing for recomputation) divided by the seconds and by the dense
+peak rate of the GPU. `floor`: the same operations at the rate of large matmuls measured in this run.
 """
 
 import argparse
@@ -73,7 +73,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Work:
-    """rows of prompt + response tokens, `samples` of them to each prompt; micro: tokens of a micro-batch.
+    """rows of prompt + response tokens, `samples` per prompt; micro: tokens per micro-batch.
 
     checkpointing: activations computed again.
     """
@@ -92,7 +92,7 @@ class Work:
         return self.rows * (self.prompt + self.response)
 
     def flops(self) -> float:
-        """Of a forward pass; a prompt counts once, and the last projection where a response token is predicted."""
+        """FLOPs of a forward pass; a shared prompt counts once, and lm_head only for response tokens."""
         s = SHAPES[self.shape]
         hidden, heads = s["hidden_size"], s["num_attention_heads"] * s["head_dim"]
         keys = s["num_key_value_heads"] * s["head_dim"]
@@ -112,7 +112,7 @@ class Work:
         columns = build_sequences(prompts, [r[self.prompt :] for r in ids], pad_token_id=0)
         answered = columns["responses"].shape
         for name in ("old_log_probs", "ref_log_prob"):
-            columns[name] = torch.full(answered, -math.log(vocabulary))  # about what random weights give
+            columns[name] = torch.full(answered, -math.log(vocabulary))  # roughly that of random weights
         columns["advantages"] = torch.randn(answered, generator=generator)
         return DataProto.from_dict(columns)
 
@@ -149,7 +149,7 @@ KERNEL_CLASSES = {
 
 
 class Engine:
-    """The project's engine. kernels: as in `ModelSpec`."""
+    """The training engine. kernels: as in `ModelSpec`."""
 
     def __init__(self, work: Work, folder: Path, device: torch.device, kernels: str):
         torch.manual_seed(0)
@@ -171,7 +171,7 @@ class Engine:
 
 
 class Transformers:
-    """What one writes with transformers alone: padded batches, SDPA, log-probs of float32 logits in chunks."""
+    """Plain transformers: padded batches, SDPA, log-probs of float32 logits in chunks."""
 
     def __init__(self, work: Work, folder: Path, device: torch.device):
         torch.manual_seed(0)
@@ -185,7 +185,7 @@ class Transformers:
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-6, fused=device.type == "cuda")
 
     def log_probs(self, ids: torch.Tensor) -> torch.Tensor:
-        """(b, T) of the responses; all rows of a batch have one length here."""
+        """(b, T) log-probs of the responses; all rows of a batch have the same length here."""
         hidden = self.module.base_model(input_ids=ids, use_cache=False).last_hidden_state
 
         def of_chunk(states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -230,7 +230,7 @@ def build(variant: str, work: Work, folder: Path, device: torch.device) -> Engin
 
 
 def seconds_of(call: Callable[[], float], device: torch.device) -> tuple[float, float]:
-    """(seconds, what the call gives)."""
+    """(seconds, result of the call)."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -241,7 +241,7 @@ def seconds_of(call: Callable[[], float], device: torch.device) -> tuple[float, 
 
 
 def measured_flops(device: torch.device) -> float:
-    """Operations per second of a large product of random bf16 (float32 on a CPU) matrices."""
+    """FLOP/s of a large matmul of random bf16 matrices (float32 on a CPU)."""
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     seconds = statistics.median(seconds_of(lambda: torch.mm(a, b) is None, device)[0] for _ in range(8))
@@ -297,7 +297,7 @@ def measure(work: Work, variant: str, args: argparse.Namespace, flops: float) ->
 
 
 def profile(call: Callable[[], float], device: torch.device) -> tuple[str, float | None]:
-    """Where the time of a call goes: milliseconds by class of kernel, and the operations or kernels that take most.
+    """Where the time of a call goes: milliseconds by class of kernel, and the slowest operations or kernels.
 
     And the seconds of all kernels, which other work on the host does not lengthen.
     """
@@ -334,8 +334,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shapes", help="only works of these shapes, separated by commas")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cuda" if gpu else "cpu")
-    parser.add_argument("--threads", type=int, help="of the CPU")
-    parser.add_argument("--profile", action="store_true", help="print where the time of an update goes, too")
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--profile", action="store_true", help="also print a profile of an update")
     parser.add_argument("--out", type=Path, help="also append the lines to this file")
     return parser.parse_args()
 

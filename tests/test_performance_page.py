@@ -59,7 +59,7 @@ def test_every_setting_of_the_page_is_a_key_with_that_default():
     assert len(rows) == 5
     for name, second, default in rows:
         assert json.dumps(flat[f"actor_rollout_ref.{name}"]).strip('"') == default
-        assert not second or RL.older[f"actor_rollout_ref.{second}"] == f"actor_rollout_ref.{name}"
+        assert not second or RL.deprecated[f"actor_rollout_ref.{second}"] == f"actor_rollout_ref.{name}"
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "--suite cpu" in c])

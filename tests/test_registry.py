@@ -52,14 +52,14 @@ def test_an_unknown_name_lists_the_registered_ones():
 
 @pytest.mark.parametrize("name", ["", None, 3])
 def test_a_name_is_a_word(name):
-    with pytest.raises(ValueError, match="a loss is registered under a non-empty string, found"):
+    with pytest.raises(ValueError, match="loss name: expected a non-empty string, found"):
         Registry("loss").register(name, vanilla)
 
 
 def test_another_object_does_not_take_a_name():
     losses = Registry("loss")
     losses.register("vanilla", vanilla)
-    with pytest.raises(ValueError, match=r"loss 'vanilla' is registered already, as .*test_registry\.vanilla; choose"):
+    with pytest.raises(ValueError, match=r"loss 'vanilla' is already registered as .*test_registry\.vanilla: choose"):
         losses.register("vanilla", lambda x: x)
     assert losses["vanilla"] is vanilla
 
@@ -77,7 +77,7 @@ def test_objects_that_only_look_alike_are_told_apart(make):
     table = Registry("thing")
     first = table.register("x", make())
     table.register("x", first)
-    with pytest.raises(ValueError, match="registered already"):
+    with pytest.raises(ValueError, match="is already registered"):
         table.register("x", make())
 
 

@@ -246,7 +246,7 @@ def _response_part(tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
 
 
 def _check_finite(tensors: dict[str, torch.Tensor]) -> None:
-    """NaN and infinity are refused where a value counts; what stands in the padding is nobody's business."""
+    """Raise for NaN and infinity at valid positions; padding may have any value."""
     counts = tensors["response_mask"].bool() if "response_mask" in tensors else _response_part(tensors)
     for name, value in tensors.items():
         column = COLUMNS.get(name)
@@ -255,11 +255,11 @@ def _check_finite(tensors: dict[str, torch.Tensor]) -> None:
         bad = ~value.isfinite()
         if column.dims == "B T" and counts is not None:
             bad = bad & counts
-        places = bad.nonzero()
-        if len(places):
-            at = tuple(places[0].tolist())
+        positions = bad.nonzero()
+        if len(positions):
+            at = tuple(positions[0].tolist())
             where = f"row {at[0]}" + (f", token {at[1]}" if len(at) > 1 else "")
-            more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+            more = f" and {len(positions) - 1} more" if len(positions) > 1 else ""
             _fail(name, "finite values", f"{value[at].item()} at {where}{more}")
 
 

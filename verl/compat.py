@@ -21,7 +21,7 @@ MOVED = {
     "verl.utils.tracking": "verl.tracking.tracking",
     "verl.utils.progress": "verl.tracking.console",
     "verl.utils.curves": "verl.tracking.curves",
-    "verl.utils.headline": "verl.tracking.headline",
+    "verl.utils.headline": "verl.tracking.console",
     "verl.utils.env_machine": "verl.env_check.machine",
     "verl.utils.env_packages": "verl.env_check.packages",
     "verl.utils.env_report": "verl.env_check.report",
@@ -124,6 +124,8 @@ MOVED = {
     "verl.dataflow.watch": "verl.dataflow.pipeline",
     "verl.algorithms.covariance_losses": "verl.algorithms.policy_losses",
     "verl.algorithms.losses": "verl.algorithms.kl",
+    "verl.data.chat_segments": "verl.data.chat",
+    "verl.data.dialogues": "verl.data.chat",
 }
 
 #: packages that no longer exist but are the parents of moved modules

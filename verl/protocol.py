@@ -1,11 +1,15 @@
-"""DataProto: the one batch that travels through a flow, between workers and to disk.
+"""DataProto: the batch that passes through a flow, between workers and to disk.
 
-Three parts: `batch` (a TensorDict: columns of tensors that share their first dimension), `non_tensor_batch` (columns of
-Python objects, one per row) and `meta_info` (facts about the batch as a whole).
+It has three containers: `batch` (a TensorDict: tensor columns with the same first dimension), `non_tensor_batch`
+(columns of Python objects, one per row) and `meta_info` (facts about the whole batch).
 
-Every operation but `pop` returns a new DataProto and keeps the rows of all columns together. A DataProto owns its three
-containers: a column or a fact set in one never appears in another. The columns themselves are shared where nothing had
-to be computed (`select`, `union`, slices), as views are in torch: set a new column instead of writing into an old one.
+    batch = DataProto.from_dict({"responses": ids}, {"uid": ["a", "b"]}, {"temperature": 1.0})
+    batch = batch.union(DataProto.from_dict({"advantages": advantages}))
+    mini_batches = batch.split(32)
+
+Every operation except `pop` returns a new DataProto with new containers: a column or fact set in one batch never
+appears in another. The columns are shared where nothing has to be computed (`select`, `union`, slices), like views in
+torch: set a new column instead of writing into an existing one.
 """
 
 import os
@@ -24,19 +28,21 @@ from verl.columns import DataProtoValidationError, check_layout
 from verl.registry import did_you_mean
 from verl.utils.equality import same
 
-# the facts that every part of a flow adds to: merged where others are replaced
+# facts that every operator adds to: merged, while other facts are replaced
 MERGED_FACTS = ("metrics", "timing")
 
 
 class DataProto:
     """A batch of B rows.
 
-    batch: tensor columns, each of shape (B, ...); a TensorDict, or any mapping to make one from.
-    non_tensor_batch: object columns, each an array, list or tuple of B entries; kept as object arrays of shape (B,).
-    meta_info: free facts of the whole batch (temperature, metrics ...); never split over rows.
+    Args:
+        batch: tensor columns, each of shape (B, ...); a TensorDict or any mapping.
+        non_tensor_batch: object columns, each an array, list or tuple of B entries; stored as (B,) object arrays.
+        meta_info: facts about the whole batch (temperature, metrics, ...); not split with the rows.
 
-    Raises DataProtoValidationError that names the columns when the numbers of rows differ, when a name is used twice,
-    or when a column is neither tensor nor sequence.
+    Raises:
+        DataProtoValidationError: if the numbers of rows differ, a name is used twice, or a column is neither a tensor
+            nor a sequence.
     """
 
     def __init__(
@@ -58,7 +64,7 @@ class DataProto:
         lengths = {name: values.shape[0] for name, values in (tensors | objects).items()}
         if len(set(lengths.values())) > 1:
             raise DataProtoValidationError(f"the columns of one batch need the same number of rows, found {lengths}")
-        # an empty TensorDict still knows its rows: select([]) of 4 rows stays 4 rows
+        # an empty TensorDict keeps its number of rows: select([]) of 4 rows has 4 rows
         bare = batch.batch_size[0] if isinstance(batch, TensorDictBase) and batch.batch_size else 0
         self.batch: TensorDict = TensorDict(tensors, batch_size=[next(iter(lengths.values()), bare)])
         self.non_tensor_batch: dict[str, np.ndarray] = objects
@@ -73,12 +79,12 @@ class DataProto:
         non_tensors: Mapping[str, Any] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ) -> "DataProto":
-        """From columns of tensors (first dimension B) and columns of B objects."""
+        """Make a batch from tensor columns (first dimension B) and columns of B objects."""
         return cls(tensors, non_tensors, meta_info)
 
     @classmethod
     def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> "DataProto":
-        """From one mapping: tensors become tensor columns, everything else (arrays, lists) object columns."""
+        """Make a batch from one mapping: tensors are tensor columns, everything else (arrays, lists) object columns."""
         tensors = {k: v for k, v in data.items() if isinstance(v, torch.Tensor)}
         return cls(tensors, {k: v for k, v in data.items() if k not in tensors}, meta_info)
 
@@ -106,13 +112,13 @@ class DataProto:
         return name in self.non_tensor_batch or name in self.tensors
 
     def column(self, name: str) -> torch.Tensor | np.ndarray:
-        """One column, whichever kind it is. Raises DataProtoValidationError that names the nearest column."""
+        """Return a column of either kind. Raises DataProtoValidationError if there is none of that name."""
         columns = self.tensors | self.non_tensor_batch
         _require([name], columns, "column")
         return columns[name]
 
     def copy(self) -> "DataProto":
-        """The same columns in containers of its own; also checks containers that were edited by hand."""
+        """Return the same columns in new containers. Also validates containers that were edited in place."""
         return DataProto(self.batch, self.non_tensor_batch, self.meta_info)
 
     def nbytes(self) -> int:
@@ -122,17 +128,19 @@ class DataProto:
     # ---- columns ----------------------------------------------------------------------------------------------------
 
     def union(self, other: "DataProto") -> "DataProto":
-        """This batch with the columns and facts of `other` added.
+        """Return this batch with the columns and facts of `other` added.
 
-        A column that both have must be equal in both (NaN equals NaN): two writers of one name with different numbers
-        are a mistake that would otherwise show up as a wrong result only. Of two facts that of `other`, the later one,
-        stands, except `metrics` and `timing`, which are merged. A batch without columns and rows joins any.
-        Raises DataProtoValidationError when rows or contents differ, or a known column has the wrong shape or dtype.
+        A column of both must have equal contents (NaN equals NaN): two writers of one column would otherwise silently
+        give a wrong result. A fact of both is taken from `other`; `metrics` and `timing` are merged. A batch without
+        rows and columns can be joined with any other.
+
+        Raises:
+            DataProtoValidationError: if rows or contents differ, or a known column has the wrong shape or dtype.
         """
         mine, theirs = self.tensors | self.non_tensor_batch, other.tensors | other.non_tensor_batch
         if len(self) != len(other) and (mine or len(self)) and (theirs or len(other)):
             raise DataProtoValidationError(
-                f"union of {len(self)} rows with {len(other)} rows: the rows must be the same"
+                f"union of {len(self)} rows with {len(other)} rows: expected the same number of rows"
             )
         for name in mine.keys() & theirs.keys():
             if not same(mine[name], theirs[name]):
@@ -146,7 +154,7 @@ class DataProto:
         return joined
 
     def replace(self, **columns: Any) -> "DataProto":
-        """This batch with some columns set anew (tensors to tensor columns, anything else to object columns)."""
+        """Return this batch with some columns replaced or added (tensors: tensor columns, others: object columns)."""
         return self.drop([name for name in columns if name in self]).union(DataProto.from_single_dict(columns))
 
     def select(
@@ -155,24 +163,25 @@ class DataProto:
         non_tensor_batch_keys: str | Sequence[str] | None = None,
         meta_info_keys: str | Sequence[str] | None = None,
     ) -> "DataProto":
-        """Only the named tensor columns, object columns and facts; None keeps all of that kind.
+        """Return only the named tensor columns, object columns and facts; None keeps all of that kind.
 
-        Raises DataProtoValidationError that names the nearest name when one is unknown.
+        Raises:
+            DataProtoValidationError: if a name is unknown.
         """
-        parts = {
+        chosen = {
             "tensor column": (batch_keys, self.tensors),
             "object column": (non_tensor_batch_keys, self.non_tensor_batch),
             "fact in meta_info": (meta_info_keys, self.meta_info),
         }
-        tensors, objects, facts = (_chosen(names, present, kind) for kind, (names, present) in parts.items())
+        tensors, objects, facts = (_chosen(names, present, kind) for kind, (names, present) in chosen.items())
         return _build(len(self), tensors, objects, facts)
 
     def drop(self, names: str | Sequence[str]) -> "DataProto":
-        """All columns but the named ones, of either kind. An unknown name is an error."""
-        gone = set(_names(names))
-        _require(gone, self.columns, "column")
+        """Return the batch without the named columns, of either kind. An unknown name is an error."""
+        dropped = set(_names(names))
+        _require(dropped, self.columns, "column")
         return self.select(
-            [k for k in self.tensors if k not in gone], [k for k in self.non_tensor_batch if k not in gone]
+            [k for k in self.tensors if k not in dropped], [k for k in self.non_tensor_batch if k not in dropped]
         )
 
     def pop(
@@ -181,7 +190,7 @@ class DataProto:
         non_tensor_batch_keys: str | Sequence[str] = (),
         meta_info_keys: str | Sequence[str] = (),
     ) -> "DataProto":
-        """Take the named columns and facts out of this batch (in place) and return them as a batch of their own."""
+        """Remove the named columns and facts from this batch, in place, and return them as a new batch."""
         taken = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
         rest = self.drop(taken.columns)
         self.batch, self.non_tensor_batch = rest.batch, rest.non_tensor_batch
@@ -189,7 +198,7 @@ class DataProto:
         return taken
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> "DataProto":
-        """Columns under new names."""
+        """Return the batch with columns renamed."""
         old, new = _names(old_keys), _names(new_keys)
         if len(old) != len(new) or len(set(old)) != len(old):
             raise DataProtoValidationError(f"rename: expected one new name for each old one, found {old} and {new}")
@@ -235,57 +244,56 @@ class DataProto:
         return self[order]
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProto":
-        """Every row `repeat_times` times: a,a,b,b (interleave) or a,b,a,b."""
+        """Repeat every row `repeat_times` times: a,a,b,b (interleave) or a,b,a,b."""
         _require_positive("repeat_times", repeat_times)
         rows = np.arange(len(self))
         return self[np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times)]
 
     def split(self, split_size: int) -> list["DataProto"]:
-        """Consecutive pieces of `split_size` rows; the last may be shorter. A batch of no rows is one piece."""
+        """Split into consecutive chunks of `split_size` rows; the last may be shorter. Zero rows give one chunk."""
         _require_positive("split_size", split_size)
         return [self[i : i + split_size] for i in range(0, max(len(self), 1), split_size)]
 
     def chunk(self, chunks: int) -> list["DataProto"]:
-        """`chunks` consecutive pieces of equal size. Pad first (`pad_to_divisor`) when they would not be equal."""
+        """Split into `chunks` consecutive chunks of equal size. If they do not divide the rows, pad first."""
         _require_positive("chunks", chunks)
         size, left = divmod(len(self), chunks)
         if left:
             raise DataProtoValidationError(
-                f"{len(self)} rows do not divide into {chunks} equal chunks; pad_to_divisor({chunks}) makes them"
+                f"{len(self)} rows do not divide into {chunks} equal chunks; call pad_to_divisor({chunks}) first"
             )
         return [self[i * size : (i + 1) * size] for i in range(chunks)]
 
     @staticmethod
-    def concat(pieces: Sequence["DataProto"]) -> "DataProto":
-        """The rows of all pieces, one after another.
+    def concat(batches: Sequence["DataProto"]) -> "DataProto":
+        """Concatenate the rows of several batches.
 
-        Columns must agree in names, dtypes and row shapes. Facts must agree too, where several pieces have them:
-        pieces are peers, so none of them is the later one. Only `metrics` and `timing` may differ; they become the list
-        of what each piece has, for the caller to reduce.
+        Columns must agree in names, dtypes and row shapes. Facts that several batches have must be equal. Only
+        `metrics` and `timing` may differ; they become the list of those of each batch, for the caller to reduce.
         """
-        if not pieces:
-            raise DataProtoValidationError("concat of no batches")
-        tensors, objects = [piece.tensors for piece in pieces], [piece.non_tensor_batch for piece in pieces]
-        for i in range(1, len(pieces)):
+        if not batches:
+            raise DataProtoValidationError("concat: expected at least one batch, found none")
+        tensors, objects = [batch.tensors for batch in batches], [batch.non_tensor_batch for batch in batches]
+        for i in range(1, len(batches)):
             odd = (tensors[0].keys() ^ tensors[i].keys()) | (objects[0].keys() ^ objects[i].keys())
             if odd:
-                raise DataProtoValidationError(f"concat: piece {i} and piece 0 differ in the columns {sorted(odd)}")
+                raise DataProtoValidationError(f"concat: batch {i} and batch 0 differ in the columns {sorted(odd)}")
         for name, column in tensors[0].items():
-            for i, piece in enumerate(tensors):
-                if piece[name].shape[1:] != column.shape[1:] or piece[name].dtype != column.dtype:
+            for i, others in enumerate(tensors):
+                if others[name].shape[1:] != column.shape[1:] or others[name].dtype != column.dtype:
                     raise DataProtoValidationError(
-                        f"concat: column {name!r} has rows {tuple(column.shape[1:])} of {column.dtype} in piece 0 and "
-                        f"{tuple(piece[name].shape[1:])} of {piece[name].dtype} in piece {i}; pad or convert them first"
+                        f"concat: column {name!r} has rows {tuple(column.shape[1:])} of {column.dtype} in batch 0 and "
+                        f"{tuple(others[name].shape[1:])} of {others[name].dtype} in batch {i}; pad or convert first"
                     )
         return _build(
-            sum(len(piece) for piece in pieces),
-            {k: torch.cat([piece[k] for piece in tensors]) for k in tensors[0]},
-            {k: np.concatenate([piece[k] for piece in objects]) for k in objects[0]},
-            _concat_facts([piece.meta_info for piece in pieces]),
+            sum(len(batch) for batch in batches),
+            {k: torch.cat([columns[k] for columns in tensors]) for k in tensors[0]},
+            {k: np.concatenate([columns[k] for columns in objects]) for k in objects[0]},
+            _concat_facts([batch.meta_info for batch in batches]),
         )
 
     def pad_to_divisor(self, divisor: int) -> tuple["DataProto", int]:
-        """Rows repeated from the front until `divisor` divides their number, and how many were added."""
+        """Append rows from the front until `divisor` divides the number of rows. Returns (batch, rows added)."""
         _require_positive("divisor", divisor)
         padding = -len(self) % divisor
         if not padding:
@@ -293,17 +301,17 @@ class DataProto:
         return self[np.arange(len(self) + padding) % len(self)], padding
 
     def unpad(self, padding: int) -> "DataProto":
-        """Without the last `padding` rows."""
+        """Return the batch without the last `padding` rows."""
         if not 0 <= padding <= len(self):
-            raise DataProtoValidationError(f"unpad: expected 0 to {len(self)} rows to take off, found {padding}")
+            raise DataProtoValidationError(f"unpad: expected 0 to {len(self)} rows, found {padding}")
         return self[: len(self) - padding]
 
     def make_iterator(
         self, mini_batch_size: int, epochs: int = 1, *, shuffle: bool = False, seed: int = 0
     ) -> Iterator["DataProto"]:
-        """`epochs` passes in mini-batches of equal size; with `shuffle`, each pass in an order of its own.
+        """Iterate `epochs` times over mini-batches of equal size.
 
-        The orders depend on `seed` and the number of rows alone.
+        With `shuffle`, each epoch has a new order, which depends only on `seed` and the number of rows.
         """
         _require_positive("mini_batch_size", mini_batch_size)
         if len(self) % mini_batch_size:
@@ -312,24 +320,24 @@ class DataProto:
             )
         generator = torch.Generator().manual_seed(seed)
 
-        def passes() -> Iterator["DataProto"]:
+        def mini_batches() -> Iterator["DataProto"]:
             for _ in range(epochs):
                 order = torch.randperm(len(self), generator=generator)
                 for start in range(0, len(self), mini_batch_size):
                     rows = slice(start, start + mini_batch_size)
                     yield self[order[rows]] if shuffle else self[rows]
 
-        return passes()  # a generator of its own, so that the checks above happen at the call
+        return mini_batches()  # an inner generator, so that the checks above run at the call
 
-    # ---- places -----------------------------------------------------------------------------------------------------
+    # ---- devices, files ---------------------------------------------------------------------------------------------
 
     def to(self, device: str | torch.device) -> "DataProto":
-        """With the tensors on `device`."""
+        """Return the batch with its tensors on `device`."""
         tensors = {k: v.to(device) for k, v in self.tensors.items()}
         return _build(len(self), tensors, self.non_tensor_batch, self.meta_info)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What travels to another process or to disk: a piece of a batch takes its own rows along, not all of them."""
+        """State for pickling. A chunk of a batch is pickled with its own rows only, not with its base tensors."""
         return {
             "rows": len(self),
             "tensors": {k: _own_storage(v.detach()) for k, v in self.tensors.items()},
@@ -341,39 +349,40 @@ class DataProto:
         self.__dict__.update(vars(_build(**state)))
 
     def save(self, path: str | Path) -> None:
-        """Write to a file, complete or not at all."""
+        """Write to a file, atomically."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
         try:
-            with unfinished.open("wb") as out:
+            with temporary.open("wb") as out:
                 torch.save(self.to("cpu").__getstate__(), out)
                 out.flush()
                 os.fsync(out.fileno())
-            unfinished.replace(path)
+            temporary.replace(path)
         finally:
-            unfinished.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | Path) -> "DataProto":
-        """Read what `save` wrote, onto the CPU. The file holds Python objects: read files that you trust only.
+        """Read a file written by `save`, onto the CPU. It contains pickled objects: only load files that you trust.
 
-        Raises DataProtoValidationError when the file is something else, or when it was cut short or damaged.
+        Raises:
+            DataProtoValidationError: if the file has another format, or is truncated or damaged.
         """
-        refusal = DataProtoValidationError(
-            f"{path}: expected a batch written by DataProto.save, found another or a damaged file"
+        invalid = DataProtoValidationError(
+            f"{path}: expected a batch written by DataProto.save, found a different or damaged file"
         )
         with Path(path).open("rb") as file:
-            # torch.load does not compare the checksums of the archive
+            # torch.load does not verify the checksums of the archive
             if not zipfile.is_zipfile(file) or zipfile.ZipFile(file).testzip() is not None:
-                raise refusal
+                raise invalid
             file.seek(0)
             try:
                 state = torch.load(file, map_location="cpu", weights_only=False)
             except (RuntimeError, pickle.UnpicklingError) as error:
-                raise refusal from error
+                raise invalid from error
         if not isinstance(state, dict) or state.keys() != cls().__getstate__().keys():
-            raise refusal
+            raise invalid
         return _build(**state)
 
 
@@ -383,12 +392,12 @@ class DataProto:
 def _build(
     rows: int, tensors: Mapping[str, torch.Tensor], objects: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> DataProto:
-    """A batch that has `rows` rows also when it has no columns."""
+    """Make a batch that has `rows` rows even if it has no columns."""
     return DataProto(tensors or TensorDict({}, batch_size=[rows]), objects, facts)
 
 
 def _object_column(name: str, values: Any) -> np.ndarray:
-    """A (B,) object array, also when every value is a list of one length (numpy would make a matrix of those)."""
+    """Return a (B,) object array, also if all values are lists of one length (numpy would make a matrix)."""
     if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
         return values
     if not isinstance(values, np.ndarray | list | tuple) or (isinstance(values, np.ndarray) and values.ndim == 0):
@@ -413,7 +422,7 @@ def _require(names: Iterable[str], present: Iterable[str], kind: str) -> None:
 
 
 def _chosen(names: str | Sequence[str] | None, present: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """The entries of `present` that `names` asks for; None asks for all."""
+    """Return the entries of `present` in `names`; None: all of them."""
     if names is None:
         return dict(present)
     wanted = _names(names)
@@ -427,53 +436,53 @@ def _require_positive(what: str, number: int) -> None:
 
 
 def _row_index(item: Any, rows: int) -> np.ndarray:
-    """What a user may choose rows by, as int64 indices from 0 to rows - 1."""
+    """Convert an index of any supported kind to int64 indices from 0 to rows - 1."""
     index = np.asarray(item.cpu() if isinstance(item, torch.Tensor) else item)
     if index.dtype == bool and index.shape == (rows,):
         return np.flatnonzero(index)
     if index.shape == (0,) and not isinstance(item, np.ndarray | torch.Tensor):
-        index = index.astype(np.int64)  # numpy takes an empty list for floats
+        index = index.astype(np.int64)  # numpy makes an empty list a float array
     if not np.issubdtype(index.dtype, np.integer) or index.ndim > 1:
         raise DataProtoValidationError(
-            f"rows are chosen by a slice, by integers, or by a mask of {rows} booleans (and a column by "
-            f"batch.column(name)), found {item!r}"
+            f"expected a slice, integers or a mask of {rows} booleans to select rows, found {item!r}; use "
+            "batch.column(name) for a column"
         )
     index = index.astype(np.int64).reshape(-1)
     outside = index[(index < -rows) | (index >= rows)]
     if len(outside):
-        raise IndexError(f"row {outside[0]} of a batch of {rows} rows")
+        raise IndexError(f"row {outside[0]} is out of range for a batch of {rows} rows")
     return np.where(index < 0, index + rows, index)
 
 
 def _join_facts(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts of both; `theirs` stands, and the merged ones are merged."""
+    """Join the facts of two batches; `theirs` takes precedence, MERGED_FACTS are merged."""
     joined = {**mine, **theirs}
     for name in MERGED_FACTS:
         if name in mine and name in theirs:
             for facts in (mine[name], theirs[name]):
                 if not isinstance(facts, Mapping):
                     raise DataProtoValidationError(
-                        f"meta_info[{name!r}]: expected a dict, found {type(facts).__name__}; the list that concat "
-                        "makes, one entry per piece, has to be reduced first"
+                        f"meta_info[{name!r}]: expected a dict, found {type(facts).__name__}; reduce the list "
+                        "that concat returns, one entry per batch, first"
                     )
             joined[name] = {**mine[name], **theirs[name]}
     return joined
 
 
-def _concat_facts(pieces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The facts of pieces that are peers: equal ones once, the merged ones as a list of what each piece has."""
+def _concat_facts(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Concatenate facts: equal ones once, MERGED_FACTS as the list of those of each batch."""
     joined: dict[str, Any] = {}
-    for facts in pieces:
+    for facts in batches:
         for name, value in facts.items():
             if name in MERGED_FACTS:
                 joined[name] = joined.get(name, []) + (value if isinstance(value, list) else [value])
             elif not same(joined.setdefault(name, value), value):
                 raise DataProtoValidationError(
-                    f"concat: meta_info[{name!r}] is {joined[name]!r} in one piece and {value!r} in another"
+                    f"concat: meta_info[{name!r}] is {joined[name]!r} in one batch and {value!r} in another"
                 )
     return joined
 
 
 def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in memory of its own size: pickling a view would take the whole of its base along."""
+    """Copy a view, whose pickle would contain the whole base tensor."""
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor

@@ -1,4 +1,4 @@
-"""Named registries with "did you mean", and loading of a user's object by address."""
+"""Registries of names, and loading of custom objects by path."""
 
 import difflib
 import hashlib
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """One phrase that names the nearest known word and then all of them: what an error message ends with."""
+    """Return the end of an error message: the closest known name, then all of them."""
     known = sorted(known)
     near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]!r}? " if near else ""
@@ -22,7 +22,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 class Registry(Generic[T]):
-    """A name -> object table of one kind of thing ("policy loss", "reward manager").
+    """A table name -> object for one kind of object ("policy loss", "reward manager").
 
     >>> LOSSES = Registry("loss")
     >>> @LOSSES.register("mine")
@@ -34,18 +34,21 @@ class Registry(Generic[T]):
         self._entries: dict[str, T] = {}
 
     def register(self, name: str, obj: T | None = None) -> Any:
-        """Register `obj` under `name`, or decorate. Raises ValueError when another object has the name already.
+        """Register `obj` under `name`; without `obj`, return a decorator.
 
-        The same top-level function or class may be registered again (a module that is reloaded, a notebook cell that
-        is run again): the later one stands.
+        The same top-level function or class may be registered again (a reloaded module, a notebook cell): the later
+        definition replaces the earlier one.
+
+        Raises:
+            ValueError: if another object is registered under the name.
         """
         if obj is None:
             return lambda decorated: self.register(name, decorated)
         if not isinstance(name, str) or not name:
-            raise ValueError(f"a {self.kind} is registered under a non-empty string, found {name!r}")
+            raise ValueError(f"{self.kind} name: expected a non-empty string, found {name!r}")
         if name in self._entries and not _same_definition(self._entries[name], obj):
             raise ValueError(
-                f"{self.kind} {name!r} is registered already, as {_described(self._entries[name])}; choose another name"
+                f"{self.kind} {name!r} is already registered as {_described(self._entries[name])}: choose another name"
             )
         self._entries[name] = obj
         return obj
@@ -69,9 +72,9 @@ class Registry(Generic[T]):
 
 
 def _same_definition(a: Any, b: Any) -> bool:
-    """Whether two objects are one, or two loads of one top-level `def` or `class`.
+    """Whether two objects are identical, or the same top-level `def` or `class` loaded twice.
 
-    What a lambda or a factory makes is told apart by identity only: its name is that of others too.
+    Lambdas and objects made by a factory share their names, so they are compared by identity only.
     """
     if a is b:
         return True
@@ -84,10 +87,10 @@ def _described(obj: Any) -> str:
 
 
 def import_module(address: str) -> ModuleType:
-    """Import `pkg.module`, or the file `path/to/file.py` (once: the same file gives the same module).
+    """Import `pkg.module`, or the file `path/to/file.py`. A file is imported once per process.
 
-    Raises ValueError when there is no such file or module; an error inside the user's code is passed on as it is, and
-    so is a module that it fails to import.
+    Raises:
+        ValueError: if there is no such file or module. Errors raised by the imported code are passed on unchanged.
     """
     if not (address.endswith(".py") or "/" in address):
         try:
@@ -99,7 +102,7 @@ def import_module(address: str) -> ModuleType:
     path = Path(address).expanduser().resolve()
     if path.suffix != ".py" or not path.is_file():
         raise ValueError(f"no file {address!r} (looked at {path}): expected a path to a .py file")
-    # the digest keeps two files of one name apart; and is the same in every process
+    # the digest distinguishes files of the same name, and is the same in every process
     name = f"verl_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -110,18 +113,19 @@ def import_module(address: str) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
-        error.add_note(f"raised while {path} was imported")
+        error.add_note(f"raised while importing {path}")
         raise
     return module
 
 
 def load_object(path: str, name: str) -> Any:
-    """The object `name` of the module or file `path`: how a user's reward, dataset, loss or trainer is found.
+    """Return the object `name` of the module or file `path`: a custom reward function, dataset, loss or trainer.
 
-    Raises ValueError that lists the public names of the file when `name` is not among them.
+    Raises:
+        ValueError: if the module has no such name. The message lists its public names.
     """
     module = import_module(path)
-    # dir, not vars: a package may load its names at first use
+    # dir, not vars: a package may import its names at first use
     if name not in dir(module):
         public = [n for n in dir(module) if not n.startswith("_")]
         raise ValueError(f"{path!r} defines no {name!r}: {did_you_mean(name, public)}")

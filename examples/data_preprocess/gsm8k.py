@@ -1,4 +1,4 @@
-"""GSM8K (Cobbe et al. 2021, arXiv 2110.14168) as parquet files for training: from a local folder, or from the hub.
+"""GSM8K (Cobbe et al. 2021, arXiv 2110.14168) as parquet files, from a local folder or the HuggingFace hub.
 
 python examples/data_preprocess/gsm8k.py --local_dir ~/gsm8k --save_dir ~/data/gsm8k      # train.jsonl, test.jsonl
 python examples/data_preprocess/gsm8k.py --hub openai/gsm8k --save_dir ~/data/gsm8k       # needs `datasets`
@@ -32,7 +32,7 @@ def final_answer(solution: str) -> str:
 
 
 def convert(question: str, solution: str, split: str, index: int) -> dict[str, Any]:
-    """One question of the data set -> one row for training."""
+    """Convert one question of the dataset to a training row."""
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": f"{question}\n{INSTRUCTION}"}],
@@ -43,13 +43,13 @@ def convert(question: str, solution: str, split: str, index: int) -> dict[str, A
 
 
 def local_rows(folder: Path, split: str) -> list[dict[str, Any]]:
-    """The rows of folder/<split>.jsonl, converted. Raises ValueError with the line of a row that does not fit."""
+    """Read and convert folder/<split>.jsonl. Raises ValueError with the line of an invalid row."""
     rows = read_rows(folder / f"{split}.jsonl")
     converted = []
     for index, row in enumerate(rows):
         missing = [key for key in ("question", "answer") if not isinstance(row.get(key), str)]
         if missing:
-            raise ValueError(f"{rows.where(index)}: expected text under 'question' and 'answer', missing: {missing}")
+            raise ValueError(f"{rows.where(index)}: expected strings under 'question' and 'answer', missing: {missing}")
         try:
             converted.append(convert(row["question"], row["answer"], split, index))
         except ValueError as error:
@@ -58,7 +58,7 @@ def local_rows(folder: Path, split: str) -> list[dict[str, Any]]:
 
 
 def hub_rows(name: str, split: str) -> list[dict[str, Any]]:
-    """The rows of a split on the HuggingFace hub, converted."""
+    """Load and convert a split from the HuggingFace hub."""
     import datasets
 
     rows = datasets.load_dataset(name, "main", split=split)
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except ValueError as error:
             sys.exit(f"gsm8k: {error}")
         except ModuleNotFoundError as error:
-            sys.exit(f"gsm8k: the hub needs {error.name}: pip install {error.name}, or give --local_dir")
+            sys.exit(f"gsm8k: the hub needs {error.name}: pip install {error.name}, or use --local_dir")
         path = args.save_dir / f"{split}.parquet"
         pq.write_table(pa.Table.from_pylist(rows), path)
         print(f"{path}: {len(rows):,} rows")

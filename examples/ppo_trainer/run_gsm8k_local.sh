@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# PPO on GSM8K in one process: a critic of the policy's own shape gives the values for GAE.
+# PPO on GSM8K in one process: a critic of the same size as the policy provides the values for GAE.
 #
 #   python examples/data_preprocess/gsm8k.py --local_dir FOLDER_WITH_JSONL --save_dir data/gsm8k
 #   MODEL=/path/to/model DATA=data/gsm8k bash examples/ppo_trainer/run_gsm8k_local.sh [key=value ...]
 #
-# Any key may be set at the end of the line. Two steps of a tiny model that knows nothing yet, in a minute on a laptop:
+# Append any config key. Two steps with a tiny random model, one minute on a laptop:
 #
 #   python examples/quickstart/make_tiny_model.py --like qwen2 --out data/tiny
 #   MODEL=data/tiny DATA=data/gsm8k bash examples/ppo_trainer/run_gsm8k_local.sh \
 #       data.train_batch_size=16 actor_rollout_ref.actor.ppo_mini_batch_size=8 data.max_response_length=32 \
 #       data.val_max_samples=64 trainer.total_training_steps=2
 #
-# The same line again with trainer.total_training_steps=3 goes on from the checkpoint of step 2.
+# The same command with trainer.total_training_steps=3 resumes from the checkpoint of step 2.
 set -euo pipefail
 MODEL=${MODEL:?set MODEL to a HuggingFace model: a folder or an id}
 DATA=${DATA:?set DATA to the folder with train.parquet and test.parquet}

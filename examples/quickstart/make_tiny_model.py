@@ -1,4 +1,4 @@
-"""Write a random tiny HuggingFace model with its tokenizer to a folder.
+"""Write a tiny random HuggingFace model and its tokenizer to a folder.
 
 python examples/quickstart/make_tiny_model.py --like qwen2 --out /tmp/tiny-qwen2
 """
@@ -14,11 +14,11 @@ from tiny_model import ARCHITECTURES, SIZES, tiny_model
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--like", choices=sorted(ARCHITECTURES), default="llama", help="the model family")
-    parser.add_argument("--size", choices=sorted(SIZES), help="instead of the family's own size")
-    parser.add_argument("--tokenizer", choices=["char", "bpe"], help="instead of the family's own tokenizer")
-    parser.add_argument("--text", type=Path, help="a text file to train the bpe tokenizer on, a text per line")
+    parser.add_argument("--size", choices=sorted(SIZES), help="default: the size of the family")
+    parser.add_argument("--tokenizer", choices=["char", "bpe"], help="default: the tokenizer of the family")
+    parser.add_argument("--text", type=Path, help="text file to train the bpe tokenizer on, one text per line")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:

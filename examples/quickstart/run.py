@@ -1,12 +1,12 @@
-"""Watch a language model get better by reinforcement learning, on a laptop, in about a minute.
+"""Train a tiny language model with reinforcement learning, on a laptop, in about a minute.
 
     python examples/quickstart/run.py                      # GRPO on "reverse": abc= -> cba
     python examples/quickstart/run.py --algorithm ppo      # or rloo, remax, reinforce_plus_plus, drgrpo
-    python examples/quickstart/run.py --shuffle-rewards    # the control: rewards dealt out at random teach nothing
+    python examples/quickstart/run.py --shuffle-rewards    # control: shuffled rewards, no improvement expected
 
-What happens: a model of 103k random parameters is made, taught the form of the task by imitation (about 60 % right),
-and then improved from rewards alone: 64 prompts x 8 answers a step, right is 1, wrong is 0. Everything runs through
-the trainers that real runs use; only the model is small.
+The script creates a model with 103k random parameters, warms it up with SFT (about 60 % correct), and then trains it
+with RL: 64 prompts x 8 responses per step, reward 1 if correct, otherwise 0. It uses the same trainers as real runs;
+only the model is small.
 """
 
 import argparse
@@ -26,25 +26,25 @@ from examples.quickstart.tasks import TASKS, write_task
 from examples.quickstart.tiny_model import tiny_model
 from verl.tracking.console import TrainingProgress
 from verl.tracking.curves import save_curves
-from verl.tracking.tracking import setup_logging
 from verl.trainer.base import StepReport
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.samples import generations
 from verl.trainer.sft_trainer import SFTTrainer
+from verl.utils.log import setup_logging
 
 ALGORITHMS = ("grpo", "ppo", "rloo", "remax", "reinforce_plus_plus", "drgrpo")
 SCORER = str(Path(__file__).resolve().parent / "tasks.py")
-#: SFT steps that leave the model between knowing nothing and knowing all
+#: SFT steps after which the model is partly correct
 WARM_UP_STEPS = {"reverse": 200, "sort": 80, "countdown3": 600, "digit": 90}
 MODEL_SIZE = {"reverse": "tiny", "sort": "tiny", "countdown3": "mini", "digit": "tiny"}
 CRITIC = ["critic.model.enable_gradient_checkpointing=false", "critic.optim.lr=1e-3"]
 SAMPLES_EVERY = 10
-#: what a run leaves in its folder, which the next one replaces
+#: files of a run, which the next run in the folder replaces
 WRITTEN = {"model", "data", "sft", "rl", "curves.png"}
 
 
 def warm_up(model: Path, data: Path, out: Path, steps: int, seed: int) -> Path:
-    """Imitation: the folder of the model after `steps` steps of 64 examples."""
+    """SFT warm-up for `steps` steps of 64 examples. Returns the model folder."""
     trainer = SFTTrainer(
         overrides=[
             f"model.path={model}",
@@ -66,7 +66,7 @@ def warm_up(model: Path, data: Path, out: Path, steps: int, seed: int) -> Path:
 
 
 def rl_overrides(args: argparse.Namespace, model: Path, data: Path, out: Path) -> list[str]:
-    """The settings of the run, as they would stand on a command line."""
+    """Overrides of the run, as on the command line."""
     return [
         f"algorithm.name={args.algorithm}",
         "algorithm.use_kl_in_reward=false",
@@ -82,7 +82,7 @@ def rl_overrides(args: argparse.Namespace, model: Path, data: Path, out: Path) -
         "actor_rollout_ref.actor.ppo_mini_batch_size=32",
         "actor_rollout_ref.actor.optim.lr=3e-4",
         "actor_rollout_ref.actor.use_kl_loss=false",
-        "actor_rollout_ref.ref.enable=true",  # only to show how far the policy has moved from where it began
+        "actor_rollout_ref.ref.enable=true",  # only for the KL metric
         *(CRITIC if args.algorithm == "ppo" else []),
         f"reward.custom_reward_function.path={SCORER}",
         f"trainer.total_training_steps={args.steps}",
@@ -97,17 +97,17 @@ def rl_overrides(args: argparse.Namespace, model: Path, data: Path, out: Path) -
 
 
 def learn(args: argparse.Namespace, model: Path, data: Path, out: Path) -> tuple[list[float], dict[str, float]]:
-    """Reinforcement learning: the mean reward of every step, and the last metrics."""
+    """Train with RL. Returns the mean reward of every step, and the last metrics."""
     trainer = LocalPPOTrainer(overrides=rl_overrides(args, model, data, out))
     rewards: list[float] = []
-    draw = Random(args.seed)
-    title = f"{name_of(args)} on {args.task}: 64 prompts x 8 answers a step"
+    random = Random(args.seed)
+    title = f"{name_of(args)} on {args.task}: 64 prompts x 8 responses per step"
     with TrainingProgress(trainer.total_steps, title) as progress:
 
         def show(report: StepReport) -> None:
             samples = None
             if report.step % SAMPLES_EVERY == 1 or report.step == report.total_steps:
-                rows = generations(report.batch[draw.sample(range(len(report.batch)), 4)], trainer.tokenizer)
+                rows = generations(report.batch[random.sample(range(len(report.batch)), 4)], trainer.tokenizer)
                 samples = [(row["input"], row["output"], row["score"]) for row in rows]
             rewards.append(report.metrics["critic/score/mean"])
             progress.update(report.step, report.metrics, report.timings, samples)
@@ -130,8 +130,10 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=None, help="default: outputs/quickstart/<task>-<algorithm>[-shuffled]"
     )
-    parser.add_argument("--shuffle-rewards", action="store_true", help="the control: nothing can be learnt")
-    parser.add_argument("override", nargs="*", metavar="key=value", help="any key of the configuration")
+    parser.add_argument(
+        "--shuffle-rewards", action="store_true", help="control: shuffle the rewards, so the policy should not improve"
+    )
+    parser.add_argument("override", nargs="*", metavar="key=value", help="any config key")
     args = parser.parse_args(given)
     if args.steps < 1 or args.seed < 1:
         parser.error("--steps and --seed must be at least 1")
@@ -139,41 +141,43 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
         kind = "-shuffled" if args.shuffle_rewards else ""
         args.out = Path("outputs/quickstart") / f"{args.task}-{args.algorithm}{kind}"
     if args.out.is_file():
-        parser.error(f"--out {args.out} is a file, a folder is expected")
+        parser.error(f"--out: expected a folder, found the file {args.out}")
     others = sorted({path.name for path in args.out.glob("*")} - WRITTEN)
     if others:
-        parser.error(f"--out {args.out} would be replaced, and holds {', '.join(others[:3])}: name a new folder")
+        parser.error(f"--out: {args.out} contains other files ({', '.join(others[:3])}): choose a new folder")
     return args
 
 
 def main(given: list[str] | None = None) -> int:
-    """Make, warm up, train, and say what came of it."""
+    """Create a model, warm it up, train it, and print the result."""
     args = arguments(given)
     setup_logging()
     logging.getLogger("verl").setLevel(logging.WARNING)
     console = Console()
     start = time.perf_counter()
-    torch.set_num_threads(1)  # matrices this small gain nothing from more, and lose much on a busy machine
+    torch.set_num_threads(1)  # matrices this small do not benefit from more threads
     shutil.rmtree(args.out, ignore_errors=True)
     model = tiny_model("llama", args.out / "model", seed=args.seed, size=MODEL_SIZE[args.task])
     steps = WARM_UP_STEPS[args.task]
     data = write_task(args.task, args.out / "data", rows=64 * args.steps, sft_rows=64 * steps, seed=args.seed)
-    console.print(f"made a random model and {64 * args.steps:,} prompts; now {steps} steps of imitation ...")
+    console.print(f"random model and {64 * args.steps:,} prompts created; SFT warm-up, {steps} steps ...")
     warm = warm_up(model, data, args.out / "sft", steps, args.seed)
-    console.print(f"warmed up in {time.perf_counter() - start:.0f} s; now learning from rewards alone\n")
+    console.print(f"SFT warm-up done after {time.perf_counter() - start:.0f} s; RL training, {args.steps} steps\n")
+    if args.shuffle_rewards:
+        console.print("rewards are shuffled, so the policy should not improve\n")
     rewards, metrics = learn(args, warm, data, args.out / "rl")
     window = min(10, len(rewards))
-    first, last = (sum(part) / window for part in (rewards[:window], rewards[-window:]))
+    first, last = (sum(chunk) / window for chunk in (rewards[:window], rewards[-window:]))
     curves = save_curves(args.out / "rl" / "metrics.jsonl", args.out / "curves.png")
     greedy = metrics[f"val-core/{args.task}/acc/mean@1"]
     saved = args.out / "rl" / f"global_step_{args.steps}" / "actor" / "huggingface"
     console.print(
-        f"\n[bold]{first:.2f} -> {last:.2f} in {args.steps} steps[/bold] of {name_of(args)} "
-        f"(mean reward, first and last {window} steps); {greedy:.2f} on 500 unseen prompts, greedy; "
-        f"{time.perf_counter() - start:.0f} s in all",
+        f"\n[bold]mean reward {first:.2f} -> {last:.2f} in {args.steps} steps[/bold] of {name_of(args)} "
+        f"(first and last {window} steps); accuracy {greedy:.2f} on 500 held-out prompts, greedy; "
+        f"{time.perf_counter() - start:.0f} s total",
         highlight=False,
     )
-    console.print(f"curves: {curves}\nmodel:  {saved}  (a HuggingFace folder)", highlight=False, soft_wrap=True)
+    console.print(f"curves: {curves}\nmodel:  {saved}  (HuggingFace format)", highlight=False, soft_wrap=True)
     return 0
 
 

@@ -1,14 +1,14 @@
-"""Small tasks that a model of 100k parameters learns in minutes on a CPU, with their generators and scorers.
+"""Small tasks that a model of 100k parameters learns in minutes on a CPU: generators and reward functions.
 
     reverse     abc=            cba         benchmark LB-1
     sort        cab=            abc         the same strings, harder
-    countdown3  3,1,2:7=        1+2*3       benchmark LB-2: an expression of all three numbers that gives the target
-    digit       2,4:3=          6,8,0       go on counting in equal steps, last digits only
+    countdown3  3,1,2:7=        1+2*3       benchmark LB-2: an expression of all three numbers that equals the target
+    digit       2,4:3=          6,8,0       continue the sequence with equal steps, last digits only
 
 python examples/quickstart/tasks.py reverse --out DIR --rows 4096
 
-writes DIR/train.parquet and DIR/test.parquet (prompts for RL) and DIR/sft.parquet (prompt and response).
-A reward function for all of them is `compute_score` below:
+writes DIR/train.parquet and DIR/test.parquet (prompts for RL) and DIR/sft.parquet (prompts and responses).
+Their reward function is `compute_score`:
 reward.custom_reward_function.path=examples/quickstart/tasks.py
 """
 
@@ -31,16 +31,16 @@ TEST_SEED = 0
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt, one right answer, and what the scorer needs to judge any answer."""
+    """A prompt, a correct response, and the ground truth for the reward function."""
 
     prompt: str
-    answer: str
+    response: str
     ground_truth: str
 
 
 @dataclass(frozen=True)
 class Task:
-    """draw: one example from a random stream. score: (answer, ground truth) -> reward from 0 to 1."""
+    """draw: samples an example. score: (response, ground truth) -> reward in [0, 1]."""
 
     draw: Callable[[Random], Example]
     score: Callable[[str, str], float]
@@ -58,16 +58,16 @@ def draw_reverse(random: Random) -> Example:
 
 def draw_sort(random: Random) -> Example:
     text = _letters(random)
-    answer = "".join(sorted(text))
-    return Example(f"{text}=", answer, answer)
+    response = "".join(sorted(text))
+    return Example(f"{text}=", response, response)
 
 
-def score_exact(answer: str, ground_truth: str) -> float:
-    return float(answer == ground_truth)
+def score_match(response: str, ground_truth: str) -> float:
+    return float(response == ground_truth)
 
 
 def draw_countdown(random: Random) -> Example:
-    """Three numbers 1-9, a shuffled order of them and two of + - *; drawn again until the value is 1-99."""
+    """Three numbers 1-9, shuffled, and two of + - *; redrawn until the value is 1-99."""
     while True:
         numbers = [random.randint(1, 9) for _ in range(3)]
         order = random.sample(numbers, 3)
@@ -75,8 +75,8 @@ def draw_countdown(random: Random) -> Example:
         expression = f"{order[0]}{operators[0]}{order[1]}{operators[1]}{order[2]}"
         target = _evaluate(ast.parse(expression, mode="eval").body, [])
         if 1 <= target <= 99:
-            question = f"{','.join(map(str, numbers))}:{target}"
-            return Example(f"{question}=", expression, question)
+            puzzle = f"{','.join(map(str, numbers))}:{target}"
+            return Example(f"{puzzle}=", expression, puzzle)
 
 
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
@@ -87,73 +87,73 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 def _evaluate(node: ast.expr, used: list[int]) -> int:
-    """The value of an expression of whole numbers with + - *; its numbers are added to `used`.
+    """Evaluate an expression of integers with + - *, and append its numbers to `used`.
 
-    Raises ValueError for anything else: nothing that a model writes is ever run.
+    Raises ValueError for anything else: model output is never executed.
     """
     if isinstance(node, ast.Constant) and type(node.value) is int:
         used.append(node.value)
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         return _OPERATORS[type(node.op)](_evaluate(node.left, used), _evaluate(node.right, used))
-    raise ValueError(f"not a sum, difference or product of whole numbers: {ast.dump(node)}")
+    raise ValueError(f"expected an expression of integers with + - *, found {ast.dump(node)}")
 
 
-def score_countdown(answer: str, ground_truth: str) -> float:
-    """1 when the answer is an expression that uses each number of "a,b,c:target" once and gives the target, else 0."""
+def score_countdown(response: str, ground_truth: str) -> float:
+    """1 if the response is an expression that uses each number of "a,b,c:target" once and equals the target."""
     numbers, target = ground_truth.split(":")
     used: list[int] = []
     try:
-        value = _evaluate(ast.parse(answer, mode="eval").body, used)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: brackets nested too deep
+        value = _evaluate(ast.parse(response, mode="eval").body, used)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: brackets nested too deeply
         return 0.0
     return float(sorted(used) == sorted(map(int, numbers.split(","))) and value == int(target))
 
 
 def draw_digits(random: Random) -> Example:
-    """Two digits and a count from 1 to 5: go on in the same steps, keeping the last digit of each number."""
+    """Two digits and a count from 1 to 5: continue with the same step, last digit of each number."""
     first, second, count = random.randint(0, 9), random.randint(0, 9), random.randint(1, 5)
     step = second - first
-    answer = ",".join(str((second + step * k) % 10) for k in range(1, count + 1))
-    return Example(f"{first},{second}:{count}=", answer, answer)
+    response = ",".join(str((second + step * k) % 10) for k in range(1, count + 1))
+    return Example(f"{first},{second}:{count}=", response, response)
 
 
-def score_digits(answer: str, ground_truth: str) -> float:
-    """The share of the right digits before the first wrong one; a longer answer than asked for loses as many."""
-    expected, found = ground_truth.split(","), answer.split(",")
-    right = next((k for k, (e, f) in enumerate(zip(expected, found)) if e != f), min(len(expected), len(found)))
+def score_digits(response: str, ground_truth: str) -> float:
+    """Fraction of correct digits before the first incorrect one; surplus digits are subtracted."""
+    expected, found = ground_truth.split(","), response.split(",")
+    correct = next((k for k, (e, f) in enumerate(zip(expected, found)) if e != f), min(len(expected), len(found)))
     surplus = max(len(found) - len(expected), 0)
-    return max(right - surplus, 0) / len(expected)
+    return max(correct - surplus, 0) / len(expected)
 
 
 TASKS = {
-    "reverse": Task(draw_reverse, score_exact),
-    "sort": Task(draw_sort, score_exact),
+    "reverse": Task(draw_reverse, score_match),
+    "sort": Task(draw_sort, score_match),
     "countdown3": Task(draw_countdown, score_countdown),
     "digit": Task(draw_digits, score_digits),
 }
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
-    """Reward of one answer, 0 to 1, in the form that reward managers call. `data_source` is the name of the task."""
+    """Reward function: the reward of one response, in [0, 1]. `data_source` is the name of the task."""
     return TASKS[data_source].score(solution_str, ground_truth)
 
 
 def held_out_examples(name: str) -> list[Example]:
-    """The 500 examples that every run is tested on: the stream of seed 0."""
+    """The 500 test examples, from seed 0."""
     random = Random(TEST_SEED)
     return [TASKS[name].draw(random) for _ in range(TEST_ROWS)]
 
 
 def train_stream(name: str, seed: int) -> Iterator[Example]:
-    """Training examples for ever; one that is asked in the test is left out."""
+    """Endless training examples, without those of the test set."""
     if seed == TEST_SEED:
-        raise ValueError(f"seed {TEST_SEED} is the seed of the test examples; give another one for training")
-    tested = {example.prompt for example in held_out_examples(name)}
+        raise ValueError(f"seed {TEST_SEED} is reserved for the test examples; choose another one")
+    test_prompts = {example.prompt for example in held_out_examples(name)}
     random = Random(seed)
     while True:
         example = TASKS[name].draw(random)
-        if example.prompt not in tested:
+        if example.prompt not in test_prompts:
             yield example
 
 
@@ -179,13 +179,13 @@ def as_rl_rows(name: str, examples: list[Example]) -> list[dict[str, Any]]:
 
 def as_sft_rows(examples: list[Example]) -> list[dict[str, str]]:
     """Rows for `SFTDataset`."""
-    return [{"prompt": example.prompt, "response": example.answer} for example in examples]
+    return [{"prompt": example.prompt, "response": example.response} for example in examples]
 
 
 def write_task(name: str, out_dir: str | Path, rows: int, *, sft_rows: int = 0, seed: int = 1) -> Path:
-    """Write train.parquet (`rows` prompts), test.parquet (500) and, if asked for, sft.parquet. Returns the folder.
+    """Write train.parquet (`rows` prompts), test.parquet (500) and, with `sft_rows`, sft.parquet. Returns the folder.
 
-    The SFT rows are the stream's next ones after the training rows. Raises ValueError for a task that does not exist.
+    SFT examples follow the RL prompts in the stream of the seed. Raises ValueError if the task is unknown.
     """
     if name not in TASKS:
         raise ValueError(f"no task is called {name!r}: known: {', '.join(TASKS)}")
@@ -204,8 +204,10 @@ def main() -> None:
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     parser.add_argument("--rows", type=int, default=4096, help="prompts for RL")
-    parser.add_argument("--sft-rows", type=int, default=12800, help="examples with answers")
-    parser.add_argument("--seed", type=int, default=1, help=f"of the training rows; {TEST_SEED} is the test's")
+    parser.add_argument("--sft-rows", type=int, default=12800, help="examples with responses")
+    parser.add_argument(
+        "--seed", type=int, default=1, help=f"seed of the training examples; {TEST_SEED} is reserved for the test"
+    )
     args = parser.parse_args()
     try:
         out = write_task(args.task, args.out, args.rows, sft_rows=args.sft_rows, seed=args.seed)

@@ -1,8 +1,8 @@
-"""Random tiny HuggingFace models with a tokenizer of their own, made in seconds: for tests, the quickstart, benchmarks.
+"""Tiny random HuggingFace models with tokenizers, created in seconds, for tests, the quickstart and benchmarks.
 
 Two tokenizers:
     char    one token per character, 32 symbols; the language of the tasks in `tasks.py`; no chat template
-    bpe     byte-level BPE trained on the spot, about 550 tokens, no text is ever lost; a ChatML chat template
+    bpe     byte-level BPE of about 550 tokens, trained on the fly; lossless; a ChatML chat template
 """
 
 import logging
@@ -64,7 +64,7 @@ SIZES = {
     },
 }
 
-# Model type -> (tokenizer, size, tied embeddings) where the caller says nothing else.
+# model type -> default (tokenizer, size, tied embeddings)
 ARCHITECTURES = {
     "llama": ("char", "tiny", False),
     "mistral": ("char", "tiny", False),
@@ -82,20 +82,21 @@ def tiny_model(
     tokenizer: str | None = None,
     texts: Iterable[str] | None = None,
 ) -> Path:
-    """Write a random model of the family `kind` with tokenizer and generation config, as HuggingFace saves one.
+    """Write a random model of the family `kind`, with tokenizer and generation config, in HuggingFace format.
 
     Args:
         kind: "llama", "mistral" (char tokenizer, 103k parameters), "qwen2" or "qwen3" (bpe tokenizer, 0.43M).
-        out_dir: the folder to write; it may exist.
-        seed: of the weights. The caller's random state is left as it was.
-        size, tokenizer: instead of the family's own; names of `SIZES`, and "char" or "bpe".
-        texts: what the bpe tokenizer is trained on; built-in sentences when left out.
+        out_dir: folder to write; may exist.
+        seed: seed of the weights. The random state of the caller is not changed.
+        size: a name of `SIZES`; default: that of the family.
+        tokenizer: "char" or "bpe"; default: that of the family.
+        texts: texts to train the bpe tokenizer on; default: built-in sentences.
 
     Returns:
         `out_dir`: a path for `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`.
 
     Raises:
-        ValueError: an unknown name, or a tokenizer that `AutoTokenizer` does not give back as it was made.
+        ValueError: if a name is unknown, or `AutoTokenizer` does not reload the same tokenizer.
     """
     default_tokenizer, default_size, tied = _lookup(ARCHITECTURES, kind, "model family")
     make_tokenizer = _lookup(
@@ -111,12 +112,12 @@ def tiny_model(
     config = AutoConfig.for_model(
         kind,
         **shape,
-        # Qwen3 would take heads of 128 otherwise.
+        # the default of Qwen3 is 128
         head_dim=shape["hidden_size"] // shape["num_attention_heads"],
         vocab_size=len(made),
         max_position_embeddings=CONTEXT_LENGTH,
         tie_word_embeddings=tied,
-        # matrices this small learn twice as fast from here as from the 0.02 that large models start with
+        # matrices this small learn twice as fast as with the 0.02 of large models
         initializer_range=0.06,
         **special_ids,
     )
@@ -134,7 +135,7 @@ def tiny_model(
 
 
 def char_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character over `CHARACTERS`; anything else is <unk>. Adds no bos or eos by itself."""
+    """One token per character of `CHARACTERS`; others are <unk>. Does not add bos or eos."""
     vocab = {symbol: i for i, symbol in enumerate([*CHAR_SPECIAL_TOKENS, *CHARACTERS])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -150,10 +151,10 @@ def char_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def bpe_tokenizer(texts: Iterable[str] | None = None) -> Qwen2Tokenizer:
-    """Byte-level BPE of about 550 tokens in Qwen2's own form, trained on `texts`, with a ChatML chat template.
+    """Byte-level BPE of about 550 tokens, trained on `texts`, with a ChatML chat template.
 
-    Qwen2's class and no other: `AutoTokenizer` rebuilds the tokenizer of a Qwen2 model with that class's rules for
-    splitting text, whatever the files say, so a tokenizer of another make would come back a different one.
+    It has the class of Qwen2, because `AutoTokenizer` reloads the tokenizer of a Qwen2 model with the pre-tokenization
+    of that class, whatever the files contain.
     """
     trained = Qwen2Tokenizer().train_new_from_iterator(
         list(texts) if texts is not None else builtin_sentences(),
@@ -168,7 +169,7 @@ def bpe_tokenizer(texts: Iterable[str] | None = None) -> Qwen2Tokenizer:
 
 
 def builtin_sentences() -> list[str]:
-    """Some hundred plain sentences of the kind found in word problems: enough for the common English merges."""
+    """A few hundred sentences like those of word problems, enough for common English merges."""
     people = ["Anna", "Ben", "Clara", "David", "Emma", "Farid", "Grace", "Hugo"]
     things = ["apples", "books", "pencils", "tickets", "cookies", "marbles", "flowers", "boxes", "stickers"]
     forms = [
@@ -196,17 +197,16 @@ def _lookup(table: dict, name: str, what: str):
 
 
 def _check_reload(made: PreTrainedTokenizerBase, folder: Path) -> None:
-    """`AutoTokenizer` may build another class than the one saved, by the model's type: compare what it gives."""
+    """Raise ValueError if `AutoTokenizer`, which chooses a class by model type, reloads a different tokenizer."""
     loaded = AutoTokenizer.from_pretrained(folder)
-    probes = ["abcdefghij=", "1,2,3:7=1+2*3", "(9-4)=5", "a Z"]
+    texts = ["abcdefghij=", "1,2,3:7=1+2*3", "(9-4)=5", "a Z"]
     if made.chat_template is not None:
-        probes += [*builtin_sentences()[::40], "<|im_start|>user\nA  naïve café's 3½ €5 – “yes”\n\n\ttab<|im_end|>\n"]
-    for text in probes:
+        texts += [*builtin_sentences()[::40], "<|im_start|>user\nA  naïve café's 3½ €5 – “yes”\n\n\ttab<|im_end|>\n"]
+    for text in texts:
         ids = made(text)["input_ids"]
         back = loaded(text)["input_ids"]
         if back != ids or loaded.decode(back) != made.decode(ids):
             raise ValueError(
-                f"AutoTokenizer loads {folder} as another tokenizer than the {type(made).__name__} that was saved: "
-                f"{text!r} became {back} instead of {ids}. This model family needs a tokenizer of its own kind: "
-                "leave the tokenizer option out"
+                f"AutoTokenizer does not reload the {type(made).__name__} saved in {folder}: {text!r} gives {back}, "
+                f"expected {ids}. This model family needs its default tokenizer: remove the tokenizer option"
             )

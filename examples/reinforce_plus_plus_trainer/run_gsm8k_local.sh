@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# REINFORCE++ on GSM8K in one process: rewards whitened over the batch; no critic, one answer a prompt.
+# REINFORCE++ on GSM8K in one process: rewards whitened over the batch; no critic, one response per prompt.
 #
 #   python examples/data_preprocess/gsm8k.py --local_dir FOLDER_WITH_JSONL --save_dir data/gsm8k
 #   MODEL=/path/to/model DATA=data/gsm8k bash examples/reinforce_plus_plus_trainer/run_gsm8k_local.sh [key=value ...]
 #
-# Any key may be set at the end of the line: `trainer.total_training_steps=5 data.train_batch_size=16`.
+# Append any config key: `trainer.total_training_steps=5 data.train_batch_size=16`.
 set -euo pipefail
 MODEL=${MODEL:?set MODEL to a HuggingFace model: a folder or an id}
 DATA=${DATA:?set DATA to the folder with train.parquet and test.parquet}

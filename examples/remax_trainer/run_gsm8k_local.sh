@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# ReMax on GSM8K in one process: the reward of the greedy answer is the baseline; no critic, one answer a prompt.
+# ReMax on GSM8K in one process: the reward of the greedy response is the baseline; no critic, one response per prompt.
 #
 #   python examples/data_preprocess/gsm8k.py --local_dir FOLDER_WITH_JSONL --save_dir data/gsm8k
 #   MODEL=/path/to/model DATA=data/gsm8k bash examples/remax_trainer/run_gsm8k_local.sh [key=value ...]
 #
-# Any key may be set at the end of the line: `trainer.total_training_steps=5 data.train_batch_size=16`.
+# Append any config key: `trainer.total_training_steps=5 data.train_batch_size=16`.
 set -euo pipefail
 MODEL=${MODEL:?set MODEL to a HuggingFace model: a folder or an id}
 DATA=${DATA:?set DATA to the folder with train.parquet and test.parquet}

@@ -1,4 +1,4 @@
-"""A reward as a plugin: a function of two texts, registered under a name that the configuration uses.
+"""A reward function as a plugin: registered under a name that the config refers to.
 
 imports: [examples/reward_fn/similarity.py]
 reward_function: similarity
@@ -11,5 +11,5 @@ from verl.rewards import register_reward
 
 @register_reward("similarity")
 def similarity(sampled_response: str, reference_answer: str) -> float:
-    """How much of the two texts agrees in order, from 0 to 1."""
+    """Similarity of the two texts, in [0, 1]."""
     return SequenceMatcher(None, sampled_response, reference_answer, autojunk=False).ratio()

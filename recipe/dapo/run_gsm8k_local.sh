@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# DAPO on GSM8K in one process: 64 prompts of 8 answers that differ, in every step.
+# DAPO on GSM8K in one process: 64 prompts x 8 responses with non-zero variance in every step.
 #
 #   python examples/data_preprocess/gsm8k.py --local_dir FOLDER_WITH_JSONL --save_dir data/gsm8k
 #   MODEL=/path/to/model DATA=data/gsm8k bash recipe/dapo/run_gsm8k_local.sh [key=value ...]

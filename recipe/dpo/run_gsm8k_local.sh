@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Online DPO on GSM8K in one process: of two answers to a prompt, the better one as a preference.
+# Online DPO on GSM8K in one process: of two responses to a prompt the better one is preferred.
 #
 #   python examples/data_preprocess/gsm8k.py --local_dir FOLDER_WITH_JSONL --save_dir data/gsm8k
 #   MODEL=/path/to/model DATA=data/gsm8k bash recipe/dpo/run_gsm8k_local.sh [key=value ...]

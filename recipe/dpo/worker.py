@@ -6,7 +6,7 @@ from it d loss / d log-prob; the second is a sum weighted by that, which may be 
 same.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,6 @@ from verl.algorithms.preference import dpo_loss, sequence_log_prob
 from verl.config.fields import Section, field, section
 from verl.config.schema.ppo import Config
 from verl.engines.base import Objective, Tensors
-from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
 from verl.workers.engine_worker import micro_batching
@@ -53,25 +52,21 @@ class DPOActorWorker(ActorWorker):
     def update_dpo(self, batch: DataProto) -> dict[str, Any]:
         """One pass over this rank's pairs, rows 2i (chosen) and 2i + 1 (rejected); `pair_weight` 0 marks a tie.
 
-        Reads ref_log_prob and the meta_info that `update_actor` reads.
+        Reads ref_log_prob and the meta_info of `update_pass`.
         """
         actor, temperature = self.config.actor, self.config.rollout.temperature
         micro = micro_batching(
             actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
         )
-        minis, pair_metrics = self.mini_batches(batch), MetricSums()
-
-        def steps() -> Iterator[tuple[DataProto, Objective]]:
-            for mini in minis:
+        with self.update_pass(batch, "actor") as update:
+            for mini in update.mini_batches:
                 log_probs = self.engine.infer(mini, ("log_probs",), micro, temperature=temperature)["log_probs"]
                 (num_pairs,) = self.engine.sum_over_ranks([mini.batch["pair_weight"].sum().item() / 2])
                 weights, metrics = sequence_weights(log_probs, mini.tensors, num_pairs, self.pair_loss)
-                pair_metrics.add(metrics)
-                yield mini.replace(sequence_weight=weights), WEIGHTED_LOG_PROB
-
-        last_pass = batch.meta_info["last_pass"]
-        found = self.update_mini_batches(steps(), micro, "actor", temperature=temperature, last_pass=last_pass)
-        return {**pair_metrics.result(), **found}
+                update.add(metrics)
+                weighted = mini.replace(sequence_weight=weights)
+                update.add(self.engine.train_batch(weighted, WEIGHTED_LOG_PROB, micro, temperature=temperature))
+        return update.finish()
 
     def pair_loss(self, policy: Pairs, reference: Pairs, lengths: Pairs, num_pairs: float) -> LossAndMetrics:
         """The loss of N pairs. Override it for another one.

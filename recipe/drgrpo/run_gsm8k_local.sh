@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Dr.GRPO on GSM8K in one process: GRPO without its two divisions. Settings only; the trainer is the main one.
+# Dr.GRPO on GSM8K in one process: GRPO without its two divisions. Settings only.
 #
 #   python examples/data_preprocess/gsm8k.py --local_dir FOLDER_WITH_JSONL --save_dir data/gsm8k
 #   MODEL=/path/to/model DATA=data/gsm8k bash recipe/drgrpo/run_gsm8k_local.sh [key=value ...]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# PRIME on GSM8K in one process: 64 of 256 prompts in every step, 4 answers each, and a reward for every token.
+# PRIME on GSM8K in one process: 64 of 256 prompts per step, 4 responses each, and a reward for every token.
 #
 #   python examples/data_preprocess/gsm8k.py --local_dir FOLDER_WITH_JSONL --save_dir data/gsm8k
 #   MODEL=/path/to/model DATA=data/gsm8k bash recipe/prime/run_gsm8k_local.sh [key=value ...]

@@ -102,12 +102,13 @@ class ImplicitPRMWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_prm(self, batch: DataProto) -> dict[str, Any]:
-        """One pass over this rank's rows. Reads ref_log_prob, acc (B,) and the meta_info that `update_actor` reads."""
-        minis = self.mini_batches(batch)
-        counts = self.engine.sum_over_ranks([float(len(mini)) for mini in minis])
-        steps = [(mini, prm_objective(self.config.beta, count)) for mini, count in zip(minis, counts)]
-        last_pass = batch.meta_info["last_pass"]
-        return self.update_mini_batches(steps, self.micro, "prm", temperature=self.temperature, last_pass=last_pass)
+        """One pass over this rank's rows. Reads ref_log_prob, acc (B,) and the meta_info of `update_pass`."""
+        with self.update_pass(batch, "prm") as update:
+            for mini in update.mini_batches:
+                (num_sequences,) = self.engine.sum_over_ranks([float(len(mini))])
+                objective = prm_objective(self.config.beta, num_sequences)
+                update.add(self.engine.train_batch(mini, objective, self.micro, temperature=self.temperature))
+        return update.finish()
 
 
 def prm_objective(beta: float, num_sequences: float) -> Objective:

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Eight answers to every question, then their accuracy, pass@k and avg@8 by data source.
+# Eight responses to every prompt, then accuracy, pass@k and avg@8 by data source.
 #
 #   MODEL=/path/to/model DATA=test.parquet OUT=outputs/r1 bash recipe/r1/run_r1.sh [key=value ...]
 #
 # Any key of the generation may be set at the end of the line: `data.n_samples=64 trainer.n_gpus_per_node=8`.
-# A run that was stopped goes on where it stopped.
+# An interrupted run resumes where it stopped.
 set -euo pipefail
 MODEL=${MODEL:?set MODEL to a HuggingFace model: a folder or an id}
 DATA=${DATA:?set DATA to a .parquet or .jsonl file with data_source, prompt and reward_model}

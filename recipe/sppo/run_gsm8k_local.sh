@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# SPPO on GSM8K in one process: the log-ratio of an answer is fitted to its advantage. Settings only.
+# SPPO on GSM8K in one process: the log-ratio of a response is fitted to its advantage. Settings only.
 #
 #   python examples/data_preprocess/gsm8k.py --local_dir FOLDER_WITH_JSONL --save_dir data/gsm8k
 #   MODEL=/path/to/model DATA=data/gsm8k bash recipe/sppo/run_gsm8k_local.sh [key=value ...]

@@ -13,7 +13,7 @@ from verl.config import (
 )
 from verl.config.fields import fields_of
 from verl.config.schema import Config, GenerationConfig, SFTConfig
-from verl.config.supported import ENGINES, INSTEAD, NO_EFFECT, SUPPORTED, matches
+from verl.config.supported import INSTEAD, NO_EFFECT, REGISTERED_KINDS, SUPPORTED, matches
 
 ARR, ACTOR, ROLLOUT = "actor_rollout_ref.", "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 TWO_RANKS = ["data.train_batch_size=6", "critic.ppo_mini_batch_size=6", "trainer.n_gpus_per_node=2"]
@@ -250,7 +250,7 @@ def test_every_row_of_the_tables_is_a_key():
     ends = [
         *SUPPORTED,
         *INSTEAD,
-        *ENGINES,
+        *REGISTERED_KINDS,
         *(end for (choice, _), ends in NO_EFFECT.items() for end in (choice, *ends)),
     ]
     for end in ends:

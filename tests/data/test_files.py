@@ -66,15 +66,15 @@ def test_files_of_different_columns_are_refused_by_name(write):
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("a.jsonl", b'{"prompt": 1}\n{"prompt": \n', "line 2: expected one JSON object a line"),
+        ("a.jsonl", b'{"prompt": 1}\n{"prompt": \n', "line 2: expected one JSON object per line"),
         ("a.jsonl", b"[1, 2", "expected a JSON list of objects"),
         ("a.jsonl", b'{"prompt": 1}\n7\n', "line 2: expected a JSON object.*found int"),
         ("a.json", b'[{"prompt": 1}, "x"]', r"row 1 \(the first is 0\): expected a JSON object.*found str"),
-        ("a.jsonl", b"", "holds no rows"),
+        ("a.jsonl", b"", "has no rows"),
         ("a.jsonl", b"\xff\xfe{", "expected UTF-8"),
-        ("a.parquet", b"not parquet", "expected a parquet file, but it cannot be read"),
-        ("a.csv", b"x", r"ends with \.parquet, \.jsonl, \.json, found \.csv"),
-        ("a", b"x", "found no ending"),
+        ("a.parquet", b"not parquet", "not a valid parquet file"),
+        ("a.csv", b"x", r"with the suffix \.parquet, \.jsonl, \.json, found \.csv"),
+        ("a", b"x", "found no suffix"),
     ],
 )
 def test_unreadable_files_are_named_with_the_place(tmp_path, name, content, message):
@@ -96,7 +96,7 @@ def test_missing_files_and_folders_and_wrong_lists(tmp_path, write):
         read_rows([1])
     empty = tmp_path / "empty.parquet"
     pq.write_table(pq.read_table(write("full.parquet", ROWS)).slice(0, 0), empty)
-    with pytest.raises(ValueError, match=r"empty\.parquet: the file holds no rows"):
+    with pytest.raises(ValueError, match=r"empty\.parquet: the file has no rows"):
         read_rows(empty)
 
 
@@ -160,35 +160,35 @@ def test_loading_into_a_sampler_that_has_moved_on():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"num_rows": 12}, "num_rows was 12 when the checkpoint was written and is now 10"),
-        ({"batch_size": 2}, "batch_size was 2 .* is now 3"),
-        ({"seed": 1}, "seed was 1 .* is now 0"),
-        ({"shuffle": False}, "shuffle was False .* is now True"),
-        ({"step_in_epoch": 3}, "not a position among 3 steps"),
+        ({"num_rows": 12}, "num_rows is 10, but 12 in the checkpoint"),
+        ({"batch_size": 2}, "batch_size is 3, but 2 in the"),
+        ({"seed": 1}, "seed is 0, but 1 in the"),
+        ({"shuffle": False}, "shuffle is True, but False in the"),
+        ({"step_in_epoch": 3}, "not a position in 3 steps"),
         ({"epoch": -1}, "not a position"),
     ],
 )
-def test_a_position_of_another_order_is_refused(change, message):
+def test_a_position_in_a_different_order_is_refused(change, message):
     sampler = ResumableSampler(10, 3)
     with pytest.raises(ValueError, match=message):
         sampler.load_state_dict({**sampler.state_dict(), **change})
 
 
-def test_a_position_of_another_form_is_refused():
+def test_a_position_with_other_keys_is_refused():
     with pytest.raises(ValueError, match="expected the keys"):
         ResumableSampler(10, 3).load_state_dict({"epoch": 1})
 
 
-def test_describe_counts_steps_and_rows_left_out():
+def test_describe_counts_steps_and_dropped_rows():
     text = ResumableSampler(7473, 256).describe()
-    assert text == "7,473 rows: 29 steps of 256 an epoch, 49 rows left out each epoch"
+    assert text == "7,473 prompts: 29 steps of 256 per epoch, last 49 prompts dropped"
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ((5, 6), "a batch of 6 prompts needs as many rows, but the data set has 5"),
-        ((5, 0), "at least 1, found 0"),
+        ((5, 6), "the batch size is 6 prompts, but the data has 5 rows"),
+        ((5, 0), "int >= 1, found 0"),
     ],
 )
 def test_impossible_batches(arguments, message):
@@ -216,4 +216,4 @@ def test_a_prompt_source_gives_batches_with_one_uid_per_row():
     rest = PromptSource(ROWS, 2, seed=1, collate=collate)
     rest.load_state_dict(position)
     assert list(rest().non_tensor_batch["uid"]) == list(drawn[1].non_tensor_batch["uid"])
-    assert rest.describe() == "5 rows: 2 steps of 2 an epoch, 1 rows left out each epoch"
+    assert rest.describe() == "5 prompts: 2 steps of 2 per epoch, last 1 prompt dropped"

@@ -14,8 +14,8 @@ ALL = ["reverse", "sort", "countdown3", "digit"]
 @pytest.mark.parametrize("name", ALL)
 def test_the_right_answer_scores_one_and_another_less(tasks, name):
     for example in tasks.train_examples(name, 300, seed=1):
-        assert tasks.compute_score(name, example.answer, example.ground_truth, {}) == 1.0
-        for wrong in ("", example.answer + "a", "a" + example.answer):
+        assert tasks.compute_score(name, example.response, example.ground_truth, {}) == 1.0
+        for wrong in ("", example.response + "a", "a" + example.response):
             assert tasks.compute_score(name, wrong, example.ground_truth, {}) < 1.0
 
 
@@ -27,15 +27,15 @@ def test_test_examples_are_500_of_seed_0_and_never_trained_on(tasks, name):
     trained = tasks.train_examples(name, 2000, seed=1)
     assert prompts.isdisjoint(example.prompt for example in trained)
     assert trained == tasks.train_examples(name, 2000, seed=1) != tasks.train_examples(name, 2000, seed=2)
-    with pytest.raises(ValueError, match="seed of the test examples"):
+    with pytest.raises(ValueError, match="reserved for the test examples"):
         next(tasks.train_stream(name, 0))
 
 
 def test_the_letters_of_seed_0_are_fixed(tasks):
     """Benchmarks compare figures over time, so the strings must stay what they are."""
     assert [e.prompt for e in tasks.held_out_examples("reverse")[:3]] == ["gaeihg=", "hfjdi=", "ecbj="]
-    assert [e.answer for e in tasks.held_out_examples("reverse")[:3]] == ["ghieag", "idjfh", "jbce"]
-    assert [e.answer for e in tasks.held_out_examples("sort")[:3]] == ["aegghi", "dfhij", "bcej"]
+    assert [e.response for e in tasks.held_out_examples("reverse")[:3]] == ["ghieag", "idjfh", "jbce"]
+    assert [e.response for e in tasks.held_out_examples("sort")[:3]] == ["aegghi", "dfhij", "bcej"]
 
 
 def test_letters_are_uniform_in_length_and_symbol(tasks):
@@ -52,9 +52,9 @@ def test_letters_are_uniform_in_length_and_symbol(tasks):
 def test_countdown_examples_are_solvable_as_the_definition_says(tasks):
     for example in tasks.train_examples("countdown3", 500, seed=4):
         numbers, target = example.prompt[:-1].split(":")
-        assert sorted(numbers.split(",")) == sorted(c for c in example.answer if c.isdigit())
+        assert sorted(numbers.split(",")) == sorted(c for c in example.response if c.isdigit())
         assert 1 <= int(target) <= 99
-        assert eval(example.answer) == int(target)  # our own expression, here in the test
+        assert eval(example.response) == int(target)  # our own expression, here in the test
         assert example.ground_truth == example.prompt[:-1]
 
 

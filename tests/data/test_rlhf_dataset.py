@@ -1,4 +1,4 @@
-"""RLHFDataset: the forms of a prompt, what is refused at start-up, and items to batches."""
+"""RLHFDataset: forms of prompts, errors at start-up, and items to batches."""
 
 import json
 import logging
@@ -8,10 +8,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from verl.config.schema.data import DataConfig
+from verl.config.schema import DataConfig
 from verl.data.files import PromptSource
 from verl.data.rlhf_dataset import RLHFDataset, check_dataset, collate_prompts, load_dataset_class
-from verl.data.settings import PromptSettings, read_settings
 
 
 def row(prompt="a=", truth="b", **more):
@@ -70,18 +69,24 @@ def test_a_template_and_its_arguments_from_the_config(write, char_tokenizer):
     assert char_tokenizer.decode(item["prompt_ids"]) == "abc="
 
 
-def test_a_config_may_be_a_dict_an_omegaconf_node_or_have_get(write, char_tokenizer):
+def test_the_config_may_be_a_section_a_mapping_or_have_get(write, char_tokenizer):
     class Settings:
         def get(self, key, default=None):
             return {"prompt_key": "q"}.get(key, default)
 
     path = write("a.jsonl", [{"q": "ab=", "answer": "x"}])
-    for config in ({"prompt_key": "q"}, OmegaConf.create({"prompt_key": "q"}), Settings()):
-        assert RLHFDataset(path, char_tokenizer, config)[0]["raw_prompt"] == "ab="
+    section = DataConfig(prompt_key="q")
+    keys = {"prompt_key": "q", "return_raw_chat": True, "image_key": "images"}
+    for config in (section, section.model_dump(), keys, OmegaConf.create({"prompt_key": "q"}), Settings()):
+        dataset = RLHFDataset(path, char_tokenizer, config)
+        assert dataset[0]["raw_prompt"] == "ab="
+        assert dataset.config == section
 
 
-def test_the_whole_data_section_is_accepted():
-    assert read_settings(PromptSettings, DataConfig().model_dump()).prompt_key == "prompt"
+def test_a_section_reads_like_a_mapping():
+    config = DataConfig(max_prompt_length=9)
+    assert config["max_prompt_length"] == config.get("max_prompt_length", 1) == config.max_prompt_length == 9
+    assert config.get("my_key", 7) == 7 and "my_key" not in config and {**config} == dict(config)
 
 
 def test_rewards_may_be_chosen_by_another_column(write, char_tokenizer):
@@ -116,12 +121,12 @@ def test_long_prompts_are_filtered_and_counted(write, char_tokenizer, caplog):
     with caplog.at_level(logging.INFO, logger="verl.data"):
         dataset = RLHFDataset(path, char_tokenizer, {"max_prompt_length": 5, "filter_overlong_prompts": True})
     assert [dataset[i]["index"] for i in range(len(dataset))] == [0, 2]
-    assert "filtered 2 of 4 prompts longer than 5 tokens" in caplog.text
+    assert "dropped 2 of 4 prompts longer than 5 tokens" in caplog.text
 
 
 def test_long_prompts_are_an_error_unless_told_otherwise(write, char_tokenizer):
     path = write("a.parquet", [row(p) for p in LONG])
-    with pytest.raises(ValueError, match=r"2 of 4 prompts longer than 5 tokens.*row 1.*with 8; the longest has 8"):
+    with pytest.raises(ValueError, match=r"2 of 4 prompts longer than 5 tokens.*row 1 .*with 8; the longest has 8"):
         RLHFDataset(path, char_tokenizer, {"max_prompt_length": 5})
 
 
@@ -138,10 +143,10 @@ def test_long_prompts_are_truncated_as_told(write, char_tokenizer, caplog, how, 
 def test_no_usable_row_left(write, char_tokenizer):
     path = write("a.parquet", [row(p) for p in LONG])
     with pytest.raises(
-        ValueError, match="no usable row is left of 4; 4 of 4 prompts longer than 1 tokens, the shortest"
+        ValueError, match="none of the 4 rows is usable; 4 of 4 prompts longer than 1 tokens, the shortest"
     ):
         RLHFDataset(path, char_tokenizer, {"max_prompt_length": 1, "filter_overlong_prompts": True})
-    with pytest.raises(ValueError, match="no usable row is left of 0"):
+    with pytest.raises(ValueError, match="none of the 0 rows is usable"):
         RLHFDataset(path, char_tokenizer, {"train_max_samples": 0})
 
 
@@ -152,21 +157,21 @@ def test_no_usable_row_left(write, char_tokenizer):
     "rows, message",
     [
         ([{"promt": "a=", "answer": "x"}], "no column 'prompt' for the prompt.*did you mean 'promt'"),
-        ([{"prompt": "a="}], "no answers to score against: expected a column 'reward_model'.*found prompt"),
+        ([{"prompt": "a="}], "no ground truth to score against: expected a column 'reward_model'.*found prompt"),
         (
             [{"prompt": "a=", "answer": "x"}, {"prompt": "b=", "answer": None}],
-            r"line 2: the answer.*'answer'.* is missing",
+            r"line 2: the ground truth.*'answer'.* is missing",
         ),
-        ([{"prompt": "a=", "answer": " "}], "line 1: the answer .* is missing: found ' '"),
-        ([{"prompt": "a=", "answer": float("nan")}], "line 1: the answer .* is missing: found nan"),
-        ([row(), row(truth=None)], r"line 2: the answer \(column 'reward_model'\) is missing"),
-        ([row(), {**row(), "reward_model": {"style": "rule"}}], "line 2: the answer .* is missing"),
+        ([{"prompt": "a=", "answer": " "}], "line 1: the ground truth .* is missing: found ' '"),
+        ([{"prompt": "a=", "answer": float("nan")}], "line 1: the ground truth .* is missing: found nan"),
+        ([row(), row(truth=None)], r"line 2: the ground truth \(column 'reward_model'\) is missing"),
+        ([row(), {**row(), "reward_model": {"style": "rule"}}], "line 2: the ground truth .* is missing"),
         ([row(), {**row(), "reward_model": "x"}], "line 2: expected reward_model"),
         ([row(), row(prompt="  ")], "line 2: the prompt is empty"),
         ([row(), row(prompt=None)], "line 2: the prompt is empty"),
         ([row(), row(prompt=7)], "line 2: expected a list of chat messages, found 7"),
         ([row(), {**row(), "data_source": None}], "line 2: expected a name in column 'data_source', found None"),
-        ([row(), row(images=["x.png"])], "line 2: column 'images' holds images.*not supported yet"),
+        ([row(), row(images=["x.png"])], "line 2: column 'images' has images.*not supported yet"),
     ],
 )
 def test_bad_rows_are_refused_with_file_and_line(write, char_tokenizer, rows, message):
@@ -203,20 +208,19 @@ def test_a_tokenizer_that_ends_prompts_with_eos_is_refused(write, char_tokenizer
     char_tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="$A <eos>", special_tokens=[("<eos>", eos)]
     )
-    with pytest.raises(ValueError, match="ends the prompt with its eos token '<eos>'"):
+    with pytest.raises(ValueError, match="appends its eos token '<eos>'"):
         RLHFDataset(write("a.parquet", [row("abc=")]), char_tokenizer)
 
 
 @pytest.mark.parametrize(
     "config, message",
     [
-        ({"max_prompt_lenght": 5}, "unknown key 'max_prompt_lenght': did you mean 'max_prompt_length'"),
-        ({"truncation": "up"}, "data.truncation: expected one of error, left, right, middle, found 'up'"),
-        ({"prompt_format": "x"}, "data.prompt_format: expected one of auto, chat, text"),
-        ({"max_prompt_length": 0}, "data.max_prompt_length: expected a whole number from 1, found 0"),
-        ({"max_prompt_length": "512"}, "data.max_prompt_length: expected a whole number from 1, found '512'"),
+        ({"max_prompt_lenght": 5}, r"data\.max_prompt_lenght: unknown key; did you mean data\.max_prompt_length\?"),
+        ({"truncation": "up"}, r"data\.truncation: found 'up' \(str\), expected one of error, left, right, middle"),
+        ({"max_prompt_length": 0}, r"data\.max_prompt_length: found 0, expected int >= 1"),
+        ({"image_key": "pictures"}, r"data\.image_key: 'pictures' \(str\) is not supported: only text is supported"),
         ({"prompt_key": "question"}, "no column 'question' for the prompt"),
-        ({"reward_fn_key": "data_sourc"}, "no column 'data_sourc' to choose the reward by.*did you mean 'data_source'"),
+        ({"reward_fn_key": "data_sourc"}, "no column 'data_sourc' to select the reward by.*did you mean 'data_source'"),
     ],
 )
 def test_bad_settings(write, char_tokenizer, config, message):
@@ -229,12 +233,12 @@ def test_a_processor_is_refused(write, char_tokenizer):
         RLHFDataset(write("a.parquet", [row()]), char_tokenizer, None, object())
 
 
-def test_columns_with_a_name_of_the_batch_are_left_out_and_said(write, char_tokenizer, caplog):
+def test_columns_with_a_reserved_name_are_dropped_with_a_warning(write, char_tokenizer, caplog):
     path = write("a.parquet", [row(uid="u", responses="r", note="n")])
     with caplog.at_level(logging.WARNING, logger="verl.data"):
         item = RLHFDataset(path, char_tokenizer)[0]
     assert "uid" not in item and "responses" not in item and item["note"] == "n"
-    assert "left out, the batch has its own of these names: uid, responses" in caplog.text
+    assert "dropped, their names are reserved: uid, responses" in caplog.text
 
 
 # ---- items to a batch -----------------------------------------------------------------------------------------------
@@ -274,7 +278,7 @@ def test_items_in_the_forms_of_other_datasets():
         ([1], "item 1 of the batch: expected a dict, found list"),
         ({"prompt_ids": [1], "reward_model": {}}, "has no 'data_source'.*found prompt_ids, reward_model"),
         ({"prompt_ids": [1], "data_source": "s"}, "has no 'reward_model'"),
-        ({"data_source": "s", "reward_model": {}, "raw_prompt": []}, "has no token ids of its prompt"),
+        ({"data_source": "s", "reward_model": {}, "raw_prompt": []}, "has no prompt token ids"),
         ({"data_source": "s", "reward_model": {}, "prompt_ids": []}, "expected a non-empty list of token ids"),
         ({"data_source": "s", "reward_model": {}, "prompt_ids": ["a"]}, "expected a non-empty list of token ids"),
         ({"data_source": "s", "reward_model": {}, "prompt_ids": [1], "more": 1}, "keys of item 0, differs in more"),
@@ -291,7 +295,7 @@ def test_no_items():
         collate_prompts([])
 
 
-# ---- a user's own class ---------------------------------------------------------------------------------------------
+# ---- custom classes -------------------------------------------------------------------------------------------------
 
 OWN = """
 from torch.utils.data import Dataset
@@ -343,7 +347,7 @@ def test_real_questions(gsm8k_folder, write, chat_tokenizer, caplog):
         dataset = RLHFDataset(path, chat_tokenizer, {"max_prompt_length": 300, "filter_overlong_prompts": True})
     dropped = len(questions) - len(dataset)
     assert 0 < dropped < 100
-    assert f"filtered {dropped} of 1,319 prompts longer than 300 tokens" in caplog.text
+    assert f"dropped {dropped} of 1,319 prompts longer than 300 tokens" in caplog.text
     for i in (0, 500, len(dataset) - 1):
         item = dataset[i]
         text = chat_tokenizer.decode(item["prompt_ids"])

@@ -6,10 +6,9 @@ import logging
 
 import pytest
 
-from verl.config.schema.sft import SFTDataConfig
-from verl.data.chat_segments import encode_conversations
+from verl.config.schema import SFTDataConfig
+from verl.data.chat import encode_conversations
 from verl.data.files import PromptSource
-from verl.data.settings import SFTSettings, read_settings
 from verl.data.sft_dataset import SFTDataset, collate_sft
 
 CHAT = [
@@ -21,7 +20,7 @@ CHAT = [
 ]
 
 
-def pieces(tokenizer, item):
+def segments(tokenizer, item):
     """The text of an item cut where the mask changes: [(trained or not, text)]."""
     ids = item["prompt_ids"] + item["response_ids"]
     mask = [0] * len(item["prompt_ids"]) + item["response_mask"]
@@ -31,7 +30,7 @@ def pieces(tokenizer, item):
 
 def test_every_assistant_turn_is_trained_with_its_eos(write, chat_tokenizer):
     item = SFTDataset(write("a.parquet", [{"messages": CHAT}]), chat_tokenizer)[0]
-    assert pieces(chat_tokenizer, item) == [
+    assert segments(chat_tokenizer, item) == [
         (0, "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\n"),
         (1, "1<|im_end|>"),
         (0, "\n<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\n"),
@@ -74,7 +73,7 @@ def test_the_tokens_before_a_turn_are_those_of_a_rollout(write, chat_tokenizer):
 def test_the_forms_of_a_row_give_the_same_item(write, chat_tokenizer, row, config):
     item = SFTDataset(write("a.jsonl", [row]), chat_tokenizer, config)[0]
     expected = [(0, "<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\n"), (1, "1<|im_end|>")]
-    assert pieces(chat_tokenizer, item) == expected
+    assert segments(chat_tokenizer, item) == expected
 
 
 def test_plain_text_without_a_template(write, char_tokenizer):
@@ -87,21 +86,21 @@ def test_plain_text_without_a_template(write, char_tokenizer):
 def test_an_opening_assistant_message_and_a_trailing_question_are_not_trained(write, chat_tokenizer):
     chat = [{"role": "assistant", "content": "Hi"}, *CHAT[1:3], {"role": "user", "content": "Two?"}]
     item = SFTDataset(write("a.jsonl", [{"messages": chat}]), chat_tokenizer)[0]
-    assert [text for trained, text in pieces(chat_tokenizer, item) if trained] == ["1<|im_end|>"]
+    assert [text for trained, text in segments(chat_tokenizer, item) if trained] == ["1<|im_end|>"]
     assert "Two?" not in chat_tokenizer.decode(item["response_ids"])
 
 
 def test_truncation_by_hand(write, char_tokenizer):
     path = write("a.jsonl", [{"prompt": "abc=", "response": "cba"}])  # 4 + 3 + eos
-    with pytest.raises(ValueError, match=r"1 of 1 rows longer than 6 tokens.*line 1, with 8"):
+    with pytest.raises(ValueError, match=r"1 of 1 examples longer than 6 tokens.*line 1, with 8"):
         SFTDataset(path, char_tokenizer, {"max_length": 6})
     right = SFTDataset(path, char_tokenizer, {"max_length": 6, "truncation": "right"})[0]
-    assert pieces(char_tokenizer, right) == [(0, "abc="), (1, "cb")]
+    assert segments(char_tokenizer, right) == [(0, "abc="), (1, "cb")]
     left = SFTDataset(path, char_tokenizer, {"max_length": 6, "truncation": "left"})[0]
-    assert pieces(char_tokenizer, left) == [(0, "c="), (1, "cba<eos>")]
+    assert segments(char_tokenizer, left) == [(0, "c="), (1, "cba<eos>")]
     # the prompt is gone: the first token that is left has nothing before it, so it is read and not trained
     bare = SFTDataset(path, char_tokenizer, {"max_length": 3, "truncation": "left"})[0]
-    assert pieces(char_tokenizer, bare) == [(0, "b"), (1, "a<eos>")]
+    assert segments(char_tokenizer, bare) == [(0, "b"), (1, "a<eos>")]
 
 
 def test_rows_without_a_trained_token_left_are_counted(write, char_tokenizer, caplog):
@@ -109,8 +108,8 @@ def test_rows_without_a_trained_token_left_are_counted(write, char_tokenizer, ca
     with caplog.at_level(logging.INFO, logger="verl.data"):
         dataset = SFTDataset(write("a.jsonl", rows), char_tokenizer, {"max_length": 5, "truncation": "right"})
     assert [dataset[i]["index"] for i in range(len(dataset))] == [1]
-    assert "truncated 1 of 2 rows longer than 5 tokens; 1 left out" in caplog.text
-    with pytest.raises(ValueError, match="no row of 1 has a token to train within 5 tokens"):
+    assert "truncated 1 of 2 examples longer than 5 tokens; 1 dropped" in caplog.text
+    with pytest.raises(ValueError, match="none of the 1 rows has a token in the loss within 5 tokens"):
         SFTDataset(write("b.jsonl", rows[:1]), char_tokenizer, {"max_length": 5, "truncation": "right"})
 
 
@@ -133,7 +132,7 @@ def test_a_template_that_writes_a_prefix_differently_is_refused(chat_tokenizer, 
     roles = ["user", "assistant"] * 2
     chat = [{"role": role, "content": content} for role, content in zip(roles, contents)]
     with pytest.raises(
-        ValueError, match=f"chat 0: the chat template writes the messages before turn {turn} in another"
+        ValueError, match=f"chat 0: the chat template renders the messages before turn {turn} differently"
     ):
         encode_conversations(chat_tokenizer, [chat], chat_template=template)
 
@@ -149,12 +148,15 @@ def test_a_template_that_ends_with_another_token_is_said_once(chat_tokenizer, ca
 @pytest.mark.parametrize(
     "rows, message",
     [
-        ([{"messages": CHAT[:2]}], r"line 1: the chat has no assistant turn to learn from.*\['system', 'user'\]"),
+        (
+            [{"messages": CHAT[:2]}],
+            r"line 1: the chat has no assistant turn after the first message.*\['system', 'user'\]",
+        ),
         ([{"messages": CHAT}, {"messages": []}], "line 2: expected a list of chat messages"),
         ([{"prompt": "a", "response": "b"}, {"prompt": "a", "response": None}], "line 2: the response .* is missing"),
-        ([{"prompt": "a", "response": 2}], r"line 1: the response .* is no text: found 2 \(int\)"),
+        ([{"prompt": "a", "response": 2}], r"line 1: the response .* is not text: found 2 \(int\)"),
         ([{"prompt": "a", "response": "b"}, {"prompt": "", "response": "b"}], "line 2: the prompt is empty"),
-        ([{"prompt": "a", "response": "x<|im_end|>y"}], r"line 1: an assistant turn has the eos token .* 2 times"),
+        ([{"prompt": "a", "response": "x<|im_end|>y"}], r"line 1: an assistant turn contains the eos token .* 2 times"),
         ([{"prompt": "a", "output": "b"}], "expected a column 'messages', or prompt or question with response or ans"),
     ],
 )
@@ -171,7 +173,7 @@ def test_bad_columns_and_settings(write, chat_tokenizer, char_tokenizer):
         SFTDataset(path, chat_tokenizer, {"messages_key": "chat"})
     with pytest.raises(ValueError, match="line 1: column 'info' has no 'r'"):
         SFTDataset(path, chat_tokenizer, {"prompt_key": "info", "prompt_dict_keys": ["r"]})
-    with pytest.raises(ValueError, match=r"data\.truncation: expected one of error, left, right, found 'middle'"):
+    with pytest.raises(ValueError, match=r"data\.truncation: found 'middle' .*, expected one of error, left, right"):
         SFTDataset(path, chat_tokenizer, {"truncation": "middle"})
     with pytest.raises(ValueError, match="the row is a chat, but the tokenizer has no chat template"):
         SFTDataset(write("b.jsonl", [{"messages": CHAT}]), char_tokenizer)
@@ -179,8 +181,11 @@ def test_bad_columns_and_settings(write, chat_tokenizer, char_tokenizer):
         SFTDataset(write("c.jsonl", [{"prompt": "a=", "response": "aXY"}]), char_tokenizer)
 
 
-def test_the_whole_data_section_is_accepted():
-    assert read_settings(SFTSettings, SFTDataConfig().model_dump()).max_length == 1024
+def test_the_config_may_be_a_section_or_a_mapping(write, char_tokenizer):
+    path, section = write("a.jsonl", [{"prompt": "abc=", "response": "cba"}] * 3), SFTDataConfig(train_max_samples=2)
+    for config in (section, section.model_dump(), {"max_samples": 2}):
+        dataset = SFTDataset(path, char_tokenizer, config)
+        assert len(dataset) == 2 and dataset.config == section
 
 
 def test_a_batch_has_the_columns_of_a_rollout(write, char_tokenizer):
@@ -207,6 +212,6 @@ def test_real_solutions(gsm8k_folder, write, chat_tokenizer):
     rows = [json.loads(line) for line in lines]
     dataset = SFTDataset(write("a.jsonl", rows), chat_tokenizer, {"max_length": 4096})
     for i in (0, 123, 299):
-        prompt, response = pieces(chat_tokenizer, dataset[i])
+        prompt, response = segments(chat_tokenizer, dataset[i])
         assert prompt == (0, f"<|im_start|>user\n{rows[i]['question']}<|im_end|>\n<|im_start|>assistant\n")
         assert response == (1, rows[i]["answer"] + "<|im_end|>")

@@ -38,7 +38,7 @@ def test_sentencepiece_spaces_pass():
     check_tokenizer(word_tokenizer(pre_tokenizers.Metaspace(), decoders.Metaspace()), TEXTS)
 
 
-def test_what_the_normalizer_changes_is_said_and_not_refused(caplog):
+def test_changes_of_the_normalizer_are_a_warning(caplog):
     tokenizer = word_tokenizer(pre_tokenizers.Metaspace(), decoders.Metaspace(), normalizers.Lowercase())
     with caplog.at_level(logging.WARNING, logger="verl.data"):
         check_tokenizer(tokenizer, TEXTS)
@@ -60,7 +60,7 @@ def test_unknown_and_vanished_texts_are_refused(char_tokenizer):
     ):
         check_tokenizer(char_tokenizer, ["abz="])
     char_tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex("[A-Z]"), "")
-    with pytest.raises(ValueError, match="no tokens at all of 'XYZ'"):
+    with pytest.raises(ValueError, match="returns no tokens for 'XYZ'"):
         check_tokenizer(char_tokenizer, ["XYZ"])
 
 
@@ -74,16 +74,16 @@ def test_a_tokenizer_that_autotokenizer_replaces_is_caught(tmp_path):
     check_tokenizer(made, ["a b\nc="])
     made.save_pretrained(tmp_path)
     Qwen2Config().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"loses text: 'a b.*AutoTokenizer chooses a class by the model's type"):
+    with pytest.raises(ValueError, match=r"loses text: 'a b.*AutoTokenizer selects a class by the model type"):
         check_tokenizer(AutoTokenizer.from_pretrained(tmp_path), ["a b\nc="])
 
 
-def test_a_missing_pad_token_becomes_eos_and_is_said(chat_tokenizer, caplog):
+def test_a_missing_pad_token_becomes_eos_with_a_note(chat_tokenizer, caplog):
     chat_tokenizer.pad_token = None
     with caplog.at_level(logging.INFO, logger="verl.data"):
         prepare_tokenizer(chat_tokenizer)
     assert chat_tokenizer.pad_token_id == chat_tokenizer.eos_token_id
-    assert "no pad token: its eos token '<|im_end|>' is used" in caplog.text
+    assert "no pad token: using its eos token '<|im_end|>'" in caplog.text
 
 
 def test_a_missing_eos_token_is_refused(chat_tokenizer):
@@ -108,7 +108,9 @@ def test_render_chats_by_hand(chat_tokenizer):
 def test_a_template_that_refuses_names_the_chat(chat_tokenizer):
     template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}ok"
     chats = [[{"role": "user", "content": "a"}], [{"role": "system", "content": "b"}]]
-    with pytest.raises(ValueError, match=r"chat 1: the chat template refuses the turns \['system'\]: no system"):
+    with pytest.raises(
+        ValueError, match=r"chat 1: the chat template raises an error for the turns \['system'\]: no system"
+    ):
         render_chats(chat_tokenizer, chats, add_generation_prompt=True, chat_template=template)
 
 

@@ -89,9 +89,9 @@ def test_on_a_cpu_nothing_is_measured_and_activations_are_kept(tmp_path):
     update(engine, MicroBatching(tokens="auto"))
     assert engine._activation_bytes is None
     assert not engine.module.training
-    assert micro_batch.plan([5, 7], MicroBatching(tokens="auto")) == [[0, 1]]
-    assert micro_batch.plan([ENOUGH_TOKENS, 7], MicroBatching(tokens="auto")) == [[0], [1]]
-    assert len(micro_batch.plan([2 * ENOUGH_TOKENS, 7], MicroBatching(tokens="auto"))) == 2
+    assert micro_batch.plan_micro_batches([5, 7], MicroBatching(tokens="auto")) == [[0, 1]]
+    assert micro_batch.plan_micro_batches([ENOUGH_TOKENS, 7], MicroBatching(tokens="auto")) == [[0], [1]]
+    assert len(micro_batch.plan_micro_batches([2 * ENOUGH_TOKENS, 7], MicroBatching(tokens="auto"))) == 2
 
 
 def test_an_update_where_memory_is_short_cuts_smaller_and_then_checkpoints(tmp_path, monkeypatch):

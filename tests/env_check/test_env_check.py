@@ -31,7 +31,7 @@ def test_this_machine_is_fit(capsys):
     names = ["Python", "torch", "transformers", "GPU", "FSDP2", "packed attention", "Ray"]
     for name in [*names, "flash-attn", "disk", "open files", "NCCL variables"]:
         assert re.search(rf"^\[[✓✗!]\] {name}: ", text, re.MULTILINE), name
-    assert "local trainer, one process      yes" in text and "Versions used side by side: Python" in text
+    assert "local trainer, one process      yes" in text and "Versions tested together: Python" in text
 
 
 @pytest.fixture
@@ -61,13 +61,13 @@ def test_broken_packages_are_named_with_cause_and_cure(broken_packages):
         return lines[at], lines[at + 1].strip()
 
     fault, cure = shown("pyarrow")
-    assert fault.startswith("[✗]") and "does not load: ImportError: libarrow.so.26: cannot open" in fault
+    assert fault.startswith("[✗]") and "does not import: ImportError: libarrow.so.26: cannot open" in fault
     assert cure.startswith("-> pip install --force-reinstall --no-deps pyarrow==")
     fault, cure = shown("Ray")
     assert fault.startswith("[✗]") and "ImportError: libray.so: undefined symbol" in fault and "pip install ray" in cure
     fault, cure = shown("torchvision")
     assert "operator torchvision::nms does not exist" in fault and "pip uninstall -y torchvision" in cure
-    assert "ended by SIGSEGV" in shown("SGLang")[0]
+    assert "killed by SIGSEGV" in shown("SGLang")[0]
     assert shown("NCCL_P2P_DISABLE")[1] == "-> unset NCCL_P2P_DISABLE"
     assert "[✓]" not in done.stdout  # verbose=False
 
@@ -89,7 +89,7 @@ def test_old_and_missing_packages(monkeypatch):
     versions = {"torch": "2.4.0", "transformers": None}
     monkeypatch.setattr("verl.env_check.packages.version_of", lambda name: versions.get(name, "99.0"))
     torch, transformers, others = check_core(probes())
-    assert (torch.state, torch.found) == (FAULT, "2.4.0, needed is 2.11 or newer") and "'torch>=2.11'" in torch.fix
+    assert (torch.state, torch.found) == (FAULT, "2.4.0, requires 2.11 or newer") and "'torch>=2.11'" in torch.fix
     assert (transformers.state, transformers.found) == (FAULT, "not installed")
     assert transformers.fix == "pip install 'transformers>=5.0'" and others.state == OK
     assert not EnvReport((torch, others), {}).ok
@@ -158,7 +158,7 @@ def test_answers_of_the_driver_that_say_little(tmp_path, monkeypatch):
     assert gpu.found == "1 x NVIDIA GB10, driver 580.1; CUDA 13.0, 1 visible" and nccl.state == OK
     fake_nvidia_smi(tmp_path, monkeypatch, "echo 'Unable to determine the device handle'")
     (gpu,) = check_gpus(torch_says(usable=False), nvidia_smi())
-    assert gpu.state == NOTE and "answers 'Unable to determine the device handle' where name, memory" in gpu.found
+    assert gpu.state == NOTE and "printed 'Unable to determine the device handle', expected name, memory" in gpu.found
     for host in (nvidia_smi(), Cards()):  # what torch can use is used
         gpu, nccl = check_gpus(torch_says(), host)
         assert gpu.state == OK and gpu.found.startswith("1 visible to torch, CUDA 13.0 (") and nccl.state == OK
@@ -216,11 +216,12 @@ def test_modes_follow_the_findings(tmp_path, monkeypatch):
         (tmp_path / file).touch()
     monkeypatch.setattr("verl.env_check.check._PACKAGE", tmp_path)
     names = ("FSDP2", "vLLM", "SGLang", "Megatron", "GPU")
-    checks = [Check(name, OK, "") for name in names] + [Check("Ray", FAULT, "does not load")]
+    checks = [Check(name, OK, "") for name in names] + [Check("Ray", FAULT, "does not import")]
     modes = possible_modes(checks)
     assert modes["local trainer, one process"] is None and modes["rollout.name=vllm"] is None
     assert modes["Ray, one or many hosts"] == "needs Ray"
-    assert modes["rollout.name=sglang"] == "not built in this version"
+    assert modes["rollout.name=sglang"] == "not supported in this version"
     broken = possible_modes([*checks, Check("torch", FAULT, "", required=True)])
-    assert set(broken.values()) == {"torch first", "not built in this version"}
-    assert broken["rollout.name=vllm"] == "torch first" and broken["rollout.name=sglang"] == "not built in this version"
+    assert set(broken.values()) == {"fix torch first", "not supported in this version"}
+    assert broken["rollout.name=vllm"] == "fix torch first"
+    assert broken["rollout.name=sglang"] == "not supported in this version"

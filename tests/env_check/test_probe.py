@@ -28,14 +28,14 @@ def test_a_crash_names_its_piece_and_what_was_not_reached():
         {"a": "info = 1", "b": "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", "c": "info = 2"}
     )
     assert found["a"] == Probe(info=1)
-    assert found["b"].error == "the process was ended by SIGSEGV"
-    assert found["c"].error == "not tried: b failed before it (the process was ended by SIGSEGV)"
-    assert run_probes({"a": "import os\nos._exit(7)"})["a"].error == "the process ended with status 7"
+    assert found["b"].error == "the process was killed by SIGSEGV"
+    assert found["c"].error == "not tried: b failed before it (the process was killed by SIGSEGV)"
+    assert run_probes({"a": "import os\nos._exit(7)"})["a"].error == "the process exited with status 7"
 
 
 def test_a_hang_ends():
     found = run_probes({"a": "info = 1", "b": "import time\ntime.sleep(60)"}, timeout=1.0)
-    assert found == {"a": Probe(info=1), "b": Probe(error="it did not end within 1 s")}
+    assert found == {"a": Probe(info=1), "b": Probe(error="timed out after 1 s")}
 
 
 def test_what_counts_as_installed(tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ def test_every_command_runs(shell, caplog):
         assert torch.equal(tensor, merged[name])
         assert torch.equal(tensor.bfloat16(), load_file("tiny/merged-bf16/model.safetensors")[name])
     assert Path("tiny/lora-merged/model.safetensors").is_file()
-    assert "older name" not in caplog.text  # the page writes every key as it is called now
+    assert "is deprecated" not in caplog.text  # the page writes every key as it is called now
     store = CheckpointStore(steps)
     for step in (3, 4):
         assert store.resume_path(store.path(step)).name == f"global_step_{step}"

@@ -256,7 +256,7 @@ def test_merging_into_a_checkpoint_leaves_it_resumable(saved, made):
     merge(MergeOptions(saved / "actor", target, allow_unchanged=True))
     assert (target / "model.safetensors").is_file()
     assert verify(saved) == saved
-    CheckpointStore(saved.parent).prune_part("critic", 1)
+    CheckpointStore(saved.parent).prune_subfolder("critic", 1)
     merge(MergeOptions(saved / "actor", saved.parent / "merged", base=str(made / "base")))
 
 

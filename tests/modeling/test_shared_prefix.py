@@ -10,7 +10,7 @@ from tests.engines.ranks import FLOAT64, SETTINGS, make_engine
 from verl.config.schema import OptimConfig
 from verl.data.sequences import build_sequences
 from verl.engines.base import MicroBatching
-from verl.engines.micro_batch import plan
+from verl.engines.micro_batch import plan_micro_batches
 from verl.modeling.packing import build_input
 from verl.modeling.shared_prefix import MOST_KEYS, first_with_prompt, plan_shared, shared_prefix_layout
 from verl.protocol import DataProto
@@ -76,7 +76,7 @@ def test_rows_with_different_prompts_are_split_as_without_sharing():
     columns = build_sequences([[i] for i in range(1, 6)], [[7] * n for n in (3, 5, 2, 4, 3)], pad_token_id=0)
     lengths = columns["attention_mask"].sum(1).tolist()
     micro = MicroBatching(tokens=7)
-    assert plan(lengths, micro, columns) == plan(lengths, micro)
+    assert plan_micro_batches(lengths, micro, columns) == plan_micro_batches(lengths, micro)
     alone, shared = (build_input(columns, True, share) for share in (False, True))
     assert shared.packing.keys is None
     assert torch.equal(alone.states, shared.states) and torch.equal(alone.input_ids, shared.input_ids)

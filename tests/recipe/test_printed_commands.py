@@ -41,10 +41,10 @@ def test_generation_and_evaluation(tmp_path):
     truth = {"reward_model": {"style": "rule", "ground_truth": "2"}}
     rows = [{"data_source": "openai/gsm8k", "prompt": f"{letter}=", **truth} for letter in "abc"]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "prompts.parquet")
-    assert "3 prompts x 8 = 24 answers" in run(GENERATION, tmp_path)
+    assert "3 prompts x 8 = 24 responses" in run(GENERATION, tmp_path)
     table = pq.read_table(tmp_path / "out.parquet").to_pylist()
     assert [row["prompt"] for row in table] == ["a=", "b=", "c="] and all(len(row["responses"]) == 8 for row in table)
     printed = run(EVALUATION, tmp_path)
     for figure in ("openai/gsm8k", "accuracy", "pass@8", "avg@8", "95% interval"):
         assert figure in printed
-    assert "is there already" in run(GENERATION, tmp_path)  # nothing is done twice
+    assert "already exists" in run(GENERATION, tmp_path)  # nothing is done twice

@@ -1,4 +1,4 @@
-"""Evaluation: figures against enumeration and tables made by hand; functions that hang, die or lie; two files."""
+"""Evaluation: statistics against enumeration, metrics by hand, hostile reward functions, comparison of two files."""
 
 import itertools
 import json
@@ -40,7 +40,7 @@ REWARDS = ROOT / "tests/rewards/sample_rewards.py"
 
 
 @pytest.mark.parametrize("n", range(1, 8))
-def test_pass_at_k_is_the_share_of_choices_with_a_right_answer(n):
+def test_pass_at_k_is_the_fraction_of_subsets_with_a_correct_response(n):
     for c, k in itertools.product(range(n + 1), range(1, n + 1)):
         choices = list(itertools.combinations([1] * c + [0] * (n - c), k))
         share = sum(map(any, choices)) / len(choices)
@@ -55,14 +55,14 @@ def test_pass_at_k_of_large_numbers_is_exact(n, c, k):
     assert pass_at_k(np.array([c]), np.array([n]), k)[0] == pytest.approx(float(exact), rel=1e-12)
 
 
-def test_pass_at_k_of_many_questions():
+def test_pass_at_k_of_many_prompts():
     c, n = np.array([0, 1, 4, 1, 2]), np.array([4, 4, 4, 2, 8])
     # 1 - C(3,2)/C(4,2) = 1/2; all right; 1 - C(1,2)/C(2,2) = 1; 1 - C(6,2)/C(8,2) = 1 - 15/28
     assert pass_at_k(c, n, 2) == pytest.approx([0, 1 / 2, 1, 1, 13 / 28])
     assert pass_at_k(c, n, 1) == pytest.approx(c / n)
-    with pytest.raises(ValueError, match="from 1 to the 2 answers"):
+    with pytest.raises(ValueError, match="from 1 to 2"):
         pass_at_k(c, n, 3)
-    with pytest.raises(ValueError, match="between 0 and n right answers"):
+    with pytest.raises(ValueError, match="between 0 and n correct responses"):
         pass_at_k(np.array([3]), np.array([2]), 1)
 
 
@@ -70,7 +70,7 @@ def test_pass_at_k_of_many_questions():
 
 
 def test_bootstrap_draws_every_data_set_as_often_as_it_should():
-    """All 4**4 data sets of four questions, counted; four standard deviations of room for each mean."""
+    """All 4**4 data sets of four prompts, counted; each mean within four standard deviations."""
     values, samples = [0.0, 0.5, 2.0, 3.0], 20_000
     exact: dict[float, float] = {}
     for drawn in itertools.product(values, repeat=4):
@@ -89,7 +89,7 @@ def test_intervals_of_a_large_sample_are_the_normal_ones():
     assert (0.6 - low, high - 0.6) == pytest.approx((half, half), rel=0.06)
 
 
-def test_figures_depend_on_the_seed_and_not_on_the_order():
+def test_intervals_depend_on_the_seed_and_not_on_the_order():
     random = np.random.default_rng(0)
     values = np.stack([random.random(50), random.integers(0, 2, 50)], 1)
     intervals = bootstrap_intervals(values, seed=5)
@@ -129,10 +129,10 @@ def test_paired_comparison_is_that_of_all_data_sets_and_all_signs():
     assert (found.low, found.high) == pytest.approx(tuple(np.percentile(means, [2.5, 97.5])), abs=0.1)
 
 
-def test_a_few_questions_prove_nothing():
-    """All questions better by the same: the bootstrap sees no spread, so it must not be what p comes from."""
-    for questions, p in ((1, 1.0), (2, 0.5), (4, 0.125)):
-        found = compare_paired(np.ones(questions), np.full(questions, 0.75))
+def test_a_few_prompts_prove_nothing():
+    """Equal differences have no spread in the bootstrap, so p must not be derived from it."""
+    for prompts, p in ((1, 1.0), (2, 0.5), (4, 0.125)):
+        found = compare_paired(np.ones(prompts), np.full(prompts, 0.75))
         assert found.p_value == pytest.approx(p, abs=0.02) and found.sign_test_p == pytest.approx(p)
 
 
@@ -143,7 +143,7 @@ def test_p_values_of_equal_models_are_uniform():
 
 
 def test_paired_comparison_sees_what_unpaired_intervals_hide():
-    """Questions differ much, the models little and always in one direction."""
+    """Prompts differ a lot, the models little and always in one direction."""
     hard = np.linspace(0, 1, 60)
     found = compare_paired(np.clip(hard + 0.05, 0, 1), hard, seed=0)
     assert found.low > 0.03 and found.p_value < 1e-3 and found.sign_test_p < 1e-6
@@ -154,11 +154,11 @@ def test_paired_comparison_sees_what_unpaired_intervals_hide():
 
 # ---- a file, from rows to the table ---------------------------------------------------------------------------------
 
-# what is right: (source, [1 where the answer equals the ground truth])
+# (source, [1 where the response equals the ground truth])
 TABLE = [("sums", [1, 0, 0, 0]), ("words", [1, 1, 1, 1]), ("sums", [0, 0, 0, 0]), ("sums", [1, 1, 0, 1])]
 
 
-def write_answers(path: Path, table=TABLE, wrong: str = "no", reverse: bool = False) -> Path:
+def write_responses(path: Path, table=TABLE, wrong: str = "no", reverse: bool = False) -> Path:
     rows = [
         {
             "prompt": [{"role": "user", "content": f"question {i}"}],
@@ -173,8 +173,8 @@ def write_answers(path: Path, table=TABLE, wrong: str = "no", reverse: bool = Fa
 
 
 @pytest.fixture
-def answers(tmp_path) -> Path:
-    return write_answers(tmp_path / "answers.parquet")
+def responses(tmp_path) -> Path:
+    return write_responses(tmp_path / "responses.parquet")
 
 
 def evaluate(path: Path, *keys: str, function: str = "compute_score", status: int = 0) -> dict:
@@ -188,26 +188,26 @@ def values(figures: dict) -> dict[str, float]:
     return {name: figure["value"] for name, figure in figures["metrics"].items()}
 
 
-def test_figures_of_a_table_made_by_hand(answers, capsys):
-    report = evaluate(answers)["evaluated"]
+def test_metrics_of_a_table_by_hand(responses, capsys):
+    report = evaluate(responses)["evaluated"]
     # sums: 1, 0 and 3 of 4 are right; pass@2: 1 - C(3,2)/C(4,2) = 1/2, 0, 1 - C(1,2)/C(4,2) = 1
     sums = {"accuracy": 1 / 3, "pass@1": 1 / 3, "pass@2": 1 / 2, "pass@4": 2 / 3, "avg@4": 1 / 3, "score": 1 / 3}
     assert values(report["sources"]["sums"]) == pytest.approx(sums)
     assert set(values(report["sources"]["words"]).values()) == {1.0}
-    assert report["sources"]["words"]["metrics"]["accuracy"]["low"] is None, "one question has no interval"
+    assert report["sources"]["words"]["metrics"]["accuracy"]["low"] is None, "one prompt has no interval"
     every = {"accuracy": 1 / 2, "pass@1": 1 / 2, "pass@2": 5 / 8, "pass@4": 3 / 4, "avg@4": 1 / 2, "score": 1 / 2}
     assert values(report["overall"]) == pytest.approx(every)
     counts = {"questions": 3, "answers": 12, "fewest_answers": 4, "most_answers": 4, "failed": 0, "graded": False}
     assert {k: v for k, v in report["sources"]["sums"].items() if k != "metrics"} == counts
-    # the 27 data sets of three questions: 2.5 % of the means lie at or below 0 ( (1/3)**3 = 3.7 % )
+    # the 27 data sets of three prompts: 2.5 % of the means lie at or below 0 ( (1/3)**3 = 3.7 % )
     accuracy = report["sources"]["sums"]["metrics"]["accuracy"]
     assert (accuracy["low"], accuracy["high"]) == pytest.approx((0.0, 0.75))
     shown = capsys.readouterr().out
     assert "sums" in shown and "pass@2" in shown and "0.6250" in shown and "0.0000 .. 0.7500" in shown
 
 
-def test_k_of_ones_own_and_answers_of_different_number(tmp_path):
-    path = write_answers(tmp_path / "a.parquet", [("a", [1, 0, 1]), ("a", [0, 1]), ("b", [1, 0, 0, 0, 1, 1])])
+def test_custom_k_and_different_numbers_of_responses(tmp_path):
+    path = write_responses(tmp_path / "a.parquet", [("a", [1, 0, 1]), ("a", [0, 1]), ("b", [1, 0, 0, 0, 1, 1])])
     report = evaluate(path, "evaluation.k=[2]")["evaluated"]
     expected = {"accuracy": (2 / 3 + 1 / 2) / 2, "pass@2": 1.0, "avg@2": 1 / 2, "score": (2 / 3 + 1 / 2) / 2}
     assert values(report["sources"]["a"]) == pytest.approx(expected)
@@ -217,30 +217,30 @@ def test_k_of_ones_own_and_answers_of_different_number(tmp_path):
     assert [k for k in default["overall"]["metrics"] if "pass" in k] == ["pass@1", "pass@2"]
 
 
-def test_the_same_seed_gives_the_same_file(answers):
-    evaluate(answers)
-    first = answers.with_suffix(".eval.json").read_bytes()
-    assert evaluate(answers) == json.loads(first) and answers.with_suffix(".eval.json").read_bytes() == first
+def test_the_same_seed_gives_the_same_file(responses):
+    evaluate(responses)
+    first = responses.with_suffix(".eval.json").read_bytes()
+    assert evaluate(responses) == json.loads(first) and responses.with_suffix(".eval.json").read_bytes() == first
 
 
 @pytest.mark.parametrize("function", ["plugin", "with_extras", "batch", "slow_judge"])
-def test_functions_of_every_form(function, answers):
-    report = evaluate(answers, function=function)["evaluated"]
+def test_functions_of_every_form(function, responses):
+    report = evaluate(responses, function=function)["evaluated"]
     assert values(report["sources"]["sums"])["accuracy"] == pytest.approx(1 / 3)
-    if function == "with_extras":  # scores of 1 and -1 beside an acc of their own
+    if function == "with_extras":  # scores of 1 and -1, with an "acc"
         assert report["overall"]["graded"] and values(report["overall"])["score"] == pytest.approx(0)
 
 
-def test_what_counts_as_right(tmp_path):
+def test_right_from(tmp_path):
     rewards = tmp_path / "graded.py"
     rewards.write_text("def half(sampled_response, reference_answer):\n    return 0.5\n")
-    path = write_answers(tmp_path / "a.parquet")
+    path = write_responses(tmp_path / "a.parquet")
     keys = [f"custom_reward_function.path={rewards}", "custom_reward_function.name=half"]
     assert values(evaluate(path, *keys)["evaluated"]["overall"])["accuracy"] == 0
     assert values(evaluate(path, *keys, "evaluation.right_from=0.5")["evaluated"]["overall"])["accuracy"] == 1
 
 
-def test_rules_by_data_source_and_rows_with_an_answer_column(tmp_path):
+def test_rules_by_data_source_and_an_answer_column(tmp_path):
     path = tmp_path / "a.jsonl"
     rows = [
         {"prompt": "1+1", "data_source": "openai/gsm8k", "answer": "2", "responses": ["so\n#### 2", "#### 3"]},
@@ -259,48 +259,48 @@ def test_rules_by_data_source_and_rows_with_an_answer_column(tmp_path):
 
 
 @pytest.mark.parametrize("function", ["hangs_on_b", "swallows_everything", "dies_on_b", "raises_on_b"])
-def test_hostile_functions_cannot_hold_it(function, tmp_path, capsys):
-    """One answer holds the letter; the function hangs, hides its hanging, ends its process or raises."""
-    path = write_answers(tmp_path / "a.parquet", [("a", [1, 1]), ("a", [1, 0])], wrong="b")
+def test_hostile_functions_do_not_stop_it(function, tmp_path, capsys):
+    """For one response, the function hangs, ignores its timeout, ends its process or raises."""
+    path = write_responses(tmp_path / "a.parquet", [("a", [1, 1]), ("a", [1, 0])], wrong="b")
     report = evaluate(path, "reward.timeout=1", "reward.on_error=count", function=function)["evaluated"]
     assert report["overall"]["failed"] == 1
     assert values(report["overall"])["accuracy"] == pytest.approx(3 / 4)
-    assert "not scored" in capsys.readouterr().out
+    assert "failed to score" in capsys.readouterr().out
     evaluate(path, "reward.timeout=1", function=function, status=1)
     error = capsys.readouterr().err
     assert f"error: reward function {function}() at " in error
-    assert "a.parquet, row 1 (the first is 0), answer 1" in error
+    assert "a.parquet, row 1 (the first is 0), response 1" in error
 
 
-def test_a_regular_expression_that_never_ends(answers, capsys):
-    evaluate(answers, "reward.timeout=1", function="backtracks", status=1)
+def test_a_regular_expression_that_never_ends(responses, capsys):
+    evaluate(responses, "reward.timeout=1", function="backtracks", status=1)
     assert "did not end within 1 s and was stopped" in capsys.readouterr().err
 
 
 def test_a_function_that_scores_nothing_is_an_error_even_when_errors_are_counted(tmp_path, capsys):
     rewards = tmp_path / "broken.py"
     rewards.write_text("def compute_score(data_source, solution_str, ground_truth):\n    return None\n")
-    path = write_answers(tmp_path / "a.parquet")
+    path = write_responses(tmp_path / "a.parquet")
     evaluate(path, f"custom_reward_function.path={rewards}", "reward.on_error=count", status=1)
     assert "returned None: expected a number" in capsys.readouterr().err
     assert not path.with_suffix(".eval.json").exists()
 
 
-def test_an_acc_that_is_no_number(tmp_path, capsys):
+def test_an_acc_that_is_not_a_number(tmp_path, capsys):
     rewards = tmp_path / "broken.py"
     rewards.write_text("def f(sampled_response, reference_answer):\n    return {'score': 1, 'acc': 'yes'}\n")
     keys = [f"custom_reward_function.path={rewards}", "custom_reward_function.name=f"]
-    evaluate(write_answers(tmp_path / "a.parquet"), *keys, status=1)
+    evaluate(write_responses(tmp_path / "a.parquet"), *keys, status=1)
     assert "returned a dict whose \"acc\" is 'yes': expected a number" in capsys.readouterr().err
 
 
 # ---- two files ------------------------------------------------------------------------------------------------------
 
 
-def test_comparison_of_two_files_in_different_order(answers, tmp_path, capsys):
+def test_comparison_of_two_files_in_different_order(responses, tmp_path, capsys):
     table = [("sums", [0, 0, 0, 0]), ("words", [1, 1, 1, 0]), ("sums", [0, 0, 0, 0]), ("sums", [0, 1, 0, 0])]
-    other = write_answers(tmp_path / "other.parquet", table, reverse=True)
-    report = evaluate(answers, f"data.compare_path={other}")
+    other = write_responses(tmp_path / "other.parquet", table, reverse=True)
+    report = evaluate(responses, f"data.compare_path={other}")
     assert values(report["compared_with"]["overall"])["accuracy"] == pytest.approx((0 + 3 / 4 + 0 + 1 / 4) / 4)
     overall, sums = report["comparison"]["overall"], report["comparison"]["sources"]["sums"]
     assert overall["difference"] == pytest.approx((1 / 4 + 1 / 4 + 0 + 1 / 2) / 4)
@@ -308,13 +308,13 @@ def test_comparison_of_two_files_in_different_order(answers, tmp_path, capsys):
     assert sums["difference"] == pytest.approx((1 / 4 + 0 + 1 / 2) / 3)
     shown = capsys.readouterr().out
     assert "+0.2500" in shown and "3, 0, 1" in shown
-    mirrored = evaluate(other, f"data.compare_path={answers}")["comparison"]["overall"]
+    mirrored = evaluate(other, f"data.compare_path={responses}")["comparison"]["overall"]
     assert mirrored["difference"] == -overall["difference"] and mirrored["losses"] == 3
 
 
-def test_other_questions_are_not_compared(answers, tmp_path, capsys):
-    other = write_answers(tmp_path / "other.parquet", [*TABLE, ("sums", [1, 1, 1, 1])])
-    evaluate(answers, f"data.compare_path={other}", status=1)
+def test_other_prompts_are_not_compared(responses, tmp_path, capsys):
+    other = write_responses(tmp_path / "other.parquet", [*TABLE, ("sums", [1, 1, 1, 1])])
+    evaluate(responses, f"data.compare_path={other}", status=1)
     assert "0 of 4 are only in data.path, 1 of 5 only in data.compare_path" in capsys.readouterr().err
 
 
@@ -331,7 +331,7 @@ def test_other_questions_are_not_compared(answers, tmp_path, capsys):
         ("data.reward_model_key=prompt", "row 0 (the first is 0): expected {'ground_truth': ...} in column 'prompt'"),
         ("data.response_key=reward_model", "row 0 (the first is 0): expected a list of texts in column 'reward_model'"),
         ("data.compare_path=nowhere.parquet", "nowhere.parquet: expected a data file, found no such file"),
-        ("evaluation.k=[1,5]", "pass@5 needs 5 answers to every question, found 4"),
+        ("evaluation.k=[1,5]", "pass@5 requires 5 responses to every prompt, found 4"),
         ("evaluation.k=[0]", "evaluation.k"),
         ("evaluation.confidence=95", "expected a number > 0 and < 1"),
         ("custom_reward_function.path=nowhere.py", "no file 'nowhere.py'"),
@@ -342,14 +342,14 @@ def test_other_questions_are_not_compared(answers, tmp_path, capsys):
         ("evaluation.output_path=/dev/null/x.json", "output_path: expected a folder to write to, found '/dev/null'"),
     ],
 )
-def test_bad_settings_end_in_one_message(key, message, answers, capsys):
-    evaluate(answers, key, status=1)
+def test_bad_settings_end_in_one_message(key, message, responses, capsys):
+    evaluate(responses, key, status=1)
     error = capsys.readouterr().err
     assert message in error and error.startswith("error: ") and "Traceback" not in error
 
 
-def test_a_name_without_its_file(answers, capsys):
-    assert main([f"data.path={answers}", "custom_reward_function.name=reward_func"]) == 1
+def test_a_name_without_its_file(responses, capsys):
+    assert main([f"data.path={responses}", "custom_reward_function.name=reward_func"]) == 1
     assert "'reward_func' without reward.custom_reward_function.path" in capsys.readouterr().err
 
 
@@ -357,10 +357,17 @@ def test_help(capsys):
     assert main(["--help"]) == 0 and "data.compare_path" in capsys.readouterr().out
 
 
+def test_dry_run_scores_nothing(responses, capsys):
+    function = [f"custom_reward_function.path={REWARDS}", "custom_reward_function.name=compute_score"]
+    assert main([f"data.path={responses}", *function, "--dry-run"]) == 0
+    assert f"would score 16 responses to 4 prompts with compute_score() at {REWARDS}" in capsys.readouterr().out
+    assert not responses.with_suffix(".eval.json").exists()
+
+
 # ---- the reward of reasoning models ---------------------------------------------------------------------------------
 
 
-def test_thoughts_are_no_answer():
+def test_the_final_part_follows_the_thoughts():
     assert final_part("<think>\nIs it 7? No.\n</think>\n\nIt is 8.") == "It is 8."
     assert final_part("Is it 7? No.\n</think>It is 8.") == "It is 8.", "the template had opened the thoughts"
     assert final_part("<think> 7") is None
@@ -450,7 +457,7 @@ def test_commands_of_the_script(tmp_path):
     evaluation = load_config(overrides=lines[1][2:], schema=EvalConfig)
     assert evaluation.data.path == [generation.data.output_path]
     custom = evaluation.reward.custom_reward_function
-    assert ScoreFunction(load_object(custom.path, custom.name)).form == "row"
+    assert ScoreFunction(load_object(custom.path, custom.name)).form == "sample"
 
 
 @pytest.mark.slow

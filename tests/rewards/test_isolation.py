@@ -1,4 +1,4 @@
-"""Calls in processes that can be killed: each limit ends the call it should, and nothing but that call."""
+"""Calls in processes that can be killed: each limit ends the call that exceeds it, and no other."""
 
 import os
 import signal
@@ -61,6 +61,12 @@ def test_an_exception_comes_back_with_its_traceback(pool):
     assert "return 1 / x" in str(outcome.cause) and "sample_rewards.py" in str(outcome.cause)
 
 
+def test_a_call_that_ends_its_process_is_reported_with_the_exit_status(pool):
+    arguments = {"data_source": "", "solution_str": "b", "ground_truth": ""}
+    outcome = pool.run(Call(address_of(SAMPLES.dies_on_b), arguments), Limits())
+    assert outcome.failure == "ended its process, which exited with status 7" and outcome.over_limit
+
+
 def test_calls_keep_their_positions_and_one_hanging_call_stops_no_other(pool):
     calls = [call("inverse", x) if x != 3 else call("sleep") for x in range(1, 9)]
     outcomes = dict(pool.map(calls, Limits(wall_seconds=0.5)))
@@ -79,9 +85,9 @@ def test_a_worker_that_was_ended_while_idle_is_replaced():
 
 def test_closing_the_iterator_kills_what_is_busy(pool):
     begun = time.monotonic()
-    answers = pool.map([call("sleep"), call("inverse", 1), call("sleep")], Limits(wall_seconds=60))
-    assert next(answers)[0] == 1
-    answers.close()
+    outcomes = pool.map([call("sleep"), call("inverse", 1), call("sleep")], Limits(wall_seconds=60))
+    assert next(outcomes)[0] == 1
+    outcomes.close()
     assert [o.value for _, o in pool.map([call("inverse", 1)] * 2, Limits())] == [1.0, 1.0]
     assert time.monotonic() - begun < 10
 
@@ -100,7 +106,7 @@ def test_several_threads_share_the_workers(pool):
     assert found == {k: [1 / (k + 1)] * 20 for k in range(4)}
 
 
-def test_arguments_that_cannot_travel_are_named(pool):
+def test_unpicklable_arguments_are_named(pool):
     outcome = pool.run(Call(address_of(SAMPLES.inverse), {"x": lambda: 1}), Limits())
     assert "arguments that cannot be sent" in outcome.failure
 
@@ -113,7 +119,7 @@ def inner_function():
 
 
 @pytest.mark.parametrize("func", [lambda x: x, inner_function(), print, Path.exists])
-def test_what_has_no_address_is_refused(func):
+def test_functions_without_an_address_raise(func):
     with pytest.raises(ValueError, match="cannot be called in another process"):
         address_of(func)
 
@@ -154,7 +160,7 @@ def test_a_worker_does_not_outlive_its_parent(tmp_path):
         if not _alive(worker):
             return
         time.sleep(0.1)
-    raise AssertionError("the worker goes on without its parent")
+    raise AssertionError("the worker outlives its parent")
 
 
 def _alive(pid):
@@ -162,5 +168,5 @@ def _alive(pid):
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    # Without anyone to collect it, an ended process stays in the table as a zombie.
+    # A process that ended stays in the table as a zombie until its parent waits for it.
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -72,7 +72,7 @@ def test_greedy_answers_are_those_of_transformers(engine):
     found = rollout.generate(
         make_requests(PROMPTS, SamplingParams(max_tokens=8, stop_token_ids=(), temperature=0, ignore_eos=True))
     )
-    plain = AutoModelForCausalLM.from_pretrained(engine.model_spec.section.path)
+    plain = AutoModelForCausalLM.from_pretrained(engine.spec.model.path)
     for prompt, answer in zip(PROMPTS, found):
         ids = torch.tensor([prompt])
         expected = plain.generate(

@@ -1,4 +1,4 @@
-"""Workers of the tests that start processes: loaded by address there, as a user's own file would be."""
+"""Workers of the tests that start processes, loaded by address like a file of a user."""
 
 import ctypes
 import logging
@@ -18,7 +18,7 @@ from verl.single_controller.dispatch import Coordinates, Layout
 
 
 class Echo(Worker):
-    """Gives back what it gets. tp: how many neighbouring ranks share rows."""
+    """Returns its arguments. tp: how many neighbouring ranks share rows."""
 
     def __init__(self, tp: int = 1):
         self.tp = tp
@@ -38,7 +38,7 @@ class Echo(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def rows(self, batch: DataProto) -> DataProto:
-        """The batch as it came, and which rank had each row; then the rank scribbles over its own copy."""
+        """The batch, with the rank that had each row; then the rank overwrites its own copy."""
         out = batch.union(DataProto.from_dict({"rank": torch.full((len(batch),), self.rank)}))
         out = DataProto.from_dict({k: v.clone() for k, v in out.tensors.items()}, out.non_tensor_batch, out.meta_info)
         for tensor in batch.tensors.values():
@@ -94,7 +94,7 @@ class OnGpu(Worker):
 
 
 class Failing(Worker):
-    """Goes wrong on one rank while the others wait for it."""
+    """Fails on one rank while the others wait for it."""
 
     def __init__(self, fail_on_rank: int | None = None):
         if self.rank == fail_on_rank:
@@ -114,7 +114,7 @@ class Failing(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def wait_in_collective(self, rank: int) -> None:
-        """All ranks but one meet in an all-reduce; that one never comes."""
+        """All ranks but one call all_reduce; that one does not."""
         dist.init_process_group("gloo")
         if self.rank == rank:
             time.sleep(1000)
@@ -122,7 +122,7 @@ class Failing(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def hang_with_the_lock(self, rank: int) -> None:
-        """One rank sleeps in C and keeps Python's lock, so that no Python code can run in its process."""
+        """One rank sleeps in C and holds the GIL, so that no Python code can run in its process."""
         while self.rank == rank:
             ctypes.PyDLL(None).sleep(1000)  # a signal ends it early
 
@@ -146,7 +146,7 @@ def read_the_file(name: str) -> str:
 
 
 class Talker(Worker):
-    """Says something when it is made."""
+    """Logs when it is constructed."""
 
     def __init__(self) -> None:
         logging.getLogger("verl.engines").info("rank %d has no value head", self.rank)

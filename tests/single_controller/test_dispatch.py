@@ -70,7 +70,7 @@ def test_round_trip_on_every_mesh_up_to_64_ranks():
 
 
 def rows_by_stage(layout: Layout, args: tuple, kwargs: dict) -> list[Call]:
-    """A mode of one's own: the rows are split over the pipeline stages, the last one gets what is left."""
+    """A custom mode: the rows are split over the pipeline stages, the last one gets the remainder."""
     (batch,), stages = args, layout.shape[2]
     share = len(batch) // stages
     parts = [batch[i * share : (i + 1) * share if i + 1 < stages else len(batch)] for i in range(stages)]
@@ -123,14 +123,14 @@ def test_ranks_in_any_order_keep_the_rows_in_order():
     assert_same(out, rows(8))
 
 
-def test_the_last_stage_and_the_first_tp_rank_answer():
+def test_the_last_stage_and_the_first_tp_rank_return_the_result():
     layout = Layout.grid(dp=2, tp=2, pp=2)
     worker = lambda rank, b: DataProto.from_dict({"x": torch.full((len(b),), rank)})  # noqa: E731
     out = run(Registered(Dispatch.DP_COMPUTE_PROTO), layout, worker, rows(4))
     assert out.batch["x"].tolist() == [4, 4, 6, 6]  # pp 1 holds ranks 4..7: dp 0 has 4 and 5, dp 1 has 6 and 7
 
 
-def test_empty_and_unequal_batches_are_refused():
+def test_empty_and_unequal_batches_raise():
     how, layout = Registered(Dispatch.DP_COMPUTE_PROTO), Layout.grid(dp=2)
     with pytest.raises(ValueError, match="batch without rows"):
         how.dispatch(layout, (rows(2)[:0],), {})
@@ -143,7 +143,7 @@ def test_a_batch_of_meta_info_alone_goes_to_every_rank():
     assert [c.args[0].meta_info for c in calls] == [{"a": 1}] * 3 and [c.padding for c in calls] == [0] * 3
 
 
-def test_a_result_whose_padding_cannot_be_told_is_refused():
+def test_a_result_with_unidentifiable_padding_raises():
     twice = lambda rank, b: b.repeat(2)  # noqa: E731
     how = Registered(Dispatch.DP_COMPUTE_PROTO)
     assert len(run(how, Layout.grid(dp=2), twice, rows(4))) == 8
@@ -173,8 +173,8 @@ def test_timing_of_a_batch_is_that_of_the_slowest_rank():
 
 def test_metrics_merge_exactly():
     """The mean over uneven groups is total / count, not the mean of the groups' means (which would be 5.5 here)."""
-    pieces = [{"loss": (3.0, 3), "grad_norm": 0.25}, {"loss": (10.0, 1), "grad_norm": 0.25}]
-    assert merge_metrics(pieces) == {"loss": 3.25, "grad_norm": 0.25}
+    groups = [{"loss": (3.0, 3), "grad_norm": 0.25}, {"loss": (10.0, 1), "grad_norm": 0.25}]
+    assert merge_metrics(groups) == {"loss": 3.25, "grad_norm": 0.25}
     assert merge_metrics([{"a": (1.0, 1)}, {"b": 2}]) == {"a": 1.0, "b": 2.0}
     assert merge_metrics([{"a": (0.0, 0)}]) == {} and math.isnan(merge_metrics([{"a": math.nan}] * 2)["a"])
     with pytest.raises(ValueError, match=r"'grad_norm' differs between the data-parallel ranks: \[1.0, 2.0\]"):
@@ -216,8 +216,8 @@ def test_a_layout_holds_every_point_once():
             Layout(bad)
 
 
-def test_a_dispatch_mode_of_ones_own():
-    """The paper's 3D_PP_ONLY: everything to everybody, one answer for each pipeline stage."""
+def test_a_custom_dispatch_mode():
+    """The paper's 3D_PP_ONLY: the same arguments for all ranks, one result per pipeline stage."""
 
     def one_per_stage(layout, results):
         return [r for r, c in zip(results, layout.coordinates) if c.tp == 0 and c.dp == 0]
@@ -261,7 +261,7 @@ def test_marks_are_inherited_and_checked():
         register(Dispatch.ND_COMPUTE)
 
 
-def test_object_rows_travel_as_views():
+def test_object_rows_are_sent_as_views():
     """Splitting over ranks copies no tensor data."""
     batch = rows(8)
     calls = Registered(Dispatch.DP_COMPUTE_PROTO).dispatch(Layout.grid(dp=4), (batch,), {})

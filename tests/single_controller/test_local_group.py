@@ -70,10 +70,10 @@ def test_futures():
 
 
 def test_a_future_remembers_its_outcome_but_not_a_timeout():
-    answers = [TimeoutError("not yet"), KeyError("broken")]
+    outcomes = [TimeoutError("not yet"), KeyError("broken")]
 
     def wait(timeout):
-        raise answers.pop(0)
+        raise outcomes.pop(0)
 
     future = Future(wait)
     with pytest.raises(TimeoutError):
@@ -83,7 +83,7 @@ def test_a_future_remembers_its_outcome_but_not_a_timeout():
             future.get()
 
 
-def test_an_error_passes_with_its_own_stack():
+def test_an_error_keeps_its_traceback():
     group = LocalWorkerGroup(WorkerSpec(Scaler), name="actor")
     with pytest.raises(KeyError, match="no such thing") as caught:
         group.fail("no such thing")
@@ -94,7 +94,7 @@ def test_an_error_passes_with_its_own_stack():
     assert caught.value.__notes__ == ["in the arguments of actor.multiply()"]
 
 
-def test_a_method_that_is_not_there_is_named():
+def test_an_unknown_method_is_named():
     group = LocalWorkerGroup(WorkerSpec(Scaler))
     with pytest.raises(AttributeError, match=r"registers no method 'multipy'.*did you mean 'multiply'"):
         group.multipy(batch())
@@ -153,7 +153,7 @@ def test_a_worker_class_by_address(tmp_path):
         LocalWorkerGroup(WorkerSpec((path, "NoWorker")))
 
 
-def test_a_worker_made_by_hand_is_rank_zero_of_one():
+def test_a_worker_constructed_directly_is_rank_zero_of_one():
     worker = Scaler(scale=3.0)
     assert (worker.rank, worker.world_size, worker.local_rank) == (0, 1, 0)
     assert worker.multiply(batch(2)).batch["y"].tolist() == [0.0, 3.0]

@@ -1,4 +1,4 @@
-"""Worker groups over processes of this host: what they do, and what one hears when a process fails, dies or hangs."""
+"""Worker groups over processes of this host: calls, and errors of a process that raises, dies or hangs."""
 
 import gc
 import os
@@ -39,7 +39,7 @@ def gone(pid: int, within: float = 2.0) -> bool:
 
 @pytest.fixture(scope="module")
 def pair():
-    """Two roles in two processes; the second role holds its rows twice."""
+    """Two roles in two processes; the second role replicates its rows on both."""
     env = {"NCCL_SOCKET_IFNAME": "lo"}
     groups = colocate({"actor": spec("Echo"), "critic": spec("Echo", tp=2)}, n_workers=2, timeout=60, env=env)
     yield groups
@@ -88,16 +88,16 @@ def test_large_columns_go_from_rank_to_rank_and_not_through_the_controller(pair)
     before = open_files()
     out = pair["actor"].rows(wide(8))
     assert type(out.batch["x"]) is RemoteTensor and type(out.batch["rank"]) is torch.Tensor
-    turned = out.reorder([7, 6, 5, 4, 3, 2, 1, 0]).drop(["rank"])
-    again = pair["critic"].rows(turned.union(DataProto.from_dict({"y": torch.ones(8)})))  # it zeroes what it got
+    reversed_rows = out.reorder([7, 6, 5, 4, 3, 2, 1, 0]).drop(["rank"])
+    again = pair["critic"].rows(reversed_rows.union(DataProto.from_dict({"y": torch.ones(8)})))  # it zeroes what it got
     assert again.batch["x"][:, 7].tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
-    assert pair["actor"].total(turned.select(["x"])) == {"x": 3.5 * WIDTH}, "each rank writes into its own copy"
+    assert pair["actor"].total(reversed_rows.select(["x"])) == {"x": 3.5 * WIDTH}, "each rank writes into its own copy"
     assert out.batch["x"].is_remote and out.batch["x"]._copy is None, "the controller has not seen it"
     assert out.batch["x"][2:4].sum() == 5 * WIDTH and torch.equal(out.batch["x"][[5, 1]][:, 0], torch.tensor([5, 1]))
     assert pair["actor"].total(out[[1, 6, 6, 0]].select(["x"])) == {"x": 13 / 4 * WIDTH}
-    out.batch["x"].add_(1)  # changed here: this is the truth from now on
+    out.batch["x"].add_(1)  # modified locally: the local copy is sent from now on
     assert pair["actor"].total(out.select(["x"])) == {"x": 4.5 * WIDTH}
-    del out, turned, again
+    del out, reversed_rows, again
     gc.collect()
     assert open_files() == before
 
@@ -109,7 +109,7 @@ def test_columns_outlive_the_processes_that_made_them():
 
 
 def test_rows_of_many_results_in_one_call(pair):
-    """More memory files than one message can bring."""
+    """More memory files than fit into one message."""
     whole = DataProto.concat([pair["actor"].rows(wide(2)) for _ in range(140)])
     assert pair["actor"].total(whole.select(["x"])) == {"x": 0.5 * WIDTH}
 
@@ -139,14 +139,14 @@ def test_calls_from_several_threads_do_not_cross(pair):
     assert found == [[[3.0, 3.0]] * 20, [[30.0, 30.0]] * 20, [[300.0, 300.0]] * 20]
 
 
-def test_what_cannot_be_sent_is_refused_before_it_is_sent(pair):
+def test_unpicklable_arguments_are_reported_before_anything_is_sent(pair):
     with pytest.raises(TypeError, match="cannot pickle"):
         pair["actor"].echo(threading.Lock())
     assert pair["actor"].echo("still there") == ["still there"] * 2
 
 
 def test_an_exception_on_one_rank_stops_the_others():
-    """Rank 1 raises while rank 0 would wait for ever: the caller gets the traceback of rank 1, and nothing stays."""
+    """Rank 1 raises while rank 0 waits: the caller gets the traceback of rank 1, and no process is left."""
     group = LocalWorkerGroup(spec("Failing"), 2, name="ref", timeout=60)
     (pid0, child), (pid1, _) = group.pids(grandchild=True)
     start = time.monotonic()
@@ -166,8 +166,8 @@ def test_an_exception_on_one_rank_stops_the_others():
     assert caught.value.__cause__ is error
 
 
-def test_a_killed_process_is_named_and_not_the_errors_that_it_causes():
-    """Rank 0 waits for rank 1 in a collective and fails when that is killed; the death is what the caller hears of."""
+def test_a_killed_process_is_reported_before_the_errors_it_causes():
+    """Rank 0 waits for rank 1 in a collective and fails when it is killed; the caller is told of the killed process."""
     group = LocalWorkerGroup(spec("Failing"), 2, name="actor", timeout=60)
     (pid0, _), (pid1, _) = group.pids()
     future = group.wait_in_collective(1)
@@ -224,7 +224,7 @@ def test_no_process_outlives_the_controller(tmp_path, monkeypatch, how):
     assert len(pids) == 2 and all(gone(pid) for pid in pids)
 
 
-def test_wrong_sizes_are_refused():
+def test_wrong_sizes_raise():
     with pytest.raises(ValueError, match="n_workers: expected at least 1, found 0"):
         LocalWorkerGroup(spec("Echo"), 0)
     with pytest.raises(ValueError, match=r"devices: expected one for each of the 2 workers, found \[0\]"):

@@ -1,4 +1,4 @@
-"""Ray actors on two nodes: what one hears when a process fails, dies, hangs or loses its node."""
+"""Ray actors on two nodes: errors of a process that raises, dies, hangs or loses its node."""
 
 import gc
 import os
@@ -46,7 +46,7 @@ def large(rows: int) -> DataProto:
     return DataProto.from_dict({"x": x}, {"uid": list(range(rows))}, {"step": 1})
 
 
-def test_batches_are_dropped_when_nobody_refers_to_them(cluster):
+def test_unreferenced_batches_are_dropped(cluster):
     with RayWorkerGroup(spec("Echo"), TWO, timeout=60) as group:
         actor = group._pool._ranks[0].actor
 
@@ -114,8 +114,8 @@ def test_a_hang_ends_with_the_stacks_of_all_ranks(cluster):
     group.shutdown()
 
 
-def test_a_queued_call_is_no_hang(cluster):
-    """The deadline of a call counts from when the ranks come to it, not from when it was made."""
+def test_a_queued_call_does_not_time_out(cluster):
+    """The deadline of a call counts from when the ranks start it, not from when it was submitted."""
     with RayWorkerGroup(spec("Echo"), TWO, timeout=60) as group:
         group.only_zero()
         group._pool.timeout = 1.0
@@ -123,14 +123,14 @@ def test_a_queued_call_is_no_hang(cluster):
         assert [len(f.get()) for f in reversed(futures)] == [2, 2, 2]
 
 
-def test_a_worker_that_cannot_be_made_gives_its_resources_back(cluster):
+def test_a_worker_that_cannot_be_constructed_frees_its_resources(cluster):
     with pytest.raises(WorkerError, match=r"ref.__init__\(\) on rank 1 .*RuntimeError: no such model"):
         RayWorkerGroup(spec("Failing", fail_on_rank=1), TWO, name="ref", timeout=60)
     with RayWorkerGroup(spec("Echo"), ResourcePool("all", (2, 2)), timeout=60, start_timeout=30) as group:
         assert [f["LOCAL_RANK"] for f in group.facts()] == ["0", "1"] * 2
 
 
-def test_what_the_cluster_does_not_have_is_said(cluster):
+def test_missing_resources_are_reported(cluster):
     with pytest.raises(ValueError, match=r"'big' requires 3 nodes with 1 CPU.* within 1 s; it has 2 nodes with 2 CPU"):
         RayWorkerGroup(spec("Echo"), ResourcePool("big", (1, 1, 1)), start_timeout=1)
 

@@ -1,4 +1,4 @@
-"""Worker groups of Ray actors: calls, and batches by reference. What goes wrong is in `test_ray_cluster.py`."""
+"""Worker groups of Ray actors: calls, and batches by reference. Failures are in `test_ray_cluster.py`."""
 
 import os
 import re
@@ -52,11 +52,13 @@ def test_calls_and_batches_by_reference(one_node):
 
         out = actor.rows(large(8))
         assert type(out.batch["x"]) is RemoteTensor and type(out.batch["rank"]) is torch.Tensor
-        turned = out.reorder([7, 6, 5, 4, 3, 2, 1, 0]).drop(["rank"])
-        again = critic.rows(turned.union(DataProto.from_dict({"y": torch.ones(8)})))  # each row goes to the other rank
+        reversed_rows = out.reorder([7, 6, 5, 4, 3, 2, 1, 0]).drop(["rank"])
+        again = critic.rows(
+            reversed_rows.union(DataProto.from_dict({"y": torch.ones(8)}))
+        )  # each row goes to the other rank
         assert again.batch["x"][:, 7].tolist() == [7, 6, 5, 4, 3, 2, 1, 0] and again.meta_info == {"step": 1}
         assert out.batch["x"].is_remote and out.batch["x"]._copy is None, "the controller has not seen it"
-        assert actor.total(turned.select(["x"])) == {"x": 3.5 * 20_000}
+        assert actor.total(reversed_rows.select(["x"])) == {"x": 3.5 * 20_000}
 
 
 @pytest.mark.slow

@@ -58,13 +58,13 @@ def test_a_batch_with_objects(ends):
     assert found.meta_info["step"] == 3 and found.meta_info["weights"].tolist() == [1, 1]
 
 
-def test_only_the_rows_of_a_slice_travel():
+def test_only_the_rows_of_a_slice_are_sent():
     whole = torch.zeros(1000, 1000)
     head, buffers = dumps(DataProto.from_dict({"x": whole})[:10])
     assert sum(b.nbytes for b in buffers) == 10 * 1000 * 4 and len(head) < 1000
 
 
-def test_one_tensor_in_two_places_travels_once(ends):
+def test_a_tensor_referenced_twice_is_sent_once(ends):
     tensor = torch.ones(100)
     assert len(dumps([tensor, tensor])[1]) == 1
     first, second = through(ends, [tensor, tensor])
@@ -83,7 +83,7 @@ def test_receivers_do_not_see_each_other_write(ends):
 
 
 def test_sending_never_waits_for_the_receiver(ends):
-    """A hundred large messages fit in the socket, since they hold no data: nobody reads until all are sent."""
+    """A hundred large messages fit in the socket, since they hold no data: none is read until all are sent."""
     sender = threading.Thread(target=lambda: [send(ends[0], Kind.CALL, i, ["x" * 100_000]) for i in range(100)])
     sender.start()
     sender.join(10)

@@ -130,7 +130,7 @@ def test_the_local_trainer_in_a_plain_script(workplace):
     step = ["prompts", "repeat", "gen", "reward", "old_log_prob", "ref", "values", "adv", "look"]
     assert phases(shown) == [*step, "update_critic", "update_actor"] * 6 + ["save"]
     assert shown.count("'advantages', 'attention_mask', 'entropys'") == 6  # what batch.batch.keys() holds by then
-    assert "24 rows: 6 steps of 4 an epoch" in shown
+    assert "24 prompts: 6 steps of 4 per epoch" in shown
     saved = workplace / "checkpoints" / "my_project" / "local_ppo" / "global_step_6"
     assert (saved / "actor").is_dir() and (saved / "critic").is_dir()
 
@@ -155,7 +155,7 @@ def test_the_command_line_of_a_yaml_file(workplace):
     (workplace / "ppo_config.yaml").write_text(CLI_CONFIG.format(reward="accuracy_reward"))
     few = ["data.max_response_length=6", "trainer.total_epochs=1", "trainer.logger=[console,jsonl]"]
     shown = run(workplace, "-m", "verl.cli.train", "--config", "ppo_config.yaml", *few)
-    assert "12 prompts x 1 sample = 12 responses a step" in shown
+    assert "12 prompts x 1 sample = 12 responses per step" in shown
     expected = ["prompts", "repeat", "gen", "reward", "old_log_prob", "ref", "values", "kl", "adv"]
     assert phases(shown) == [*expected, "update_critic", "update_actor"] * 2
     lines = next(workplace.rglob("metrics.jsonl")).read_text().splitlines()

@@ -59,7 +59,7 @@ def complaint(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
         (["trainer.logger=[swanlab]"], "needs the package swanlab, which is not installed"),
         ([RS + "rollout_rs=tokn_k1", RS + "rollout_rs_threshold=2"], "did you mean 'token_k1'?"),
         ([RS + "rollout_is=token", RS + "rollout_is_threshold=high"], "expected a number, or two joined by '_'"),
-        (["actor_rollout_ref.rollout.stop=['']"], "found an empty text"),
+        (["actor_rollout_ref.rollout.stop=['']"], "found an empty string"),
         # places
         (["placement.ref_devices=[0]"], "this run has no role 'ref'"),
         (["placement.actor_devices=[0,0]"], "expected different numbers from 0 to 0"),
@@ -75,7 +75,7 @@ def complaint(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
         ([MODEL + "lora_adapter_path=./nowhere"], "there is no folder './nowhere'"),
         ([MODEL + "lora_adapter_path=global_step_3"], "'global_step_3' has no adapter_config.json"),
         # models, of which the config alone is read
-        ([MODEL + "custom_chat_template=chat.jinja"], "'chat.jinja' (text) reads no `messages`"),
+        ([MODEL + "custom_chat_template=chat.jinja"], "'chat.jinja' (str) does not read `messages`"),
         ([MODEL + "override_config.hiden_size=1"], "did you mean 'hidden_size'?"),
         (["algorithm.adv_estimator=gae", "critic.model.override_config.hiden_size=1"], "did you mean 'hidden_size'?"),
         ([RM + "enable=true", RM + "model_path=model"], "expected a reward model, a sequence classifier"),

@@ -59,12 +59,12 @@ def test_code_of_ones_own_is_used(command, tmp_path, monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["trainer.n_gpus_per_node=5"], "24 rows do not divide over 5 ranks; 20 or 25 rows do"),
-        (["trainer.n_gpus_per_node=3", "engine.tensor_parallel_size=2"], "3 ranks, of which 2 are to share the same"),
+        (["trainer.n_gpus_per_node=5"], "24 examples are not divisible by 5 ranks: use 20 or 25"),
+        (["trainer.n_gpus_per_node=3", "engine.tensor_parallel_size=2"], "3 ranks are not divisible by the model-parallel size 2"),
         (["data.custom_cls.path=nowhere.py", "data.custom_cls.name=Rows"], "no file 'nowhere.py'"),
         (["model.override_config.hiden_size=1"], "did you mean 'hidden_size'?"),
         (["imports=[nowhere.py]"], "no file 'nowhere.py'"),
-        (["model.override_config.max_position_embeddings=9"], "the longest row has 10 tokens, but the model"),
+        (["model.override_config.max_position_embeddings=9"], "the longest sequence has 10 tokens, but the model"),
         (["model.use_liger=true", "trainer.device=cpu"], "Liger's kernels run on a GPU"),
     ],
 )

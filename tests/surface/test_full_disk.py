@@ -36,10 +36,10 @@ def test_a_run_goes_on_when_there_is_room_again(how, settings, tmp_path, capsys)
         assert main(command) == 1
     shown = capsys.readouterr().err
     assert shown.startswith(
-        f"error: no room for the checkpoint of step 4, which needs 1.7 MiB, in {run} (File too large"
+        f"error: no space left for the checkpoint of step 4, which needs 1.7 MiB, in {run} (File too large"
     )
-    assert "global_step_2 and those before it are untouched" in shown and "Traceback" not in shown
-    assert shown.rstrip().endswith(f"the same command then goes on from {run / 'global_step_2'}")
+    assert "global_step_2 and earlier checkpoints are unchanged" in shown and "Traceback" not in shown
+    assert shown.rstrip().endswith(f"The same command then resumes from {run / 'global_step_2'}")
     assert sorted(path.name for path in run.glob("*global_step*")) == ["global_step_2"]
     verify(run / "global_step_2")
     assert main(command) == 0
@@ -52,5 +52,6 @@ def test_a_run_goes_on_when_there_is_room_again(how, settings, tmp_path, capsys)
 def test_answers_that_find_no_room(settings, tmp_path, capsys):
     with files_up_to(100):
         assert main([*settings, f"trainer.rollout_data_dir={tmp_path / 'answers'}", "trainer.logger=[console]"]) == 1
-    assert capsys.readouterr().err.startswith(f"error: no room for 1.jsonl in {tmp_path / 'answers'} (File too large")
+    error = f"error: no space left for 1.jsonl in {tmp_path / 'answers'} (File too large"
+    assert capsys.readouterr().err.startswith(error)
     assert list((tmp_path / "answers").iterdir()) == []

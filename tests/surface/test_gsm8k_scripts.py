@@ -82,7 +82,7 @@ def arguments_of(script: str, folder: Path, **environment: object) -> list[str]:
 def test_what_the_script_shows(prepared, tmp_path):
     changes = [*SHORT, "trainer.total_training_steps=1", f"trainer.default_local_dir={tmp_path / 'run'}"]
     shown = run("bash", SCRIPT.format("ppo"), *changes, PYTHON=sys.executable, **prepared)
-    assert "4 prompts x 2 samples = 8 responses a step; 2 updates of 4 responses" in shown
+    assert "4 prompts x 2 samples = 8 responses per step; 2 updates of 4 responses" in shown
     phases = re.findall(r"^\d\d:\d\d:\d\d \[(\w+)\] \d+\.\d\ds", shown, re.MULTILINE)
     validation = ["repeat", "gen", "reward", "validate"]
     assert phases == [*validation, "prompts", "repeat", *FLOW["ppo"], *validation, "save"]

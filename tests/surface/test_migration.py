@@ -9,8 +9,7 @@ from transformers import AutoModelForSequenceClassification
 from examples.migration import train
 from examples.quickstart.tiny_model import tiny_model
 from tests.pages import ROOT, commands
-from verl.registry import load_object
-from verl.trainer.main_ppo import TRAINERS
+from verl.trainer.ppo_trainer import PPOTrainer
 
 FILES = Path(train.__file__).parent
 SMALL = [
@@ -45,7 +44,7 @@ def test_the_page_names_the_files():
 
 def test_one_process_for_all_roles_has_nothing_to_overlap(home, tiny, caplog):
     chosen = [f"reward.custom_reward_function.path={tiny / 'reward.py'}", "use_rm=true"]
-    trainer = load_object(*TRAINERS["local"])(
+    trainer = PPOTrainer(
         config_path=FILES / "1_local.yaml",
         overrides=[*SMALL, *chosen, "reward_model.model.path=models/reward", "trainer.overlap=true"],
     )

@@ -33,7 +33,7 @@ def test_lora(shell, caplog):
     for command in commands("lora.md"):
         shell.run(command)
     assert load_file("tiny/with-adapters/model.safetensors")
-    assert "older name" not in caplog.text
+    assert "is deprecated" not in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
@@ -43,7 +43,7 @@ def test_reward_models(shell, caplog):
         shell.run(command)
     words = shlex.split(apart)[4:]  # tests/trainer/test_reward_model_run.py runs what it says
     assert len(LocalPPOTrainer(config_path=words[0], overrides=words[1:]).pools) == 2
-    assert "HAS NO EFFECT" not in caplog.text and "older name" not in caplog.text
+    assert "HAS NO EFFECT" not in caplog.text and "is deprecated" not in caplog.text
 
 
 def test_the_readme_links_every_page():

@@ -33,10 +33,10 @@ def test_picture(metrics, tmp_path):
     assert two[..., :3].min() < 0.5 < two[..., :3].mean()  # lines on a light ground
 
 
-def test_what_cannot_be_drawn_is_said(metrics, tmp_path):
+def test_missing_metrics_are_errors(metrics, tmp_path):
     with pytest.raises(ValueError, match="has no 'actor/kl'; it has: actor/entropy, critic/score/mean, val-core"):
         save_curves(metrics, tmp_path / "x.png", keys=["actor/kl"])
     metrics.write_text('{"step": 1, "time": 0.0, "mine": 1.0}\n')
-    with pytest.raises(ValueError, match="has nothing to draw"):
+    with pytest.raises(ValueError, match="has nothing to plot"):
         save_curves(metrics, tmp_path / "x.png")
     assert not (tmp_path / "x.png").exists()

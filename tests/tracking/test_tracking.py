@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.tracking.headline import headline, short
+from verl.tracking.console import headline, short
 from verl.tracking.trackers import TRACKER_REGISTRY, Tracker
 from verl.tracking.tracking import Tracking, check_trackers
 
@@ -151,8 +151,8 @@ def test_a_failing_tracker_is_said_once_and_counted_and_the_others_go_on(tmp_pat
         run.log_samples("s", [{"a": 1}], 4)
     assert [x["step"] for x in lines(tmp_path)] == [1, 2, 3, 4]
     first, last = [record.getMessage() for record in caplog.records]
-    assert first.startswith("the tracker flaky failed (ConnectionError: no route to the tracking service)")
-    assert last == "the tracker flaky lost 4 calls"
+    assert first.startswith("tracker flaky failed (ConnectionError: no route to the tracking service)")
+    assert last == "tracker flaky: 4 calls failed"
     assert (tmp_path / "ending").read_text() == "well"
 
 
@@ -168,9 +168,9 @@ def test_numbers_that_are_not_finite_are_said_loudly(tmp_path, caplog):
         run.log({"actor/grad_norm": float("nan"), "loss": 1.0}, 1)
         run.log({"actor/grad_norm": float("inf"), "loss": 1.0}, 2)
     messages = [record.getMessage() for record in caplog.records]
-    assert messages == ["step 1: actor/grad_norm is nan", "actor/grad_norm was not finite at 2 steps"]
+    assert messages == ["step 1: actor/grad_norm is nan", "actor/grad_norm was not finite in 2 steps"]
     assert [line["actor/grad_norm"] for line in lines(tmp_path)] == [None, None]
-    with pytest.raises(ValueError, match="the metric 'acc' is 'high': expected a number"):
+    with pytest.raises(ValueError, match="metric 'acc': expected a number, found 'high'"):
         tracking(tmp_path, "jsonl").log({"acc": "high"}, 3)
 
 

@@ -52,7 +52,7 @@ class Changed(LocalPPOTrainer):
 def test_a_gap_is_said_loudly(settings, caplog):
     metrics = Changed(overrides=[*settings, *RUN, "trainer.total_training_steps=1"]).fit()
     assert metrics["rollout/logprob_gap_max"] > 0
-    assert "which rollout.deterministic rules out" in caplog.text
+    assert "although rollout.deterministic is true" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,12 @@ def test_a_gap_is_said_loudly(settings, caplog):
     [
         (f"{ROLLOUT}.name=hf", "needs 'native'"),
         (f"{ROLLOUT}.dtype=bf16", "dtype of training"),
-        (f"{ROLLOUT}.top_p=0.9", "whole distribution"),
+        (f"{ROLLOUT}.top_p=0.9", "full distribution"),
         ("actor_rollout_ref.model.use_liger=true", "needs false"),
         ("actor_rollout_ref.model.use_remove_padding=false", "needs true"),
         ("actor_rollout_ref.model.lora_rank=4", "adapters"),
         (f"{ACTOR}.fsdp_config.use_torch_compile=true", "compiled"),
-        (f"{ACTOR}.fsdp_config.tensor_parallel_size=2", "other ranks"),
+        (f"{ACTOR}.fsdp_config.tensor_parallel_size=2", "over ranks"),
         (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2", "over ranks"),
         (f"{ACTOR}.fsdp_config.dtype=fp64", "float32"),
     ],

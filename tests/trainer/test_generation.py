@@ -1,4 +1,4 @@
-"""main_generation: the right answers to the right rows, in a file that is the same however often the run was killed."""
+"""main_generation: the model's responses in the order of the prompts, also after a run was killed and resumed."""
 
 import datetime
 import json
@@ -14,15 +14,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl.checkpoints.atomic import written_whole
+from verl.checkpoints.atomic import atomic_write
 from verl.config import load_config
 from verl.config.schema.offline import GenerationConfig
 from verl.data.rlhf_dataset import RLHFDataset
-from verl.evaluation.shards import AnswerParts, Answers, changed, digest_of
+from verl.evaluation import generate
+from verl.evaluation.shards import Responses, ResponseShards, changed, digest_of
 from verl.protocol import DataProto
 from verl.rollout.base import SamplingParams
 from verl.rollout.hf import HFRollout
-from verl.trainer import main_generation
 from verl.trainer.main_generation import GenerationRun, main
 from verl.utils.rng import fork_seed
 from verl.workers.rollout import RolloutWorker
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def keys(tiny, tmp_path) -> list[str]:
-    """Three answers to each of 24 prompts, 5 prompts to a part."""
+    """Three responses to each of 24 prompts, 5 prompts per shard."""
     return [
         f"data.path={tiny / 'train.jsonl'}",
         "data.n_samples=3",
@@ -51,11 +51,11 @@ def rows_of(path: Path) -> list[dict]:
     return pq.read_table(path).to_pylist()
 
 
-# ---- the answers ----------------------------------------------------------------------------------------------------
+# ---- the responses --------------------------------------------------------------------------------------------------
 
 
-def test_answers_are_those_of_the_model_row_by_row(tiny, keys, tmp_path):
-    """Each answer again, alone: its prompt tokenized here, its random numbers from its row and its number."""
+def test_responses_are_those_of_the_model(tiny, keys, tmp_path):
+    """Each response again, alone: the prompt tokenized here, the seed from the indices of prompt and sample."""
     out = GenerationRun(overrides=keys).run()
     tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
     engine = HFRollout(AutoModelForCausalLM.from_pretrained(tiny / "model"), tokenizer.pad_token_id)
@@ -76,14 +76,14 @@ def test_answers_are_those_of_the_model_row_by_row(tiny, keys, tmp_path):
         "tokens": tokens,
         "cut": cut,
     }
-    assert 0 < cut < 72, "both kinds of answers are needed for this test"
+    assert 0 < cut < 72, "the test needs both finish reasons"
     assert len({text for row in rows for text in row["responses"]}) > 60, "samples differ"
 
 
-def test_greedy_answers_and_prompts_as_in_training(tiny, keys):
+def test_greedy_responses_and_prompts_as_in_training(tiny, keys):
     run = GenerationRun(overrides=[*keys, "rollout.temperature=0", "data.n_samples=1", "rollout.top_p=1"])
     trained_on = RLHFDataset(tiny / "train.jsonl", run.tokenizer)
-    assert [run.questions.prompt_ids[i] for i in range(24)] == [item["prompt_ids"] for item in trained_on]
+    assert [run.prompts.prompt_ids[i] for i in range(24)] == [item["prompt_ids"] for item in trained_on]
     model = AutoModelForCausalLM.from_pretrained(tiny / "model")
     for row in rows_of(run.run())[:5]:
         ids = torch.tensor([run.tokenizer(row["prompt"])["input_ids"]])
@@ -95,7 +95,7 @@ def test_greedy_answers_and_prompts_as_in_training(tiny, keys):
         assert row["responses"] == [run.tokenizer.decode(ids[0, len(row["prompt"]) :], skip_special_tokens=True)]
 
 
-def test_parts_do_not_change_the_answers(keys, tmp_path):
+def test_shards_do_not_change_the_responses(keys, tmp_path):
     whole = GenerationRun(overrides=[*keys, "data.batch_size=1000"]).run()
     other = tmp_path / "other.jsonl"
     GenerationRun(overrides=[*keys, "data.batch_size=7", f"data.output_path={other}"]).run()
@@ -105,7 +105,7 @@ def test_parts_do_not_change_the_answers(keys, tmp_path):
         "other.jsonl.settings.json",
         "out.parquet",
         "out.parquet.settings.json",
-    ], "parts are deleted"
+    ], "shards are deleted"
 
 
 def test_columns_keep_their_types(keys, tmp_path):
@@ -123,7 +123,7 @@ def test_columns_keep_their_types(keys, tmp_path):
 
 
 def test_engines_of_the_worker_agree(tiny):
-    """The rollout-only worker with each engine that runs in its process: greedy answers of the same weights."""
+    """The rollout-only worker with each in-process engine: greedy responses of the same weights."""
     tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
     prompts = [tokenizer(text)["input_ids"] for text in ("ab=", "cdefg=", "h=")]
     columns = {"prompt_ids": prompts, "uid": ["0", "1", "2"], "sample_index": [0, 0, 0]}
@@ -133,8 +133,8 @@ def test_engines_of_the_worker_agree(tiny):
         config = load_config(overrides=[*keys, "rollout.response_length=5"], schema=GenerationConfig)
         ends = {"pad_token_id": tokenizer.pad_token_id, "stop_token_ids": (tokenizer.eos_token_id,)}
         worker = RolloutWorker(config.model, config.rollout, device="cpu", **ends)
-        answers = worker.generate_responses(DataProto.from_dict(non_tensors=columns)).non_tensor_batch
-        found[name] = [ids.tolist() for ids in answers["response_ids"]], list(answers["finish_reason"])
+        responses = worker.generate_responses(DataProto.from_dict(non_tensors=columns)).non_tensor_batch
+        found[name] = [ids.tolist() for ids in responses["response_ids"]], list(responses["finish_reason"])
     assert found["hf"] == found["native"]
     assert all(len(ids) == 5 or reason == "stop" for ids, reason in zip(*found["hf"]))
 
@@ -167,7 +167,7 @@ main(sys.argv[1:])
 
 
 def test_kill_9_and_resume_give_the_file_of_an_uninterrupted_run(keys, tmp_path, caplog):
-    """Killed while a part is being written: two flushes went to the settings, two to each of seven parts."""
+    """Killed while a shard is written, after two flushes of the settings and two of each of seven shards."""
     single = [*keys, "data.batch_size=1"]
     expected = GenerationRun(overrides=[*single, f"data.output_path={tmp_path / 'whole.parquet'}"]).run().read_bytes()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -180,7 +180,7 @@ def test_kill_9_and_resume_give_the_file_of_an_uninterrupted_run(keys, tmp_path,
     caplog.clear()
     with caplog.at_level("INFO", "verl"):
         assert main(single) == 0
-    assert "going on: 7 of 24 prompts are answered already" in caplog.text
+    assert "resuming: 7 of 24 prompts are finished" in caplog.text
     assert caplog.text.count("[gen]") == 24 - 7
     assert (tmp_path / "out.parquet").read_bytes() == expected
 
@@ -190,7 +190,7 @@ def test_stopped_before_the_output_needs_no_model(keys, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(main_generation, "write_output", killed)
+        patch.setattr(generate, "write_output", killed)
         with pytest.raises(KeyboardInterrupt):
             GenerationRun(overrides=keys).run()
     run = GenerationRun(overrides=keys)
@@ -210,16 +210,16 @@ def test_a_finished_file_is_left_alone(tiny, keys, tmp_path, caplog):
         "trainer.seed=7": "rollout.seed: 42 -> 7",
         "rollout.dtype=bf16": "rollout.dtype: float32 -> bfloat16",
     }.items():
-        with pytest.raises(ValueError, match="is there already, made with other settings") as error:
+        with pytest.raises(ValueError, match="already exists, generated with other settings") as error:
             GenerationRun(overrides=[*keys, other])
         assert said in str(error.value)
     (tmp_path / "out.parquet.settings.json").unlink()
-    with pytest.raises(ValueError, match="is there already, its settings are not known: name another file"):
+    with pytest.raises(ValueError, match="already exists, with unknown settings: choose another file"):
         GenerationRun(overrides=keys)
     assert out.read_bytes() == before
 
 
-def test_weights_written_anew_are_another_model(keys, tmp_path, tiny):
+def test_replaced_weights_are_another_model(keys, tmp_path, tiny):
     copy = tmp_path / "model"
     copy.mkdir()
     for file in (tiny / "model").iterdir():
@@ -232,36 +232,36 @@ def test_weights_written_anew_are_another_model(keys, tmp_path, tiny):
     assert "model.path (files)" in changed(first, GenerationRun(overrides=given).settings())
 
 
-def make_parts(tmp_path, **settings) -> AnswerParts:
-    return AnswerParts(tmp_path / "o.parquet", settings, rows=5, rows_per_part=2, n=2)
+def make_shards(tmp_path, **settings) -> ResponseShards:
+    return ResponseShards(tmp_path / "o.parquet", settings, prompts=5, prompts_per_shard=2, n=2)
 
 
-def answers(rows: range) -> list[Answers]:
-    return [Answers([f"{row}\u2028a\n", "ü"], [3, 1], ["stop", "length"]) for row in rows]
+def responses_to(prompts: range) -> list[Responses]:
+    return [Responses([f"{i}\u2028a\n", "ü"], [3, 1], ["stop", "length"]) for i in prompts]
 
 
-def test_parts_that_are_damaged_are_made_again(tmp_path, caplog):
-    parts = make_parts(tmp_path, t=1)
-    parts.open()
-    assert parts.missing() == [0, 1, 2]
-    for part in parts.missing():
-        parts.write(part, answers(parts.rows_of(part)))
-    assert [len(parts.rows_of(part)) for part in range(3)] == [2, 2, 1]
-    assert parts.missing() == [] and parts.read() == answers(range(5))
-    middle = parts.folder / "part-00001.jsonl"
+def test_damaged_shards_are_generated_again(tmp_path, caplog):
+    shards = make_shards(tmp_path, t=1)
+    shards.open()
+    assert shards.missing() == [0, 1, 2]
+    for shard in shards.missing():
+        shards.write(shard, responses_to(shards.prompts_of(shard)))
+    assert [len(shards.prompts_of(shard)) for shard in range(3)] == [2, 2, 1]
+    assert shards.missing() == [] and shards.read() == responses_to(range(5))
+    middle = shards.folder / "part-00001.jsonl"
     whole = middle.read_text()
     for damage in (whole[:-20], whole.splitlines()[0] + "\n", "", whole.replace('"tokens"', '"token"')):
         middle.write_text(damage)
-        assert parts.missing() == [1]
-    assert "part-00001.jsonl is damaged" in caplog.text and "part-00001.jsonl is not whole" in caplog.text
+        assert shards.missing() == [1]
+    assert "part-00001.jsonl is damaged" in caplog.text and "part-00001.jsonl is incomplete" in caplog.text
 
 
-def test_parts_of_other_settings_are_named_and_stay(tmp_path, caplog):
-    other = make_parts(tmp_path, temperature=1.0)
+def test_shards_of_other_settings_are_named_and_kept(tmp_path, caplog):
+    other = make_shards(tmp_path, temperature=1.0)
     other.open()
-    mine = make_parts(tmp_path, temperature=0.6)
+    mine = make_shards(tmp_path, temperature=0.6)
     mine.open()
-    assert "holds answers made with other settings (temperature: 1.0 -> 0.6)" in caplog.text
+    assert "contains responses generated with other settings (temperature: 1.0 -> 0.6)" in caplog.text
     assert mine.folder != other.folder
     mine.delete()
     assert other.folder.is_dir()
@@ -276,12 +276,12 @@ def test_digest_depends_on_every_value_and_not_on_the_order():
 
 def test_a_file_is_whole_or_not_there(tmp_path):
     path = tmp_path / "x"
-    with pytest.raises(OSError), written_whole(path) as draft:
+    with pytest.raises(OSError), atomic_write(path) as draft:
         draft.write_text("half")
         raise OSError("no space left")
     assert list(tmp_path.iterdir()) == []
     path.write_text("old")
-    with written_whole(path) as draft:
+    with atomic_write(path) as draft:
         draft.write_text("new")
         assert path.read_text() == "old"
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
@@ -292,23 +292,23 @@ def test_a_file_is_whole_or_not_there(tmp_path):
 BAD = {
     "data.output_path=null": "data.output_path (override 'data.output_path=null'): missing, expected a file that ends",
     "data.output_path=out.csv": "found 'out.csv', expected a file that ends with .parquet or .jsonl",
-    "rollout.temperature=0": "found 3 with rollout.temperature 0, which gives the same answer 3 times",
+    "rollout.temperature=0": "found 3 with rollout.temperature 0, which generates the same response 3 times",
     "data.batchsize=3": "data.batch_size",
     "data.n_samples=0": "data.n_samples",
     "data.path=nowhere.parquet": "there is no file 'nowhere.parquet'",
     "data.prompt_key=question": "no column 'question' for the prompt (data.prompt_key)",
-    "data.max_samples=0": "nothing to answer of the 24 rows",
+    "data.max_samples=0": "expected at least 1 of the 24 prompts",
     "data.output_path=/proc/out.jsonl": "data.output_path: expected a folder to write to, found '/proc'",
-    "rollout.top_k=0": "found 0, expected a whole number >= 1, or -1 for all tokens",
+    "rollout.top_k=0": "found 0, expected int >= 1, or -1 for all tokens",
     "rollout.response_length=5000": "positions (max_position_embeddings): set rollout.response_length=40",
     "model.override_config.hiden_size=1": "did you mean 'hidden_size'?",
     "rollout.prompt_length=4": "prompts are longer than 4 tokens, the first: ",
     "model.path=./nowhere": "there is no folder './nowhere'",
     "model.path=null": "model.path (override 'model.path=null'): missing",
     "rollout.name=sglang": "not built yet",
-    "trainer.backend=ray": "ray does not generate without training yet: use local",
+    "trainer.backend=ray": "ray is not supported by generation without training: use local",
     "trainer.nnodes=2": "generation runs on one host",
-    "trainer.device=cuda": "device 'cuda' was asked for",
+    "trainer.device=cuda": "device 'cuda' was requested",
     "imports=nowhere.py": "no file 'nowhere.py'",
 }
 
@@ -329,9 +329,9 @@ def test_bad_settings_end_in_one_message(override, keys, capsys):
         ({"prompt": [{"role": "user"}]}, "line 2: expected messages like"),
         ({"prompt": [{"role": "user", "content": "a"}]}, "line 2: the prompt is a chat, but the tokenizer has no chat"),
         ({"prompt": "é="}, "line 2: "),
-        ({"prompt": "a=", "responses": ["b"]}, "there is a column 'responses' already"),
+        ({"prompt": "a=", "responses": ["b"]}, "column 'responses' already exists"),
         ({"prompt": "a=", "images": ["a.png"]}, "line 2: column 'images' holds images, video or audio"),
-        ({"prompt": "a=", "answer": 7}, "cannot be written as parquet, use a file that ends with .jsonl: "),
+        ({"prompt": "a=", "answer": 7}, "cannot write the rows as parquet, use a file that ends with .jsonl: "),
         ({"prompt": "a=", "answer": "b", "extra_info": {}}, "use a file that ends with .jsonl: Cannot write struct"),
     ],
 )
@@ -348,3 +348,13 @@ def test_help_and_print_config(keys, capsys):
     assert "python -m verl.cli.config --of generation" in capsys.readouterr().out
     assert main([*keys, "--print-config"]) == 0
     assert "n_samples: 3" in capsys.readouterr().out
+
+
+def test_dry_run_checks_everything_and_generates_nothing(keys, tmp_path, capsys):
+    assert main([*keys, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "ok  prompts\n" in shown and "ok  earlier output\n" in shown
+    assert "would generate 3 responses to each of 24 prompts, of at most 6 tokens, with " in shown
+    assert list(tmp_path.iterdir()) == []
+    assert main([*keys, "--dry-run", "rollout.prompt_length=4"]) == 1
+    assert "prompts are longer than 4 tokens" in capsys.readouterr().err

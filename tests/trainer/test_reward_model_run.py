@@ -89,7 +89,7 @@ def test_a_score_that_is_not_read_is_said(judged, tmp_path, caplog):
 def test_a_reward_model_that_is_not_switched_on_is_said(judged, settings, caplog):
     path = next(setting for setting in judged if "model_path" in setting)
     LocalPPOTrainer(overrides=[*settings, "algorithm.name=grpo", path])
-    assert "changes nothing with reward.reward_model.enable: false" in caplog.text
+    assert "has no effect with reward.reward_model.enable=false" in caplog.text
 
 
 def test_a_reward_model_without_a_path_is_refused(judged):

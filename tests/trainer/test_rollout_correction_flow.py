@@ -119,8 +119,8 @@ def test_bypass_with_reinforce_runs(settings):
         (["rollout_rs=token_k1"], "needs rollout_rs_threshold"),
         (["rollout_rs=token_k9", "rollout_rs_threshold=2"], "no rollout_rs is called 'token_k9'"),
         (["rollout_is=token", "rollout_is_threshold=0"], "expected a number above 0"),
-        (["bypass_mode=true", "rollout_is=token"], "importance weight already"),
-        (["bypass_mode=true", "loss_type=reinforce", "rollout_is_batch_normalize=true"], "no weights of a whole batch"),
+        (["bypass_mode=true", "rollout_is=token"], "already is the importance weight"),
+        (["bypass_mode=true", "loss_type=reinforce", "rollout_is_batch_normalize=true"], "no weights are computed for the batch"),
     ],
 )
 def test_what_cannot_be_is_refused(overrides, message):
@@ -131,7 +131,7 @@ def test_what_cannot_be_is_refused(overrides, message):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([f"{CORRECTION}rollout_is=token", f"{LOSS}=decoupled_ppo"], "takes no rollout_is_weights"),
+        ([f"{CORRECTION}rollout_is=token", f"{LOSS}=decoupled_ppo"], "does not take rollout_is_weights"),
         ([f"{LOSS}=bypass_mode"], "but .* is bypass_mode"),
         (
             [f"{CORRECTION}bypass_mode=true", f"{LOSS}=vanilla", f"{CORRECTION}loss_type=reinforce"],

@@ -11,8 +11,8 @@ from verl.single_controller.ray.runtime_env import (
     check_package,
     default_excludes,
     ignore_matcher,
+    packed_files,
     prepare_runtime_env,
-    travelling,
 )
 
 
@@ -50,14 +50,14 @@ def test_code_travels_and_weights_checkpoints_and_data_do_not(tmp_path):
     heavy = ["model/model.safetensors", "run/global_step_3/actor/extra", "data/train.parquet", "a.jsonl", ".git/x/y"]
     heavy += ["checkpoints/x/latest_checkpointed_iteration.txt", "pkg/__pycache__/model.pyc", "weights.pt"]
     fill(tmp_path, code | dict.fromkeys(heavy, 9))
-    assert dict(travelling(tmp_path, default_excludes())) == code
+    assert dict(packed_files(tmp_path, default_excludes())) == code
 
 
 def test_ignore_files_count_where_they_lie(tmp_path):
     fill(tmp_path, {"a/keep.txt": 1, "a/drop.txt": 1, "drop.txt": 1, "b/x": 1})
     (tmp_path / "a/.rayignore").write_text("drop.txt\n")
     (tmp_path / ".gitignore").write_text("/b/\n# remark\n")
-    assert {path for path, _ in travelling(tmp_path, [])} == {
+    assert {path for path, _ in packed_files(tmp_path, [])} == {
         ".gitignore", "a/.rayignore", "a/keep.txt", "drop.txt"
     }  # fmt: skip
 
@@ -74,7 +74,9 @@ def test_what_travels_is_what_ray_packs(tmp_path):
         tmp_path, [packaging._get_excludes(tmp_path, excludes)], packed.append, include_gitignore=True
     )
     expected = {path.relative_to(tmp_path).as_posix() for path in packed if path.is_file()}
-    assert {path for path, _ in travelling(tmp_path, excludes)} == expected == {"train.py", "pkg/a.py", "x/.gitignore"}
+    assert (
+        {path for path, _ in packed_files(tmp_path, excludes)} == expected == {"train.py", "pkg/a.py", "x/.gitignore"}
+    )
 
 
 def test_a_folder_that_is_too_large_is_explained_by_its_parts(tmp_path):
@@ -83,7 +85,7 @@ def test_a_folder_that_is_too_large_is_explained_by_its_parts(tmp_path):
         check_package(tmp_path, default_excludes(), 4 * 2**20)
     message = str(error.value)
     assert "5.0 MiB, and Ray sends less than 4.0 MiB" in message
-    assert "4.0 MiB left out by the pattern '/models/'; 1.0 MiB left out by the pattern '/trace.json'" in message
+    assert "4.0 MiB excluded by the pattern '/models/'; 1.0 MiB excluded by the pattern '/trace.json'" in message
     check_package(tmp_path, [*default_excludes(), "/models/"], 4 * 2**20)
 
 
@@ -95,7 +97,7 @@ def test_a_runtime_env_is_made_ready_for_ray(tmp_path, monkeypatch):
     assert "pip" not in env and json.dumps(env)
     assert prepare_runtime_env({"working_dir": "s3://bucket/x.zip"}) == {"working_dir": "s3://bucket/x.zip"}
     monkeypatch.setenv("RAY_max_grpc_message_size", "50")
-    with pytest.raises(ValueError, match="too large to travel"):
+    with pytest.raises(ValueError, match="too large to send"):
         prepare_runtime_env({**given, "excludes": []})
     with pytest.raises(ValueError, match="there is no folder"):
         prepare_runtime_env({"working_dir": str(tmp_path / "missing")})

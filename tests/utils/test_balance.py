@@ -85,9 +85,9 @@ def test_ties_and_zeros_leave_no_group_empty():
 
 
 def test_impossible_partitions_are_refused():
-    with pytest.raises(ValueError, match="share 2 rows among 3"):
+    with pytest.raises(ValueError, match="partition 2 rows into 3"):
         balanced_partition([1, 2], 3)
-    with pytest.raises(ValueError, match="5 rows equally among 2 groups: 1 left over"):
+    with pytest.raises(ValueError, match="5 rows into 2 groups of equal size: remainder 1"):
         balanced_partition([1] * 5, 2)
     with pytest.raises(ValueError, match="found -4 for row 1"):
         balanced_partition([1, -4], 2)

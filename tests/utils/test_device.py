@@ -22,17 +22,18 @@ def test_device_words():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")
 def test_a_missing_gpu_is_refused_with_the_reason():
-    with pytest.raises(ValueError, match=r"device 'cuda' was asked for, but (this build|torch finds).*use cpu or auto"):
+    with pytest.raises(ValueError, match=r"device 'cuda' was requested, but (this build|torch finds).*use cpu or auto"):
         resolve_device("cuda")
 
 
 @pytest.mark.gpu
 def test_gpu_of_the_rank():
     assert resolve_device("auto", local_rank=0) == torch.device("cuda", 0)
-    with pytest.raises(ValueError, match=r"GPU 99 was asked for.*CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(ValueError, match=r"GPU 99 was requested.*CUDA_VISIBLE_DEVICES"):
         resolve_device("cuda", local_rank=99)
+    torch.cuda.reset_peak_memory_stats(0)  # the peak is that of the whole process, earlier tests included
     before = peak_memory(torch.device("cuda", 0))
-    torch.zeros(1 << 26, device="cuda")
+    torch.zeros(1 << 26, device="cuda:0")
     assert peak_memory(torch.device("cuda", 0)) - before >= 1 << 28
 
 
@@ -41,7 +42,7 @@ def test_dtype_words():
     assert resolve_dtype("bf16", CPU) == resolve_dtype("bfloat16", CPU) == torch.bfloat16
     assert resolve_dtype("fp32", CPU) == torch.float32
     assert resolve_dtype(torch.float64, CPU) == torch.float64
-    with pytest.raises(ValueError, match="dtype 'int8' is unknown: expected auto, fp64"):
+    with pytest.raises(ValueError, match=r"dtype: expected auto, fp64, .* found 'int8'"):
         resolve_dtype("int8", CPU)
 
 

@@ -1,4 +1,4 @@
-"""Two runs in one folder: the second is refused, and a killed one is in nobody's way."""
+"""Two runs in one folder: the second one fails, and a killed one does not block the folder."""
 
 import multiprocessing
 import os
@@ -7,24 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from verl.utils.lock import NAME, InUseError, only_run_in
+from verl.utils.lock import NAME, InUseError, lock_folder
 
 
-def test_the_second_is_told_who_is_there_and_the_next_is_welcome(tmp_path):
+def test_the_second_run_fails_with_the_owner_and_the_next_one_starts(tmp_path):
     folder = tmp_path / "new" / "run"
-    with only_run_in(folder):
-        owner = rf"at work in {folder} \(process {os.getpid()} on .*, since 2"
-        with pytest.raises(InUseError, match=owner), only_run_in(folder):
+    with lock_folder(folder):
+        owner = rf"another run is using {folder} \(process {os.getpid()} on .*, since 2"
+        with pytest.raises(InUseError, match=owner), lock_folder(folder):
             pass
-        with only_run_in(tmp_path / "other"):
+        with lock_folder(tmp_path / "other"):
             pass
     assert list(folder.iterdir()) == []
-    with only_run_in(folder):
+    with lock_folder(folder):
         assert (folder / NAME).is_file()
 
 
 def hold(folder: Path, ready) -> None:
-    with only_run_in(folder):
+    with lock_folder(folder):
         ready.set()
         signal.pause()
 
@@ -35,28 +35,28 @@ def test_a_killed_run_leaves_the_folder_free(tmp_path):
     process = fork.Process(target=hold, args=(tmp_path, ready))
     process.start()
     assert ready.wait(20)
-    with pytest.raises(InUseError, match=f"process {process.pid} on"), only_run_in(tmp_path):
+    with pytest.raises(InUseError, match=f"process {process.pid} on"), lock_folder(tmp_path):
         pass
     process.kill()
     process.join()
     assert (tmp_path / NAME).is_file()
-    with only_run_in(tmp_path):
+    with lock_folder(tmp_path):
         assert (tmp_path / NAME).read_text().startswith(f"process {os.getpid()} on")
 
 
 def count(folder: Path, file: Path) -> None:
-    """Add one to a number, many times, each time with the folder for itself."""
+    """Increment a number many times, each time with the folder locked."""
     done = 0
     while done < 50:
         try:
-            with only_run_in(folder):
+            with lock_folder(folder):
                 file.write_text(str(int(file.read_text()) + 1))
                 done += 1
         except InUseError:
             pass
 
 
-def test_no_two_are_in_it_at_any_moment(tmp_path):
+def test_the_lock_is_exclusive(tmp_path):
     file = tmp_path / "number"
     file.write_text("0")
     start = multiprocessing.get_context("fork").Process

@@ -6,7 +6,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from examples.quickstart.tiny_model import tiny_model
 from verl.config import schema
-from verl.data.dialogues import DialogueReader
+from verl.data.chat import DialogueReader
 from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
 from verl.single_controller import LocalWorkerGroup, WorkerSpec
@@ -110,7 +110,7 @@ def test_what_cannot_be_read_is_said(models):
     chat = [{"role": "user", "content": "abc="}]
     with pytest.raises(ValueError, match=r"prompts are chats.*reward_model\.custom_chat_template"):
         DialogueReader(bpe, char)(batch_of(bpe, [chat], ["abc"], ["abc="]))
-    with pytest.raises(ValueError, match="gives no column 'raw_prompt'"):
+    with pytest.raises(ValueError, match="must have a column 'raw_prompt'"):
         DialogueReader(char, bpe)(batch_of(char, ["abc="], ["abc"], ["abc="]).drop("raw_prompt"))
 
 

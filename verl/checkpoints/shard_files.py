@@ -1,7 +1,7 @@
-"""Reading what torch.distributed.checkpoint wrote, as data: a file from elsewhere cannot run code.
+"""Safe reading of torch.distributed.checkpoint files: an untrusted file cannot run code.
 
-torch describes the shards in a pickle (`.metadata`) and stores what is no tensor as pickles too, and reads both with
-everything that a pickle may do. Here only what it writes itself is read.
+torch describes the shards in a pickle (`.metadata`), stores values other than tensors as pickles too, and unpickles
+both without restrictions. Here only the classes that torch itself writes are allowed.
 """
 
 import io
@@ -29,7 +29,7 @@ _DESCRIPTION = (
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{(cls.__module__, cls.__qualname__): cls for cls in _DESCRIPTION},
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    # the folder that it was written to, which nobody reads
+    # the folder that it was written to, which is not used
     **{(m, name): PurePath for m in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
     **{("torch", str(t).removeprefix("torch.")): t for t in vars(torch).values() if isinstance(t, torch.dtype)},
 }
@@ -38,12 +38,12 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in a description of shards")
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in the metadata of a sharded checkpoint")
         return _ALLOWED[module, name]
 
 
 class ShardReader(FileSystemReader):
-    """The files of a folder. Raises pickle.UnpicklingError for a description that is more than one."""
+    """Reads the files of a folder. Raises pickle.UnpicklingError if the metadata contain other classes."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
@@ -59,9 +59,11 @@ class ShardReader(FileSystemReader):
 
 
 class ShardPlanner(DefaultLoadPlanner):
-    """Puts what is read into a state. Raises pickle.UnpicklingError for values that are more than plain ones."""
+    """Loads values into a state. Raises pickle.UnpicklingError for values other than plain ones."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        torch.load(value, weights_only=True)  # which refuses what could run code; torch reads it once more without
+        torch.load(
+            value, weights_only=True
+        )  # raises for anything that could run code; torch then reads it again without this check
         value.seek(0)
         super().load_bytes(read_item, value)

@@ -1,13 +1,13 @@
-"""Checkpoints on disk: `<root>/global_step_N/`, whole or not there at all. The one place that writes or deletes them.
+"""Checkpoints on disk: `<root>/global_step_N/`, written and deleted atomically, and only by this module.
 
-A checkpoint is written into a hidden folder, flushed to the disk, described by `manifest.json` (sizes and checksums,
-written last), and then renamed; `latest_checkpointed_iteration.txt` names it afterwards. A process killed at any
-moment leaves the checkpoints of before in place and at most one hidden folder, which the next save removes.
+A checkpoint is written into a hidden folder and fsynced, with `manifest.json` (sizes and checksums) last. Then the
+folder is renamed, and `latest_checkpointed_iteration.txt` is updated. A process that is killed at any moment leaves the
+previous checkpoints intact and at most one hidden folder, which the next save removes.
 
     store = CheckpointStore("checkpoints/run", keep=3)
-    with store.writing(step=20) as folder:      # an exception in here leaves no trace
+    with store.writing(step=20) as folder:      # removed if the block raises
         actor.save_checkpoint(folder / "actor")
-    folder = store.latest()                     # verified; a damaged one is refused by name, the one before is used
+    folder = store.latest()                     # verified; a damaged one is logged, and the one before it used
 """
 
 import hashlib
@@ -23,62 +23,63 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.utils.disk import DiskFullError, disk_full, in_bytes, size_of, why_no_room
+from verl.utils.disk import DiskFullError, disk_full, disk_full_reason, folder_size, format_bytes
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 LATEST = "latest_checkpointed_iteration.txt"
 
-# Hidden folders beside the checkpoints: one being written, one that makes place for another of its step, garbage.
+# hidden folders next to the checkpoints: being written, replaced by another of the same step, being deleted
 _WRITING, _REPLACED, _GARBAGE = ".writing_", ".replaced_", ".garbage_"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; the message names it, what is wrong with it, and what to do."""
+    """A checkpoint that cannot be used. The message names the checkpoint, the problem and the fix."""
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """A checkpoint that has a readable manifest. `serial` counts the saves under one root: the greatest is the newest.
+    """A checkpoint with a readable manifest.
 
-    The step does not tell the newest: a run that was started again from an earlier step saves smaller steps later.
+    `serial` counts the saves under one root; the newest checkpoint has the largest. Steps do not tell: a run that was
+    resumed from an earlier step saves smaller steps later.
     """
 
     folder: Path
     serial: int
     files: dict[str, dict[str, Any]]  # path inside the folder -> {"bytes": size, "sha256": checksum}
-    dropped: tuple[str, ...]  # parts that were deleted on purpose to save space
+    dropped: tuple[str, ...]  # sub-folders that were deleted to save space
 
     @property
     def step(self) -> int:
         return step_of(self.folder)
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         return not self.dropped and self.size_fault() is None
 
     def size_fault(self) -> str | None:
-        """What is missing or has another size than when it was written; None when all is there. Reads no contents."""
+        """Return which file is missing or has the wrong size; None if none. Does not read the contents."""
         for name, entry in self.files.items():
             path = self.folder / name
             if not path.is_file():
                 return f"{name} is missing"
             if path.stat().st_size != entry["bytes"]:
-                return f"{name} has {path.stat().st_size} bytes, written were {entry['bytes']}"
+                return f"{name}: expected {entry['bytes']} bytes, found {path.stat().st_size}"
         return None
 
     def content_fault(self) -> str | None:
-        """Which file holds something else than what was written; None when none does. Reads everything."""
+        """Return which file has the wrong checksum; None if none. Reads all contents."""
         names = list(self.files)
         for name, digest in zip(names, _map_files(_sha256, [self.folder / name for name in names])):
             if digest != self.files[name]["sha256"]:
-                return f"{name} has the sha256 {digest[:12]}..., written was {self.files[name]['sha256'][:12]}..."
+                return f"{name}: expected sha256 {self.files[name]['sha256'][:12]}..., found {digest[:12]}..."
         return None
 
 
 def step_of(folder: Path) -> int:
-    """The N of `global_step_N`. Raises CheckpointError for a folder of another name."""
+    """Return N of `global_step_N`. Raises CheckpointError for any other folder name."""
     match = re.fullmatch(r"global_step_(\d+)", Path(folder).name)
     if match is None:
         raise CheckpointError(f"{folder} is not a checkpoint: expected a folder called global_step_N")
@@ -86,19 +87,20 @@ def step_of(folder: Path) -> int:
 
 
 def step_of_saved(folder: Path) -> int:
-    """The step of a checkpoint that has a manifest; nothing else of it is read. CheckpointError when it has none."""
+    """Return the step of a checkpoint, reading only its manifest. Raises CheckpointError if it has none."""
     return _read(folder).step
 
 
 def verify(folder: str | Path) -> Path:
-    """Check the folder against its manifest, every byte, and return it.
+    """Verify the sizes and checksums of all files of a checkpoint, and return its folder.
 
-    Raises CheckpointError that names the folder and the first thing that is wrong with it.
+    Raises:
+        CheckpointError: if a file is missing, damaged or was deleted to save space.
     """
     saved = _read(Path(folder))
     if saved.dropped:
-        parts = " and ".join(saved.dropped)
-        raise CheckpointError(f"{folder} has no {parts} any more, deleted to save space: choose a newer one")
+        dropped = " and ".join(saved.dropped)
+        raise CheckpointError(f"{folder}: {dropped} was deleted to save space: choose a newer checkpoint")
     fault = saved.size_fault() or saved.content_fault()
     if fault is not None:
         raise CheckpointError(f"{folder} is damaged: {fault}")
@@ -106,22 +108,24 @@ def verify(folder: str | Path) -> Path:
 
 
 class CheckpointStore:
-    """The checkpoints of one run. One process writes; in a run of many, all ranks fill the folder that it hands out."""
+    """The checkpoints of one run. One process calls `writing`; all ranks may write into the folder it yields."""
 
     def __init__(self, root: str | Path, keep: int | None = None):
-        """`keep`: how many checkpoints stay (the newest), None for all. Counted on the disk, so also after a resume."""
+        """`keep`: number of newest checkpoints to keep; None: all. Includes checkpoints from before a resume."""
         self.root = Path(root)
         self.keep = _checked_keep("keep", keep)
 
     @contextmanager
     def writing(self, step: int) -> Iterator[Path]:
-        """An empty folder to fill; it becomes `global_step_<step>` when the block ends, and vanishes when it fails.
+        """Yield an empty folder. It becomes `global_step_<step>` when the block ends, and is removed if that fails.
 
-        A checkpoint of the same step is replaced. Older ones are deleted down to `keep` afterwards, never before.
-        Raises DiskFullError where there was no room for it, whatever the block raised.
+        A checkpoint of the same step is replaced. Older checkpoints are deleted afterwards, down to `keep`.
+
+        Raises:
+            DiskFullError: if there was no space left, whatever the block raised.
         """
         self.root.mkdir(parents=True, exist_ok=True)
-        self._tidy()
+        self._remove_leftovers()
         serial = 1 + max((saved.serial for saved in self._scan()[0]), default=0)
         folder = self.root / f"{_WRITING}global_step_{step}"
         folder.mkdir()
@@ -131,99 +135,101 @@ class CheckpointStore:
             self._publish(folder, step)
         except BaseException as error:
             if folder.exists():
-                reason, written = why_no_room(error, folder), size_of(folder)
-                shutil.rmtree(folder, ignore_errors=True)  # what stays now, the next save removes
+                reason, written = disk_full_reason(error, folder), folder_size(folder)
+                shutil.rmtree(folder, ignore_errors=True)  # the next save removes what is left
                 if reason is not None:
                     raise self._full(step, reason, written) from error
                 error.add_note(
-                    f"The checkpoint of step {step} was not written to {self.root}; its folder was removed, the "
-                    "checkpoints of before are untouched."
+                    f"The checkpoint of step {step} was not written to {self.root}. Its folder was removed; earlier "
+                    "checkpoints are unchanged."
                 )
             raise
         if self.keep is not None:
             self.prune(self.keep)
 
     def _full(self, step: int, reason: str, written: int) -> DiskFullError:
-        """For the checkpoint of `step`, which broke off after so many bytes."""
+        """Return the error for the checkpoint of `step`, of which `written` bytes were written."""
         newest = self.newest()
         if newest is None:
-            needed, kept, way_on = f"more than {in_bytes(written)}", "There is none before it.", "starts anew"
+            needed, kept, then = f"more than {format_bytes(written)}", "There is no earlier checkpoint.", "starts over"
         else:
-            size = size_of(newest)
-            needed = in_bytes(size) if size >= written else f"more than {in_bytes(written)}"
-            kept, way_on = f"{newest.name} and those before it are untouched.", f"goes on from {newest}"
+            size = folder_size(newest)
+            needed = format_bytes(size) if size >= written else f"more than {format_bytes(written)}"
+            kept, then = f"{newest.name} and earlier checkpoints are unchanged.", f"resumes from {newest}"
         advice = (
-            f"{kept} Make room (trainer.max_*ckpt_to_keep says how many stay; a new one is written before an old one "
-            "goes), or move the folder to a larger disk and let trainer.default_local_dir name it there: the same "
-            f"command then {way_on}"
+            f"{kept} Free some space (trainer.max_*ckpt_to_keep limits the number of checkpoints; an old one is "
+            "deleted after a new one is written), or move the folder to a larger disk and set "
+            f"trainer.default_local_dir. The same command then {then}"
         )
         return disk_full(f"the checkpoint of step {step}, which needs {needed},", self.root, reason, advice)
 
     def latest(self) -> Path | None:
-        """The newest checkpoint whose every byte is as it was written, or None when there is no checkpoint at all.
+        """Return the newest checkpoint that passes verification; None if there are no checkpoints.
 
-        A damaged one is refused with an error in the log and the one before it is used. Raises CheckpointError when
-        there are checkpoints and none of them is usable: to start anew is for the user to say.
+        A damaged checkpoint is logged as an error, and the one before it is used.
+
+        Raises:
+            CheckpointError: if there are checkpoints, but none is usable. Starting over is the user's decision.
         """
         self._restore_replaced()
-        checkpoints, refused = self._scan()
-        for error in refused:
-            logger.error("%s; it is not used", error)
+        checkpoints, unusable = self._scan()
+        for error in unusable:
+            logger.error("%s; skipped", error)
         for saved in checkpoints:
             if saved.dropped:
                 continue
             try:
                 return verify(saved.folder)
             except CheckpointError as error:
-                logger.error("%s; the checkpoint before it is used", error)
-                refused.append(str(error))
-        if refused:
+                logger.error("%s; trying the checkpoint before it", error)
+                unusable.append(str(error))
+        if unusable:
             raise CheckpointError(
-                f"no usable checkpoint under {self.root}: {'; '.join(refused)}. "
-                "Set trainer.resume_mode=disable to start anew, or another trainer.default_local_dir"
+                f"no usable checkpoint under {self.root}: {'; '.join(unusable)}. "
+                "Set trainer.resume_mode=disable to start over, or another trainer.default_local_dir"
             )
         return None
 
     def newest(self) -> Path | None:
-        """The newest checkpoint that is whole by the sizes of its files; their contents are not read."""
-        return next((saved.folder for saved in self._scan()[0] if saved.whole), None)
+        """Return the newest complete checkpoint by file sizes; contents are not read."""
+        return next((saved.folder for saved in self._scan()[0] if saved.complete), None)
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of `step` is, or would be."""
+        """Return the folder of the checkpoint of `step`, which may not exist."""
         return self.root / f"global_step_{step}"
 
     def resume_path(self, path: str | Path | None) -> Path:
-        """The checkpoint that a user named, verified; no other is used in its place."""
+        """Verify and return the checkpoint at `path`. There is no fallback to another one."""
         if path is None:
             raise ValueError("trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N")
         return verify(path)
 
     def prune(self, keep: int) -> None:
-        """Delete whole checkpoints older than the newest `keep`."""
+        """Delete checkpoints older than the newest `keep`."""
         for saved in self._surplus(self._scan()[0], _checked_keep("keep", keep)):
             self._discard(saved.folder)
 
-    def prune_part(self, part: str, keep: int | None) -> None:
-        """Delete the sub-folder `part` of the checkpoints older than the newest `keep` that have it.
+    def prune_subfolder(self, name: str, keep: int | None) -> None:
+        """Delete the sub-folder `name` (actor, critic) of checkpoints older than the newest `keep` that have it.
 
-        Such a checkpoint keeps its other parts, is marked in its manifest, and is not resumed from. When no
-        sub-folder is left, the rest goes too.
+        The manifest records the deletion, and the checkpoint can no longer be resumed from. If no sub-folder is left,
+        the whole checkpoint is deleted.
         """
-        if _checked_keep(f"checkpoints to keep for {part}", keep) is None:
+        if _checked_keep(f"checkpoints to keep for {name}", keep) is None:
             return
-        having = [saved for saved in self._scan()[0] if (saved.folder / part).is_dir()]
+        having = [saved for saved in self._scan()[0] if (saved.folder / name).is_dir()]
         for saved in self._surplus(having, keep):
-            files = {name: entry for name, entry in saved.files.items() if not name.startswith(f"{part}/")}
-            if not any("/" in name for name in files):
+            files = {path: entry for path, entry in saved.files.items() if not path.startswith(f"{name}/")}
+            if not any("/" in path for path in files):
                 self._discard(saved.folder)
                 continue
-            # Marked before it is deleted: a process killed in between leaves no checkpoint that looks damaged.
-            dropped = sorted({*saved.dropped, part})
+            # the manifest first: a process killed in between leaves no checkpoint that looks damaged
+            dropped = sorted({*saved.dropped, name})
             _write_atomically(saved.folder / MANIFEST, _manifest(saved.serial, files, dropped))
-            self._discard(saved.folder / part)
+            self._discard(saved.folder / name)
 
     def _surplus(self, checkpoints: list[_Saved], keep: int) -> list[_Saved]:
-        """Those older than the `keep` newest intact ones, but never the newest that can be resumed from."""
+        """Return those older than the `keep` newest intact ones, except the newest that can be resumed from."""
         intact = [saved for saved in checkpoints if saved.size_fault() is None]
         if len(intact) <= keep:
             return []
@@ -232,7 +238,7 @@ class CheckpointStore:
         return [saved for saved in checkpoints if saved.serial < oldest and saved.folder != resumable]
 
     def _scan(self) -> tuple[list[_Saved], list[str]]:
-        """Every checkpoint with a readable manifest, newest first; and what is wrong with the others."""
+        """Return all checkpoints with a readable manifest, newest first, and the errors of the others."""
         if not self.root.is_dir():
             return [], []
         found, faults = [], []
@@ -245,28 +251,28 @@ class CheckpointStore:
         return sorted(found, key=lambda saved: -saved.serial), faults
 
     def _publish(self, folder: Path, step: int) -> None:
-        """Give the sealed folder its name, then say so in the file that names the latest."""
+        """Rename the sealed folder, then update the tracker file."""
         final = self.path(step)
         replaced = self.root / f"{_REPLACED}{final.name}"
         if final.exists():
             final.rename(replaced)
         folder.rename(final)
-        _flush_folder(self.root)
+        _fsync_folder(self.root)
         _write_atomically(self.root / LATEST, str(step))
         if replaced.exists():
             self._retire(replaced, final)
 
     def _retire(self, replaced: Path, final: Path) -> None:
-        """Delete what the checkpoint `final` took the place of; what we did not write is set aside instead."""
+        """Delete the folder that `final` replaced. A folder that this class did not write is renamed instead."""
         if (replaced / MANIFEST).is_file():
             self._discard(replaced)
             return
         aside = final.with_name(f"{final.name}.set_aside_{replaced.stat().st_mtime_ns}")
         replaced.rename(aside)
-        logger.warning("there was a %s without a %s; it is %s now", final.name, MANIFEST, aside)
+        logger.warning("found a %s without a %s; renamed to %s", final.name, MANIFEST, aside)
 
     def _restore_replaced(self) -> None:
-        """Undo a replacement that a kill interrupted between its two renames."""
+        """Undo a replacement if the process was killed between its two renames."""
         for replaced in self.root.glob(f"{_REPLACED}*"):
             final = self.root / replaced.name.removeprefix(_REPLACED)
             if final.exists():
@@ -274,16 +280,16 @@ class CheckpointStore:
             else:
                 replaced.rename(final)
 
-    def _tidy(self) -> None:
-        """Remove what a killed process left behind."""
+    def _remove_leftovers(self) -> None:
+        """Remove the hidden folders of a killed process."""
         self._restore_replaced()
         for stale in [*self.root.glob(f"{_WRITING}*"), *self.root.glob(f"{_GARBAGE}*")]:
             if stale.name.startswith(_WRITING):
-                logger.warning("removing %s: a process was stopped while it wrote this checkpoint", stale)
+                logger.warning("removing %s: a process was killed while writing this checkpoint", stale)
             shutil.rmtree(stale)
 
     def _discard(self, folder: Path) -> None:
-        """Delete a folder so that a kill in the middle leaves it either whole or out of sight."""
+        """Delete a folder. A kill in between leaves it either complete or hidden."""
         garbage = self.root / f"{_GARBAGE}{'_'.join(folder.relative_to(self.root).parts)}"
         if garbage.exists():
             shutil.rmtree(garbage)
@@ -293,23 +299,23 @@ class CheckpointStore:
 
 def _checked_keep(name: str, keep: int | None) -> int | None:
     if keep is not None and keep < 1:
-        raise ValueError(f"{name} is {keep}: expected at least 1, or null to keep all of them")
+        raise ValueError(f"{name}: expected at least 1, or null to keep all, found {keep}")
     return keep
 
 
 def _seal(folder: Path, serial: int) -> None:
-    """Flush every file and folder to the disk, with the manifest as the last of them."""
+    """Fsync all files and folders, and write the manifest last."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     if not paths:
         raise CheckpointError(f"nothing was written into the checkpoint {folder.name.removeprefix(_WRITING)}")
-    digests = _map_files(_flush_and_sha256, paths)
+    digests = _map_files(_fsync_and_sha256, paths)
     files = {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
         for path, digest in zip(paths, digests)
     }
     for path in folder.rglob("*"):
         if path.is_dir():
-            _flush_folder(path)
+            _fsync_folder(path)
     _write_atomically(folder / MANIFEST, _manifest(serial, files, []))
 
 
@@ -318,13 +324,13 @@ def _manifest(serial: int, files: dict[str, dict[str, Any]], dropped: list[str])
 
 
 def _read(folder: Path) -> _Saved:
-    """The checkpoint that the manifest of `folder` describes. Raises CheckpointError when there is none to be read."""
+    """Read the manifest of a checkpoint. Raises CheckpointError if there is none, or it cannot be read."""
     step_of(folder)
     path = folder / MANIFEST
     if not path.is_file():
         if not folder.is_dir():
             raise CheckpointError(f"{folder} does not exist")
-        raise CheckpointError(f"{folder} has no {MANIFEST}: it was not written by this project, or not to its end")
+        raise CheckpointError(f"{folder} has no {MANIFEST}: it was not written by this library, or is incomplete")
     try:
         manifest = json.loads(path.read_text())
         return _Saved(folder, manifest["serial"], manifest["files"], tuple(manifest["dropped"]))
@@ -333,18 +339,18 @@ def _read(folder: Path) -> _Saved:
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    """The file has its old contents or the new ones, whatever happens in between."""
+    """Replace the contents of a file atomically."""
     draft = path.with_name(f".{path.name}.draft")
     with draft.open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
-    _flush_folder(path.parent)
+    _fsync_folder(path.parent)
 
 
-def _flush_folder(folder: Path) -> None:
-    """Make the names inside the folder durable, as fsync of a file does for its contents."""
+def _fsync_folder(folder: Path) -> None:
+    """Fsync a folder, which makes its entries durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -353,7 +359,7 @@ def _flush_folder(folder: Path) -> None:
 
 
 def _map_files(function, paths: list[Path]) -> list[str]:
-    """Apply to many files at once: checksums and flushes release the interpreter lock."""
+    """Apply a function to files in parallel; hashing and fsync release the GIL."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(function, paths))
 
@@ -363,7 +369,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _flush_and_sha256(path: Path) -> str:
+def _fsync_and_sha256(path: Path) -> str:
     with path.open("rb") as file:
         os.fsync(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest()

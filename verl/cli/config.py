@@ -1,6 +1,6 @@
-"""python -m verl.cli.config [--of ppo|sft|generation|evaluation] [WORD ...]: every key, its type, default and meaning.
+"""python -m verl.cli.config [--of ppo|sft|generation|evaluation] [WORD ...]: every key, its type, default and help.
 
-With words: only the keys whose line holds all of them, in any case. The table is Markdown.
+With words: only the keys whose line contains all of them, ignoring case. The table is Markdown.
 """
 
 import argparse
@@ -21,7 +21,7 @@ SCHEMAS: dict[str, type[Schema]] = {
 
 
 def select(table: str, words: list[str]) -> str:
-    """The lines of a Markdown table that hold all the words, under its head. Empty when no line does."""
+    """The lines of a Markdown table that contain all words, with its header. Empty if there are none."""
     head, rule, *rows = table.splitlines()
     found = [row for row in rows if all(word.lower() in row.lower() for word in words)]
     return "\n".join([head, rule, *found]) + "\n" if found else ""
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Print the table; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m verl.cli.config", description="Every key of a configuration.")
     parser.add_argument("--of", choices=list(SCHEMAS), default="ppo", help="which program's keys (default: ppo)")
-    parser.add_argument("words", nargs="*", metavar="WORD", help="show only the keys whose line holds every word")
+    parser.add_argument("words", nargs="*", metavar="WORD", help="show only the keys whose line contains every word")
     given = parser.parse_args(arguments)
     table = reference_table(SCHEMAS[given.of])
     found = select(table, given.words)
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _nothing_found(table: str, of: str, words: list[str]) -> str:
-    """Which word is nowhere in a program's table, and the key that it probably stands for."""
+    """The word that no line of a program's table contains, and the key that was probably meant."""
     missing = [word for word in words if not select(table, [word])]
     if not missing:
         return f"no key of {of} has {' and '.join(map(repr, words))} in its line"

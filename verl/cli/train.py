@@ -1,4 +1,4 @@
-"""python -m verl.cli.train --config ppo_config.yaml: train as a YAML file says. The same as verl.trainer.main_ppo."""
+"""python -m verl.cli.train --config ppo_config.yaml: train with a YAML file. The same as verl.trainer.main_ppo."""
 
 import sys
 

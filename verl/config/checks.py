@@ -192,9 +192,9 @@ def _groups(config: Config) -> Iterator[Problem]:
 def _kl(config: Config) -> Iterator[Problem]:
     use = config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
     if use and config.actor_rollout_ref.ref.enable is False:
-        asked = "algorithm.use_kl_in_reward" if config.algorithm.use_kl_in_reward else _ACTOR + "use_kl_loss"
+        enabled = "algorithm.use_kl_in_reward" if config.algorithm.use_kl_in_reward else _ACTOR + "use_kl_loss"
         yield Problem(
-            "actor_rollout_ref.ref.enable", f"false, but {asked}=true needs the reference: change one of them"
+            "actor_rollout_ref.ref.enable", f"false, but {enabled}=true needs the reference: change one of them"
         )
 
 

@@ -51,7 +51,10 @@ FilePaths = Annotated[list[FilePath], BeforeValidator(_as_list)]
 
 
 class Section(pydantic.BaseModel):
-    """A section of the configuration. Unknown fields are errors, and instances are frozen."""
+    """A section of the configuration. Unknown fields are errors, and instances are frozen.
+
+    It can also be read like a mapping (`config["seed"]`, `config.get("seed", 0)`), as custom datasets do.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
@@ -68,6 +71,18 @@ class Section(pydantic.BaseModel):
         if isinstance(value, bool) and not _accepts_bool(cls.model_fields[info.field_name].annotation):
             raise ValueError("true and false are not numbers")
         return value
+
+    def keys(self) -> list[str]:
+        return list(vars(self))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return vars(self).get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        return key in vars(self)
+
+    def __getitem__(self, key: str) -> Any:
+        return vars(self)[key]
 
 
 Lookup = Callable[[str], Any]
@@ -116,7 +131,7 @@ class Schema(Section):
 
     Attributes:
         aliases: other names of its fields.
-        upstream: the part of upstream_keys.yaml that lists the upstream keys this schema does not have.
+        upstream: the section of upstream_keys.yaml that lists the upstream keys this schema does not have.
     """
 
     aliases: ClassVar[Aliases] = Aliases()

@@ -32,14 +32,14 @@ INSTEAD: dict[str, str] = {
 }
 """End of a key of SUPPORTED -> what to do, if "use <the supported values>" does not say enough."""
 
-ENGINES: dict[str, str] = {
+REGISTERED_KINDS: dict[str, str] = {
     "rollout.name": "rollout engine",
     "strategy": "training engine",
     "rollout.agent.default_agent_loop": "agent loop",
 }
 """End of a key -> the kind of object that is registered under its value."""
 
-_OTHER_ENGINES = (
+_OTHER_REGISTERED_KINDS = (
     "max_num_batched_tokens",
     "max_model_len",
     "enable_chunked_prefill",
@@ -50,13 +50,13 @@ _OTHER_ENGINES = (
 )
 
 NO_EFFECT: dict[tuple[str, Any], tuple[str, ...]] = {
-    ("rollout.name", "native"): _OTHER_ENGINES,
+    ("rollout.name", "native"): _OTHER_REGISTERED_KINDS,
     ("rollout.name", "hf"): (
         "actor_rollout_ref.rollout.dtype",
         "gpu_memory_utilization",
         "enforce_eager",
         "free_cache_engine",
-        *_OTHER_ENGINES,
+        *_OTHER_REGISTERED_KINDS,
     ),
     ("reward.reward_model.enable", False): (
         "reward.reward_model.model_path",
@@ -126,7 +126,7 @@ def check_registered(config: Schema, registered: Mapping[str, Collection[str]]) 
 
     Args:
         config: the configuration.
-        registered: end of a key, as in `ENGINES` -> the names that are registered. A key without names is not checked.
+        registered: end of a key, as in `REGISTERED_KINDS` -> the registered names. Other keys are not checked.
 
     Returns:
         A problem for each unknown name, with the nearest and all registered names.
@@ -135,7 +135,7 @@ def check_registered(config: Schema, registered: Mapping[str, Collection[str]]) 
     for key, value in flatten(config.model_dump(), type(config)).items():
         for end, names in registered.items():
             if matches(key, end) and value not in names:
-                wrong[key] = _not_registered(key, value, ENGINES[end], names)
+                wrong[key] = _not_registered(key, value, REGISTERED_KINDS[end], names)
     derived = derived_fields(type(config)).keys() - differences(config).keys() if wrong else ()
     return [Problem(key, what) for key, what in wrong.items() if key not in derived]
 

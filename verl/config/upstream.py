@@ -47,7 +47,7 @@ def upstream_key(key: str, schema: str | None) -> UpstreamKey | None:
 
     Args:
         key: dotted key.
-        schema: the part of upstream_keys.yaml to look in, such as "ppo"; None: no key is known.
+        schema: the section of upstream_keys.yaml to look in, such as "ppo"; None: no key is known.
     """
     if schema is None:
         return None

@@ -1,8 +1,8 @@
-"""Rows of data files, and the order in which training walks over them.
+"""Rows of data files, and the order in which training reads them.
 
-read_rows(files) -> Rows                       parquet, jsonl, json
-ResumableSampler                               row numbers, batch after batch, for ever; exact resume
-PromptSource                                   the same as a source of `DataProto` batches: the head of a flow
+read_rows(files) -> Rows     parquet, jsonl, json
+ResumableSampler             endless batches of row numbers, with exact resume
+PromptSource                 the same as a source of `DataProto` batches: the first operator of a flow
 """
 
 import bisect
@@ -17,17 +17,17 @@ import pyarrow.parquet as pq
 
 from verl.protocol import DataProto
 
-_CHUNK = 1024  # rows turned from Arrow into Python objects at a time
+_CHUNK = 1024  # rows converted from Arrow to Python objects at a time
 
 
-class _ParquetPart:
-    """The rows of one parquet file; they become Python objects when they are asked for."""
+class _ParquetFile:
+    """The rows of one parquet file, converted to Python objects on access."""
 
     def __init__(self, path: Path):
         try:
             self.table = pq.read_table(path)
         except (pa.ArrowException, OSError) as error:
-            raise ValueError(f"{path}: expected a parquet file, but it cannot be read: {error}") from error
+            raise ValueError(f"{path}: not a valid parquet file: {error}") from error
         self.path = path
         self.columns = tuple(self.table.column_names)
 
@@ -48,17 +48,17 @@ class _ParquetPart:
         return self.table
 
 
-class _JsonPart:
-    """The rows of one file of JSON objects, one a line or all in a list. A key that a row lacks is None in that row."""
+class _JsonFile:
+    """The rows of one JSON file: one object per line, or a list of objects. A missing key is None."""
 
     def __init__(self, path: Path):
         self.path = path
         try:
-            text = path.read_text(encoding="utf-8-sig")  # some programs put a mark before the first line
+            text = path.read_text(encoding="utf-8-sig")  # some programs write a byte order mark
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: expected UTF-8 text: {error}") from error
         self.is_list = text.lstrip().startswith("[")
-        self.places: list[int] = []
+        self.positions: list[int] = []
         rows = self._parse_list(text) if self.is_list else self._parse_lines(text)
         self.columns = tuple(dict.fromkeys(key for row in rows for key in row))
         empty = dict.fromkeys(self.columns)
@@ -69,7 +69,7 @@ class _JsonPart:
             rows = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"{self.path}: expected a JSON list of objects: {error}") from error
-        self.places = list(range(len(rows)))
+        self.positions = list(range(len(rows)))
         return [self._check_object(row, i) for i, row in enumerate(rows)]
 
     def _parse_lines(self, text: str) -> list[dict[str, Any]]:
@@ -77,11 +77,11 @@ class _JsonPart:
         for number, line in enumerate(text.split("\n"), start=1):  # splitlines() would also split inside JSON strings
             if not line.strip():
                 continue
-            self.places.append(number)
+            self.positions.append(number)
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                what = f"expected one JSON object a line: {error.msg} at character {error.pos + 1}"
+                what = f"expected one JSON object per line: {error.msg} at character {error.pos + 1}"
                 raise ValueError(f"{self.path}, line {number}: {what}") from error
             rows.append(self._check_object(row, len(rows)))
         return rows
@@ -103,68 +103,72 @@ class _JsonPart:
         return (dict(row) for row in self.rows)
 
     def where(self, row: int) -> str:
-        place = self.places[row]
-        return f"{self.path}, row {place} (the first is 0)" if self.is_list else f"{self.path}, line {place}"
+        position = self.positions[row]
+        return f"{self.path}, row {position} (the first is 0)" if self.is_list else f"{self.path}, line {position}"
 
     def to_table(self) -> pa.Table:
         try:
             return pa.Table.from_pylist(self.rows)
         except pa.ArrowException as error:
-            raise ValueError(f"{self.path}: its values do not fit into one type a column: {error}") from error
+            raise ValueError(f"{self.path}: its values do not have one type per column: {error}") from error
 
 
-_READERS = {".parquet": _ParquetPart, ".jsonl": _JsonPart, ".json": _JsonPart}
+_READERS = {".parquet": _ParquetFile, ".jsonl": _JsonFile, ".json": _JsonFile}
 
 
 class Rows(Sequence):
-    """The rows of one or several files, one after another, as dicts that all have the keys `columns`."""
+    """The rows of one or several files as dicts that all have the keys `columns`."""
 
-    def __init__(self, parts: Sequence[_ParquetPart | _JsonPart]):
-        self.parts = list(parts)
-        self.columns = self.parts[0].columns
-        self._ends = np.cumsum([len(part) for part in self.parts]).tolist()
+    def __init__(self, files: Sequence[_ParquetFile | _JsonFile]):
+        self.files = list(files)
+        self.columns = self.files[0].columns
+        self._ends = np.cumsum([len(file) for file in self.files]).tolist()
 
-    def _locate(self, row: int) -> tuple[_ParquetPart | _JsonPart, int]:
+    def _locate(self, row: int) -> tuple[_ParquetFile | _JsonFile, int]:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
-        part = bisect.bisect_right(self._ends, row)
-        return self.parts[part], row - (self._ends[part - 1] if part else 0)
+        number = bisect.bisect_right(self._ends, row)
+        return self.files[number], row - (self._ends[number - 1] if number else 0)
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        part, local = self._locate(row)
-        return part[local]
+        file, local = self._locate(row)
+        return file[local]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for part in self.parts:
-            yield from part
+        for file in self.files:
+            yield from file
+
+    @property
+    def names(self) -> str:
+        """The paths of all files, for errors."""
+        return ", ".join(str(file.path) for file in self.files)
 
     def where(self, row: int) -> str:
-        """File and row (or line) as a user finds it there."""
-        part, local = self._locate(row)
-        return part.where(local)
+        """File, and row or line number, as shown in errors."""
+        file, local = self._locate(row)
+        return file.where(local)
 
     def to_table(self) -> pa.Table:
         """All rows as an Arrow table; columns of parquet files keep their types.
 
-        Raises ValueError for JSON values that do not fit into one type a column, or files that differ in their types.
+        Raises ValueError if a column of a JSON file has several types, or the files have different types.
         """
-        tables = [part.to_table().select(self.columns) for part in self.parts]
+        tables = [file.to_table().select(self.columns) for file in self.files]
         try:
             return pa.concat_tables(tables, promote_options="permissive")
         except pa.ArrowException as error:
-            names = ", ".join(str(part.path) for part in self.parts)
-            raise ValueError(f"{names}: columns of one name differ in their types: {error}") from error
+            raise ValueError(f"{self.names}: columns of the same name have different types: {error}") from error
 
     def file_type(self, row: int) -> str:
-        """The ending of the file that a row came from: "parquet", "jsonl" or "json"."""
+        """The type of the file that a row comes from: "parquet", "jsonl" or "json"."""
         return self._locate(row)[0].path.suffix.lower().lstrip(".")
 
 
 def file_list(files: str | Path | Sequence[str | Path]) -> list[Path]:
-    """One path or several -> a list of paths, `~` expanded. Raises ValueError for anything else, or for none."""
+    """One path or several -> a list of paths, `~` expanded. Raises ValueError otherwise, and for an empty list."""
     given = [files] if isinstance(files, str | Path) else files
     if not isinstance(given, Sequence) or not all(isinstance(f, str | Path) for f in given):
         raise ValueError(f"data files: expected a path or a list of paths, found {files!r}")
@@ -177,73 +181,74 @@ def read_rows(files: str | Path | Sequence[str | Path]) -> Rows:
     """Read .parquet, .jsonl and .json files as one sequence of rows.
 
     Raises:
-        ValueError: a file that is missing, has another ending, holds no rows or cannot be read (with the line), or
-            files whose columns differ. Patterns such as `*.parquet` are not expanded: give the list.
+        ValueError: a file that does not exist, has another suffix, has no rows or cannot be read (with the line), or
+            files with different columns. Patterns such as `*.parquet` are not expanded.
     """
-    parts: list[_ParquetPart | _JsonPart] = []
+    opened: list[_ParquetFile | _JsonFile] = []
     for path in file_list(files):
         if not path.is_file():
             what = "a folder" if path.is_dir() else "no such file"
             raise ValueError(f"{path}: expected a data file, found {what}")
         if path.suffix.lower() not in _READERS:
             raise ValueError(
-                f"{path}: expected a file that ends with {', '.join(_READERS)}, found {path.suffix or 'no ending'}"
+                f"{path}: expected a file with the suffix {', '.join(_READERS)}, found {path.suffix or 'no suffix'}"
             )
-        part = _READERS[path.suffix.lower()](path)
-        if len(part) == 0:
-            raise ValueError(f"{path}: the file holds no rows")
-        if parts and set(part.columns) != set(parts[0].columns):
-            missing = sorted(set(parts[0].columns) - set(part.columns))
-            extra = sorted(set(part.columns) - set(parts[0].columns))
+        file = _READERS[path.suffix.lower()](path)
+        if len(file) == 0:
+            raise ValueError(f"{path}: the file has no rows")
+        if opened and set(file.columns) != set(opened[0].columns):
+            missing = sorted(set(opened[0].columns) - set(file.columns))
+            extra = sorted(set(file.columns) - set(opened[0].columns))
             raise ValueError(
-                f"{path}: expected the same columns as {parts[0].path}; missing: {missing or 'none'}, "
-                f"not in the first file: {extra or 'none'}. Write the files with the same columns"
+                f"{path}: expected the same columns as {opened[0].path}; missing: {missing or 'none'}, "
+                f"extra: {extra or 'none'}. Write all files with the same columns"
             )
-        parts.append(part)
-    return Rows(parts)
+        opened.append(file)
+    return Rows(opened)
 
 
 class ResumableSampler:
-    """Row numbers in batches of `batch_size`, for ever: epoch after epoch, each in an order of its own.
+    """Endless batches of row numbers, shuffled in every epoch.
 
-    The order of an epoch depends on (seed, epoch) alone. The rows that do not fill a last batch are left out of that
-    epoch; which rows these are changes from epoch to epoch when `shuffle` is on.
+    The order of an epoch depends only on (seed, epoch). Rows that do not fill the last batch of an epoch are dropped;
+    with `shuffle` these are different rows in each epoch.
 
-    epoch, step_in_epoch: the position of the batch that comes next.
+    Attributes:
+        epoch: the epoch of the next batch.
+        step_in_epoch: the position of the next batch in its epoch.
     """
 
     def __init__(self, num_rows: int, batch_size: int, *, seed: int = 0, shuffle: bool = True):
         if batch_size < 1:
-            raise ValueError(f"batch size: expected at least 1, found {batch_size}")
+            raise ValueError(f"batch size: expected int >= 1, found {batch_size}")
         if batch_size > num_rows:
             raise ValueError(
-                f"a batch of {batch_size:,} prompts needs as many rows, but the data set has {num_rows:,}: "
-                "lower data.train_batch_size or add data"
+                f"the batch size is {batch_size:,} prompts, but the data has {num_rows:,} rows: "
+                "decrease data.train_batch_size or add data"
             )
         if seed < 0:
-            raise ValueError(f"seed: expected a number from 0, found {seed}")
+            raise ValueError(f"seed: expected int >= 0, found {seed}")
         self.num_rows = num_rows
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
         self.epoch = 0
         self.step_in_epoch = 0
-        self._order: np.ndarray | None = None  # of the current epoch, made when it is first needed
+        self._order: np.ndarray | None = None  # of the current epoch; None: not computed yet
 
     @property
     def steps_per_epoch(self) -> int:
         return self.num_rows // self.batch_size
 
-    def describe(self) -> str:
-        """The figures in words: "7,473 rows: 29 steps of 256 an epoch, 49 rows left out each epoch"."""
-        left_out = self.num_rows % self.batch_size
-        return (
-            f"{self.num_rows:,} rows: {self.steps_per_epoch:,} steps of {self.batch_size:,} an epoch, "
-            f"{left_out:,} rows left out each epoch"
-        )
+    def describe(self, unit: str = "prompts") -> str:
+        """Text such as "7,473 prompts: 29 steps of 256 per epoch, last 49 prompts dropped"."""
+        dropped = self.num_rows % self.batch_size
+        unit_dropped = unit.removesuffix("s") if dropped == 1 else unit
+        steps = f"{self.num_rows:,} {unit}: {self.steps_per_epoch:,} steps of {self.batch_size:,} per epoch"
+        return f"{steps}, last {dropped:,} {unit_dropped} dropped" if dropped else steps
 
     def next_batch(self) -> tuple[int, list[int]]:
-        """The epoch of the next batch and its row numbers; moves on by one step."""
+        """The epoch and the row numbers of the next batch; advances by one step."""
         if self._order is None:
             self._order = self._order_of(self.epoch)
         start = self.step_in_epoch * self.batch_size
@@ -267,36 +272,39 @@ class ResumableSampler:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what the order depends on."""
+        """The position, and everything that the order depends on."""
         return {**self._identity(), "epoch": self.epoch, "step_in_epoch": self.step_in_epoch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved position. Raises ValueError when the order there would not be the order here."""
+        """Resume from a saved position. Raises ValueError if the order of the rows differs from the saved one."""
         expected = {*self._identity(), "epoch", "step_in_epoch"}
         if set(state) != expected:
             raise ValueError(f"data position: expected the keys {sorted(expected)}, found {sorted(state)}")
         for name, mine in self._identity().items():
             if state[name] != mine:
                 raise ValueError(
-                    f"cannot resume the data: {name} was {state[name]!r} when the checkpoint was written and is now "
-                    f"{mine!r}, so rows would be repeated or skipped. Start with the old value, or start a new run"
+                    f"cannot resume the data position: {name} is {mine!r}, but {state[name]!r} in the checkpoint, so "
+                    f"rows would be repeated or skipped. Restore the old value, or start a new run"
                 )
         if state["epoch"] < 0 or not 0 <= state["step_in_epoch"] < self.steps_per_epoch:
             raise ValueError(
-                f"data position: epoch {state['epoch']}, step {state['step_in_epoch']} is not a position among "
-                f"{self.steps_per_epoch} steps an epoch"
+                f"data position: epoch {state['epoch']}, step {state['step_in_epoch']} is not a position in "
+                f"{self.steps_per_epoch} steps per epoch"
             )
         self.epoch, self.step_in_epoch, self._order = state["epoch"], state["step_in_epoch"], None
 
 
 class PromptSource:
-    """A source of batches for a flow: calling it gives the next `DataProto` of `batch_size` prompts, for ever.
+    """A source of batches for a flow: each call returns the next `DataProto` of `batch_size` prompts, endlessly.
 
-    Each row gets the `uid` "<epoch>:<row>", the same in every run and the only one of its kind within an epoch. The
-    attributes epoch, step_in_epoch and steps_per_epoch, and `describe`, `state_dict`, `load_state_dict` are those of
+    Each sample gets the `uid` "<epoch>:<row>", which is unique within an epoch and the same in every run.
+    `epoch`, `step_in_epoch`, `steps_per_epoch`, `describe`, `state_dict` and `load_state_dict` are those of
     `ResumableSampler`.
 
-    dataset: anything with `len()` and `dataset[i] -> dict`. collate: a list of such dicts -> DataProto.
+    Args:
+        dataset: any object with `len()` and `dataset[i] -> dict`.
+        batch_size: prompts per batch.
+        collate: a list of such dicts -> DataProto.
     """
 
     def __init__(
@@ -328,8 +336,8 @@ class PromptSource:
     def steps_per_epoch(self) -> int:
         return self.sampler.steps_per_epoch
 
-    def describe(self) -> str:
-        return self.sampler.describe()
+    def describe(self, unit: str = "prompts") -> str:
+        return self.sampler.describe(unit)
 
     def state_dict(self) -> dict[str, Any]:
         return self.sampler.state_dict()

@@ -74,24 +74,24 @@ def position_ids_of(attention_mask: Tensor) -> Tensor:
     return (attention_mask.cumsum(dim=-1) - 1).clamp_min(0)
 
 
-def concat_sequences(pieces: Sequence[DataProto], pad_token_id: int) -> DataProto:
+def concat_sequences(batches: Sequence[DataProto], pad_token_id: int) -> DataProto:
     """The rows of batches that were generated one after another, padded to the widest prompt and response of them all.
 
     Columns of the table are padded as `build_sequences` pads: ids by `pad_token_id`, everything else by zeros. An
-    object column that a piece lacks (a value that the reward function did not give there) is None in its rows. Facts
-    (`meta_info`) are left behind: they speak of one piece.
+    object column that a batch lacks (a value that the reward function did not give there) is None in its rows. Facts
+    (`meta_info`) are left behind: they speak of one batch.
     """
-    prompt_width, response_width = (max(piece.column(name).shape[1] for piece in pieces) for name in _IDS[:2])
-    objects = list(dict.fromkeys(name for piece in pieces for name in piece.non_tensor_batch))
+    prompt_width, response_width = (max(batch.column(name).shape[1] for batch in batches) for name in _IDS[:2])
+    objects = list(dict.fromkeys(name for batch in batches for name in batch.non_tensor_batch))
     widened = []
-    for piece in pieces:
-        left = prompt_width - piece.column("prompts").shape[1]
-        right = response_width - piece.column("responses").shape[1]
-        tensors = {name: _widened(name, value, left, right, pad_token_id) for name, value in piece.tensors.items()}
+    for batch in batches:
+        left = prompt_width - batch.column("prompts").shape[1]
+        right = response_width - batch.column("responses").shape[1]
+        tensors = {name: _widened(name, value, left, right, pad_token_id) for name, value in batch.tensors.items()}
         if "position_ids" in tensors:
             tensors["position_ids"] = position_ids_of(tensors["attention_mask"])
-        nothing = np.full(len(piece), None, dtype=object)
-        widened.append(DataProto(tensors, {name: piece.non_tensor_batch.get(name, nothing) for name in objects}))
+        nothing = np.full(len(batch), None, dtype=object)
+        widened.append(DataProto(tensors, {name: batch.non_tensor_batch.get(name, nothing) for name in objects}))
     return DataProto.concat(widened)
 
 

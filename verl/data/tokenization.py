@@ -1,4 +1,4 @@
-"""What data needs of a tokenizer: encode many texts, render chats, refuse a tokenizer that loses text."""
+"""Tokenization: encode texts and prompts, render chats, and check that the tokenizer loses no text."""
 
 import array
 import logging
@@ -13,15 +13,15 @@ from verl.config import schema
 logger = logging.getLogger("verl.data")
 
 Message = dict[str, Any]
-TRUNCATIONS = ("error", "left", "right", "middle")
 CHUNK = 1024  # rows tokenized at a time
-ROUND_TRIPS = 1000  # rows of a data set, evenly spread, that are decoded again to see whether text is lost
+ROUND_TRIPS = 1000  # evenly spaced rows of a dataset that are decoded again, to check that no text is lost
 
 
 class TokenTable:
-    """Many lists of token ids in one block of memory: 4 bytes a token, where Python lists take ten times as much.
+    """Many lists of token ids in one block of memory: 4 bytes per token, a tenth of Python lists.
 
-    typecode: of the `array` module; "i" for ids, "b" for masks.
+    Args:
+        typecode: of the `array` module; "i" for ids, "b" for masks.
     """
 
     def __init__(self, typecode: str = "i"):
@@ -37,12 +37,12 @@ class TokenTable:
 
     @property
     def largest(self) -> int:
-        """The largest id of all lists. Raises ValueError where there is none."""
+        """The largest id of all lists. Raises ValueError if there are no ids."""
         return max(self._tokens)
 
     @property
     def longest(self) -> int:
-        """The length of the longest list. Raises ValueError where there is none."""
+        """The length of the longest list. Raises ValueError if there are no lists."""
         return max(end - start for start, end in zip([0, *self._ends], self._ends))
 
     def __getitem__(self, row: int) -> list[int]:
@@ -53,25 +53,23 @@ class TokenTable:
 
 
 def prepare_tokenizer(tokenizer: Any) -> None:
-    """Make sure of an end and a padding token. A missing pad token becomes the eos token, and the log says so.
-
-    Padding is told by masks everywhere in this project, so the shared id is harmless.
+    """Use the eos token as pad token if there is none. Padding is always masked, so sharing the id is harmless.
 
     Raises:
-        ValueError: there is no eos token: no answer could ever end.
+        ValueError: there is no eos token.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            "the tokenizer has no eos token, so no answer could ever end: "
-            "set eos_token in its tokenizer_config.json to the token that ends an answer"
+            "the tokenizer has no eos token, so no response could end: "
+            "set eos_token in its tokenizer_config.json to the token that ends a response"
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-        logger.info("the tokenizer has no pad token: its eos token %r is used for padding", tokenizer.eos_token)
+        logger.info("the tokenizer has no pad token: using its eos token %r", tokenizer.eos_token)
 
 
 def encode(tokenizer: Any, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-    """Token ids of many texts at once. A rendered chat has its special tokens already: say False there."""
+    """Token ids of many texts. Use add_special_tokens=False for rendered chats, which contain the special tokens."""
     if not texts:
         return []
     encoded = tokenizer(
@@ -89,7 +87,7 @@ def render_chats(
     template_kwargs: Mapping[str, Any] | None = None,
     where: Callable[[int], str] = lambda i: f"chat {i}",
 ) -> list[str]:
-    """Chats -> the texts that the chat template makes of them. `where(i)` names the place of chat i in an error."""
+    """Render chats to text with the chat template. `where(i)` is the name of chat i in errors."""
     if not chats:
         return []
     settings = {
@@ -101,17 +99,19 @@ def render_chats(
     try:
         return tokenizer.apply_chat_template([list(chat) for chat in chats], **settings)
     except jinja2.TemplateError:
-        for i, chat in enumerate(chats):  # again one by one, to name the chat
+        for i, chat in enumerate(chats):  # one by one, to find the chat
             try:
                 tokenizer.apply_chat_template(list(chat), **settings)
             except jinja2.TemplateError as error:
                 roles = [message["role"] for message in chat]
-                raise ValueError(f"{where(i)}: the chat template refuses the turns {roles}: {error}") from error
+                raise ValueError(
+                    f"{where(i)}: the chat template raises an error for the turns {roles}: {error}"
+                ) from error
         raise
 
 
 def check_messages(messages: Any, where: str) -> list[Message]:
-    """A list of chat messages as the template takes it: role and content are text, keys without a value left out."""
+    """Check a list of chat messages: role and content must be text. Keys whose value is None are dropped."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or len(messages) == 0:
         raise ValueError(f"{where}: expected a list of chat messages, found {messages!r}")
     checked = []
@@ -126,10 +126,17 @@ def check_messages(messages: Any, where: str) -> list[Message]:
 
 
 def as_chat_or_text(prompt: Any, prompt_format: str, has_template: bool, where: str) -> list[Message] | str:
-    """A prompt as chat messages, or as the text that it is.
+    """A prompt as chat messages or as plain text.
 
-    prompt_format: "chat" makes a user message of text, "text" leaves it as it is, "auto" makes a message where there is
-    a chat template. Raises ValueError for an empty prompt, wrong messages, or messages where text is asked for.
+    Args:
+        prompt: messages or text.
+        prompt_format: "chat" converts text to a user message, "text" keeps it, "auto" converts it if there is a chat
+            template.
+        has_template: whether there is a chat template.
+        where: name of the prompt in errors.
+
+    Raises:
+        ValueError: an empty prompt, invalid messages, or messages with prompt_format "text".
     """
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
         raise ValueError(f"{where}: the prompt is empty")
@@ -143,23 +150,23 @@ def as_chat_or_text(prompt: Any, prompt_format: str, has_template: bool, where: 
 
 
 def read_prompt(prompt: Any, prompt_format: str, has_template: bool, where: str) -> list[Message] | str:
-    """`as_chat_or_text` of a prompt that is to be answered: a chat must not end with an answer already."""
+    """`as_chat_or_text` for generation: the chat must not end with an assistant message."""
     read = as_chat_or_text(prompt, prompt_format, has_template, where)
     if not isinstance(read, str) and read[-1]["role"] == "assistant":
         raise ValueError(
-            f"{where}: the prompt ends with an assistant message, so the answer would be part of the question; "
-            "end it with the user's message"
+            f"{where}: the prompt ends with an assistant message, so it contains the response: end it with a user "
+            "message"
         )
     return read
 
 
 def refuse_media(row: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
-    """ValueError for a row that holds something in one of the columns `keys`: it would be left out without a word."""
+    """Raise ValueError for a row with a value in one of the columns `keys`, which would be ignored silently."""
     for key in keys:
         if row.get(key) is not None and len(row[key]) > 0:
             raise ValueError(
-                f"{where}: column {key!r} holds images, video or audio, which are not supported yet; "
-                "take the column out to use the text alone"
+                f"{where}: column {key!r} has images, video or audio, which are not supported yet; "
+                "remove the column to use only the text"
             )
 
 
@@ -171,16 +178,17 @@ def encode_prompts(
     chat_template: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[list[int]]:
-    """Token ids of prompts as `read_prompt` gives them, ready to be answered: chats by the template, texts as they are.
+    """Token ids of prompts from `read_prompt`: chats through the template with its generation prompt, texts unchanged.
 
-    Raises ValueError for a chat without a template, and what `render_chats` and `encode_plain_prompts` raise.
+    Raises:
+        ValueError: a chat without a template, and the errors of `render_chats` and `encode_plain_prompts`.
     """
     chats = [i for i, prompt in enumerate(prompts) if not isinstance(prompt, str)]
     plain = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
     if chats and chat_template is None and tokenizer.chat_template is None:
         raise ValueError(
             f"{where(chats[0])}: the prompt is a chat, but the tokenizer has no chat template: use the tokenizer "
-            "of an instruction-tuned model, set model.custom_chat_template, or give the prompts as plain text"
+            "of an instruction-tuned model, set model.custom_chat_template, or use plain-text prompts"
         )
     rendered = render_chats(
         tokenizer,
@@ -199,21 +207,21 @@ def encode_prompts(
 
 
 def encode_plain_prompts(tokenizer: Any, prompts: Sequence[str], where: Callable[[int], str]) -> list[list[int]]:
-    """Token ids of prompts that go through no chat template, with the bos token where the tokenizer adds one."""
+    """Token ids of prompts without a chat template, with a bos token if the tokenizer adds one."""
     encoded = encode(tokenizer, prompts, add_special_tokens=True)
     for i, (prompt, ids) in enumerate(zip(prompts, encoded)):
         if ids and ids[-1] == tokenizer.eos_token_id and not prompt.endswith(tokenizer.eos_token):
             raise ValueError(
-                f"{where(i)}: the tokenizer ends the prompt with its eos token {tokenizer.eos_token!r}, so "
-                "nothing could follow it: set add_eos_token to false in tokenizer_config.json"
+                f"{where(i)}: the tokenizer appends its eos token {tokenizer.eos_token!r} to the prompt: "
+                "set add_eos_token to false in tokenizer_config.json"
             )
         if not ids:
-            raise ValueError(f"{where(i)}: the tokenizer makes no tokens at all of {_shorten(prompt)!r}")
+            raise ValueError(f"{where(i)}: the tokenizer returns no tokens for {_shorten(prompt)!r}")
     return encoded
 
 
 def truncate(ids: list[int], limit: int, how: str) -> list[int]:
-    """At most `limit` ids. how: "left" drops the start, "right" the end, "middle" keeps both ends."""
+    """At most `limit` ids. how: "left" drops the start, "right" drops the end, "middle" keeps both ends."""
     if len(ids) <= limit:
         return ids
     if how == "left":
@@ -227,13 +235,18 @@ def truncate(ids: list[int], limit: int, how: str) -> list[int]:
 
 
 def check_tokenizer(tokenizer: Any, texts: Sequence[str], where: Callable[[int], str] | None = None) -> None:
-    """Encode and decode real texts: they must come back, but for what the tokenizer's own normalizer changes.
+    """Check that texts survive encoding and decoding, except for the changes of the tokenizer's normalizer.
 
-    A tokenizer that does not belong to the data or the model drops characters without a word, and the model is then
-    trained on other questions than those in the file. `where(i)` names the place of text i in the error.
+    A tokenizer that does not match the data or the model drops characters silently, and the model is then trained on
+    prompts that differ from those in the file.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        texts: the texts to check.
+        where: name of text i in errors.
 
     Raises:
-        ValueError: a text that becomes no tokens, or only unknown ones, or that comes back as another text.
+        ValueError: a text with no tokens, or only unknown ones, or that decodes to a different text.
     """
     where = where or (lambda i: f"text {i}")
     encoded = encode(tokenizer, texts, add_special_tokens=False)
@@ -243,7 +256,7 @@ def check_tokenizer(tokenizer: Any, texts: Sequence[str], where: Callable[[int],
         if back == text:
             continue
         if not ids and text:
-            raise ValueError(f"{where(i)}: the tokenizer makes no tokens at all of {_shorten(text)!r}. {_ADVICE}")
+            raise ValueError(f"{where(i)}: the tokenizer returns no tokens for {_shorten(text)!r}. {_ADVICE}")
         if all(token == tokenizer.unk_token_id for token in ids):
             raise ValueError(f"{where(i)}: every token of {_shorten(text)!r} is unknown to the tokenizer. {_ADVICE}")
         if _normal(tokenizer, back) != _normal(tokenizer, text):
@@ -272,9 +285,15 @@ def check_round_trips(
     rows: Sequence[int],
     where: Callable[[int], str],
 ) -> None:
-    """`check_tokenizer` on a part of a data set: every `stride`th row, and every row that has an unknown token.
+    """`check_tokenizer` on some rows of a dataset: every `stride`-th row, and every row with an unknown token.
 
-    texts[i] are the texts of row rows[i], encoded[i] the ids it became; `where` names a row.
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        texts: texts[i] are the texts of row rows[i].
+        encoded: encoded[i] are the token ids of row rows[i].
+        stride: distance of the rows to check.
+        rows: row numbers.
+        where: name of a row in errors.
     """
     unknown = tokenizer.unk_token_id
     chosen = [
@@ -287,13 +306,13 @@ def check_round_trips(
 
 
 _ADVICE = (
-    "Is it the tokenizer that this model was made with? AutoTokenizer chooses a class by the model's type, which may "
-    "not be the class that was saved: compare `tokenizer_class` in tokenizer_config.json with the class that is loaded"
+    "Is it the tokenizer of this model? AutoTokenizer selects a class by the model type, which may not be the class "
+    "that was saved: compare `tokenizer_class` in tokenizer_config.json with the class that is loaded"
 )
 
 
 def _normal(tokenizer: Any, text: str) -> str:
-    """The text as the tokenizer's normalizer makes it; spaces at the ends are what a sentencepiece model may change."""
+    """The text after the tokenizer's normalizer, without spaces at the ends, which SentencePiece models may change."""
     if tokenizer.is_fast and tokenizer.backend_tokenizer.normalizer is not None:
         text = tokenizer.backend_tokenizer.normalizer.normalize_str(text)
     return text.replace("▁", " ").strip(" ")

@@ -5,6 +5,7 @@ import importlib
 _HOME = {
     "ENGINES": "verl.engines.base",
     "EngineSpec": "verl.engines.base",
+    "MetricSums": "verl.engines.metrics",
     "MicroBatching": "verl.engines.base",
     "Objective": "verl.engines.base",
     "TrainEngine": "verl.engines.base",

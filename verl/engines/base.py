@@ -26,7 +26,7 @@ import torch
 
 from verl.config import schema
 from verl.protocol import DataProto
-from verl.registry import Registry
+from verl.registry import Registry, load_object
 
 Tensors = dict[str, torch.Tensor]
 
@@ -244,9 +244,7 @@ def register_train_engine(name: str) -> Callable[[EngineFactory], EngineFactory]
 @register_train_engine("fsdp2")
 def _torch_engine(spec: EngineSpec) -> TrainEngine:
     """The built-in engine: one process holds the whole model, several shard it with FSDP2."""
-    from verl.engines.torch_engine import make_torch_engine  # transformers and FSDP are imported at use
-
-    return make_torch_engine(spec)
+    return load_object("verl.engines.torch_engine", "make_torch_engine")(spec)  # at use: imports transformers and FSDP
 
 
 def make_engine(strategy: str, spec: EngineSpec) -> TrainEngine:

@@ -99,7 +99,7 @@ def check_kernels(model: schema.ModelConfig, device: torch.device) -> None:
     if not model.use_liger:
         return
     if device.type != "cuda":
-        raise ValueError(f"model.use_liger: Liger kernels need a GPU, found a {device.type}: use false")
+        raise ValueError(f"model.use_liger: Liger's kernels run on a GPU, found a {device.type}: use false")
     if importlib.util.find_spec("liger_kernel") is None:
         raise ValueError("model.use_liger: the package liger-kernel is not installed: pip install it, or use false")
 

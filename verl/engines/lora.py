@@ -87,11 +87,10 @@ def _peft_config(module: nn.Module, model: schema.ModelConfig):
     settings = PeftConfig.from_pretrained(path)
     if settings.peft_type != "LORA":
         raise ValueError(f"{path} holds {settings.peft_type} adapters, expected LORA")
-    ours, theirs = (model.lora_rank, model.lora_alpha), (settings.r, settings.lora_alpha)
-    if model.lora_rank and ours != theirs:
+    if model.lora_rank and (model.lora_rank, model.lora_alpha) != (settings.r, settings.lora_alpha):
         raise ValueError(
-            f"lora_rank and lora_alpha are {ours}, those of {path} {theirs}: leave lora_rank at 0, the adapter sets "
-            "both"
+            f"lora_rank {model.lora_rank} and lora_alpha {model.lora_alpha:g} differ from those of {path}, "
+            f"{settings.r} and {settings.lora_alpha:g}: leave lora_rank at 0, the adapter sets both"
         )
     unsupported = {
         k: v for k, v in (("use_dora", settings.use_dora), ("bias", settings.bias)) if v not in (False, "none")

@@ -8,7 +8,7 @@ from verl.utils.balance import token_budget_micro_batches
 ENOUGH_TOKENS = 16384
 
 
-def plan(
+def plan_micro_batches(
     lengths: list[int], micro: MicroBatching, shared: Tensors | None = None, budget_factor: int = 1
 ) -> list[list[int]]:
     """Assign every row to one micro-batch.

@@ -22,7 +22,7 @@ from verl.engines.loading import ModelSpec, TokenModel, checked, resolve_model
 from verl.engines.lora import Adapters
 from verl.engines.memory import OnDevice, move_optimizer
 from verl.engines.metrics import MetricSums
-from verl.engines.micro_batch import plan
+from verl.engines.micro_batch import plan_micro_batches
 from verl.engines.optimizer import clip_gradients, gradient_norm, lr_multiplier, make_optimizer
 from verl.engines.parallel import full_tensor
 from verl.engines.sharding import Sharding, SingleDevice, make_sharding
@@ -93,12 +93,7 @@ class TorchEngine(TrainEngine):
         self._weights_used: AbstractContextManager[None] = nullcontext()
         self._optimizer_used: AbstractContextManager[None] = nullcontext()
         self._onloaded: list[AbstractContextManager[None]] = []
-        # FSDP's own offload policy keeps the shards in host memory all the time
-        offload = (
-            spec.engine
-            if not spec.engine.offload_policy
-            else spec.engine.model_copy(update={"param_offload": False, "optimizer_offload": False})
-        )
+        moves = not spec.engine.offload_policy  # FSDP's own policy keeps the shards in host memory all the time
         if spec.optimizer is not None:
             self._unverified = self.adapters is not None
             if self.adapters is not None and self.sharding.is_first_rank:
@@ -106,9 +101,9 @@ class TorchEngine(TrainEngine):
             self.optimizer = make_optimizer(spec.optimizer, self.module, self.device)
             factor = lr_multiplier(spec.optimizer, spec.total_training_steps)
             self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
-            if offload.optimizer_offload:
+            if moves and spec.engine.optimizer_offload:
                 self._optimizer_used = OnDevice(partial(move_optimizer, self.optimizer), self.device)
-        if offload.param_offload:
+        if moves and spec.engine.param_offload:
             self._weights_used = OnDevice(self.model.to, self.device)
 
     # ---- computing ----------------------------------------------------------------------------------------------
@@ -117,12 +112,12 @@ class TorchEngine(TrainEngine):
         self, batch: DataProto, outputs: tuple[str, ...], micro: MicroBatching, temperature: float = 1.0
     ) -> Tensors:
         columns = _columns(batch, _INPUTS)
-        plan_ = self._plan(columns, micro)
+        plan = self._plan(columns, micro)
         found = {name: torch.zeros(columns["responses"].shape, dtype=torch.float32) for name in outputs}
         chunks = []
         with self.on_device(), torch.no_grad(), self._fixed_weights(training=False):
-            for rows in plan_.rows:
-                given = self._forward(_take(columns, rows), plan_.shared_prefix, outputs, temperature)
+            for rows in plan.rows:
+                given = self._forward(_take(columns, rows), plan.shared_prefix, outputs, temperature)
                 chunks.append((rows, {k: v.float().to("cpu", non_blocking=True) for k, v in given.items()}))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # once, not for every micro-batch
@@ -138,11 +133,11 @@ class TorchEngine(TrainEngine):
         sums = MetricSums()
         with self.on_device(optimizer=True):
             self.optimizer.zero_grad(set_to_none=True)
-            plan_ = self._plan(columns, micro, training=True)
+            plan = self._plan(columns, micro, training=True)
             with self._fixed_weights(training=True):
-                for rows in plan_.rows:
+                for rows in plan.rows:
                     share = _take(columns, rows)
-                    outputs = self._forward(share, plan_.shared_prefix, objective.needs, temperature)
+                    outputs = self._forward(share, plan.shared_prefix, objective.needs, temperature)
                     share = {name: to_device(values, self.device) for name, values in share.items()}
                     loss, metrics = objective.loss(outputs, share)
                     self._backward(loss)
@@ -172,7 +167,7 @@ class TorchEngine(TrainEngine):
         if training:
             micro = self._choose_micro_batching(lengths, micro)
         shared_prefix = self._shares_prefix(lengths)
-        rows = plan(lengths, micro, columns if shared_prefix else None, self.sharding.sp_size)
+        rows = plan_micro_batches(lengths, micro, columns if shared_prefix else None, self.sharding.sp_size)
         return _Plan(self.sharding.equalize(rows), shared_prefix)
 
     def _shares_prefix(self, lengths: list[int]) -> bool:

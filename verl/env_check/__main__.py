@@ -1,4 +1,4 @@
-"""python -m verl.env_check: exits with status 1 when a required component is missing or broken."""
+"""python -m verl.env_check: exits with status 1 if a required component is missing or broken."""
 
 from verl.env_check.check import check_env
 

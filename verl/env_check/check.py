@@ -1,10 +1,10 @@
-"""What this machine can run: one line per part, the command that mends each fault, and the modes that are possible.
+"""Environment check: one line per component, the fix for each problem, and the modes that can run here.
 
-    python -m verl.utils.env_check          exit status 1 when a part is missing that every run needs
+    python -m verl.utils.env_check          exit status 1 if a required component is missing or broken
     verl.check_env()                        the same from Python
 
-[✓] works   [✗] is broken or missing   [!] works, with something to know. Nothing heavy is imported into this process:
-every package is tried in another one, since a package that is installed may still fail to load.
+[✓] works   [✗] broken or missing   [!] works, with a remark. Packages are imported in a subprocess, since an installed
+package may still fail to load; this process imports nothing heavy.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ __all__ = ["Check", "EnvReport", "check_env", "inspect_env"]
 
 _PACKAGE = Path(__file__).parents[1]
 
-#: mode -> (the file of the package that makes it, the findings that it needs)
+#: mode -> (file that implements it, checks that it needs)
 _MODES: dict[str, tuple[str, tuple[str, ...]]] = {
     "local trainer, one process": ("trainer/local_trainer.py", ()),
     "several processes on this host": ("single_controller/local/process_pool.py", ("FSDP2",)),
@@ -32,17 +32,21 @@ _MODES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def check_env(verbose: bool = True) -> EnvReport:
-    """Check this machine, print the findings and return them. verbose=False prints only what is not well.
+    """Check this machine, print the results and return them.
 
-    Raises SystemExit(1), after printing, when a part is missing or broken that every run needs; a part that only some
-    modes need does not count. `inspect_env` neither prints nor exits.
+    Args:
+        verbose: False prints only problems and remarks.
+
+    Raises:
+        SystemExit: with status 1, after printing, if a required component is missing or broken. Components that only
+            some modes need do not count. `inspect_env` neither prints nor exits.
     """
     report = inspect_env()
     for check in report.checks:
         if verbose or check.state != OK:
             print(check)
     if verbose:
-        print("\nVersions used side by side: " + ", ".join(f"{n} {v}" for n, v in packages.TESTED_TOGETHER.items()))
+        print("\nVersions tested together: " + ", ".join(f"{n} {v}" for n, v in packages.TESTED_TOGETHER.items()))
         print("\nWhat can run here:")
         width = max(map(len, report.modes))
         for mode, reason in report.modes.items():
@@ -53,7 +57,7 @@ def check_env(verbose: bool = True) -> EnvReport:
 
 
 def inspect_env() -> EnvReport:
-    """The findings about this machine; takes some seconds, most of them imports in other processes."""
+    """Check this machine. Takes a few seconds, mostly imports in subprocesses."""
     probes = packages.probe_packages()
     gpus = machine.check_gpus(probes["torch"], machine.nvidia_smi())
     checks = [
@@ -62,7 +66,7 @@ def inspect_env() -> EnvReport:
         *gpus,
         packages.check_fsdp2(probes),
         packages.check_attention(probes, gpu=gpus[0].state == OK),
-        *packages.check_optional(probes, unused=_needed_by(built=False) - _needed_by(built=True)),
+        *packages.check_optional(probes, unused=_needed_by(supported=False) - _needed_by(supported=True)),
         machine.check_disk(),
         machine.check_shared_memory(),
         machine.check_open_files(),
@@ -72,21 +76,21 @@ def inspect_env() -> EnvReport:
     return EnvReport(found, possible_modes(found))
 
 
-def _needed_by(built: bool) -> set[str]:
-    """The findings that modes of this version need, or (built=False) modes that it has not got."""
-    return {name for file, needs in _MODES.values() if (_PACKAGE / file).is_file() == built for name in needs}
+def _needed_by(supported: bool) -> set[str]:
+    """Checks that supported modes need, or (supported=False) modes that this version does not support."""
+    return {name for file, needs in _MODES.values() if (_PACKAGE / file).is_file() == supported for name in needs}
 
 
 def possible_modes(checks: Sequence[Check]) -> dict[str, str | None]:
-    """Mode -> None when it can run with these findings, else why not."""
+    """Return mode -> None if it can run, otherwise the reason why not."""
     found = {check.name: check for check in checks}
     broken = [check.name for check in checks if check.required and check.state == FAULT]
     modes: dict[str, str | None] = {}
     for mode, (file, needs) in _MODES.items():
         if not (_PACKAGE / file).is_file():
-            modes[mode] = "not built in this version"
+            modes[mode] = "not supported in this version"
         elif broken:
-            modes[mode] = f"{', '.join(broken)} first"
+            modes[mode] = f"fix {', '.join(broken)} first"
         else:
             missing = [name for name in needs if found[name].state != OK]
             modes[mode] = f"needs {' and '.join(missing)}" if missing else None

@@ -1,4 +1,4 @@
-"""The machine itself: GPUs, disk, shared memory, limits, and environment variables that change how it runs."""
+"""Checks of the machine: GPUs, disk, shared memory, limits, and environment variables."""
 
 import os
 import resource
@@ -19,26 +19,26 @@ DISK_GIB = 10.0
 SHARED_MEMORY_GIB = 1.0
 OPEN_FILES = 65536
 
-#: variable -> (value that costs or breaks something, what it does)
+#: variable -> (value that slows down or breaks a run, its effect)
 _COSTLY = {
     "NCCL_P2P_DISABLE": ("1", "GPUs of this host exchange data through main memory"),
     "NCCL_SHM_DISABLE": ("1", "GPUs of this host exchange data through the network"),
     "NCCL_IB_DISABLE": ("1", "hosts exchange data over TCP, not InfiniBand"),
     "NCCL_DEBUG": ("TRACE", "NCCL writes a line for every call"),
-    "CUDA_LAUNCH_BLOCKING": ("1", "every GPU kernel is waited for: for debugging only"),
+    "CUDA_LAUNCH_BLOCKING": ("1", "the CPU waits for every GPU kernel: for debugging only"),
 }
 
 
 @dataclass(frozen=True)
 class Cards:
-    """The GPUs of the host as the driver lists them: name, memory.total and memory.used (MiB), driver_version."""
+    """The GPUs of the host as listed by the driver: name, memory.total and memory.used (MiB), driver_version."""
 
     rows: tuple[dict[str, str], ...] = ()
-    problem: str | None = None  # what nvidia-smi said when it failed
+    problem: str | None = None  # the error of nvidia-smi
 
 
 def nvidia_smi() -> Cards:
-    """Ask the driver; no rows and no problem where there is no nvidia-smi."""
+    """Query the driver. No rows and no problem if there is no nvidia-smi."""
     fields = ["name", "memory.total", "memory.used", "driver_version"]
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     if shutil.which(command[0]) is None:
@@ -46,20 +46,20 @@ def nvidia_smi() -> Cards:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except subprocess.TimeoutExpired:
-        return Cards(problem="nvidia-smi does not answer within 30 s")
+        return Cards(problem="nvidia-smi did not respond within 30 s")
     lines = (done.stdout or done.stderr).strip().splitlines()
     if done.returncode != 0:
         return Cards(problem=lines[0] if lines else f"nvidia-smi ended with status {done.returncode}")
     rows = [line.split(", ") for line in lines]
     if strange := [line for line, row in zip(lines, rows) if len(row) != len(fields)]:
-        return Cards(problem=f"nvidia-smi answers {strange[0]!r} where {', '.join(fields)} are expected")
+        return Cards(problem=f"nvidia-smi printed {strange[0]!r}, expected {', '.join(fields)}")
     return Cards(tuple(dict(zip(fields, row)) for row in rows))
 
 
 def check_gpus(torch_probe: Probe, host: Cards) -> list[Check]:
-    """What the driver sees against what torch can use.
+    """Compare the GPUs that the driver lists with those that torch can use.
 
-    A GPU that torch fails to use is a fault of its own: a run would fall back to the CPU.
+    A GPU that torch cannot use is an error: a run would silently fall back to the CPU.
     """
     found = torch_probe.info or {"usable": False, "cuda": None, "reason": torch_probe.error or ""}
     visible = len(found["capabilities"]) if found["usable"] else 0
@@ -68,7 +68,7 @@ def check_gpus(torch_probe: Probe, host: Cards) -> list[Check]:
         return [Check("GPU", NOTE, f"the driver fails: {host.problem}", fix)]
     if not host.rows and not visible:
         return [Check("GPU", NOTE, "no NVIDIA GPU: everything runs on the CPU")]
-    if not host.rows:  # torch asks the driver by itself
+    if not host.rows:  # torch queries the driver directly
         unseen = host.problem or "there is no nvidia-smi"
         seen = Check("GPU", OK, f"{visible} visible to torch, CUDA {found['cuda']} ({unseen})")
         return [seen, *_check_gpu_details(found, host)]
@@ -79,7 +79,7 @@ def check_gpus(torch_probe: Probe, host: Cards) -> list[Check]:
     if not found["usable"]:
         if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
             return [Check("GPU", NOTE, f"{cards}; hidden by CUDA_VISIBLE_DEVICES", "unset CUDA_VISIBLE_DEVICES")]
-        fix = f"update the NVIDIA driver, or take a torch that fits it: {reinstall}"
+        fix = f"update the NVIDIA driver, or install a torch that supports it: {reinstall}"
         return [Check("GPU", FAULT, f"{cards}; torch cannot use them: {found['reason']}", fix, required=True)]
     seen = Check("GPU", OK, f"{cards}; CUDA {found['cuda']}, {visible} visible")
     return [seen, *_check_gpu_details(found, host)]
@@ -88,27 +88,25 @@ def check_gpus(torch_probe: Probe, host: Cards) -> list[Check]:
 def _check_gpu_details(found: Mapping[str, Any], host: Cards) -> list[Check]:
     checks = []
     if any(tuple(capability) < (8, 0) for capability in found["capabilities"]):
-        checks.append(
-            Check("bfloat16", NOTE, "not in the hardware of this GPU (Ampere and newer have it): float32 is used")
-        )
+        checks.append(Check("bfloat16", NOTE, "no hardware support (needs Ampere or newer): float32 is used"))
     taken = [
         f"GPU {i}: {card['memory.used']} of {card['memory.total']} MiB"
         for i, card in enumerate(host.rows)
-        if "N/A" not in card["memory.used"] + card["memory.total"]  # where the GPU has the host's memory
+        if "N/A" not in card["memory.used"] + card["memory.total"]  # a GPU that shares the host's memory
         and float(card["memory.used"]) > 0.1 * float(card["memory.total"])
     ]
     if taken:
-        found_text = f"in use by another program: {', '.join(taken)}"
+        found_text = f"used by another program: {', '.join(taken)}"
         checks.append(Check("GPU memory", NOTE, found_text, "nvidia-smi   # shows which program"))
     if found["nccl"] is None:
-        checks.append(Check("NCCL", FAULT, "this torch has none: one GPU only", "pip install -U torch"))
+        checks.append(Check("NCCL", FAULT, "not in this build of torch: single GPU only", "pip install -U torch"))
     else:
         checks.append(Check("NCCL", OK, found["nccl"]))
     return checks
 
 
 def check_disk(folder: Path = Path(".")) -> Check:
-    """Room for checkpoints where they go by default."""
+    """Free space for checkpoints in the default location."""
     free = shutil.disk_usage(folder).free / GIB
     found = f"{free:.1f} GiB free in {folder.resolve()}"
     if free >= DISK_GIB:
@@ -118,7 +116,7 @@ def check_disk(folder: Path = Path(".")) -> Check:
 
 
 def check_shared_memory(folder: Path = Path("/dev/shm")) -> Check | None:
-    """Where processes of this host exchange batches (64 MiB in a container by default); None where there is none."""
+    """Size of /dev/shm, through which processes exchange batches (64 MiB in a container by default); None if absent."""
     if not folder.is_dir():
         return None
     total = shutil.disk_usage(folder).total / GIB
@@ -129,7 +127,7 @@ def check_shared_memory(folder: Path = Path("/dev/shm")) -> Check | None:
 
 
 def check_open_files() -> Check:
-    """How many files and sockets a process may hold: a cluster of workers needs thousands."""
+    """Limit of open files and sockets per process: many workers need thousands."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     if soft == unlimited or soft >= OPEN_FILES // 8:
@@ -139,7 +137,7 @@ def check_open_files() -> Check:
 
 
 def check_variables(environment: Mapping[str, str] = os.environ) -> list[Check]:
-    """NCCL and CUDA variables that are set: what they cost, and interfaces that do not exist."""
+    """NCCL and CUDA variables: values that slow down a run, and network interfaces that do not exist."""
     checks = [
         Check(name, NOTE, f"{value}: {effect}", f"unset {name}")
         for name, (value, effect) in _COSTLY.items()
@@ -154,18 +152,18 @@ def check_variables(environment: Mapping[str, str] = os.environ) -> list[Check]:
     return checks
 
 
-def _check_interfaces(words: str) -> Check:
-    """NCCL_SOCKET_IFNAME: prefixes of network interfaces, `=name` for exactly one, `^` in front for all but these."""
+def _check_interfaces(value: str) -> Check:
+    """NCCL_SOCKET_IFNAME: prefixes of network interfaces; `=name` for an exact name; a leading `^` excludes."""
     name = "NCCL_SOCKET_IFNAME"
     present = [interface for _, interface in socket.if_nameindex()]
-    if words.startswith("^"):
-        prefixes = tuple(words[1:].removeprefix("=").split(","))
-        left = [i for i in present if not (i in prefixes if words.startswith("^=") else i.startswith(prefixes))]
-    elif words.startswith("="):
-        left = [i for i in present if i in words[1:].split(",")]
+    if value.startswith("^"):
+        prefixes = tuple(value[1:].removeprefix("=").split(","))
+        matching = [i for i in present if not (i in prefixes if value.startswith("^=") else i.startswith(prefixes))]
+    elif value.startswith("="):
+        matching = [i for i in present if i in value[1:].split(",")]
     else:
-        left = [i for i in present if i.startswith(tuple(words.split(",")))]
-    if left:
-        return Check(name, OK, f"{words} (here: {', '.join(left)})")
+        matching = [i for i in present if i.startswith(tuple(value.split(",")))]
+    if matching:
+        return Check(name, OK, f"{value} (here: {', '.join(matching)})")
     fix = f"export {name}={next((i for i in present if i != 'lo'), 'lo')}"
-    return Check(name, FAULT, f"{words} matches no network interface of this host ({', '.join(present)})", fix)
+    return Check(name, FAULT, f"{value} matches no network interface of this host ({', '.join(present)})", fix)

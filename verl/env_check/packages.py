@@ -1,4 +1,4 @@
-"""Python packages: there, new enough, and able to load."""
+"""Checks of Python packages: installed, recent enough, and importable."""
 
 import sys
 from collections.abc import Container, Mapping
@@ -10,7 +10,7 @@ from verl.env_check.report import FAULT, NOTE, OK, Check
 
 PYTHON = "3.11"
 
-#: module -> (distribution, smallest version): what every run needs, as in pyproject.toml
+#: module -> (distribution, minimum version) of required packages, as in pyproject.toml
 CORE = {
     "torch": ("torch", "2.11"),
     "transformers": ("transformers", "5.0"),
@@ -26,7 +26,7 @@ CORE = {
     "psutil": ("psutil", "5.9"),
 }
 
-#: versions that have been used side by side
+#: versions that were tested together
 TESTED_TOGETHER = {
     "Python": "3.11",
     "torch": "2.13.0",
@@ -47,7 +47,7 @@ with warnings.catch_warnings(record=True) as caught:
     usable = torch.cuda.is_available()
 if usable:
     ones = torch.ones(64, 64, device="cuda")
-    assert ones.matmul(ones).sum().item() == 64**3, "a GPU computed a wrong product"
+    assert ones.matmul(ones).sum().item() == 64**3, "a GPU computed a wrong matmul"
 info = {
     "cuda": torch.version.cuda,
     "usable": usable,
@@ -57,7 +57,7 @@ info = {
 }
 """
 
-# One process tries all of these, since each import of torch costs a second.
+# all in one process, since each import of torch takes a second
 _CORE_PROBES = {
     "torch": _TORCH,
     "fsdp2": "import torch.distributed as dist\nfrom torch.distributed.fsdp import fully_shard\n"
@@ -70,7 +70,7 @@ _CORE_PROBES = {
 
 @dataclass(frozen=True)
 class Package:
-    """A package that only some modes need. code: what must work for it to be of use. flags: for pip, after the name."""
+    """A package that only some modes need. code: must run without error. flags: appended to the pip command."""
 
     name: str
     module: str
@@ -79,7 +79,7 @@ class Package:
     flags: str = ""
 
 
-_OWN_TORCH = "   # brings its own torch: better in an environment of its own"
+_OWN_TORCH = "   # installs its own torch: use a separate environment"
 
 OPTIONAL = (
     Package("Ray", "ray", ("ray",), "from ray import init, remote"),
@@ -97,7 +97,7 @@ OPTIONAL = (
 
 
 def probe_packages() -> dict[str, Probe]:
-    """Try every package that is installed; by module, and "fsdp2", "varlen" for these parts of torch."""
+    """Probe all installed packages, by module; "fsdp2" and "varlen" are features of torch."""
     jobs = [_CORE_PROBES]
     jobs += [{package.module: package.code} for package in OPTIONAL if is_installed(package.module)]
     if is_installed("torchvision"):
@@ -111,12 +111,12 @@ def check_python() -> Check:
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info >= tuple(map(int, PYTHON.split("."))):
         return Check("Python", OK, version, required=True)
-    fix = f"uv python install 3.12, or another Python >= {PYTHON}; then make the environment again"
-    return Check("Python", FAULT, f"{version}, needed is {PYTHON}", fix, required=True)
+    fix = f"uv python install 3.12, or another Python >= {PYTHON}; then recreate the environment"
+    return Check("Python", FAULT, f"{version}, requires {PYTHON} or newer", fix, required=True)
 
 
 def check_core(probes: Mapping[str, Probe]) -> list[Check]:
-    """torch and transformers, and one line for the other packages that every run needs, or one for each bad one."""
+    """torch and transformers, and one line for the other required packages, or one per broken package."""
     checks = [_check_core_package(module, probes[module]) for module in CORE]
     leading, others = checks[:2], checks[2:]
     faults = [check for check in others if check.state != OK]
@@ -133,55 +133,56 @@ def _check_core_package(module: str, probe: Probe) -> Check:
     if version is None:
         return Check(distribution, FAULT, "not installed", install, required=True)
     if not at_least(version, minimum):
-        return Check(distribution, FAULT, f"{version}, needed is {minimum} or newer", f"{install} -U", required=True)
+        return Check(distribution, FAULT, f"{version}, requires {minimum} or newer", f"{install} -U", required=True)
     if probe.error is not None:
         fix = f"pip install --force-reinstall --no-deps {distribution}=={version}"
         return Check(
-            distribution, FAULT, f"{version} is installed and does not load: {probe.error}", fix, required=True
+            distribution, FAULT, f"{version} is installed but does not import: {probe.error}", fix, required=True
         )
     return Check(distribution, OK, version, required=True)
 
 
 def check_fsdp2(probes: Mapping[str, Probe]) -> Check:
-    """Sharding over processes by torch's fully_shard."""
+    """Sharding with torch's fully_shard."""
     if probes["fsdp2"].error is not None:
         return Check("FSDP2", FAULT, probes["fsdp2"].error, f"pip install -U 'torch>={CORE['torch'][1]}'")
     return Check("FSDP2", OK, "torch.distributed.fsdp.fully_shard")
 
 
 def check_attention(probes: Mapping[str, Probe], gpu: bool) -> Check:
-    """Attention over packed rows without padding: torch's own, or flash-attn, on a GPU."""
+    """Attention over packed sequences: torch's varlen_attn or flash-attn on a GPU."""
     name = "packed attention"
     if not gpu:
         return Check(name, OK, "block masks (variable-length kernels need a GPU)")
     kinds = {"torch varlen_attn": "varlen", "flash-attn": "flash_attn"}
-    ways = [way for way, module in kinds.items() if module in probes and probes[module].error is None]
-    if ways:
-        return Check(name, OK, " and ".join(ways))
+    kernels = [kernel for kernel, module in kinds.items() if module in probes and probes[module].error is None]
+    if kernels:
+        return Check(name, OK, " and ".join(kernels))
     return Check(name, NOTE, "neither torch's varlen_attn nor flash-attn: block masks, slower", "pip install -U torch")
 
 
 def check_optional(probes: Mapping[str, Probe], unused: Container[str] = ()) -> list[Check]:
-    """Packages that some modes need: installed, broken, or not there (which is no fault).
+    """Packages that some modes need: installed, broken, or not installed (which is not an error).
 
-    unused: packages whose modes are not built in this version: nobody is advised to install them.
+    Args:
+        unused: packages whose modes this version does not support; their installation is not suggested.
     """
     wanted = [package for package in OPTIONAL if package.module in probes or package.name not in unused]
     checks = [_check_package(package, probes) for package in wanted]
-    # Nothing here uses torchvision, but transformers loads it when it is there, and fails with it.
+    # this library does not use torchvision, but transformers imports it if installed, and fails if that fails
     if "torchvision" in probes and probes["torchvision"].error is not None:
-        found = f"{version_of('torchvision')} does not fit this torch: {probes['torchvision'].error}"
-        checks.append(Check("torchvision", FAULT, found, "pip uninstall -y torchvision   # nothing here needs it"))
+        found = f"{version_of('torchvision')} does not match this torch: {probes['torchvision'].error}"
+        checks.append(Check("torchvision", FAULT, found, "pip uninstall -y torchvision   # not needed"))
     return checks
 
 
 def _check_package(package: Package, probes: Mapping[str, Probe]) -> Check:
     install = f"pip install {package.distributions[0]}{package.flags}"
     if package.module not in probes:
-        return Check(package.name, NOTE, "not installed, needed only when you choose it", install)
-    version = version_of(*package.distributions) or "a copy without a version"
+        return Check(package.name, NOTE, "not installed (optional)", install)
+    version = version_of(*package.distributions) or "an unversioned copy"
     error = probes[package.module].error
     if error is not None:
-        found = f"{version} is installed and does not load: {error}"
+        found = f"{version} is installed but does not import: {error}"
         return Check(package.name, FAULT, found, f"pip uninstall -y {package.distributions[0]}; {install}")
     return Check(package.name, OK, version)

@@ -1,4 +1,4 @@
-"""Trying imports in another process: a package that is broken, hangs or crashes is a finding there, and no accident."""
+"""Import probes in a subprocess, so that a package that hangs or crashes does not affect this process."""
 
 import importlib.metadata
 import importlib.util
@@ -14,7 +14,7 @@ from typing import Any
 
 TIMEOUT = 60.0
 
-# Runs each piece of code by itself and reports as it goes, so that a crash tells which piece it was.
+# runs each snippet and reports after each, so that a crash can be attributed
 _CHILD = """
 import json, sys
 for name, code in json.loads(sys.argv[1]).items():
@@ -32,16 +32,16 @@ for name, code in json.loads(sys.argv[1]).items():
 
 @dataclass(frozen=True)
 class Probe:
-    """What became of a piece of code. error: None when it ran through. info: what it left in the variable `info`."""
+    """Result of a snippet. error: None if it succeeded. info: the value of its variable `info`."""
 
     error: str | None = None
     info: Any = None
 
 
 def run_probes(codes: Mapping[str, str], timeout: float = TIMEOUT) -> dict[str, Probe]:
-    """Run pieces of code one after another in one new process that finds the packages that this one finds.
+    """Run snippets one after another in one subprocess with the same sys.path.
 
-    Every name gets a result: what comes after a crash or the timeout says that it was not reached.
+    Every name gets a result; those after a crash or the timeout are reported as not tried.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-c", _CHILD, json.dumps(dict(codes))]
@@ -52,7 +52,7 @@ def run_probes(codes: Mapping[str, str], timeout: float = TIMEOUT) -> dict[str, 
     except subprocess.TimeoutExpired:
         process.kill()
         output, _ = process.communicate()
-        ending = f"it did not end within {timeout:g} s"
+        ending = f"timed out after {timeout:g} s"
     found: dict[str, Probe] = {}
     started = None
     for line in output.splitlines():
@@ -69,7 +69,7 @@ def run_probes(codes: Mapping[str, str], timeout: float = TIMEOUT) -> dict[str, 
 
 
 def _record(line: str) -> dict[str, Any] | None:
-    """A line that the child wrote about a probe; None for what a package printed."""
+    """Parse a line of the subprocess; None if a package printed it."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError:
@@ -79,21 +79,21 @@ def _record(line: str) -> dict[str, Any] | None:
 
 def _ending(returncode: int) -> str:
     if returncode < 0:
-        return f"the process was ended by {signal.Signals(-returncode).name}"
-    return f"the process ended with status {returncode}"
+        return f"the process was killed by {signal.Signals(-returncode).name}"
+    return f"the process exited with status {returncode}"
 
 
 def is_installed(module: str) -> bool:
-    """Whether `import module` would find code. A mere folder of that name (in the working directory, say) is none."""
+    """Whether `import module` finds code. An empty folder of that name (in the working directory) does not count."""
     try:
         spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # the package around it is missing
+    except ModuleNotFoundError:  # the parent package is missing
         return False
     return spec is not None and spec.origin is not None
 
 
 def version_of(*distributions: str) -> str | None:
-    """The version of the first of these distributions that is installed, None when there is none."""
+    """Return the version of the first of these distributions that is installed; None if none is."""
     for name in distributions:
         try:
             return importlib.metadata.version(name)
@@ -103,7 +103,7 @@ def version_of(*distributions: str) -> str | None:
 
 
 def at_least(version: str, minimum: str) -> bool:
-    """Compare dotted numbers; what follows them (+cpu, rc1, .dev0) is left aside."""
+    """Compare dotted version numbers, ignoring suffixes (+cpu, rc1, .dev0)."""
 
     def numbers(text: str) -> list[int]:
         found = [int(n) for n in re.match(r"\d+(?:\.\d+)*", text).group().split(".")]

@@ -1,4 +1,4 @@
-"""The findings about a machine: one line per part, with the command that mends it."""
+"""Results of the environment check: one line per component, with the fix."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,14 @@ OK, FAULT, NOTE = "✓", "✗", "!"
 
 @dataclass(frozen=True)
 class Check:
-    """One finding. state: ✓ works, ✗ is broken or missing, ! works with something to know. fix: what mends it.
+    """The result for one component.
 
-    required: nothing can run without this part.
+    Attributes:
+        name: the component.
+        state: ✓ works, ✗ broken or missing, ! works, with a remark.
+        found: what was found.
+        fix: the command that fixes it.
+        required: nothing can run without this component.
     """
 
     name: str
@@ -25,16 +30,16 @@ class Check:
 
 @dataclass(frozen=True)
 class EnvReport:
-    """All findings; and for each mode None when it can run here, else why not."""
+    """All checks; and for each mode None if it can run here, otherwise the reason why not."""
 
     checks: tuple[Check, ...]
     modes: dict[str, str | None]
 
     @property
     def ok(self) -> bool:
-        """Whether everything is there that every run needs."""
+        """Whether all required components work."""
         return not any(check.required and check.state == FAULT for check in self.checks)
 
     def __getitem__(self, name: str) -> Check:
-        """The finding of this name; KeyError when the part was not looked at on this machine."""
+        """Return the check of this name. Raises KeyError if it does not apply to this machine."""
         return {check.name: check for check in self.checks}[name]

@@ -1,1 +1,1 @@
-"""Offline generation, scoring and reports."""
+"""Offline evaluation: generate responses to the prompts of a file, score them, and report the results."""

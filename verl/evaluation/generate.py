@@ -1,124 +1,71 @@
-"""Generation without training as a flow, and what it reads and writes.
+"""Generation without training: prompts -> repeat -> gen -> decode -> write.
 
-prompts -> repeat -> gen -> decode -> write
+Responses are stored in shards. A run that was interrupted resumes when the same command is run again, and its output
+equals that of an uninterrupted run.
 """
 
 import hashlib
-import io
-import itertools
-import json
 import logging
+import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from verl.checkpoints.atomic import make_folder_of, written_whole
+from verl.config import ConfigError, Problem, check_inputs, check_supported, load_config, to_flat_dict
 from verl.config.schema.offline import GenerationConfig
-from verl.data.files import Rows, read_rows
-from verl.data.tokenization import (
-    CHUNK,
-    ROUND_TRIPS,
-    TokenTable,
-    check_round_trips,
-    encode_prompts,
-    prepare_tokenizer,
-    read_prompt,
-    refuse_media,
-)
+from verl.data.tokenization import load_tokenizer
 from verl.dataflow import DataFlow, Operator
-from verl.evaluation.shards import AnswerParts, Answers
+from verl.evaluation.prompts import PromptSet, check_output, read_prompts, write_output
+from verl.evaluation.shards import Responses, ResponseShards
 from verl.protocol import DataProto
-from verl.registry import did_you_mean
+from verl.registry import import_module
+from verl.rollout.base import stop_strings
+from verl.single_controller import LocalWorkerGroup, WorkerGroup, WorkerSpec
+from verl.trainer.command_line import USER_ERRORS, print_error
+from verl.trainer.inputs import stop_token_ids
+from verl.trainer.model_limits import ModelLimits
 from verl.trainer.ppo_operators import Roles, repeat
+from verl.trainer.preflight import check_model_section
 from verl.utils.decoding import decode_all
+from verl.utils.device import resolve_device, resolve_dtype
+from verl.utils.disk import DiskFullError
+from verl.utils.log import setup_logging
+from verl.workers.rollout import RolloutWorker
 
 logger = logging.getLogger("verl.trainer")
 
-RESPONSES = "responses"
-"""The column of the answers."""
-
-_MEDIA = ("images", "videos", "audios")
-
-
-@dataclass(frozen=True)
-class Questions:
-    """The rows to be answered: the first `len(prompt_ids)` of `rows`, with the token ids of their prompts."""
-
-    rows: Rows
-    prompt_ids: TokenTable
-
-    def __len__(self) -> int:
-        return len(self.prompt_ids)
-
-    def digest(self) -> str:
-        """A checksum of all token ids: another tokenizer or chat template gives another one."""
-        total = hashlib.sha256()
-        for i in range(len(self)):
-            total.update(json.dumps(self.prompt_ids[i]).encode())
-        return total.hexdigest()[:16]
+#: settings that do not affect the responses; of the input files only the contents count
+_IRRELEVANT_SETTINGS = (
+    "data.path",
+    "data.output_path",
+    "trainer.backend",
+    "trainer.device",
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+)
 
 
-def read_questions(config: GenerationConfig, tokenizer: Any) -> Questions:
-    """Read the files, check every row that is used, and tokenize its prompt.
-
-    No ground truth is asked for: it may come later. Raises ValueError with file and row for whatever is wrong; a prompt
-    longer than rollout.prompt_length is not cut or left out, since that would change what is measured.
-    """
-    data = config.data
-    rows = read_rows(data.path)
-    names = ", ".join(str(part.path) for part in rows.parts)
-    if data.prompt_key not in rows.columns:
-        raise ValueError(
-            f"{names}: no column {data.prompt_key!r} for the prompt (data.prompt_key): "
-            f"{did_you_mean(data.prompt_key, rows.columns)}"
+def check_generation(config: GenerationConfig) -> Iterator[Problem]:
+    """Check the settings of generation (for `extra_checks` of `load_config`)."""
+    path = config.data.output_path
+    if path is None or Path(path).suffix not in (".parquet", ".jsonl"):
+        found = "missing" if path is None else f"found {path!r}"
+        yield Problem("data.output_path", f"{found}, expected a file that ends with .parquet or .jsonl")
+    if config.data.n_samples > 1 and config.rollout.temperature == 0:
+        yield Problem(
+            "data.n_samples",
+            f"found {config.data.n_samples} with rollout.temperature 0, which generates the same response "
+            f"{config.data.n_samples} times: use a temperature > 0, or data.n_samples=1",
         )
-    if RESPONSES in rows.columns:
-        raise ValueError(f"{names}: there is a column {RESPONSES!r} already, where the answers belong: rename it")
-    prepare_tokenizer(tokenizer)
-    count = len(rows) if data.max_samples < 0 else min(data.max_samples, len(rows))
-    if count == 0:
-        raise ValueError(f"data.max_samples=0: there is nothing to answer of the {len(rows):,} rows")
-    prompt_ids = TokenTable()
-    numbered = itertools.islice(enumerate(rows), count)
-    while chunk := list(itertools.islice(numbered, CHUNK)):
-        for ids in _encode(chunk, rows, count, config, tokenizer):
-            prompt_ids.append(ids)
-    _check_lengths(prompt_ids, rows, config.rollout.prompt_length)
-    return Questions(rows, prompt_ids)
-
-
-def _encode(
-    chunk: list[tuple[int, dict[str, Any]]], rows: Rows, count: int, config: GenerationConfig, tokenizer: Any
-) -> list[list[int]]:
-    """Token ids of the prompts of some rows."""
-    data, indices = config.data, [index for index, _ in chunk]
-    has_template = tokenizer.chat_template is not None
-    for index, row in chunk:
-        refuse_media(row, _MEDIA, rows.where(index))
-    prompts = [
-        read_prompt(row[data.prompt_key], data.prompt_format, has_template, rows.where(index)) for index, row in chunk
-    ]
-    encoded = encode_prompts(
-        tokenizer, prompts, lambda i: rows.where(indices[i]), template_kwargs=data.apply_chat_template_kwargs
-    )
-    texts = [[p] if isinstance(p, str) else [message["content"] for message in p] for p in prompts]
-    check_round_trips(tokenizer, texts, encoded, max(count // ROUND_TRIPS, 1), indices, rows.where)
-    return encoded
-
-
-def _check_lengths(prompt_ids: TokenTable, rows: Rows, limit: int) -> None:
-    lengths = [len(prompt_ids[i]) for i in range(len(prompt_ids))]
-    too_long = [i for i, length in enumerate(lengths) if length > limit]
-    if too_long:
-        first, longest = too_long[0], max(lengths)
-        raise ValueError(
-            f"rollout.prompt_length: {len(too_long):,} of {len(lengths):,} prompts are longer than {limit:,} tokens, "
-            f"the first: {rows.where(first)}, with {lengths[first]:,}; the longest has {longest:,}. Raise the limit, "
-            "or take these rows out of the file"
+    if config.trainer.backend != "local":
+        yield Problem(
+            "trainer.backend", f"{config.trainer.backend} is not supported by generation without training: use local"
+        )
+    if config.trainer.nnodes > 1:
+        yield Problem(
+            "trainer.nnodes",
+            f"found {config.trainer.nnodes}, but generation runs on one host: use 1, and split the file between hosts",
         )
 
 
@@ -126,50 +73,53 @@ def _check_lengths(prompt_ids: TokenTable, rows: Rows, limit: int) -> None:
 
 
 def build_generation_flow(
-    questions: Questions, parts: AnswerParts, missing: Sequence[int], roles: Roles, tokenizer: Any
+    prompts: PromptSet, shards: ResponseShards, missing: Sequence[int], roles: Roles, tokenizer: Any
 ) -> DataFlow:
-    """One pass answers one part; `missing` are the parts that are made, in this order.
+    """Return a flow whose every pass generates one shard.
 
-    roles: "rollout" offers `generate_responses` (verl.workers.rollout.RolloutWorker); it may be filled in later.
+    Args:
+        prompts: The prompts.
+        shards: Where responses are stored.
+        missing: The shards to generate, in this order.
+        roles: "rollout" must provide `generate_responses` (verl.workers.rollout.RolloutWorker); may be filled later.
+        tokenizer: Decodes the responses.
     """
     return DataFlow(
         [
-            Operator("prompts", prompts_of(questions, parts, missing), writes=("prompt_ids", "uid")),
-            Operator("repeat", repeat(parts.n)),
-            Operator("gen", generate(roles), reads=("prompt_ids", "uid"), writes=("response_ids", "finish_reason")),
-            Operator("decode", decode(tokenizer), reads=("response_ids",), writes=("response",)),
-            Operator("write", write(parts), reads=("response", "response_ids", "finish_reason")),
+            Operator("prompts", _prompts(prompts, shards, missing), writes=("prompt_ids", "uid")),
+            Operator("repeat", repeat(shards.n)),
+            Operator("gen", _generate(roles), reads=("prompt_ids", "uid"), writes=("response_ids", "finish_reason")),
+            Operator("decode", _decode(tokenizer), reads=("response_ids",), writes=("response",)),
+            Operator("write", _write(shards), reads=("response", "response_ids", "finish_reason")),
         ]
     )
 
 
-def prompts_of(questions: Questions, parts: AnswerParts, missing: Sequence[int]) -> Callable[[], DataProto]:
-    """The source: the prompts of the next missing part, whose number goes into meta_info["part"].
+def _prompts(prompts: PromptSet, shards: ResponseShards, missing: Sequence[int]) -> Callable[[], DataProto]:
+    """The source: the prompts of the next missing shard, whose index is in meta_info["shard"].
 
-    The uid is the row's number, so an answer depends on neither the parts nor where the run was stopped.
+    The uid is the index of the prompt, so responses depend neither on the shards nor on where a run was interrupted.
     """
-    left = iter(missing)
+    remaining = iter(missing)
 
-    def prompts() -> DataProto:
-        part = next(left)
-        rows = parts.rows_of(part)
-        columns = {"prompt_ids": [questions.prompt_ids[row] for row in rows], "uid": [str(row) for row in rows]}
-        return DataProto.from_dict(non_tensors=columns, meta_info={"part": part})
+    def next_prompts() -> DataProto:
+        shard = next(remaining)
+        indices = shards.prompts_of(shard)
+        columns = {"prompt_ids": [prompts.prompt_ids[i] for i in indices], "uid": [str(i) for i in indices]}
+        return DataProto.from_dict(non_tensors=columns, meta_info={"shard": shard})
 
-    return prompts
+    return next_prompts
 
 
-def generate(roles: Roles) -> Callable[[DataProto], DataProto]:
-    """An answer to every row."""
-
+def _generate(roles: Roles) -> Callable[[DataProto], DataProto]:
     def gen(batch: DataProto) -> DataProto:
         return roles["rollout"].generate_responses(batch.select([], ["prompt_ids", "uid", "sample_index"], []))
 
     return gen
 
 
-def decode(tokenizer: Any) -> Callable[[DataProto], DataProto]:
-    """The answers as text, special tokens left out: what reward functions see in training too."""
+def _decode(tokenizer: Any) -> Callable[[DataProto], DataProto]:
+    """Decode without special tokens, as for reward functions in training."""
 
     def decode_responses(batch: DataProto) -> DataProto:
         ids = [row.tolist() for row in batch.non_tensor_batch["response_ids"]]
@@ -178,63 +128,259 @@ def decode(tokenizer: Any) -> Callable[[DataProto], DataProto]:
     return decode_responses
 
 
-def write(parts: AnswerParts) -> Callable[[DataProto], None]:
-    """Keep the part on disk."""
-
-    def write_part(batch: DataProto) -> None:
+def _write(shards: ResponseShards) -> Callable[[DataProto], None]:
+    def write_shard(batch: DataProto) -> None:
         texts, ids, reasons = (batch.non_tensor_batch[name] for name in ("response", "response_ids", "finish_reason"))
-        groups = [slice(start, start + parts.n) for start in range(0, len(batch), parts.n)]
-        parts.write(
-            batch.meta_info["part"],
-            [Answers(list(texts[at]), [len(row) for row in ids[at]], list(reasons[at])) for at in groups],
+        groups = [slice(start, start + shards.n) for start in range(0, len(batch), shards.n)]
+        shards.write(
+            batch.meta_info["shard"],
+            [Responses(list(texts[at]), [len(row) for row in ids[at]], list(reasons[at])) for at in groups],
         )
 
-    return write_part
+    return write_shard
 
 
-# ---- the output -----------------------------------------------------------------------------------------------------
+# ---- the run --------------------------------------------------------------------------------------------------------
 
 
-def check_output(questions: Questions, path: Path) -> None:
-    """Whether the rows can be written to a file of this kind, found out before hours of generation. ValueError if not.
+class GenerationRun:
+    """Generates responses to the prompts of a file and writes them to another file.
 
-    The kind is the ending: .parquet (columns keep their types) or .jsonl.
+    The constructor runs all checks, before a model is loaded.
+
+    Args:
+        config: The settings; None to read config_path and overrides.
+        config_path: YAML file.
+        overrides: `key=value` settings.
+
+    Raises:
+        ValueError: For invalid settings, files or prompts.
     """
-    make_folder_of(path, "data.output_path")
-    empty = [[""]] * len(questions)
-    if path.suffix == ".jsonl":
-        for _ in _lines(questions, empty):
-            pass
-    else:
+
+    def __init__(
+        self,
+        config: GenerationConfig | None = None,
+        *,
+        config_path: str | Path | None = None,
+        overrides: Sequence[str] = (),
+    ):
+        if config is None:
+            checks = [check_inputs, check_generation]
+            config = load_config(config_path, overrides, schema=GenerationConfig, extra_checks=checks)
+        elif problems := list(check_generation(config)):
+            raise ConfigError(problems)
+        check_supported(config)
+        self.config = config
+        self.roles: dict[str, WorkerGroup] = {}
+        self.output = Path(config.data.output_path)
+        self._passed = ["settings"]
+        for name, check in CHECKS.items():
+            check(self)
+            self._passed.append(name)
+
+    def passed_checks(self) -> Sequence[str]:
+        """Return the names of the checks that have passed."""
+        return self._passed
+
+    def plan(self) -> str:
+        """Describe what `run` would do."""
+        if self.finished:
+            return f"would do nothing: {self.output} already exists, generated with these settings"
+        config, total = self.config, len(self.prompts)
+        done = total - self._count(self.shards.missing())
+        resumed = f", {done:,} of them already generated" if done else ""
+        return (
+            f"would generate {config.data.n_samples} responses to each of {total:,} prompts{resumed}, of at most "
+            f"{config.rollout.response_length} tokens, with {config.model.path} in {self.dtype} and "
+            f"{config.trainer.n_gpus_per_node} process{'es' * (config.trainer.n_gpus_per_node > 1)}; output: "
+            f"{self.output}"
+        )
+
+    # ---- checks -----------------------------------------------------------------------------------------------------
+
+    def _import_modules(self) -> None:
+        for address in self.config.imports:
+            import_module(address)
+
+    def _check_model(self) -> None:
+        self.dtype = resolve_dtype(self.config.rollout.dtype, resolve_device(self.config.trainer.device))
+        check_model_section(self.config.model, "causal_lm")
+
+    def _read_prompts(self) -> None:
+        self.tokenizer = load_tokenizer(self.config.model)
+        self.prompts: PromptSet = read_prompts(self.config, self.tokenizer)
+
+    def _check_limits(self) -> None:
+        prompt_ids, limits = self.prompts.prompt_ids, ModelLimits.of(self.config.model)
+        limits.check_vocabulary(self.tokenizer, prompt_ids.largest)
+        limits.check_engine(self.config.rollout.name)
+        limits.check_response_length(
+            prompt_ids.longest,
+            self.config.rollout.response_length,
+            "rollout.response_length",
+            "remove longer prompts from the file",
+        )
+
+    def _check_output(self) -> None:
+        check_output(self.prompts, self.output)
+
+    def _find_finished(self) -> None:
+        """Look for the output, or shards of it, of an earlier run."""
+        self.shards = ResponseShards(
+            self.output,
+            self.settings(),
+            prompts=len(self.prompts),
+            prompts_per_shard=self.config.data.batch_size,
+            n=self.config.data.n_samples,
+        )
+        self.finished = self.shards.is_finished()
+
+    def settings(self) -> dict[str, Any]:
+        """Return everything the responses depend on: settings, contents of the files, token ids, model files."""
+        kept = {key: value for key, value in to_flat_dict(self.config).items() if key not in _IRRELEVANT_SETTINGS}
+        return kept | {
+            "rollout.dtype": str(self.dtype).removeprefix("torch."),
+            "data.path (contents)": [_checksum(path) for path in self.config.data.path],
+            "prompts (token ids)": self.prompts.digest(),
+            "model.path (files)": _model_files(self.config.model.path),
+        }
+
+    # ---- generation -------------------------------------------------------------------------------------------------
+
+    def build_flow(self, missing: Sequence[int]) -> DataFlow:
+        """Return the flow that generates the `missing` shards, one per pass."""
+        return build_generation_flow(self.prompts, self.shards, missing, self.roles, self.tokenizer)
+
+    def init_workers(self) -> None:
+        """Start the worker group that generates, which loads the model."""
+        config = self.config
+        spec = WorkerSpec(
+            RolloutWorker,
+            {
+                "model": config.model,
+                "rollout": config.rollout,
+                "imports": tuple(config.imports),
+                "device": config.trainer.device,
+                "pad_token_id": self.tokenizer.pad_token_id,
+                "stop_token_ids": stop_token_ids(config.model.path, self.tokenizer),
+                "stop": stop_strings(config.rollout, self.tokenizer),
+            },
+        )
+        self.roles["rollout"] = LocalWorkerGroup(spec, config.trainer.n_gpus_per_node, name="rollout")
+
+    def run(self) -> Path:
+        """Generate the missing responses and write the output. Returns its path."""
+        if self.finished:
+            logger.info("%s already exists, generated with these settings: nothing to do", self.output)
+            self.shards.delete()
+            return self.output
+        self.shards.open()
+        missing = self.shards.missing()
+        if missing:
+            self._generate(missing)
+        responses = self.shards.read()
+        facts = _facts(responses)
+        self.shards.finish(facts)
+        write_output(self.prompts, [of_prompt.responses for of_prompt in responses], self.output)
+        self.shards.delete()
+        logger.info(
+            "wrote %s: %s prompts x %d = %s responses, %.1f tokens on average, %.1f %% truncated at "
+            "rollout.response_length=%d",
+            self.output,
+            f"{facts['prompts']:,}",
+            self.config.data.n_samples,
+            f"{facts['answers']:,}",
+            facts["tokens"] / facts["answers"],
+            100 * facts["cut"] / facts["answers"],
+            self.config.rollout.response_length,
+        )
+        return self.output
+
+    def _generate(self, missing: Sequence[int]) -> None:
+        """Run the flow on the missing shards and log the progress."""
+        total = len(self.prompts)
+        done = total - self._count(missing)
+        if done:
+            logger.info("resuming: %s of %s prompts are finished", f"{done:,}", f"{total:,}")
+        pipeline = self.build_flow(missing).compile()
+        self.init_workers()
+        start, before, tokens = time.monotonic(), done, 0
         try:
-            pq.write_table(_table(questions, empty).slice(0, 1), io.BytesIO())
-        except (ValueError, pa.ArrowException) as error:
-            raise ValueError(
-                f"data.output_path: the rows cannot be written as parquet, use a file that ends with .jsonl: {error}"
-            ) from error
+            for shard in missing:
+                batch = pipeline.run()
+                done += len(self.shards.prompts_of(shard))
+                tokens += sum(map(len, batch.non_tensor_batch["response_ids"]))
+                seconds = time.monotonic() - start
+                logger.info(
+                    "generated %s of %s prompts, %.0f tokens/s, ETA %s",
+                    f"{done:,}",
+                    f"{total:,}",
+                    tokens / seconds,
+                    _clock(seconds * (total - done) / (done - before)),
+                )
+        except BaseException:
+            logger.warning("stopped after %s of %s prompts; run the same command again to resume", done, total)
+            raise
+        finally:
+            self.roles["rollout"].shutdown()
+
+    def _count(self, shards: Sequence[int]) -> int:
+        """Return the number of prompts in these shards."""
+        return sum(len(self.shards.prompts_of(shard)) for shard in shards)
 
 
-def write_output(questions: Questions, responses: list[list[str]], path: Path) -> None:
-    """The columns of the input and the answers. responses: for every question a list of texts."""
-    with written_whole(path) as draft:
-        if path.suffix == ".jsonl":
-            with draft.open("w", encoding="utf-8") as file:
-                file.writelines(_lines(questions, responses))
-        else:
-            pq.write_table(_table(questions, responses), draft)
+CHECKS: dict[str, Callable[[GenerationRun], None]] = {
+    "imports": GenerationRun._import_modules,
+    "model config": GenerationRun._check_model,
+    "prompts": GenerationRun._read_prompts,
+    "model limits": GenerationRun._check_limits,
+    "output file": GenerationRun._check_output,
+    "earlier output": GenerationRun._find_finished,
+}
+"""The checks after those of the settings, in the order in which they run."""
 
 
-def _table(questions: Questions, responses: list[list[str]]) -> pa.Table:
-    column = pa.array(responses, type=pa.list_(pa.string()))
-    return questions.rows.to_table().slice(0, len(questions)).append_column(RESPONSES, column)
+def _checksum(path: str) -> str:
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
-def _lines(questions: Questions, responses: list[list[str]]) -> Iterator[str]:
-    for i, (row, texts) in enumerate(zip(questions.rows, responses)):
-        try:
-            yield json.dumps({**row, RESPONSES: texts}, ensure_ascii=False) + "\n"
-        except TypeError as error:
-            raise ValueError(
-                f"{questions.rows.where(i)}: cannot be written as JSON ({error}): use a data.output_path that ends "
-                "with .parquet"
-            ) from error
+def _model_files(path: str) -> list[list[Any]]:
+    """Name, size and modification time of the files of a local model, which change if its weights are replaced."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return []
+    return [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(folder.iterdir()) if p.is_file()]
+
+
+def _facts(responses: Sequence[Responses]) -> dict[str, int]:
+    """Counts for the settings file; the keys are its format."""
+    reasons = [reason for of_prompt in responses for reason in of_prompt.finish_reasons]
+    return {
+        "prompts": len(responses),
+        "answers": len(reasons),
+        "tokens": sum(sum(of_prompt.tokens) for of_prompt in responses),
+        "cut": reasons.count("length"),
+    }
+
+
+def _clock(seconds: float) -> str:
+    """Format seconds as 1:02:03."""
+    minutes, second = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"
+
+
+def run_command(config_path: str | None, overrides: list[str]) -> int:
+    """Run generation for a command line. Returns the exit status."""
+    setup_logging()
+    try:
+        run = GenerationRun(config_path=config_path, overrides=overrides)
+    except USER_ERRORS as error:
+        return print_error(error)
+    try:
+        run.run()
+    except DiskFullError as error:
+        return print_error(error)
+    except KeyboardInterrupt:  # the progress has been logged
+        return 128 + signal.SIGINT
+    return 0

@@ -1,20 +1,45 @@
-"""Figures of an evaluation by data source, with intervals; the comparison of two models; as a table and as JSON."""
+"""Evaluation report: metrics by data source with confidence intervals, and the comparison of two models.
 
+Printed as tables and written as JSON. The field names of the dataclasses are those of the code; `as_json` writes the
+keys of the file.
+"""
+
+import json
+import logging
+import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich import box
 from rich.table import Table
 
-from verl.config.schema.offline import EvaluationConfig
-from verl.evaluation.score import Question, ScoredQuestion
+from verl.checkpoints.atomic import atomic_write, check_folder
+from verl.config import check_data, load_config
+from verl.config.schema.offline import EvalConfig, EvaluationConfig
+from verl.evaluation.score import (
+    PromptWithResponses,
+    ScoredPrompt,
+    Scorer,
+    find_function,
+    read_responses,
+    score_prompts,
+)
 from verl.evaluation.statistics import PairedComparison, bootstrap_intervals, compare_paired, pass_at_k
+from verl.registry import import_module
+from verl.rewards.outcome import RewardError
+from verl.trainer.command_line import USER_ERRORS, print_error
+from verl.utils.disk import DiskFullError
+from verl.utils.log import console, setup_logging
+
+logger = logging.getLogger("verl.trainer")
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A mean over questions and its bootstrap interval; of a single question there is none."""
+class Metric:
+    """A mean over prompts and its bootstrap interval; a single prompt has none."""
 
     value: float
     low: float | None
@@ -22,32 +47,42 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What is reported of one data source, or of all. graded: scores say more than right and wrong."""
+class Metrics:
+    """The metrics of one data source, or of all.
 
-    questions: int
-    answers: int
-    fewest_answers: int
-    most_answers: int
+    Attributes:
+        prompts: Number of prompts.
+        responses: Number of responses.
+        fewest_responses: Smallest number of responses to a prompt.
+        most_responses: Largest number of responses to a prompt.
+        failed: Number of responses that could not be scored.
+        graded: Whether scores differ from correctness.
+        metrics: Name -> mean over prompts.
+    """
+
+    prompts: int
+    responses: int
+    fewest_responses: int
+    most_responses: int
     failed: int
     graded: bool
-    metrics: dict[str, Figure]
+    metrics: dict[str, Metric]
 
 
-def figures_of(scored: Sequence[ScoredQuestion], settings: EvaluationConfig) -> Figures:
-    """Means over the questions:
+def compute_metrics(scored: Sequence[ScoredPrompt], settings: EvaluationConfig) -> Metrics:
+    """Compute means over prompts.
 
-    accuracy    the share of right answers
-    pass@k      the probability that one of k answers is right (verl.evaluation.statistics.pass_at_k)
-    avg@k       the share of right ones among the first k answers, for the largest k
-    score       the score as the reward function gave it
+    accuracy    fraction of correct responses
+    pass@k      probability that at least one of k responses is correct (verl.evaluation.statistics.pass_at_k)
+    avg@k       fraction of correct responses among the first k, for the largest k
+    score       the score of the reward function
     """
-    n = np.array([len(s.right) for s in scored])
-    right = np.array([s.right.sum() for s in scored])
+    n = np.array([len(s.correct) for s in scored])
+    correct = np.array([s.correct.sum() for s in scored])
     ks = settings.k or _powers_of_two(int(n.min()))
-    columns = {"accuracy": right / n}
-    columns |= {f"pass@{k}": pass_at_k(right, n, k) for k in sorted(set(ks))}
-    columns[f"avg@{max(ks)}"] = np.array([s.right[: max(ks)].mean() for s in scored])
+    columns = {"accuracy": correct / n}
+    columns |= {f"pass@{k}": pass_at_k(correct, n, k) for k in sorted(set(ks))}
+    columns[f"avg@{max(ks)}"] = np.array([s.correct[: max(ks)].mean() for s in scored])
     columns["score"] = np.array([s.scores.mean() for s in scored])
     values = np.stack(list(columns.values()), 1)
     intervals = [(None, None)] * len(columns)
@@ -55,55 +90,55 @@ def figures_of(scored: Sequence[ScoredQuestion], settings: EvaluationConfig) -> 
         intervals = bootstrap_intervals(
             values, confidence=settings.confidence, samples=settings.bootstrap_samples, seed=settings.seed
         ).tolist()
-    return Figures(
-        questions=len(scored),
-        answers=int(n.sum()),
-        fewest_answers=int(n.min()),
-        most_answers=int(n.max()),
+    return Metrics(
+        prompts=len(scored),
+        responses=int(n.sum()),
+        fewest_responses=int(n.min()),
+        most_responses=int(n.max()),
         failed=sum(s.failed for s in scored),
-        graded=any((s.scores != s.right).any() for s in scored),
+        graded=any((s.scores != s.correct).any() for s in scored),
         metrics={
-            name: Figure(float(value), low, high)
+            name: Metric(float(value), low, high)
             for name, value, (low, high) in zip(columns, values.mean(0), intervals)
         },
     )
 
 
-def check_k(questions: Sequence[Question], ks: Sequence[int]) -> None:
-    """ValueError for a k of pass@k that is more than the answers which every question has."""
-    fewest = min(questions, key=lambda question: len(question.responses))
+def check_k(prompts: Sequence[PromptWithResponses], ks: Sequence[int]) -> None:
+    """Raise ValueError if a k of pass@k exceeds the number of responses to a prompt."""
+    fewest = min(prompts, key=lambda prompt: len(prompt.responses))
     n = len(fewest.responses)
     if max(ks, default=0) > n:
         raise ValueError(
-            f"evaluation.k: pass@{max(ks)} needs {max(ks)} answers to every question, found {n} ({fewest.where}): draw "
-            f"more (data.n_samples of verl.trainer.main_generation), or use k up to {n}"
+            f"evaluation.k: pass@{max(ks)} requires {max(ks)} responses to every prompt, found {n} ({fewest.where}): "
+            f"generate more (data.n_samples of verl.trainer.main_generation), or use k up to {n}"
         )
 
 
 def _powers_of_two(n: int) -> list[int]:
-    """1, 2, 4 ... below n, and n."""
+    """Return 1, 2, 4, ... below n, and n."""
     return [1 << i for i in range((n - 1).bit_length())] + [n]
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The figures of one set of answers. sources: by data source, in alphabetical order."""
+    """The metrics of one set of responses: by data source, in alphabetical order, and overall."""
 
-    sources: dict[str, Figures]
-    overall: Figures
-
-
-def evaluate(scored: Sequence[ScoredQuestion], settings: EvaluationConfig) -> Evaluated:
-    """The figures of every data source and of all questions together."""
-    sources = {name: figures_of(part, settings) for name, part in by_source(scored).items()}
-    return Evaluated(sources, figures_of(scored, settings))
+    sources: dict[str, Metrics]
+    overall: Metrics
 
 
-def by_source(scored: Sequence[ScoredQuestion]) -> dict[str, list[ScoredQuestion]]:
-    """The questions of each data source, in alphabetical order."""
-    sources: dict[str, list[ScoredQuestion]] = {}
+def evaluate(scored: Sequence[ScoredPrompt], settings: EvaluationConfig) -> Evaluated:
+    """Compute the metrics of every data source, and of all prompts."""
+    sources = {name: compute_metrics(of_source, settings) for name, of_source in by_source(scored).items()}
+    return Evaluated(sources, compute_metrics(scored, settings))
+
+
+def by_source(scored: Sequence[ScoredPrompt]) -> dict[str, list[ScoredPrompt]]:
+    """Group the prompts by data source, in alphabetical order."""
+    sources: dict[str, list[ScoredPrompt]] = {}
     for s in scored:
-        sources.setdefault(s.question.data_source, []).append(s)
+        sources.setdefault(s.prompt.data_source, []).append(s)
     return dict(sorted(sources.items()))
 
 
@@ -112,69 +147,67 @@ def by_source(scored: Sequence[ScoredQuestion]) -> dict[str, list[ScoredQuestion
 
 @dataclass(frozen=True)
 class Comparison:
-    """The accuracy of two models on the same questions; the difference is first minus second."""
+    """The accuracy of two models on the same prompts; differences are first minus second."""
 
     sources: dict[str, PairedComparison]
     overall: PairedComparison
 
 
-def check_same_questions(first: Sequence[str], second: Sequence[str]) -> None:
-    """ValueError when two files do not hold the same questions. first, second: the keys of their questions."""
+def check_same_prompts(first: Sequence[str], second: Sequence[str]) -> None:
+    """Raise ValueError if two files, given by the keys of their prompts, contain different prompts."""
     only_first, only_second = set(first) - set(second), set(second) - set(first)
     if only_first or only_second:
         example = min(only_first or only_second)
         raise ValueError(
-            f"data.compare_path: the files do not hold the same questions: {len(only_first):,} of {len(first):,} are "
-            f"only in data.path, {len(only_second):,} of {len(second):,} only in data.compare_path, for example "
-            f"{example:.120}. Compare answers to one set of prompts"
+            f"data.compare_path: the files contain different prompts: {len(only_first):,} of {len(first):,} are only "
+            f"in data.path, {len(only_second):,} of {len(second):,} only in data.compare_path, for example "
+            f"{example:.120}. Compare responses to the same prompts"
         )
 
 
-def compare(
-    first: Sequence[ScoredQuestion], second: Sequence[ScoredQuestion], settings: EvaluationConfig
-) -> Comparison:
-    """Compare question by question, in whatever order the two files have them."""
-    accuracy = {s.question.key: s.right.mean() for s in second}
+def compare(first: Sequence[ScoredPrompt], second: Sequence[ScoredPrompt], settings: EvaluationConfig) -> Comparison:
+    """Compare two models prompt by prompt. The order of the prompts does not matter."""
+    accuracy = {s.prompt.key: s.correct.mean() for s in second}
 
-    def paired(part: Sequence[ScoredQuestion]) -> PairedComparison:
+    def paired(scored: Sequence[ScoredPrompt]) -> PairedComparison:
         return compare_paired(
-            np.array([s.right.mean() for s in part]),
-            np.array([accuracy[s.question.key] for s in part]),
+            np.array([s.correct.mean() for s in scored]),
+            np.array([accuracy[s.prompt.key] for s in scored]),
             confidence=settings.confidence,
             samples=settings.bootstrap_samples,
             seed=settings.seed,
         )
 
-    return Comparison({name: paired(part) for name, part in by_source(first).items()}, paired(first))
+    return Comparison({name: paired(of_source) for name, of_source in by_source(first).items()}, paired(first))
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def figures_table(evaluated: Evaluated, confidence: float) -> Table:
-    """A block of lines for every data source; the last one is of all questions where there are several sources."""
-    table = _table("data source", "questions", "answers", "metric", "value", f"{confidence:.0%} interval")
-    for name, figures in _with_overall(evaluated.sources, evaluated.overall).items():
+def metrics_table(evaluated: Evaluated, confidence: float) -> Table:
+    """Return a table with a section per data source, and one for all prompts if there are several sources."""
+    table = _table("data source", "prompts", "responses", "metric", "value", f"{confidence:.0%} interval")
+    for name, metrics in _with_overall(evaluated.sources, evaluated.overall).items():
         table.add_section()
-        head = (name, f"{figures.questions:,}", f"{figures.answers:,}")
-        for metric, figure in _shown(figures):
-            interval = "" if figure.low is None else f"{figure.low:.4f} .. {figure.high:.4f}"
-            table.add_row(*head, metric, f"{figure.value:.4f}", interval)
+        head = (name, f"{metrics.prompts:,}", f"{metrics.responses:,}")
+        for metric_name, metric in _shown(metrics):
+            interval = "" if metric.low is None else f"{metric.low:.4f} .. {metric.high:.4f}"
+            table.add_row(*head, metric_name, f"{metric.value:.4f}", interval)
             head = ("", "", "")
-        if figures.failed:
-            table.add_row("", "", "not scored", f"{figures.failed:,}", "")
+        if metrics.failed:
+            table.add_row("", "", "failed to score", f"{metrics.failed:,}", "")
     return table
 
 
 def comparison_table(comparison: Comparison, confidence: float) -> Table:
-    """A block for every data source, and one of all questions where there are several."""
-    table = _table("data source", "questions", "accuracy", "data.path - data.compare_path")
+    """Return a table with a section per data source, and one for all prompts if there are several sources."""
+    table = _table("data source", "prompts", "accuracy", "data.path - data.compare_path")
     for name, found in _with_overall(comparison.sources, comparison.overall).items():
         table.add_section()
-        table.add_row(name, f"{found.questions:,}", "difference", f"{found.difference:+.4f}")
+        table.add_row(name, f"{found.prompts:,}", "difference", f"{found.difference:+.4f}")
         if found.low is not None:
             table.add_row("", "", f"{confidence:.0%} interval", f"{found.low:+.4f} .. {found.high:+.4f}")
-        table.add_row("", "", "p, random signs", _p(found.p_value))
+        table.add_row("", "", "p, sign-flip test", _p(found.p_value))
         table.add_row("", "", "better, worse, equal", f"{found.wins:,}, {found.losses:,}, {found.ties:,}")
         table.add_row("", "", "p, sign test", _p(found.sign_test_p))
     return table
@@ -185,7 +218,7 @@ def _p(value: float) -> str:
 
 
 def _table(*headings: str) -> Table:
-    """Words to the left, numbers to the right; only the name of a data source may be broken."""
+    """Return an empty table: text left-aligned, numbers right-aligned; only data source names may wrap."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in headings:
         words = heading in ("data source", "metric", "accuracy")
@@ -197,11 +230,131 @@ def _with_overall(sources: dict, overall: object) -> dict:
     return {**sources, "all": overall} if len(sources) > 1 else sources
 
 
-def _shown(figures: Figures) -> list[tuple[str, Figure]]:
-    """Without what says the same twice: pass@1 and avg@1 of single answers, scores that are 0 or 1."""
-    single = figures.most_answers == 1
+def _shown(metrics: Metrics) -> list[tuple[str, Metric]]:
+    """Skip metrics that repeat the accuracy: pass@1 and avg@1 of single responses, and scores that are 0 or 1."""
+    single = metrics.most_responses == 1
     return [
-        (name, figure)
-        for name, figure in figures.metrics.items()
-        if not (single and "@" in name) and (name != "score" or figures.graded)
+        (name, metric)
+        for name, metric in metrics.metrics.items()
+        if not (single and "@" in name) and (name != "score" or metrics.graded)
     ]
+
+
+# ---- JSON -----------------------------------------------------------------------------------------------------------
+
+#: field -> key of the file, where they differ
+_KEYS = {
+    "prompts": "questions",
+    "responses": "answers",
+    "fewest_responses": "fewest_answers",
+    "most_responses": "most_answers",
+}
+
+
+def as_json(report: "Metrics | Evaluated | Comparison") -> dict[str, Any]:
+    """Return the entry of the report file."""
+    return asdict(report, dict_factory=lambda fields: {_KEYS.get(name, name): value for name, value in fields})
+
+
+# ---- the run --------------------------------------------------------------------------------------------------------
+
+
+class Evaluation:
+    """Scores the responses of a file, and optionally compares them with those of another file.
+
+    The constructor runs all checks, before anything is scored.
+
+    Args:
+        config: The settings; None to read config_path and overrides.
+        config_path: YAML file.
+        overrides: `key=value` settings.
+
+    Raises:
+        ValueError: For invalid settings or files, or an unsupported reward function.
+    """
+
+    def __init__(
+        self,
+        config: EvalConfig | None = None,
+        *,
+        config_path: str | Path | None = None,
+        overrides: Sequence[str] = (),
+    ):
+        if config is None:
+            config = load_config(config_path, overrides, schema=EvalConfig, extra_checks=[check_data])
+        for address in config.imports:
+            import_module(address)
+        self.config = config
+        self.prompts = read_responses(config.data.path, config.data)
+        self.compared = read_responses(config.data.compare_path, config.data) if config.data.compare_path else None
+        for prompts in self._both():
+            check_k(prompts, config.evaluation.k)
+        if self.compared is not None:
+            check_same_prompts([p.key for p in self.prompts], [p.key for p in self.compared])
+        self.function = find_function(config, self.prompts)
+        self.scorer = Scorer(self.function, config.reward)
+        path = config.evaluation.output_path
+        self.output = Path(path) if path else Path(config.data.path[0]).with_suffix(".eval.json")
+        check_folder("evaluation.output_path", self.output.parent)
+
+    def passed_checks(self) -> Sequence[str]:
+        """Return the names of the checks that have passed."""
+        return ("settings", "imports", "files", "pass@k", "compared files", "reward function", "output file")
+
+    def plan(self) -> str:
+        """Describe what `run` would do."""
+        counts = [f"{sum(len(p.responses) for p in prompts):,} responses" for prompts in self._both()]
+        compared = f" and compare them with {counts[1]}" if len(counts) > 1 else ""
+        function = self.function.where if self.function.route is None else "the rules by data source"
+        return (
+            f"would score {counts[0]} to {len(self.prompts):,} prompts{compared} with {function}; output: {self.output}"
+        )
+
+    def _both(self) -> list[list[PromptWithResponses]]:
+        return [self.prompts] if self.compared is None else [self.prompts, self.compared]
+
+    def run(self) -> dict[str, Any]:
+        """Score, print the tables and write the JSON file. Returns the contents of that file.
+
+        Raises:
+            RewardError: If a response cannot be scored (reward.on_error=raise).
+        """
+        settings = self.config.evaluation
+        try:
+            scored = [score_prompts(prompts, self.scorer, settings.right_from) for prompts in self._both()]
+        finally:
+            self.scorer.close()
+        paths = (self.config.data.path, self.config.data.compare_path)
+        report: dict[str, Any] = {"settings": self.config.model_dump(mode="json")}
+        for name, files, of_file in zip(("evaluated", "compared_with"), paths, scored):
+            evaluated = evaluate(of_file, settings)
+            report[name] = {"files": files, **as_json(evaluated)}
+            console().print(", ".join(files), markup=False, highlight=False, soft_wrap=True)
+            console().print(metrics_table(evaluated, settings.confidence))
+        if len(scored) > 1:
+            comparison = compare(*scored, settings)
+            report["comparison"] = as_json(comparison)
+            console().print(comparison_table(comparison, settings.confidence))
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(self.output) as draft:
+            draft.write_text(json.dumps(report, indent=1) + "\n")
+        logger.info("wrote %s", self.output)
+        return report
+
+
+def run_command(config_path: str | None, overrides: list[str]) -> int:
+    """Run an evaluation for a command line. Returns the exit status."""
+    setup_logging()
+    try:
+        evaluation = Evaluation(config_path=config_path, overrides=overrides)
+    except USER_ERRORS as error:
+        return print_error(error)
+    try:
+        evaluation.run()
+    except RewardError as error:
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)  # the location in the user's function
+        return print_error(error)
+    except DiskFullError as error:
+        return print_error(error)
+    return 0

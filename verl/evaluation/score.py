@@ -1,4 +1,4 @@
-"""Evaluation of answers as a flow: answers -> score. What it reads, and what scoring makes of it."""
+"""Scoring the responses of a file: responses -> score."""
 
 import json
 import logging
@@ -18,18 +18,27 @@ from verl.protocol import DataProto
 from verl.registry import did_you_mean
 from verl.rewards.functions import ScoreFunction
 from verl.rewards.managers import BatchRewardManager, NaiveRewardManager
-from verl.rewards.outcome import BadOutcome, RewardError, Row, read_outcome
+from verl.rewards.outcome import BadOutcome, RewardError, Sample, read_outcome
 from verl.rewards.resolve import resolve_reward_function
 from verl.rewards.sandbox.pool import ProcessPool, address_of
 
 logger = logging.getLogger("verl.trainer")
 
-ANSWERS_PER_PASS = 4096
+RESPONSES_PER_PASS = 4096
 
 
 @dataclass(frozen=True)
-class Question:
-    """A prompt with its answers. key: the same for the same prompt in another file. where: file and row."""
+class PromptWithResponses:
+    """A prompt and its responses.
+
+    Attributes:
+        key: Identifies the prompt across files.
+        data_source: Selects the reward function.
+        ground_truth: The ground truth.
+        extra_info: Further columns.
+        responses: The texts.
+        where: File and row, for messages.
+    """
 
     key: str
     data_source: str
@@ -40,47 +49,56 @@ class Question:
 
 
 @dataclass(frozen=True)
-class ScoredQuestion:
-    """Scores of the answers to one question, and which of them are right. failed: how many could not be scored."""
+class ScoredPrompt:
+    """The scores of the responses to one prompt.
 
-    question: Question
-    scores: np.ndarray  # (n,) float64
-    right: np.ndarray  # (n,) bool
+    Attributes:
+        prompt: The prompt and its responses.
+        scores: (n,) float64.
+        correct: (n,) bool.
+        failed: Number of responses that could not be scored.
+    """
+
+    prompt: PromptWithResponses
+    scores: np.ndarray
+    correct: np.ndarray
     failed: int
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-def read_answered(paths: Sequence[str], data: EvalDataConfig) -> list[Question]:
-    """The questions of some files, every row checked. Raises ValueError that names file and row."""
+def read_responses(paths: Sequence[str], data: EvalDataConfig) -> list[PromptWithResponses]:
+    """Read prompts with their responses and check every row. Raises ValueError with file and row."""
     rows = read_rows(paths)
-    names = ", ".join(str(part.path) for part in rows.parts)
+    files = ", ".join(str(part.path) for part in rows.parts)
     for key, column in {"prompt_key": data.prompt_key, "response_key": data.response_key}.items():
         if column not in rows.columns:
-            raise ValueError(f"{names}: no column {column!r} (data.{key}): {did_you_mean(column, rows.columns)}")
+            raise ValueError(f"{files}: no column {column!r} (data.{key}): {did_you_mean(column, rows.columns)}")
     if data.reward_model_key not in rows.columns and "answer" not in rows.columns:
         raise ValueError(
-            f"{names}: no ground truth: expected a column {data.reward_model_key!r} ({{'ground_truth': ...}}; "
+            f"{files}: no ground truth: expected a column {data.reward_model_key!r} ({{'ground_truth': ...}}; "
             f"data.reward_model_key) or a column 'answer'; found {', '.join(rows.columns)}"
         )
     seen: Counter[str] = Counter()
-    return [_question(row, number, rows, data, seen) for number, row in enumerate(rows)]
+    return [_read_row(row, index, rows, data, seen) for index, row in enumerate(rows)]
 
 
-def _question(row: Mapping[str, Any], number: int, rows: Rows, data: EvalDataConfig, seen: Counter[str]) -> Question:
-    where = rows.where(number)
+def _read_row(
+    row: Mapping[str, Any], index: int, rows: Rows, data: EvalDataConfig, seen: Counter[str]
+) -> PromptWithResponses:
+    where = rows.where(index)
     responses = row[data.response_key]
     responses = [responses] if isinstance(responses, str) else responses
     if not isinstance(responses, list) or not responses or not all(isinstance(text, str) for text in responses):
         raise ValueError(f"{where}: expected a list of texts in column {data.response_key!r}, found {responses!r:.80}")
-    source = row.get(data.data_source_key, rows.file_type(number))
+    source = row.get(data.data_source_key, rows.file_type(index))
     if not isinstance(source, str) or not source:
         raise ValueError(f"{where}: expected a name in column {data.data_source_key!r}, found {source!r}")
     prompt = json.dumps([source, row[data.prompt_key]], sort_keys=True, default=str)
     seen[prompt] += 1
-    return Question(
-        # a prompt that stands in a file twice is two questions
+    return PromptWithResponses(
+        # a prompt that occurs twice in a file counts as two prompts
         key=f"{prompt}#{seen[prompt]}",
         data_source=source,
         ground_truth=_ground_truth(row, where, data),
@@ -105,39 +123,43 @@ def _ground_truth(row: Mapping[str, Any], where: str, data: EvalDataConfig) -> A
 # ---- the flow -------------------------------------------------------------------------------------------------------
 
 
-def build_evaluation_flow(answers: Callable[[], DataProto], scorer: "Scorer") -> DataFlow:
-    """One pass scores one batch of answers."""
+def build_evaluation_flow(source: Callable[[], DataProto], scorer: "Scorer") -> DataFlow:
+    """Return a flow whose every pass scores one batch of responses."""
     reads = ("response", "data_source", "ground_truth", "extra_info", "where")
     return DataFlow(
         [
-            Operator("answers", answers, writes=(*reads, "question")),
+            Operator("responses", source, writes=(*reads, "prompt_index")),
             Operator("score", scorer, reads=reads, writes=("score", "acc", "failed")),
         ]
     )
 
 
-def answers_of(questions: Sequence[Question]) -> Iterator[DataProto]:
-    """The answers in batches of ANSWERS_PER_PASS rows; the column `question` says which question a row answers."""
-    rows = [(number, i) for number, question in enumerate(questions) for i in range(len(question.responses))]
-    for start in range(0, len(rows), ANSWERS_PER_PASS):
-        chosen = [(questions[number], number, i) for number, i in rows[start : start + ANSWERS_PER_PASS]]
+def batches_of(prompts: Sequence[PromptWithResponses]) -> Iterator[DataProto]:
+    """Yield the responses in batches of RESPONSES_PER_PASS samples. The column `prompt_index` refers to `prompts`."""
+    samples = [(index, i) for index, prompt in enumerate(prompts) for i in range(len(prompt.responses))]
+    for start in range(0, len(samples), RESPONSES_PER_PASS):
+        selected = [(prompts[index], index, i) for index, i in samples[start : start + RESPONSES_PER_PASS]]
         yield DataProto.from_dict(
             non_tensors={
-                "question": [number for _, number, _ in chosen],
-                "response": [question.responses[i] for question, _, i in chosen],
-                "data_source": [question.data_source for question, _, _ in chosen],
-                "ground_truth": [question.ground_truth for question, _, _ in chosen],
-                "extra_info": [question.extra_info for question, _, _ in chosen],
-                "where": [f"{question.where}, answer {i}" for question, _, i in chosen],
+                "prompt_index": [index for _, index, _ in selected],
+                "response": [prompt.responses[i] for prompt, _, i in selected],
+                "data_source": [prompt.data_source for prompt, _, _ in selected],
+                "ground_truth": [prompt.ground_truth for prompt, _, _ in selected],
+                "extra_info": [prompt.extra_info for prompt, _, _ in selected],
+                "where": [f"{prompt.where}, response {i}" for prompt, _, i in selected],
             }
         )
 
 
 class Scorer:
-    """The operator that scores: an answer that hangs, or takes its process down, cannot stop the others.
+    """The operator that scores. A call that hangs or crashes its process does not affect other responses.
 
-    Functions run in processes that are killed at the deadline; `async def` ones in an event loop of their own. An
-    answer that cannot be scored ends the evaluation with a RewardError (reward.on_error=raise), or is counted as wrong.
+    Functions run in processes that are killed at the timeout, `async def` functions in an event loop. A response that
+    cannot be scored raises RewardError (reward.on_error=raise) or counts as incorrect (reward.on_error=count).
+
+    Args:
+        function: The reward function.
+        reward: The settings of the section `reward`.
     """
 
     def __init__(self, function: ScoreFunction, reward: EvalRewardConfig):
@@ -152,19 +174,19 @@ class Scorer:
     def __call__(self, batch: DataProto) -> DataProto:
         columns = batch.non_tensor_batch
         names = ("data_source", "response", "ground_truth", "extra_info")
-        rows = [
-            Row(*values, number=i, total=len(batch), uid=columns["where"][i])
+        samples = [
+            Sample(*values, number=i, total=len(batch), uid=columns["where"][i])
             for i, values in enumerate(zip(*(columns[name] for name in names)))
         ]
-        scores, accs, failed = [0.0] * len(rows), [0.0] * len(rows), [False] * len(rows)
-        # Closed at once when a row ends the scoring: workers that are still busy must not outlive it.
-        with closing(self.manager.outcomes(rows)) as outcomes:
+        scores, accs, failed = [0.0] * len(samples), [0.0] * len(samples), [False] * len(samples)
+        # Closed explicitly, so that busy workers are stopped if a sample raises.
+        with closing(self.manager.outcomes(samples)) as outcomes:
             for i, function, outcome in outcomes:
                 try:
                     scores[i], extra = read_outcome(outcome)
                     accs[i] = _accuracy(scores[i], extra)
                 except BadOutcome as bad:
-                    error = RewardError(f"reward function {function.where} {bad}\n{rows[i].describe()}")
+                    error = RewardError(f"reward function {function.where} {bad}\n{samples[i].describe()}")
                     error.__cause__ = bad.__cause__
                     if self.on_error == "raise":
                         raise error from bad.__cause__
@@ -173,27 +195,33 @@ class Scorer:
         return DataProto.from_dict(non_tensors={"score": scores, "acc": accs, "failed": failed})
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the worker processes."""
         if self.manager.pool is not None:
             self.manager.pool.close()
 
 
 def _accuracy(score: float, extra: Mapping[str, Any]) -> float:
-    """The function's own `acc` where it gives one, else the score."""
+    """Return the "acc" of the function, or its score if it returns none."""
     acc = extra.get("acc", score)
     if not isinstance(acc, bool | int | float | np.number | np.bool_) or acc != acc:
         raise BadOutcome(f'returned a dict whose "acc" is {acc!r:.80}: expected a number')
     return float(acc)
 
 
-def score_questions(questions: Sequence[Question], scorer: Scorer, right_from: float) -> list[ScoredQuestion]:
-    """Send all answers through the flow. An answer is right when its `acc`, or else its score, is >= right_from.
+def score_prompts(prompts: Sequence[PromptWithResponses], scorer: Scorer, right_from: float) -> list[ScoredPrompt]:
+    """Score all responses.
 
-    Raises RewardError for an answer that cannot be scored when the scorer does, and when none could be scored.
+    Args:
+        prompts: The prompts with their responses.
+        scorer: The operator that scores.
+        right_from: A response is correct if its "acc", or its score without one, is at least this.
+
+    Raises:
+        RewardError: If a response cannot be scored (see `Scorer`), or if none can be.
     """
-    batches = answers_of(questions)
+    batches = batches_of(prompts)
     pipeline = build_evaluation_flow(lambda: next(batches), scorer).compile()
-    total = sum(len(question.responses) for question in questions)
+    total = sum(len(prompt.responses) for prompt in prompts)
     scores, accs, failed = np.zeros(total), np.zeros(total), np.zeros(total, dtype=bool)
     done = 0
     while done < total:
@@ -201,22 +229,24 @@ def score_questions(questions: Sequence[Question], scorer: Scorer, right_from: f
         at = slice(done, done + len(scored["score"]))
         scores[at], accs[at], failed[at] = (scored[name].astype(float) for name in ("score", "acc", "failed"))
         done = at.stop
-        logger.info("scored %s of %s answers", f"{done:,}", f"{total:,}")
+        logger.info("scored %s of %s responses", f"{done:,}", f"{total:,}")
     if failed.any():
-        logger.error("%d of %d answers could not be scored and count as wrong; the first:", failed.sum(), total)
+        logger.error(
+            "%d of %d responses could not be scored and count as incorrect; the first error:", failed.sum(), total
+        )
         logger.error("%s", scorer.first_error)
     if failed.all():
         raise scorer.first_error
-    right = (accs >= right_from) & ~failed
-    ends = np.cumsum([len(question.responses) for question in questions])[:-1]
-    pieces = zip(questions, np.split(scores, ends), np.split(right, ends), np.split(failed, ends))
-    return [ScoredQuestion(question, s, r, int(f.sum())) for question, s, r, f in pieces]
+    correct = (accs >= right_from) & ~failed
+    ends = np.cumsum([len(prompt.responses) for prompt in prompts])[:-1]
+    by_prompt = zip(prompts, np.split(scores, ends), np.split(correct, ends), np.split(failed, ends))
+    return [ScoredPrompt(prompt, s, c, int(f.sum())) for prompt, s, c, f in by_prompt]
 
 
-def find_function(config: EvalConfig, questions: Sequence[Question]) -> ScoreFunction:
-    """The reward function that the configuration names, else the rules by data source, one for each that occurs."""
+def find_function(config: EvalConfig, prompts: Sequence[PromptWithResponses]) -> ScoreFunction:
+    """Return the configured reward function, or the rules by data source. Raises ValueError if one is missing."""
     custom = config.reward.custom_reward_function
     function = resolve_reward_function(custom.path, custom.name, reward_kwargs=custom.reward_kwargs)
-    for source in dict.fromkeys(question.data_source for question in questions):
+    for source in dict.fromkeys(prompt.data_source for prompt in prompts):
         function.for_data_source(source)
     return function

@@ -1,12 +1,12 @@
-"""Answers on disk while they are being made, so that a run killed at any moment goes on where it stopped.
+"""Responses on disk during generation, so that a run killed at any moment can resume.
 
-    <output>.parts/<digest>/settings.json      what the answers depend on; the digest is its checksum
-    <output>.parts/<digest>/part-00003.jsonl   the answers to one batch of prompts, a line per prompt
-    <output>                                   all of them, when the last part is there; the parts are then deleted
-    <output>.settings.json                     what the finished file was made with, and how much it holds
+    <output>.parts/<digest>/settings.json      what the responses depend on; the digest is its checksum
+    <output>.parts/<digest>/part-00003.jsonl   a shard: the responses to one batch of prompts, one line per prompt
+    <output>                                   all responses, written after the last shard; the shards are then deleted
+    <output>.settings.json                     the settings of the finished file, and counts
 
-Every file is whole or not there. A run with other settings, other prompts or other model files has another digest, so
-answers of two runs never meet in one file.
+Every file is written atomically. A run with other settings, prompts or model files has another digest, so responses of
+different runs are never mixed.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoints.atomic import written_whole
+from verl.checkpoints.atomic import atomic_write
 
 logger = logging.getLogger("verl.trainer")
 
@@ -26,8 +26,14 @@ Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Answers:
-    """The answers to one prompt: their texts, their lengths in tokens, and "stop" or "length" for each."""
+class Responses:
+    """The responses to one prompt. The attributes are the keys of a line of a shard.
+
+    Attributes:
+        responses: The texts.
+        tokens: Their lengths in tokens.
+        finish_reasons: "stop" or "length".
+    """
 
     responses: list[str]
     tokens: list[int]
@@ -35,91 +41,101 @@ class Answers:
 
 
 def digest_of(settings: Settings) -> str:
-    """16 hexadecimal digits that stand for the settings."""
+    """Return a checksum of the settings, 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def changed(before: Settings, now: Settings) -> str:
-    """`rollout.top_p: 1.0 -> 0.95, ...`: the settings that differ."""
-    words = []
+    """Describe the settings that differ: `rollout.top_p: 1.0 -> 0.95, ...`."""
+    differences = []
     for key in sorted(before.keys() | now.keys()):
         old, new = before.get(key), now.get(key)
-        if isinstance(old, list) and isinstance(new, list):  # what files are like: no news to a reader
-            words += [f"{key}: others than then"] if old != new else []
+        if isinstance(old, list) and isinstance(new, list):  # checksums and file sizes: not informative
+            differences += [f"{key}: changed"] if old != new else []
         elif old != new:
-            words.append(f"{key}: {old} -> {new}")
-    return ", ".join(words)
+            differences.append(f"{key}: {old} -> {new}")
+    return ", ".join(differences)
 
 
 def settings_file(output: Path) -> Path:
-    """Where the settings of a finished file stand."""
+    """Return the path of the settings of a finished file."""
     return output.with_name(f"{output.name}.settings.json")
 
 
-class AnswerParts:
-    """The parts of one output file. `rows` prompts with `n` answers each, `rows_per_part` prompts to a part."""
+class ResponseShards:
+    """The shards of one output file.
 
-    def __init__(self, output: Path, settings: Settings, *, rows: int, rows_per_part: int, n: int):
+    Args:
+        output: The output file.
+        settings: Everything the responses depend on.
+        prompts: Number of prompts.
+        prompts_per_shard: Number of prompts in a shard.
+        n: Number of responses per prompt.
+    """
+
+    def __init__(self, output: Path, settings: Settings, *, prompts: int, prompts_per_shard: int, n: int):
         self.output = output
         self.settings = dict(settings)
-        self.rows, self.rows_per_part, self.n = rows, rows_per_part, n
+        self.prompts, self.prompts_per_shard, self.n = prompts, prompts_per_shard, n
         self.folder = output.with_name(f"{output.name}.parts") / digest_of(settings)
 
     def is_finished(self) -> bool:
-        """Whether the output is there, made with these settings.
+        """Whether the output exists and was generated with these settings.
 
-        Raises ValueError when it is there and was made with others: nothing is ever written over.
+        Raises:
+            ValueError: If it was generated with other settings. Existing files are never overwritten.
         """
         if not self.output.exists():
             return False
-        what = "its settings are not known"
+        found = "with unknown settings"
         if settings_file(self.output).is_file():
-            made_with = json.loads(settings_file(self.output).read_text())["settings"]
-            if made_with == self.settings:
+            recorded = json.loads(settings_file(self.output).read_text())["settings"]
+            if recorded == self.settings:
                 return True
-            what = f"made with other settings ({changed(made_with, self.settings)})"
-        raise ValueError(f"data.output_path: {self.output} is there already, {what}: name another file, or delete it")
+            found = f"generated with other settings ({changed(recorded, self.settings)})"
+        raise ValueError(
+            f"data.output_path: {self.output} already exists, {found}: choose another file, or delete this one"
+        )
 
     def open(self) -> None:
-        """Make the folder; say so where answers of other settings lie beside it."""
+        """Create the folder, and warn of shards of other settings next to it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with written_whole(self.folder / "settings.json") as draft:
+        with atomic_write(self.folder / "settings.json") as draft:
             draft.write_text(json.dumps(self.settings, indent=1, sort_keys=True) + "\n")
         for other in sorted(self.folder.parent.glob("*/settings.json")):
             if other.parent != self.folder:
-                differences = changed(json.loads(other.read_text()), self.settings)
                 logger.warning(
-                    "%s holds answers made with other settings (%s); they are not used, delete the folder if they are "
-                    "not needed",
+                    "%s contains responses generated with other settings (%s); they are not used. Delete the folder if "
+                    "you do not need them",
                     other.parent,
-                    differences,
+                    changed(json.loads(other.read_text()), self.settings),
                 )
 
-    def rows_of(self, part: int) -> range:
-        """The numbers of the prompts of a part."""
-        return range(part * self.rows_per_part, min((part + 1) * self.rows_per_part, self.rows))
+    def prompts_of(self, shard: int) -> range:
+        """Return the indices of the prompts of a shard."""
+        return range(shard * self.prompts_per_shard, min((shard + 1) * self.prompts_per_shard, self.prompts))
 
     def missing(self) -> list[int]:
-        """The parts that are still to be made. A damaged one is named in the log and made again."""
-        return [part for part in range(self._count) if not self._is_usable(part)]
+        """Return the shards that must be generated. Damaged shards are logged and included."""
+        return [shard for shard in range(self._count) if not self._is_usable(shard)]
 
-    def write(self, part: int, answers: Sequence[Answers]) -> None:
-        """Keep the answers to the prompts of `rows_of(part)`."""
-        with written_whole(self._path(part)) as draft:
-            draft.write_text("".join(json.dumps(asdict(answer)) + "\n" for answer in answers))
+    def write(self, shard: int, responses: Sequence[Responses]) -> None:
+        """Write the responses to the prompts of a shard."""
+        with atomic_write(self._path(shard)) as draft:
+            draft.write_text("".join(json.dumps(asdict(of_prompt)) + "\n" for of_prompt in responses))
 
-    def read(self) -> list[Answers]:
-        """The answers to all prompts, in their order. All parts must be there."""
-        return [answers for part in range(self._count) for answers in self._read(part)]
+    def read(self) -> list[Responses]:
+        """Return the responses to all prompts, in order. All shards must exist."""
+        return [of_prompt for shard in range(self._count) for of_prompt in self._read(shard)]
 
     def finish(self, facts: Mapping[str, Any]) -> None:
-        """Write down what the output was made with, before the output itself is put in its place."""
+        """Write the settings file of the output. Called before the output is written."""
         about = {"settings": self.settings, **facts}
-        with written_whole(settings_file(self.output)) as draft:
+        with atomic_write(settings_file(self.output)) as draft:
             draft.write_text(json.dumps(about, indent=1, sort_keys=True) + "\n")
 
     def delete(self) -> None:
-        """Take the parts away, if they are still there; those of other settings stay."""
+        """Delete the shards, if they exist. Those of other settings are kept."""
         if not self.folder.is_dir():
             return
         shutil.rmtree(self.folder)
@@ -128,23 +144,23 @@ class AnswerParts:
 
     @property
     def _count(self) -> int:
-        return -(-self.rows // self.rows_per_part)
+        return -(-self.prompts // self.prompts_per_shard)
 
-    def _path(self, part: int) -> Path:
-        return self.folder / f"part-{part:05d}.jsonl"
+    def _path(self, shard: int) -> Path:
+        return self.folder / f"part-{shard:05d}.jsonl"
 
-    def _read(self, part: int) -> list[Answers]:
-        return [Answers(**json.loads(line)) for line in self._path(part).read_text().splitlines()]
+    def _read(self, shard: int) -> list[Responses]:
+        return [Responses(**json.loads(line)) for line in self._path(shard).read_text().splitlines()]
 
-    def _is_usable(self, part: int) -> bool:
-        if not self._path(part).is_file():
+    def _is_usable(self, shard: int) -> bool:
+        if not self._path(shard).is_file():
             return False
         try:
-            found = self._read(part)
+            found = self._read(shard)
         except (ValueError, TypeError) as error:
-            logger.warning("%s is damaged and is made again: %s", self._path(part), error)
+            logger.warning("%s is damaged and will be generated again: %s", self._path(shard), error)
             return False
-        whole = len(found) == len(self.rows_of(part)) and all(len(answers.responses) == self.n for answers in found)
-        if not whole:
-            logger.warning("%s is not whole and is made again", self._path(part))
-        return whole
+        complete = len(found) == len(self.prompts_of(shard)) and all(len(r.responses) == self.n for r in found)
+        if not complete:
+            logger.warning("%s is incomplete and will be generated again", self._path(shard))
+        return complete

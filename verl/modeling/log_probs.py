@@ -45,9 +45,8 @@ class _TokenStatistics(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         logits, targets, lse, entropys, squares = ctx.saved_tensors
-        wanted = tuple(
-            gradient is not None for gradient in gradients
-        )  # outputs that are only measured cost nothing here
+        # outputs that are only measured cost nothing
+        wanted = tuple(gradient is not None for gradient in gradients)
         gradients = tuple(torch.zeros_like(lse) if gradient is None else gradient for gradient in gradients)
         compute = _gradient_on_gpu if _has_kernel(logits) else logits_gradient
         found = compute(logits, targets, lse, entropys, squares, gradients, ctx.temperature, wanted)

@@ -202,6 +202,6 @@ def _wrong_signature(func: Callable, why: str) -> ValueError:
     name = body.__qualname__ if inspect.isroutine(body) else type(func).__name__
     at = f" at {body.__code__.co_filename}:{body.__code__.co_firstlineno}" if inspect.isfunction(body) else ""
     return ValueError(
-        f"reward function with an unsupported signature: {why}\n"
+        f"reward function with a wrong signature: {why}\n"
         f"found:\n  {name}{inspect.signature(func)}{at}\naccepted:\n{ACCEPTED_FORMS}"
     )

@@ -287,13 +287,13 @@ def _compare(group: TransferGroup, number: int, entries: list[_Entry], checksums
     own = 0
     for checksum in checksums:
         own = _fold(own, checksum)
-    answers = group.gather([own, differing])
-    for rank, (found, first) in enumerate(answers):
-        if found != answers[0][0]:
+    gathered = group.gather([own, differing])
+    for rank, (found, first) in enumerate(gathered):
+        if found != gathered[0][0]:
             name = entries[first].name if first >= 0 else "(none: the checksums themselves differ)"
             raise ValueError(
                 f"weight sync: bucket {number} arrived damaged on rollout rank {rank - 1}: its checksum is "
-                f"{found & (2**64 - 1):016x}, expected {answers[0][0] & (2**64 - 1):016x}; the first differing "
+                f"{found & (2**64 - 1):016x}, expected {gathered[0][0] & (2**64 - 1):016x}; the first differing "
                 f"parameter is {name}"
             )
     return own

@@ -46,8 +46,8 @@ class Worker:
     """Base class of workers.
 
     `rank`, `world_size`, `local_rank` and `env` are set before `__init__` runs. A worker constructed directly,
-    `MyWorker(...)`, is rank 0 of 1. In a process of its own a worker finds `env` in `os.environ` too; a worker in the
-    caller's process does not change the caller's environment.
+    `MyWorker(...)`, is rank 0 of 1. A worker in a separate process also finds `env` in `os.environ`; a
+    worker in the caller's process does not change the caller's environment.
     """
 
     rank_env = RankEnv()
@@ -70,7 +70,7 @@ class Worker:
         return self.rank_env.env
 
     def layout(self, mesh: str | None = None) -> Coordinates:
-        """The coordinates of this rank in a device mesh. By default every rank is a data-parallel rank of its own.
+        """The coordinates of this rank in a device mesh. By default every rank is a separate DP rank.
 
         Override it in a worker with tensor, sequence or pipeline parallelism, or with a second mesh for generation.
 

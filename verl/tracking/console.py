@@ -1,7 +1,8 @@
-"""What a run looks like while it learns: a live display on a terminal, plain lines elsewhere."""
+"""The display of a running training: a live panel on a terminal, plain lines otherwise."""
 
 import itertools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -15,18 +16,64 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from verl.tracking.headline import headline
 from verl.utils import log
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 Sample = tuple[str, str, float]
+"""(prompt, response, score)"""
+
+#: label -> metrics, of which the first one present is shown; in display order
+HEADLINES: dict[str, tuple[str, ...]] = {
+    "score": ("critic/score/mean",),
+    "acc": ("reward/acc",),
+    "reward": ("critic/rewards/mean",),
+    "length": ("response_length/mean",),
+    "kl": ("actor/ref_kl", "actor/kl", "actor/reward_kl_penalty"),
+    "entropy": ("actor/entropy", "actor/entropy_loss"),
+    "pg_loss": ("actor/pg_loss",),
+    "vf_loss": ("critic/vf_loss",),
+    "loss": ("train/loss", "train/nll"),
+    "grad_norm": ("actor/grad_norm", "train/grad_norm"),
+    "tok/s": ("perf/throughput",),
+    "seconds": ("timing_s/step",),
+}
+
+#: labels that often have the same value (a reward of 0 or 1, no KL in the reward), which is then shown once
+_SCORES = ("score", "acc", "reward")
+
+
+def short(value: float) -> str:
+    """Format with three significant digits: 0.0123, 1.24, 153k."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= 9.995 * size or (unit != "k" and abs(value) >= size):
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def headline(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Return label -> text for the headline metrics, in display order, then the core validation results.
+
+    Score, accuracy and reward are shown once if they are equal. If a custom flow has none of these metrics, all of its
+    metrics are shown, except timings and memory.
+    """
+    found = {}
+    for label, names in HEADLINES.items():
+        name = next((name for name in names if name in metrics), None)
+        shown_scores = [found[other] for other in _SCORES if label in _SCORES and other in found]
+        if name is not None and not any(math.isclose(metrics[name], other, rel_tol=1e-6) for other in shown_scores):
+            found[label] = metrics[name]
+    shown = {label: short(value) for label, value in found.items()}
+    rest = [name for name in metrics if name.startswith(("val-core/", "val/"))]
+    if not shown and not rest:
+        rest = [name for name in metrics if not name.startswith(("timing_s/", "perf/", "training/"))]
+    return shown | {name: short(metrics[name]) for name in rest}
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """At most `width` blocks from the smallest value (▁) to the largest (█); equal values give a line in the middle.
+    """Draw values as at most `width` blocks, from ▁ (minimum) to █ (maximum). Equal values give a line in the middle.
 
-    When there are more values than blocks, a block is the mean of neighbours.
+    If there are more values than blocks, a block is the mean of adjacent values.
     """
     if not values:
         return ""
@@ -40,10 +87,13 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 class TrainingProgress:
-    """Context manager that shows a run: call `update` after each step.
+    """Context manager that displays a run. Call `update` after each step.
 
-    On a terminal one panel is redrawn in place. Elsewhere lines are printed every `print_every` steps, and at the first
-    and the last step. The log is silent below WARNING meanwhile: the display says the same.
+        with TrainingProgress(total_steps=100, title="GRPO") as progress:
+            progress.update(step, metrics, timings)
+
+    On a terminal, a panel is redrawn in place. Otherwise, lines are printed every `print_every` steps and at the first
+    and last step. Log lines below WARNING are suppressed meanwhile.
     """
 
     def __init__(self, total_steps: int, title: str, print_every: int = 10, console: Console | None = None):
@@ -83,13 +133,15 @@ class TrainingProgress:
         timings: Mapping[str, float],
         samples: Sequence[Sample] | None = None,
     ) -> None:
-        """Show a finished step.
+        """Display a finished step.
 
-        timings: operator -> seconds. samples: (prompt, response, score) of a few answers, when it is time to show some;
-        the panel keeps them until the next ones come.
+        Args:
+            metrics: name -> value.
+            timings: operator -> seconds.
+            samples: a few (prompt, response, score) to show. The panel keeps them until the next ones.
         """
         now = time.monotonic()
-        # Before the first step, time went into loading models.
+        # the time before the first step was spent on loading models
         self._durations.append(sum(timings.values()) if self._last is None else now - self._last)
         self._last = now
         if "critic/score/mean" in metrics:
@@ -102,7 +154,7 @@ class TrainingProgress:
             self._print(step, metrics, timings)
 
     def _remaining(self, step: int) -> str:
-        """Time to the end at the pace of the last steps."""
+        """Remaining time at the pace of the last steps."""
         seconds = round((self.total_steps - step) * sum(self._durations) / len(self._durations))
         minutes, seconds = divmod(seconds, 60)
         hours, minutes = divmod(minutes, 60)
@@ -115,7 +167,7 @@ class TrainingProgress:
         lines.append("    " + " ".join(seconds))
         lines += ["    " + _one_line(prompt, response, score, width=100) for prompt, response, score in self._samples]
         self._samples = ()
-        # soft_wrap: a file has no width, a line stays a line.
+        # soft_wrap: do not wrap lines in a file
         self.console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
     def _panel(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> Panel:
@@ -129,18 +181,18 @@ class TrainingProgress:
             ProgressBar(total=self.total_steps, completed=step),
             Text(f"ETA {self._remaining(step)}"),
         )
-        parts = [bar, _columns(headline(metrics), width)]
+        rows = [bar, _columns(headline(metrics), width)]
         if len(self._rewards) > 1:
             line = sparkline(self._rewards, width - 40)
             first, last = self._rewards[0], self._rewards[-1]
-            parts.append(Text.assemble(("score ", "dim"), f"{first:.2f} ", (line, "green"), f" {last:.2f}"))
-        parts.append(_columns({name: f"{seconds:.2f}s" for name, seconds in timings.items()}, width))
-        parts += [Text(_one_line(*sample, width=width), style="dim") for sample in self._samples]
-        return Panel(Group(*parts), title=Text(self.title), title_align="left", box=box.ROUNDED)
+            rows.append(Text.assemble(("score ", "dim"), f"{first:.2f} ", (line, "green"), f" {last:.2f}"))
+        rows.append(_columns({name: f"{seconds:.2f}s" for name, seconds in timings.items()}, width))
+        rows += [Text(_one_line(*sample, width=width), style="dim") for sample in self._samples]
+        return Panel(Group(*rows), title=Text(self.title), title_align="left", box=box.ROUNDED)
 
 
 def _columns(cells: Mapping[str, str], width: int) -> Table:
-    """`label value` pairs, as many to a line as fit, in columns."""
+    """Lay out `label value` pairs in columns, as many per line as fit."""
     longest = max((len(label) + len(value) for label, value in cells.items()), default=0) + 1
     per_line = max(1, min(6, width // (longest + 3)))
     grid = Table.grid(padding=(0, 3, 0, 0))
@@ -151,7 +203,7 @@ def _columns(cells: Mapping[str, str], width: int) -> Table:
 
 
 def _one_line(prompt: str, response: str, score: float, width: int) -> str:
-    """`+ prompt -> response`, cut to the width; + for a score above 0. A long prompt is cut in front: its end asks."""
+    """`+ prompt -> response`, truncated to the width; + for a score above 0. Prompts are truncated at the front."""
     prompt, response = (" ".join(text.split()) for text in (prompt, response))
     room = max(width - 12, 20)
     if len(prompt) > room // 2:

@@ -1,11 +1,11 @@
-"""Learning curves as a picture, from the metrics.jsonl of a run."""
+"""Plots of learning curves, from the metrics.jsonl of a run."""
 
 import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
-#: title of a panel -> metrics, the first one present is drawn
+#: title of a panel -> metrics, of which the first one present is plotted
 _PANELS: dict[str, tuple[str, ...]] = {
     "score": ("critic/score/mean",),
     "response length (tokens)": ("response_length/mean",),
@@ -18,12 +18,12 @@ WINDOW = 10
 
 
 def moving_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
-    """Mean of each value and those before it, `window` of them at most."""
+    """Trailing mean over at most `window` values."""
     return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
 
 
 def read_metrics(metrics_jsonl: str | Path) -> dict[str, list[tuple[int, float]]]:
-    """name -> [(step, value)] in order of steps; values that were not finite are left out."""
+    """Return name -> [(step, value)], sorted by step. Values that were not finite are skipped."""
     found: dict[str, list[tuple[int, float]]] = {}
     for line in Path(metrics_jsonl).read_text().splitlines():
         record = json.loads(line)
@@ -36,11 +36,17 @@ def read_metrics(metrics_jsonl: str | Path) -> dict[str, list[tuple[int, float]]
 
 
 def save_curves(metrics_jsonl: str | Path, out_png: str | Path, keys: Sequence[str] | None = None) -> Path:
-    """Draw metrics over steps into a PNG and return its path.
+    """Plot metrics over steps into a PNG and return its path.
 
-    Each panel has the values, faint, and their mean over the last 10 steps, bold; the first one also the
-    validation results (val-core/...), as points. keys: one panel for each, instead of score, length, KL and entropy.
-    Raises ValueError when a key is not in the file or nothing is there to draw, and when matplotlib is not installed.
+    Each panel shows the values and their mean over the last 10 steps; the first one also shows validation results.
+
+    Args:
+        metrics_jsonl: file written by the jsonl tracker.
+        out_png: file to write.
+        keys: one panel per metric, instead of score, length, KL and entropy.
+
+    Raises:
+        ValueError: if a key is not in the file, there is nothing to plot, or matplotlib is not installed.
     """
     found = read_metrics(metrics_jsonl)
     if keys is not None:
@@ -52,7 +58,7 @@ def save_curves(metrics_jsonl: str | Path, out_png: str | Path, keys: Sequence[s
         present = {title: [name for name in names if name in found] for title, names in _PANELS.items()}
         panels = {title: names[0] for title, names in present.items() if names}
     if not panels:
-        raise ValueError(f"{metrics_jsonl} has nothing to draw: expected one of {sum(_PANELS.values(), ())}")
+        raise ValueError(f"{metrics_jsonl} has nothing to plot: expected one of {sum(_PANELS.values(), ())}")
     figure = _figure(len(panels))
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axis, (title, name) in zip(axes, panels.items()):
@@ -72,9 +78,9 @@ def save_curves(metrics_jsonl: str | Path, out_png: str | Path, keys: Sequence[s
 
 
 def _figure(panels: int):
-    """A figure without pyplot: nothing global, no window system."""
+    """Create a figure without pyplot, which has global state and may need a display."""
     try:
         matplotlib = importlib.import_module("matplotlib.figure")
     except ModuleNotFoundError as error:
-        raise ValueError("drawing curves needs matplotlib, which is not installed: pip install matplotlib") from error
+        raise ValueError("plotting needs matplotlib, which is not installed: pip install matplotlib") from error
     return matplotlib.Figure(figsize=(4.2 * panels, 3.4), layout="constrained")

@@ -1,4 +1,4 @@
-"""Where metrics go: one small class per destination, all with the same three verbs (log, log_samples, finish)."""
+"""Trackers: one class per destination of metrics, with the methods log, log_samples and finish."""
 
 import importlib
 import json
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from verl.tracking.headline import headline, short
+from verl.tracking.console import headline, short
 from verl.utils.log import setup_logging
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Run:
-    """The run that is tracked. `resume_step`: the step that it goes on from, 0 when it starts from the beginning."""
+    """The tracked run. `resume_step`: step of the checkpoint it resumes from, 0 for a new run."""
 
     project_name: str
     experiment_name: str
@@ -31,11 +31,11 @@ class Run:
     resume_step: int = 0
 
     def known_id(self, tracker: str) -> str | None:
-        """The id that `tracker` gave this run before it was stopped; None for a run that starts."""
+        """The id that `tracker` gave this run earlier; None for a new run."""
         return self._ids().get(tracker) if self.resume_step else None
 
     def remember_id(self, tracker: str, run_id: str) -> None:
-        """Keep the id beside the checkpoints, for the next time that this run is resumed."""
+        """Save the id next to the checkpoints, for the next resume."""
         (self.folder / "tracker_ids.json").write_text(json.dumps(self._ids() | {tracker: run_id}))
 
     def _ids(self) -> dict[str, str]:
@@ -44,9 +44,9 @@ class Run:
 
 
 class Tracker(ABC):
-    """One destination of metrics, made once per run in the process that controls it."""
+    """A destination of metrics. Created once per run, in the controller process."""
 
-    #: what must be installed, None for nothing
+    #: package that must be installed; None if there is none
     package: ClassVar[str | None] = None
 
     def __init__(self, run: Run):
@@ -54,27 +54,27 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take the metrics of a step. A step may come in several calls with different metrics."""
+        """Log the metrics of a step. One step may have several calls, with different metrics."""
 
     @abstractmethod
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
-        """Take a table of sampled answers: equal keys in every row."""
+        """Log a table of samples, with equal keys in every row."""
 
     @abstractmethod
     def finish(self, failed: bool) -> None:
-        """Send what is pending and close. `failed`: the run ended by an error."""
+        """Flush and close. `failed`: the run ended with an error."""
 
 
 class ConsoleTracker(Tracker):
-    """A line per step in the log, with the metrics worth a glance."""
+    """One log line per step, with the headline metrics."""
 
     def __init__(self, run: Run):
         super().__init__(run)
         setup_logging()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        parts = [f"{label} {text}" for label, text in headline(metrics).items()]
-        logger.info(" | ".join([f"step {step}", *parts]))
+        values = [f"{label} {text}" for label, text in headline(metrics).items()]
+        logger.info(" | ".join([f"step {step}", *values]))
 
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
         for row in rows:
@@ -88,8 +88,8 @@ class ConsoleTracker(Tracker):
 class JsonlTracker(Tracker):
     """`metrics.jsonl`: one JSON object per call with "step", "time" and the metrics; samples in `samples.jsonl`.
 
-    A run that goes on from step N drops the lines after N, which it will write again; they move to
-    `metrics.dropped.jsonl`. Values that are not finite are written as null.
+    A run that resumes from step N moves the lines after N to `metrics.dropped.jsonl`, since it will write these steps
+    again. Values that are not finite are written as null.
     """
 
     def __init__(self, run: Run):
@@ -100,23 +100,23 @@ class JsonlTracker(Tracker):
         kept, dropped = [], []
         if path.is_file():
             for line in path.read_text().splitlines(keepends=True):
-                (kept if self._stays(line) else dropped).append(line)
+                (kept if self._is_kept(line) else dropped).append(line)
         if dropped:
             with path.with_suffix(".dropped.jsonl").open("a") as file:
                 file.writelines(line if line.endswith("\n") else f"{line}\n" for line in dropped)
             draft = path.with_suffix(".draft")
             draft.write_text("".join(kept))
             draft.replace(path)
-            logger.info("%s: %d lines after step %d moved away", path, len(dropped), self.run.resume_step)
+            logger.info("%s: moved %d lines after step %d to a .dropped file", path, len(dropped), self.run.resume_step)
         return path.open("a")
 
-    def _stays(self, line: str) -> bool:
+    def _is_kept(self, line: str) -> bool:
         if not self.run.resume_step:
             return False
         try:
             return json.loads(line)["step"] <= self.run.resume_step
         except json.JSONDecodeError:
-            return False  # a line that a killed process left half written
+            return False  # a partial line of a killed process
 
     def _write(self, name: str, record: dict[str, Any]) -> None:
         file = self._files[name]
@@ -136,7 +136,7 @@ class JsonlTracker(Tracker):
 
 
 class TensorboardTracker(Tracker):
-    """Event files in `tensorboard/`; what a stopped run wrote after the resumed step is hidden by a purge mark."""
+    """Event files in `tensorboard/`. A resumed run purges the steps after its checkpoint."""
 
     package = "tensorboard"
 
@@ -160,9 +160,9 @@ class TensorboardTracker(Tracker):
 
 
 class WandbTracker(Tracker):
-    """Weights & Biases; WANDB_MODE=offline keeps it on this machine. A resumed run goes on as the same run.
+    """Weights & Biases; WANDB_MODE=offline logs locally. A resumed run continues the same wandb run.
 
-    Its own step counter cannot go back to the step of a checkpoint, so the step travels as a metric that is the x-axis.
+    The step counter of wandb cannot go back to the step of a checkpoint, so the step is logged as the x-axis metric.
     """
 
     package = "wandb"
@@ -195,7 +195,7 @@ class WandbTracker(Tracker):
 
 
 class MlflowTracker(Tracker):
-    """MLflow: at MLFLOW_TRACKING_URI, or in `mlflow.db` of the run's folder. A resumed run goes on as the same run."""
+    """MLflow: at MLFLOW_TRACKING_URI, or in `mlflow.db` in the run's folder. A resumed run continues the same run."""
 
     package = "mlflow"
 
@@ -233,7 +233,7 @@ class MlflowTracker(Tracker):
 
 
 class SwanlabTracker(Tracker):
-    """SwanLab; SWANLAB_MODE=offline or local keeps it on this machine. A resumed run goes on as the same run."""
+    """SwanLab; SWANLAB_MODE=offline or local logs locally. A resumed run continues the same SwanLab run."""
 
     package = "swanlab"
 
@@ -263,13 +263,13 @@ class SwanlabTracker(Tracker):
 
 
 def _markdown(rows: Rows) -> str:
-    """A table; a cell is one line."""
+    """Format rows as a Markdown table."""
     columns = list(rows[0])
     lines = [columns, ["---"] * len(columns), *([str(row[c]) for c in columns] for row in rows)]
     return "\n".join("| " + " | ".join(c.replace("|", "\\|").replace("\n", " ") for c in line) + " |" for line in lines)
 
 
-#: The words of `trainer.logger`. One's own: `TRACKER_REGISTRY["mine"] = MyTracker` before the trainer is made.
+#: The values of `trainer.logger`. Add a custom tracker with `TRACKER_REGISTRY["mine"] = MyTracker`.
 TRACKER_REGISTRY: dict[str, type[Tracker]] = {
     "console": ConsoleTracker,
     "jsonl": JsonlTracker,

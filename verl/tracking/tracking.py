@@ -1,4 +1,4 @@
-"""Tracking: metrics and sampled answers of a run to any number of trackers, none of which can stop the training."""
+"""Tracking: sends the metrics and samples of a run to several trackers. A failing tracker does not stop training."""
 
 import difflib
 import importlib.util
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise ValueError for a tracker that does not exist or whose package is not installed. Imports nothing."""
+    """Raise ValueError if a tracker is unknown or its package is not installed. Imports nothing."""
     for name in names:
         if name not in TRACKER_REGISTRY:
             near = difflib.get_close_matches(name, TRACKER_REGISTRY, n=1)
@@ -29,12 +29,12 @@ def check_trackers(names: Sequence[str]) -> None:
         if package is not None and not _installed(package):
             raise ValueError(
                 f"the tracker {name!r} needs the package {package}, which is not installed: "
-                f"pip install {package}, or take {name!r} out of trainer.logger"
+                f"pip install {package}, or remove {name!r} from trainer.logger"
             )
 
 
 def _installed(package: str) -> bool:
-    # A folder of the same name in the working directory is found too, but without an origin: wandb makes such a one.
+    # a folder of that name in the working directory (wandb creates one) is found too, but has no origin
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
@@ -42,11 +42,21 @@ def _installed(package: str) -> bool:
 class Tracking:
     """The trackers of one run.
 
-    backends: words of TRACKER_REGISTRY. config: flat, for the record. default_local_dir: where trackers keep files.
-    resume_step: the step of the checkpoint that the run goes on from, 0 when it starts. Trackers go on as the same run.
-    jsonl and tensorboard hold no step twice; wandb, mlflow and swanlab cannot take back what was logged after the
-    checkpoint, so those steps are logged again there.
-    Raises ValueError for an unknown tracker or a missing package, and what a tracker raises that cannot start.
+        with Tracking(["console", "jsonl"], "project", "run-1", config, "checkpoints/run-1") as tracking:
+            tracking.log({"critic/score/mean": 0.5}, step=1)
+
+    A resumed run continues the same tracker run. jsonl and tensorboard drop the steps after the checkpoint; wandb,
+    mlflow and swanlab cannot delete them and log them twice.
+
+    Args:
+        backends: names of TRACKER_REGISTRY.
+        project_name, experiment_name: passed to the trackers.
+        config: flat config to record.
+        default_local_dir: folder for local files.
+        resume_step: step of the checkpoint that the run resumes from; 0 for a new run.
+
+    Raises:
+        ValueError: if a tracker is unknown or its package is missing. Errors of a tracker that cannot start are raised.
     """
 
     def __init__(
@@ -64,11 +74,11 @@ class Tracking:
         folder.mkdir(parents=True, exist_ok=True)
         run = Run(project_name, experiment_name, config, folder, resume_step)
         self.trackers = {name: TRACKER_REGISTRY[name](run) for name in names}
-        self.failures: Counter[str] = Counter()  # tracker -> calls that it lost
-        self.not_finite: Counter[str] = Counter()  # metric -> steps at which it was NaN or infinite
+        self.failures: Counter[str] = Counter()  # tracker -> failed calls
+        self.not_finite: Counter[str] = Counter()  # metric -> steps with NaN or infinity
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Hand the metrics of `step` to every tracker. Raises ValueError for a value that is not a number."""
+        """Log the metrics of a step. Raises ValueError if a value is not a number."""
         numbers = {name: _number(name, value) for name, value in metrics.items()}
         broken = {name: value for name, value in numbers.items() if not math.isfinite(value)}
         for name, value in broken.items():
@@ -78,21 +88,21 @@ class Tracking:
         self._call_all(lambda tracker: tracker.log(numbers, step))
 
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
-        """Hand a table of sampled answers to every tracker: a list of rows with equal keys."""
+        """Log a table of samples: a list of rows with equal keys."""
         if rows:
             self._call_all(lambda tracker: tracker.log_samples(name, rows, step))
 
     def finish(self, failed: bool = False) -> None:
-        """Close the trackers and sum up what went wrong on the way."""
+        """Close the trackers and log a summary of their failures."""
         self._call_all(lambda tracker: tracker.finish(failed))
         for name, count in self.failures.items():
-            logger.warning("the tracker %s lost %d calls", name, count)
+            logger.warning("tracker %s: %d calls failed", name, count)
         for name, count in self.not_finite.items():
-            logger.error("%s was not finite at %d steps", name, count)
+            logger.error("%s was not finite in %d steps", name, count)
         self.trackers = {}
 
     def _call_all(self, call: Callable[[Any], None]) -> None:
-        """A tracker is a service of others over a network: its failure is said and counted, and training goes on."""
+        """Call every tracker. Trackers may be network services, so a failure is logged and counted, not raised."""
         for name, tracker in self.trackers.items():
             try:
                 call(tracker)
@@ -100,7 +110,7 @@ class Tracking:
                 self.failures[name] += 1
                 if self.failures[name] == 1:
                     logger.warning(
-                        "the tracker %s failed (%s: %s); training goes on, further failures are counted",
+                        "tracker %s failed (%s: %s); training continues, further failures are counted",
                         name,
                         type(error).__name__,
                         error,
@@ -118,4 +128,4 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"the metric {name!r} is {value!r}: expected a number") from error
+        raise ValueError(f"metric {name!r}: expected a number, found {value!r}") from error

@@ -1,1 +1,1 @@
-"""Trainers: one loop over a flow; who executes it is the only difference between them."""
+"""Trainers: one loop over a flow, on any cluster."""

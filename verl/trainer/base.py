@@ -23,7 +23,7 @@ from verl.tracking.tracking import Tracking
 from verl.trainer.checkpointing import Checkpointer
 from verl.trainer.metrics import timing_metrics
 from verl.trainer.preflight import FLOW, Run, run_checks
-from verl.utils.lock import only_run_in
+from verl.utils.lock import lock_folder
 from verl.utils.rng import seed_everything
 
 logger = logging.getLogger("verl.trainer")
@@ -138,7 +138,7 @@ class Trainer(ABC):
             InUseError: another run uses trainer.default_local_dir.
         """
         trainer = self.config.trainer
-        with only_run_in(self.checkpoints.root):
+        with lock_folder(self.checkpoints.root):
             seed_everything(trainer.seed)
             self.announce()
             try:

@@ -135,7 +135,7 @@ class Checkpointer:
             for group in groups:
                 group.finish_checkpoint()
         for role, keep in self.keep().items():
-            self.store.prune_part(role, keep)
+            self.store.prune_subfolder(role, keep)
         logger.info("[save] %.2fs %s", time.perf_counter() - pending.start, pending.path)
 
     def finish_pending_save(self, error: BaseException) -> None:

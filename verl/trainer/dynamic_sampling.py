@@ -1,16 +1,16 @@
-"""Dynamic sampling: learn from prompts whose answers differ, and generate on until there are enough of them.
+"""Dynamic sampling: filter zero-variance groups, and generate more until a batch is full.
 
     prompts -> repeat -> gen -> reward -> filter_groups -> ...
-       ^                                       | too few: HOLD, another pass
+       ^                                       | too few groups: HOLD, another pass
        +----- prompts that were not needed ----+
 
-DAPO, Yu et al. 2025, arXiv 2503.14476: a group whose answers all score alike has advantage 0, so that the batch that
-really teaches something shrinks while the policy gets better. `sample_dynamically` is the edit of the flow.
+DAPO, Yu et al. 2025, arXiv 2503.14476: a zero-variance group (all its responses have the same score) has advantage 0,
+so the effective batch shrinks as the policy improves. `sample_dynamically` is the edit of the flow.
 
-What becomes of a prompt: its answers are trained on; or they all score alike, and it is dropped and counted; or the
-step was full, and it goes back to the front of the queue, to be answered anew by the policy of the next step. Answers
-are never kept for a later step, where they would be those of an older policy. At the limit of a step's generations the
-run ends, or the step is filled with groups whose answers score alike: they are trained on, to no effect.
+A prompt has one of three outcomes: its responses are trained on; its group has zero variance and is dropped and
+counted; or the step is already full, and the prompt returns to the front of the queue, to be sampled again by the
+policy of the next step. Responses are never kept for a later step, where they would be off-policy. At the limit of
+generations per step the run ends, or the step is filled with zero-variance groups, which have no gradient.
 """
 
 import logging
@@ -31,9 +31,11 @@ logger = logging.getLogger("verl.trainer")
 
 
 class PromptQueue(Prompts):
-    """A source of prompts that takes some back: these go out again before new ones are drawn.
+    """A source of prompts that takes prompts back and returns them before new ones.
 
-    size: how many go out at the next call.
+    Args:
+        prompts: the source of new prompts.
+        size: how many prompts the next call returns.
     """
 
     def __init__(self, prompts: Prompts, size: int):
@@ -49,7 +51,7 @@ class PromptQueue(Prompts):
         return DataProto(batch.batch, batch.non_tensor_batch, self.facts())
 
     def put_back(self, rows: DataProto) -> None:
-        """rows: one of each prompt, with whatever columns it has got since it went out."""
+        """Return prompts to the front. rows: one row per prompt, possibly with further columns."""
         waiting = self.waiting
         prompts = rows.select(list(waiting.tensors), list(waiting.non_tensor_batch), [])
         self.waiting = DataProto.concat([prompts, waiting])
@@ -64,27 +66,43 @@ class PromptQueue(Prompts):
 
 @dataclass
 class Gathered:
-    """What one step has so far. held: the groups that were kept; alike: others; the other fields count all passes."""
+    """What one step has gathered.
+
+    Attributes:
+        held: rows of the groups that were kept.
+        zero_variance: rows of the others, if they may fill the step.
+        groups: number of groups kept.
+        passes, prompts, responses: counts over all passes.
+        metric_sum: sum of the metric over all responses.
+    """
 
     held: list[DataProto] = field(default_factory=list)
-    alike: list[DataProto] = field(default_factory=list)
+    zero_variance: list[DataProto] = field(default_factory=list)
     groups: int = 0
     passes: int = 0
     prompts: int = 0
-    answers: int = 0
+    responses: int = 0
     metric_sum: float = 0.0
 
 
+#: names of fields in checkpoints of earlier releases
+_EARLIER_NAMES = {"alike": "zero_variance", "answers": "responses"}
+
+
 class DynamicSampling(Stateful):
-    """Keeps the groups whose answers differ in `metric`, and holds the pass until `num_groups` of them are together.
+    """Keeps the groups whose responses differ in `metric`, and holds the pass until there are `num_groups` of them.
 
-    A group is the answers to one prompt: the rows of one `uid`.
+    A group is the responses to one prompt: the rows with one `uid`.
 
-    metric: "reward", the summed reward of an answer, or a number that the reward function returns beside the score.
-    pass_size: prompts of a full pass; the first pass of a step is one. Later ones ask for what is missing, divided by
-    the share of groups kept so far.
-    max_passes: a step may ask for `max_passes * pass_size` prompts; 0 is no limit.
-    fill: with fewer groups kept after that, the step is filled with groups whose answers are alike; else ValueError.
+    Args:
+        queue: the source of prompts.
+        metric: "reward", the summed reward of a response, or a number that the reward function returns.
+        num_groups: groups of a training batch.
+        pass_size: prompts of a full pass, such as the first of a step. Later passes request what is missing, divided
+            by the share of groups kept so far.
+        max_passes: a step requests at most `max_passes * pass_size` prompts; 0: no limit.
+        fill: at that limit, fill the step with zero-variance groups; otherwise raise ValueError.
+        pad_token_id: for padding batches of different lengths.
     """
 
     def __init__(
@@ -114,14 +132,13 @@ class DynamicSampling(Stateful):
         now.passes += 1
         now.prompts += len(groups)
         now.groups += len(differing)
-        now.answers += len(batch)
+        now.responses += len(batch)
         now.metric_sum += float(values.sum())
         if differing:
             now.held.append(batch[np.concatenate(differing)])
         if self.fill and len(differing) < len(groups):
-            now.alike.append(
-                batch[np.concatenate([rows for rows in groups if values[rows].min() == values[rows].max()])]
-            )
+            equal = [rows for rows in groups if values[rows].min() == values[rows].max()]
+            now.zero_variance.append(batch[np.concatenate(equal)])
         logger.info("dynamic sampling: %d of %d groups after %d prompts", now.groups, self.num_groups, now.prompts)
         if now.groups >= self.num_groups or self._at_limit():
             return self._release()
@@ -129,7 +146,7 @@ class DynamicSampling(Stateful):
         return HOLD
 
     def _values(self, batch: DataProto) -> np.ndarray:
-        """The metric of every row, (B,) float64. Raises ValueError when it is not there, or not a number."""
+        """The metric of every row, (B,) float64. Raises ValueError if it is missing or not a number."""
         if self.metric == "reward":
             return batch.batch["token_level_rewards"].sum(1).double().numpy()
         column = f"reward_{self.metric}"
@@ -137,27 +154,27 @@ class DynamicSampling(Stateful):
             given = [name.removeprefix("reward_") for name in batch.non_tensor_batch if name.startswith("reward_")]
             known = ["reward", *(name for name in given if name != "model")]
             raise ValueError(
-                f"algorithm.filter_groups.metric={self.metric}: the reward function does not return that: "
+                f"algorithm.filter_groups.metric={self.metric}: the reward function does not return it: "
                 f"{did_you_mean(self.metric, known)}"
             )
         values = batch.column(column)
         if wrong := [v for v in values if not isinstance(v, bool | int | float | np.number) or v != v]:
             raise ValueError(
-                f"algorithm.filter_groups.metric={self.metric}: expected a number for every answer, found {wrong[0]!r}"
+                f"algorithm.filter_groups.metric={self.metric}: expected a number per response, found {wrong[0]!r}"
             )
         return values.astype(np.float64)
 
     def _at_limit(self) -> bool:
-        """Whether the step may ask for no more prompts. Raises ValueError when it is, and is not to be filled."""
+        """Whether the step has requested all its prompts. Raises ValueError if so, unless the step may be filled."""
         now = self.so_far
         reached = self.max_passes > 0 and now.prompts >= self.max_passes * self.pass_size
         if reached and not self.fill:
             raise ValueError(
-                f"dynamic sampling: only {now.groups} of {self.num_groups} groups have answers that differ in "
+                f"dynamic sampling: only {now.groups} of {self.num_groups} groups have responses that differ in "
                 f"{self.metric!r}, after {now.prompts} prompts ({self.max_passes} generations of {self.pass_size}; "
-                f"mean {self.metric} {now.metric_sum / now.answers:.3g}): are the prompts much too easy or too hard? "
-                "Change the data, raise actor_rollout_ref.rollout.n, raise algorithm.filter_groups.max_num_gen_batches "
-                "(0: no limit), or go on with the groups that there are: algorithm.filter_groups.at_limit=fill"
+                f"mean {self.metric} {now.metric_sum / now.responses:.3g}). The prompts may be too easy or too hard: "
+                "change the data, raise actor_rollout_ref.rollout.n, raise algorithm.filter_groups.max_num_gen_batches "
+                "(0: no limit), or continue with fewer groups: algorithm.filter_groups.at_limit=fill"
             )
         return reached
 
@@ -169,10 +186,10 @@ class DynamicSampling(Stateful):
         return min(size, limit - now.prompts) if limit else size
 
     def _release(self) -> DataProto:
-        """The first `num_groups` groups; the prompts of others that differ go back to the queue."""
+        """The first `num_groups` groups kept; the prompts of further ones return to the queue."""
         now, self.so_far, self.queue.size = self.so_far, Gathered(), self.pass_size
         filled = max(self.num_groups - now.groups, 0)
-        together = concat_sequences([*now.held, *(now.alike if filled else [])], self.pad_token_id)
+        together = concat_sequences([*now.held, *(now.zero_variance if filled else [])], self.pad_token_id)
         groups = group_rows(together)
         chosen, spare = groups[: self.num_groups], groups[self.num_groups : now.groups]
         if spare:
@@ -183,7 +200,7 @@ class DynamicSampling(Stateful):
             "filter_groups/prompts": now.prompts,
             "filter_groups/kept_share": now.groups / now.prompts,
             "filter_groups/prompts_put_back": len(spare),
-            f"filter_groups/{self.metric}_mean": now.metric_sum / now.answers,
+            f"filter_groups/{self.metric}_mean": now.metric_sum / now.responses,
             **({"filter_groups/filled": filled} if self.fill else {}),
         }
         return batch
@@ -192,11 +209,11 @@ class DynamicSampling(Stateful):
         return dict(vars(self.so_far))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.so_far = Gathered(**state)
+        self.so_far = Gathered(**{_EARLIER_NAMES.get(name, name): value for name, value in state.items()})
 
 
 def queue_prompts(flow: DataFlow, size: int) -> PromptQueue:
-    """Let the flow's prompts come from a queue, which is returned."""
+    """Replace the flow's source of prompts by a queue, which is returned."""
     prompts = flow["prompts"]
     queue = PromptQueue(prompts.func, size)
     flow.replace("prompts", Operator("prompts", queue, writes=prompts.writes))
@@ -212,7 +229,7 @@ def group_rows(batch: DataProto) -> list[np.ndarray]:
 
 
 def sample_dynamically(flow: DataFlow, config: schema.Config, pad_token_id: int) -> DataFlow:
-    """The edit: `prompts` becomes a queue, and `filter_groups` stands behind `reward`."""
+    """The edit: `prompts` becomes a queue, and `filter_groups` follows `reward`."""
     groups = config.algorithm.filter_groups
     pass_size = config.data.gen_batch_size or config.data.train_batch_size
     keep = DynamicSampling(

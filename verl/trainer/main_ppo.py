@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 TRAINER = ("verl.trainer.ppo_trainer", "PPOTrainer")
 """Module and class of the trainer, whose cluster is chosen by trainer.backend."""
+TRAINERS = {"local": TRAINER, "ray": TRAINER}
+"""The same by trainer.backend, for scripts of earlier releases."""
 
 HELP = """usage: python -m {program} [--config FILE.yaml] key=value ...
 

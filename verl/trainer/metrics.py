@@ -1,4 +1,4 @@
-"""What a step and a validation report, under the names that the field's plots already use."""
+"""Metrics of a step and of a validation, under the names of verl's plots."""
 
 import logging
 from collections import Counter, defaultdict
@@ -23,7 +23,7 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
 
 
 def data_metrics(batch: DataProto) -> dict[str, float]:
-    """Scores, rewards and lengths of a finished training batch; advantages, returns, values, KL where it has them."""
+    """Scores, rewards and lengths of a finished training batch; advantages, returns, values, KL if it has them."""
     columns = batch.tensors
     mask, prompt_mask = columns["response_mask"], columns["attention_mask"][:, : columns["prompts"].shape[1]]
     lengths = columns["attention_mask"][:, -mask.shape[1] :].sum(1).float()
@@ -51,7 +51,7 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def _group_metrics(scores: torch.Tensor, uid: np.ndarray) -> dict[str, float]:
-    """The share of prompts whose answers all have the same score: a comparison of answers learns nothing from these."""
+    """The share of zero-variance groups: prompts whose responses all have the same score."""
     groups: dict[str, list[float]] = defaultdict(list)
     for score, key in zip(scores.tolist(), uid):
         groups[str(key)].append(score)
@@ -64,17 +64,21 @@ def _group_metrics(scores: torch.Tensor, uid: np.ndarray) -> dict[str, float]:
 def timing_metrics(timings: Mapping[str, float], step: float, tokens: int, world_size: int) -> dict[str, float]:
     """Seconds of each operator and of the step, and the tokens per second and process.
 
-    step: the time that passed, which is less than the sum of operators that overlap.
+    Args:
+        timings: operator -> seconds.
+        step: wall-clock seconds, less than the sum of `timings` if operators overlap.
+        tokens: prompt and response tokens of the batch.
+        world_size: number of processes.
     """
     seconds = {f"timing_s/{name}": value for name, value in timings.items()}
     throughput = {"perf/total_num_tokens": tokens, "perf/time_per_step": step}
     return {**seconds, **throughput, "timing_s/step": step, "perf/throughput": tokens / step / world_size}
 
 
-def _majority(values: np.ndarray, answers: np.ndarray) -> float:
-    """The value of the most frequent answer (the first of them on a tie)."""
-    winner = Counter(answers.tolist()).most_common(1)[0][0]
-    return float(values[answers.tolist().index(winner)])
+def _majority(values: np.ndarray, predictions: np.ndarray) -> float:
+    """The value of the most frequent prediction (the first one on a tie)."""
+    winner = Counter(predictions.tolist()).most_common(1)[0][0]
+    return float(values[predictions.tolist().index(winner)])
 
 
 def validation_metrics(
@@ -83,10 +87,13 @@ def validation_metrics(
     variables: Mapping[str, np.ndarray],
     predictions: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """val-core/<source>/<variable>/mean@N and, for N > 1 samples a prompt, best@N, worst@N, maj@N and std@N.
+    """val-core/<source>/<variable>/mean@N and, for N > 1 samples per prompt, best@N, worst@N, maj@N and std@N.
 
-    data_sources, uids: (B,). variables: name -> (B,) numbers; the core one is `acc` where there is one, else `reward`;
-    the others are reported under val-aux. predictions: (B,) extracted answers, for the majority vote.
+    Args:
+        data_sources, uids: (B,).
+        variables: name -> (B,) numbers. The core one is `acc` if present, otherwise `reward`; the others are reported
+            under val-aux.
+        predictions: (B,) extracted answers, for the majority vote.
     """
     core = "acc" if "acc" in variables else "reward"
     groups: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -114,9 +121,9 @@ def validation_metrics(
 
 
 def numeric_columns(batches: Sequence[DataProto]) -> dict[str, np.ndarray]:
-    """`reward` and every reward_* column of numbers of scored batches, one after another, (B,) float64.
+    """`reward` and every numeric reward_* column of scored batches, concatenated, (B,) float64.
 
-    A value that is a number in some rows only is left out, and named in the log.
+    A column with numbers in some rows only is skipped with a warning.
     """
     scores = [batch.batch["token_level_scores"].sum(1).double().numpy() for batch in batches]
     found: dict[str, np.ndarray] = {"reward": np.concatenate(scores)}
@@ -130,7 +137,7 @@ def numeric_columns(batches: Sequence[DataProto]) -> dict[str, np.ndarray]:
             found[name.removeprefix("reward_")] = np.array(values, dtype=np.float64)
         elif numbers:
             short = name.removeprefix("reward_")
-            logger.warning("%r is a number in %d of %d rows only: it is not reported", short, numbers, len(values))
+            logger.warning("%r is a number in only %d of %d rows: it is not reported", short, numbers, len(values))
     return found
 
 

@@ -38,6 +38,7 @@ from verl.config import (
 )
 from verl.config.checks import check_combinations
 from verl.config.fields import Schema
+from verl.config.schema.offline import EvalConfig, GenerationConfig
 from verl.config.supported import settings_without_effect
 from verl.data.rlhf_dataset import RLHFDataset, check_dataset, collate_prompts
 from verl.data.sequences import build_sequences
@@ -157,8 +158,12 @@ def prepare_run(
 
 
 def _reader_check(check: Check, recipe: Recipe, rows_given: bool) -> Callable[[Schema], Iterable[Problem]]:
-    """A check as `load_config` takes it. It runs the first check of the list by itself."""
-    return lambda config: check.run(Run(config, recipe, rows_given)) or () if check.applies_to(config) else ()
+    """A check as `load_config` takes it, which runs the first check of the list by itself."""
+
+    def problems(config: Schema) -> Iterable[Problem]:
+        return (check.run(Run(config, recipe, rows_given)) or ()) if check.applies_to(config) else ()
+
+    return problems
 
 
 def run_checks(run: Run, stage: str) -> None:
@@ -184,7 +189,8 @@ def run_checks(run: Run, stage: str) -> None:
 
 def files(run: Run) -> Iterator[Problem]:
     """Models, checkpoints and data files are named and exist."""
-    yield from check_models(run.config)
+    if not isinstance(run.config, EvalConfig):
+        yield from check_models(run.config)
     if not run.rows_given:
         yield from check_data(run.config)
 
@@ -262,7 +268,7 @@ def custom_dataset(run: Run) -> None:
 def model_configs(run: Run) -> None:
     """The config of each model exists and accepts the overrides; LoRA finds its modules."""
     config = run.config
-    if isinstance(config, schema.SFTConfig):
+    if not isinstance(config, schema.Config):
         check_model_section(config.model, "causal_lm")
         return
     policy, critic, reward = config.actor_rollout_ref.model, config.critic.model, config.reward.reward_model
@@ -446,7 +452,7 @@ CHECKS: tuple[Check, ...] = (
     Check("settings fit together", SETTINGS, lambda run: check_combinations(run.config), Schema),
     Check("files exist", SETTINGS, files, Schema),
     Check("options are supported", SETTINGS, lambda run: unsupported(run.config), Schema),
-    Check("recipe settings", SETTINGS, recipe_settings),
+    Check("recipe settings", SETTINGS, recipe_settings, Schema),
     Check("imports", CONFIG, imports, Schema),
     Check("registered engines", CONFIG, registered_engines, Schema),
     Check("trackers", CONFIG, lambda run: check_trackers(run.config.trainer.logger)),
@@ -458,7 +464,7 @@ CHECKS: tuple[Check, ...] = (
     Check("rollout correction", CONFIG, lambda run: check_correction(run.config), schema.Config),
     Check("placement", CONFIG, placement, schema.Config),
     Check("dataset class", CONFIG, custom_dataset),
-    Check("model configs", CONFIG, model_configs),
+    Check("model configs", CONFIG, model_configs, (*_TRAINING, GenerationConfig)),
     Check("cluster", CONFIG, lambda run: run.cluster.check(run.config)),
     Check("kernels", CONFIG, kernels),
     Check("micro-batch losses", CONFIG, micro_batch_losses, schema.Config),

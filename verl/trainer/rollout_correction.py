@@ -1,14 +1,14 @@
-"""Correction of the gap between the sampler's and the trainer's probabilities, as an edit of the flow.
+"""Correction of the training-inference mismatch, as an edit of the flow.
 
     three policies    ... old_log_prob -> rollout_correction -> [ref] -> [values] -> adv -> update_actor
-    two (bypass)      ... old_log_prob (a copy of what the sampler reported) -> ... -> adv -> update_actor
+    two (bypass)      ... old_log_prob (a copy of rollout_log_probs) -> ... -> adv -> update_actor
 
-With three, the sampler's policy, the trainer's before the update and the current one, the operator `rollout_correction`
-adds the weights `rollout_is_weights` and the mask `loss_mask`. Rewards, baselines and advantages are made with the mask
-as it was: a rejected answer still says how good its prompt's answers are, and a reward stands on the last token, which
-may be one of those that go. Only the updates leave the rejected tokens out.
+With three policies (the rollout policy, the trainer's before the update, and the current one) the operator
+`rollout_correction` adds the importance weights `rollout_is_weights` and the rejection mask `loss_mask`. Rewards,
+baselines and advantages use the original mask: a rejected response still counts in the baseline of its group, and the
+reward is on the last token, which may be rejected. Only the updates skip rejected tokens.
 
-With two, nothing is recomputed, and the loss `bypass_mode` compares the current policy with the sampler's.
+With two policies nothing is recomputed, and the loss `bypass_mode` compares the current policy with the rollout policy.
 """
 
 import inspect
@@ -33,7 +33,7 @@ _LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 
 
 def rollout_correction(correction: schema.RolloutCorrectionConfig) -> Callable[[DataProto], DataProto]:
-    """Weights and mask of the gap, as far as they are asked for, and its metrics (rollout_corr/*)."""
+    """The operator that adds the configured weights and mask, and the metrics rollout_corr/*."""
 
     def correct(batch: DataProto) -> DataProto:
         columns = batch.tensors
@@ -55,12 +55,12 @@ def rollout_correction(correction: schema.RolloutCorrectionConfig) -> Callable[[
 
 
 def sampled_log_probs(batch: DataProto) -> dict:
-    """Bypass: the sampler's own log-probs are the old ones."""
+    """Bypass: the log-probs of the rollout are used as old_log_probs."""
     return {"old_log_probs": batch.batch["rollout_log_probs"]}
 
 
 def correct_rollout(flow: DataFlow, config: schema.Config) -> DataFlow:
-    """The edit that `algorithm.rollout_correction` asks for; none without it."""
+    """The edit that `algorithm.rollout_correction` configures; no edit by default."""
     correction = config.algorithm.rollout_correction
     reads = ("rollout_log_probs", "response_mask")
     if correction.bypass_mode:
@@ -81,7 +81,7 @@ def correct_rollout(flow: DataFlow, config: schema.Config) -> DataFlow:
 
 
 def check_correction(config: schema.Config) -> None:
-    """Raise ConfigError for a correction that cannot be, or not with the loss."""
+    """Raise ConfigError for a correction that is not valid, or not supported by the loss."""
     problems = list(_problems(config))
     if problems:
         raise ConfigError(problems)
@@ -95,23 +95,23 @@ def _problems(config: schema.Config) -> Iterator[Problem]:
         except ValueError as error:
             yield Problem(_KEY + "rollout_rs", str(error))
     if correction.rollout_is is not None:
-        try:  # of one token
+        try:  # with one token
             one = torch.ones(1, 1)
             compute_rollout_correction_weights(one, one, correction.rollout_is, correction.rollout_is_threshold)
         except ValueError as error:
             yield Problem(_KEY + "rollout_is_threshold", str(error))
-    asked = [name for name, value in correction.model_dump().items() if name in _MODES and value is not None]
+    modes = [name for name, value in correction.model_dump().items() if name in _MODES and value is not None]
     if correction.bypass_mode:
-        asked += ["loss_type"] if correction.loss_type != "ppo_clip" else []
-        if asked and loss != "bypass_mode":
-            yield Problem(_LOSS, f"{loss!r}, but {_KEY}{asked[0]} in bypass mode is done by the loss bypass_mode")
+        modes += ["loss_type"] if correction.loss_type != "ppo_clip" else []
+        if modes and loss != "bypass_mode":
+            yield Problem(_LOSS, f"{loss!r}, but {_KEY}{modes[0]} in bypass mode needs the loss bypass_mode")
         if correction.rollout_is is not None and correction.loss_type == "ppo_clip":
-            what = "the ratio of ppo_clip is the importance weight already in bypass mode: leave it null"
+            what = "in bypass mode the ratio of ppo_clip already is the importance weight: leave it null"
             yield Problem(_KEY + "rollout_is", what)
         if correction.rollout_is_batch_normalize:
-            what = "true, but in bypass mode there are no weights of a whole batch: use false"
+            what = "true, but in bypass mode no weights are computed for the batch: use false"
             yield Problem(_KEY + "rollout_is_batch_normalize", what)
     elif loss == "bypass_mode":
         yield Problem(_KEY + "bypass_mode", f"false, but {_LOSS} is bypass_mode: use true, or another loss")
     elif correction.rollout_is and "rollout_is_weights" not in inspect.signature(get_policy_loss_fn(loss)).parameters:
-        yield Problem(_KEY + "rollout_is", f"the loss {loss!r} takes no rollout_is_weights: leave it null")
+        yield Problem(_KEY + "rollout_is", f"the loss {loss!r} does not take rollout_is_weights: leave it null")

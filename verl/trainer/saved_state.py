@@ -1,8 +1,8 @@
 """The trainer's state on disk: plain values as JSON, tensors as safetensors. Reading it cannot run code.
 
-What a state is made of comes back as it was, type by type: None, bool, int, float, text, bytes, list, tuple, dict,
-tensors, arrays of numbers or of such values, numpy's numbers, and batches. What JSON does not know stands there as an
-object with one key, `{"$tuple": [...]}`.
+These types are restored exactly: None, bool, int, float, str, bytes, list, tuple, dict, tensors, arrays of numbers or
+of such values, numpy scalars, and batches. A type that JSON lacks is stored as an object with one key:
+`{"$tuple": [...]}`.
 """
 
 import base64
@@ -23,7 +23,7 @@ _PLAIN = (type(None), bool, int, float, str)
 def save_state(state: Any, folder: Path, name: str) -> None:
     """Write `<name>.json` and `<name>.safetensors`.
 
-    Raises ValueError that names the place of a value that could not be read back.
+    Raises ValueError with the path of a value that could not be read back.
     """
     writer = _Writer()
     text = json.dumps(writer.encode(state, name), indent=1)
@@ -32,7 +32,7 @@ def save_state(state: Any, folder: Path, name: str) -> None:
 
 
 def load_state(folder: Path, name: str) -> Any:
-    """Read what `save_state` wrote. Raises ValueError when a file is not there, or holds something else."""
+    """Read what `save_state` wrote. Raises ValueError if a file is missing or has other contents."""
     for end in ("json", "safetensors"):
         if not (folder / f"{name}.{end}").is_file():
             raise ValueError(f"{folder} has no {name}.{end}: it is not a checkpoint of this version")
@@ -44,7 +44,7 @@ class _Writer:
         self.tensors: dict[str, torch.Tensor] = {}
 
     def encode(self, value: Any, where: str) -> Any:
-        """`value` as JSON has it; its tensors go to `self.tensors` under the names of their places."""
+        """`value` as JSON; its tensors are added to `self.tensors`, named by their paths."""
         if isinstance(value, np.generic):
             return {"$number": [value.dtype.str, self.encode(value.item(), where)]}
         if isinstance(value, _PLAIN):
@@ -63,8 +63,8 @@ class _Writer:
         if isinstance(value, DataProto):
             return {"$batch": self.encode(value.to("cpu").__getstate__(), where)}
         raise ValueError(
-            f"{where}: a {type(value).__name__} cannot be saved: a state is made of numbers, text, None, lists, "
-            "tuples, dicts, tensors, arrays and batches"
+            f"{where}: a {type(value).__name__} cannot be saved: supported are numbers, str, bytes, None, "
+            "lists, tuples, dicts, tensors, arrays and batches"
         )
 
     def _mapping(self, value: dict, where: str) -> Any:
@@ -108,7 +108,7 @@ class _Reader:
 
     def _objects(self, items: list) -> np.ndarray:
         array = np.empty(len(items), dtype=object)
-        for i, item in enumerate(items):  # one by one: numpy would make columns of lists of one length
+        for i, item in enumerate(items):  # one by one: numpy would turn lists of equal length into columns
             array[i] = self.decode(item)
         return array
 

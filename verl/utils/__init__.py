@@ -1,1 +1,1 @@
-"""What every layer may use: checks of the machine, tracking, checkpoints, random states, balance."""
+"""Helpers without a subject of their own: devices, random states, logging, locks, disk space, balancing."""

@@ -1,4 +1,4 @@
-"""Which device and which number format to use, and how much memory is in use."""
+"""Devices, dtypes and memory figures."""
 
 import resource
 import sys
@@ -21,11 +21,15 @@ _GIB = 1 << 30
 
 
 def resolve_device(name: str = "auto", local_rank: int = 0) -> torch.device:
-    """The device that a word of the configuration means, for process `local_rank` of this host.
+    """Return the torch device for a config value.
 
-    "cuda": the GPU of this rank. "cuda:1": GPU 1. "cpu": the CPU. "auto": the GPU of this rank where there is one,
-    the CPU elsewhere.
-    Raises ValueError when a GPU is asked for that is not there, with the reason.
+    Args:
+        name: "cuda": the GPU of this rank. "cuda:1": GPU 1. "cpu". "auto": the GPU of this rank if there is one,
+            otherwise the CPU.
+        local_rank: rank of this process on its host.
+
+    Raises:
+        ValueError: if the GPU does not exist, with the reason.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -33,26 +37,26 @@ def resolve_device(name: str = "auto", local_rank: int = 0) -> torch.device:
         return torch.device("cpu")
     kind, _, index = name.partition(":")
     if kind != "cuda" or not (index == "" or index.isdigit()):
-        raise ValueError(f"device {name!r} is unknown: expected auto, cpu, cuda or cuda:N")
+        raise ValueError(f"device: expected auto, cpu, cuda or cuda:N, found {name!r}")
     if not torch.cuda.is_available():
         reason = "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no usable NVIDIA GPU"
         raise ValueError(
-            f"device {name!r} was asked for, but {reason} (torch {torch.__version__}): use cpu or auto, "
+            f"device {name!r} was requested, but {reason} (torch {torch.__version__}): use cpu or auto, "
             "or see `python -m verl.utils.env_check` for what is missing"
         )
     chosen = int(index) if index else local_rank
     if chosen >= torch.cuda.device_count():
         raise ValueError(
-            f"GPU {chosen} was asked for, but this process sees {torch.cuda.device_count()}: "
-            "start fewer processes per node (trainer.n_gpus_per_node) or show it more GPUs (CUDA_VISIBLE_DEVICES)"
+            f"GPU {chosen} was requested, but this process sees {torch.cuda.device_count()}: "
+            "reduce trainer.n_gpus_per_node or make more GPUs visible (CUDA_VISIBLE_DEVICES)"
         )
     return torch.device("cuda", chosen)
 
 
 def resolve_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """The torch dtype that a word means: fp64, fp32, bf16, fp16, their long forms, or "auto".
+    """Return the torch dtype for a config value: fp64, fp32, bf16, fp16, their long forms, or "auto".
 
-    "auto": bfloat16 on a GPU that has it in hardware, otherwise float32. Raises ValueError for another word.
+    "auto" is bfloat16 on a GPU with hardware support, otherwise float32. Raises ValueError for any other value.
     """
     if isinstance(name, torch.dtype):
         return name
@@ -61,25 +65,25 @@ def resolve_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype:
             return torch.bfloat16
         return torch.float32
     if name not in _DTYPES:
-        raise ValueError(f"dtype {name!r} is unknown: expected auto, {', '.join(_DTYPES)}")
+        raise ValueError(f"dtype: expected auto, {', '.join(_DTYPES)}, found {name!r}")
     return _DTYPES[name]
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes in use at once so far: allocated by torch on a GPU; resident in this process on a CPU."""
+    """Peak memory in bytes: allocated by torch on a GPU, resident in this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB, macOS in bytes
+    return peak if sys.platform == "darwin" else peak * 1024  # KiB on Linux, bytes on macOS
 
 
 def process_rss() -> int:
-    """Bytes of main memory that this process holds now."""
+    """Resident memory of this process in bytes."""
     return psutil.Process().memory_info().rss
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """What a training step logs about memory, in GiB: host memory of this process, and the GPU's peaks on a GPU."""
+    """Memory metrics of a training step, in GiB: host memory of this process, and peak GPU memory on a GPU."""
     metrics = {"perf/cpu_memory_used_gb": process_rss() / _GIB}
     if device.type == "cuda":
         metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(device) / _GIB

@@ -1,4 +1,4 @@
-"""`verl.env_check` under the path that articles and scripts use: `python -m verl.utils.env_check`."""
+"""Public path of `verl.env_check`: `python -m verl.utils.env_check`."""
 
 from verl.env_check.check import check_env, possible_modes
 

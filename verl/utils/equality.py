@@ -1,4 +1,4 @@
-"""Equality of whatever a batch holds: tensors, arrays, containers of them, plain values."""
+"""Equality of batch contents: tensors, arrays, containers of them, plain values."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ import torch
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values are equal, whatever they are made of; NaN equals NaN.
+    """Whether two values are equal; NaN equals NaN.
 
-    Tensors are equal when shape, dtype and every entry are, on whatever device they lie. A tensor, an array and a list
-    are never equal to one another.
+    Tensors are equal if shape, dtype and all entries are, on any device. A tensor, an array and a list are never equal
+    to each other.
     """
     if a is b:
         return True

@@ -1,4 +1,4 @@
-"""One run at a time in a folder: a lock that the system takes back when the process ends, however it ends."""
+"""A lock on a folder, so that one run at a time uses it. The system releases it when the process ends."""
 
 import errno
 import fcntl
@@ -13,20 +13,22 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 NAME = ".in_use"
-#: of file systems that know no locks
+#: errors of file systems without locks
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 class InUseError(ValueError):
-    """Another run works in the folder; the message names it."""
+    """Another run uses the folder."""
 
 
 @contextmanager
-def only_run_in(folder: Path) -> Iterator[None]:
-    """The folder is this run's while the block lasts; it is made where it is not there.
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Lock a folder while the block runs. Creates the folder if needed.
 
-    Raises InUseError where it is another's. The lock is on the file `.in_use`, which is gone afterwards; one that a
-    killed run leaves behind is not locked.
+    The lock is on the file `.in_use`, which is removed afterwards. The file of a killed run is not locked.
+
+    Raises:
+        InUseError: if another run has locked the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / NAME
@@ -42,7 +44,7 @@ def only_run_in(folder: Path) -> Iterator[None]:
 
 
 def _locked(path: Path) -> int:
-    """The open file, locked, and still the one that has this name: its last owner may just have removed it."""
+    """Open and lock the file. Retries if its last owner has just removed it."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -53,13 +55,13 @@ def _locked(path: Path) -> int:
             owner = os.read(descriptor, 1000).decode(errors="replace")
             os.close(descriptor)
             raise InUseError(
-                f"another run is at work in {path.parent} ({owner}): wait for its end, or stop it, or give this one a "
-                "folder of its own (trainer.default_local_dir)"
+                f"another run is using {path.parent} ({owner}): wait for it to end, stop it, or set a different "
+                "trainer.default_local_dir"
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            logger.warning("%s is on a file system without locks: take care that no other run uses it", path.parent)
+            logger.warning("%s is on a file system without locks: make sure that no other run uses it", path.parent)
             return descriptor
         os.close(descriptor)
 

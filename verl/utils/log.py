@@ -1,4 +1,4 @@
-"""The log on the console: one place that decides how the lines of the logger "verl" look."""
+"""Console output of the logger "verl"."""
 
 import functools
 import logging
@@ -11,12 +11,12 @@ from rich.logging import RichHandler
 
 @functools.cache
 def console() -> Console:
-    """The console that log lines and live displays share, so that neither writes into the other."""
+    """The console shared by log lines and live displays, so that they do not overwrite each other."""
     return Console()
 
 
 class _PlainFormatter(logging.Formatter):
-    """`12:03:44 [gen] 1.24s`; the level is named when it is not INFO."""
+    """`12:03:44 [gen] 1.24s`; includes the level if it is not INFO."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(message)s", datefmt="%H:%M:%S")
@@ -27,10 +27,13 @@ class _PlainFormatter(logging.Formatter):
 
 
 def setup_logging(level: int | str | None = None) -> None:
-    """Show the log of this package on the console: coloured on a terminal, plain lines elsewhere.
+    """Log to the console: colored on a terminal, plain lines otherwise.
 
-    level: of the logger "verl"; None leaves one that is set already, else takes VERL_LOGGING_LEVEL, else INFO.
-    A program that has configured logging itself keeps its own handlers; calling this again changes the level only.
+    A program that has configured logging keeps its handlers. Calling this again only changes the level.
+
+    Args:
+        level: level of the logger "verl". None keeps a level that is already set, otherwise uses VERL_LOGGING_LEVEL,
+            otherwise INFO.
     """
     logger = logging.getLogger("verl")
     if level is not None or logger.level == logging.NOTSET:
@@ -46,9 +49,9 @@ def setup_logging(level: int | str | None = None) -> None:
 
 
 def setup_worker_logging(rank: int) -> None:
-    """Show the log of a worker process where its controller shows its own.
+    """Log to the console from a worker process.
 
-    All ranks of a role would say the same, so INFO comes from rank 0 alone; a warning may be about one rank.
+    INFO is logged by rank 0 only, since all ranks of a role would log the same; warnings are logged by every rank.
     """
     quiet = rank > 0 and "VERL_LOGGING_LEVEL" not in os.environ
     setup_logging(logging.WARNING if quiet else None)

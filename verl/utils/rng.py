@@ -1,4 +1,4 @@
-"""Random numbers that a resumed run draws again: every generator's state, and seeds derived by counter."""
+"""Random states that survive a resume: the state of all generators, and seeds derived from counters."""
 
 import hashlib
 import logging
@@ -12,36 +12,36 @@ logger = logging.getLogger(__name__)
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the generators of Python, numpy, and torch on every device."""
+    """Seed the generators of Python, numpy and torch (all devices)."""
     random.seed(seed)
     np.random.seed(seed % 2**32)  # numpy takes 32 bits
     torch.manual_seed(seed)
 
 
-def fork_seed(*parts: int | str) -> int:
-    """A seed in [0, 2^63) that depends on the parts alone: `fork_seed(seed, "rollout", step, row)`.
+def fork_seed(*keys: int | str) -> int:
+    """Derive a seed in [0, 2^63) from its arguments only: `fork_seed(seed, "rollout", step, sample_id)`.
 
-    The same parts give the same seed on every machine and in every process, and other parts an unrelated one,
-    so a draw can depend on what it is for and not on how many draws came before it.
+    Equal arguments give the same seed on every machine and in every process; different ones give unrelated seeds. So
+    random numbers depend on what they are for and not on how many were drawn before.
     """
     digest = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        if isinstance(part, str):
-            text, tag = part, "s"
-        elif isinstance(part, int | np.integer):
-            text, tag = str(int(part)), "i"
+    for key in keys:
+        if isinstance(key, str):
+            text, tag = key, "s"
+        elif isinstance(key, int | np.integer):
+            text, tag = str(int(key)), "i"
         else:
-            raise TypeError(f"a seed is made of int and str, found {type(part).__name__}: {part!r}")
+            raise TypeError(f"fork_seed: expected int or str, found {type(key).__name__}: {key!r}")
         data = text.encode()
-        digest.update(f"{tag}{len(data)}:".encode() + data)  # with its length, ("ab", "c") differs from ("a", "bc")
+        digest.update(f"{tag}{len(data)}:".encode() + data)  # the length makes ("ab", "c") differ from ("a", "bc")
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of every generator of this process.
+    """Return the state of all generators of this process.
 
-    Made of plain values and tensors, so that `torch.load(weights_only=True)` reads it. "cuda" holds one state per
-    visible GPU; it is empty when this process has not used a GPU.
+    It consists of plain values and tensors, so that `torch.load(weights_only=True)` can read it. "cuda" has one state
+    per visible GPU; it is empty if this process has not used a GPU.
     """
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
@@ -54,10 +54,10 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put every generator back to what `rng_state` returned.
+    """Restore the generators to a state returned by `rng_state`.
 
-    States of GPUs that this process does not have are left out with a warning: the run goes on, but draws on a GPU
-    will differ from those of the run that was saved.
+    States of GPUs that this process does not have are skipped with a warning; sampling will then differ from the saved
+    run.
     """
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
@@ -67,7 +67,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
     visible = torch.cuda.device_count()
     if len(state["cuda"]) > visible:
         logger.warning(
-            "the random states of %d GPUs were saved and this process sees %d: sampling will not repeat the saved run",
+            "the checkpoint has random states of %d GPUs, this process sees %d: sampling will not repeat the saved run",
             len(state["cuda"]),
             visible,
         )

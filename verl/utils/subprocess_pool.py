@@ -24,7 +24,7 @@ _STACK_SIGNAL = signal.SIGUSR1
 
 
 class PythonProcess:
-    """`python -m MODULE FD...` in a session and process group of its own.
+    """`python -m MODULE FD...` in a new session and process group.
 
     Ctrl-C reaches this process only, which then ends its children. The child has the import path of this process
     and no stdin.

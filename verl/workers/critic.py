@@ -46,13 +46,15 @@ class CriticWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_critic(self, batch: DataProto) -> dict[str, Any]:
-        """One pass over this rank's rows; reads the meta_info that `update_actor` reads."""
+        """One pass over this rank's rows; reads the meta_info of `update_pass`."""
         config = self.config
         micro = micro_batching(
             config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu
         )
-        minis = self.mini_batches(batch)
-        mode, factor = config.loss_agg_mode, config.loss_scale_factor
-        aggs = [aggregation(mode, mini.batch["response_mask"], self.engine, factor) for mini in minis]
-        objectives = [value_objective(config.cliprange_value, config.value_loss_coef, agg) for agg in aggs]
-        return self.update_mini_batches(zip(minis, objectives), micro, "critic", last_pass=batch.meta_info["last_pass"])
+        with self.update_pass(batch, "critic") as update:
+            for mini in update.mini_batches:
+                mask = mini.batch["response_mask"]
+                agg = aggregation(config.loss_agg_mode, mask, self.engine, config.loss_scale_factor)
+                objective = value_objective(config.cliprange_value, config.value_loss_coef, agg)
+                update.add(self.engine.train_batch(mini, objective, micro))
+        return update.finish()

@@ -1,11 +1,12 @@
 """What the workers around a training engine have in common: its construction, the update loop and checkpoints."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from verl.config import schema
-from verl.engines.base import EngineSpec, MicroBatching, Objective, TrainEngine, make_engine
+from verl.engines.base import EngineSpec, MicroBatching, TrainEngine, make_engine
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.single_controller import Coordinates, Dispatch, Worker, register
@@ -58,42 +59,30 @@ class EngineWorker(Worker):
             return Coordinates(dp=self.engine.dp_rank, tp=self.engine.model_parallel_rank)
         return super().layout(mesh)
 
-    # ---- update -------------------------------------------------------------------------------------------------
+    @contextmanager
+    def update_pass(self, batch: DataProto, prefix: str, *, one_step: bool = False) -> Iterator["UpdatePass"]:
+        """One pass over this rank's rows with an optimizer step per mini-batch: the update loop of every worker.
 
-    def mini_batches(self, batch: DataProto) -> list[DataProto]:
-        """This rank's share of each mini-batch; meta_info["mini_batch_rows"] counts the rows of all ranks."""
-        return batch.split(batch.meta_info["mini_batch_rows"] // self.engine.dp_size)
+            with self.update_pass(batch, "actor") as update:
+                for mini in update.mini_batches:
+                    update.add(self.engine.train_batch(mini, objective, micro))
+            return update.finish()
 
-    def update_mini_batches(
-        self,
-        mini_batches: Iterable[tuple[DataProto, Objective]],
-        micro: MicroBatching,
-        prefix: str,
-        *,
-        temperature: float = 1.0,
-        last_pass: bool = True,
-    ) -> dict[str, Any]:
-        """One optimizer step per mini-batch: the update loop of every worker.
+        The weights and the optimizer state stay on the device in between.
 
         Args:
-            mini_batches: (rows of this rank, objective) of each step. A generator may use the engine in between: the
-                weights and the optimizer state stay on the device.
-            micro: how a mini-batch is split.
+            batch: reads meta_info["mini_batch_rows"], the rows of one optimizer step over all ranks, and
+                meta_info["last_pass"], whether this is the last pass of the training step.
             prefix: put before metric names that have none ("grad_norm" -> "actor/grad_norm").
-            temperature: divides the logits.
-            last_pass: advance the learning-rate schedule afterwards (once per training step, after the last of its
-                passes) and report "<prefix>/lr".
-
-        Returns:
-            Metric name -> (sum, count), or a number.
+            one_step: the whole batch is one mini-batch and one training step; meta_info is not read.
         """
-        sums = MetricSums()
+        if one_step:
+            update = UpdatePass(self.engine, [batch], prefix, last_pass=True)
+        else:
+            minis = batch.split(batch.meta_info["mini_batch_rows"] // self.engine.dp_size)
+            update = UpdatePass(self.engine, minis, prefix, last_pass=batch.meta_info["last_pass"])
         with self.engine.on_device(optimizer=True):
-            for rows, objective in mini_batches:
-                metrics = self.engine.train_batch(rows, objective, micro, temperature)
-                sums.add({name if "/" in name else f"{prefix}/{name}": value for name, value in metrics.items()})
-        lr = {f"{prefix}/lr": self.engine.lr_step()} if last_pass else {}
-        return {**sums.result(), **lr}
+            yield update
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
@@ -125,6 +114,34 @@ class EngineWorker(Worker):
         contents = tuple(self.checkpoint.load_contents)
         self.engine.load(Path(folder), contents)
         return [name for name in ("optimizer", "extra") if name not in contents]
+
+
+class UpdatePass:
+    """The mini-batches of one pass and their metrics; made by `EngineWorker.update_pass`.
+
+    Attributes:
+        mini_batches: this rank's share of each mini-batch, in order.
+    """
+
+    def __init__(self, engine: TrainEngine, mini_batches: list[DataProto], prefix: str, last_pass: bool):
+        self.mini_batches = mini_batches
+        self._engine = engine
+        self._prefix = prefix
+        self._last_pass = last_pass
+        self._sums = MetricSums()
+
+    def add(self, metrics: dict[str, Any]) -> None:
+        """Add the metrics of a mini-batch."""
+        self._sums.add({name if "/" in name else f"{self._prefix}/{name}": value for name, value in metrics.items()})
+
+    def finish(self) -> dict[str, Any]:
+        """Advance the learning-rate schedule after the last pass of a training step.
+
+        Returns:
+            Metric name -> (sum, count), and "<prefix>/lr" after the last pass.
+        """
+        lr = {f"{self._prefix}/lr": self._engine.lr_step()} if self._last_pass else {}
+        return {**self._sums.result(), **lr}
 
 
 def micro_batching(rows: int | None, dynamic: bool, tokens: int | None) -> MicroBatching:

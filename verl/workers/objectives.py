@@ -90,11 +90,11 @@ def _old_policy_metrics(old: torch.Tensor, entropys: torch.Tensor, rows: Tensors
     The same numbers that the operator `old_log_prob` and the trainer report if old log-probs are computed separately.
     """
     mask = rows["response_mask"]
-    gap = torch.where(mask.bool(), (old - rows["rollout_log_probs"]).abs(), 0)
+    mismatch = torch.where(mask.bool(), (old - rows["rollout_log_probs"]).abs(), 0)
     metrics = {
         "actor/entropy": mean_parts(entropys.detach(), mask),
-        "rollout/logprob_gap_mean": mean_parts(gap, mask),
-        "rollout/logprob_gap_max": Largest(gap.max()),
+        "rollout/logprob_gap_mean": mean_parts(mismatch, mask),
+        "rollout/logprob_gap_max": Largest(mismatch.max()),
     }
     if "ref_log_prob" in rows:
         log_ratio = rows["ref_log_prob"] - old

@@ -68,11 +68,11 @@ class ActorWorker(RolloutMethods, EngineWorker):
         self._collective: CollectiveSync | None = None
         if not hosts_rollout:
             return
-        place = self.rank, self.world_size, self.local_rank
+        ranks = self.rank, self.world_size, self.local_rank
         self.rollout = Rollout(
             config.rollout,
             config.model,
-            RolloutEnv(*place, self.device, pad_token_id, self.compute_dtype),
+            RolloutEnv(*ranks, self.device, pad_token_id, self.compute_dtype),
             stop_token_ids=stop_token_ids,
             stop=stop,
             tokenizer=tokenizer,
@@ -132,10 +132,8 @@ class ActorWorker(RolloutMethods, EngineWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_actor(self, batch: DataProto) -> dict[str, Any]:
-        """One pass over this rank's rows, in their order.
+        """One pass over this rank's rows, in their order; reads the meta_info of `update_pass`.
 
-        Reads meta_info["mini_batch_rows"], the rows of one optimizer step over all ranks, and meta_info["last_pass"],
-        whether the learning-rate schedule advances afterwards (once per training step, after its last pass).
         Without the column old_log_probs the rows are one mini-batch, whose old policy is the current one.
         """
         actor = self.config.actor
@@ -143,15 +141,16 @@ class ActorWorker(RolloutMethods, EngineWorker):
         micro = micro_batching(
             actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
         )
-        minis, old_is_current = self.mini_batches(batch), "old_log_probs" not in batch
-        assert len(minis) == 1 or not old_is_current, "the policy of a second update is not the old one"
-        mode, factor = actor.loss_agg_mode, actor.loss_scale_factor
-        aggs = [aggregation(mode, mini.batch["response_mask"], self.engine, factor) for mini in minis]
-        objectives = [policy_objective(actor.policy_loss.loss_mode, settings, agg, old_is_current) for agg in aggs]
-        temperature, last_pass = self.config.rollout.temperature, batch.meta_info["last_pass"]
-        metrics = self.update_mini_batches(
-            zip(minis, objectives), micro, "actor", temperature=temperature, last_pass=last_pass
-        )
+        old_is_current = "old_log_probs" not in batch
+        with self.update_pass(batch, "actor") as update:
+            only_one = len(update.mini_batches) == 1
+            assert only_one or not old_is_current, "the policy of a second update is not the old one"
+            for mini in update.mini_batches:
+                mask = mini.batch["response_mask"]
+                agg = aggregation(actor.loss_agg_mode, mask, self.engine, actor.loss_scale_factor)
+                objective = policy_objective(actor.policy_loss.loss_mode, settings, agg, old_is_current)
+                update.add(self.engine.train_batch(mini, objective, micro, self.config.rollout.temperature))
+        metrics = update.finish()
         (peak,) = self.engine.max_over_ranks([peak_memory(self.device) / 2**30])
         memory = {"perf/max_memory_allocated_gb": peak} if self.device.type == "cuda" else {}
         return {**metrics, **memory}

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from verl.config import schema
-from verl.data.dialogues import DialogueReader
+from verl.data.chat import DialogueReader
 from verl.data.sequences import build_sequences
 from verl.data.tokenization import load_tokenizer
 from verl.protocol import DataProto

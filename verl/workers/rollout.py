@@ -16,7 +16,7 @@ import torch
 from verl.config import schema
 from verl.data.sequences import build_sequences
 from verl.engines.base import TrainEngine
-from verl.engines.distributed import init_process_group, reduce_values
+from verl.engines.parallel import init_process_group, reduce_values
 from verl.protocol import DataProto
 from verl.registry import import_module
 from verl.rollout.agent_loop import AGENT_LOOPS, SINGLE_TURN, Prompt, Trajectory

@@ -33,8 +33,10 @@ class SFTWorker(EngineWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update(self, batch: DataProto) -> dict[str, Any]:
         """One optimizer step on the batch."""
-        agg = aggregation("token-mean", batch.batch["response_mask"], self.engine, None)
-        return self.update_mini_batches([(batch, sft_objective(agg))], self.micro, "train")
+        with self.update_pass(batch, "train", one_step=True) as update:
+            agg = aggregation("token-mean", batch.batch["response_mask"], self.engine, None)
+            update.add(self.engine.train_batch(batch, sft_objective(agg), self.micro))
+        return update.finish()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, batch: DataProto) -> DataProto:

@@ -55,9 +55,7 @@ class TrainerConfig(RunConfig):
 class PlacementConfig(Section):
     """`placement`: separate devices per role; null: on the devices of the actor."""
 
-    actor_devices: list[int] | None = field(
-        None, "devices of the actor, and of the roles without devices of their own; null: all"
-    )
+    actor_devices: list[int] | None = field(None, "devices of the actor and of roles that have none; null: all")
     rollout_devices: list[int] | None = field(None, "devices of the rollout engine")
     ref_devices: list[int] | None = field(None, "devices of the reference")
     critic_devices: list[int] | None = field(None, "devices of the critic")

@@ -1,7 +1,7 @@
-"""What of a working directory travels to the nodes of a Ray cluster: code, never weights, checkpoints or data.
+"""What Ray sends of a working directory to the nodes of a cluster: code, never weights, checkpoints or data.
 
-`runtime_env.yaml` has the patterns that are always left out. A directory that is too large all the same is explained
-before Ray packs it: how large, what is in it, and which pattern leaves it out.
+`runtime_env.yaml` has the patterns that are always excluded. A directory that is still too large is rejected before Ray
+packs it, with its size, its largest entries and the patterns that exclude them.
 """
 
 import os
@@ -16,31 +16,31 @@ import yaml
 _DEFAULTS = Path(__file__).with_name("runtime_env.yaml")
 _IGNORE_FILES = (".gitignore", ".rayignore")  # that Ray reads too
 _RAY_LIMIT = "RAY_max_grpc_message_size"
-_SHOWN = 5  # of the largest parts of a package that is too large
+_SHOWN = 5  # largest entries of a package that is too large
 
 Matcher = Callable[[str], bool]
 
 
 def default_excludes() -> list[str]:
-    """The patterns that are always left out."""
+    """The patterns that are always excluded."""
     return list(yaml.safe_load(_DEFAULTS.read_text())["excludes"])
 
 
 def package_limit() -> int:
-    """Bytes that Ray sends at most, where its own variable does not say otherwise."""
+    """Bytes that Ray sends at most: 512 MiB, or what its own environment variable says."""
     return int(os.environ.get(_RAY_LIMIT, 512 * 2**20))
 
 
 def prepare_runtime_env(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A `runtime_env` for `ray.init`: variables as text, and of a working directory only what should travel.
+    """A `runtime_env` for `ray.init`: variables as strings, and exclude patterns for the working directory.
 
-    Raises ValueError for a working directory that is not there or that is too large for Ray.
+    Raises ValueError for a working directory that does not exist or is too large for Ray.
     """
     env = {name: value for name, value in given.items() if value is not None}
     if "env_vars" in env:
         env["env_vars"] = {name: str(value) for name, value in env["env_vars"].items()}
     folder = env.get("working_dir")
-    if folder is None or "://" in folder or folder.endswith(".zip"):  # packed before, and somewhere else
+    if folder is None or "://" in folder or folder.endswith(".zip"):  # already packed
         return env
     env["excludes"] = [*default_excludes(), *env.get("excludes", [])]
     check_package(Path(folder), env["excludes"], package_limit())
@@ -48,26 +48,26 @@ def prepare_runtime_env(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_package(folder: Path, excludes: Sequence[str], limit: int) -> None:
-    """Raise ValueError when what travels of a folder is not less than `limit` bytes; the message has the culprits."""
+    """Raise ValueError if Ray would send `limit` bytes or more of a folder; the message names the largest entries."""
     if not folder.is_dir():
         raise ValueError(f"runtime_env.working_dir: there is no folder {str(folder)!r} (looked at {folder.resolve()})")
     sizes: Counter[str] = Counter()
-    for path, size in travelling(folder, excludes):
+    for path, size in packed_files(folder, excludes):
         top, inside, _ = path.partition("/")
         sizes[f"/{top}/" if inside else f"/{top}"] += size
     total = sum(sizes.values())
     if total < limit:
         return
-    parts = "; ".join(f"{_words(size)} left out by the pattern {part!r}" for part, size in sizes.most_common(_SHOWN))
+    largest = "; ".join(f"{_words(size)} excluded by the pattern {path!r}" for path, size in sizes.most_common(_SHOWN))
     raise ValueError(
-        f"runtime_env.working_dir {str(folder)!r} is too large to travel to the nodes: {_words(total)}, and Ray sends "
-        f"less than {_words(limit)}. Its largest parts: {parts}. Add such patterns to "
-        "ray_kwargs.ray_init.runtime_env.excludes (or to a file .rayignore), or leave working_dir out where all nodes "
-        "see the same file system"
+        f"runtime_env.working_dir {str(folder)!r} is too large to send to the nodes: {_words(total)}, and Ray sends "
+        f"less than {_words(limit)}. Its largest entries: {largest}. Add such patterns to "
+        "ray_kwargs.ray_init.runtime_env.excludes (or to a file .rayignore), or remove working_dir if all nodes share "
+        "a file system"
     )
 
 
-def travelling(folder: Path, excludes: Sequence[str]) -> Iterator[tuple[str, int]]:
+def packed_files(folder: Path, excludes: Sequence[str]) -> Iterator[tuple[str, int]]:
     """(path below the folder, bytes) of every file that Ray would pack."""
     yield from _walk(folder, "", [("", ignore_matcher(excludes))])
 
@@ -80,29 +80,28 @@ def _walk(folder: Path, prefix: str, matchers: list[tuple[str, Matcher]]) -> Ite
     for entry in sorted(folder.iterdir()):
         path = prefix + entry.name
         if entry.is_dir() and not entry.is_symlink():
-            if not _left_out(path + "/", matchers):
+            if not _is_excluded(path + "/", matchers):
                 yield from _walk(entry, path + "/", matchers)
-        elif entry.is_file() and not _left_out(path, matchers):
+        elif entry.is_file() and not _is_excluded(path, matchers):
             yield path, entry.stat().st_size
 
 
-def _left_out(path: str, matchers: Sequence[tuple[str, Matcher]]) -> bool:
+def _is_excluded(path: str, matchers: Sequence[tuple[str, Matcher]]) -> bool:
     return any(matches(path.removeprefix(base)) for base, matches in matchers)
 
 
 def ignore_matcher(lines: Sequence[str]) -> Matcher:
-    """Whether a path (a folder's ends in /) is left out by the lines of a .gitignore; the last line that fits says."""
-    rules = [
-        (not line.startswith("!"), _regex(line.removeprefix("!"))) for line in map(str.strip, lines) if _says(line)
-    ]
+    """Whether a path (a folder's ends in /) is excluded by the lines of a .gitignore; the last match wins."""
+    patterns = filter(_is_pattern, map(str.strip, lines))
+    rules = [(not pattern.startswith("!"), _regex(pattern.removeprefix("!"))) for pattern in patterns]
 
     def matches(path: str) -> bool:
-        return next((out for out, regex in reversed(rules) if regex.fullmatch(path)), False)
+        return next((excluded for excluded, regex in reversed(rules) if regex.fullmatch(path)), False)
 
     return matches
 
 
-def _says(line: str) -> bool:
+def _is_pattern(line: str) -> bool:
     return bool(line) and not line.startswith("#")
 
 
@@ -110,12 +109,12 @@ def _regex(pattern: str) -> re.Pattern[str]:
     """A pattern of .gitignore for paths of files and folders."""
     body = pattern.strip("/")
     anywhere = "/" not in pattern.rstrip("/")
-    parts = []
+    found = []
     for token in re.findall(r"\*\*/|/\*\*$|\*|\?|\[[^\]]+\]|.", body):
         known = {"**/": "(?:.*/)?", "/**": "/.*", "*": "[^/]*", "?": "[^/]"}
-        parts.append(known.get(token) or (token.replace("[!", "[^") if len(token) > 1 else re.escape(token)))
+        found.append(known.get(token) or (token.replace("[!", "[^") if len(token) > 1 else re.escape(token)))
     ending = "/.*" if pattern.endswith("/") else "(?:/.*)?"
-    return re.compile(("(?:.*/)?" if anywhere else "") + "".join(parts) + ending)
+    return re.compile(("(?:.*/)?" if anywhere else "") + "".join(found) + ending)
 
 
 def _words(size: int) -> str:

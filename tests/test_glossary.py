@@ -1,0 +1,71 @@
+"""One word per thing: no banned word of scripts/glossary.toml in an identifier or in a heading of the docs."""
+
+from pathlib import Path
+
+import pytest
+
+from scripts.glossary import EXCEPTIONS, IDENTIFIERS, banned_headings, banned_identifiers, banned_prose, words_of
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = sorted(
+    f"{folder}/{path.name}"
+    for folder in ("verl", "recipe")
+    for path in (ROOT / folder).iterdir()
+    if path.is_dir() and any(path.rglob("*.py"))
+)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("recipe/*/README.md"))]
+
+
+def described(findings: list) -> list[str]:
+    return [
+        f"{file}:{line}: {text}: use {IDENTIFIERS.get(word, word)} for {word}" for file, line, text, word in findings
+    ]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_banned_word_in_an_identifier(package):
+    assert described(banned_identifiers(ROOT, package)) == []
+
+
+def test_no_banned_word_in_an_identifier_of_the_top_modules():
+    assert described([found for found in banned_identifiers(ROOT, "verl") if found[0].count("/") == 1]) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_no_banned_word_in_a_heading(page):
+    assert described(banned_headings(page)) == []
+
+
+def test_exceptions_are_needed():
+    """A path that exists, or an identifier that is somewhere."""
+    text = "\n".join(path.read_text() for folder in ("verl", "recipe") for path in (ROOT / folder).rglob("*.py"))
+    for where, entry in EXCEPTIONS.items():
+        assert entry["why"] and set(entry["words"]) <= set(IDENTIFIERS), where
+        assert (ROOT / where).exists() or where in text, where
+
+
+def test_the_search_itself(tmp_path):
+    assert words_of("KVCache_block2") == ["kv", "cache", "block", "2"]
+    (tmp_path / "verl" / "seat.py").parent.mkdir()
+    (tmp_path / "verl" / "seat.py").write_text(
+        "from itertools import product\n"
+        "def in_pieces(x, *, FooProduct=1):  # of one's own\n"
+        '    """Nobody reads it."""\n'
+        "    self.answer = product(x, x)\n"
+    )
+    found = banned_identifiers(tmp_path, "verl")
+    assert [(line, name, word) for _, line, name, word in found] == [
+        (0, "seat", "seat"),
+        (2, "in_pieces", "pieces"),
+        (2, "FooProduct", "product"),
+        (4, "answer", "answer"),
+    ]
+    assert [(line, word) for _, line, _, word in banned_prose(tmp_path, "verl")] == [
+        (2, "of one's own"),
+        (3, "nobody"),
+    ]
+    (tmp_path / "page.md").write_text("# Custom rewards\n```\n# answers\n```\n## The `answer` column\n### Answers\n")
+    assert [(line, word) for _, line, _, word in banned_headings(tmp_path / "page.md")] == [
+        (6, "answers"),
+        (6, "Answers"),
+    ]

@@ -1,0 +1,104 @@
+"""Shared by RLHFDataset and SFTDataset: the `data` section that they read, and tokenizing rows in chunks."""
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from omegaconf import OmegaConf
+
+from verl.config import load_section
+from verl.config.fields import Schema, Section
+from verl.data.files import Rows
+from verl.data.tokenization import CHUNK, ROUND_TRIPS, check_round_trips
+
+logger = logging.getLogger("verl.data")
+
+Example = TypeVar("Example")
+Encoded = tuple[list[int], list[int]]
+"""Token ids, and a mask of the tokens to train on (empty for a prompt)."""
+
+
+class HasGet(Protocol):
+    """Any object with `get`."""
+
+    def get(self, key: str, default: Any = None) -> Any: ...
+
+
+DatasetConfig = Section | Mapping[str, Any] | HasGet | None
+
+
+def read_data_section(config: DatasetConfig, schema: type[Schema]) -> tuple[Any, str | None]:
+    """The `data` section of a schema from what a dataset received as its config.
+
+    A mapping may have two more keys: `max_samples` replaces `train_max_samples`, and `chat_template` replaces the
+    tokenizer's chat template.
+
+    Args:
+        config: the section itself, a mapping or OmegaConf node with some of its keys, an object with `get`, or None
+            for the defaults.
+        schema: the schema that declares the section.
+
+    Returns:
+        The section and the chat template (None: the tokenizer's).
+
+    Raises:
+        ConfigError: an unknown key of a mapping, or an invalid value.
+    """
+    if isinstance(config, Section):
+        return config, None
+    section = schema.model_fields["data"].annotation
+    if config is None:
+        return section(), None
+    keys = [*section.model_fields, "max_samples", "chat_template"]
+    if OmegaConf.is_config(config):
+        config = OmegaConf.to_container(config, resolve=True)
+    given = dict(config) if isinstance(config, Mapping) else {key: config.get(key, None) for key in keys}
+    max_samples, chat_template = given.pop("max_samples", None), given.pop("chat_template", None)
+    if max_samples is not None:
+        given["train_max_samples"] = max_samples
+    return load_section("data", given, schema), chat_template
+
+
+def rows_to_use(rows: Rows, max_samples: int) -> int:
+    """The number of rows to use, from the first on. max_samples: -1 uses all."""
+    count = len(rows) if max_samples < 0 else min(max_samples, len(rows))
+    if count < len(rows):
+        logger.info("using the first %s of %s rows", f"{count:,}", f"{len(rows):,}")
+    return count
+
+
+def tokenize_rows(
+    tokenizer: Any,
+    rows: Rows,
+    count: int,
+    *,
+    read: Callable[[Mapping[str, Any], int], Example],
+    texts_of: Callable[[Example], list[str]],
+    encode: Callable[[list[Example], Callable[[int], str]], Sequence[Encoded]],
+) -> Iterator[tuple[int, Encoded]]:
+    """Tokenize the first `count` rows in chunks, and check on a sample of them that the tokenizer loses no text.
+
+    Args:
+        read: (row, its number) -> example; raises ValueError for an invalid row.
+        texts_of: example -> its texts.
+        encode: (examples, name of example i in errors) -> their token ids.
+
+    Yields:
+        The number of a row and its token ids.
+    """
+    stride = max(count // ROUND_TRIPS, 1)
+    remaining = itertools.islice(enumerate(rows), count)
+    while chunk := list(itertools.islice(remaining, CHUNK)):
+        indices = [index for index, _ in chunk]
+        examples = [read(row, index) for index, row in chunk]
+        encoded = encode(examples, lambda i, indices=indices: rows.where(indices[i]))
+        texts = [texts_of(example) for example in examples]
+        check_round_trips(tokenizer, texts, [ids for ids, _ in encoded], stride, indices, rows.where)
+        yield from zip(indices, encoded)
+
+
+def overlong_figures(overlong: Mapping[int, int], rows: Rows) -> str:
+    """Where the first overlong row is and how long the longest is. overlong: row number -> tokens."""
+    row, length = next(iter(overlong.items()))
+    return f"the first is {rows.where(row)}, with {length:,}; the longest has {max(overlong.values()):,}"
