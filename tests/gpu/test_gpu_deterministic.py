@@ -1,5 +1,6 @@
 """On a GPU: sampled log-probs equal the trainer's in every bit, by pages, graphs and Triton's kernels."""
 
+import asyncio
 import importlib.util
 import random
 from pathlib import Path
@@ -16,7 +17,14 @@ from verl.engines.torch_engine import TorchEngine
 from verl.modeling import attention
 from verl.modeling.batch_invariant import model as batch_invariant
 from verl.protocol import DataProto
-from verl.rollout.base import Completion, SamplingParams, make_requests
+from verl.rollout.base import (
+    Completion,
+    Request,
+    SamplingParams,
+    gather_coroutines,
+    make_requests,
+    run_coroutine,
+)
 from verl.rollout.native.engine import NativeRollout
 from verl.workers.objectives import aggregation, policy_objective
 
@@ -110,6 +118,21 @@ def test_an_answer_is_the_same_whatever_else_is_in_the_batch(graphs):
         assert rollout(trained, graphs=graphs).generate(make_requests([PROMPTS[i]], params, [i])) == [together[i]]
     again = rollout(trained, graphs=graphs).generate(make_requests(PROMPTS[::-1], params, ids[::-1]))
     assert again[::-1] == together
+
+
+@pytest.mark.parametrize("most_yields", [0, 8])
+def test_the_time_of_arrival_changes_no_bit(most_yields):
+    trained, draw = engine("qwen2", "bf16"), random.Random(0)
+    params = SamplingParams(40, (3,), temperature=TEMPERATURE, seed=1)
+    requests, generator = make_requests(PROMPTS, params), rollout(trained, max_rows=3)
+    expected = generator.generate(requests)
+
+    async def later(request: Request) -> Completion:
+        for _ in range(draw.randrange(most_yields + 1)):
+            await asyncio.sleep(0)
+        return await generator.generate_one(request)
+
+    assert run_coroutine(gather_coroutines([later(request) for request in requests])) == expected
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -1,5 +1,6 @@
 """The native engine on a GPU, by paged kernels and graphs: the answers of transformers, and of each row alone."""
 
+import asyncio
 import importlib.util
 import random
 from pathlib import Path
@@ -8,7 +9,14 @@ import pytest
 import torch
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-from verl.rollout.base import SamplingParams, make_requests
+from verl.rollout.base import (
+    Completion,
+    Request,
+    SamplingParams,
+    gather_coroutines,
+    make_requests,
+    run_coroutine,
+)
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import read_decoder
 from verl.rollout.sampling import draw
@@ -210,3 +218,97 @@ def test_float32_masters_with_bfloat16_compute(small):
         for p, a in zip(prompts, engine.generate(make_requests(prompts, SamplingParams(30, ()))))
     ]
     assert torch.cat(gaps).mean() < 0.1, "the copy was not made anew"
+
+
+# ---- generate_one ----------------------------------------------------------------------------------------------
+
+
+def mixed_requests(seed: int, count: int = 40) -> list[Request]:
+    """Of different lengths, limits, seeds and stop strings; some prompts more than once, some longer than a page."""
+    draw = random.Random(seed)
+    distinct = [[draw.randrange(29) for _ in range(draw.choice([1, 5, 63, 64, 65, 128]))] for _ in range(8)]
+    stop = StopStrings(("ab", "cde", "xy"), lambda ids: "".join(chr(97 + i % 26) for i in ids))
+    return [
+        Request(
+            draw.choice(distinct),
+            SamplingParams(
+                draw.randrange(1, 60), (3, 7), temperature=1.3, seed=draw.randrange(3), stop=draw.choice([None, stop])
+            ),
+            sample_id=draw.randrange(1000),
+            request_id=f"r{i}",
+        )
+        for i in range(count)
+    ]
+
+
+def one_by_one_requests(engine: NativeRollout, requests: list[Request], most_yields: int) -> list[Completion]:
+    """Many coroutines, whose requests arrive over time."""
+    draw = random.Random(0)
+
+    async def later(request: Request) -> Completion:
+        for _ in range(draw.randrange(most_yields + 1)):
+            await asyncio.sleep(0)
+        return await engine.generate_one(request)
+
+    return run_coroutine(gather_coroutines([later(request) for request in requests]))
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("most_yields", [0, 12])
+@pytest.mark.parametrize("pages", [6, 40, None])
+def test_requests_that_arrive_over_time_have_the_tokens_of_a_batch(small, pages, most_yields, graphs):
+    page = 64 * read_decoder(small).cache_bytes_per_token()
+    requests = mixed_requests(1)
+    engine = NativeRollout(small, cache_bytes=None if pages is None else pages * page, max_rows=16, graphs=graphs)
+    expected = engine.generate(requests)
+    assert {completion.finish_reason for completion in expected} == {"stop", "length"}
+    for _ in range(2):
+        found = one_by_one_requests(engine, requests, most_yields)
+        for a, b in zip(found, expected):
+            assert (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
+            assert a.log_probs == pytest.approx(b.log_probs, abs=1e-3)
+    assert engine.generate(requests) == expected
+
+
+def test_longer_requests_wait_for_larger_buffers(small):
+    engine = NativeRollout(small, max_rows=8)
+    params = SamplingParams(20, (), temperature=0)
+    requests = make_requests([[1], [2] * 70, [3], [4] * 200, [5] * 10], params, limits=[5, 20, 100, 20, 60])
+    expected = [
+        tokens
+        for tokens, _ in one_by_one(small, [r.prompt_ids for r in requests], params, range(5), [5, 20, 100, 20, 60])
+    ]
+    for most_yields in (0, 10):
+        found = one_by_one_requests(engine, requests, most_yields)
+        assert [completion.token_ids for completion in found] == expected
+
+
+def test_abort_keeps_the_tokens_and_leaves_the_others_alone(small):
+    params = SamplingParams(200, (), ignore_eos=True, seed=2)
+    requests = [Request([i + 1, 2], params, i, f"r{i}") for i in range(6)]  # two of them wait
+    engine = NativeRollout(small, max_rows=4)
+    expected = engine.generate(requests)
+
+    async def run() -> list[Completion]:
+        tasks = [asyncio.ensure_future(engine.generate_one(request)) for request in requests]
+        for _ in range(6):
+            await asyncio.sleep(0)
+        engine.abort(["r1", "r5"])
+        return await asyncio.gather(*tasks)
+
+    found = run_coroutine(run())
+    assert found[1].finish_reason == "abort" and found[5] == Completion([], [], "abort")
+    assert 0 < len(found[1].token_ids) < 200
+    assert found[1].token_ids == expected[1].token_ids[: len(found[1].token_ids)]
+    for i in (0, 2, 3, 4):
+        assert (found[i].token_ids, found[i].finish_reason) == (expected[i].token_ids, "length")
+    assert [a.token_ids for a in engine.generate(requests)] == [a.token_ids for a in expected]
+
+
+def test_samples_with_seeds_of_their_own_share_a_batch(small):
+    requests = [Request([1, 2], SamplingParams(12, (), seed=i % 3), i % 5) for i in range(15)]
+    found = NativeRollout(small).generate(requests)
+    for request, completion in zip(requests, found):
+        (alone,) = NativeRollout(small).generate([request])
+        assert completion.token_ids == alone.token_ids
+    assert len({tuple(completion.token_ids) for completion in found}) == 15

@@ -34,7 +34,7 @@ def run(settings: list[str], *more: str, trainer_class: type = LocalPPOTrainer) 
     steps, spans = [], []
 
     def record(report) -> None:
-        clock = ("timing_s/", "perf/", "rollout/tokens_per_second")
+        clock = ("timing_s/", "perf/", "rollout/tokens_per_second", "weight_sync/seconds")
         metrics = {name: value for name, value in report.metrics.items() if not name.startswith(clock)}
         # fetched now: the processes that have the rows end with the run
         columns = {name: values.clone() for name, values in report.batch.tensors.items()}
@@ -56,13 +56,13 @@ def check_same(found: list, expected: list) -> None:
 
 def check_spans(pipeline: Pipeline, spans: list) -> None:
     """What depends on one another never overlaps, nor what shares processes; actor, reference, critic and reward do."""
-    names = {"ref": "other", "critic": "other"}
+    names = {"ref": "other", "critic": "other", "rollout": "actor"}
     for at, step_seconds in spans:
         for first, second in combinations(pipeline.operators, 2):
             same_place = names.get(first.on, first.on) == names.get(second.on, second.on)
             if depends(second, first) or same_place:
                 assert at[first.name][1] <= at[second.name][0], (first.name, second.name)
-        start, end = at["old_log_prob"]
+        start, end = at["sleep_rollout"][0], at["old_log_prob"][1]  # the actor's processes after generation
         assert all(start < at[name][1] and at[name][0] < end for name in ("reward", "ref", "values"))
         passed = max(stop for _, stop in at.values()) - min(begin for begin, _ in at.values())
         assert passed <= step_seconds < sum(stop - begin for begin, stop in at.values())

@@ -23,7 +23,8 @@ CALCULATOR = [
     "data.max_response_length=40",
 ]
 GRPO = ["algorithm.name=grpo", "trainer.total_training_steps=2"]
-RAY = ["trainer.backend=ray", "trainer.device=cpu", "ray_kwargs.ray_init.num_cpus=5", "ray_kwargs.ray_init.address=local"]
+RAY = ["trainer.backend=ray", "trainer.device=cpu"]
+RAY += ["ray_kwargs.ray_init.num_cpus=5", "ray_kwargs.ray_init.address=local"]  # and no cluster that is running here
 EXECUTORS = {
     "one process": [],
     "two processes": ["trainer.n_gpus_per_node=2"],

@@ -176,8 +176,9 @@ class NativeRollout(RolloutEngine):
             from verl.rollout.native import paged_scheduler
 
             samples = paged_scheduler.group_rows(rows)
-            size, longest = self._on_gpu.buffers.size, max(len(row.prompt) + row.limit for row in rows)
-            fits = paged_scheduler.pages_for_one(samples) <= size.width and longest <= size.positions
+            buffers, longest = self._on_gpu.buffers, max(len(row.prompt) + row.limit for row in rows)
+            most = min(buffers.width, buffers.pages.shape[1])
+            fits = paged_scheduler.pages_for_one(samples) <= most and longest <= buffers.size.positions
             fits &= max(row.limit for row in rows) <= scheduler.line_width
             if fits:
                 scheduler.add(samples)

@@ -230,6 +230,8 @@ class RayPool:
                 failure = self._read_reply(pending, ready[0])
             elif time.monotonic() >= until:
                 raise TimeoutError(f"{pending.role}.{pending.method}() has not finished after {timeout} s")
+            elif time.monotonic() < pending.deadline:
+                continue  # Ray came back a little early
             else:
                 failure = self._check_deadline(pending)
             if failure is not None:
