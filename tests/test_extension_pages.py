@@ -120,6 +120,6 @@ def test_the_page_runs_as_printed(page, tiny, tmp_path, monkeypatch, capsys):
 
 
 def test_all_pages_are_there():
-    names = ("loss", "estimator", "reward", "reward_manager", "dataset", "operator", "trainer", "rollout_engine", "agent_loop")
-    names += ("train_engine",)
+    names = ("loss", "estimator", "reward", "reward_manager", "dataset", "operator", "trainer")
+    names += ("rollout_engine", "agent_loop", "train_engine")
     assert {page.stem for page in PAGES} == {f"custom_{name}" for name in names}

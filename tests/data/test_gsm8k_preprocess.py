@@ -42,7 +42,7 @@ def test_rows_have_the_five_columns(gsm8k, tmp_path, chat_tokenizer, capsys):
     [
         ({"question": "x", "answer": "no mark"}, "line 1: expected a solution that ends with '#### <number>'"),
         ({"question": "x", "answer": "#### "}, "line 1: expected a solution"),
-        ({"question": "x"}, r"line 1: expected text under 'question' and 'answer', missing: \['answer'\]"),
+        ({"question": "x"}, r"line 1: expected strings under 'question' and 'answer', missing: \['answer'\]"),
     ],
 )
 def test_a_bad_row_ends_with_its_line(gsm8k, tmp_path, row, message):

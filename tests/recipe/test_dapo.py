@@ -28,7 +28,8 @@ def test_the_settings_are_those_of_the_paper(settings):
     assert (groups.enable, groups.metric, groups.max_num_gen_batches) == (True, "acc", 10)
     assert trainer.reward_manager.enabled and trainer.reward_manager.max_resp_len == 6
     names = [op.name for op in trainer.pipeline.operators]
-    assert names == ["prompts", "repeat", "gen", "reward", "filter_groups", "old_log_prob", "adv", "update_actor"]
+    assert names[:6] == ["prompts", "repeat", "gen", "reward", "filter_groups", "sleep_rollout"]
+    assert names[6:] == ["old_log_prob", "adv", "update_actor", "sync_weights"]
 
 
 def test_a_users_own_file_stands_above_the_recipe(settings, tmp_path):

@@ -96,7 +96,6 @@ def updated(tiny, *overrides: str) -> torch.Tensor:
         correction=config.algorithm.rollout_correction,
         device="cpu",
         total_training_steps=1,
-        response_length=4,
         pad_token_id=0,
         stop_token_ids=(2,),
         dpo=config.dpo,
@@ -149,7 +148,7 @@ def test_the_rows_of_a_pair_go_to_one_rank():
     assert ranks.given[0] != ranks.given[1]
 
 
-FLOW = "prompts repeat gen reward pairs ref update_actor"
+FLOW = "prompts repeat gen sleep_rollout reward pairs ref update_actor sync_weights"
 
 
 def test_two_steps(settings):

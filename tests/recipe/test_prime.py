@@ -75,7 +75,10 @@ def test_the_filter_by_hand():
     assert chosen(1, accuracy_lower_bound=0, accuracy_upper_bound=0.3)[0] == ["all wrong"]
 
 
-FLOW = "prompts repeat gen reward filter_prompts old_log_prob ref outcome {} {} kl adv update_actor"
+FLOW = (
+    "prompts repeat gen sleep_rollout reward filter_prompts old_log_prob ref outcome {} {} kl adv update_actor "
+    "sync_weights"
+)
 
 
 @pytest.mark.parametrize(

@@ -333,7 +333,7 @@ def test_other_prompts_are_not_compared(responses, tmp_path, capsys):
         ("data.compare_path=nowhere.parquet", "nowhere.parquet: expected a data file, found no such file"),
         ("evaluation.k=[1,5]", "pass@5 requires 5 responses to every prompt, found 4"),
         ("evaluation.k=[0]", "evaluation.k"),
-        ("evaluation.confidence=95", "expected a number > 0 and < 1"),
+        ("evaluation.confidence=95", "expected float > 0 and < 1"),
         ("custom_reward_function.path=nowhere.py", "no file 'nowhere.py'"),
         ("custom_reward_function.name=compute_scores", "did you mean 'compute_score'?"),
         ("custom_reward_function.name=which_process", "reward function with a wrong signature"),

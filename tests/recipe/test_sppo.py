@@ -17,7 +17,7 @@ def test_two_steps(tmp_path):
     settings += ["actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.total_training_steps=2"]
     trainer = LocalPPOTrainer(config_path=FILE, overrides=settings)
     # the only update of a step has the old log-probs itself
-    assert [op.name for op in trainer.pipeline.operators][-3:] == ["reward", "adv", "update_actor"]
+    assert [op.name for op in trainer.pipeline.operators][-4:] == ["reward", "adv", "update_actor", "sync_weights"]
     trainer.on_step.append(reports.append)
     trainer.fit()
     # one update a step, which sees a log-ratio of 0: the loss is the mean of (eta a)^2

@@ -120,7 +120,10 @@ def test_bypass_with_reinforce_runs(settings):
         (["rollout_rs=token_k9", "rollout_rs_threshold=2"], "no rollout_rs is called 'token_k9'"),
         (["rollout_is=token", "rollout_is_threshold=0"], "expected a number above 0"),
         (["bypass_mode=true", "rollout_is=token"], "already is the importance weight"),
-        (["bypass_mode=true", "loss_type=reinforce", "rollout_is_batch_normalize=true"], "no weights are computed for the batch"),
+        (
+            ["bypass_mode=true", "loss_type=reinforce", "rollout_is_batch_normalize=true"],
+            "no weights are computed for the batch",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(overrides, message):

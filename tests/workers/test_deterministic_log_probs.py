@@ -49,7 +49,8 @@ def engine(
 
 def sample(engine: TorchEngine, prompts: list[list[int]], max_rows: int = 4, sample_ids: list[int] | None = None):
     rollout = NativeRollout(engine.module, max_rows=max_rows, forward=engine.model_forward())
-    return rollout.generate(make_requests(prompts, SamplingParams(24, (3, 4, 9), temperature=TEMPERATURE, seed=1), sample_ids))
+    params = SamplingParams(24, (3, 4, 9), temperature=TEMPERATURE, seed=1)
+    return rollout.generate(make_requests(prompts, params, sample_ids))
 
 
 def as_batch(prompts: list[list[int]], answers) -> DataProto:

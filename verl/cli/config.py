@@ -46,7 +46,7 @@ def _nothing_found(table: str, of: str, words: list[str]) -> str:
     """The word that no line of a program's table contains, and the key that was probably meant."""
     missing = [word for word in words if not select(table, [word])]
     if not missing:
-        return f"no key of {of} has {' and '.join(map(repr, words))} in its line"
+        return f"no key of {of} has {' and '.join(map(repr, words))} in one line"
     word, schema = missing[0], SCHEMAS[of]
     message = f"no key of {of} has {word!r} in its line"
     key = schema.aliases.resolve(word)

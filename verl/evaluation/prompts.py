@@ -62,7 +62,7 @@ def read_prompts(config: GenerationConfig, tokenizer: Any) -> PromptSet:
     """
     data = config.data
     rows = read_rows(data.path)
-    files = ", ".join(str(part.path) for part in rows.parts)
+    files = rows.names
     if data.prompt_key not in rows.columns:
         raise ValueError(
             f"{files}: no column {data.prompt_key!r} for the prompt (data.prompt_key): "

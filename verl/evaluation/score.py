@@ -71,7 +71,7 @@ class ScoredPrompt:
 def read_responses(paths: Sequence[str], data: EvalDataConfig) -> list[PromptWithResponses]:
     """Read prompts with their responses and check every row. Raises ValueError with file and row."""
     rows = read_rows(paths)
-    files = ", ".join(str(part.path) for part in rows.parts)
+    files = rows.names
     for key, column in {"prompt_key": data.prompt_key, "response_key": data.response_key}.items():
         if column not in rows.columns:
             raise ValueError(f"{files}: no column {column!r} (data.{key}): {did_you_mean(column, rows.columns)}")
