@@ -263,7 +263,7 @@ class GenerationRun:
                 "device": config.trainer.device,
                 "pad_token_id": self.tokenizer.pad_token_id,
                 "stop_token_ids": stop_token_ids(config.model.path, self.tokenizer),
-                "stop": stop_strings(config.rollout, self.tokenizer),
+                "stop": stop_strings(config.rollout.stop, self.tokenizer),
             },
         )
         self.roles["rollout"] = LocalWorkerGroup(spec, config.trainer.n_gpus_per_node, name="rollout")
