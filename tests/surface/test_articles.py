@@ -127,8 +127,8 @@ def test_the_local_trainer_in_a_plain_script(workplace):
     (workplace / "config.yaml").write_text(LOCAL_CONFIG)
     (workplace / "main.py").write_text(LOCAL_SCRIPT)
     shown = run(workplace, "main.py")
-    step = ["prompts", "repeat", "gen", "reward", "old_log_prob", "ref", "values", "adv", "look"]
-    assert phases(shown) == [*step, "update_critic", "update_actor"] * 6 + ["save"]
+    step = ["prompts", "repeat", "gen", "sleep_rollout", "reward", "old_log_prob", "ref", "values", "adv", "look"]
+    assert phases(shown) == [*step, "update_critic", "update_actor", "sync_weights"] * 6 + ["save"]
     assert shown.count("'advantages', 'attention_mask', 'entropys'") == 6  # what batch.batch.keys() holds by then
     assert "24 prompts: 6 steps of 4 per epoch" in shown
     saved = workplace / "checkpoints" / "my_project" / "local_ppo" / "global_step_6"
@@ -156,8 +156,8 @@ def test_the_command_line_of_a_yaml_file(workplace):
     few = ["data.max_response_length=6", "trainer.total_epochs=1", "trainer.logger=[console,jsonl]"]
     shown = run(workplace, "-m", "verl.cli.train", "--config", "ppo_config.yaml", *few)
     assert "12 prompts x 1 sample = 12 responses per step" in shown
-    expected = ["prompts", "repeat", "gen", "reward", "old_log_prob", "ref", "values", "kl", "adv"]
-    assert phases(shown) == [*expected, "update_critic", "update_actor"] * 2
+    expected = ["prompts", "repeat", "gen", "sleep_rollout", "reward", "old_log_prob", "ref", "values", "kl", "adv"]
+    assert phases(shown) == [*expected, "update_critic", "update_actor", "sync_weights"] * 2
     lines = next(workplace.rglob("metrics.jsonl")).read_text().splitlines()
     assert [json.loads(line)["reward/acc"] for line in lines] == [0.0, 0.0]  # a random model
 

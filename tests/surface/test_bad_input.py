@@ -133,8 +133,8 @@ def test_as_a_process(unloadable, tmp_path):
             ["trainer.test_freq=5", "data.val_files=[]"],
             "trainer.test_freq=5 requests validation, but data.val_files is empty",
         ),
-        (["trainer.default_local_dir=pyproject.toml/run"], "pyproject.toml': it is a file"),
-        (["trainer.default_local_dir=/proc/run"], "expected a folder to write to, found '/proc'"),
+        (["trainer.default_local_dir=pyproject.toml/run"], "pyproject.toml', which is a file"),
+        (["trainer.default_local_dir=/proc/run"], "expected a writable folder, found '/proc'"),
         (["trainer.n_gpus_per_node=2", "placement.actor_devices=[0,5]"], "expected different numbers from 0 to 1"),
         (["placement.critic_devices=[0]"], "placement.critic_devices: this run has no role 'critic'"),
         # files and folders that are not there
@@ -276,7 +276,7 @@ def test_a_reward_function_of_lists(reward):
 )
 def test_lists_of_a_wrong_length(reward, body, found):
     shown = reward(body, "reward_model.reward_manager=batch", takes=LISTS)
-    assert f"returned {found}: expected a list with one entry for each of 2 rows" in shown
+    assert f"returned {found}: expected a list with one entry for each of 2 samples" in shown
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_lists_of_a_wrong_length(reward, body, found):
 def test_a_file_of_ones_own_that_cannot_be_imported(complaint, tmp_path, text, message):
     (tmp_path / "reward.py").write_text(text)
     shown = complaint(f"reward.custom_reward_function.path={tmp_path / 'reward.py'}")
-    assert message in shown and f"raised while {tmp_path / 'reward.py'} was imported" in shown
+    assert message in shown and f"raised while importing {tmp_path / 'reward.py'}" in shown
 
 
 def test_a_folder_without_a_model_or_a_tokenizer(complaint, unloadable, tmp_path):

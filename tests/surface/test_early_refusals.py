@@ -66,8 +66,8 @@ def complaint(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
         (["trainer.nnodes=2"], "trainer.nnodes is 2, but this trainer runs on one host"),
         ([MODEL + "use_liger=true", "trainer.device=cpu"], "Liger's kernels run on a GPU"),
         # files and folders
-        (["trainer.rollout_data_dir=a_file/answers"], "trainer.rollout_data_dir: expected a folder to write to"),
-        (["trainer.validation_data_dir=a_file"], "trainer.validation_data_dir: expected a folder to write to"),
+        (["trainer.rollout_data_dir=a_file/answers"], "trainer.rollout_data_dir: expected a writable folder"),
+        (["trainer.validation_data_dir=a_file"], "trainer.validation_data_dir: expected a writable folder"),
         (["trainer.resume_mode=resume_path", "trainer.resume_from_path=global_step_3"], "has no manifest.json"),
         (["data.custom_cls.path=a.py", "data.custom_cls.name=A"], "no file 'a.py'"),
         (["data.custom_cls.path=reward.py", "data.custom_cls.name=A"], "'reward.py' defines no 'A'"),

@@ -20,8 +20,11 @@ ROOT = Path(__file__).resolve().parents[2]
 REAL = ROOT.parent / "shared" / "data" / "gsm8k"
 SCRIPT = "examples/{}_trainer/run_gsm8k_local.sh"
 FLOW = {
-    "grpo": ["gen", "reward", "old_log_prob", "ref", "adv", "update_actor"],
-    "ppo": ["gen", "reward", "old_log_prob", "ref", "values", "kl", "adv", "update_critic", "update_actor"],
+    "grpo": ["gen", "sleep_rollout", "reward", "old_log_prob", "ref", "adv", "update_actor", "sync_weights"],
+    "ppo": [
+        *("gen", "sleep_rollout", "reward", "old_log_prob", "ref", "values", "kl", "adv"),
+        *("update_critic", "update_actor", "sync_weights"),
+    ],
 }
 SHORT = [
     "data.train_batch_size=4",
@@ -84,7 +87,7 @@ def test_what_the_script_shows(prepared, tmp_path):
     shown = run("bash", SCRIPT.format("ppo"), *changes, PYTHON=sys.executable, **prepared)
     assert "4 prompts x 2 samples = 8 responses per step; 2 updates of 4 responses" in shown
     phases = re.findall(r"^\d\d:\d\d:\d\d \[(\w+)\] \d+\.\d\ds", shown, re.MULTILINE)
-    validation = ["repeat", "gen", "reward", "validate"]
+    validation = ["repeat", "gen", "free_rollout_cache", "reward", "validate"]
     assert phases == [*validation, "prompts", "repeat", *FLOW["ppo"], *validation, "save"]
     assert shown.count("val-core/openai/gsm8k/acc/mean@1") == 2
 

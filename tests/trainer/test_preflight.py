@@ -77,7 +77,7 @@ def test_no_check_runs_twice(how, settings, monkeypatch):
     trainer = launch.build_trainer(None, settings, trainers)
     assert trainer.passed_checks() == names
     # the reader of settings itself runs the first check
-    assert calls.items() == {name: 1 for name in (names[1:] if how == "one class" else names)}.items()
+    assert calls.items() == {name: 1 for name in names[1:]}.items()
 
 
 def test_the_cluster_follows_the_settings(settings):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.config import ConfigError, Problem, check_inputs, check_supported, load_config, to_flat_dict
+from verl.config import ConfigError, Problem, check_inputs, check_registered, check_supported, load_config, to_flat_dict
 from verl.config.schema.offline import GenerationConfig
 from verl.data.tokenization import load_tokenizer
 from verl.dataflow import DataFlow, Operator
@@ -20,7 +20,7 @@ from verl.evaluation.prompts import PromptSet, check_output, read_prompts, write
 from verl.evaluation.shards import Responses, ResponseShards
 from verl.protocol import DataProto
 from verl.registry import import_module
-from verl.rollout.base import stop_strings
+from verl.rollout.base import ROLLOUT_ENGINES, stop_strings
 from verl.single_controller import LocalWorkerGroup, WorkerGroup, WorkerSpec
 from verl.trainer.command_line import USER_ERRORS, print_error
 from verl.trainer.inputs import stop_token_ids
@@ -44,6 +44,13 @@ _IRRELEVANT_SETTINGS = (
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
 )
+
+
+def check_engine(config: GenerationConfig) -> list[Problem]:
+    """Check that `rollout.name` is registered, here or in a file of `imports`."""
+    for address in config.imports:
+        import_module(address)
+    return check_registered(config, {"rollout.name": ROLLOUT_ENGINES})
 
 
 def check_generation(config: GenerationConfig) -> Iterator[Problem]:
@@ -165,9 +172,9 @@ class GenerationRun:
         overrides: Sequence[str] = (),
     ):
         if config is None:
-            checks = [check_inputs, check_generation]
+            checks = [check_inputs, check_generation, check_engine]
             config = load_config(config_path, overrides, schema=GenerationConfig, extra_checks=checks)
-        elif problems := list(check_generation(config)):
+        elif problems := [*check_generation(config), *check_engine(config)]:
             raise ConfigError(problems)
         check_supported(config)
         self.config = config

@@ -79,7 +79,10 @@ def build_trainer(
     backend = config.trainer.backend
     if backend not in trainers:
         raise ValueError(f"trainer.backend is {backend}, but this program has trainers for {', '.join(trainers)} only")
-    return load_object(*trainers[backend])(config)
+    trainer_class = load_object(*trainers[backend])
+    if recipe is None or recipe == trainer_class.recipe:
+        return trainer_class(config_path=config_path, overrides=overrides)  # problems are named with their source
+    return trainer_class(config)
 
 
 def _load(config_path: str | None, overrides: Sequence[str], recipe: Recipe) -> Schema:
