@@ -60,7 +60,10 @@ def test_code_of_ones_own_is_used(command, tmp_path, monkeypatch, caplog):
     ("overrides", "message"),
     [
         (["trainer.n_gpus_per_node=5"], "24 examples are not divisible by 5 ranks: use 20 or 25"),
-        (["trainer.n_gpus_per_node=3", "engine.tensor_parallel_size=2"], "3 ranks are not divisible by the model-parallel size 2"),
+        (
+            ["trainer.n_gpus_per_node=3", "engine.tensor_parallel_size=2"],
+            "3 ranks are not divisible by the model-parallel size 2",
+        ),
         (["data.custom_cls.path=nowhere.py", "data.custom_cls.name=Rows"], "no file 'nowhere.py'"),
         (["model.override_config.hiden_size=1"], "did you mean 'hidden_size'?"),
         (["imports=[nowhere.py]"], "no file 'nowhere.py'"),
