@@ -2,8 +2,9 @@
 
 B samples, P prompt tokens, T response tokens. Position t of every (B, T) column describes response token t. Shapes and
 dtypes are checked when columns are joined (`check_layout`), which reads metadata only. With VERL_STRICT_DATA_CHECK=1
-contents are checked after every operator (`check_contents`): finite values, consistent masks, ids inside the vocabulary,
-positions that count the tokens. A column that is not in the table is custom: it has B rows, and nothing else is checked.
+contents are checked after every operator (`check_contents`): finite values, consistent masks, ids inside the
+vocabulary, positions that count the tokens. A column that is not in the table is custom: it has B rows, and nothing
+else is checked.
 """
 
 import functools

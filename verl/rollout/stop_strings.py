@@ -27,7 +27,7 @@ class StopStrings:
             raise ValueError(f"stop: expected texts of at least one character, found {list(self.strings)}")
 
     def find(self, token_ids: Sequence[int], start: int = 0) -> int | None:
-        """How many tokens the response keeps, or None where it has not ended. The first `start` were searched before."""
+        """How many tokens the response keeps; None where it has not ended. The first `start` were searched before."""
         # a token is at least a byte, so older ones are not part of a match; one more, since the first loses its space
         begin = max(0, start - max(len(text.encode()) for text in self.strings) - 1)
         if not self._holds(token_ids[begin:]):
