@@ -305,7 +305,7 @@ BAD = {
     "rollout.prompt_length=4": "prompts are longer than 4 tokens, the first: ",
     "model.path=./nowhere": "there is no folder './nowhere'",
     "model.path=null": "model.path (override 'model.path=null'): missing",
-    "rollout.name=sglang": "not built yet",
+    "rollout.name=sglang": "not supported yet",
     "trainer.backend=ray": "ray is not supported by generation without training: use local",
     "trainer.nnodes=2": "generation runs on one host",
     "trainer.device=cuda": "device 'cuda' was requested",

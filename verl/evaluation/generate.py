@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.config import ConfigError, Problem, check_inputs, check_supported, load_config, to_flat_dict
+from verl.config import ConfigError, Problem, check_inputs, check_registered, check_supported, load_config, to_flat_dict
 from verl.config.schema.offline import GenerationConfig
 from verl.data.tokenization import load_tokenizer
 from verl.dataflow import DataFlow, Operator
@@ -20,7 +20,7 @@ from verl.evaluation.prompts import PromptSet, check_output, read_prompts, write
 from verl.evaluation.shards import Responses, ResponseShards
 from verl.protocol import DataProto
 from verl.registry import import_module
-from verl.rollout.base import stop_strings
+from verl.rollout.base import ROLLOUT_ENGINES, stop_strings
 from verl.single_controller import LocalWorkerGroup, WorkerGroup, WorkerSpec
 from verl.trainer.command_line import USER_ERRORS, print_error
 from verl.trainer.inputs import stop_token_ids
@@ -202,6 +202,10 @@ class GenerationRun:
         for address in self.config.imports:
             import_module(address)
 
+    def _check_engine_name(self) -> None:
+        if problems := check_registered(self.config, {"rollout.name": ROLLOUT_ENGINES}):
+            raise ConfigError(problems)
+
     def _check_model(self) -> None:
         self.dtype = resolve_dtype(self.config.rollout.dtype, resolve_device(self.config.trainer.device))
         check_model_section(self.config.model, "causal_lm")
@@ -263,7 +267,7 @@ class GenerationRun:
                 "device": config.trainer.device,
                 "pad_token_id": self.tokenizer.pad_token_id,
                 "stop_token_ids": stop_token_ids(config.model.path, self.tokenizer),
-                "stop": stop_strings(config.rollout, self.tokenizer),
+                "stop": stop_strings(config.rollout.stop, self.tokenizer),
             },
         )
         self.roles["rollout"] = LocalWorkerGroup(spec, config.trainer.n_gpus_per_node, name="rollout")
@@ -331,6 +335,7 @@ class GenerationRun:
 
 CHECKS: dict[str, Callable[[GenerationRun], None]] = {
     "imports": GenerationRun._import_modules,
+    "rollout engine": GenerationRun._check_engine_name,
     "model config": GenerationRun._check_model,
     "prompts": GenerationRun._read_prompts,
     "model limits": GenerationRun._check_limits,
