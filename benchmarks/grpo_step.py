@@ -58,6 +58,7 @@ class Work:
 
 SUITES = {
     "gpu": Work(896, 4864, 24, 14, 2, 151936, True, prompts=64, samples=8, prompt=128, new=512),  # Qwen2.5-0.5B
+    "gpu-7b": Work(3584, 18944, 28, 28, 4, 152064, False, prompts=16, samples=8, prompt=128, new=128),  # Qwen2.5-7B
     "cpu": Work(128, 256, 2, 4, 2, 553, False, prompts=16, samples=8, prompt=16, new=64),
 }
 LEARNING_RATE = 1e-6

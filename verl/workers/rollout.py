@@ -254,6 +254,8 @@ class RolloutWorker(RolloutMethods):
         for address in imports:
             import_module(address)
         on = resolve_device(device, self.local_rank)
+        if on.type == "cuda":
+            torch.cuda.set_device(on)  # Triton launches kernels on the current device
         dtype = None if train_dtype is None else resolve_dtype(train_dtype, on)
         env = RolloutEnv(self.rank, self.world_size, self.local_rank, on, pad_token_id, dtype)
         if train_dtype is None and model.lora_adapter_path is None:
