@@ -1,10 +1,10 @@
 """Every column of the batch: its dimensions, dtype and meaning; and the checks of them.
 
-Legend: B rows, P prompt tokens, T response tokens. Position t of every (B, T) column speaks of response token t, the
-transition that produced it. Shapes and dtypes are looked at when columns are joined (`check_layout`): metadata only,
-so free. With VERL_STRICT_DATA_CHECK=1 contents are looked at after every operator (`check_contents`): finite values,
-masks that agree, ids inside the vocabulary, positions that count the tokens. A column that the table does not know is
-the user's own: it has B rows, and nothing else is asked of it.
+B samples, P prompt tokens, T response tokens. Position t of every (B, T) column describes response token t. Shapes and
+dtypes are checked when columns are joined (`check_layout`), which reads metadata only. With VERL_STRICT_DATA_CHECK=1
+contents are checked after every operator (`check_contents`): finite values, consistent masks, ids inside the
+vocabulary, positions that count the tokens. A column that is not in the table is custom: it has B rows, and nothing
+else is checked.
 """
 
 import functools
@@ -43,13 +43,13 @@ COLUMNS: dict[str, Column] = {
     "input_ids": Column("B P+T", "int64", "prompt then response"),
     "attention_mask": Column("B P+T", "mask", "1 where a token is there"),
     "position_ids": Column("B P+T", "int64", "position of each token in its row, from 0"),
-    "response_mask": Column("B T", "mask", "1 where the policy chose the token (tool output, padding: 0)"),
+    "response_mask": Column("B T", "mask", "1 where the policy sampled the token (tool output, padding: 0)"),
     "loss_mask": Column("B T", "mask", "the response_mask of the updates, where it is another one"),
     "rollout_log_probs": Column("B T", "float", "log-probs as reported by the engine that sampled"),
     "weight_version": Column("B", "int64", "version of the weights that sampled it: completed training steps"),
     "old_log_probs": Column("B T", "float", "log-probs of the policy before this update, by the training engine"),
     "ref_log_prob": Column("B T", "float", "log-probs of the reference policy"),
-    "entropys": Column("B T", "float", "entropy of the distribution each token was drawn from"),
+    "entropys": Column("B T", "float", "entropy of the distribution that each token was sampled from"),
     "values": Column("B T", "float", "the critic's value before each token"),
     "token_level_scores": Column("B T", "float", "reward before the KL penalty"),
     "token_level_rewards": Column("B T", "float", "reward after the KL penalty"),
@@ -58,7 +58,7 @@ COLUMNS: dict[str, Column] = {
     "returns": Column("B T", "float", "target of the critic"),
     "rollout_is_weights": Column("B T", "float", "importance weight of the trainer's policy over the sampler's"),
     "sum_pi_squared": Column("B T", "float", "sum over the vocabulary of the squared probabilities"),
-    "reward_baselines": Column("B", "float", "summed reward of the greedy answer to the same prompt"),
+    "reward_baselines": Column("B", "float", "summed reward of the greedy response to the same prompt"),
     "uid": Column("B", "object", "the prompt a row belongs to: rows of one group share it"),
     "data_source": Column("B", "object", "which data set the row came from; chooses its reward rule"),
     "reward_model": Column("B", "object", "what the reward needs, `ground_truth` among it"),

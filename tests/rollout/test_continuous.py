@@ -46,7 +46,8 @@ def make_engine(kind: str, **options) -> RolloutEngine:
         return NativeRollout(make_module(), **options)
     module = make_module(batch_invariant.NAME)
     batch_invariant.use_batch_invariant(module)
-    model = TokenModel(module, ModelSpec(schema.ModelConfig(), kernels="batch_invariant"))
+    compute = torch.bfloat16 if kind == "batch_invariant, bf16" else torch.float32
+    model = TokenModel(module, ModelSpec(schema.ModelConfig(), compute_dtype=compute, kernels="batch_invariant"))
     return NativeRollout(module, forward=batch_invariant.BatchInvariantForward(model), **options)
 
 
@@ -88,7 +89,7 @@ def staggered(engine: RolloutEngine, requests: list[Request], seed: int) -> list
     return run_coroutine(run())
 
 
-@pytest.mark.parametrize("kind", ["native", "batch_invariant", "hf"])
+@pytest.mark.parametrize("kind", ["native", "batch_invariant", "batch_invariant, bf16", "hf"])
 def test_requests_that_arrive_together_are_generated_as_one_batch_to_the_bit(kind):
     requests, engine = mixed_requests(1), make_engine(kind)
     expected = engine.generate(requests)

@@ -26,12 +26,12 @@ def build_sequences(
     Args:
         prompt_ids, response_ids: B lists of token ids each, unpadded. A prompt has at least one token: the first
             response token is predicted from it. A response may be empty.
-        pad_token_id: fills the padding. Which positions are padding is told by the masks, never by this id, so a
-            token of the text may have the same id (pad = eos is common).
-        response_masks: per response token, 1 where the policy chose it and 0 where it was put there by somebody else
-            (tool output, the turns of a user). All ones when left out.
-        prompt_width, response_width: P and T. The longest of the batch when left out. Give them where batches are
-            to be concatenated afterwards.
+        pad_token_id: fills the padding. The masks define which positions are padding, not this id, so a token of the
+            text may have the same id (pad = eos is common).
+        response_masks: per response token, 1 where the policy sampled it and 0 for others (tool output, turns of a
+            user). None is all ones.
+        prompt_width, response_width: P and T. None is the longest of the batch. Set them for batches that are
+            concatenated later.
 
     Returns:
         int64 tensors: prompts (B,P); responses (B,T); input_ids, attention_mask, position_ids (B,P+T);
@@ -75,11 +75,11 @@ def position_ids_of(attention_mask: Tensor) -> Tensor:
 
 
 def concat_sequences(batches: Sequence[DataProto], pad_token_id: int) -> DataProto:
-    """The rows of batches that were generated one after another, padded to the widest prompt and response of them all.
+    """Batches that were generated one after another as one, padded to the widest prompt and response.
 
     Columns of the table are padded as `build_sequences` pads: ids by `pad_token_id`, everything else by zeros. An
-    object column that a batch lacks (a value that the reward function did not give there) is None in its rows. Facts
-    (`meta_info`) are left behind: they speak of one batch.
+    object column that a batch lacks (a value that the reward function did not return there) is None in its rows.
+    `meta_info` is dropped: it describes one batch.
     """
     prompt_width, response_width = (max(batch.column(name).shape[1] for batch in batches) for name in _IDS[:2])
     objects = list(dict.fromkeys(name for batch in batches for name in batch.non_tensor_batch))

@@ -1,8 +1,8 @@
-"""Drawing tokens: temperature, top-k, top-p, min-p, and random numbers by counter.
+"""Sampling tokens: temperature, top-k, top-p, min-p, and random numbers by counter.
 
-A row's random numbers depend on (seed, sample id, position) alone, so its answer does not depend on what else is in the
-batch, on the number of processes, or on the order in which rows are served. They are made of 64-bit integer operations
-and have the same bits on every device. B rows, V vocabulary.
+The random numbers of a row depend on (seed, sample id, position) alone, so a response does not depend on what else is
+in the batch, on the number of processes, or on the order in which rows are admitted. They are computed by 64-bit
+integer operations and have the same bits on every device. B rows, V vocabulary.
 """
 
 import math
@@ -14,10 +14,10 @@ from verl.rollout.base import SamplingParams
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
 _BELOW_ONE = 1 - 2.0**-53  # the largest float64 below one; times this, a number becomes the next smaller one
-#: in vocabularies above _LARGE, the token that was drawn is looked for in two levels: its block, then its place there
+#: in vocabularies above _LARGE, the sampled token is searched in two levels: its block, then its index in the block
 _LARGE = 4096
 _BLOCK = 256
-#: most probable tokens among which top-p looks first; a row of which they are too few is sorted as a whole
+#: most probable tokens that top-p looks at first; a row that needs more is sorted completely
 _NUCLEUS = 256
 
 
@@ -28,12 +28,15 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
-def uniform(seed: int, sample_ids: torch.Tensor, position: int | torch.Tensor) -> torch.Tensor:
+def uniform(seed: int | torch.Tensor, sample_ids: torch.Tensor, position: int | torch.Tensor) -> torch.Tensor:
     """Float64 numbers in [0, 1), one per (seed, sample id, position).
 
-    sample_ids: (B,) int64; position: a number or (B,) int64; or any two shapes that broadcast.
+    Args:
+        seed: a number, or int64 of a shape that broadcasts.
+        sample_ids: (B,) int64.
+        position: a number or (B,) int64; or any shapes that broadcast.
     """
-    # numbers become tensors, which wrap around, but stay on the host: nothing waits for a device
+    # numbers become tensors, which wrap around, but stay on the host: no wait for a device
     start = _mix(sample_ids * _GOLDEN + _mix(torch.as_tensor(seed, dtype=torch.int64)))
     bits = _mix(start + (torch.as_tensor(position, dtype=torch.int64) + 1) * _GOLDEN)
     return ((bits >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
@@ -42,8 +45,8 @@ def uniform(seed: int, sample_ids: torch.Tensor, position: int | torch.Tensor) -
 def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """(B, V) float32 logits over temperature, -inf where top-k, top-p or min-p excludes a token.
 
-    In that order, each on what the one before left; the most probable token always stays, and so do tokens that are
-    exactly as probable as the last one kept by top-k or min-p.
+    In that order, each on the result of the one before. The most probable token always stays, and so do tokens that
+    are exactly as probable as the last one kept by top-k or min-p.
     """
     logits = logits.float()
     if params.greedy:
@@ -53,7 +56,7 @@ def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     excluded = float("-inf")
     if 0 < params.top_k < logits.shape[-1]:
         top = logits.topk(params.top_k, -1)
-        if params.top_p < 1:  # the few that are left are in order already
+        if params.top_p < 1:  # the remaining ones are in order already
             kept = top.values.masked_fill(_outside(top.values.softmax(-1), params.top_p), excluded)
             logits = torch.full_like(logits, excluded).scatter_(1, top.indices, kept)
         else:
@@ -66,25 +69,25 @@ def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def _nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
-    """(B, V) logits, -inf at all but the fewest tokens that have the mass top_p together."""
+    """(B, V) logits, -inf outside the smallest set of tokens whose probability is at least top_p."""
     total, vocabulary = logits.logsumexp(-1, keepdim=True), logits.shape[-1]
 
     def nucleus(rows: torch.Tensor, total: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logits, and whether one of the `size` tokens looked at is outside, so that no other is inside."""
+        """The logits, and whether one of the `size` tokens is outside, so that no other token is inside."""
         top = rows.topk(size, -1)
         outside = _outside((top.values - total).exp_(), top_p)
         kept = top.values.masked_fill_(outside, float("-inf"))
         return torch.full_like(rows, float("-inf")).scatter_(1, top.indices, kept), outside[:, -1]
 
     size = _NUCLEUS if vocabulary > _LARGE else vocabulary
-    found, whole = nucleus(logits, total, size)
-    if size < vocabulary and len(wide := (~whole).nonzero()[:, 0]):
+    found, complete = nucleus(logits, total, size)
+    if size < vocabulary and len(wide := (~complete).nonzero()[:, 0]):
         found[wide] = nucleus(logits[wide], total[wide], vocabulary)[0]
     return found
 
 
 def _outside(probs: torch.Tensor, top_p: float) -> torch.Tensor:
-    """(B, K) probabilities in falling order -> True where the tokens before have the mass top_p already."""
+    """(B, K) probabilities in decreasing order -> True where the tokens before reach top_p already."""
     return probs.cumsum(-1) - probs >= top_p
 
 
@@ -93,8 +96,8 @@ def choose(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token per row, by inversion of the cumulative distribution, and its log-prob: (B,) int64, (B,) float32.
 
-    logits: (B, V). uniforms: (B,) float64 in [0, 1); not read when greedy. A row of which the log-prob is NaN had
-    logits that are not finite, and its token means nothing.
+    logits: (B, V). uniforms: (B,) float64 in [0, 1); not read when greedy. A NaN log-prob means that the logits of the
+    row were not finite; its token is invalid.
     """
     filtered = filter_logits(logits, params)
     if params.greedy:
@@ -108,8 +111,8 @@ def choose(
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """(B, V) weights, (B, 1) uniforms -> (B, 1) first index whose cumulative weight exceeds its share of the total.
 
-    Never an index of weight 0: a number below one times the total lies strictly below the total, and at an index that
-    is the first to exceed it the cumulative weight has grown.
+    Never an index of weight 0: a number below one times the total lies strictly below the total, and at the first index
+    that exceeds it the cumulative weight has grown.
     """
     if weights.shape[-1] <= _LARGE:
         mass = weights.cumsum(-1, dtype=torch.float64)
@@ -127,9 +130,10 @@ def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 def draw(
     logits: torch.Tensor, params: SamplingParams, sample_ids: torch.Tensor, position: int | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token per row and its log-prob under the distribution it was drawn from: (B,) int64, (B,) float32.
+    """One token per row and its log-prob under the distribution it was sampled from: (B,) int64, (B,) float32.
 
-    Raises ValueError that names the row when its logits hold NaN or no finite value.
+    Raises:
+        ValueError: logits of a row hold NaN or no finite value; it names the row.
     """
     uniforms = None if params.greedy else uniform(params.seed, sample_ids, position)
     tokens, log_probs = choose(logits, params, uniforms)

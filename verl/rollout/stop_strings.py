@@ -1,17 +1,22 @@
-"""Ends of an answer that are text, not tokens."""
+"""Stop strings: text that ends a response."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-#: tokens after which an engine that looks in between looks for text that ends a row
+#: decode steps between two searches for stop strings
 LOOK_EVERY = 8
 
 
 @dataclass(frozen=True)
 class StopStrings:
-    """The first token with which the text of an answer holds one of `strings` is its last.
+    """The token that completes one of `strings` in the text of a response is its last.
 
-    decode: token ids -> text, a tokenizer's method. Raises ValueError for a string without characters.
+    Args:
+        strings: the stop strings.
+        decode: token ids -> text, a tokenizer's method.
+
+    Raises:
+        ValueError: no strings, or an empty one.
     """
 
     strings: tuple[str, ...]
@@ -22,8 +27,8 @@ class StopStrings:
             raise ValueError(f"stop: expected texts of at least one character, found {list(self.strings)}")
 
     def find(self, token_ids: Sequence[int], start: int = 0) -> int | None:
-        """How many tokens the answer keeps, or None where it has not ended. The first `start` were looked at before."""
-        # a token has a byte at least, so older ones are no part of a match; one more, since the first loses its space
+        """How many tokens the response keeps; None where it has not ended. The first `start` were searched before."""
+        # a token is at least a byte, so older ones are not part of a match; one more, since the first loses its space
         begin = max(0, start - max(len(text.encode()) for text in self.strings) - 1)
         if not self._holds(token_ids[begin:]):
             return None

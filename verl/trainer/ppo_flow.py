@@ -5,7 +5,7 @@
 
 Which of the operators in brackets exist follows from what the estimator and the loss read: an estimator whose signature
 names `values` adds the critic's operators, one that names `reward_baselines` the greedy rollout. There is no list of
-algorithms here. `old_log_prob` is removed at the end if the update itself has its numbers (`spare_old_log_prob`).
+algorithms here. `old_log_prob` is removed at the end if the update itself has its numbers (`skip_old_log_prob`).
 The operators are in `ppo_operators`; edits of this flow in `dynamic_sampling` and `rollout_correction`; recipes have
 further ones.
 """
@@ -83,7 +83,7 @@ def loss_columns(config: schema.Config) -> tuple[str, ...]:
 
 
 def reward_operators(config: schema.Config, roles: Roles, reward: Reward) -> list[Operator]:
-    """From answers to rewards: the reward model's scores, where there is one, and the reward manager's verdict."""
+    """From responses to rewards: the scores of the reward model, if there is one, and the reward manager."""
     writes = ("token_level_scores", "token_level_rewards")
     reads = ("responses", "response_mask", "data_source", "reward_model")
     if not config.reward.reward_model.enable:
@@ -138,8 +138,8 @@ def build_ppo_flow(
 def _reads(flow: DataFlow, function: Callable, asked: Sequence[str], on: str) -> tuple[tuple[str, ...], str | None]:
     """What the operator around a registered function reads of a flow, and where it runs.
 
-    It reads what is asked for, and what the function takes where it is there. Of a function that receives all columns
-    nobody can say what it reads: its operator has no place, so that all of them are there.
+    It reads the required columns, and optional ones that are written. A function that receives all columns makes its
+    operator a barrier (`on` is None), so that all of them are complete.
     """
     written = dict.fromkeys(column for op in flow for column in op.writes)
     reads = tuple(dict.fromkeys((*asked, *optional_columns(function, written))))
@@ -195,11 +195,11 @@ def add_weight_sync(flow: DataFlow, config: schema.Config, weights: RolloutWeigh
     return flow.insert_after(after, Operator("sync_weights", sync_weights(weights), on="actor"))
 
 
-def spare_old_log_prob(flow: DataFlow, config: schema.Config) -> DataFlow:
-    """Leave `old_log_prob` out where the only update of a step has the log-probs of the old policy itself.
+def skip_old_log_prob(flow: DataFlow, config: schema.Config) -> DataFlow:
+    """Remove `old_log_prob` if the only update of a step computes the log-probs of the old policy itself.
 
-    It stays where there are several updates or none (the critic's warm-up), where another operator reads what it
-    writes or does not promise what it reads (`Operator.on`), and where `actor.old_log_prob_pass` says so.
+    It stays if there are several updates or none (the critic's warm-up), if another operator reads what it writes or
+    does not declare what it reads (`Operator.on`), and with `actor.old_log_prob_pass=always`.
     """
     actor = config.actor_rollout_ref.actor
     single = actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1

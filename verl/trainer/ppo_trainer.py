@@ -27,7 +27,7 @@ from verl.trainer.ppo_flow import (
     build_validation_flow,
     needs_critic,
     rollout_is_separate,
-    spare_old_log_prob,
+    skip_old_log_prob,
 )
 from verl.trainer.ppo_operators import Prompts, RolloutWeights
 from verl.trainer.preflight import INPUTS, prepare_run, run_checks
@@ -110,7 +110,7 @@ class PPOTrainer(Trainer):
 
     def finish_flow(self, flow: DataFlow) -> DataFlow:
         self.rollout_weights = RolloutWeights(self.roles, rollout_is_separate(self.config))
-        return add_weight_sync(spare_old_log_prob(flow, self.config), self.config, self.rollout_weights)
+        return add_weight_sync(skip_old_log_prob(flow, self.config), self.config, self.rollout_weights)
 
     def worker_specs(self) -> dict[str, WorkerSpec]:
         """role -> its worker. A subclass with another role adds it."""

@@ -63,7 +63,7 @@ class BatchInvariantCudaDecoder(CudaDecoder):
         return self.forward.logits(prompt_states(self.forward, prompts, attend, device))
 
     def _step(self, rows: int, params: SamplingParams | None) -> torch.Tensor:
-        """One token of `rows` rows, drawn too unless params is None. Logits (rows, V)."""
+        """One token of `rows` rows, sampled too unless params is None. Logits (rows, V)."""
         buffers, heads = self.buffers, self.decoder.kv_heads
         fields = (triton_kernels.TOKEN, triton_kernels.POSITION, triton_kernels.STATUS)
         tokens, positions, status = (buffers.state[i, :rows] for i in fields)

@@ -7,6 +7,7 @@ submitted meanwhile is admitted into the batch at work, and a finished response 
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -104,7 +105,9 @@ class ContinuousBatch:
         """One batch: the first request of the queue, and all that can share it."""
         engine, params = self.engine, self.queue[0].params
         self._decoder = engine.read()
-        with engine.session():
+        with ExitStack() as stack:
+            with torch.inference_mode():  # as in generate(): the session may copy into tensors that were made there
+                stack.enter_context(engine.session())
             rows = self._take(params)
             if not rows:
                 return

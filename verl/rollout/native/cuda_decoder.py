@@ -184,7 +184,7 @@ class CudaDecoder(Layers):
                 self.sample(logits, 0, params)
 
     def _capture(self, rows: int, params: SamplingParams | None) -> tuple[torch.cuda.CUDAGraph, torch.Tensor | None]:
-        """The graph of one step, and its logits unless tokens are drawn inside (params)."""
+        """The graph of one step, and its logits unless tokens are sampled inside (params)."""
         status = self.buffers.state[triton_kernels.STATUS]
         saved = status.clone()
         status.zero_()
@@ -200,11 +200,11 @@ class CudaDecoder(Layers):
             logits = self._step(rows, params)
             graph.capture_end()
         stream.wait_stream(side)
-        # logits that are drawn from inside give their memory to the graphs to come
+        # logits that are sampled inside leave their memory to later graphs
         return graph, logits if params is None else None
 
     def _step(self, rows: int, params: SamplingParams | None) -> torch.Tensor:
-        """One token of `rows` rows, drawn too unless params is None. Logits (rows, V)."""
+        """One token of `rows` rows, sampled too unless params is None. Logits (rows, V)."""
         decoder, buffers = self.decoder, self.buffers
         x = decoder.embed(buffers.state[triton_kernels.TOKEN, :rows]).contiguous()
         h = torch.empty_like(x, dtype=decoder.dtype)
@@ -289,8 +289,8 @@ class CudaDecoder(Layers):
             logits = logits.float() if softcap is None else softcap * torch.tanh(logits.float() / softcap)
             state, uniforms = buffers.state[:, first : first + rows], buffers.uniforms[:, first : first + rows]
             line = (state[triton_kernels.STEP] - state[triton_kernels.START]).clamp_(0, CHUNK - 1)
-            drawn = choose(logits, params, uniforms.gather(0, line[None].long())[0])
-            triton_kernels.note_token[(rows,)](*drawn, *responses, num_warps=1)
+            sampled = choose(logits, params, uniforms.gather(0, line[None].long())[0])
+            triton_kernels.note_token[(rows,)](*sampled, *responses, num_warps=1)
             return
         scale = 1.0 if params.greedy else 1 / params.temperature
         common = {"BLOCK": triton_kernels.VOCABULARY_BLOCK, "NB": buffers.blocks, "SOFTCAP": softcap is not None}

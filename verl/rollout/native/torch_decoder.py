@@ -43,7 +43,7 @@ class Layers:
     def _prompts(self, chosen: list[int], prompts: list[list[int]], store: Store) -> torch.Tensor:
         decoder = self.decoder
         count, width = len(prompts), max(map(len, prompts))
-        # padding stands after a prompt: no query of the prompt sees it
+        # padding follows a prompt: no query of the prompt sees it
         ids = self._upload([p + [p[-1]] * (width - len(p)) for p in prompts]).view(-1)
         last = self._upload([i * width + len(p) - 1 for i, p in enumerate(prompts)])
         tables = [tuple(t[:width].repeat(count, 1)[:, None] for t in table) for table in self.tables]
@@ -148,7 +148,7 @@ class TorchDecoder(Layers):
             source = self._upload([i for i, c in enumerate(chosen) for _ in slots[c]])
             target = self._upload([slot for c in chosen for slot in slots[c]])
             filled = self._upload([width - len(prompts[c]) for c in chosen for _ in slots[c]])
-            # prompts end together in the cache; what stands before a shorter one is not seen
+            # prompts end together in the cache; what precedes a shorter one is not seen
             at = (torch.arange(width, device=target.device) - filled[:, None]).clamp_min_(0)
             self.cache.write_prompts(layer, target, stored[source[:, None], at])
 

@@ -272,7 +272,7 @@ def scan_vocabulary(logits, state, parts, first, slots, inverse_temperature, sof
 
 @triton.jit
 def _note(token, log_prob, state, out_tokens, out_log_probs, is_stop, slots, slot):
-    """Write down what was drawn for a slot, and advance it."""
+    """Store the sampled token of a slot, and advance it."""
     step = tl.load(state + _STEP * slots + slot)
     at = tl.load(state + _OUT * slots + slot) + step
     tl.store(out_tokens + at, token)
@@ -336,7 +336,7 @@ def draw_token(
 
 @triton.jit(do_not_specialize=["first", "slots"])
 def note_token(tokens, log_probs, state, out_tokens, out_log_probs, is_stop, first, slots):
-    """Write down tokens (B,) that were drawn elsewhere. Grid (B,)."""
+    """Store tokens (B,) that were sampled elsewhere. Grid (B,)."""
     b = tl.program_id(0)
     slot = first + b
     if tl.load(state + _STATUS * slots + slot) != _LIVE:
