@@ -339,7 +339,7 @@ def test_other_prompts_are_not_compared(responses, tmp_path, capsys):
         ("custom_reward_function.name=which_process", "reward function with a wrong signature"),
         ("custom_reward_function.path=null", "no reward rule for data_source 'sums'"),
         ("data.path=null", "data.path"),
-        ("evaluation.output_path=/dev/null/x.json", "output_path: expected a folder to write to, found '/dev/null'"),
+        ("evaluation.output_path=/dev/null/x.json", "output_path: expected a writable folder, found '/dev/null'"),
     ],
 )
 def test_bad_settings_end_in_one_message(key, message, responses, capsys):

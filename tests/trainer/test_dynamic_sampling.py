@@ -201,5 +201,5 @@ def test_settings_that_do_not_fit():
     with pytest.raises(ValueError, match=r"gen_batch_size.*has no effect"):
         load_config(overrides=["data.gen_batch_size=12"])
     enabled = ["algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=2", "data.train_batch_size=8"]
-    with pytest.raises(ValueError, match=r"max_num_gen_batches.*found 2.*6 prompts.*train_batch_size 8"):
+    with pytest.raises(ValueError, match=r"max_num_gen_batches.*found 2.*6 prompts.*train_batch_size=8"):
         load_config(overrides=[*enabled, "data.gen_batch_size=3", "algorithm.filter_groups.max_num_gen_batches=2"])

@@ -21,7 +21,7 @@ from verl.data.rlhf_dataset import RLHFDataset
 from verl.evaluation import generate
 from verl.evaluation.shards import Responses, ResponseShards, changed, digest_of
 from verl.protocol import DataProto
-from verl.rollout.base import SamplingParams
+from verl.rollout.base import Request, SamplingParams
 from verl.rollout.hf import HFRollout
 from verl.trainer.main_generation import GenerationRun, main
 from verl.utils.rng import fork_seed
@@ -65,7 +65,7 @@ def test_responses_are_those_of_the_model(tiny, keys, tmp_path):
     tokens, cut = 0, 0
     for number, row in enumerate(rows):
         ids = tokenizer(row["prompt"])["input_ids"]
-        alone = [engine.generate([ids], params, [fork_seed(str(number), i)])[0] for i in range(3)]
+        alone = engine.generate([Request(ids, params, fork_seed(str(number), i)) for i in range(3)])
         assert row["responses"] == [tokenizer.decode(a.token_ids, skip_special_tokens=True) for a in alone]
         tokens += sum(len(a.token_ids) for a in alone)
         cut += sum(tokenizer.eos_token_id not in a.token_ids for a in alone)
@@ -298,7 +298,7 @@ BAD = {
     "data.path=nowhere.parquet": "there is no file 'nowhere.parquet'",
     "data.prompt_key=question": "no column 'question' for the prompt (data.prompt_key)",
     "data.max_samples=0": "expected at least 1 of the 24 prompts",
-    "data.output_path=/proc/out.jsonl": "data.output_path: expected a folder to write to, found '/proc'",
+    "data.output_path=/proc/out.jsonl": "data.output_path: expected a writable folder, found '/proc'",
     "rollout.top_k=0": "found 0, expected int >= 1, or -1 for all tokens",
     "rollout.response_length=5000": "positions (max_position_embeddings): set rollout.response_length=40",
     "model.override_config.hiden_size=1": "did you mean 'hidden_size'?",
@@ -330,7 +330,7 @@ def test_bad_settings_end_in_one_message(override, keys, capsys):
         ({"prompt": [{"role": "user", "content": "a"}]}, "line 2: the prompt is a chat, but the tokenizer has no chat"),
         ({"prompt": "é="}, "line 2: "),
         ({"prompt": "a=", "responses": ["b"]}, "column 'responses' already exists"),
-        ({"prompt": "a=", "images": ["a.png"]}, "line 2: column 'images' holds images, video or audio"),
+        ({"prompt": "a=", "images": ["a.png"]}, "line 2: column 'images' has images, video or audio"),
         ({"prompt": "a=", "answer": 7}, "cannot write the rows as parquet, use a file that ends with .jsonl: "),
         ({"prompt": "a=", "answer": "b", "extra_info": {}}, "use a file that ends with .jsonl: Cannot write struct"),
     ],
