@@ -209,10 +209,6 @@ class GenerationRun:
         for address in self.config.imports:
             import_module(address)
 
-    def _check_engine_name(self) -> None:
-        if problems := check_registered(self.config, {"rollout.name": ROLLOUT_ENGINES}):
-            raise ConfigError(problems)
-
     def _check_model(self) -> None:
         self.dtype = resolve_dtype(self.config.rollout.dtype, resolve_device(self.config.trainer.device))
         check_model_section(self.config.model, "causal_lm")
@@ -342,7 +338,6 @@ class GenerationRun:
 
 CHECKS: dict[str, Callable[[GenerationRun], None]] = {
     "imports": GenerationRun._import_modules,
-    "rollout engine": GenerationRun._check_engine_name,
     "model config": GenerationRun._check_model,
     "prompts": GenerationRun._read_prompts,
     "model limits": GenerationRun._check_limits,
