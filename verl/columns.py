@@ -100,7 +100,7 @@ def callable_name(func: Callable) -> str:
 
 
 def describe_source(func: Callable) -> str:
-    """`Source: reward_fn() at line 87 in reward.py` on a line of its own: how an error about a batch ends.
+    """`Source: reward_fn() at line 87 in reward.py` on a separate line: how an error about a batch ends.
 
     The line is where the definition of the function begins, its decorators included; of a callable object, where its
     `__call__` does; of a class, where its `__init__` does. A function without Python code has a name only.

@@ -4,7 +4,7 @@ Every rank runs the layers on its share of the tokens. In attention, an all-to-a
 a rank has all tokens of some heads, and a second one exchanges them back (Jacobs et al. 2023, arXiv 2309.14509).
 
 The outputs of all tokens are summed on every rank, and all ranks compute the same loss. The gradient that flows back
-into a rank is that of its own tokens, so the parameter gradients of the ranks add up to that of one device.
+into a rank is that of the tokens of that rank, so the parameter gradients of the ranks add up to that of one device.
 """
 
 import math

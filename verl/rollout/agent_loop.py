@@ -27,7 +27,7 @@ from verl.registry import Registry
 from verl.rollout.base import Completion, FinishReason, Request, SamplingParams
 from verl.utils.rng import fork_seed
 
-#: one request in, one completion out; the caller does not know what answers
+#: one request in, one completion out; the caller does not know which engine serves it
 GenerateFn = Callable[[Request], Awaitable[Completion]]
 
 #: `Segment.author` of the tokens that the policy sampled
@@ -102,7 +102,7 @@ class Trajectory:
         left = self.prompt.params.max_tokens - len(self)
         if left <= 0:
             return None
-        # every turn has random numbers of its own; the first has those of a single turn
+        # every turn has separate random numbers; the first has those of a single turn
         sample_id = self.prompt.sample_id
         turn_id = sample_id if self.turns == 0 else fork_seed(sample_id, self.turns)
         params = replace(self.prompt.params, max_tokens=left)

@@ -37,7 +37,7 @@ def empty_module(
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, dtype=dtype, **_build(model, attention))
     module = module.to_empty(device=device).requires_grad_(False)
-    module.tie_weights()  # each got memory of its own
+    module.tie_weights()  # each got separate memory
     for name, buffer in buffers:
         module.get_buffer(name).copy_(buffer)
     return module.eval()

@@ -26,7 +26,7 @@ from torch import distributed as dist
 
 from verl.rollout.base import RolloutEngine
 
-#: bytes of a bucket; a larger parameter is a bucket of its own
+#: bytes of a bucket; a larger parameter is a separate bucket
 BUCKET_BYTES = 128 * 2**20
 
 _WORDS_AT_ONCE = 1 << 22  # of a checksum
@@ -81,7 +81,7 @@ class InProcessSync(WeightSync):
 
 
 class ReplicaSync(WeightSync):
-    """The rollout engine of this process has a copy of its own, which its receiver fills."""
+    """The rollout engine of this process has a separate copy, which its receiver fills."""
 
     def __init__(self, rollout: RolloutEngine):
         self.rollout = rollout

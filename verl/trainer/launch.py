@@ -31,7 +31,7 @@ class Recipe:
     Attributes:
         name: the method's name in messages.
         settings: a YAML file below the user's settings.
-        tree: the schema, if the method has keys of its own.
+        schema: the config schema, if the method has additional keys.
         check: problems of the settings, if any; part of the preflight checks.
         check_inputs: raises ValueError for data that the method does not support; part of the preflight checks.
     """

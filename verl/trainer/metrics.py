@@ -93,7 +93,7 @@ def validation_metrics(
         data_sources, uids: (B,).
         variables: name -> (B,) numbers. The core one is `acc` if present, otherwise `reward`; the others are reported
             under val-aux.
-        predictions: (B,) extracted answers, for the majority vote.
+        predictions: (B,) extracted final values, for the majority vote.
     """
     core = "acc" if "acc" in variables else "reward"
     groups: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -151,7 +151,7 @@ def joined(batches: Sequence[DataProto], name: str) -> np.ndarray:
 
 
 def predictions(batches: Sequence[DataProto]) -> np.ndarray | None:
-    """The extracted answers, if the reward function returns them as `pred`."""
+    """The extracted final values, if the reward function returns them as `pred`."""
     if not all("reward_pred" in batch for batch in batches):
         return None
     return joined(batches, "reward_pred")

@@ -161,7 +161,7 @@ def _add_updates(flow: DataFlow, config: schema.Config, roles: Roles) -> DataFlo
 
 
 def rollout_is_separate(config: schema.Config) -> bool:
-    """Whether the rollout has devices of its own, other than the actor's."""
+    """Whether the rollout has separate devices, other than the actor's."""
     rollout, actor = config.placement.rollout_devices, config.placement.actor_devices
     everywhere = range(config.trainer.nnodes * config.trainer.n_gpus_per_node)
     return rollout is not None and set(rollout) != set(everywhere if actor is None else actor)

@@ -101,7 +101,7 @@ class RolloutWeights:
     """
 
     def __init__(self, roles: Roles, separate: bool):
-        """separate: the rollout has devices of its own, so that weights are sent between processes."""
+        """separate: the rollout has separate devices, so that weights are sent between processes."""
         self.roles = roles
         self.separate = separate
         self.version: int | None = None

@@ -19,7 +19,7 @@ from verl.workers.rollout import NO_TIMEOUT, Rollout, RolloutMethods
 
 
 class ActorWorker(RolloutMethods, EngineWorker):
-    """Computes log-probs of the policy and updates it; generates with it, unless the rollout has devices of its own.
+    """Computes log-probs of the policy and updates it; generates with it, unless the rollout has separate devices.
 
     Args:
         config: the `actor_rollout_ref` section.

@@ -1,7 +1,7 @@
 """The rollout role: a rollout engine and what turns its completions into batches.
 
 `Rollout` is the role inside a process. The actor's worker hosts one where both share devices; `RolloutWorker` is a
-process of its own, for `placement.rollout_devices` and for generation without training.
+separate process, for `placement.rollout_devices` and for generation without training.
 """
 
 import dataclasses
@@ -198,7 +198,7 @@ class RolloutMethods(Worker, ABC):
     rollout: Rollout
 
     def layout(self, mesh: str | None = None) -> Coordinates:
-        """In the mesh "rollout" every rank has prompts of its own, whatever the ranks share in training."""
+        """In the mesh "rollout" every rank has separate prompts, whatever the ranks share in training."""
         return Coordinates(dp=self.rank) if mesh == "rollout" else super().layout(mesh)
 
     @abstractmethod
@@ -222,7 +222,7 @@ class RolloutMethods(Worker, ABC):
 
 
 class RolloutWorker(RolloutMethods):
-    """A process that only generates: a rollout engine on a device of its own.
+    """A process that only generates: a rollout engine on a separate device.
 
     Args:
         model: the `model` section.

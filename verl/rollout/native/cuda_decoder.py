@@ -245,7 +245,7 @@ class CudaDecoder(Layers):
 
     def _split_matmul(self, projection: Projection, x: torch.Tensor) -> torch.Tensor:
         """x (N, in) -> (parts, N, out) float32 to be added up, where one matmul would leave processors idle; (N, out)
-        elsewhere. cuBLAS adds up parts by a kernel of its own: `add_norm` does it on its way."""
+        elsewhere. cuBLAS sums partial results in a separate kernel: `add_norm` does it on its way."""
         rows, (width, outputs) = len(x), projection.matrix.shape
         tiles = triton.cdiv(rows, 64) * triton.cdiv(outputs, 64)
         narrow = x.dtype in (torch.bfloat16, torch.float16) and projection.bias is None

@@ -99,7 +99,7 @@ def pages_for_one(samples: Sequence[Sample]) -> int:
 
 
 def pages_for_length(tokens: int) -> int:
-    """Pages of one row with so many tokens, wherever its prompt ends."""
+    """Pages of one row with this many tokens, for any length of its prompt."""
     return -(-tokens // PAGE) + 1
 
 

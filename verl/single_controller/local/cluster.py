@@ -12,7 +12,7 @@ from verl.utils.device import resolve_device
 
 
 def local_cluster(config: RunConfig) -> "InProcessCluster | ProcessCluster":
-    """This process for a run of one process without an environment of its own; otherwise processes of this host."""
+    """This process for a run of one process without a separate environment; otherwise processes of this host."""
     trainer = config.trainer
     if not isinstance(trainer, schema.TrainerConfig):  # supervised fine-tuning: no timeout, no environment
         return InProcessCluster() if trainer.n_gpus_per_node == 1 else ProcessCluster(device=trainer.device)
