@@ -30,6 +30,8 @@ EXECUTORS = {
     "two processes": ["trainer.n_gpus_per_node=2"],
     "ray": ["trainer.n_gpus_per_node=2", *RAY],
 }
+#: every executor; Ray is started by `make test-all` only
+EVERYWHERE = [pytest.param(name, marks=pytest.mark.slow if name == "ray" else ()) for name in EXECUTORS]
 #: Adam divides by the size of a gradient: with its own eps a rounding error becomes a whole step where that is 0
 SMOOTH = [f"{ACTOR}.optim.override_optimizer_config.eps=1e-3"]
 SAVED = ["trainer.save_freq=2", f"{ACTOR}.checkpoint.save_contents=[hf_model]"]
@@ -44,7 +46,7 @@ def train(overrides: list[str]) -> list[StepReport]:
     return reports
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("executor", EVERYWHERE)
 def test_a_custom_engine_generates(executor, settings):
     reports = train([*settings, *GRPO, *ECHO, *EXECUTORS[executor]])
     assert len(reports) == 2
@@ -58,7 +60,7 @@ def test_a_custom_engine_generates(executor, settings):
         assert report.metrics["weight_sync/version"] == step + 1 and report.metrics["weight_sync/bytes"] == 0
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("executor", EVERYWHERE)
 def test_a_custom_agent_loop_uses_its_tool(executor, settings):
     reports = train([*settings, *GRPO, *CALCULATOR, *EXECUTORS[executor]])
     tool_tokens = 0
@@ -118,7 +120,9 @@ SEPARATE = {
 }
 
 
-@pytest.mark.parametrize("case", SEPARATE)
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=() if name in ("fsdp", "lora") else pytest.mark.slow) for name in SEPARATE]
+)
 def test_a_rollout_on_devices_of_its_own_gives_the_numbers_of_one_process(case, tiny, tmp_path):
     placement, more = SEPARATE[case]
     algorithm = ["algorithm.name=grpo", f"{ACTOR}.use_kl_loss=true", "trainer.total_training_steps=2", *SMOOTH, *SAVED]
