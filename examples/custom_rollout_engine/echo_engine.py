@@ -40,6 +40,6 @@ def make_echo(config, model, env, train_engine=None) -> EchoEngine:
         config: the section `actor_rollout_ref.rollout`.
         model: the section `actor_rollout_ref.model`.
         env: rank, world_size, local_rank, device and pad_token_id of this process.
-        train_engine: the training engine in this process; None where the rollout has devices of its own.
+        train_engine: the training engine in this process; None where the rollout has separate devices.
     """
     return EchoEngine()

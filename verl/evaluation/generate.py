@@ -180,7 +180,7 @@ class GenerationRun:
         self.config = config
         self.roles: dict[str, WorkerGroup] = {}
         self.output = Path(config.data.output_path)
-        self._passed = ["settings"]
+        self._passed = ["settings", "imports"]
         for name, check in CHECKS.items():
             check(self)
             self._passed.append(name)
@@ -204,10 +204,6 @@ class GenerationRun:
         )
 
     # ---- checks -----------------------------------------------------------------------------------------------------
-
-    def _import_modules(self) -> None:
-        for address in self.config.imports:
-            import_module(address)
 
     def _check_model(self) -> None:
         self.dtype = resolve_dtype(self.config.rollout.dtype, resolve_device(self.config.trainer.device))
@@ -337,7 +333,6 @@ class GenerationRun:
 
 
 CHECKS: dict[str, Callable[[GenerationRun], None]] = {
-    "imports": GenerationRun._import_modules,
     "model config": GenerationRun._check_model,
     "prompts": GenerationRun._read_prompts,
     "model limits": GenerationRun._check_limits,
