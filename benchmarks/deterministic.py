@@ -30,7 +30,8 @@ from verl.protocol import DataProto  # noqa: E402
 from verl.rollout.base import SamplingParams, make_requests  # noqa: E402
 from verl.rollout.native.engine import NativeRollout  # noqa: E402
 from verl.utils.device import resolve_device, resolve_dtype  # noqa: E402
-from verl.workers.objectives import aggregation, policy_objective  # noqa: E402
+from verl.workers.engine_worker import aggregation  # noqa: E402
+from verl.workers.policy import policy_objective  # noqa: E402
 
 #: hidden, MLP, layers, heads, key heads, vocabulary
 SHAPES = {

@@ -43,7 +43,8 @@ from verl.engines.base import EngineSpec, MicroBatching  # noqa: E402
 from verl.engines.loading import ModelSpec  # noqa: E402
 from verl.engines.torch_engine import TorchEngine  # noqa: E402
 from verl.protocol import DataProto  # noqa: E402
-from verl.workers.objectives import aggregation, policy_objective  # noqa: E402
+from verl.workers.engine_worker import aggregation  # noqa: E402
+from verl.workers.policy import policy_objective  # noqa: E402
 
 DATASHEET_TFLOPS = {"NVIDIA H100": 989.4, "NVIDIA H200": 989.4, "NVIDIA A100": 312.0}
 

@@ -27,7 +27,9 @@ from verl.engines.sharding import FSDP2
 from verl.engines.torch_engine import TorchEngine
 from verl.protocol import DataProto
 from verl.single_controller.worker import free_port
-from verl.workers.objectives import aggregation, policy_objective, value_objective
+from verl.workers.critic import value_objective
+from verl.workers.engine_worker import aggregation
+from verl.workers.policy import policy_objective
 
 VOCABULARY = 32
 SIZES = {

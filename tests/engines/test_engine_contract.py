@@ -9,8 +9,8 @@ import verl.engines
 from tests.engines.ranks import OPTIMIZER, SETTINGS, make_batch, make_spec, qwen2, save_model, train
 from verl.engines.base import MicroBatching, TrainEngine, make_engine
 from verl.registry import import_module
-from verl.workers.engine_worker import EngineWorker
-from verl.workers.objectives import aggregation, policy_objective
+from verl.workers.engine_worker import EngineWorker, aggregation
+from verl.workers.policy import policy_objective
 
 CUSTOM = Path(__file__).parents[2] / "examples" / "custom_train_engine" / "data_parallel_engine.py"
 CONTENTS = ("model", "optimizer", "extra")
@@ -18,8 +18,12 @@ CONTENTS = ("model", "optimizer", "extra")
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> str:
-    import_module(str(CUSTOM))
     return save_model(qwen2(), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def custom_engine_is_registered(registries_as_they_were):
+    import_module(str(CUSTOM))
 
 
 def engine(strategy: str, path: str) -> TrainEngine:

@@ -13,7 +13,8 @@ from verl.engines.memory import ActivationBytes, TokenBudget, choose_micro_batch
 from verl.engines.micro_batch import ENOUGH_TOKENS
 from verl.engines.torch_engine import TorchEngine
 from verl.protocol import DataProto
-from verl.workers.objectives import aggregation, policy_objective
+from verl.workers.engine_worker import aggregation
+from verl.workers.policy import policy_objective
 
 LAYERS, HIDDEN, MLP = 3, 64, 160
 SETTINGS = {"clip_ratio": 0.2, "entropy_coeff": 0.0, "use_kl_loss": False}

@@ -22,7 +22,9 @@ from verl.engines.checkpoint import load_weights
 from verl.engines.optimizer import lr_multiplier
 from verl.modeling import log_probs
 from verl.protocol import DataProto
-from verl.workers.objectives import aggregation, policy_objective, value_objective
+from verl.workers.critic import value_objective
+from verl.workers.engine_worker import aggregation
+from verl.workers.policy import policy_objective
 
 SMALL = {**SIZES, "head_dim": 8}
 FAMILIES = {

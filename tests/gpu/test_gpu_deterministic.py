@@ -26,7 +26,8 @@ from verl.rollout.base import (
     run_coroutine,
 )
 from verl.rollout.native.engine import NativeRollout
-from verl.workers.objectives import aggregation, policy_objective
+from verl.workers.engine_worker import aggregation
+from verl.workers.policy import policy_objective
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -13,7 +13,8 @@ from verl.engines.torch_engine import TorchEngine
 from verl.modeling import attention, log_probs
 from verl.modeling.packing import Packing, build_input
 from verl.protocol import DataProto
-from verl.workers.objectives import aggregation, policy_objective
+from verl.workers.engine_worker import aggregation
+from verl.workers.policy import policy_objective
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

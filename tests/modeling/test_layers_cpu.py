@@ -12,7 +12,8 @@ from verl.modeling import layers_cpu
 from verl.modeling.indexing import gather_rows, repeat_rows, scatter_rows
 from verl.modeling.layers_cpu import AddRMSNorm, RMSNorm, RotaryQKV, SwiGLU
 from verl.protocol import DataProto
-from verl.workers.objectives import aggregation, policy_objective
+from verl.workers.engine_worker import aggregation
+from verl.workers.policy import policy_objective
 
 
 @pytest.fixture(autouse=True)

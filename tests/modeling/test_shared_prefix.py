@@ -14,7 +14,8 @@ from verl.engines.micro_batch import plan_micro_batches
 from verl.modeling.packing import build_input
 from verl.modeling.shared_prefix import MOST_KEYS, first_with_prompt, plan_shared, shared_prefix_layout
 from verl.protocol import DataProto
-from verl.workers.objectives import aggregation, policy_objective
+from verl.workers.engine_worker import aggregation
+from verl.workers.policy import policy_objective
 
 VOCABULARY = 32
 

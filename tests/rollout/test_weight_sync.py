@@ -1,5 +1,6 @@
 """Weight synchronization: what arrives is what was sent, or an error names what differs."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -157,13 +158,54 @@ def test_a_damaged_bucket_is_named_on_both_sides(monkeypatch):
         assert "bucket 2 arrived damaged on rollout rank 0" in str(error) and names[2] in str(error)
 
 
-def test_another_version_is_refused():
+def test_another_version_is_refused_on_both_sides():
     source, (sender, receiver) = make_module(0), groups(2)
     found = together(
         lambda: CollectiveSync(sender, bucket_bytes=1 << 30).push(Trained(source), 4),
         lambda: receive_collective(ModuleReceiver(make_module(1)), receiver, 5),
     )
-    assert "expected weights of version 5, found version 4" in str(found[1])
+    for error in found:
+        assert isinstance(error, ValueError)
+        assert "rollout rank 0 does not take in the weights: expected weights of version 5, " in str(error)
+        assert str(error).endswith("found version 4")
+
+
+class Stops:
+    """A receiver that reads some of the weights, and then raises or returns."""
+
+    def __init__(self, after: int, error: Exception | None):
+        self.after, self.error = after, error
+
+    def receive(self, weights, version):
+        for number, _ in enumerate(weights):
+            if number == self.after:
+                break
+        if self.error is not None:
+            raise self.error
+
+    def release(self):
+        raise AssertionError("not called")
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 30])  # a bucket for each parameter, one bucket for all
+@pytest.mark.parametrize("after", [0, 1, 1000])
+@pytest.mark.parametrize("error", [MemoryError("full"), None])
+def test_no_rank_waits_for_a_receiver_that_has_stopped(bucket_bytes, after, error):
+    if after == 1000 and error is None:
+        return  # has read all weights
+    source, members = make_module(0), groups(3)
+    start = time.monotonic()
+    found = together(
+        lambda: CollectiveSync(members[0], bucket_bytes=bucket_bytes).push(Trained(source), 4),
+        lambda: receive_collective(ModuleReceiver(make_module(1)), members[1], 4),
+        lambda: receive_collective(Stops(after, error), members[2], 4),
+    )
+    assert time.monotonic() - start < 20, "not by the timeout of the group"
+    text = "MemoryError: full" if error else "ValueError: Stops.receive returned before it had read all weights"
+    for other in found[:2]:
+        assert isinstance(other, ValueError)
+        assert str(other) == f"weight sync: rollout rank 1 does not take in the weights: {text}"
+    assert found[2] is error if error else isinstance(found[2], ValueError)
 
 
 def test_checksums_depend_on_every_byte_and_its_position(monkeypatch):

@@ -16,7 +16,8 @@ from verl.modeling.batch_invariant import model as batch_invariant
 from verl.protocol import DataProto
 from verl.rollout.base import SamplingParams, make_requests
 from verl.rollout.native.engine import NativeRollout
-from verl.workers.objectives import aggregation, policy_objective
+from verl.workers.engine_worker import aggregation
+from verl.workers.policy import policy_objective
 
 _file = Path(__file__).parents[1] / "rollout" / "test_native_families.py"
 _spec = importlib.util.spec_from_file_location("native_families_of_workers", _file)

@@ -6,10 +6,12 @@ padding cannot reach a loss or a gradient.
 - `masked_sum masked_mean masked_var masked_whiten zero_padding`: masked statistics
 - `Groups`, `group_mean_std`: statistics over the samples of one prompt
 - `LossAggregation`, `agg_loss`: a scalar from a matrix of token losses, independent of how the batch is split
-- `mean_parts`, `merge_metrics`: metrics as (sum, count), which merge exactly over micro-batches and ranks
+- `mean_parts`, `Largest`, `merge_metrics`: metrics that merge exactly over micro-batches and ranks
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -205,6 +207,10 @@ class LossAggregation(str):
         """Return the same counts with another mode, for losses that are defined for a single mode."""
         return LossAggregation(mode, self.num_tokens, self.num_sequences, self.scale_factor)
 
+    def share(self, loss: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a micro-batch's loss as a metric (sum, count): the counts of a mini-batch add up to 1."""
+        return loss.detach(), mask.bool().any(-1).sum() / max(self.num_sequences, 1)
+
 
 def _checked_mode(mode: str) -> str:
     if mode not in LOSS_AGG_MODES:
@@ -276,6 +282,13 @@ def agg_loss(
 def mean_over(losses: torch.Tensor, count: int | None = None) -> torch.Tensor:
     """Sum of the per-sample losses (N,) divided by `count`, the samples of the whole mini-batch; by N if None."""
     return at_least_float32(losses).sum() / max(1, len(losses) if count is None else count)
+
+
+@dataclass(frozen=True)
+class Largest:
+    """A metric that is reduced by the maximum. `value`: a number or a tensor with one element."""
+
+    value: Any
 
 
 def mean_parts(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,11 +15,22 @@ A loss returns a scalar and metrics: name -> (sum, count) or float. Losses for o
 `off_policy_losses`, SPPO in `preference`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
-from verl.algorithms.masked import agg_loss, force_mode, masked_mean, mean_parts, zero_padding
+from verl.algorithms.binding import bind_arguments
+from verl.algorithms.kl import kl_loss
+from verl.algorithms.masked import (
+    Largest,
+    LossAggregation,
+    agg_loss,
+    force_mode,
+    masked_mean,
+    mean_parts,
+    zero_padding,
+)
 from verl.registry import Registry
 
 POLICY_LOSS_REGISTRY: Registry[Callable] = Registry("policy loss")
@@ -364,3 +375,74 @@ def kl_cov(
         "actor/ppo_kl": mean_parts(-log_ratio, response_mask),
     }
     return agg_loss(apply_weights(losses, rollout_is_weights, response_mask), response_mask, loss_agg_mode), metrics
+
+
+# ---- the actor's whole loss -----------------------------------------------------------------------------------------
+
+
+def actor_loss(
+    outputs: Mapping[str, torch.Tensor],
+    columns: Mapping[str, torch.Tensor],
+    *,
+    loss_mode: str,
+    settings: Mapping[str, Any],
+    agg: LossAggregation,
+    old_is_current: bool = False,
+) -> LossAndMetrics:
+    """Policy loss - entropy_coeff * entropy + kl_loss_coef * KL(policy, reference), of one micro-batch.
+
+    Args:
+        outputs: of the model: log_probs (b, T), and entropys (b, T) if there is an entropy bonus or `old_is_current`.
+        columns: of the batch: response_mask (b, T), and what the loss reads.
+        loss_mode: name of a registered policy loss.
+        settings: the actor's configuration as a flat mapping. The loss takes its keyword parameters from it by name;
+            entropy_coeff, use_kl_loss, kl_loss_coef and kl_loss_type are read here.
+        agg: counts of the whole mini-batch, which divide every term.
+        old_is_current: there is no column old_log_probs, because the current policy is the old one. Its log-probs serve
+            as both, and the metrics of the old policy are reported from here.
+    """
+    mask = columns["response_mask"]
+    old = outputs["log_probs"].detach() if old_is_current else columns["old_log_probs"]
+    arguments = {
+        **columns,
+        "log_prob": outputs["log_probs"],
+        "old_log_prob": old,
+        "rollout_log_prob": columns.get("rollout_log_probs"),
+        "loss_agg_mode": agg,
+    }
+    policy_loss = get_policy_loss_fn(loss_mode)
+    total, metrics = policy_loss(**bind_arguments(policy_loss, arguments, settings))
+    shares = {"actor/pg_loss": total}
+    if settings["entropy_coeff"]:
+        (entropys,) = zero_padding(mask, outputs["entropys"])
+        bonus = agg_loss(entropys, mask, agg)
+        total = total - settings["entropy_coeff"] * bonus
+        shares["actor/entropy_loss"] = bonus
+    if settings["use_kl_loss"]:
+        kind = settings["kl_loss_type"]
+        penalty, kl_metrics = kl_loss(outputs["log_probs"], columns["ref_log_prob"], mask, agg, kl_loss_type=kind)
+        total = total + settings["kl_loss_coef"] * penalty
+        metrics = {**metrics, **kl_metrics}
+    if old_is_current:
+        metrics = {**metrics, **_old_policy_metrics(old, outputs["entropys"], columns)}
+    return total, {**metrics, **{name: agg.share(value, mask) for name, value in shares.items()}}
+
+
+def _old_policy_metrics(
+    old: torch.Tensor, entropys: torch.Tensor, columns: Mapping[str, torch.Tensor]
+) -> dict[str, object]:
+    """Entropy of the policy before the update, its training-inference mismatch, and its KL to the reference, if any.
+
+    The same numbers that the operator `old_log_prob` and the trainer report if old log-probs are computed separately.
+    """
+    mask = columns["response_mask"]
+    mismatch = torch.where(mask.bool(), (old - columns["rollout_log_probs"]).abs(), 0)
+    metrics = {
+        "actor/entropy": mean_parts(entropys.detach(), mask),
+        "rollout/logprob_gap_mean": mean_parts(mismatch, mask),
+        "rollout/logprob_gap_max": Largest(mismatch.max()),
+    }
+    if "ref_log_prob" in columns:
+        log_ratio = columns["ref_log_prob"] - old
+        metrics["actor/ref_kl"] = mean_parts(log_ratio.exp() - log_ratio - 1, mask)
+    return metrics

@@ -11,17 +11,20 @@ from torch import nn
 
 from verl.config import schema
 from verl.engines.base import EngineSpec, Tensors
-from verl.engines.lora import add_adapters, has_adapters
+from verl.engines.lora import add_adapters
 from verl.engines.memory import HOST
 from verl.modeling import attention
 from verl.modeling.batch_invariant import model as batch_invariant
+from verl.modeling.huggingface import load_pretrained, read_config
 from verl.modeling.layers import Kernels
 from verl.modeling.log_probs import token_statistics
 from verl.modeling.packing import ModelInput
-from verl.registry import did_you_mean
 from verl.utils.device import resolve_dtype
 
 logger = logging.getLogger("verl.engines")
+
+#: dropout probabilities without "dropout" in their names; with dropout, the log-probs of the same weights would differ
+_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 
 
 # ---- what the configuration means on this device --------------------------------------------------------------------
@@ -49,18 +52,13 @@ class ModelSpec:
     kernels: Kernels = "plain"
     random_init: bool = False
 
-    @property
-    def has_adapters(self) -> bool:
-        """Whether the model has LoRA adapters."""
-        return has_adapters(self.section)
-
 
 def resolve_model(spec: EngineSpec) -> ModelSpec:
     """Dtypes and kernels of the model that `spec` describes. Raises what `check_kernels` raises."""
     compute_dtype = resolve_dtype(spec.engine.dtype, spec.device)
     # trained weights stay float32 by default: bf16 weights lose updates smaller than 2**-8 of them; the frozen weights
     # under adapters are not trained
-    default = compute_dtype if has_adapters(spec.model) else torch.float32
+    default = compute_dtype if spec.model.has_adapters else torch.float32
     narrow = spec.engine.model_dtype
     return ModelSpec(
         section=spec.model,
@@ -116,7 +114,7 @@ def load_module(spec: ModelSpec) -> nn.Module:
     else:
         module = _from_pretrained(auto, spec, hf, build)
     module = module.to(spec.device)
-    return add_adapters(module, spec.section) if spec.has_adapters else module
+    return add_adapters(module, spec.section) if spec.section.has_adapters else module
 
 
 def empty_module(spec: ModelSpec) -> nn.Module:
@@ -124,46 +122,35 @@ def empty_module(spec: ModelSpec) -> nn.Module:
     auto, hf, build = _recipe(spec)
     with torch.device("meta"):
         module = auto.from_config(hf, dtype=spec.model_dtype, **build)
-        return add_adapters(module, spec.section) if spec.has_adapters else module
+        return add_adapters(module, spec.section) if spec.section.has_adapters else module
 
 
 def check_model(model: schema.ModelConfig, kind: str = "causal_lm") -> None:
     """Raise ValueError for a `model` section whose model cannot be built. Reads its config.json only."""
     spec = ModelSpec(model, kind)
     _recipe(spec)
-    if spec.has_adapters:
+    if spec.section.has_adapters:
         empty_module(spec)
 
 
 def _recipe(spec: ModelSpec) -> tuple[Any, Any, dict[str, Any]]:
     """The Auto class, the HuggingFace config and the arguments that the model is built with."""
     from transformers import (
-        AutoConfig,
         AutoModelForCausalLM,
         AutoModelForSequenceClassification,
         AutoModelForTokenClassification,
     )
-    from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
     auto = {
         "causal_lm": AutoModelForCausalLM,
         "value": AutoModelForTokenClassification,
         "reward": AutoModelForSequenceClassification,
     }[spec.kind]
     section = spec.section
-    try:
-        hf = AutoConfig.from_pretrained(section.path, trust_remote_code=section.trust_remote_code)
-    except OSError as error:
-        raise ValueError(f"no HuggingFace model at {section.path!r}: {error}") from error
-    known = hf.to_dict()
-    for name in section.override_config:
-        if name not in known:
-            raise ValueError(f"override_config: the model's configuration has no {name!r}: {did_you_mean(name, known)}")
-    # with dropout, the log-probs of the same weights would differ from pass to pass
-    off = {k: 0.0 for k in known if "dropout" in k or k in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
-    for name, value in {**off, **section.override_config}.items():
-        setattr(hf, name, value)
+    hf = read_config(section.path, section.override_config, section.trust_remote_code)
+    for name in hf.to_dict():
+        if ("dropout" in name or name in _DROPOUT) and name not in section.override_config:
+            setattr(hf, name, 0.0)
     if spec.kind == "value":
         hf.num_labels = 1
     if spec.kind == "reward" and hf.num_labels != 1:
@@ -178,24 +165,10 @@ def _recipe(spec: ModelSpec) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def _from_pretrained(auto: Any, spec: ModelSpec, hf: Any, build: dict[str, Any]) -> nn.Module:
-    """Load the weights. Raises ValueError for a checkpoint that would leave some of them random."""
-    from transformers.utils import logging as hf_logging
-
-    verbosity, path = hf_logging.get_verbosity(), spec.section.path
-    hf_logging.set_verbosity_error()  # missing keys raise below
-    try:
-        module, report = auto.from_pretrained(
-            path, config=hf, dtype=spec.model_dtype, output_loading_info=True, **build
-        )
-    finally:
-        hf_logging.set_verbosity(verbosity)
-    missing = set(report["missing_keys"])
-    new_head = {name for name in missing if name.startswith("score.")} if spec.kind == "value" else set()
-    if missing - new_head or report["mismatched_keys"]:
-        raise ValueError(
-            f"{path!r} lacks weights of {type(module).__name__}, which would stay random: "
-            f"missing {sorted(missing - new_head)[:5]}, with another shape {list(report['mismatched_keys'])[:5]}"
-        )
+    """The model with the weights of its files; a value model may have none for its head."""
+    path = spec.section.path
+    new_prefix = "score." if spec.kind == "value" else None
+    module, new_head = load_pretrained(auto, path, hf, spec.model_dtype, new_prefix, **build)
     if new_head:
         # values start at 0 rather than at noise, so the first advantages are the returns themselves
         logger.info("%s has no value head: initialising one with zeros", path)
@@ -251,7 +224,7 @@ def checked(module: nn.Module, kind: str) -> nn.Module:
 
 
 class TokenModel(nn.Module):
-    """A HuggingFace model whose forward pass returns what objectives read, at the response tokens only.
+    """A HuggingFace model whose forward pass returns what losses read, at the response tokens only.
 
     The single entry point for everything that wraps a forward pass: sharding, compilation, autocast.
 

@@ -26,11 +26,6 @@ _PREFIX = "base_model.model."
 _SEED = 0  # seed of A of new adapters, so that it is the same in every run and on every rank
 
 
-def has_adapters(model: schema.ModelConfig) -> bool:
-    """Whether adapters are trained, so that the weights that training started from are still there."""
-    return model.lora_rank > 0 or model.lora_adapter_path is not None
-
-
 def add_adapters(module: nn.Module, model: schema.ModelConfig) -> nn.Module:
     """Add adapters to a causal language model or a value model, in place; trained parameters get requires_grad.
 

@@ -2,17 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-
-@dataclass(frozen=True)
-class Largest:
-    """A metric that is reduced by the maximum. `value`: a number or a tensor with one element."""
-
-    value: Any
+from verl.algorithms.masked import Largest
 
 
 def _number(value: Any) -> float:

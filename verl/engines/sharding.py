@@ -16,7 +16,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from verl.engines.base import EngineSpec
 from verl.engines.checkpoint import copy_into
 from verl.engines.loading import ModelSpec, TokenModel, checked, empty_module, load_module
-from verl.engines.lora import has_adapters
 from verl.engines.memory import HOST
 from verl.engines.micro_batch import split_to
 from verl.engines.parallel import device_mesh, init_process_group, reduce_values, tensor_parallel
@@ -141,7 +140,7 @@ class FSDP2(Sharding):
         self.dp_size = world // model_parallel
         if model_parallel == 1:
             return
-        if tensor > 1 and has_adapters(spec.model):
+        if tensor > 1 and spec.model.has_adapters:
             raise ValueError("LoRA is not supported with tensor parallelism: set tensor_parallel_size=1")
         if sequence > 1 and not spec.model.use_remove_padding:
             raise ValueError("sequence parallelism splits packed sequences: set model.use_remove_padding=true")

@@ -78,7 +78,7 @@ class TorchEngine(TrainEngine):
         self.module = self.sharding.build(self.model_spec) if module is None else checked(module, spec.kind)
         self.model = TokenModel(self.module, self.model_spec)
         self.module.eval()
-        self.adapters = Adapters(self.module) if self.model_spec.has_adapters else None
+        self.adapters = Adapters(self.module) if self.model_spec.section.has_adapters else None
         if self.adapters is None:
             self.module.requires_grad_(trains)
         self._checkpoints_activations = False

@@ -32,6 +32,7 @@ BUCKET_BYTES = 128 * 2**20
 _WORDS_AT_ONCE = 1 << 22  # of a checksum
 _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
 _ALIGNMENT = 8  # bytes
+_REFUSAL_BYTES = 2000  # of the text that tells other ranks of an error
 
 
 @dataclass(frozen=True)
@@ -239,6 +240,7 @@ class CollectiveSync(WeightSync):
         if self.group is not None:
             total = _fold(total, self._send(bucket, number, version))
             self.group.broadcast_object(None)
+            _agree(self.group)
         return SyncReport(version, sent + size, time.perf_counter() - start, total)
 
     def _send(self, bucket: list[tuple[str, torch.Tensor]], number: int, version: int) -> int:
@@ -251,6 +253,7 @@ class CollectiveSync(WeightSync):
             at += len(content)
         self.group.broadcast_object((number, version, entries, at))
         self.group.broadcast(chunks[0] if len(chunks) == 1 else torch.cat(chunks))
+        _agree(self.group)
         return _compare(self.group, number, entries, [entry.checksum for entry in entries])
 
 
@@ -258,27 +261,67 @@ def receive_collective(receiver: WeightReceiver, group: TransferGroup, version: 
     """The rollout side of `collective`: take in one push.
 
     Raises:
-        ValueError: a checksum differs (it names the bucket and the first differing parameter), or another version
-            arrives than was announced.
+        ValueError: a checksum differs (it names the bucket and the first differing parameter), another version arrives
+            than was announced, or another rank cannot take in the weights. An error of the receiver is raised here
+            unchanged; the other ranks, the sender among them, raise a ValueError that quotes it.
     """
     start, sent, total = time.perf_counter(), 0, 0
+    transferring, complete = True, False
+
+    def next_bucket() -> tuple | None:
+        header = group.broadcast_object(None)
+        if header is None:
+            return None
+        content = torch.empty(header[-1], dtype=torch.uint8, device=group.device)
+        group.broadcast(content)
+        return *header[:-1], content
 
     def buckets() -> Iterator[tuple[str, torch.Tensor]]:
-        nonlocal sent, total
-        while (header := group.broadcast_object(None)) is not None:
-            number, pushed, entries, size = header
-            content = torch.empty(size, dtype=torch.uint8, device=group.device)
-            group.broadcast(content)
+        nonlocal sent, total, transferring, complete
+        while (bucket := next_bucket()) is not None:
+            number, pushed, entries, content = bucket
+            refusal = f"expected weights of version {version}, found version {pushed}" if pushed != version else ""
+            _agree(group, refusal)
             spans = [content[e.start : e.start + -(-e.bytes // _ALIGNMENT) * _ALIGNMENT] for e in entries]
             total = _fold(total, _compare(group, number, entries, [checksum_of(span) for span in spans]))
-            if pushed != version:
-                raise ValueError(f"weight sync: expected weights of version {version}, found version {pushed}")
+            transferring = False
             for entry, span in zip(entries, spans):
                 sent += entry.bytes
                 yield entry.name, span[: entry.bytes].view(entry.dtype).view(entry.shape)
+            transferring = True
+        transferring, complete = False, True
 
-    receiver.receive(buckets(), version)
+    try:
+        receiver.receive(buckets(), version)
+        if not complete:
+            raise ValueError(f"{type(receiver).__name__}.receive returned before it had read all weights")
+    except Exception as error:
+        if not transferring:
+            if not complete:
+                next_bucket()  # the sender and the other ranks hear of the error after their next transfer
+            _agree(group, f"{type(error).__name__}: {error}", raises=False)
+        raise
+    _agree(group)
     return SyncReport(version, sent, time.perf_counter() - start, total)
+
+
+def _agree(group: TransferGroup, refusal: str = "", raises: bool = True) -> None:
+    """Exchange whether every rank can go on with the push, so that none waits for a rank that has stopped.
+
+    Args:
+        refusal: why this rank cannot; empty if it can.
+        raises: False for a rank that has an error of its own to raise.
+
+    Raises:
+        ValueError: on every rank, with the reason of the first rank that cannot.
+    """
+    if not any(refused for (refused,) in group.gather([int(bool(refusal))])):
+        return
+    content = refusal.encode()[:_REFUSAL_BYTES].ljust(_REFUSAL_BYTES, b"\0")
+    texts = [bytes(found).rstrip(b"\0").decode(errors="ignore") for found in group.gather(list(content))]
+    if raises:
+        rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
+        raise ValueError(f"weight sync: rollout rank {rank - 1} does not take in the weights: {text}")
 
 
 def _compare(group: TransferGroup, number: int, entries: list[_Entry], checksums: list[int]) -> int:

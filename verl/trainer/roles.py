@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.config import schema
-from verl.engines.lora import has_adapters
 from verl.rollout.base import stop_strings
 from verl.single_controller import WorkerSpec
 from verl.single_controller.placement import ResourcePool, place_roles
@@ -20,7 +19,7 @@ def roles_of(config: schema.Config) -> list[str]:
     """The roles that have workers of their own. Without `placement.rollout_devices` the actor's workers generate."""
     asked = {
         "rollout": rollout_is_separate(config),
-        "ref": needs_reference(config) and not has_adapters(config.actor_rollout_ref.model),
+        "ref": needs_reference(config) and not config.actor_rollout_ref.model.has_adapters,
         "critic": needs_critic(config),
         "reward": config.reward.reward_model.enable,
     }
@@ -65,7 +64,7 @@ def worker_specs(
 
 def roles_hosted_by_actor(config: schema.Config) -> tuple[str, ...]:
     """The other roles that the actor's workers have: the rollout, and with adapters the reference."""
-    hosts_reference = needs_reference(config) and has_adapters(config.actor_rollout_ref.model)
+    hosts_reference = needs_reference(config) and config.actor_rollout_ref.model.has_adapters
     hosted = {"rollout": not rollout_is_separate(config), "ref": hosts_reference}
     return tuple(role for role, is_hosted in hosted.items() if is_hosted)
 

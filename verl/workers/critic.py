@@ -1,12 +1,18 @@
 """The critic's worker: values, and their update."""
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+import torch
+
+from verl.algorithms.kl import value_loss
+from verl.algorithms.masked import LossAggregation
 from verl.config import schema
+from verl.engines.base import Objective
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
-from verl.workers.engine_worker import EngineWorker, micro_batching
-from verl.workers.objectives import aggregation, value_objective
+from verl.workers.engine_worker import EngineWorker, aggregation, micro_batching
 
 
 class CriticWorker(EngineWorker):
@@ -58,3 +64,23 @@ class CriticWorker(EngineWorker):
                 objective = value_objective(config.cliprange_value, config.value_loss_coef, agg)
                 update.add(self.engine.train_batch(mini, objective, micro))
         return update.finish()
+
+
+def value_objective(cliprange_value: float, loss_coef: float, agg: LossAggregation) -> Objective:
+    """loss_coef * `value_loss`. Arguments as there; agg: counts of the whole mini-batch."""
+    return Objective(partial(_critic_loss, cliprange_value=cliprange_value, loss_coef=loss_coef, agg=agg), ("values",))
+
+
+def _critic_loss(
+    outputs: Mapping[str, torch.Tensor],
+    columns: Mapping[str, torch.Tensor],
+    *,
+    cliprange_value: float,
+    loss_coef: float,
+    agg: LossAggregation,
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    mask = columns["response_mask"]
+    loss, metrics = value_loss(
+        outputs["values"], columns["returns"], columns["values"], mask, agg, cliprange_value=cliprange_value
+    )
+    return loss_coef * loss, {**metrics, "critic/vf_loss": agg.share(loss, mask)}

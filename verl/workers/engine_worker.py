@@ -5,6 +5,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
+from verl.algorithms.masked import LossAggregation
 from verl.config import schema
 from verl.engines.base import EngineSpec, MicroBatching, TrainEngine, make_engine
 from verl.engines.metrics import MetricSums
@@ -153,3 +156,19 @@ def micro_batching(rows: int | None, dynamic: bool, tokens: int | None) -> Micro
         tokens: token budget (*_max_token_len_per_gpu); None for as many as fit.
     """
     return MicroBatching(rows=rows) if rows is not None and not dynamic else MicroBatching(tokens=tokens or "auto")
+
+
+def aggregation(
+    mode: str, response_mask: torch.Tensor, engine: TrainEngine, scale_factor: float | None = None
+) -> LossAggregation:
+    """The loss aggregation of a mini-batch; every term of its loss is divided by the same counts.
+
+    Args:
+        mode: `loss_agg_mode`.
+        response_mask: (b, T) of this rank's rows of the mini-batch.
+        engine: sums the counts over the ranks.
+        scale_factor: divisor of "seq-mean-token-sum-norm"; None for T.
+    """
+    tokens = response_mask.bool()
+    counts = engine.sum_over_ranks([float(tokens.sum()), float(tokens.any(-1).sum())])
+    return LossAggregation(mode, *counts, scale_factor=scale_factor or tokens.shape[-1])

@@ -1,10 +1,13 @@
 """The policy's workers: the actor, which hosts a rollout engine where they share devices, and the reference."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from verl.algorithms.masked import LossAggregation
+from verl.algorithms.policy_losses import actor_loss, get_policy_loss_fn
 from verl.config import schema
-from verl.engines.base import MicroBatching, TrainEngine
+from verl.engines.base import MicroBatching, Objective, TrainEngine
 from verl.protocol import DataProto
 from verl.registry import import_module
 from verl.rollout.base import RolloutEnv
@@ -13,8 +16,7 @@ from verl.rollout.weight_sync import CollectiveSync, SyncReport, TransferGroup
 from verl.single_controller import Dispatch, register
 from verl.single_controller.worker import free_port
 from verl.utils.device import peak_memory, resolve_device, resolve_dtype
-from verl.workers.engine_worker import EngineWorker, micro_batching
-from verl.workers.objectives import aggregation, policy_objective
+from verl.workers.engine_worker import EngineWorker, aggregation, micro_batching
 from verl.workers.rollout import NO_TIMEOUT, Rollout, RolloutMethods
 
 
@@ -154,6 +156,16 @@ class ActorWorker(RolloutMethods, EngineWorker):
         (peak,) = self.engine.max_over_ranks([peak_memory(self.device) / 2**30])
         memory = {"perf/max_memory_allocated_gb": peak} if self.device.type == "cuda" else {}
         return {**metrics, **memory}
+
+
+def policy_objective(
+    loss_mode: str, settings: Mapping[str, Any], agg: LossAggregation, old_is_current: bool = False
+) -> Objective:
+    """`actor_loss` and the model outputs that it reads. Arguments as there."""
+    get_policy_loss_fn(loss_mode)  # an unknown name fails here
+    loss = partial(actor_loss, loss_mode=loss_mode, settings=settings, agg=agg, old_is_current=old_is_current)
+    needs = ("log_probs", "entropys") if settings["entropy_coeff"] or old_is_current else ("log_probs",)
+    return Objective(loss, needs)
 
 
 class RefWorker(EngineWorker):

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+from verl.algorithms.kl import sft_nll
+from verl.algorithms.masked import LossAggregation
 from verl.config import schema
+from verl.engines.base import Objective
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
-from verl.workers.engine_worker import EngineWorker, micro_batching
-from verl.workers.objectives import aggregation, sft_objective
+from verl.workers.engine_worker import EngineWorker, aggregation, micro_batching
 
 
 class SFTWorker(EngineWorker):
@@ -34,7 +36,7 @@ class SFTWorker(EngineWorker):
     def update(self, batch: DataProto) -> dict[str, Any]:
         """One optimizer step on the batch."""
         with self.update_pass(batch, "train", one_step=True) as update:
-            agg = aggregation("token-mean", batch.batch["response_mask"], self.engine, None)
+            agg = aggregation("token-mean", batch.batch["response_mask"], self.engine)
             update.add(self.engine.train_batch(batch, sft_objective(agg), self.micro))
         return update.finish()
 
@@ -43,3 +45,8 @@ class SFTWorker(EngineWorker):
         """The column old_log_probs, of the current weights."""
         found = self.engine.infer(batch, ("log_probs",), self.micro)
         return DataProto.from_dict({"old_log_probs": found["log_probs"]})
+
+
+def sft_objective(agg: LossAggregation) -> Objective:
+    """Negative log-likelihood of the response tokens; agg: counts of the whole mini-batch."""
+    return Objective(lambda outputs, columns: sft_nll(outputs["log_probs"], columns["response_mask"], agg))

@@ -27,6 +27,11 @@ class ModelConfig(Section):
     exclude_modules: StrList | None = field(None, "modules that do not get LoRA adapters")
     lora_adapter_path: FilePath | None = field(None, "LoRA adapter to start from")
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether LoRA adapters are trained, so that the weights that training started from are still there."""
+        return self.lora_rank > 0 or self.lora_adapter_path is not None
+
 
 class CriticModelConfig(ModelConfig):
     """`critic.model`: by default the model of the policy, with a value head."""

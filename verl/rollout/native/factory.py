@@ -6,7 +6,7 @@ from torch import nn
 from verl.config import schema
 from verl.modeling.batch_invariant import model as batch_invariant
 from verl.rollout.base import RolloutEnv, SharesWeights
-from verl.rollout.loading import empty_module, has_adapters, load_module
+from verl.rollout.loading import empty_module, load_module
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.weight_sync import ModuleReceiver
 from verl.utils.device import resolve_dtype
@@ -39,7 +39,7 @@ def make_native(
     dtype = resolve_dtype(config.dtype, env.device)
     if config.dtype == "auto" and env.compute_dtype is not None:
         dtype = env.compute_dtype
-    shared = None if train_engine is None or has_adapters(model) else train_engine.shared_module()
+    shared = None if train_engine is None or model.has_adapters else train_engine.shared_module()
     if shared is not None:
         narrow = None if dtype == next(shared.parameters()).dtype else dtype
         return NativeRollout(shared, dtype=narrow, forward=forward, **options)
