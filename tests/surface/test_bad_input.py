@@ -136,6 +136,10 @@ def test_as_a_process(unloadable, tmp_path):
         (["trainer.default_local_dir=pyproject.toml/run"], "pyproject.toml', which is a file"),
         (["trainer.default_local_dir=/proc/run"], "expected a writable folder, found '/proc'"),
         (["trainer.n_gpus_per_node=2", "placement.actor_devices=[0,5]"], "expected different numbers from 0 to 1"),
+        (
+            ["trainer.n_gpus_per_node=2", "placement.rollout_devices=[1]", ROLLOUT + "deterministic=true"],
+            "found [1], but rollout.deterministic=true generates with the actor's forward pass",
+        ),
         (["placement.critic_devices=[0]"], "placement.critic_devices: this run has no role 'critic'"),
         # files and folders that are not there
         (["data.train_files=nowhere.parquet"], "data.train_files (override 'data.train_files=nowhere.parquet'): there"),

@@ -262,12 +262,12 @@ class GenerationRun:
             {
                 "model": config.model,
                 "rollout": config.rollout,
-                "imports": tuple(config.imports),
                 "device": config.trainer.device,
                 "pad_token_id": self.tokenizer.pad_token_id,
                 "stop_token_ids": stop_token_ids(config.model.path, self.tokenizer),
                 "stop": stop_strings(config.rollout.stop, self.tokenizer),
             },
+            imports=tuple(config.imports),
         )
         self.roles["rollout"] = LocalWorkerGroup(spec, config.trainer.n_gpus_per_node, name="rollout")
 
