@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
     [
         pytest.param(signal.SIGINT, 1, "SIGINT", marks=pytest.mark.slow),
         (signal.SIGTERM, 1, "SIGTERM"),
-        (signal.SIGINT, 2, "SIGINT"),
+        pytest.param(signal.SIGINT, 2, "SIGINT", marks=pytest.mark.slow),
     ],
 )
 def test_a_stopped_run_says_from_where_it_goes_on(tiny, tmp_path, number, processes, word):

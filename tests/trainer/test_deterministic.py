@@ -25,7 +25,12 @@ TWO_RANKS = ["trainer.n_gpus_per_node=2", f"{ACTOR}.ppo_mini_batch_size=4"]
 
 @pytest.mark.parametrize(
     "overrides",
-    [BY_TOKENS, BF16, [*ONE_PASS, *BY_TOKENS, *BF16, *KL], [*TWO_RANKS, *BY_TOKENS, *BF16]],
+    [
+        BY_TOKENS,
+        BF16,
+        [*ONE_PASS, *BY_TOKENS, *BF16, *KL],
+        pytest.param([*TWO_RANKS, *BY_TOKENS, *BF16], marks=pytest.mark.slow),
+    ],
     ids=["by tokens", "bf16", "one pass", "two ranks"],
 )
 def test_no_step_has_a_gap(overrides, settings):

@@ -34,8 +34,9 @@ EXECUTORS = {
     "two processes": ["trainer.n_gpus_per_node=2"],
     "ray": ["trainer.n_gpus_per_node=2", *RAY],
 }
+slow = pytest.mark.slow
 #: every executor; Ray is started by `make test-all` only
-EVERYWHERE = [pytest.param(name, marks=pytest.mark.slow if name == "ray" else ()) for name in EXECUTORS]
+EVERYWHERE = [pytest.param(name, marks=slow if name == "ray" else ()) for name in EXECUTORS]
 #: Adam divides by the size of a gradient: with its own eps a rounding error becomes a whole step where that is 0
 SMOOTH = [f"{ACTOR}.optim.override_optimizer_config.eps=1e-3"]
 SAVED = ["trainer.save_freq=2", f"{ACTOR}.checkpoint.save_contents=[hf_model]"]
@@ -64,7 +65,7 @@ def test_a_custom_engine_generates(executor, settings):
         assert report.metrics["weight_sync/version"] == step + 1 and report.metrics["weight_sync/bytes"] == 0
 
 
-@pytest.mark.parametrize("executor", EVERYWHERE)
+@pytest.mark.parametrize("executor", ["one process", *(pytest.param(e, marks=slow) for e in ("two processes", "ray"))])
 def test_a_custom_agent_loop_uses_its_tool(executor, settings):
     reports = train([*settings, *GRPO, *CALCULATOR, *EXECUTORS[executor]])
     tool_tokens = 0
@@ -125,7 +126,7 @@ SEPARATE = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=() if name in ("fsdp", "lora") else pytest.mark.slow) for name in SEPARATE]
+    "case", [pytest.param(name, marks=() if name == "fsdp" else slow) for name in SEPARATE]
 )
 def test_a_rollout_on_devices_of_its_own_gives_the_numbers_of_one_process(case, tiny, tmp_path):
     placement, more = SEPARATE[case]
@@ -144,6 +145,7 @@ def test_a_rollout_on_devices_of_its_own_gives_the_numbers_of_one_process(case, 
         torch.testing.assert_close(own[name], weight, rtol=1e-5, atol=1e-5, msg=name)
 
 
+@slow
 def test_an_engine_that_takes_no_weights_cannot_have_devices_of_its_own(settings):
     with pytest.raises(Exception, match=r"rollout\.name=echo has no receiver"):
         train([*settings, *GRPO, *ECHO, *TWO])
