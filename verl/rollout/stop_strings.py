@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 #: decode steps between two searches for stop strings
-LOOK_EVERY = 8
+SEARCH_INTERVAL = 8
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class StopStrings:
         """How many tokens the response keeps; None where it has not ended. The first `start` were searched before."""
         # a token is at least a byte, so older ones are not part of a match; one more, since the first loses its space
         begin = max(0, start - max(len(text.encode()) for text in self.strings) - 1)
-        if not self._holds(token_ids[begin:]):
+        if not self._contains_stop(token_ids[begin:]):
             return None
         ends = range(max(start, begin) + 1, len(token_ids))
-        return next((end for end in ends if self._holds(token_ids[begin:end])), len(token_ids))
+        return next((end for end in ends if self._contains_stop(token_ids[begin:end])), len(token_ids))
 
-    def _holds(self, token_ids: Sequence[int]) -> bool:
+    def _contains_stop(self, token_ids: Sequence[int]) -> bool:
         text = self.decode(list(token_ids))
         return any(string in text for string in self.strings)

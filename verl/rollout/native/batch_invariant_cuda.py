@@ -11,21 +11,21 @@ from verl.rollout.native import triton_kernels
 from verl.rollout.native.batch_invariant import ModelForward, prefill_batches, prompt_states
 from verl.rollout.native.cuda_decoder import CudaDecoder, StaticBuffers, upload
 from verl.rollout.native.model import Decoder
-from verl.rollout.native.triton_kernels import PAGE
+from verl.rollout.native.triton_kernels import BLOCK_SIZE
 
 
 @triton.jit
-def _store(key, value, pages, table, positions, live, width, D: tl.constexpr, HK: tl.constexpr, DP: tl.constexpr,
-           PAGE: tl.constexpr):  # fmt: skip
-    """Write the key and value (b, HK, D) of a token of each live row into pages (., 2 HK, PAGE, D). Grid (b, HK)."""
+def _store(key, value, kv_cache, table, positions, live, width, D: tl.constexpr, HK: tl.constexpr, DP: tl.constexpr,
+           BLOCK_SIZE: tl.constexpr):  # fmt: skip
+    """Write the key and value (b, HK, D) of each live row's token to kv_cache (., 2 HK, BLOCK_SIZE, D). Grid (b, HK)."""
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(live + b) == 0:
         return
     d, position = tl.arange(0, DP), tl.load(positions + b)
-    page = tl.load(table + b * width + position // PAGE).to(tl.int64)
-    at = pages + ((page * 2 * HK + h) * PAGE + position % PAGE) * D + d
+    block = tl.load(table + b * width + position // BLOCK_SIZE).to(tl.int64)
+    at = kv_cache + ((block * 2 * HK + h) * BLOCK_SIZE + position % BLOCK_SIZE) * D + d
     tl.store(at, tl.load(key + (b * HK + h) * D + d, mask=d < D), mask=d < D)
-    tl.store(at + HK * PAGE * D, tl.load(value + (b * HK + h) * D + d, mask=d < D), mask=d < D)
+    tl.store(at + HK * BLOCK_SIZE * D, tl.load(value + (b * HK + h) * D + d, mask=d < D), mask=d < D)
 
 
 @triton.jit(do_not_specialize=["first", "slots"])
@@ -44,20 +44,20 @@ class BatchInvariantCudaDecoder(CudaDecoder):
         super().__init__(decoder, buffers, graphs)
         self.forward = forward
 
-    def prefill(self, prompts: list[list[int]], pages: list[list[int]]) -> torch.Tensor:
-        """Compute `prompts`, with keys and values into their `pages`. Logits (len(prompts), V)."""
+    def prefill(self, prompts: list[list[int]], blocks: list[list[int]]) -> torch.Tensor:
+        """Compute `prompts`, with keys and values into their `blocks`. Logits (len(prompts), V)."""
         logits = []
         for chosen in prefill_batches([len(prompt) for prompt in prompts]):
-            logits.append(self._prefill([prompts[i] for i in chosen], [pages[i] for i in chosen]))
+            logits.append(self._prefill([prompts[i] for i in chosen], [blocks[i] for i in chosen]))
         return torch.cat(logits)
 
-    def _prefill(self, prompts: list[list[int]], pages: list[list[int]]) -> torch.Tensor:
-        lengths, device = tuple(map(len, prompts)), self.buffers.pages.device
-        targets = [(own[at // PAGE], at % PAGE) for own, n in zip(pages, lengths) for at in range(n)]
-        page, column = upload(list(zip(*targets)), torch.int64, device)
+    def _prefill(self, prompts: list[list[int]], blocks: list[list[int]]) -> torch.Tensor:
+        lengths, device = tuple(map(len, prompts)), self.buffers.kv_cache.device
+        targets = [(own[at // BLOCK_SIZE], at % BLOCK_SIZE) for own, n in zip(blocks, lengths) for at in range(n)]
+        block, column = upload(list(zip(*targets)), torch.int64, device)
 
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores):
-            self.buffers.pages[layer][page, :, column] = torch.cat((key, value), 1)
+            self.buffers.kv_cache[layer][block, :, column] = torch.cat((key, value), 1)
             return attend_rows(query, key, value, lengths, scores)
 
         return self.forward.logits(prompt_states(self.forward, prompts, attend, device))
@@ -71,12 +71,12 @@ class BatchInvariantCudaDecoder(CudaDecoder):
         tiles = batch_invariant_kernels.single_queries(positions, live)
 
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores):
-            pages, size = buffers.pages[layer], key.shape[-1]
+            kv_cache, size = buffers.kv_cache[layer], key.shape[-1]
             _store[(rows, heads)](
-                key.contiguous(), value.contiguous(), pages, table, positions, live, buffers.width, D=size, HK=heads,
-                DP=triton.next_power_of_2(size), PAGE=PAGE, num_warps=1,
+                key.contiguous(), value.contiguous(), kv_cache, table, positions, live, buffers.width, D=size, HK=heads,
+                DP=triton.next_power_of_2(size), BLOCK_SIZE=BLOCK_SIZE, num_warps=1,
             )  # fmt: skip
-            keys, values = pages[:, :heads], pages[:, heads:]
+            keys, values = kv_cache[:, :heads], kv_cache[:, heads:]
             return batch_invariant_kernels.attend_cached(query, keys, values, tiles, table, scores)
 
         logits = self.forward.logits(self.forward.states(tokens.long(), positions.long(), attend))

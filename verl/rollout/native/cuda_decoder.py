@@ -14,7 +14,7 @@ from verl.rollout.base import SamplingParams
 from verl.rollout.native import triton_kernels
 from verl.rollout.native.model import Decoder, Layer, Projection, RopeTable
 from verl.rollout.native.torch_decoder import Layers
-from verl.rollout.native.triton_kernels import PAGE
+from verl.rollout.native.triton_kernels import BLOCK_SIZE
 from verl.rollout.sampling import choose
 
 #: numbers of rows for which there are graphs: a step computes the next larger one
@@ -47,8 +47,8 @@ BUCKETS = (
 #: steps that are launched without looking at their outcome
 CHUNK = 8
 #: programs of attention below which the keys of a row are split over several
-_ENOUGH_PROGRAMS = 512
-_MOST_SPLITS = 32
+_TARGET_PROGRAMS = 512
+_MAX_SPLITS = 32
 #: splits of the inner dimension in a matmul of few rows
 _K_SPLITS = 4
 
@@ -58,21 +58,21 @@ def bucket_of(rows: int) -> int:
 
 
 def attention_launch(rows: int, head_dim: int) -> dict[str, int]:
-    """Options of the attention kernel (benchmarks/attention.py; measured on an H200). ROUND: pages read at once."""
+    """Options of the attention kernel (benchmarks/attention.py; measured on an H200). ROUND: blocks read at once."""
     return {"num_warps": 4 if rows < 512 or head_dim > 64 else 2, "num_stages": 2, "ROUND": 1}
 
 
-def page_bytes(decoder: Decoder) -> int:
-    return PAGE * decoder.cache_bytes_per_token()
+def block_bytes(decoder: Decoder) -> int:
+    return BLOCK_SIZE * decoder.cache_bytes_per_token()
 
 
 @dataclass(frozen=True)
 class Size:
-    """What a generate call needs. slots: rows at once. pages: of the key/value cache. width: pages of a row at most.
-    responses: tokens of all responses together at most. positions: of the rotary tables."""
+    """What a generate call needs. slots: max rows at once. blocks: of the KV cache. width: max blocks of a row.
+    responses: max tokens of all responses together. positions: length of the rotary tables."""
 
     slots: int
-    pages: int
+    blocks: int
     width: int
     responses: int
     positions: int
@@ -84,18 +84,24 @@ class Size:
             grain = 1 << max(0, n.bit_length() - 4)
             return -(-n // grain) * grain
 
-        return Size(self.slots, up(self.pages), up(self.width), up(self.responses), up(self.positions))
+        return Size(self.slots, up(self.blocks), up(self.width), up(self.responses), up(self.positions))
 
 
 class StaticBuffers:
-    """The memory of generation: pages (`pages` of them, size.pages were wanted), the rows' state and the responses."""
+    """Preallocated memory of generation: KV cache, state of the rows, responses. Graphs hold its addresses.
 
-    def __init__(self, decoder: Decoder, size: Size, pages: int):
+    Args:
+        decoder: sets shapes and dtypes.
+        size: what the calls need.
+        blocks: KV-cache blocks to allocate; fewer than `size.blocks` if memory is short.
+    """
+
+    def __init__(self, decoder: Decoder, size: Size, blocks: int):
         self.size = size
         slots, width = self.slots, self.width = size.slots, size.width
         device = decoder.embedding.device
-        shape = (len(decoder.layers), pages, 2 * decoder.kv_heads, PAGE, decoder.head_dim)
-        self.pages = torch.empty(shape, dtype=decoder.dtype, device=device)
+        shape = (len(decoder.layers), blocks, 2 * decoder.kv_heads, BLOCK_SIZE, decoder.head_dim)
+        self.kv_cache = torch.empty(shape, dtype=decoder.dtype, device=device)
         self.table = torch.zeros(slots, width, dtype=torch.int32, device=device)
         self.state = torch.zeros(triton_kernels.FIELDS, slots, dtype=torch.int32, device=device)
         self.sample_ids = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -104,9 +110,9 @@ class StaticBuffers:
         self.tokens = torch.zeros(size.responses, dtype=torch.int32, device=device)
         self.log_probs = torch.zeros(size.responses, dtype=torch.float32, device=device)
         self.is_stop = torch.zeros(decoder.vocab_size, dtype=torch.int8, device=device)
-        self.blocks = triton.cdiv(decoder.vocab_size, triton_kernels.VOCABULARY_BLOCK)
+        self.vocab_blocks = triton.cdiv(decoder.vocab_size, triton_kernels.VOCABULARY_BLOCK)
         self.arrived = torch.zeros(slots, decoder.kv_heads, dtype=torch.int32, device=device)
-        self.parts = torch.zeros(slots, self.blocks, 3, dtype=torch.float32, device=device)
+        self.parts = torch.zeros(slots, self.vocab_blocks, 3, dtype=torch.float32, device=device)
         self.tables = [rope.table(size.positions, decoder.stream_dtype) for rope in decoder.ropes]
 
     def fits(self, size: Size) -> bool:
@@ -130,24 +136,24 @@ class CudaDecoder(Layers):
 
     # ---- prompts ------------------------------------------------------------------------------------------------
 
-    def prefill(self, prompts: list[list[int]], pages: list[list[int]]) -> torch.Tensor:
-        """Compute `prompts`, with keys and values into their `pages`. Logits (len(prompts), V) float32."""
-        cache, where = self.buffers.pages, {}
+    def prefill(self, prompts: list[list[int]], blocks: list[list[int]]) -> torch.Tensor:
+        """Compute `prompts`, with keys and values into their `blocks`. Logits (len(prompts), V) float32."""
+        cache, where = self.buffers.kv_cache, {}
 
         def store(layer: int, chosen: list[int], stored: torch.Tensor) -> None:
             count, width, heads, size = stored.shape
-            used = triton.cdiv(width, PAGE)
+            used = triton.cdiv(width, BLOCK_SIZE)
             if layer == 0:
-                flat = [(i * used + at, page) for i, c in enumerate(chosen) for at, page in enumerate(pages[c])]
+                flat = [(i * used + at, block) for i, c in enumerate(chosen) for at, block in enumerate(blocks[c])]
                 where["source"], where["target"] = self._upload([list(x) for x in zip(*flat)])
-            whole = torch.nn.functional.pad(stored, (0, 0, 0, 0, 0, used * PAGE - width))
-            whole = whole.reshape(count * used, PAGE, heads, size).transpose(1, 2)
+            whole = torch.nn.functional.pad(stored, (0, 0, 0, 0, 0, used * BLOCK_SIZE - width))
+            whole = whole.reshape(count * used, BLOCK_SIZE, heads, size).transpose(1, 2)
             cache[layer].index_copy_(0, where["target"], whole[where["source"]])
 
         return self.prompts(prompts, store)
 
     def _upload(self, values: list) -> torch.Tensor:
-        return upload(values, torch.int64, self.buffers.pages.device)
+        return upload(values, torch.int64, self.buffers.kv_cache.device)
 
     def _rotate(self, layer: Layer, qkv: torch.Tensor, table: RopeTable) -> None:
         cos, sin = table
@@ -210,8 +216,8 @@ class CudaDecoder(Layers):
         h = torch.empty_like(x, dtype=decoder.dtype)
         self._add_norm(x, None, None, decoder.layers[0].attention_norm, h)
         norms = [layer.attention_norm for layer in decoder.layers[1:]] + [decoder.norm]
-        for layer, pages, next_norm in zip(decoder.layers, buffers.pages, norms):
-            attended = self._attend_pages(layer, layer.qkv(h), pages)
+        for layer, kv_cache, next_norm in zip(decoder.layers, buffers.kv_cache, norms):
+            attended = self._paged_attention(layer, layer.qkv(h), kv_cache)
             self._add_norm(x, layer.out(attended), layer.attention_post_norm, layer.mlp_norm, h)
             y = self._split_matmul(layer.down, self._gate(layer.gate_up(h)))
             self._add_norm(x, y, layer.mlp_post_norm, next_norm, h)
@@ -220,14 +226,14 @@ class CudaDecoder(Layers):
             self._sample(logits, 0, params, decoder.final_softcap)
         return logits
 
-    def _attend_pages(self, layer: Layer, qkv: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    def _paged_attention(self, layer: Layer, qkv: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
         """qkv (B, (HQ + 2 HK) D), not rotated yet -> (B, HQ D)."""
         decoder, buffers, rows = self.decoder, self.buffers, len(qkv)
         heads, kv_heads, size = decoder.heads, decoder.kv_heads, decoder.head_dim
         group = heads // kv_heads
         shape = {"HQ": heads, "HK": kv_heads, "G": group, "GP": max(16, triton.next_power_of_2(group))}
         shape |= {"D": size, "DP": max(16, triton.next_power_of_2(size))}
-        splits = min(_MOST_SPLITS, max(1, _ENOUGH_PROGRAMS // (rows * kv_heads)), buffers.width)
+        splits = min(_MAX_SPLITS, max(1, _TARGET_PROGRAMS // (rows * kv_heads)), buffers.width)
         out = qkv.new_empty(rows, heads * size)
         chunks = (rows, kv_heads, splits, shape["GP"], shape["DP"] + 2) if splits > 1 else (1,)
         partial = torch.empty(chunks, dtype=torch.float32, device=qkv.device)
@@ -235,10 +241,10 @@ class CudaDecoder(Layers):
         norm = layer.qk_norm if layer.qk_norm is not None else cos
         softcap = decoder.attention_softcap
         triton_kernels.attend[(rows, kv_heads, splits)](
-            qkv, pages, buffers.table, buffers.state, cos, sin, norm, out, partial, buffers.arrived, decoder.scaling,
+            qkv, kv_cache, buffers.table, buffers.state, cos, sin, norm, out, partial, buffers.arrived, decoder.scaling,
             decoder.eps, softcap or 1.0, buffers.slots, buffers.width, splits, **shape, R=cos.shape[1],
             NORM=layer.qk_norm is not None, SOFTCAP=softcap is not None, WINDOW=layer.window or 0, SPLIT=splits > 1,
-            SP=triton.next_power_of_2(splits), PAGE=PAGE, PRECISION=self.precision,
+            SP=triton.next_power_of_2(splits), BLOCK_SIZE=BLOCK_SIZE, PRECISION=self.precision,
             **attention_launch(rows, size),
         )  # fmt: skip
         return out
@@ -290,18 +296,18 @@ class CudaDecoder(Layers):
             state, uniforms = buffers.state[:, first : first + rows], buffers.uniforms[:, first : first + rows]
             line = (state[triton_kernels.STEP] - state[triton_kernels.START]).clamp_(0, CHUNK - 1)
             sampled = choose(logits, params, uniforms.gather(0, line[None].long())[0])
-            triton_kernels.note_token[(rows,)](*sampled, *responses, num_warps=1)
+            triton_kernels.store_tokens[(rows,)](*sampled, *responses, num_warps=1)
             return
         scale = 1.0 if params.greedy else 1 / params.temperature
-        common = {"BLOCK": triton_kernels.VOCABULARY_BLOCK, "NB": buffers.blocks, "SOFTCAP": softcap is not None}
+        common = {"BLOCK": triton_kernels.VOCABULARY_BLOCK, "NB": buffers.vocab_blocks, "SOFTCAP": softcap is not None}
         common["GREEDY"] = params.greedy
         sizes = (scale, softcap or 1.0, self.decoder.vocab_size)
-        triton_kernels.scan_vocabulary[(rows, buffers.blocks)](
+        triton_kernels.scan_vocabulary[(rows, buffers.vocab_blocks)](
             logits, buffers.state, buffers.parts, first, buffers.slots, *sizes, **common, num_warps=8
         )
         triton_kernels.draw_token[(rows,)](
             logits, buffers.parts, buffers.uniforms, *responses, *sizes, **common,
-            NBP=triton.next_power_of_2(buffers.blocks), num_warps=8,
+            NBP=triton.next_power_of_2(buffers.vocab_blocks), num_warps=8,
         )  # fmt: skip
 
 

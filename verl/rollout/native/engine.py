@@ -83,7 +83,7 @@ class NativeRollout(RolloutEngine):
         self._requests: Sequence[Request] = ()
         self._decoder: Decoder | None = None
         self._cache: SlotCache | BatchInvariantCache | None = None
-        self._on_gpu: CudaDecoder | None = None
+        self._cuda_decoder: CudaDecoder | None = None
 
     # ---- generating ---------------------------------------------------------------------------------------------
 
@@ -176,9 +176,9 @@ class NativeRollout(RolloutEngine):
             from verl.rollout.native import paged_scheduler
 
             samples = paged_scheduler.group_rows(rows)
-            buffers, longest = self._on_gpu.buffers, max(len(row.prompt) + row.limit for row in rows)
-            most = min(buffers.width, buffers.pages.shape[1])
-            fits = paged_scheduler.pages_for_one(samples) <= most and longest <= buffers.size.positions
+            buffers, longest = self._cuda_decoder.buffers, max(len(row.prompt) + row.limit for row in rows)
+            most = min(buffers.width, buffers.kv_cache.shape[1])
+            fits = paged_scheduler.blocks_for_one(samples) <= most and longest <= buffers.size.positions
             fits &= max(row.limit for row in rows) <= scheduler.line_width
             if fits:
                 scheduler.add(samples)
@@ -247,44 +247,44 @@ class NativeRollout(RolloutEngine):
             return decoder
         if (slots, length) != (cache.slots, cache.length):
             self._cache = self._new_cache(slots, length)
-            self._cache.take_over(cache)
+            self._cache.copy_from(cache)
         if self.forward is not None:
             return BatchInvariantDecoder(self._decoder, self._cache, self.forward)
         return TorchDecoder(self._decoder, self._cache, max(longest, decoder.table_length))
 
-    # ---- on a GPU: pages ----------------------------------------------------------------------------------------
+    # ---- on a GPU: blocks ---------------------------------------------------------------------------------------
 
     def _start_paged(self, params: SamplingParams, rows: list[Row], continuous: bool = False) -> "PagedScheduler":
-        """Pages for as many of `rows` at once as fit, and graphs, kept from call to call."""
+        """A scheduler with blocks for as many concurrent rows as fit. Cache and graphs are kept between calls."""
         from verl.rollout.native import cuda_decoder, paged_scheduler  # need triton, which only torch for GPUs brings
 
         decoder, samples = self._decoder, paged_scheduler.group_rows(rows)
         most = self.max_rows if continuous else min(len(rows), self.max_rows)
         slots = cuda_decoder.bucket_of(min(most, cuda_decoder.BUCKETS[-1]))
-        one = paged_scheduler.pages_for_one(samples)
+        one = paged_scheduler.blocks_for_one(samples)
         longest = max(len(row.prompt) + row.limit for row in rows)
-        wanted, responses, line = min(paged_scheduler.pages_for(samples), one * slots), sum(r.limit for r in rows), 0
+        wanted, responses, line = min(paged_scheduler.blocks_for(samples), one * slots), sum(r.limit for r in rows), 0
         if continuous:
             longest = min(max(longest, self.max_length), decoder.max_positions)
-            one = max(one, paged_scheduler.pages_for_length(longest))
+            one = max(one, paged_scheduler.blocks_for_length(longest))
             line = max(max(row.limit for row in rows), longest // 2)
             wanted, responses = one * slots, line * slots
         size = cuda_decoder.Size(slots, wanted, one, responses, longest)
-        if self._on_gpu is None or not self._on_gpu.buffers.fits(size):
+        if self._cuda_decoder is None or not self._cuda_decoder.buffers.fits(size):
             size = size.with_headroom()
-            self._on_gpu = None  # freed before the new one is made
-            page = cuda_decoder.page_bytes(decoder)
+            self._cuda_decoder = None  # freed before the new one is made
+            block = cuda_decoder.block_bytes(decoder)
             budget = self.cache_bytes if self.cache_bytes is not None else self._gpu_budget(decoder, slots)
-            if budget // page < one:
+            if budget // block < one:
                 raise ValueError(
                     f"the KV cache has {max(0, budget):,} bytes, and one row of {longest} tokens needs "
-                    f"{one * page:,}: allow more memory, or fewer tokens"
+                    f"{one * block:,}: allow more memory, or fewer tokens"
                 )
-            buffers = cuda_decoder.StaticBuffers(decoder, size, min(size.pages, budget // page))
-            self._on_gpu = self._gpu_decoder(decoder, buffers)
-        elif self._on_gpu.addresses != cuda_decoder.addresses(decoder):
-            self._on_gpu = self._gpu_decoder(decoder, self._on_gpu.buffers)
-        scheduler = paged_scheduler.PagedScheduler(params, self._on_gpu, min(self.max_rows, slots), line)
+            buffers = cuda_decoder.StaticBuffers(decoder, size, min(size.blocks, budget // block))
+            self._cuda_decoder = self._gpu_decoder(decoder, buffers)
+        elif self._cuda_decoder.addresses != cuda_decoder.addresses(decoder):
+            self._cuda_decoder = self._gpu_decoder(decoder, self._cuda_decoder.buffers)
+        scheduler = paged_scheduler.PagedScheduler(params, self._cuda_decoder, min(self.max_rows, slots), line)
         scheduler.add(samples)
         return scheduler
 
@@ -308,7 +308,7 @@ class NativeRollout(RolloutEngine):
 
     def sleep(self) -> None:
         """Free the KV cache, the graphs and every copy of a weight."""
-        self._cache = self._decoder = self._on_gpu = None
+        self._cache = self._decoder = self._cuda_decoder = None
         if self.forward is not None:
             self.forward.release()
 

@@ -50,7 +50,7 @@ class SlotCache:
         self.even = True
         self.positions = torch.zeros(0, dtype=torch.int64, device=like.device)
 
-    def take_over(self, other: "SlotCache") -> None:
+    def copy_from(self, other: "SlotCache") -> None:
         """Copy the rows of a smaller cache, which stay in their slots and columns."""
         self.keys[:, : other.slots, ..., : other.length] = other.keys
         self.values[:, : other.slots, :, : other.length] = other.values
@@ -136,7 +136,7 @@ class BatchInvariantCache:
         self.values = decoder.embedding.new_zeros(shape, dtype=decoder.dtype)
         self.slots, self.length = slots, length
 
-    def take_over(self, other: "BatchInvariantCache") -> None:
+    def copy_from(self, other: "BatchInvariantCache") -> None:
         """Copy the rows of a smaller cache, which stay in their slots."""
         self.keys[:, : other.slots, :, : other.length] = other.keys
         self.values[:, : other.slots, :, : other.length] = other.values

@@ -1,7 +1,7 @@
-"""The schedule of a batch on a GPU: which rows are in which slots and pages, and when.
+"""The schedule of a batch on a GPU: which rows are in which slots and blocks, and when.
 
 The host launches CHUNK steps at a time and reads their outcome while the next ones run, so the GPU never waits for it.
-All pages that a row can need are reserved when it gets a slot: generation cannot run out of memory half-way. Rows may
+All blocks that a row can need are reserved when it gets a slot: generation cannot run out of memory half-way. Rows may
 be added at any time: one scheduler serves a whole batch (`run`) and requests that arrive one after another.
 """
 
@@ -16,42 +16,46 @@ from verl.rollout.base import Completion, SamplingParams
 from verl.rollout.native import triton_kernels
 from verl.rollout.native.cuda_decoder import CHUNK, CudaDecoder, bucket_of, upload
 from verl.rollout.native.requests import Row
-from verl.rollout.native.triton_kernels import PAGE
+from verl.rollout.native.triton_kernels import BLOCK_SIZE
 from verl.rollout.sampling import check_finite, uniform
 
 
 @dataclass(eq=False)
 class Group:
-    """The samples of one prompt. Its full pages are shared; its tail, a partly filled page, is copied per sample."""
+    """The samples of one prompt. Its full blocks are shared; its tail, a partly filled block, is copied per sample."""
 
     prompt: list[int]
     waiting: int = 0
-    living: int = 0
-    shared: list[int] = field(default_factory=list)
-    tail: list[int] = field(default_factory=list)
+    running: int = 0
+    shared_blocks: list[int] = field(default_factory=list)
+    tail_blocks: list[int] = field(default_factory=list)
     logits: torch.Tensor | None = None  # after the prompt, (V,) float32
 
     @property
-    def full_pages(self) -> int:
-        return len(self.prompt) // PAGE
+    def num_full_blocks(self) -> int:
+        return len(self.prompt) // BLOCK_SIZE
 
     @property
-    def tail_pages(self) -> int:
-        return int(len(self.prompt) % PAGE > 0)
+    def num_tail_blocks(self) -> int:
+        return int(len(self.prompt) % BLOCK_SIZE > 0)
 
 
 @dataclass(eq=False)
 class Sample:
-    """A row with its pages.
+    """A row with its blocks.
 
-    out: where its response begins in the output buffers. launched: tokens that it has at most. own: its own pages.
-    text_end: tokens of its response, where a stop string ended it. aborted_at: tokens that it had when it was aborted.
+    Attributes:
+        out: where its response begins in the output buffers.
+        own_blocks: blocks that it does not share.
+        launched: upper bound of its tokens: those of all launched steps.
+        text_end: length of its response in tokens if a stop string ended it.
+        aborted_at: number of its tokens when it was aborted.
     """
 
     row: Row
     group: Group
     out: int = -1
-    own: list[int] = field(default_factory=list)
+    own_blocks: list[int] = field(default_factory=list)
     launched: int = 1
     ended: bool = False
     tokens: list[int] = field(default_factory=list)  # that were searched for stop strings
@@ -59,8 +63,8 @@ class Sample:
     aborted_at: int | None = None
 
     @property
-    def own_pages(self) -> int:
-        return -(-self.row.length // PAGE) - self.group.full_pages
+    def num_own_blocks(self) -> int:
+        return -(-self.row.length // BLOCK_SIZE) - self.group.num_full_blocks
 
 
 @dataclass(eq=False)
@@ -87,24 +91,24 @@ def group_rows(rows: Sequence[Row]) -> list[Sample]:
     return samples
 
 
-def pages_for(samples: Sequence[Sample]) -> int:
-    """Pages with which all samples can be active at once."""
+def blocks_for(samples: Sequence[Sample]) -> int:
+    """Blocks with which all samples can be active at once."""
     groups = {id(sample.group): sample.group for sample in samples}.values()
-    return sum(g.full_pages + g.tail_pages for g in groups) + sum(sample.own_pages for sample in samples)
+    return sum(g.num_full_blocks + g.num_tail_blocks for g in groups) + sum(sample.num_own_blocks for sample in samples)
 
 
-def pages_for_one(samples: Sequence[Sample]) -> int:
-    """Pages without which some sample could never be active."""
-    return max(s.group.full_pages + s.group.tail_pages + s.own_pages for s in samples)
+def blocks_for_one(samples: Sequence[Sample]) -> int:
+    """Fewest blocks with which every sample can be active at some time."""
+    return max(s.group.num_full_blocks + s.group.num_tail_blocks + s.num_own_blocks for s in samples)
 
 
-def pages_for_length(tokens: int) -> int:
-    """Pages of one row with this many tokens, for any length of its prompt."""
-    return -(-tokens // PAGE) + 1
+def blocks_for_length(tokens: int) -> int:
+    """Blocks of one row of `tokens` tokens, for any prompt length."""
+    return -(-tokens // BLOCK_SIZE) + 1
 
 
 class PagedScheduler:
-    """Rows waiting, rows in slots, and free pages.
+    """Waiting rows, rows in slots, and free blocks.
 
     Args:
         params: the sampling parameters that all rows share (SamplingParams.shared).
@@ -126,7 +130,7 @@ class PagedScheduler:
         self.free_outs = deque(line * line_width for line in range(lines))
         self.next_out = 0
         self.waiting: deque[Sample] = deque()
-        self.free = list(range(self.buffers.pages.shape[1]))
+        self.free_blocks = list(range(self.buffers.kv_cache.shape[1]))
         self.slots: list[Sample | None] = []
         self.finished: list[Sample] = []
         self.stops = params.active_stop_ids
@@ -135,7 +139,7 @@ class PagedScheduler:
         if self.stops:
             self.buffers.is_stop[upload(list(self.stops), torch.int64, self.device)] = 1
         self.buffers.state[triton_kernels.STATUS] = triton_kernels.DONE
-        self.before: Launched | None = None
+        self.in_flight: Launched | None = None
         self.abort_requests: list[Callable[[Row], bool]] = []  # of other threads, for `run`
         self.steps = 0
 
@@ -171,24 +175,24 @@ class PagedScheduler:
         if not self.slots:
             self._refill()
         now = self._launch()
-        if self.before is not None:
-            self._look(self.before)
-        self.before = now
+        if self.in_flight is not None:
+            self._read_status(self.in_flight)
+        self.in_flight = now
         self._refill()
         if not self.slots:
-            self.before = None
+            self.in_flight = None
 
-    def abort(self, is_meant: Callable[[Row], bool]) -> None:
-        """End the rows that `is_meant` names; `take_finished` returns the tokens that they have."""
-        dropped = [sample for sample in self.waiting if is_meant(sample.row)]
-        self.waiting = deque(sample for sample in self.waiting if not is_meant(sample.row))
+    def abort(self, matches: Callable[[Row], bool]) -> None:
+        """End the rows for which `matches` is true; `take_finished` returns the tokens that they have."""
+        dropped = [sample for sample in self.waiting if matches(sample.row)]
+        self.waiting = deque(sample for sample in self.waiting if not matches(sample.row))
         for sample in dropped:
             sample.aborted_at, sample.out = 0, -1
             sample.group.waiting -= 1
             self._release(sample.group)
         self.finished += dropped
         for slot, sample in enumerate(self.slots):
-            if sample is not None and not sample.ended and is_meant(sample.row):
+            if sample is not None and not sample.ended and matches(sample.row):
                 sample.aborted_at = int(self.buffers.state[triton_kernels.STEP, slot])
                 sample.ended = True
                 self.buffers.state[triton_kernels.STATUS, slot] = triton_kernels.DONE
@@ -245,7 +249,7 @@ class PagedScheduler:
         host = torch.empty(rows, CHUNK + 2, dtype=torch.int32, pin_memory=True)
         return host.copy_(torch.cat((steps[:, None].int(), tokens), 1), non_blocking=True)
 
-    def _look(self, launched: Launched) -> None:
+    def _read_status(self, launched: Launched) -> None:
         """Wait for steps, and mark the rows that ended in them. Raises ValueError when a row's logits were broken."""
         launched.event.synchronize()
         for sample, status in zip(launched.samples, launched.status.tolist()):
@@ -269,7 +273,7 @@ class PagedScheduler:
                 sample.ended = True
                 self.buffers.state[triton_kernels.STATUS, self.slots.index(sample)] = triton_kernels.DONE
 
-    # ---- slots and pages ----------------------------------------------------------------------------------------
+    # ---- slots and blocks ---------------------------------------------------------------------------------------
 
     def _refill(self) -> None:
         """Free what finished rows hold, and give it to waiting rows when that is worth a prefill."""
@@ -290,8 +294,8 @@ class PagedScheduler:
             self._admit(room)
 
     def _free(self, sample: Sample) -> None:
-        self.free += sample.own
-        sample.group.living -= 1
+        self.free_blocks += sample.own_blocks
+        sample.group.running -= 1
         self._release(sample.group)
 
     def _release(self, group: Group) -> None:
@@ -299,11 +303,11 @@ class PagedScheduler:
         if group.waiting:
             return
         if group.logits is not None:
-            self.free += group.tail
+            self.free_blocks += group.tail_blocks
             group.logits = None
-        if not group.living:
-            self.free += group.shared
-            group.shared = []
+        if not group.running:
+            self.free_blocks += group.shared_blocks
+            group.shared_blocks = []
 
     def _compact(self, alive: int) -> None:
         """Move the last rows into the holes: slots 0 .. alive - 1 are active."""
@@ -322,31 +326,32 @@ class PagedScheduler:
         del self.slots[alive:]
 
     def _admit(self, room: int) -> None:
-        """Give slots and pages to waiting rows as far as both reach, compute their prompts, sample first tokens."""
+        """Allocate slots and blocks to waiting rows while both last, prefill their prompts, sample first tokens."""
         chosen: list[Sample] = []
         fresh: list[Group] = []
         while self.waiting and len(chosen) < room:
             sample = self.waiting[0]
             group = sample.group
             new = group.logits is None and group not in fresh
-            need = sample.own_pages + (group.full_pages + group.tail_pages if new else 0)
-            if need > len(self.free):
+            need = sample.num_own_blocks + (group.num_full_blocks + group.num_tail_blocks if new else 0)
+            if need > len(self.free_blocks):
                 break
             self.waiting.popleft()
             if new:
                 fresh.append(group)
-                group.shared, group.tail = self._take(group.full_pages), self._take(group.tail_pages)
-            sample.own = self._take(sample.own_pages)
+                group.shared_blocks = self._take(group.num_full_blocks)
+                group.tail_blocks = self._take(group.num_tail_blocks)
+            sample.own_blocks = self._take(sample.num_own_blocks)
             if self.line_width:
                 sample.out = self.free_outs.popleft()
             group.waiting -= 1
-            group.living += 1
+            group.running += 1
             chosen.append(sample)
-        assert chosen or self.slots, "pages for one row were reserved"
+        assert chosen or self.slots, "blocks for one row were reserved"
         if not chosen:
             return
         if fresh:
-            logits = self.decoder.prefill([g.prompt for g in fresh], [g.shared + g.tail for g in fresh])
+            logits = self.decoder.prefill([g.prompt for g in fresh], [g.shared_blocks + g.tail_blocks for g in fresh])
             for group, row in zip(fresh, logits):
                 group.logits = row
         self._copy_tails(chosen)
@@ -355,17 +360,17 @@ class PagedScheduler:
             self._release(group)
 
     def _take(self, count: int) -> list[int]:
-        at = len(self.free) - count
-        taken = self.free[at:]
-        del self.free[at:]
+        at = len(self.free_blocks) - count
+        taken = self.free_blocks[at:]
+        del self.free_blocks[at:]
         return taken
 
     def _copy_tails(self, chosen: list[Sample]) -> None:
-        """Give each sample its own copy of its prompt's last page."""
-        pairs = [(s.group.tail[0], s.own[0]) for s in chosen if s.group.tail]
+        """Give each sample its own copy of the last block of its prompt."""
+        pairs = [(s.group.tail_blocks[0], s.own_blocks[0]) for s in chosen if s.group.tail_blocks]
         if pairs:
             source, target = upload([list(x) for x in zip(*pairs)], torch.int64, self.device)
-            for layer in self.buffers.pages:
+            for layer in self.buffers.kv_cache:
                 layer.index_copy_(0, target, layer[source])
 
     def _fill_slots(self, chosen: list[Sample]) -> None:
@@ -373,8 +378,8 @@ class PagedScheduler:
         buffers, first = self.buffers, len(self.slots)
         slots = slice(first, first + len(chosen))
         width = buffers.width
-        pages = [s.group.shared + s.own for s in chosen]
-        buffers.table[slots] = upload([p + [0] * (width - len(p)) for p in pages], torch.int32, self.device)
+        blocks = [s.group.shared_blocks + s.own_blocks for s in chosen]
+        buffers.table[slots] = upload([p + [0] * (width - len(p)) for p in blocks], torch.int32, self.device)
         lines = [[0, len(s.row.prompt) - 1, 0, 0, s.row.limit, s.out, triton_kernels.LIVE] for s in chosen]
         buffers.state[:, slots] = upload(lines, torch.int32, self.device).T
         buffers.sample_ids[slots] = upload([s.row.sample_id for s in chosen], torch.int64, self.device)

@@ -13,14 +13,14 @@ from verl.rollout.base import Completion, SamplingParams
 from verl.rollout.native.requests import Row
 from verl.rollout.native.torch_decoder import TorchDecoder
 from verl.rollout.sampling import check_finite, uniform
-from verl.rollout.stop_strings import LOOK_EVERY
+from verl.rollout.stop_strings import SEARCH_INTERVAL
 
 #: steps for which random numbers are generated at once, and after which log-probs are checked
 _BLOCK_STEPS = 32
 
-# the state of a slot, one line of SlotScheduler.state each; those of _MOVING grow by one with every token
+# the state of a slot, one line of SlotScheduler.state each; those of _COUNTERS grow by one with every token
 _TOKEN, _POSITION, _STEP, _OUT, _LAST, _LINE, _SAMPLE, _SEED = range(8)
-_MOVING = slice(_POSITION, _OUT + 1)
+_COUNTERS = slice(_POSITION, _OUT + 1)
 
 
 class SlotScheduler:
@@ -97,14 +97,14 @@ class SlotScheduler:
         else:
             self._step()
 
-    def abort(self, is_meant: Callable[[Row], bool]) -> None:
-        """End the rows that `is_meant` names; `take_finished` returns the tokens that they have."""
-        self.dropped += [row for row in self.waiting if is_meant(row)]
-        self.waiting = deque(row for row in self.waiting if not is_meant(row))
+    def abort(self, matches: Callable[[Row], bool]) -> None:
+        """End the rows for which `matches` is true; `take_finished` returns the tokens that they have."""
+        self.dropped += [row for row in self.waiting if matches(row)]
+        self.waiting = deque(row for row in self.waiting if not matches(row))
         lines = self.state[_LINE, : self.active].tolist()
-        meant = {line for line in lines if is_meant(self.rows[line])}
-        if meant:
-            self.aborted |= meant
+        matched = {line for line in lines if matches(self.rows[line])}
+        if matched:
+            self.aborted |= matched
             self._retire(slice(0, self.active))
 
     def take_finished(self) -> list[tuple[Row, Completion]]:
@@ -194,7 +194,7 @@ class SlotScheduler:
         self.steps += 1
         tokens = self._sample(logits, live)
         ended = self.due == 0 or (self.stops and bool(self.is_stop[tokens].any()))
-        if self.has_stop_strings and self.steps % LOOK_EVERY == 0:
+        if self.has_stop_strings and self.steps % SEARCH_INTERVAL == 0:
             ended |= self._search_stop_strings()
         if ended:
             self._retire(live)
@@ -222,7 +222,7 @@ class SlotScheduler:
         state = self.state[:, slots]
         tokens, log_probs = self.decoder.choose(logits, self.params, self.uniforms[slots, self.column])
         state[_TOKEN] = tokens
-        state[_MOVING].add_(1)
+        state[_COUNTERS].add_(1)
         out = state[_OUT]
         self.tokens.index_copy_(0, out, tokens)
         self.log_probs.index_copy_(0, out, log_probs)

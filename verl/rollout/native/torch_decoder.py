@@ -35,7 +35,7 @@ class Layers:
         order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
         logits = torch.empty(len(prompts), self.decoder.vocab_size, device=self.decoder.embedding.device)
         while order:
-            count = _together([len(prompts[i]) for i in order])
+            count = _prefill_batch_size([len(prompts[i]) for i in order])
             chosen, order = order[:count], order[count:]
             logits[self._upload(chosen)] = self._prompts(chosen, [prompts[i] for i in chosen], store)
         return logits
@@ -197,7 +197,7 @@ def _add(
     return x.addmm_(y, projection.matrix)
 
 
-def _together(lengths: list[int]) -> int:
+def _prefill_batch_size(lengths: list[int]) -> int:
     """How many of the prompts, longest first, to compute at once."""
     tokens = 0
     for count, length in enumerate(lengths):

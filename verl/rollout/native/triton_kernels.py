@@ -1,4 +1,4 @@
-"""Triton kernels of one decoding step over a paged key/value cache. B rows, V vocabulary, D head size.
+"""Triton kernels of one decoding step over a paged KV cache. B rows, V vocabulary, D head size.
 
 A row is decoded by a handful of launches a layer; what is computed between two matmuls is one kernel. Sums and
 exponentials are float32; what is stored has the model's dtype.
@@ -7,13 +7,14 @@ State of the rows, one line of int32 (FIELDS, slots) each: TOKEN and POSITION of
 tokens made so far; START, STEP when the uniforms were made; LIMIT, response tokens at most; OUT, where the
 response begins in the flat buffers; STATUS. Rows that are not LIVE are left alone.
 
-Pages: (layers, pages, 2 HK, PAGE, D), keys of the HK heads, then values. table (slots, most pages of a row) int32.
+KV cache: (layers, blocks, 2 HK, BLOCK_SIZE, D), the keys of the HK heads, then their values. Block table: (slots, max
+blocks of a row) int32.
 """
 
 import triton
 import triton.language as tl
 
-PAGE = 64  # tokens of a page
+BLOCK_SIZE = 64  # tokens of a KV-cache block
 VOCABULARY_BLOCK = 4096
 TOKEN, POSITION, STEP, START, LIMIT, OUT, STATUS, FIELDS = range(8)
 DONE, LIVE, BROKEN = 0, 1, 2
@@ -68,7 +69,7 @@ def _add_keys(q, at, mask, seen, highest, weight, total, scale, softcap, to_valu
 
 
 @triton.jit
-def _join(out, mask, partials, arrived, s, splits, highest, weight, total, GP: tl.constexpr, DP: tl.constexpr,
+def _merge_partials(out, mask, partials, arrived, s, splits, highest, weight, total, GP: tl.constexpr, DP: tl.constexpr,
           SP: tl.constexpr):  # fmt: skip
     """Leave the running sum of program s in partials (splits, GP, DP + 2); the last to arrive stores the attention."""
     g, d = tl.arange(0, GP), tl.arange(0, DP)
@@ -123,17 +124,18 @@ def _first_sum(q, k, v, first, scale, softcap, GP: tl.constexpr, DP: tl.constexp
 
 @triton.jit(do_not_specialize=["slots", "table_width", "splits"])
 def attend(
-    qkv, pages, table, state, cos, sin, qk_norm, out, partial, arrived, scale, eps, softcap, slots, table_width, splits,
-    HQ: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    qkv, kv_cache, table, state, cos, sin, qk_norm, out, partial, arrived, scale, eps, softcap, slots, table_width,
+    splits, HQ: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     R: tl.constexpr, NORM: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
-    PAGE: tl.constexpr, ROUND: tl.constexpr, SP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROUND: tl.constexpr, SP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a new token per row: norms and rotates its heads, stores key and value, attends to all before.
+    """Attention of one new token per row: norms and rotates its heads, writes its key and value to the cache, and
+    attends to all tokens up to it.
 
-    Grid (B, HK, splits). qkv (B, (HQ + 2 HK) D); pages of this layer; cos, sin (positions, R); qk_norm (HQ + HK, D).
-    out (B, HQ D). ROUND: pages that are read at once. With SPLIT, partial (B, HK, splits, GP, DP + 2) float32 holds the
-    weighted sum, maximum and weight of each program; the last to arrive, by the counters arrived (slots, HK), joins
-    them and leaves its counter at 0.
+    Grid (B, HK, splits). qkv (B, (HQ + 2 HK) D); kv_cache of one layer; cos, sin (positions, R); qk_norm (HQ + HK, D).
+    out (B, HQ D). ROUND: blocks that are read at once. With SPLIT, partial (B, HK, splits, GP, DP + 2) float32 holds
+    the weighted sum, maximum and weight of each program. The last program to finish, determined by the counters
+    arrived (slots, HK), merges them and resets its counter to 0.
     """
     b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     # loads that do not wait for each other come first: most of a short row's time is waiting
@@ -148,38 +150,38 @@ def attend(
         return
     c = tl.load(cos + n * R + d, mask=d < R, other=1.0).to(tl.float32)
     sn = tl.load(sin + n * R + d, mask=d < R, other=0.0).to(tl.float32)
-    new_page = tl.load(table + b * table_width + n // PAGE).to(tl.int64)
+    new_block = tl.load(table + b * table_width + n // BLOCK_SIZE).to(tl.int64)
     q = _rotated(q, q_partner, real, qk_norm, heads, c, sn, d, eps, D, R, NORM).to(new_v.dtype)
     new_k = _rotated(new_k, k_partner, inside[None, :], qk_norm, head, c, sn, d, eps, D, R, NORM).to(new_v.dtype)
 
     first = s == 0  # puts the new token's key and value into the cache, and begins the sum with them
     if first:
-        new_at = pages + ((new_page * 2 * HK + h) * PAGE + n % PAGE) * D
+        new_at = kv_cache + ((new_block * 2 * HK + h) * BLOCK_SIZE + n % BLOCK_SIZE) * D
         tl.store(new_at + d[None, :], new_k, mask=inside[None, :])
-        tl.store(new_at + HK * PAGE * D + d, new_v, mask=inside)
+        tl.store(new_at + HK * BLOCK_SIZE * D + d, new_v, mask=inside)
     highest, weight, total = _first_sum(q, new_k, new_v, first, scale, softcap, GP, DP, SOFTCAP)
 
-    begin = tl.maximum(n - WINDOW + 1, 0) // PAGE if WINDOW > 0 else 0
-    end = (n + PAGE - 1) // PAGE
+    begin = tl.maximum(n - WINDOW + 1, 0) // BLOCK_SIZE if WINDOW > 0 else 0
+    end = (n + BLOCK_SIZE - 1) // BLOCK_SIZE
     span = (end - begin + splits - 1) // splits
     low = begin + s * span
     high = tl.minimum(end, low + span)
-    column = tl.arange(0, ROUND * PAGE)
+    column = tl.arange(0, ROUND * BLOCK_SIZE)
     for p in range(low, high, ROUND):
-        at_page = p + column // PAGE
-        page = tl.load(table + b * table_width + at_page, mask=at_page < high, other=0).to(tl.int64)
-        key = pages + (((page * 2 * HK + h) * PAGE + column % PAGE) * D)[:, None] + d[None, :]
-        seen = (p * PAGE + column < n) & (at_page < high)
+        index = p + column // BLOCK_SIZE
+        block = tl.load(table + b * table_width + index, mask=index < high, other=0).to(tl.int64)
+        key = kv_cache + (((block * 2 * HK + h) * BLOCK_SIZE + column % BLOCK_SIZE) * D)[:, None] + d[None, :]
+        seen = (p * BLOCK_SIZE + column < n) & (index < high)
         if WINDOW > 0:
-            seen &= p * PAGE + column > n - WINDOW
+            seen &= p * BLOCK_SIZE + column > n - WINDOW
         highest, weight, total = _add_keys(
-            q, key, seen[:, None] & inside[None, :], seen, highest, weight, total, scale, softcap, HK * PAGE * D,
+            q, key, seen[:, None] & inside[None, :], seen, highest, weight, total, scale, softcap, HK * BLOCK_SIZE * D,
             SOFTCAP, PRECISION,
         )  # fmt: skip
     at = out + b * HQ * D + heads + d[None, :]
     if SPLIT:
         partials = partial + (b * HK + h) * splits * GP * (DP + 2)
-        _join(at, real, partials, arrived + b * HK + h, s, splits, highest, weight, total, GP, DP, SP)
+        _merge_partials(at, real, partials, arrived + b * HK + h, s, splits, highest, weight, total, GP, DP, SP)
     else:
         tl.store(at, (total / weight[:, None]).to(q.dtype), mask=real)
 
@@ -271,7 +273,7 @@ def scan_vocabulary(logits, state, parts, first, slots, inverse_temperature, sof
 
 
 @triton.jit
-def _note(token, log_prob, state, out_tokens, out_log_probs, is_stop, slots, slot):
+def _store_token(token, log_prob, state, out_tokens, out_log_probs, is_stop, slots, slot):
     """Store the sampled token of a slot, and advance it."""
     step = tl.load(state + _STEP * slots + slot)
     at = tl.load(state + _OUT * slots + slot) + step
@@ -331,15 +333,15 @@ def draw_token(
         if SOFTCAP:
             chosen = _softcap(chosen, softcap)
         log_prob = chosen * inverse_temperature - highest - log_total
-    _note(token, log_prob, state, out_tokens, out_log_probs, is_stop, slots, slot)
+    _store_token(token, log_prob, state, out_tokens, out_log_probs, is_stop, slots, slot)
 
 
 @triton.jit(do_not_specialize=["first", "slots"])
-def note_token(tokens, log_probs, state, out_tokens, out_log_probs, is_stop, first, slots):
+def store_tokens(tokens, log_probs, state, out_tokens, out_log_probs, is_stop, first, slots):
     """Store tokens (B,) that were sampled elsewhere. Grid (B,)."""
     b = tl.program_id(0)
     slot = first + b
     if tl.load(state + _STATUS * slots + slot) != _LIVE:
         return
     token, log_prob = tl.load(tokens + b).to(tl.int32), tl.load(log_probs + b)
-    _note(token, log_prob, state, out_tokens, out_log_probs, is_stop, slots, slot)
+    _store_token(token, log_prob, state, out_tokens, out_log_probs, is_stop, slots, slot)
