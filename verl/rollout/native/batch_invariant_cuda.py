@@ -1,4 +1,4 @@
-"""Generation by the trainer's own forward pass on a GPU: cuda_decoder with the numbers of a ModelForward."""
+"""Batch-invariant generation on a GPU: `cuda_decoder` with the trainer's forward pass."""
 
 import torch
 import triton
@@ -17,7 +17,7 @@ from verl.rollout.native.triton_kernels import BLOCK_SIZE
 @triton.jit
 def _store(key, value, kv_cache, table, positions, live, width, D: tl.constexpr, HK: tl.constexpr, DP: tl.constexpr,
            BLOCK_SIZE: tl.constexpr):  # fmt: skip
-    """Write the key and value (b, HK, D) of each live row's token to kv_cache (., 2 HK, BLOCK_SIZE, D). Grid (b, HK)."""
+    """Write key and value (b, HK, D) of live rows to kv_cache (., 2 HK, BLOCK_SIZE, D). Grid (b, HK)."""
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(live + b) == 0:
         return
@@ -30,7 +30,8 @@ def _store(key, value, kv_cache, table, positions, live, width, D: tl.constexpr,
 
 @triton.jit(do_not_specialize=["first", "slots"])
 def _replace_log_probs(log_probs, before, state, out_log_probs, first, slots, STEP: tl.constexpr, OUT: tl.constexpr):
-    """Replace the log-probs just written by log_probs (b,), for rows that were at step before (b,). Grid (b,)."""
+    """Overwrite the log-probs that the last step wrote with log_probs (b,). Rows whose step is still before (b,)
+    did not sample and are skipped. Grid (b,)."""
     b = tl.program_id(0)
     step = tl.load(before + b)
     if tl.load(state + STEP * slots + first + b) != step:
@@ -38,14 +39,14 @@ def _replace_log_probs(log_probs, before, state, out_log_probs, first, slots, ST
 
 
 class BatchInvariantCudaDecoder(CudaDecoder):
-    """As CudaDecoder, by a `ModelForward`."""
+    """A `CudaDecoder` that runs a `ModelForward`."""
 
     def __init__(self, decoder: Decoder, buffers: StaticBuffers, graphs: bool, forward: ModelForward):
         super().__init__(decoder, buffers, graphs)
         self.forward = forward
 
     def prefill(self, prompts: list[list[int]], blocks: list[list[int]]) -> torch.Tensor:
-        """Compute `prompts`, with keys and values into their `blocks`. Logits (len(prompts), V)."""
+        """Prefill: write keys and values of `prompts` to their `blocks`. Returns logits (len(prompts), V)."""
         logits = []
         for chosen in prefill_batches([len(prompt) for prompt in prompts]):
             logits.append(self._prefill([prompts[i] for i in chosen], [blocks[i] for i in chosen]))
@@ -63,7 +64,7 @@ class BatchInvariantCudaDecoder(CudaDecoder):
         return self.forward.logits(prompt_states(self.forward, prompts, attend, device))
 
     def _step(self, rows: int, params: SamplingParams | None) -> torch.Tensor:
-        """One token of `rows` rows, sampled too unless params is None. Logits (rows, V)."""
+        """Decode one token for `rows` rows; sample it unless params is None. Returns logits (rows, V)."""
         buffers, heads = self.buffers, self.decoder.kv_heads
         fields = (triton_kernels.TOKEN, triton_kernels.POSITION, triton_kernels.STATUS)
         tokens, positions, status = (buffers.state[i, :rows] for i in fields)
@@ -85,11 +86,11 @@ class BatchInvariantCudaDecoder(CudaDecoder):
         return logits
 
     def sample(self, logits: torch.Tensor, first: int, params: SamplingParams, capped: bool = True) -> None:
-        """As CudaDecoder.sample, with the log-probs of training; soft-capping is always in the logits."""
+        """Like `CudaDecoder.sample`, but with the log-probs of training. The logits are already soft-capped."""
         buffers, slots = self.buffers, slice(first, first + len(logits))
         before = buffers.state[triton_kernels.STEP, slots].clone()
         super().sample(logits, first, params, capped=True)
-        if params.filters:  # of a distribution that training does not know
+        if params.filters:  # training computes the unfiltered distribution only
             return
         tokens = buffers.state[triton_kernels.TOKEN, slots].long()
         log_probs = self.forward.log_probs(logits, tokens, 1.0 if params.greedy else params.temperature)

@@ -1,7 +1,7 @@
-"""The decoder of the native engine on a GPU: paged keys and values, one CUDA graph per number of rows.
+"""The decoder of the native engine on a GPU: paged KV cache, one CUDA graph per batch size.
 
-Everything that a graph reads or writes lives in `StaticBuffers` and keeps its address. The weights are the parameters
-themselves; where they moved, the graphs are made anew.
+Everything that a graph reads or writes is in `StaticBuffers`, whose addresses do not change. The weights are the
+parameters themselves; if their addresses change, the graphs are captured again.
 """
 
 from dataclasses import astuple, dataclass, fields
@@ -17,7 +17,7 @@ from verl.rollout.native.torch_decoder import Layers
 from verl.rollout.native.triton_kernels import BLOCK_SIZE
 from verl.rollout.sampling import choose
 
-#: numbers of rows for which there are graphs: a step computes the next larger one
+#: batch sizes with a CUDA graph; a step is padded to the next larger one
 BUCKETS = (
     1,
     2,
@@ -44,12 +44,12 @@ BUCKETS = (
     1792,
     2048,
 )
-#: steps that are launched without looking at their outcome
+#: steps that are launched before their status is read
 CHUNK = 8
-#: programs of attention below which the keys of a row are split over several
+#: the keys of a row are split over several attention programs below this number of programs
 _TARGET_PROGRAMS = 512
 _MAX_SPLITS = 32
-#: splits of the inner dimension in a matmul of few rows
+#: split-K factor of a matmul with few rows
 _K_SPLITS = 4
 
 
@@ -58,7 +58,7 @@ def bucket_of(rows: int) -> int:
 
 
 def attention_launch(rows: int, head_dim: int) -> dict[str, int]:
-    """Options of the attention kernel (benchmarks/attention.py; measured on an H200). ROUND: blocks read at once."""
+    """Launch options of the attention kernel, tuned on an H200 with benchmarks/attention.py. ROUND: blocks per load."""
     return {"num_warps": 4 if rows < 512 or head_dim > 64 else 2, "num_stages": 2, "ROUND": 1}
 
 
@@ -68,8 +68,14 @@ def block_bytes(decoder: Decoder) -> int:
 
 @dataclass(frozen=True)
 class Size:
-    """What a generate call needs. slots: max rows at once. blocks: of the KV cache. width: max blocks of a row.
-    responses: max tokens of all responses together. positions: length of the rotary tables."""
+    """Buffer sizes that a generate call needs.
+
+    Attributes:
+        slots: max concurrent rows.
+        blocks: blocks of the KV cache.
+        width: max blocks of a row.
+        responses: max tokens of all responses together.
+        positions: length of the rotary tables."""
 
     slots: int
     blocks: int
@@ -78,7 +84,7 @@ class Size:
     positions: int
 
     def with_headroom(self) -> "Size":
-        """Up to an eighth more, so that a call with a few more tokens fits too."""
+        """Round up by at most an eighth, so that a call with a few more tokens fits too."""
 
         def up(n: int) -> int:
             grain = 1 << max(0, n.bit_length() - 4)
@@ -120,7 +126,7 @@ class StaticBuffers:
 
 
 class CudaDecoder(Layers):
-    """Runs a `Decoder` over `StaticBuffers`: prompts in plain torch, steps by CUDA graphs, or without `graphs`."""
+    """Runs a `Decoder` over `StaticBuffers`: prefill in plain torch, decode steps as CUDA graphs if `graphs` is set."""
 
     def __init__(self, decoder: Decoder, buffers: StaticBuffers, graphs: bool = True):
         super().__init__(decoder, 0)
@@ -131,13 +137,13 @@ class CudaDecoder(Layers):
         self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, torch.Tensor | None]] = {}
         self.pool: tuple[int, int] | None = None
         self.processors = torch.cuda.get_device_properties(decoder.embedding.device).multi_processor_count
-        # matmuls in float32 stay float32: a test that asks for it means it
+        # float32 models compute float32 matmuls without TF32
         self.precision = "ieee" if decoder.dtype == torch.float32 else "tf32"
 
     # ---- prompts ------------------------------------------------------------------------------------------------
 
     def prefill(self, prompts: list[list[int]], blocks: list[list[int]]) -> torch.Tensor:
-        """Compute `prompts`, with keys and values into their `blocks`. Logits (len(prompts), V) float32."""
+        """Prefill: write keys and values of `prompts` to their `blocks`. Returns logits (len(prompts), V) float32."""
         cache, where = self.buffers.kv_cache, {}
 
         def store(layer: int, chosen: list[int], stored: torch.Tensor) -> None:
@@ -173,8 +179,8 @@ class CudaDecoder(Layers):
     # ---- steps --------------------------------------------------------------------------------------------------
 
     def steps(self, count: int, rows: int, params: SamplingParams) -> None:
-        """Launch `count` steps of the rows of slots 0 .. rows - 1."""
-        # filters of the vocabulary are made of torch operations that a graph may not hold
+        """Launch `count` decode steps for slots 0 .. rows - 1."""
+        # top-k, top-p and min-p use torch operations that cannot be captured in a graph
         inside = not params.filters
         key = (rows, params.greedy, params.temperature if inside else None, inside)
         if not self.use_graphs:
@@ -190,27 +196,27 @@ class CudaDecoder(Layers):
                 self.sample(logits, 0, params)
 
     def _capture(self, rows: int, params: SamplingParams | None) -> tuple[torch.cuda.CUDAGraph, torch.Tensor | None]:
-        """The graph of one step, and its logits unless tokens are sampled inside (params)."""
+        """Capture one decode step. Returns its logits too if it does not sample (params is None)."""
         status = self.buffers.state[triton_kernels.STATUS]
         saved = status.clone()
         status.zero_()
-        self._step(rows, params)  # compiles what is not yet, and leaves alone all rows, since none is live
+        self._step(rows, params)  # warm-up: compiles the kernels; changes no row, since none is live
         status.copy_(saved)
         graph, stream, side = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), _capture_stream()
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
         side.wait_stream(stream)
-        # not `with torch.cuda.graph`: that empties torch's cache of memory, at a cost above that of the capture
+        # not `with torch.cuda.graph`: it empties torch's memory cache, which costs more than the capture
         with torch.cuda.stream(side):
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             logits = self._step(rows, params)
             graph.capture_end()
         stream.wait_stream(side)
-        # logits that are sampled inside leave their memory to later graphs
+        # if the graph samples, later graphs may reuse the memory of its logits
         return graph, logits if params is None else None
 
     def _step(self, rows: int, params: SamplingParams | None) -> torch.Tensor:
-        """One token of `rows` rows, sampled too unless params is None. Logits (rows, V)."""
+        """Decode one token for `rows` rows; sample it unless params is None. Returns logits (rows, V)."""
         decoder, buffers = self.decoder, self.buffers
         x = decoder.embed(buffers.state[triton_kernels.TOKEN, :rows]).contiguous()
         h = torch.empty_like(x, dtype=decoder.dtype)
@@ -227,7 +233,7 @@ class CudaDecoder(Layers):
         return logits
 
     def _paged_attention(self, layer: Layer, qkv: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
-        """qkv (B, (HQ + 2 HK) D), not rotated yet -> (B, HQ D)."""
+        """Rotary embedding, KV-cache write and attention: qkv (B, (HQ + 2 HK) D) -> (B, HQ D)."""
         decoder, buffers, rows = self.decoder, self.buffers, len(qkv)
         heads, kv_heads, size = decoder.heads, decoder.kv_heads, decoder.head_dim
         group = heads // kv_heads
@@ -250,8 +256,9 @@ class CudaDecoder(Layers):
         return out
 
     def _split_matmul(self, projection: Projection, x: torch.Tensor) -> torch.Tensor:
-        """x (N, in) -> (parts, N, out) float32 to be added up, where one matmul would leave processors idle; (N, out)
-        elsewhere. cuBLAS sums partial results in a separate kernel: `add_norm` does it on its way."""
+        """Project x (N, in). If a single GEMM would leave SMs idle, use split-K and return partial sums
+        (parts, N, out) float32; otherwise return (N, out). `add_norm` adds the partial sums up, which saves cuBLAS's
+        separate reduction kernel."""
         rows, (width, outputs) = len(x), projection.matrix.shape
         tiles = triton.cdiv(rows, 64) * triton.cdiv(outputs, 64)
         narrow = x.dtype in (torch.bfloat16, torch.float16) and projection.bias is None
@@ -261,7 +268,7 @@ class CudaDecoder(Layers):
         return torch.bmm(y, matrix, out_dtype=torch.float32)
 
     def _add_norm(self, x, y, post_norm, weight, out) -> torch.Tensor:
-        """x += y (or its post norm), out = norm of x. x, out: (N, H); y: as x, or parts of it. Returns x."""
+        """x += y (or its post norm), out = norm of x. x, out: (N, H); y: (N, H) or its partial sums. Returns x."""
         width = x.shape[1]
         block = triton.next_power_of_2(width)
         triton_kernels.add_norm[(len(x),)](
@@ -272,19 +279,19 @@ class CudaDecoder(Layers):
         return x
 
     def _gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """(N, 2 I) -> (N, I)."""
+        """Gated activation: (N, 2 I) -> (N, I)."""
         rows, width = len(gate_up), gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
         grid = (rows, triton.cdiv(width, 1024))
         triton_kernels.gate[grid](gate_up, out, I=width, BLOCK=1024, ACTIVATION=self.decoder.activation, num_warps=4)
         return out
 
-    # ---- drawing tokens -----------------------------------------------------------------------------------------
+    # ---- sampling -----------------------------------------------------------------------------------------------
 
     def sample(self, logits: torch.Tensor, first: int, params: SamplingParams, capped: bool = False) -> None:
-        """Draw a token for each of the slots `first` and on from logits (n, V) and write it down.
+        """Sample a token for slots first .. first + n - 1 from logits (n, V) and store it.
 
-        capped: the final soft-capping is in the logits already.
+        capped: the logits are already soft-capped.
         """
         self._sample(logits, first, params, None if capped else self.decoder.final_softcap)
 
@@ -313,12 +320,12 @@ class CudaDecoder(Layers):
 
 @cache
 def _capture_stream() -> torch.cuda.Stream:
-    """One for all graphs: cuBLAS keeps a workspace for every stream that it has seen."""
+    """The stream of all captures. One stream, because cuBLAS keeps a workspace per stream."""
     return torch.cuda.Stream()
 
 
 def addresses(decoder: Decoder) -> tuple[int, ...]:
-    """Where the weights are: graphs hold these."""
+    """Addresses of the weights, which captured graphs contain."""
     found: list[int] = []
 
     def visit(value) -> None:
@@ -334,5 +341,5 @@ def addresses(decoder: Decoder) -> tuple[int, ...]:
 
 
 def upload(values: list, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor on the device, without waiting for it."""
+    """Copy values to the device asynchronously."""
     return torch.tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)

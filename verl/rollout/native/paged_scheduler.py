@@ -1,8 +1,8 @@
-"""The schedule of a batch on a GPU: which rows are in which slots and blocks, and when.
+"""Scheduler of a batch on a GPU: assigns slots and KV-cache blocks to rows.
 
-The host launches CHUNK steps at a time and reads their outcome while the next ones run, so the GPU never waits for it.
-All blocks that a row can need are reserved when it gets a slot: generation cannot run out of memory half-way. Rows may
-be added at any time: one scheduler serves a whole batch (`run`) and requests that arrive one after another.
+The host launches CHUNK steps at a time and reads their status while the next ones run, so the GPU never waits for the
+host. All blocks that a row may need are reserved when it is admitted, so generation cannot run out of blocks. Rows can
+be added at any time: the scheduler serves a whole batch (`run`) or requests that arrive over time.
 """
 
 from collections import deque
@@ -58,7 +58,7 @@ class Sample:
     own_blocks: list[int] = field(default_factory=list)
     launched: int = 1
     ended: bool = False
-    tokens: list[int] = field(default_factory=list)  # that were searched for stop strings
+    tokens: list[int] = field(default_factory=list)  # already searched for stop strings
     text_end: int | None = None
     aborted_at: int | None = None
 
@@ -69,9 +69,9 @@ class Sample:
 
 @dataclass(eq=False)
 class Launched:
-    """Steps under way: `status` (slots,) holds the outcome once `event` has come.
+    """Launched steps: `status` (slots,) is valid after `event`.
 
-    recent: with stop strings, how many tokens each row has, then its last CHUNK + 1: (slots, CHUNK + 2).
+    recent: (slots, CHUNK + 2), only with stop strings: number of tokens of each row, then its last CHUNK + 1.
     """
 
     event: torch.cuda.Event
@@ -81,7 +81,7 @@ class Launched:
 
 
 def group_rows(rows: Sequence[Row]) -> list[Sample]:
-    """The rows with their groups."""
+    """Wrap rows as samples and group them by prompt."""
     groups: dict[tuple[int, ...], Group] = {}
     samples = []
     for row in rows:
@@ -113,10 +113,10 @@ class PagedScheduler:
     Args:
         params: the sampling parameters that all rows share (SamplingParams.shared).
         decoder: computes prompts and steps over its static buffers.
-        max_rows: rows at once.
-        line_width: 0 for one batch, whose responses fill the output buffers one after another. Otherwise requests
-            arrive over time, and the output buffers are lines of so many tokens, reused when `take_finished` has read
-            them.
+        max_rows: max concurrent rows.
+        line_width: 0 for a whole batch, whose responses are stored one after another. Otherwise requests arrive over
+            time, and the output buffers are divided into lines of `line_width` tokens, which are reused after
+            `take_finished`.
     """
 
     def __init__(self, params: SamplingParams, decoder: CudaDecoder, max_rows: int, line_width: int = 0):
@@ -140,7 +140,7 @@ class PagedScheduler:
             self.buffers.is_stop[upload(list(self.stops), torch.int64, self.device)] = 1
         self.buffers.state[triton_kernels.STATUS] = triton_kernels.DONE
         self.in_flight: Launched | None = None
-        self.abort_requests: list[Callable[[Row], bool]] = []  # of other threads, for `run`
+        self.abort_requests: list[Callable[[Row], bool]] = []  # from other threads, read by `run`
         self.steps = 0
 
     # ---- what the engine calls ----------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class PagedScheduler:
         return self._completions_of_all()
 
     def advance(self) -> None:
-        """Launch some steps, read the outcome of those before, and admit rows to what became free."""
+        """Launch steps, read the status of the previous ones, and admit rows to freed slots."""
         if not self.slots:
             self._refill()
         now = self._launch()
@@ -198,7 +198,7 @@ class PagedScheduler:
                 self.buffers.state[triton_kernels.STATUS, slot] = triton_kernels.DONE
 
     def take_finished(self) -> list[tuple[Row, Completion]]:
-        """The rows that finished since the last call. Waits for the steps that were launched."""
+        """Return the rows that finished since the last call. Waits for the launched steps."""
         samples, self.finished = self.finished, []
         found = [(sample.row, Completion([], [], "abort")) for sample in samples if sample.out < 0]
         samples = [sample for sample in samples if sample.out >= 0]
@@ -217,7 +217,7 @@ class PagedScheduler:
     # ---- steps --------------------------------------------------------------------------------------------------
 
     def _launch(self) -> Launched | None:
-        """Launch some steps of all slots; None where every row has all its tokens under way."""
+        """Launch steps for all slots; None if every row already has all its steps launched."""
         count = min(CHUNK, max((s.row.limit - s.launched for s in self.slots if s is not None), default=0))
         if count <= 0:
             return None
@@ -241,7 +241,7 @@ class PagedScheduler:
         return Launched(event, status, recent, list(self.slots))
 
     def _recent(self, rows: int) -> torch.Tensor:
-        """As Launched.recent, on its way to the host."""
+        """`Launched.recent`, copied to the host asynchronously."""
         buffers = self.buffers
         steps, outs = buffers.state[triton_kernels.STEP, :rows].long(), buffers.state[triton_kernels.OUT, :rows].long()
         back = torch.arange(-CHUNK - 1, 0, device=self.device)
@@ -250,7 +250,7 @@ class PagedScheduler:
         return host.copy_(torch.cat((steps[:, None].int(), tokens), 1), non_blocking=True)
 
     def _read_status(self, launched: Launched) -> None:
-        """Wait for steps, and mark the rows that ended in them. Raises ValueError when a row's logits were broken."""
+        """Wait for launched steps and mark the rows that ended. Raises ValueError for non-finite logits."""
         launched.event.synchronize()
         for sample, status in zip(launched.samples, launched.status.tolist()):
             if sample is None:
@@ -262,7 +262,7 @@ class PagedScheduler:
             self._search_stop_strings(launched)
 
     def _search_stop_strings(self, launched: Launched) -> None:
-        """Mark the rows that a stop string ended, and stop them on the device."""
+        """Mark rows that end with a stop string and stop them on the device."""
         for sample, (count, *recent) in zip(launched.samples, launched.recent.tolist()):
             if sample is None or sample.row.stop is None or sample.text_end is not None:
                 continue
@@ -276,7 +276,7 @@ class PagedScheduler:
     # ---- slots and blocks ---------------------------------------------------------------------------------------
 
     def _refill(self) -> None:
-        """Free what finished rows hold, and give it to waiting rows when that is worth a prefill."""
+        """Free finished rows, and admit waiting rows if there are enough free slots for a prefill."""
         for slot, sample in enumerate(self.slots):
             if sample is not None and (sample.ended or sample.launched >= sample.row.limit):
                 self._free(sample)
@@ -299,7 +299,7 @@ class PagedScheduler:
         self._release(sample.group)
 
     def _release(self, group: Group) -> None:
-        """Free what no sample of a group needs any more."""
+        """Free the blocks that no sample of the group needs any more."""
         if group.waiting:
             return
         if group.logits is not None:
@@ -310,7 +310,7 @@ class PagedScheduler:
             group.shared_blocks = []
 
     def _compact(self, alive: int) -> None:
-        """Move the last rows into the holes: slots 0 .. alive - 1 are active."""
+        """Move the last rows into free slots, so that slots 0 .. alive - 1 are active."""
         holes = [slot for slot in range(alive) if self.slots[slot] is None]
         last = [slot for slot in range(alive, len(self.slots)) if self.slots[slot] is not None]
         buffers, end = self.buffers, len(self.slots)
@@ -374,7 +374,7 @@ class PagedScheduler:
                 layer.index_copy_(0, target, layer[source])
 
     def _fill_slots(self, chosen: list[Sample]) -> None:
-        """Write the slots of the chosen rows and sample their first tokens."""
+        """Initialize the slots of the chosen rows and sample their first tokens."""
         buffers, first = self.buffers, len(self.slots)
         slots = slice(first, first + len(chosen))
         width = buffers.width
@@ -398,7 +398,7 @@ class PagedScheduler:
     # ---- completions --------------------------------------------------------------------------------------------
 
     def _completions_of_all(self) -> list[tuple[Row, Completion]]:
-        """Those of a whole batch, whose responses fill the output buffers."""
+        """Completions of a whole batch, whose responses are stored one after another."""
         tokens = self.buffers.tokens[: self.next_out].cpu().numpy()
         log_probs = self.buffers.log_probs[: self.next_out].cpu().numpy()
         is_stop, found = np.isin(tokens, list(self.stops)), []
@@ -409,12 +409,12 @@ class PagedScheduler:
         return found
 
     def _completion(self, sample: Sample, tokens: np.ndarray, log_probs: np.ndarray, is_stop: np.ndarray) -> Completion:
-        """tokens, log_probs, is_stop: the line of a sample, (limit,) or longer."""
+        """Completion of a sample. tokens, log_probs, is_stop: its output, (limit,) or longer."""
         row, limit = sample.row, sample.row.limit if sample.aborted_at is None else sample.aborted_at
         hits = is_stop[:limit]
         stopped = bool(hits.any())
         end = int(hits.argmax()) + 1 if stopped else limit
-        if row.stop is not None and sample.text_end is None:  # the last steps were not searched
+        if row.stop is not None and sample.text_end is None:  # the last steps have not been searched
             sample.text_end = row.stop.find(tokens[:end].tolist(), len(sample.tokens))
         if sample.text_end is not None:
             stopped, end = True, sample.text_end
