@@ -153,6 +153,6 @@ def check_finite(log_probs: torch.Tensor, rows, sample_ids) -> None:
     if not bool(log_probs.isfinite().all()):
         found = int((~log_probs.isfinite()).nonzero()[0])
         raise ValueError(
-            f"row {rows[found]} (sample id {sample_ids[found]}) has logits that are not finite: training may have diverged "
-            "(check the learning rate and the last gradient norms)"
+            f"row {rows[found]} (sample id {sample_ids[found]}) has logits that are not finite: training may have "
+            "diverged (check the learning rate and the last gradient norms)"
         )
