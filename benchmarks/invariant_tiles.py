@@ -2,7 +2,7 @@
 
     python benchmarks/invariant_tiles.py
 
-GEMMs at the shape of Qwen2.5-0.5B compared with cuBLAS, attention over packed sequences and over pages.
+GEMMs at the shape of Qwen2.5-0.5B compared with cuBLAS, attention over packed sequences and over KV-cache blocks.
 """
 
 import itertools
@@ -60,8 +60,8 @@ def attention_tiles(device: torch.device) -> None:
     lengths, scores = (length,) * (rows // 8), Scores(size**-0.5)
     q, k, v = (torch.randn(sum(lengths), h, size, device=device, dtype=torch.bfloat16) for h in (heads, 2, 2))
     blocks = length // triton_kernels.BLOCK
-    pages = torch.zeros(2, rows * blocks, key_heads, triton_kernels.BLOCK, size, device=device, dtype=torch.bfloat16)
-    for store, part in zip(pages, (k, v)):
+    kv_cache = torch.zeros(2, rows * blocks, key_heads, triton_kernels.BLOCK, size, device=device, dtype=torch.bfloat16)
+    for store, part in zip(kv_cache, (k, v)):
         packed = part.view(len(lengths), blocks, triton_kernels.BLOCK, key_heads, size).transpose(2, 3).flatten(0, 1)
         store[: len(packed)] = packed
     table = torch.arange(rows * blocks, device=device, dtype=torch.int32).view(rows, blocks)
@@ -75,7 +75,7 @@ def attention_tiles(device: torch.device) -> None:
     for queries, warps, stages in itertools.product((16, 32, 64), (2, 4), (2, 3)):
         triton_kernels.QUERIES, triton_kernels.ATTENTION = queries, {"num_warps": warps, "num_stages": stages}
         whole, out = timed(triton_kernels.attend_rows, q, k, v, lengths, scores)
-        step, one = timed(triton_kernels.attend_cached, last, *pages, tiles, table, scores)
+        step, one = timed(triton_kernels.attend_cached, last, *kv_cache, tiles, table, scores)
         same = torch.equal(one[: len(lengths)], out.view(len(lengths), length, heads, size)[:, -1])
         words = f"{'equal' if same else 'DIFFERENT'}, {'' if torch.equal(out, reference) else 'not '}those of the used"
         print(f"  {queries:4} queries, {warps} warps, {stages} stages: {whole:.3f}  {step:.3f}  {words}", flush=True)

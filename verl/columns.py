@@ -1,4 +1,4 @@
-"""Every column of the batch: its dimensions, dtype and meaning; and the checks of them.
+"""Every column of the batch: dimensions, dtype and meaning; and checks.
 
 B samples, P prompt tokens, T response tokens. Position t of every (B, T) column describes response token t. Shapes and
 dtypes are checked when columns are joined (`check_layout`), which reads metadata only. With VERL_STRICT_DATA_CHECK=1
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class DataProtoValidationError(ValueError):
-    """A batch broke its contract: names the column, what was expected, what was found, and who wrote it."""
+    """A batch violates its contract. The message names the column, what was expected and found, and the source."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ COLUMNS: dict[str, Column] = {
 
 _DIMS = {column.dims for column in COLUMNS.values()}
 
-# float64 is for tests of the maths; half precision is refused, a log-prob does not survive it
+# float64 is for tests of the maths; half precision is rejected: it is too coarse for log-probs
 DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "int64": (torch.int64,),
     "float": (torch.float32, torch.float64),
@@ -94,16 +94,16 @@ def innermost(func: Callable) -> Any:
 
 
 def callable_name(func: Callable) -> str:
-    """The name of a function, method or class; of any other callable object, the name of its class."""
+    """The name of a function, method or class; for other callable objects, the name of the class."""
     func = innermost(func)
     return func.__name__ if inspect.isroutine(func) or inspect.isclass(func) else type(func).__name__
 
 
 def describe_source(func: Callable) -> str:
-    """`Source: reward_fn() at line 87 in reward.py` on a separate line: how an error about a batch ends.
+    """The last line of an error about a batch: `Source: reward_fn() at line 87 in reward.py`.
 
-    The line is where the definition of the function begins, its decorators included; of a callable object, where its
-    `__call__` does; of a class, where its `__init__` does. A function without Python code has a name only.
+    The line number is that of the function's definition, including its decorators; of a callable object, that of
+    `__call__`; of a class, that of `__init__`. A function without Python code has only a name.
     """
     name, body = callable_name(func), innermost(func)
     if not inspect.isfunction(body):
@@ -122,7 +122,7 @@ def _fail(name: str, expected: str, found: str) -> NoReturn:
 
 
 def check(batch: "DataProto") -> None:
-    """Check the known columns of `batch`: shapes and dtypes, and contents where VERL_STRICT_DATA_CHECK asks for it."""
+    """Check shapes and dtypes of known columns, and their contents if VERL_STRICT_DATA_CHECK=1."""
     check_layout(batch)
     check_contents(batch)
 
@@ -150,13 +150,13 @@ def check_layout(batch: "DataProto") -> None:
 
 
 def _defining_column(dim: str, tensors: dict[str, torch.Tensor]) -> str | None:
-    """The column that tells P or T: the first of the table with that width that is there (`responses`, if it is)."""
+    """The column that defines P or T: the first one of the table with that width that is in the batch."""
     dims = f"B {dim}"
     return next((k for k, c in COLUMNS.items() if c.dims == dims and k in tensors and tensors[k].dim() == 2), None)
 
 
 def _sizes(tensors: dict[str, torch.Tensor], rows: int) -> dict[str, int]:
-    """B, P, T and P+T, as far as the columns tell them."""
+    """B, P, T and P+T, as far as the columns define them."""
     sizes = {"B": rows}
     for dim in ("P", "T"):
         if name := _defining_column(dim, tensors):
@@ -178,7 +178,7 @@ def _spell(dims: str, shape: tuple[int | None, ...], tensors: dict[str, torch.Te
 
 
 def strict_check_enabled() -> bool:
-    """Whether VERL_STRICT_DATA_CHECK asks for contents to be checked. Read at each call, so a test may set it."""
+    """Whether VERL_STRICT_DATA_CHECK=1. Read at each call, so that tests can set it."""
     value = os.environ.get("VERL_STRICT_DATA_CHECK", "0")
     if value not in ("0", "1", ""):
         raise ValueError(f"VERL_STRICT_DATA_CHECK: expected 0 or 1, found {value!r}")
@@ -188,7 +188,7 @@ def strict_check_enabled() -> bool:
 def check_contents(batch: "DataProto") -> None:
     """With VERL_STRICT_DATA_CHECK=1, check the contents of the known columns, which must have passed `check_layout`.
 
-    Token ids are compared with meta_info["vocab_size"] where the batch has it. Raises DataProtoValidationError.
+    Token ids are compared with meta_info["vocab_size"] if the batch has it. Raises DataProtoValidationError.
     """
     if not strict_check_enabled():
         return
@@ -237,7 +237,7 @@ def _check_attention(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _response_part(tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """(B, T) bool: where attention_mask has a response token; None when T is not known."""
+    """(B, T) bool, True where attention_mask has a response token; None if T is unknown."""
     name = _defining_column("T", tensors)
     if "attention_mask" not in tensors or name is None:
         return None
@@ -246,7 +246,7 @@ def _response_part(tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
 
 
 def _check_finite(tensors: dict[str, torch.Tensor]) -> None:
-    """Raise for NaN and infinity at valid positions; padding may have any value."""
+    """Raise for NaN or infinity at valid positions; padding may have any value."""
     counts = tensors["response_mask"].bool() if "response_mask" in tensors else _response_part(tensors)
     for name, value in tensors.items():
         column = COLUMNS.get(name)

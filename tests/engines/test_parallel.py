@@ -40,5 +40,5 @@ def test_every_group_waits_as_long_as_it_was_told(tmp_path):
 def test_a_launcher_must_have_set_the_variables(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     assert not dist.is_initialized()
-    with pytest.raises(ValueError, match=r"a sharded engine needs the variables .*'RANK'"):
+    with pytest.raises(ValueError, match=r"a sharded engine needs the environment variables .*'RANK'"):
         init_process_group(torch.device("cpu"))

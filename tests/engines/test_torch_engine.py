@@ -184,7 +184,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     save_model(FAMILIES["llama"], tmp_path / "a")
     other = LlamaConfig(**{**SMALL, "hidden_size": 16})
     module = AutoModelForCausalLM.from_config(other)
-    with pytest.raises(ValueError, match="another model"):
+    with pytest.raises(ValueError, match="a different model"):
         load_weights(module, tmp_path / "a")
     with pytest.raises(ValueError, match="no weights"):
         load_weights(module, tmp_path)

@@ -27,7 +27,7 @@ elif [ "$mode" = against ]; then # vLLM takes one to two minutes to start
     part 60 startup python3 benchmarks/startup.py --repeats 2
 else
     part 60 startup python3 benchmarks/startup.py --repeats 2
-    part 90 attention python3 benchmarks/attention.py --warps 4 --stages 2,3 --pages 1,2 --programs 512,1024
+    part 90 attention python3 benchmarks/attention.py --warps 4 --stages 2,3 --blocks 1,2 --programs 512,1024
     part 330 speed python3 benchmarks/rollout.py --suite h200 --engines native --repeats 2 --out "$out/rollout.jsonl"
 fi
 echo "=== all parts"

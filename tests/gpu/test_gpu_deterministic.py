@@ -1,4 +1,4 @@
-"""On a GPU: sampled log-probs equal the trainer's in every bit, by pages, graphs and Triton's kernels."""
+"""On a GPU: sampled log-probs equal the trainer's in every bit, by blocks, graphs and Triton's kernels."""
 
 import asyncio
 import importlib.util
@@ -41,7 +41,7 @@ CUDA, FP32, BF16 = torch.device("cuda"), torch.float32, torch.bfloat16
 PRECISIONS = {"fp32": (FP32, FP32), "bf16": (FP32, BF16), "bf16 weights": (BF16, BF16)}
 CUTS = [MicroBatching(rows=1), MicroBatching(tokens=200), MicroBatching(rows=7)]
 TEMPERATURE = 0.7
-# prompts that end before, at and after the end of a page of 64 tokens, and samples of one
+# prompts that end before, at and after the end of a block of 64 tokens, and samples of one
 PROMPTS = families.PROMPTS + [[(7 * i + n) % 90 + 3 for i in range(n)] for n in (1, 63, 64, 65, 130, 130)]
 
 

@@ -29,7 +29,7 @@ _spec = importlib.util.spec_from_file_location("native_families", _file)
 families = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(families)
 
-# prompts that end before, at and after the end of a page of 64 tokens, and one twice
+# prompts that end before, at and after the end of a block of 64 tokens, and one twice
 LONG = [[(7 * i + n) % 90 + 3 for i in range(n)] for n in (1, 63, 64, 65, 130)]
 LONG.append(LONG[-1])
 
@@ -98,7 +98,7 @@ def small() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("case", range(4))
-def test_rows_are_what_they_are_alone_whatever_the_pages(small, case):
+def test_rows_are_what_they_are_alone_whatever_the_blocks(small, case):
     rng = random.Random(case)
     distinct = [[rng.randrange(29) for _ in range(rng.choice([1, 5, 63, 64, 65, 128]))] for _ in range(6)]
     prompts = [rng.choice(distinct) for _ in range(20)]
@@ -106,12 +106,12 @@ def test_rows_are_what_they_are_alone_whatever_the_pages(small, case):
     sample_ids = rng.sample(range(1000), len(prompts))
     params = SamplingParams(60, (3, 7), seed=case, temperature=1.3, top_k=5 if case == 2 else -1)
     expected = one_by_one(small, prompts, params, sample_ids, limits)
-    page = 64 * read_decoder(small).cache_bytes_per_token()
-    for pages, max_rows in ((5, None), (17, None), (1000, 3), (1000, None)):
-        engine = NativeRollout(small, cache_bytes=pages * page, max_rows=max_rows)
+    block = 64 * read_decoder(small).cache_bytes_per_token()
+    for blocks, max_rows in ((5, None), (17, None), (1000, 3), (1000, None)):
+        engine = NativeRollout(small, cache_bytes=blocks * block, max_rows=max_rows)
         for _ in range(2):
             answers = engine.generate(make_requests(prompts, params, sample_ids, limits))
-            assert [(a.token_ids, a.finish_reason) for a in answers] == expected, (pages, max_rows)
+            assert [(a.token_ids, a.finish_reason) for a in answers] == expected, (blocks, max_rows)
 
 
 def test_long_rows_alone_split_their_keys_over_programs(small):
@@ -185,9 +185,9 @@ def test_texts_that_end_a_row_cut_it_there(small):
         expected.append((kept, "stop" if end is not None else answer.finish_reason))
     assert {reason for _, reason in expected} == {"stop", "length"}
     params = SamplingParams(50, (5,), seed=1, stop=stop)
-    page = 64 * read_decoder(small).cache_bytes_per_token()
-    for pages in (3, 1000):
-        engine = NativeRollout(small, cache_bytes=pages * page)
+    block = 64 * read_decoder(small).cache_bytes_per_token()
+    for blocks in (3, 1000):
+        engine = NativeRollout(small, cache_bytes=blocks * block)
         answers = engine.generate(make_requests(prompts, params, limits=limits))
         assert [(a.token_ids, a.finish_reason) for a in answers] == expected
 
@@ -224,7 +224,7 @@ def test_float32_masters_with_bfloat16_compute(small):
 
 
 def mixed_requests(seed: int, count: int = 40) -> list[Request]:
-    """Of different lengths, limits, seeds and stop strings; some prompts more than once, some longer than a page."""
+    """Of different lengths, limits, seeds and stop strings; some prompts more than once, some longer than a block."""
     draw = random.Random(seed)
     distinct = [[draw.randrange(29) for _ in range(draw.choice([1, 5, 63, 64, 65, 128]))] for _ in range(8)]
     stop = StopStrings(("ab", "cde", "xy"), lambda ids: "".join(chr(97 + i % 26) for i in ids))
@@ -255,11 +255,11 @@ def one_by_one_requests(engine: NativeRollout, requests: list[Request], most_yie
 
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("most_yields", [0, 12])
-@pytest.mark.parametrize("pages", [6, 40, None])
-def test_requests_that_arrive_over_time_have_the_tokens_of_a_batch(small, pages, most_yields, graphs):
-    page = 64 * read_decoder(small).cache_bytes_per_token()
+@pytest.mark.parametrize("blocks", [6, 40, None])
+def test_requests_that_arrive_over_time_have_the_tokens_of_a_batch(small, blocks, most_yields, graphs):
+    block = 64 * read_decoder(small).cache_bytes_per_token()
     requests = mixed_requests(1)
-    engine = NativeRollout(small, cache_bytes=None if pages is None else pages * page, max_rows=16, graphs=graphs)
+    engine = NativeRollout(small, cache_bytes=None if blocks is None else blocks * block, max_rows=16, graphs=graphs)
     expected = engine.generate(requests)
     assert {completion.finish_reason for completion in expected} == {"stop", "length"}
     for _ in range(2):

@@ -31,7 +31,7 @@ def test_kernels_by_device_and_settings(caplog):
     with caplog.at_level(logging.INFO, "verl.engines"):
         assert choose_kernels(model, compiled, CPU, torch.float32) == "fused"
     assert "use_torch_compile has no effect on a cpu" in caplog.text
-    with pytest.raises(ValueError, match=r"model\.use_liger.*run on a GPU"):
+    with pytest.raises(ValueError, match=r"model\.use_liger.*need a GPU"):
         choose_kernels(ModelConfig(use_liger=True), engine, CPU, torch.float32)
 
 

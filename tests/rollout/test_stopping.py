@@ -39,7 +39,7 @@ def test_the_first_token_that_completes_a_string_is_the_last():
 
 @pytest.mark.parametrize("strings", [(), ("a", "")])
 def test_empty_strings_are_refused(strings):
-    with pytest.raises(ValueError, match="at least one character"):
+    with pytest.raises(ValueError, match="non-empty strings"):
         StopStrings(strings, decode)
 
 

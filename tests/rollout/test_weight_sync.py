@@ -90,7 +90,7 @@ def test_incomplete_weights_are_refused():
     receiver = ModuleReceiver(module)
     with pytest.raises(ValueError, match=r"version 5: 1 are missing, first \['model.embed_tokens.weight'\]"):
         receiver.receive(weights[1:], 5)
-    with pytest.raises(ValueError, match=r"version 6: .*'model.embed_tokens.weight' is unknown, or came twice"):
+    with pytest.raises(ValueError, match=r"version 6: .*'model.embed_tokens.weight' is unknown or was sent twice"):
         receiver.receive([weights[0], weights[0]], 6)
     with pytest.raises(ValueError, match=r"shape \(1,\), expected \(24, 32\)"):
         receiver.receive([(weights[0][0], torch.zeros(1))], 7)
@@ -155,7 +155,7 @@ def test_a_damaged_bucket_is_named_on_both_sides(monkeypatch):
     )
     for error in found:
         assert isinstance(error, ValueError)
-        assert "bucket 2 arrived damaged on rollout rank 0" in str(error) and names[2] in str(error)
+        assert "bucket 2 is corrupted on rollout rank 0" in str(error) and names[2] in str(error)
 
 
 def test_another_version_is_refused_on_both_sides():
@@ -166,7 +166,7 @@ def test_another_version_is_refused_on_both_sides():
     )
     for error in found:
         assert isinstance(error, ValueError)
-        assert "rollout rank 0 does not take in the weights: expected weights of version 5, " in str(error)
+        assert "rollout rank 0 cannot load the weights: expected weights of version 5, " in str(error)
         assert str(error).endswith("found version 4")
 
 
@@ -204,7 +204,7 @@ def test_no_rank_waits_for_a_receiver_that_has_stopped(bucket_bytes, after, erro
     text = "MemoryError: full" if error else "ValueError: Stops.receive returned before it had read all weights"
     for other in found[:2]:
         assert isinstance(other, ValueError)
-        assert str(other) == f"weight sync: rollout rank 1 does not take in the weights: {text}"
+        assert str(other) == f"weight sync: rollout rank 1 cannot load the weights: {text}"
     assert found[2] is error if error else isinstance(found[2], ValueError)
 
 

@@ -195,7 +195,7 @@ def test_a_gpu_that_is_not_there(complaint, monkeypatch):
         ([ROW, {"prompt": "", "answer": "x"}], "rows.jsonl, line 2: the prompt is empty"),
         ([{**ROW, "data_source": 3}], "rows.jsonl, line 1: expected a name in column 'data_source', found 3"),
         ([{**ROW, "prompt": CHAT}], "rows.jsonl, line 1: the prompt is a chat, but the tokenizer has no chat template"),
-        ([{**ROW, "prompt": "Hi=="}], "rows.jsonl, line 1: the tokenizer loses text: 'Hi==' comes back as '<unk>"),
+        ([{**ROW, "prompt": "Hi=="}], "rows.jsonl, line 1: the tokenizer loses text: 'Hi==' decodes to '<unk>"),
         ([ROW, {**ROW, "prompt": "abcdefgh="}], "1 of 2 prompts longer than 8 tokens; the first is "),
         ("", "rows.jsonl: the file has no rows"),
         ('{"prompt": "ab=", "answer": "ba"}\n{oops\n', "rows.jsonl, line 2: expected one JSON object per line: "),

@@ -64,7 +64,7 @@ def complaint(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
         (["placement.ref_devices=[0]"], "this run has no role 'ref'"),
         (["placement.actor_devices=[0,0]"], "expected different numbers from 0 to 0"),
         (["trainer.nnodes=2"], "trainer.nnodes is 2, but this trainer runs on one host"),
-        ([MODEL + "use_liger=true", "trainer.device=cpu"], "Liger's kernels run on a GPU"),
+        ([MODEL + "use_liger=true", "trainer.device=cpu"], "Liger kernels need a GPU"),
         # files and folders
         (["trainer.rollout_data_dir=a_file/answers"], "trainer.rollout_data_dir: expected a writable folder"),
         (["trainer.validation_data_dir=a_file"], "trainer.validation_data_dir: expected a writable folder"),

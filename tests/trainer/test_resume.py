@@ -99,7 +99,7 @@ def test_resuming_with_another_model_is_refused(settings, tiny, tmp_path):
     LocalPPOTrainer(overrides=[*chosen, "trainer.total_training_steps=1"]).fit()
     other = tiny_model("llama", tmp_path / "other", seed=0, size="mini")
     before = sorted(p.name for p in (tmp_path / "run").iterdir())
-    with pytest.raises(ValueError, match="another model"):
+    with pytest.raises(ValueError, match="a different model"):
         LocalPPOTrainer(
             overrides=[*chosen, "trainer.total_training_steps=2", f"actor_rollout_ref.model.path={other}"]
         ).fit()

@@ -1,4 +1,4 @@
-"""Binding by name: the parameters of a function name the columns and the settings that it reads.
+"""Binding by name: the parameter names of a function declare the columns and settings that it reads.
 
 @register_adv_est("mine")
 def mine(token_level_rewards, response_mask, uid, *, temperature=1.0): ...

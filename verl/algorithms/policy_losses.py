@@ -84,7 +84,7 @@ def vanilla(
 
     The clip removes the gradient of a token whose ratio has moved past the bound in the direction of its advantage. The
     dual clip limits the loss of a single token with a huge ratio. `clip_ratio_high > clip_ratio_low` is clip-higher
-    (DAPO, arXiv 2503.14476). Assumes `old_log_prob` of the policy that sampled, or close to it.
+    (DAPO, arXiv 2503.14476). Assumes that `old_log_prob` is that of the sampling policy or close to it.
 
     Args:
         clip_ratio: both bounds; `clip_ratio_low` and `clip_ratio_high` take precedence.
@@ -392,14 +392,14 @@ def actor_loss(
     """Policy loss - entropy_coeff * entropy + kl_loss_coef * KL(policy, reference), of one micro-batch.
 
     Args:
-        outputs: of the model: log_probs (b, T), and entropys (b, T) if there is an entropy bonus or `old_is_current`.
-        columns: of the batch: response_mask (b, T), and what the loss reads.
+        outputs: model outputs: log_probs (b, T), and entropys (b, T) with an entropy bonus or `old_is_current`.
+        columns: batch columns: response_mask (b, T) and those that the loss reads.
         loss_mode: name of a registered policy loss.
-        settings: the actor's configuration as a flat mapping. The loss takes its keyword parameters from it by name;
+        settings: the actor's configuration as a flat mapping, from which the loss gets its keyword parameters;
             entropy_coeff, use_kl_loss, kl_loss_coef and kl_loss_type are read here.
         agg: counts of the whole mini-batch, which divide every term.
-        old_is_current: there is no column old_log_probs, because the current policy is the old one. Its log-probs serve
-            as both, and the metrics of the old policy are reported from here.
+        old_is_current: there is no column old_log_probs, since the current policy is the old one. The metrics of the
+            old policy are then reported here.
     """
     mask = columns["response_mask"]
     old = outputs["log_probs"].detach() if old_is_current else columns["old_log_probs"]
@@ -433,7 +433,7 @@ def _old_policy_metrics(
 ) -> dict[str, object]:
     """Entropy of the policy before the update, its training-inference mismatch, and its KL to the reference, if any.
 
-    The same numbers that the operator `old_log_prob` and the trainer report if old log-probs are computed separately.
+    Equal to the metrics that the operator `old_log_prob` and the trainer report otherwise.
     """
     mask = columns["response_mask"]
     mismatch = torch.where(mask.bool(), (old - columns["rollout_log_probs"]).abs(), 0)

@@ -7,7 +7,7 @@ previous checkpoints intact and at most one hidden folder, which the next save r
     store = CheckpointStore("checkpoints/run", keep=3)
     with store.writing(step=20) as folder:      # removed if the block raises
         actor.save_checkpoint(folder / "actor")
-    folder = store.latest()                     # verified; a damaged one is logged, and the one before it used
+    folder = store.latest()                     # verified; falls back to the previous one if damaged
 """
 
 import hashlib
@@ -42,8 +42,8 @@ class CheckpointError(ValueError):
 class _Saved:
     """A checkpoint with a readable manifest.
 
-    `serial` counts the saves under one root; the newest checkpoint has the largest. Steps do not tell: a run that was
-    resumed from an earlier step saves smaller steps later.
+    `serial` counts the saves under one root; the newest checkpoint has the largest. The step is not sufficient: a run
+    that resumed from an earlier step saves smaller steps later.
     """
 
     folder: Path
@@ -60,7 +60,7 @@ class _Saved:
         return not self.dropped and self.size_fault() is None
 
     def size_fault(self) -> str | None:
-        """Return which file is missing or has the wrong size; None if none. Does not read the contents."""
+        """Return a description of a file that is missing or has the wrong size, or None. Does not read contents."""
         for name, entry in self.files.items():
             path = self.folder / name
             if not path.is_file():
@@ -70,7 +70,7 @@ class _Saved:
         return None
 
     def content_fault(self) -> str | None:
-        """Return which file has the wrong checksum; None if none. Reads all contents."""
+        """Return a description of a file with the wrong checksum, or None. Reads all contents."""
         names = list(self.files)
         for name, digest in zip(names, _map_files(_sha256, [self.folder / name for name in names])):
             if digest != self.files[name]["sha256"]:
@@ -122,7 +122,7 @@ class CheckpointStore:
         A checkpoint of the same step is replaced. Older checkpoints are deleted afterwards, down to `keep`.
 
         Raises:
-            DiskFullError: if there was no space left, whatever the block raised.
+            DiskFullError: if the disk is full, whatever the block raised.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
@@ -166,10 +166,10 @@ class CheckpointStore:
     def latest(self) -> Path | None:
         """Return the newest checkpoint that passes verification; None if there are no checkpoints.
 
-        A damaged checkpoint is logged as an error, and the one before it is used.
+        A damaged checkpoint is logged as an error, and the previous one is used.
 
         Raises:
-            CheckpointError: if there are checkpoints, but none is usable. Starting over is the user's decision.
+            CheckpointError: if there are checkpoints, but none is usable. The run does not start from scratch silently.
         """
         self._restore_replaced()
         checkpoints, unusable = self._scan()
@@ -181,12 +181,12 @@ class CheckpointStore:
             try:
                 return verify(saved.folder)
             except CheckpointError as error:
-                logger.error("%s; trying the checkpoint before it", error)
+                logger.error("%s; trying the previous checkpoint", error)
                 unusable.append(str(error))
         if unusable:
             raise CheckpointError(
                 f"no usable checkpoint under {self.root}: {'; '.join(unusable)}. "
-                "Set trainer.resume_mode=disable to start over, or another trainer.default_local_dir"
+                "Set trainer.resume_mode=disable to start from scratch, or another trainer.default_local_dir"
             )
         return None
 
@@ -229,7 +229,7 @@ class CheckpointStore:
             self._discard(saved.folder / name)
 
     def _surplus(self, checkpoints: list[_Saved], keep: int) -> list[_Saved]:
-        """Return those older than the `keep` newest intact ones, except the newest that can be resumed from."""
+        """Return the checkpoints beyond the `keep` newest intact ones, except the newest that can be resumed from."""
         intact = [saved for saved in checkpoints if saved.size_fault() is None]
         if len(intact) <= keep:
             return []
@@ -251,7 +251,7 @@ class CheckpointStore:
         return sorted(found, key=lambda saved: -saved.serial), faults
 
     def _publish(self, folder: Path, step: int) -> None:
-        """Rename the sealed folder, then update the tracker file."""
+        """Rename the complete folder, then update the tracker file."""
         final = self.path(step)
         replaced = self.root / f"{_REPLACED}{final.name}"
         if final.exists():
@@ -289,7 +289,7 @@ class CheckpointStore:
             shutil.rmtree(stale)
 
     def _discard(self, folder: Path) -> None:
-        """Delete a folder. A kill in between leaves it either complete or hidden."""
+        """Delete a folder. It is hidden first, so an interrupted deletion leaves no incomplete checkpoint."""
         garbage = self.root / f"{_GARBAGE}{'_'.join(folder.relative_to(self.root).parts)}"
         if garbage.exists():
             shutil.rmtree(garbage)

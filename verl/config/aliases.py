@@ -1,4 +1,4 @@
-"""Every alias of a field, and the field that it stands for. No other file knows one.
+"""All aliases of config fields. No other file defines aliases.
 
 Three kinds: short names (as good as the long ones), deprecated names (accepted, with a warning), and names whose value
 is computed. A name that ends in `.*` renames everything below it.

@@ -42,7 +42,7 @@ def check_combinations(config: Schema) -> list[Problem]:
 
 
 def notes_of(config: Schema) -> list[str]:
-    """Warnings about settings that are valid and may be surprising; logged once."""
+    """Warnings about settings that are valid but may be surprising. Logged once."""
     if not isinstance(config, Config):
         return []
     notes, val = [], config.actor_rollout_ref.rollout.val_kwargs
@@ -73,7 +73,7 @@ def _batches(config: Config) -> Iterator[Problem]:
 
 
 def _ranks(config: Config) -> Iterator[Problem]:
-    """Every data-parallel rank gets the same number of samples of each mini-batch."""
+    """Every data-parallel rank must get the same number of samples of each mini-batch."""
     reported: set[tuple[int, int]] = set()
     trainer, policy, n = config.trainer, config.actor_rollout_ref, config.actor_rollout_ref.rollout.n
     for role, prefix, mini, engine, section in (
@@ -127,7 +127,7 @@ def _worker_env(config: Config) -> Iterator[Problem]:
 
 
 def _divisors_near(number: int, wanted: int) -> str:
-    """The divisors of a number next to a wanted one, smaller and larger."""
+    """The nearest divisors of a number below and above `wanted`."""
     divisors = [d for d in range(1, number + 1) if number % d == 0]
     below = [d for d in divisors if d < wanted][-1:]
     above = [d for d in divisors if d > wanted][:1]
@@ -278,8 +278,8 @@ def _deterministic(config: Config) -> Iterator[Problem]:
     if config.rollout_is_separate:
         yield Problem(
             "placement.rollout_devices",
-            f"found {config.placement.rollout_devices}, but rollout.deterministic=true generates with the actor's forward "
-            "pass: leave it unset, or turn deterministic off",
+            f"found {config.placement.rollout_devices}, but rollout.deterministic=true generates with the actor's "
+            "forward pass: leave it unset, or turn deterministic off",
         )
     for key, (found, needed, why) in required.items():
         if found != needed:

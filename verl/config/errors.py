@@ -12,7 +12,7 @@ class Problem:
     Attributes:
         key: the dotted key.
         what: what was found, what is expected, and how to fix it.
-        where: the line of the file or the override that set the key.
+        where: the file and line, or the override, that set the key.
     """
 
     key: str
@@ -35,7 +35,7 @@ class ConfigError(ValueError):
 
 
 def format_value(value: object) -> str:
-    """A value as error messages show it: in YAML's spelling, with its type where the spelling does not tell."""
+    """Format a value for an error message: as YAML, with its type if that is ambiguous."""
     match value:
         case None:
             return "null"
@@ -54,8 +54,8 @@ def format_value(value: object) -> str:
 def nearest_key(wanted: str, known: Iterable[str]) -> str | None:
     """The known key that `wanted` is most likely a typo of, or None.
 
-    A key with the same ending wins, then the most similar one. Of several keys with the same ending
-    (train_batch_size, val_batch_size for batch_size) it is the first in the order of `known`.
+    A key with the same ending is preferred, then the most similar one. If several keys have the same ending
+    (train_batch_size, val_batch_size for batch_size), the first one in `known` is returned.
     """
     known = list(known)
     same_ending = [key for key in known if key.endswith("." + wanted)]

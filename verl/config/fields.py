@@ -21,10 +21,9 @@ def field(default: Any, help: str, *, default_from: str | None = None, **limits:
     """Declare one field of a section.
 
     Args:
-        default: the default value. With `default_from`: the default of a section that is built on its own.
+        default: the default value. With `default_from`: the default of a section that is built separately.
         help: one line of help, shown by `python -m verl.cli.config`.
-        default_from: an interpolation such as "${data.seed}". It gives the value when the field is not set, or is set
-            to null.
+        default_from: an interpolation such as "${data.seed}", used if the field is not set or null.
         limits: `gt`, `ge`, `lt`, `le`.
     """
     extra = {"default_from": default_from} if default_from else None
@@ -67,9 +66,9 @@ class Section(pydantic.BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _bool_is_not_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Python accepts True as 1; in a configuration that is a typo."""
+        """Reject True and False for numbers: Python accepts True as 1, but in a configuration it is a mistake."""
         if isinstance(value, bool) and not _accepts_bool(cls.model_fields[info.field_name].annotation):
-            raise ValueError("true and false are not numbers")
+            raise ValueError("expected a number, found a bool")
         return value
 
     def keys(self) -> list[str]:
@@ -96,8 +95,7 @@ class Aliases:
     Attributes:
         short: alias -> key. A name that ends in `.*` renames everything below it.
         deprecated: the same, with a warning that asks the user to rename.
-        computed: alias -> function(value, lookup) that returns {key: value}. It raises ValueError when the value is
-            invalid.
+        computed: alias -> function(value, lookup) that returns {key: value}, or raises ValueError for an invalid value.
     """
 
     short: Mapping[str, str] = dataclass_field(default_factory=dict)
@@ -161,7 +159,7 @@ class Schema(Section):
 
     @classmethod
     def derive(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Override to compute a default from several fields: returns `given` (by dotted key) with additions."""
+        """Override to compute defaults from several fields. Returns `given` (by dotted key) with additions."""
         return given
 
 
@@ -183,7 +181,7 @@ class ConfigField:
 
     @property
     def is_mapping(self) -> bool:
-        """A free mapping (arguments that are passed through): every key below it is allowed."""
+        """Whether the field is a free mapping (arguments that are passed through), in which every key is allowed."""
         return any(get_origin(kind) is dict for kind in _members(self.annotation))
 
     @property
@@ -256,7 +254,7 @@ def flatten(data: Mapping[Any, Any], schema: type[Section] | None = None, prefix
 
 
 def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys -> nested dictionaries. Raises ValueError when a key is both a value and a section."""
+    """Dotted keys -> nested dictionaries. Raises ValueError if a key is both a value and a section."""
     nested: dict[str, Any] = {}
     for key, value in flat.items():
         *path, last = key.split(".")

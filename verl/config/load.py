@@ -3,7 +3,7 @@
     defaults  <  preset of algorithm.name  <  base  <  YAML file  <  overrides
 
 Values keep their origin (sources.py). Aliases are translated, interpolations resolved and unknown keys found
-(reader.py); unsupported upstream keys are answered (upstream.py). The rest is validated by the schema and compared
+(reader.py); unsupported upstream keys are reported (upstream.py). The rest is validated by the schema and compared
 across fields (checks.py). All problems are raised in one `ConfigError`, before a model is loaded.
 """
 
@@ -79,7 +79,7 @@ def load_config(
 
 
 def load_section(name: str, values: Mapping[str, Any], schema: type[Schema] = Config) -> Any:
-    """One section of a configuration from a dictionary, such as `data` for a dataset that is built on its own.
+    """Load one section of a configuration from a dictionary, such as `data` for a standalone dataset.
 
     Keys that are null keep their default. Fields are not compared with those of other sections.
 
@@ -97,7 +97,7 @@ def load_section(name: str, values: Mapping[str, Any], schema: type[Schema] = Co
 
 
 def apply_preset(given: Mapping[str, Any], presets: Presets, schema: type[Schema] = Config) -> dict[str, Any]:
-    """Put the preset of `algorithm.name` below the given dotted keys, which win.
+    """Merge the preset of `algorithm.name` with the given dotted keys, which take precedence.
 
     A key of the preset that takes its default from a given key (clip_ratio_low from clip_ratio) is dropped as well.
     Raises ValueError if there is no such preset.

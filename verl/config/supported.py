@@ -1,4 +1,4 @@
-"""What is supported: values that are refused, engine names that must be registered, and settings without an effect.
+"""What is supported: unsupported values, engine names that must be registered, and settings without effect.
 
 All tables are keyed by the end of a dotted key: "rollout.name" stands for `actor_rollout_ref.rollout.name`. To add
 support for a setting, delete its row here.

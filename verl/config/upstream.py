@@ -1,7 +1,7 @@
 """Keys of upstream verl that this project does not support: what is accepted, and what to do instead.
 
 Scripts often set a key to its default. That is accepted and has no effect. Every other value is an error, because a
-setting that is ignored silently costs weeks. The keys are data: upstream_keys.yaml, parsed when the first unknown key
+silently ignored setting can waste weeks. The keys are data: upstream_keys.yaml, parsed when the first unknown key
 is met.
 """
 
@@ -43,7 +43,8 @@ class UpstreamKey:
 
 
 def upstream_key(key: str, schema: str | None) -> UpstreamKey | None:
-    """The unsupported upstream key `key`, or the nearest listed key above it; None if upstream has neither.
+    """The entry of the unsupported upstream key `key`, or of the nearest listed section above it; None if there is
+    none.
 
     Args:
         key: dotted key.
@@ -71,7 +72,8 @@ def upstream_defaults(schema: str = "ppo") -> dict[str, Any]:
 
 
 def upstream_engines(key: str) -> list[str]:
-    """The engine names that upstream accepts for a key such as `actor_rollout_ref.rollout.name`, and we do not yet."""
+    """Engine names that upstream accepts for a key such as `actor_rollout_ref.rollout.name` and this project does
+    not."""
     return next((names for end, names in _content()["engines"].items() if key.endswith(end)), [])
 
 

@@ -27,8 +27,8 @@ def encode_conversations(
 ) -> list[tuple[list[int], list[int]]]:
     """Token ids of chats up to the eos token of the last assistant turn, and a loss mask.
 
-    The context of a turn is what the template makes of the messages before it, with the generation prompt: the input
-    of a rollout. The turn is what the template adds to that. Both are tokenized separately, as in a rollout, and the
+    The context of a turn is the rendered messages before it plus the generation prompt, as in a rollout. The turn is
+    what the template adds to that. Both are tokenized separately, as in a rollout, and the
     template must render the context the same way with and without the turn. The loss covers the turn up to and
     including its eos token, and not what the template appends. An assistant message at the start is context only.
 
@@ -103,7 +103,7 @@ def _response_length(tokenizer: Any, ids: list[int], text: str, where: str) -> i
 
 @functools.cache
 def _warn_of_ending(ending: str, eos_token: str) -> None:
-    """Once per ending, not once per row."""
+    """Warn once per ending instead of once per row."""
     logger.warning(
         "the chat template ends an assistant turn with %r and not with the eos token %r: the model learns that ending, "
         "and generation stops there only if its token is a stop token",

@@ -44,7 +44,9 @@ def build_sequences(
     if batch_size == 0:
         raise ValueError("build_sequences: expected at least one row, found none")
     if len(response_ids) != batch_size:
-        raise ValueError(f"build_sequences: {batch_size} prompts but {len(response_ids)} responses; one of each a row")
+        raise ValueError(
+            f"build_sequences: {batch_size} prompts but {len(response_ids)} responses: expected one per row"
+        )
     for row, ids in enumerate(prompt_ids):
         if len(ids) == 0:
             raise ValueError(f"build_sequences: the prompt of row {row} has no tokens; it needs at least one")
@@ -75,10 +77,10 @@ def position_ids_of(attention_mask: Tensor) -> Tensor:
 
 
 def concat_sequences(batches: Sequence[DataProto], pad_token_id: int) -> DataProto:
-    """Batches that were generated one after another as one, padded to the widest prompt and response.
+    """Concatenate batches, padded to the widest prompt and response.
 
     Columns of the table are padded as `build_sequences` pads: ids by `pad_token_id`, everything else by zeros. An
-    object column that a batch lacks (a value that the reward function did not return there) is None in its rows.
+    object column that a batch lacks (a value that the reward function did not return) is None in its rows.
     `meta_info` is dropped: it describes one batch.
     """
     prompt_width, response_width = (max(batch.column(name).shape[1] for batch in batches) for name in _IDS[:2])
@@ -99,7 +101,7 @@ _IDS = ("prompts", "responses", "input_ids")
 
 
 def _widened(name: str, values: Tensor, left: int, right: int, pad_token_id: int) -> Tensor:
-    """A column with `left` more prompt and `right` more response positions, as many as its kind has of them."""
+    """Pad a column by `left` prompt and `right` response positions, as far as it has them."""
     dims = COLUMNS[name].dims if name in COLUMNS else "B"
     sides = (left if "P" in dims else 0, right if "T" in dims else 0)
     return pad(values, sides, value=pad_token_id if name in _IDS else 0) if any(sides) else values
@@ -112,7 +114,7 @@ def _check_masks(response_ids: Sequence[Sequence[int]], response_masks: Sequence
         if len(mask) != len(ids):
             raise ValueError(
                 f"build_sequences: row {row} has {len(ids)} response tokens but a response mask of {len(mask)}; "
-                "expected one value a token"
+                "expected one value per token"
             )
 
 

@@ -50,7 +50,7 @@ class _Pair:
 
 @dataclass(frozen=True)
 class _Columns:
-    """The columns of an example: messages, or prompt and response, each with the keys that lead into the column."""
+    """The columns of an example: messages, or prompt and response, each with the path to a nested value."""
 
     messages: str | None = None
     prompt: str = ""
@@ -250,7 +250,7 @@ def _named_or_common(rows: Rows, name: str | None, key: str, common: tuple[str, 
 
 
 def _follow(row: Mapping[str, Any], column: str, path: tuple[str, ...], where: str) -> Any:
-    """The value of a column, or the value at the keys `path` inside it."""
+    """The value of a column, or the nested value at `path`."""
     value = row[column]
     for key in path:
         if not isinstance(value, Mapping) or key not in value:

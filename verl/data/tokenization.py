@@ -18,10 +18,10 @@ ROUND_TRIPS = 1000  # evenly spaced rows of a dataset that are decoded again, to
 
 
 class TokenTable:
-    """Many lists of token ids in one block of memory: 4 bytes per token, a tenth of Python lists.
+    """Many lists of token ids in one array: 4 bytes per token, a tenth of the memory of Python lists.
 
     Args:
-        typecode: of the `array` module; "i" for ids, "b" for masks.
+        typecode: as in the `array` module; "i" for ids, "b" for masks.
     """
 
     def __init__(self, typecode: str = "i"):
@@ -263,7 +263,7 @@ def check_tokenizer(tokenizer: Any, texts: Sequence[str], where: Callable[[int],
             at = next((k for k, (a, b) in enumerate(zip(text, back)) if a != b), min(len(text), len(back)))
             start = max(at - 20, 0)
             raise ValueError(
-                f"{where(i)}: the tokenizer loses text: {text[start : at + 30]!r} comes back as "
+                f"{where(i)}: the tokenizer loses text: {text[start : at + 30]!r} decodes to "
                 f"{back[start : at + 30]!r} (first difference at character {at}). {_ADVICE}"
             )
         normalised.append(i)
@@ -312,7 +312,7 @@ _ADVICE = (
 
 
 def _normal(tokenizer: Any, text: str) -> str:
-    """The text after the tokenizer's normalizer, without spaces at the ends, which SentencePiece models may change."""
+    """Normalize a text like the tokenizer does, and strip it, since SentencePiece models may change outer spaces."""
     if tokenizer.is_fast and tokenizer.backend_tokenizer.normalizer is not None:
         text = tokenizer.backend_tokenizer.normalizer.normalize_str(text)
     return text.replace("▁", " ").strip(" ")
@@ -323,7 +323,7 @@ def _shorten(text: str, width: int = 60) -> str:
 
 
 def load_tokenizer(model: schema.ModelConfig) -> Any:
-    """The tokenizer of a `model` section: beside the model, or at model.tokenizer_path.
+    """Load the tokenizer of a `model` section: that of the model, or of model.tokenizer_path.
 
     Raises:
         ValueError: there is no tokenizer.

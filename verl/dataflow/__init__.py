@@ -6,14 +6,14 @@
     flow.add_operator(report)                        # a plain function is an operator of the same name
     batch = flow.compile().run(prompts)
 
-What a function returns decides what happens to the batch:
+The return value of a function determines what happens to the batch:
 
 - with `writes` declared (a DataProto or a mapping of columns), or a mapping: the result is *added* to the batch;
 - a DataProto without `writes`: the result *replaces* the batch (repeat, filter, reorder);
 - None: the batch is unchanged (monitors, updates);
 - HOLD: the operator keeps the batch and the run ends here (dynamic sampling).
 
-A function is given a copy of the batch's containers: to change a column, return it. `meta_info` entries that a function
+A function receives a copy of the batch's containers: to change a column, return it. `meta_info` entries that a function
 sets on the batch it was given, or on the one it returns, are kept in every case; `meta_info["metrics"]` and
 `["timing"]` are merged over the flow.
 

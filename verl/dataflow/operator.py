@@ -54,8 +54,8 @@ class Operator:
         func: takes the batch (or nothing, for a source). The docstring of `verl.dataflow` lists what it may return.
         reads: the columns it needs. A single name may be given as a plain string.
         writes: the columns it adds.
-        on: where it runs: the name of a role, or CONTROLLER. Setting it promises that `reads` and `writes` are
-            complete. Operators that do not depend on each other may then run at the same time in different processes
+        on: where it runs: the name of a role, or CONTROLLER. Requires that `reads` and `writes` are complete. Operators
+            that do not depend on each other may then run at the same time in different processes
             (`Pipeline.processes_of`), and the operator may only add its `writes`. Without `on`, the operator runs
             alone: everything before it has ended, and nothing after it has started.
 
@@ -96,12 +96,12 @@ class Operator:
 
     @property
     def is_source(self) -> bool:
-        """Whether the function can be called without arguments, and so makes the batch."""
+        """Whether the function can be called without arguments, that is, creates the batch."""
         return _can_be_called(self.func)
 
     @property
     def stateful(self) -> Stateful | None:
-        """The object behind the function, if it has state to save."""
+        """The `Stateful` object behind the function; None if there is none."""
         func = self.func
         while isinstance(func, functools.partial):
             func = func.func
@@ -138,7 +138,7 @@ def edges(operators: Iterable[Operator]) -> list[tuple[str, str, str]]:
 
 @dataclass(frozen=True)
 class Dependencies:
-    """What one operator depends on, and what it must not see.
+    """Dependencies of one operator, and the columns that it must not see.
 
     Attributes:
         ancestors: positions of all operators that it depends on, directly or not.
@@ -151,10 +151,10 @@ class Dependencies:
 
 
 def depends(later: Operator, earlier: Operator) -> bool:
-    """Whether `later` must wait for `earlier`, whichever processes they run in.
+    """Whether `later` must wait for `earlier`, regardless of processes.
 
-    It must if it reads what `earlier` writes, or writes what `earlier` reads or writes. An operator without `on`
-    depends on everything before it, and everything after it depends on it.
+    True if it reads what `earlier` writes, or writes what `earlier` reads or writes. An operator without `on` is a
+    barrier: it depends on all operators before it, and all operators after it depend on it.
     """
     if later.on is None or earlier.on is None:
         return True

@@ -27,7 +27,7 @@ class Pipeline:
         seconds: the wall time of the last run; less than the sum of `timings` if operators overlapped.
         observer: called as (operator name, seconds, batch) after each operator.
         processes_of: maps `Operator.on` to the processes that run it. Independent operators of different processes
-            overlap. None, as the attribute or as its result, is the thread that calls `run`.
+            overlap. None (the attribute or its result): the thread that calls `run`.
     """
 
     def __init__(self, operators: tuple[Operator, ...], inputs: tuple[str, ...] = ()):
@@ -115,7 +115,7 @@ class Pipeline:
 
 @contextmanager
 def heartbeat(running_since: Mapping[str, float]) -> Iterator[None]:
-    """Log every minute which operators are still running, so that a long one is told from a hang.
+    """Log every minute which operators are still running, to distinguish a long one from a hang.
 
     Args:
         running_since: operator name -> start by `time.perf_counter`; read while the block runs.

@@ -1,4 +1,4 @@
-"""One run of a batch through the operators: what can start, what is running, and the batch as it is now.
+"""One run of a batch through the operators: schedules them and tracks the current batch.
 
 Operators of other processes run in threads; the batch itself is only changed in the thread of the flow.
 """
@@ -31,7 +31,7 @@ Reports = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class OperatorInput:
-    """The batch an operator is given, and a record of its contents that shows what the operator changed in place."""
+    """The input of an operator, with a snapshot that detects in-place changes."""
 
     batch: DataProto
     columns: Mapping[str, Any]
@@ -46,7 +46,7 @@ class OperatorInput:
         return [c for c in {**self.columns, **now} if self.columns.get(c) is not now.get(c)]
 
     def changed_facts(self) -> dict[str, Any]:
-        """The `meta_info` entries that the operator set."""
+        """The `meta_info` entries that the operator has set."""
         missing = object()
         return {k: v for k, v in self.batch.meta_info.items() if self.facts.get(k, missing) is not v}
 
@@ -62,8 +62,8 @@ class PipelineRun:
         observer: called after each operator.
 
     Attributes:
-        spans: operator name -> when it started and ended.
-        running_since: operator name -> start, for those that have not ended.
+        spans: operator name -> (start, end).
+        running_since: operator name -> start, of running operators.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class PipelineRun:
     # ---- scheduling -------------------------------------------------------------------------------------------------
 
     def next(self) -> tuple[int, OperatorInput | None] | None:
-        """Start what can run in other processes and return the next operator for this thread; None at the end.
+        """Start operators that can run in other processes, and return the next one for this thread; None at the end.
 
         Blocks until an operator is ready. Raises the error of an operator that failed in another thread.
         """
@@ -212,7 +212,7 @@ def as_batch(value: Any) -> DataProto:
 def require_columns(
     batch: DataProto, names: Iterable[str], op: Operator, dropped: Mapping[str, str] | None = None
 ) -> None:
-    """Raise DataProtoValidationError if `batch` misses a column that `op` reads.
+    """Raise DataProtoValidationError if `batch` lacks a column that `op` reads.
 
     Args:
         dropped: column -> the operator that replaced the batch without it.
@@ -223,7 +223,7 @@ def require_columns(
         if dropped and name in dropped:
             raise DataProtoValidationError(
                 f"operator {op.name!r} reads {name!r}, which operator {dropped[name]!r} dropped: it declares no "
-                "`writes`, so the batch that it returned replaced the one before. Keep the column in that batch, or "
+                "`writes`, so the batch that it returned replaced the previous one. Keep the column in that batch, or "
                 f"declare the `writes` of {dropped[name]!r} to add to the batch instead"
             )
         raise DataProtoValidationError(
@@ -245,12 +245,12 @@ def take_reports(batch: DataProto) -> Reports:
 def advance(
     op: Operator, current: DataProto | None, given: OperatorInput | None, result: Any
 ) -> tuple[DataProto, Reports]:
-    """Return the batch after `op` and what `op` reported.
+    """Return the batch after `op` and the reports of `op`.
 
     Args:
         current: the batch now. Concurrent operators may have added to it since `op` was given its input.
         given: the input of `op`; None for a source.
-        result: what `op` returned.
+        result: the return value of `op`.
     """
     adds = bool(op.writes) or (isinstance(result, Mapping) and op.on is None)
     try:

@@ -4,7 +4,7 @@ An engine computes and updates one model. It does not know PPO: the loss arrives
 model's outputs and the tensor columns of a micro-batch. Every objective returns *sums divided by counts of the whole
 mini-batch*, so the shares of the micro-batches add up to the same gradient for any split.
 
-An engine of your own is selected by `actor_rollout_ref.actor.strategy=my_engine` after its file is listed in `imports`:
+A custom engine is listed in `imports` and selected with `actor_rollout_ref.actor.strategy=my_engine`:
 
     from verl.engines import EngineSpec, TrainEngine, register_train_engine
 
@@ -65,7 +65,7 @@ class MicroBatching:
 
     def __post_init__(self) -> None:
         if self.rows is not None and self.tokens is not None:
-            raise ValueError("micro-batches are split by rows or by tokens: expected one of the two, found both")
+            raise ValueError("micro-batches are split by rows or by tokens: expected one of them, found both")
         for name, value in (("rows", self.rows), ("tokens", self.tokens)):
             if value not in (None, "auto") and value < 1:
                 raise ValueError(f"micro-batch {name}: expected at least 1, found {value}")
@@ -82,8 +82,8 @@ class EngineSpec:
         engine: the `fsdp_config` section (precision, sharding, offloading).
         optimizer: the `optim` section; None builds a model for inference only.
         total_training_steps: length of the run, for a schedule that does not set its own.
-        deterministic: compute every token alike in every batch (`rollout.deterministic`).
-        timeout: seconds a collective waits for the other ranks; None for no limit of the engine's own.
+        deterministic: batch-invariant mode (`rollout.deterministic`).
+        timeout: timeout of collectives in seconds; None for no limit.
         device: device of this rank.
         rank, world_size, local_rank: the rank among all ranks of the worker group, and on its host.
     """
@@ -139,49 +139,50 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def lr_step(self) -> float:
-        """Advance the learning-rate schedule by one training step. Returns the rate that was in force."""
+        """Advance the learning-rate schedule by one training step. Returns the previous learning rate."""
 
     @abstractmethod
     def sum_over_ranks(self, values: list[float]) -> list[float]:
-        """Each value summed over the data-parallel ranks, e.g. the token count of a mini-batch.
+        """Sum each value over the data-parallel ranks, e.g. the token count of a mini-batch.
 
         Ranks that compute the same samples count once.
         """
 
     @abstractmethod
     def max_over_ranks(self, values: list[float]) -> list[float]:
-        """The maximum of each value over all ranks, e.g. a width that all ranks must agree on."""
+        """Maximum of each value over all ranks, e.g. a width that all ranks must agree on."""
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HuggingFace name, full tensor) of every parameter, with adapters merged. All ranks iterate together."""
+        """Yield (HuggingFace name, full tensor) of every parameter, adapters merged. Collective: all ranks must
+        iterate."""
 
     @abstractmethod
     def reference(self) -> AbstractContextManager[None]:
-        """A context in which `infer` computes with the weights that training started from.
+        """Context in which `infer` uses the initial weights.
 
         Raises:
-            ValueError: all weights are trained, so the initial ones are gone. With adapters they are still there.
+            ValueError: full-parameter training, which overwrites the initial weights.
         """
 
     def shared_module(self) -> torch.nn.Module | None:
-        """The module that holds all parameters, unsharded, on this device; None if there is none.
+        """The module with all parameters, unsharded, on this device; None if there is none.
 
-        A rollout engine in the same process can generate with it without a copy of the weights.
+        A rollout engine in the same process can generate with it, without a copy of the weights.
         """
         return None
 
     def model_forward(self) -> Any | None:
-        """The batch-invariant forward pass of the model, for generation with the bits of training; or None.
+        """The batch-invariant forward pass of the model, for generation that is bitwise equal to training; or None.
 
-        A rollout engine calls it on `shared_module`, or computes a copy of the weights as it does.
+        A rollout engine runs it on `shared_module` or on a copy of the weights.
         """
         return None
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of what the model computes with beside its parameters, the same on every rank."""
+        """Yield (name, tensor) of the model's buffers, which are equal on all ranks."""
         return iter(())
 
     # ---- memory -------------------------------------------------------------------------------------------------
@@ -189,11 +190,11 @@ class TrainEngine(ABC):
     def onload(self, optimizer: bool = False) -> None:  # noqa: B027  optional: an engine may never offload
         """Move the weights (and the optimizer state) to the device until `offload`. Calls nest.
 
-        Every method of an engine onloads what it needs; a phase around several calls saves the moves in between.
+        Every method onloads what it needs. An outer onload/offload around several calls avoids repeated transfers.
         """
 
     def offload(self) -> None:  # noqa: B027
-        """End the phase of the last `onload`. When the outermost phase ends, offloaded state is back on the host."""
+        """Undo the last `onload`. The outermost one moves offloaded state back to the host."""
 
     @contextmanager
     def on_device(self, optimizer: bool = False) -> Iterator[None]:
@@ -218,7 +219,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def is_saved(self) -> bool:
-        """Whether no background write is running any more, successful or not."""
+        """Whether the background write has ended, successfully or not."""
 
     @abstractmethod
     def finish_save(self) -> None:
@@ -226,7 +227,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def load(self, folder: Path, contents: tuple[str, ...]) -> None:
-        """Restore a checkpoint that `save` wrote. Raises ValueError if the folder holds another model."""
+        """Restore a checkpoint written by `save`. Raises ValueError if it is of a different model."""
 
 
 EngineFactory = Callable[[EngineSpec], TrainEngine]
@@ -243,10 +244,10 @@ def register_train_engine(name: str) -> Callable[[EngineFactory], EngineFactory]
 @register_train_engine("fsdp")
 @register_train_engine("fsdp2")
 def _torch_engine(spec: EngineSpec) -> TrainEngine:
-    """The built-in engine: one process holds the whole model, several shard it with FSDP2."""
+    """The built-in engine: the whole model in one process, or sharded with FSDP2 over several."""
     return load_object("verl.engines.torch_engine", "make_torch_engine")(spec)  # at use: imports transformers and FSDP
 
 
 def make_engine(strategy: str, spec: EngineSpec) -> TrainEngine:
-    """The engine registered as `strategy`. Raises ValueError that lists the registered names if there is none."""
+    """Make the engine registered as `strategy`. Raises ValueError with the registered names if there is none."""
     return ENGINES[strategy](spec)

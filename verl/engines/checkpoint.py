@@ -1,7 +1,7 @@
-"""The checkpoint of an engine: one folder layout for any number of ranks, so that either loads the other's.
+"""The checkpoint of an engine. The folder layout does not depend on the number of ranks, so any run can load it.
 
 huggingface/    config, and the weights if one process holds them all or `hf_model` is in save_contents
-lora_adapter/   the adapters, if only they are trained
+lora_adapter/   the adapters of a LoRA run
 shards/         torch.distributed.checkpoint: optimizer state, and the weights if they are sharded
 extra.pt        the learning-rate schedule
 """
@@ -34,10 +34,10 @@ from verl.checkpoints.shard_files import ShardPlanner, ShardReader
 
 
 class ShardWriter:
-    """Writes nested state, every rank its own shards.
+    """Writes nested state; every rank writes its own shards.
 
-    The constructor plans the write and `finish` collects its outcome: both are collective calls. In between no rank
-    waits for another, so `write` may run in a thread beside training.
+    The constructor plans the write and `finish` collects the results; both are collective calls. `write` does not
+    communicate, so it can run in a background thread during training.
 
     Args:
         folder: where to write.
@@ -67,7 +67,7 @@ class ShardWriter:
         return self._files.prepare_global_plan(plans)
 
     def write(self) -> list[WriteResult]:
-        """Write the shards of this rank. Returns what `finish` needs. Raises the errors of the file system."""
+        """Write the shards of this rank. Returns the input of `finish`. Raises file system errors."""
         return self._files.write_data(self._planner.finish_plan(self._plan), self._planner).wait()
 
     def finish(self, written: Callable[[], list[WriteResult]]) -> None:
@@ -92,7 +92,7 @@ class ShardWriter:
 
 
 def host_copy(state: Any) -> Any:
-    """Nested state with every tensor copied to host memory, so that training may continue. Shards stay shards."""
+    """Copy all tensors of nested state to host memory, so that training can continue. Sharded tensors stay sharded."""
     if isinstance(state, dict):
         return {name: host_copy(value) for name, value in state.items()}
     if isinstance(state, DTensor):
@@ -105,7 +105,7 @@ def host_copy(state: Any) -> Any:
 class CheckpointWriter:
     """Writes one checkpoint at a time, optionally in a background thread.
 
-    `start` and `finish` are collective calls. The interpreter does not exit before a write is done.
+    `start` and `finish` are collective calls. The interpreter does not exit during a write.
     """
 
     def __init__(self) -> None:
@@ -120,10 +120,10 @@ class CheckpointWriter:
             folder: the checkpoint.
             shards: nested state for `folder / "shards"`; may be empty.
             write_rest: writes the other files of this rank.
-            background: return during the write; `finish` waits for it. The state must not change until then.
+            background: return immediately; `finish` waits for the write. The state must not change until then.
 
         Raises:
-            OSError: the checkpoint cannot be written; on every rank, if it is about shards.
+            OSError: the checkpoint cannot be written; raised on every rank if shards cannot be written.
         """
         self._shards = ShardWriter(folder / "shards", shards) if shards else None
         if background:
@@ -143,11 +143,11 @@ class CheckpointWriter:
         return written
 
     def is_done(self) -> bool:
-        """Whether the write of this rank has ended; `finish` raises its error."""
+        """Whether the write of this rank has ended. `finish` raises its error, if any."""
         return self._write is None or self._write.done()
 
     def finish(self) -> None:
-        """Wait for the running write and complete it. Raises its error, once."""
+        """Wait for the running write and complete it. Raises its error once."""
         if self._write is None:
             return
         wait([self._write])
@@ -159,7 +159,7 @@ class CheckpointWriter:
 
 
 def load_shards(folder: Path, state: dict[str, Any]) -> None:
-    """Fill nested state in place. Raises ValueError if the folder has other contents."""
+    """Load nested state in place. Raises ValueError if the contents of the folder differ."""
     if not (folder / "shards").is_dir():
         raise ValueError(f"the checkpoint has no shards (expected {folder / 'shards'}): was it saved without them?")
     reader = ShardReader(folder / "shards")
@@ -171,7 +171,7 @@ def load_shards(folder: Path, state: dict[str, Any]) -> None:
     except (OSError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"{folder / 'shards'}: the file .metadata cannot be read: {error}") from error
     except (RuntimeError, ValueError, dcp.api.CheckpointException) as error:
-        raise ValueError(f"{folder} holds another model, or lacks some of load_contents: {error}") from error
+        raise ValueError(f"{folder} contains a different model, or lacks some of load_contents: {error}") from error
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer state by parameter name, which does not depend on the sharding."""
+    """The optimizer state by parameter name, independent of the sharding."""
     return get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
 
 
@@ -193,12 +193,12 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
 
 
 def load_model(folder: Path, model: nn.Module, module: nn.Module) -> None:
-    """Restore weights from `huggingface/` if they are there, otherwise from the shards.
+    """Restore weights from `huggingface/` if it contains them, otherwise from the shards.
 
     Args:
         folder: the checkpoint.
-        model: the module whose parameter names the shards have.
-        module: the HuggingFace module inside it.
+        model: the module with the parameter names of the shards.
+        module: the HuggingFace module inside of it.
     """
     if list((folder / "huggingface").glob("*.safetensors")):
         load_weights(module, folder / "huggingface")
@@ -216,7 +216,7 @@ def load_extra(folder: Path) -> Any:
 
 
 def save_description(module: nn.Module, folder: Path) -> None:
-    """Write the config and the generation config of a HuggingFace folder, without weights."""
+    """Write the config and generation config of a HuggingFace folder, without weights."""
     config = copy.deepcopy(module.config)
     config.architectures = [type(module).__name__]
     config.save_pretrained(folder)
@@ -225,7 +225,7 @@ def save_description(module: nn.Module, folder: Path) -> None:
 
 
 def load_weights(module: nn.Module, folder: Path) -> None:
-    """Copy the safetensors of a HuggingFace folder into `module`, every parameter exactly once."""
+    """Load the safetensors of a HuggingFace folder into `module`. Every parameter must occur exactly once."""
     from safetensors import safe_open
 
     files = sorted(folder.glob("*.safetensors"))
@@ -243,8 +243,8 @@ def load_weights(module: nn.Module, folder: Path) -> None:
     shapes = [name for name, shape in saved.items() if name in present and tuple(present[name].shape) != shape]
     if missing or unknown or shapes:
         raise ValueError(
-            f"{folder} holds another model than {type(module).__name__} here: "
-            f"missing {missing[:3]}, unknown {unknown[:3]}, with another shape {shapes[:3]}. Use the model that the "
+            f"{folder} contains a different model than this {type(module).__name__}: "
+            f"missing {missing[:3]}, unknown {unknown[:3]}, mismatched shapes {shapes[:3]}. Use the model that the "
             "run started with, or start a fresh run (a new trainer.experiment_name or trainer.default_local_dir)"
         )
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The model that an engine trains: resolved from the configuration, loaded, and one forward pass to the outputs."""
+"""Model of a training engine: configuration, loading, and the forward pass to the outputs."""
 
 import importlib.util
 import logging
@@ -32,16 +32,16 @@ _DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A `model` section with what the engine derived from the configuration and the device.
+    """A `model` section with the settings that the engine derived from the configuration and the device.
 
     Attributes:
         section: the `model` section.
         kind: as in `EngineSpec`.
-        device: where the parameters live.
+        device: device of the parameters.
         model_dtype: dtype of the parameters.
         compute_dtype: dtype of the forward pass; autocast if it differs from model_dtype.
         kernels: how norms, MLPs and rotary embeddings are computed (`modeling.layers`).
-        random_init: initialise from the config and the seed instead of loading weights (tests, benchmarks).
+        random_init: initialize at random instead of loading weights (for tests and benchmarks).
     """
 
     section: schema.ModelConfig
@@ -54,7 +54,7 @@ class ModelSpec:
 
 
 def resolve_model(spec: EngineSpec) -> ModelSpec:
-    """Dtypes and kernels of the model that `spec` describes. Raises what `check_kernels` raises."""
+    """Dtypes and kernels of the model that `spec` describes. Raises like `check_kernels`."""
     compute_dtype = resolve_dtype(spec.engine.dtype, spec.device)
     # trained weights stay float32 by default: bf16 weights lose updates smaller than 2**-8 of them; the frozen weights
     # under adapters are not trained
@@ -75,10 +75,10 @@ def resolve_model(spec: EngineSpec) -> ModelSpec:
 def choose_kernels(
     model: schema.ModelConfig, engine: schema.EngineConfig, device: torch.device, dtype: torch.dtype
 ) -> Kernels:
-    """The kernels of the layers: our fused functions unless the configuration selects others.
+    """Select the kernels of the layers: the built-in fused kernels, unless configured otherwise.
 
     Raises:
-        ValueError: as `check_kernels`.
+        ValueError: see `check_kernels`.
     """
     check_kernels(model, device)
     if device.type != "cuda":
@@ -97,16 +97,16 @@ def check_kernels(model: schema.ModelConfig, device: torch.device) -> None:
     if not model.use_liger:
         return
     if device.type != "cuda":
-        raise ValueError(f"model.use_liger: Liger's kernels run on a GPU, found a {device.type}: use false")
+        raise ValueError(f"model.use_liger: Liger kernels need a GPU, found {device.type}: set it to false")
     if importlib.util.find_spec("liger_kernel") is None:
-        raise ValueError("model.use_liger: the package liger-kernel is not installed: pip install it, or use false")
+        raise ValueError("model.use_liger: liger-kernel is not installed: pip install liger-kernel, or set it to false")
 
 
 # ---- loading --------------------------------------------------------------------------------------------------------
 
 
 def load_module(spec: ModelSpec) -> nn.Module:
-    """The model with its weights, dropout off. Raises ValueError that names the path if it cannot be loaded."""
+    """Load the model, with dropout disabled. Raises ValueError with the path if it cannot be loaded."""
     auto, hf, build = _recipe(spec)
     if spec.random_init:
         with spec.device:
@@ -118,7 +118,7 @@ def load_module(spec: ModelSpec) -> nn.Module:
 
 
 def empty_module(spec: ModelSpec) -> nn.Module:
-    """The model with parameters and buffers on the device "meta", which takes no memory."""
+    """Build the model on the device "meta", without memory."""
     auto, hf, build = _recipe(spec)
     with torch.device("meta"):
         module = auto.from_config(hf, dtype=spec.model_dtype, **build)
@@ -134,7 +134,7 @@ def check_model(model: schema.ModelConfig, kind: str = "causal_lm") -> None:
 
 
 def _recipe(spec: ModelSpec) -> tuple[Any, Any, dict[str, Any]]:
-    """The Auto class, the HuggingFace config and the arguments that the model is built with."""
+    """The Auto class, the HuggingFace config and the arguments to build the model."""
     from transformers import (
         AutoModelForCausalLM,
         AutoModelForSequenceClassification,
@@ -165,20 +165,20 @@ def _recipe(spec: ModelSpec) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def _from_pretrained(auto: Any, spec: ModelSpec, hf: Any, build: dict[str, Any]) -> nn.Module:
-    """The model with the weights of its files; a value model may have none for its head."""
+    """Load the model from its files. The head of a value model may be missing."""
     path = spec.section.path
     new_prefix = "score." if spec.kind == "value" else None
     module, new_head = load_pretrained(auto, path, hf, spec.model_dtype, new_prefix, **build)
     if new_head:
         # values start at 0 rather than at noise, so the first advantages are the returns themselves
-        logger.info("%s has no value head: initialising one with zeros", path)
+        logger.info("%s has no value head: initializing it with zeros", path)
         for name in new_head:
             nn.init.zeros_(module.get_parameter(name))
     return module
 
 
 def trunk_and_head(module: nn.Module, kind: str) -> tuple[nn.Module, Callable]:
-    """The decoder that returns hidden states, and the function from hidden states to logits or values."""
+    """Split a model into the decoder, which returns hidden states, and the head: hidden states -> logits or values."""
     trunk = module.base_model
     if kind != "causal_lm":
         return trunk, module.score
@@ -194,7 +194,7 @@ def trunk_and_head(module: nn.Module, kind: str) -> tuple[nn.Module, Callable]:
 
 @torch.no_grad()
 def checked(module: nn.Module, kind: str) -> nn.Module:
-    """The module, after comparing its own logits with those of `trunk_and_head` on four tokens.
+    """Check that `trunk_and_head` gives the same logits as the module on four tokens. Returns the module.
 
     Raises:
         ValueError: the architecture changes its logits after the last projection (other than by the soft-capping of its
@@ -224,13 +224,13 @@ def checked(module: nn.Module, kind: str) -> nn.Module:
 
 
 class TokenModel(nn.Module):
-    """A HuggingFace model whose forward pass returns what losses read, at the response tokens only.
+    """A HuggingFace model whose forward pass returns the inputs of losses, at response tokens only.
 
-    The single entry point for everything that wraps a forward pass: sharding, compilation, autocast.
+    It is the single entry point for everything that wraps a forward pass: sharding, compilation, autocast.
 
     Args:
         module: the HuggingFace model.
-        spec: how it computes.
+        spec: dtypes and kernels.
     """
 
     def __init__(self, module: nn.Module, spec: ModelSpec):

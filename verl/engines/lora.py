@@ -1,8 +1,8 @@
 """LoRA with peft (Hu et al. 2021, arXiv 2106.09685): low-rank adapters are added to a module and only they are trained.
 
-The output of an adapted layer is W x + scale * B A x with scale = alpha / rank. To the rest of the project the model
-looks the same: `weights` returns the merged W + scale * B A under HuggingFace names. The reference model is the same
-module with its adapters disabled (or set to those that training started from), so it needs no second copy.
+The output of an adapted layer is W x + scale * B A x with scale = alpha / rank. Other modules see an ordinary model:
+`weights` returns the merged W + scale * B A under HuggingFace names. The reference policy is the same module with its
+adapters disabled (or set to the initial ones), so it needs no second copy.
 """
 
 import json
@@ -27,16 +27,16 @@ _SEED = 0  # seed of A of new adapters, so that it is the same in every run and 
 
 
 def add_adapters(module: nn.Module, model: schema.ModelConfig) -> nn.Module:
-    """Add adapters to a causal language model or a value model, in place; trained parameters get requires_grad.
+    """Add adapters to a causal language model or a value model, in place, and set requires_grad.
 
-    New adapters do not change the outputs yet (B is 0).
+    New adapters do not change the outputs (B is 0).
 
     Args:
         module: the HuggingFace model.
         model: the `model` section: its lora_* keys, or the adapter to start from.
 
     Raises:
-        ValueError: adapters that fit no module, or of a kind that cannot be merged.
+        ValueError: adapters that match no module, or of a type that cannot be merged.
     """
     try:
         from peft import inject_adapter_in_model
@@ -61,7 +61,7 @@ def add_adapters(module: nn.Module, model: schema.ModelConfig) -> nn.Module:
 
 
 def _peft_config(module: nn.Module, model: schema.ModelConfig):
-    """peft's configuration: that of the adapter to start from, or one made from the section."""
+    """PEFT configuration: that of the adapter to start from, or one built from the section."""
     from peft import LoraConfig as PeftLoraConfig
     from peft import PeftConfig
 
@@ -81,11 +81,11 @@ def _peft_config(module: nn.Module, model: schema.ModelConfig):
     path = model.lora_adapter_path
     settings = PeftConfig.from_pretrained(path)
     if settings.peft_type != "LORA":
-        raise ValueError(f"{path} holds {settings.peft_type} adapters, expected LORA")
+        raise ValueError(f"{path} contains {settings.peft_type} adapters, expected LORA")
     if model.lora_rank and (model.lora_rank, model.lora_alpha) != (settings.r, settings.lora_alpha):
         raise ValueError(
             f"lora_rank {model.lora_rank} and lora_alpha {model.lora_alpha:g} differ from those of {path}, "
-            f"{settings.r} and {settings.lora_alpha:g}: leave lora_rank at 0, the adapter sets both"
+            f"{settings.r} and {settings.lora_alpha:g}: set lora_rank=0, since the adapter defines both"
         )
     unsupported = {
         k: v for k, v in (("use_dora", settings.use_dora), ("bias", settings.bias)) if v not in (False, "none")
@@ -99,7 +99,7 @@ def _peft_config(module: nn.Module, model: schema.ModelConfig):
 
 
 def _check_names(module: nn.Module, model: schema.ModelConfig) -> None:
-    """Raise ValueError for a name that no module ends in: it would select or exclude nothing."""
+    """Raise ValueError for a name that matches no module."""
     layers = dict(module.named_modules())
     for key, ends in (("target_modules", model.target_modules), ("exclude_modules", model.exclude_modules or ())):
         for end in ends:
@@ -109,7 +109,7 @@ def _check_names(module: nn.Module, model: schema.ModelConfig) -> None:
 
 
 def _check_layers(module: nn.Module) -> None:
-    """Raise ValueError for adapters on anything but a linear layer with a weight that is not tied."""
+    """Raise ValueError for adapters on anything but a linear layer with an untied weight."""
     from peft.tuners.lora import Linear
 
     names: dict[int, list[str]] = {}
@@ -124,7 +124,7 @@ def _check_layers(module: nn.Module) -> None:
 
 
 def merge_adapters(module: nn.Module) -> nn.Module:
-    """Merge the adapters into the weights under them and remove them, in place."""
+    """Merge the adapters into the base weights and remove them, in place."""
     for name, layer in _layers(module).items():
         layer.merge(adapter_names=[TRAINED])
         module.set_submodule(name, layer.get_base_layer())
@@ -138,7 +138,7 @@ def _layers(module: nn.Module) -> dict[str, nn.Module]:
 
 
 class Adapters:
-    """The adapters in a module whose parameters may be sharded."""
+    """The adapters of a module, whose parameters may be sharded."""
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -153,7 +153,7 @@ class Adapters:
         return f"rank {self.settings.r} on {len(self._layers)} layers; {trained:,} of {total:,} parameters are trained"
 
     def parameters(self, adapter: str = TRAINED) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name in peft's files, parameter) of one adapter and of a value head."""
+        """(PEFT name, parameter) of one adapter and of a value head."""
         for name, parameter in self.module.named_parameters():
             module, _, last = name.rpartition(f".{adapter}.")
             if module.endswith((".lora_A", ".lora_B")):
@@ -168,7 +168,7 @@ class Adapters:
             parameter.requires_grad_(True)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HuggingFace name, full tensor) of the model with the adapters merged. All ranks iterate together."""
+        """Yield (HuggingFace name, full tensor) with the adapters merged. Collective: all ranks must iterate."""
         for name, parameter in self.module.named_parameters():
             layer_name, inside, last = name.rpartition(".base_layer.")
             if ".lora_" in name:
@@ -181,7 +181,7 @@ class Adapters:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """A context in which the module computes with the weights that training started from."""
+        """Context in which the module uses the initial weights."""
         self.switch(on=False)
         try:
             yield
@@ -189,7 +189,7 @@ class Adapters:
             self.switch(on=True)
 
     def switch(self, on: bool) -> None:
-        """Compute with the trained adapters, or with those that training started from, if any."""
+        """Use the trained adapters, or the initial ones, if any."""
         for layer in self._layers.values():
             if START in self.module.peft_config:
                 layer.set_adapter([TRAINED if on else START])
@@ -200,12 +200,12 @@ class Adapters:
     # ---- peft's files ---------------------------------------------------------------------------------------------
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in peft's files, full tensor) of what is trained. All ranks iterate together."""
+        """Yield (PEFT name, full tensor) of trained parameters. Collective: all ranks must iterate."""
         for name, parameter in self.parameters():
             yield name, full_tensor(parameter.detach())
 
     def save(self, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-        """Write the tensors of `tensors`, in host memory, as a folder that peft loads."""
+        """Write the result of `tensors`, in host memory, as a folder in PEFT format."""
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -218,24 +218,24 @@ class Adapters:
 
     @torch.no_grad()
     def load(self, folder: Path, adapter: str = TRAINED) -> None:
-        """Load the adapters from such a folder. Raises ValueError if it holds others."""
+        """Load the adapters from a folder in PEFT format. Raises ValueError if they do not match."""
         from safetensors.torch import load_file
 
         path, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
         if not path.is_file() or not config.is_file():
-            raise ValueError(f"{folder} holds no adapters: expected {path.name} and {config.name}")
+            raise ValueError(f"{folder} contains no adapters: expected {path.name} and {config.name}")
         saved, saved_config = load_file(path), json.loads(config.read_text())
         if (saved_config["r"], saved_config["lora_alpha"]) != (self.settings.r, self.settings.lora_alpha):
             raise ValueError(
-                f"{folder} holds adapters of rank {saved_config['r']} and alpha {saved_config['lora_alpha']}, expected "
-                f"{self.settings.r} and {self.settings.lora_alpha}"
+                f"{folder} contains adapters of rank {saved_config['r']} and alpha {saved_config['lora_alpha']}, "
+                f"expected {self.settings.r} and {self.settings.lora_alpha}"
             )
         own = dict(self.parameters(adapter))
         differing = [n for n in own.keys() & saved.keys() if own[n].shape != saved[n].shape]
         if saved.keys() != own.keys() or differing:
             raise ValueError(
-                f"{folder} holds other adapters than the model: missing {sorted(own.keys() - saved.keys())[:3]}, "
-                f"unknown {sorted(saved.keys() - own.keys())[:3]}, with another shape {differing[:3]}"
+                f"the adapters in {folder} do not match the model: missing {sorted(own.keys() - saved.keys())[:3]}, "
+                f"unknown {sorted(saved.keys() - own.keys())[:3]}, mismatched {differing[:3]}"
             )
         for name, parameter in own.items():
             copy_into(parameter, saved[name])

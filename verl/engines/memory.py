@@ -1,4 +1,4 @@
-"""Memory of a training engine: offloading to the host, and the number of tokens that fit into a GPU.
+"""Memory of a training engine: offloading to the host, and the number of tokens that fit into GPU memory.
 
 The bytes that the layers keep for the backward pass are measured once, per token, from the tensors that autograd saves
 in two small forward passes. Together with the free memory they give the number of tokens that fit: with all
@@ -23,7 +23,7 @@ HOST = torch.device("cpu")
 
 #: share of the free memory that is planned for; the rest covers fragmentation
 SHARE = 0.8
-#: working memory of the layers beside what they keep, as a multiple of what one layer keeps: gradients in flight
+#: working memory of a backward pass (gradients in flight), as a multiple of the saved activations of one layer
 WORKING_LAYERS = 2
 #: lengths of the two probe sequences; their difference removes what does not depend on the number of tokens
 _SHORT, _LONG = 128, 384
@@ -33,7 +33,7 @@ _SHORT, _LONG = 128, 384
 
 
 class OnDevice:
-    """A reentrant context in which some state is on the device; outside of it the state is in host memory.
+    """Reentrant context in which some state is on the device. Outside of it, the state is in host memory.
 
     Args:
         move: moves the state to the given device.
@@ -72,7 +72,7 @@ def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> No
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Bytes per token held until the backward pass: with all activations kept, and with checkpointing."""
+    """Bytes per token saved for the backward pass, without and with activation checkpointing."""
 
     plain: float
     checkpointed: float
@@ -80,7 +80,7 @@ class ActivationBytes:
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Tokens of a micro-batch that fit: with all activations kept, and with checkpointing."""
+    """Max tokens of a micro-batch, without and with activation checkpointing."""
 
     plain: int
     checkpointed: int
@@ -90,9 +90,9 @@ def measure_activations(run: Callable[[int], object], module: nn.Module, vocab_s
     """Bytes per token that the layers of `module` keep for the backward pass.
 
     Args:
-        run: does a forward pass over the given number of tokens and returns its outputs.
+        run: runs a forward pass over the given number of tokens and returns its outputs.
         module: the HuggingFace model.
-        vocab_size: tensors whose last dimension this is (logits) are not counted; `logits_bytes` estimates them.
+        vocab_size: tensors with this last dimension (logits) are not counted; `logits_bytes` estimates them.
     """
     layers = module.config.get_text_config().num_hidden_layers
     hidden = module.config.get_text_config().hidden_size
@@ -127,7 +127,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def update_bytes(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
-    """Bytes that an update needs beside activations: gradients, and Adam's moments before the first step."""
+    """Bytes that an update needs in addition to activations: gradients, and Adam's moments before the first step."""
     trained = sum(_local(p).numel() * p.dtype.itemsize for p in parameters if p.requires_grad)
     return trained if optimizer.state else 3 * trained
 
@@ -137,11 +137,11 @@ def _local(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def logits_bytes(vocab_size: int, itemsize: int, device: torch.device) -> int:
-    """Upper bound of the bytes of the last projection: the logits that are kept, one chunk and its gradient.
+    """Upper bound of the bytes of the output layer: saved logits, one chunk and its gradient.
 
     Args:
-        vocab_size: columns of the logits.
-        itemsize: bytes of one logit.
+        vocab_size: vocabulary size.
+        itemsize: bytes per logit.
         device: a GPU.
     """
     total = torch.cuda.get_device_properties(device).total_memory
@@ -165,10 +165,10 @@ def choose_micro_batching(
         tokens: tokens of the largest micro-batch if the user fixed the split, otherwise None.
         longest: tokens of the longest sequence, which is never split.
         budget: tokens that fit into the free memory.
-        checkpointing: the user's choice; "auto" checkpoints if the memory requires it.
+        checkpointing: the config value; "auto" enables it if needed.
 
-    Returns:
-        (tokens of a micro-batch at most, whether to checkpoint).
+        Returns:
+            (max tokens of a micro-batch, whether to checkpoint).
     """
     if checkpointing == "auto":
         # half a full micro-batch without checkpointing is as fast as a full one with it

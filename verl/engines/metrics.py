@@ -16,8 +16,8 @@ def _number(value: Any) -> float:
 class MetricSums:
     """Accumulates metrics.
 
-    A pair (sum, count) merges exactly; a plain number counts once per row that it describes; of a `Largest` the maximum
-    is kept. Values stay tensors until `result`, so that the host does not wait for the device at every micro-batch.
+    A pair (sum, count) merges exactly, a plain number is weighted by its rows, and a `Largest` is reduced by the
+    maximum. Values stay tensors until `result`, so that the host does not synchronize at every micro-batch.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class MetricSums:
     def result(
         self, max_over_ranks: Callable[[list[float]], list[float]] = lambda values: values
     ) -> dict[str, tuple[float, float]]:
-        """name -> (sum, count): still a pair, because the ranks of a group are merged by the same rule.
+        """Name -> (sum, count), still as pairs: the ranks of a group are merged by the same rule.
 
         Args:
             max_over_ranks: reduces the `Largest` values over the ranks that share a mini-batch.

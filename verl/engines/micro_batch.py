@@ -18,7 +18,7 @@ def plan_micro_batches(
         micro: how to split.
         shared: the columns of the rows if rows with the same prompt compute it once per micro-batch; a prompt then
             counts once in a token budget.
-        budget_factor: ranks that share the tokens of a row, each of which has the token budget.
+        budget_factor: number of ranks that share the tokens of a row; the token budget is per rank.
 
     Returns:
         Row indices of each micro-batch.
@@ -36,9 +36,9 @@ def plan_micro_batches(
 
 
 def split_to(chunks: list[list[int]], count: int) -> list[list[int]]:
-    """The same rows in exactly `count` micro-batches, by halving the largest.
+    """Split into exactly `count` micro-batches, by halving the largest ones.
 
-    Ranks that shard one model run its layers together, so they need the same number of micro-batches.
+    Ranks that shard a model run its layers in lockstep, so they need the same number of micro-batches.
     """
     chunks = list(chunks)
     while len(chunks) < count:

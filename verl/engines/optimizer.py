@@ -12,7 +12,7 @@ from verl.config import schema
 
 
 def make_optimizer(optim: schema.OptimConfig, module: torch.nn.Module, device: torch.device) -> torch.optim.AdamW:
-    """AdamW over the trained parameters. Raises ValueError for an argument that AdamW does not have."""
+    """Make AdamW over the trained parameters. Raises ValueError for an unknown argument."""
     named = {"lr": optim.lr, "betas": tuple(optim.betas), "weight_decay": optim.weight_decay}
     extra = optim.override_optimizer_config or {}
     known = set(inspect.signature(torch.optim.AdamW).parameters) - {"params", *named}
@@ -57,10 +57,10 @@ def lr_multiplier(optim: schema.OptimConfig, total_training_steps: int = -1) -> 
 
 
 def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of all gradients as one vector, including the shards of other ranks: a scalar, equal on every rank.
+    """The 2-norm of all gradients, including the shards of other ranks: a scalar, equal on every rank.
 
-    Gradients may live on different meshes, which one reduction cannot span. Gradients with the same layout are summed
-    together over the ranks that share them.
+    Gradients may be on different meshes, which one reduction cannot span, so gradients with the same layout are reduced
+    together.
     """
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     for gradient in gradients:
@@ -74,7 +74,7 @@ def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _norm_over(groups: tuple[dist.ProcessGroup, ...], shards: list[torch.Tensor]) -> torch.Tensor:
-    """The norm of tensors of which this rank holds these shards and the ranks of `groups` hold the others."""
+    """The norm of sharded tensors: this rank has these shards, and the ranks of `groups` have the others."""
     norm = torch.nn.utils.get_total_norm(shards)
     if not groups:
         return norm

@@ -2,9 +2,9 @@
 
 Tensor parallelism shards the matrices of every layer over the ranks of a group, which compute the same tokens. Each
 rank holds some columns of the first matrix of a block (some heads, some units of the MLP) and the matching rows of the
-second; one all-reduce ends the block (Shoeybi et al. 2019, arXiv 1909.08053). How each matrix is sharded comes from
-`base_model_tp_plan`, the plan of transformers for the architecture, carried out with DTensors. What is outside the plan
-(embedding, norms, last projection) is computed by every rank of the group.
+second; one all-reduce ends the block (Shoeybi et al. 2019, arXiv 1909.08053). `base_model_tp_plan` of transformers
+defines how each matrix is sharded, with DTensors. Layers outside of the plan (embedding, norms, output layer) are
+computed by every rank of the group.
 """
 
 import os
@@ -39,13 +39,15 @@ def init_process_group(device: torch.device, timeout: float | None = None) -> No
 
     Args:
         device: device of this rank.
-        timeout: seconds that a collective waits for the other ranks; None leaves hangs to the caller of the workers.
+        timeout: timeout of collectives in seconds; None: the controller detects hangs.
     """
     if dist.is_initialized():
         return
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
-        raise ValueError(f"a sharded engine needs the variables {missing}: a launcher or a worker group sets them")
+        raise ValueError(
+            f"a sharded engine needs the environment variables {missing}, which a launcher or a worker group sets"
+        )
     # tensors in host memory (offloaded gradients, checkpoints) are reduced too
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
@@ -54,7 +56,7 @@ def init_process_group(device: torch.device, timeout: float | None = None) -> No
 
 
 def device_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """A mesh over all ranks whose groups have the timeout of the default group; torch would use its own default."""
+    """A mesh over all ranks. Its groups get the timeout of the default group instead of torch's default."""
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
     for name in names:
         dist.distributed_c10d._set_pg_timeout(timeout_of(dist.group.WORLD), mesh.get_group(name))
@@ -62,21 +64,21 @@ def device_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """The timeout of a group's collectives, read from its CPU backend, which every group here has."""
+    """The timeout of a group's collectives, read from its CPU backend, which every group has."""
     return group._get_backend(torch.device("cpu")).options._timeout
 
 
 def reduce_values(
     values: list[float], op: dist.ReduceOp, device: torch.device, group: dist.ProcessGroup | None
 ) -> list[float]:
-    """Each value reduced over the group, in float64."""
+    """Reduce each value over the group, in float64."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op, group)
     return tensor.tolist()
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded tensor gathered on every rank (all ranks call it together); an unsharded one is returned as it is."""
+    """Gather a sharded tensor on every rank (collective). An unsharded tensor is returned unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
     for dim in range(tensor.device_mesh.ndim):  # one at a time: torch warns if it gathers over several
@@ -99,7 +101,7 @@ _SHARDED_DIM = {"colwise": 0, "rowwise": 1}
 
 
 def tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard a HuggingFace model over a one-dimensional mesh, in place; its memory may be on "meta".
+    """Shard a HuggingFace model over a one-dimensional mesh, in place. The model may be on "meta".
 
     Raises:
         ValueError: the architecture has no plan, the plan uses a style that is not supported here, or the group size
@@ -112,7 +114,7 @@ def tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def planned_layers(trunk: nn.Module, model: str) -> dict[str, str]:
-    """Name of each sharded layer -> its style. `model` names the model in errors. Raises as `tensor_parallel`."""
+    """Name of each sharded layer -> its style. model: name for errors. Raises like `tensor_parallel`."""
     source = f"base_model_tp_plan of transformers {transformers.__version__}"
     plan: Mapping[str, str] | None = trunk.config.base_model_tp_plan
     if not plan:
@@ -133,7 +135,7 @@ def planned_layers(trunk: nn.Module, model: str) -> dict[str, str]:
 
 
 def _check_blocks(trunk: nn.Module, layers: Mapping[str, str], source: str) -> None:
-    """Every parameter inside a sharded block must be in the plan: otherwise its gradient would be one rank's share."""
+    """Check that every parameter inside a sharded block is in the plan; otherwise its gradient would be incomplete."""
     for block in dict.fromkeys(name.rpartition(".")[0] for name in layers):
         for parameter, _ in trunk.get_submodule(block).named_parameters():
             name = f"{block}.{parameter}".rpartition(".")[0]

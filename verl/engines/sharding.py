@@ -1,8 +1,8 @@
-"""How `TorchEngine` lays out a model and its batch over ranks: one device, or FSDP2 (`fully_shard`).
+"""Layout of a model and its batch over ranks, for `TorchEngine`: one device, or FSDP2 (`fully_shard`).
 
-With FSDP2 every rank holds a shard of each parameter, gradient and optimizer state. A rank computes its own samples or,
-of the samples that a few ranks have in common, its own tokens (sequence parallelism) or its own share of every layer
-(tensor parallelism).
+With FSDP2, every rank has a shard of each parameter, gradient and optimizer state. Ranks compute different samples or,
+within a model-parallel group, different tokens of the same samples (sequence parallelism) or different shards of every
+layer (tensor parallelism).
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class Sharding(ABC):
         sp_size: ranks that share the tokens of a sequence.
         sequence_ranks: the process group of these ranks; None without sequence parallelism.
         is_unsharded: whether this process holds every parameter and computes its full gradient.
-        is_first_rank: whether this rank writes what all ranks know.
+        is_first_rank: whether this rank writes the files that are not sharded.
     """
 
     dp_rank: int = 0
@@ -48,15 +48,15 @@ class Sharding(ABC):
 
     @abstractmethod
     def shard(self, model: TokenModel, spec: ModelSpec) -> None:
-        """Lay out the parameters of `model`, in place, and fill them."""
+        """Shard the parameters of `model`, in place, and load them."""
 
     @abstractmethod
     def equalize(self, chunks: list[list[int]]) -> list[list[int]]:
-        """The micro-batches of this rank, as many as every rank needs."""
+        """Split the micro-batches of this rank to the number that every rank needs."""
 
     @abstractmethod
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss whose backward pass yields the sum of the ranks' gradients."""
+        """Scale the loss so that the backward pass sums the gradients over ranks."""
 
     @abstractmethod
     def free_gathered(self, model: TokenModel) -> None:
@@ -64,11 +64,11 @@ class Sharding(ABC):
 
     @abstractmethod
     def sum_over_ranks(self, values: list[float]) -> list[float]:
-        """Each value summed over the data-parallel ranks."""
+        """Sum each value over the data-parallel ranks."""
 
     @abstractmethod
     def max_over_ranks(self, values: list[float]) -> list[float]:
-        """The maximum of each value over all ranks."""
+        """Maximum of each value over all ranks."""
 
 
 @final
@@ -82,7 +82,7 @@ class SingleDevice(Sharding):
         return checked(load_module(spec), spec.kind)
 
     def shard(self, model: TokenModel, spec: ModelSpec) -> None:
-        """Nothing to lay out."""
+        """Nothing to shard."""
 
     def equalize(self, chunks: list[list[int]]) -> list[list[int]]:
         return chunks
@@ -102,13 +102,13 @@ class SingleDevice(Sharding):
 
 @final
 class FSDP2(Sharding):
-    """Every rank holds a shard of each parameter (ZeRO-3, or ZeRO-2 with reshard_after_forward=false).
+    """Every rank has a shard of each parameter (ZeRO-3, or ZeRO-2 with reshard_after_forward=false).
 
     Args:
-        spec: `spec.engine` sets the sizes of the groups; joins the process group that the environment describes.
+        spec: `spec.engine` sets the group sizes. The process group is configured by the environment.
 
     Raises:
-        ValueError: sizes that do not divide the ranks, or a combination that is not supported.
+        ValueError: sizes that do not divide the number of ranks, or an unsupported combination.
     """
 
     is_unsharded = False
@@ -154,7 +154,7 @@ class FSDP2(Sharding):
     # ---- parameters ---------------------------------------------------------------------------------------------
 
     def build(self, spec: ModelSpec) -> torch.nn.Module:
-        """Parameters without memory on every rank; the first rank's host holds a full copy until `shard` is done."""
+        """Build on "meta" on every rank; only the host of the first rank has a full copy, until `shard` is done."""
         on_host = dataclasses.replace(spec, device=HOST)
         self._first_copy = checked(load_module(on_host), spec.kind) if self.is_first_rank else None
         module = empty_module(on_host)
@@ -165,7 +165,7 @@ class FSDP2(Sharding):
         return module
 
     def shard(self, model: TokenModel, spec: ModelSpec) -> None:
-        """Shard every decoder layer, then the rest (embedding, last norm and projection) as one more unit."""
+        """Shard every decoder layer, then the rest (embedding, final norm and head) as one unit."""
         device, tensor, module = self.device.type, self.tp_size, model.module
         ranks = dist.get_world_size() // tensor
         shard = ranks if self.section.fsdp_size == -1 else self.section.fsdp_size
@@ -203,7 +203,8 @@ class FSDP2(Sharding):
 
     @torch.no_grad()
     def _broadcast_parameters(self, model: TokenModel) -> None:
-        """Broadcast the first rank's parameters and buffers one by one, so that one full tensor exists at a time."""
+        """Broadcast the first rank's parameters and buffers one by one, so that only one full tensor exists at a
+        time."""
         device, module = self.device, model.module
         model.to_empty(device=HOST if self.section.offload_policy else device)
         for name, buffer in module.named_buffers():  # FSDP keeps buffers where the layers compute
@@ -220,7 +221,7 @@ class FSDP2(Sharding):
         self._first_copy = None
 
     def free_gathered(self, model: TokenModel) -> None:
-        """Reshard: parameters that are still gathered would be taken for the weights."""
+        """Reshard, since parameters that are still gathered would be used as the weights."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -228,7 +229,7 @@ class FSDP2(Sharding):
     # ---- what ranks must agree on -------------------------------------------------------------------------------
 
     def equalize(self, chunks: list[list[int]]) -> list[list[int]]:
-        """As many micro-batches as on the rank that needs most: the ranks gather the layers together."""
+        """Use the largest number of micro-batches of any rank: ranks gather the layers collectively."""
         (count,) = self.max_over_ranks([float(len(chunks))])
         return split_to(chunks, int(count))
 
@@ -245,7 +246,7 @@ class FSDP2(Sharding):
 
 
 def make_sharding(spec: EngineSpec) -> Sharding:
-    """One process holds the whole model; several shard it with FSDP2.
+    """One process has the whole model; several shard it with FSDP2.
 
     Raises:
         ValueError: a setting that needs several processes if there is one.
@@ -253,7 +254,7 @@ def make_sharding(spec: EngineSpec) -> Sharding:
     if spec.world_size > 1:
         return FSDP2(spec)
     if spec.engine.offload_policy:
-        raise ValueError("offload_policy is FSDP's, which needs several processes: with one, use param_offload")
+        raise ValueError("offload_policy needs FSDP with several processes: use param_offload with one process")
     for key in ("ulysses_sequence_parallel_size", "tensor_parallel_size"):
         size = spec.engine.model_dump()[key]
         if size > 1:

@@ -1,6 +1,6 @@
 """The built-in training engine: a HuggingFace decoder with AdamW, on one device or sharded by FSDP2.
 
-What depends on the number of ranks is in the `Sharding` object. The path of an update:
+Everything that depends on the number of ranks is in the `Sharding` object. An update:
 
     columns -> plan (which rows form which micro-batch) -> per micro-batch: input, forward, loss, backward -> step
 """
@@ -43,7 +43,7 @@ _INPUTS = ("input_ids", "attention_mask", "position_ids", "responses")
 
 @dataclass(frozen=True)
 class _Plan:
-    """rows: row indices of each micro-batch. shared_prefix: rows with the same prompt compute it once."""
+    """rows: row indices of each micro-batch. shared_prefix: compute a prompt once for all its rows."""
 
     rows: list[list[int]]
     shared_prefix: bool
@@ -51,13 +51,13 @@ class _Plan:
 
 @final
 class TorchEngine(TrainEngine):
-    """A HuggingFace model: parameters in model_dtype (float32 masters), computation in compute_dtype.
+    """A HuggingFace model, with master weights in model_dtype (float32) and computation in compute_dtype.
 
     Args:
         spec: sections of the configuration, kind of model and device.
         sharding: layout over the ranks; by default one device.
-        model: how the model is built, if not as `resolve_model(spec)` derives it.
-        module: a ready module instead of loading one; on one device only.
+        model: how to build the model; default: `resolve_model(spec)`.
+        module: an existing module instead of loading one; single device only.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class TorchEngine(TrainEngine):
             return sums.result(self.max_over_ranks) | self._step()
 
     def _forward(self, columns: Tensors, shared_prefix: bool, outputs: tuple[str, ...], temperature: float) -> Tensors:
-        """Outputs (b, T) of a micro-batch. The input is built on the host, which does not wait for the device."""
+        """Outputs (b, T) of a micro-batch. The input is built on the host without synchronizing with the device."""
         model_input = build_input(columns, self.spec.model.use_remove_padding, shared_prefix)
         if self.sharding.sequence_ranks is not None:
             model_input = model_input.share_of(self.sharding.sequence_ranks)
@@ -155,14 +155,14 @@ class TorchEngine(TrainEngine):
         self.sharding.scale_loss(loss).backward()
 
     def _fixed_weights(self, training: bool) -> AbstractContextManager[None]:
-        """A phase without weight updates: fused layers may cache casts and, in training, accumulate gradients."""
+        """Context without weight updates: fused layers may cache casts and, in training, accumulate gradients."""
         unsharded = self.sharding.is_unsharded
         return self._weight_cache.fixed_weights(keep=unsharded, accumulate_gradients=training and unsharded)
 
     # ---- micro-batches ------------------------------------------------------------------------------------------
 
     def _plan(self, columns: Tensors, micro: MicroBatching, training: bool = False) -> _Plan:
-        """Split rows into micro-batches, as many on every rank."""
+        """Split rows into micro-batches, the same number on every rank."""
         lengths = row_lengths(columns["attention_mask"])
         if training:
             micro = self._choose_micro_batching(lengths, micro)
@@ -171,7 +171,7 @@ class TorchEngine(TrainEngine):
         return _Plan(self.sharding.equalize(rows), shared_prefix)
 
     def _shares_prefix(self, lengths: list[int]) -> bool:
-        """Whether rows with the same prompt compute it once: where attention takes all rows in one call."""
+        """Whether to compute a prompt once for all its rows: if attention processes all rows in one call."""
         if not self.spec.model.use_remove_padding or self.sharding.sp_size > 1:
             return False
         narrow = self.model_spec.compute_dtype.itemsize == 2
@@ -205,7 +205,7 @@ class TorchEngine(TrainEngine):
         return MicroBatching(tokens=tokens) if is_open else micro
 
     def _token_budget(self) -> memory.TokenBudget:
-        """The tokens that fit into the memory that is free now, minus what else an update needs."""
+        """The tokens that fit into free memory, after what else an update needs."""
         spec, vocabulary = self.model_spec, self.model.vocab_size
         if self._activation_bytes is None:
             self._checkpoint_activations(False)
@@ -227,7 +227,7 @@ class TorchEngine(TrainEngine):
         return self._forward(columns, False, outputs, 1.0)
 
     def _checkpoint_activations(self, on: bool) -> None:
-        """Turn activation checkpointing on or off."""
+        """Enable or disable activation checkpointing."""
         if on == self._checkpoints_activations:
             return
         self._checkpoints_activations = on
@@ -242,12 +242,12 @@ class TorchEngine(TrainEngine):
     # ---- optimizer ----------------------------------------------------------------------------------------------
 
     def _step(self) -> dict[str, float]:
-        """Clip the gradient and step; skip the step if the gradient is not finite."""
+        """Clip the gradient and take an optimizer step; skip it if the gradient is not finite."""
         parameters = [p for p in self.module.parameters() if p.grad is not None]
         assert parameters, "no parameter got a gradient: the loss does not depend on the model"
         norm = gradient_norm([p.grad for p in parameters])
         if not torch.isfinite(norm):
-            logger.warning("the gradient norm is %s: this update is skipped", norm.item())
+            logger.warning("the gradient norm is %s: skipping this update", norm.item())
             self.optimizer.zero_grad(set_to_none=True)
             return {"grad_norm": norm.item(), "grad_skipped": 1.0}
         clip_gradients([p.grad for p in parameters], norm, self.spec.optimizer.clip_grad)
@@ -259,7 +259,7 @@ class TorchEngine(TrainEngine):
         return {"grad_norm": norm.item(), "grad_skipped": 0.0}
 
     def _verify_change(self, parameters: list[torch.nn.Parameter], before: list[torch.Tensor]) -> None:
-        """The first update must change the adapters: a run that trains nothing would otherwise look normal."""
+        """Check that the first update changes the adapters; a run that trains nothing would look normal otherwise."""
         changed = any(not torch.equal(full_tensor(p.detach()), full_tensor(old)) for p, old in zip(parameters, before))
         if not changed:
             raise RuntimeError("an update with a gradient changed none of the trained parameters")
@@ -282,7 +282,7 @@ class TorchEngine(TrainEngine):
 
     @property
     def has_full_weights(self) -> bool:
-        """Whether the parameters of `module` are the weights: not sharded, no adapters beside them."""
+        """Whether the parameters of `module` are the full weights: unsharded, without adapters."""
         return self.sharding.is_unsharded and self.adapters is None
 
     def shared_module(self) -> torch.nn.Module | None:
@@ -304,7 +304,7 @@ class TorchEngine(TrainEngine):
 
     def reference(self) -> AbstractContextManager[None]:
         if self.adapters is None:
-            raise ValueError("all weights are trained, so those that training started from are gone")
+            raise ValueError("all weights are trained, so the initial weights are gone")
         return self.adapters.reference()
 
     @contextmanager
@@ -337,7 +337,7 @@ class TorchEngine(TrainEngine):
         self._writer.finish()
 
     def _state(self, contents: tuple[str, ...], keep: Callable[[Any], Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(this rank's shards, what all ranks know), each tensor passed through `keep`."""
+        """(shards of this rank, unsharded state), with each tensor passed through `keep`."""
         shards: dict[str, Any] = {}
         known: dict[str, Any] = {"huggingface": {}}
         if "hf_model" in contents or ("model" in contents and self.has_full_weights):
@@ -353,7 +353,7 @@ class TorchEngine(TrainEngine):
         return shards, known
 
     def _collect(self, tensors: Iterable[tuple[str, torch.Tensor]], keep: Callable[[Any], Any]) -> dict[str, Any]:
-        """Full tensors, kept by the first rank; the others only take part in gathering them."""
+        """Gather full tensors, kept on the first rank only."""
         kept = {}
         for name, tensor in tensors:
             if self.sharding.is_first_rank:
@@ -403,12 +403,12 @@ class TorchEngine(TrainEngine):
 
 
 def make_torch_engine(spec: EngineSpec) -> TorchEngine:
-    """The factory of strategy "fsdp" and "fsdp2"."""
+    """Factory of the strategies "fsdp" and "fsdp2"."""
     return TorchEngine(spec, make_sharding(spec))
 
 
 def _columns(batch: DataProto, names: tuple[str, ...]) -> Tensors:
-    """Tensor columns on the host, where micro-batches are put together."""
+    """Tensor columns on the host, where micro-batches are assembled."""
     return {name: batch.column(name).cpu() for name in names}
 
 
@@ -423,5 +423,5 @@ def _persistent_buffers(module: torch.nn.Module, keep: Callable[[Any], Any]) -> 
 
 
 def _on_host(state: Any) -> Any:
-    """A full tensor in host memory; shards are written from where they are."""
+    """Copy a full tensor to host memory. Shards are written from their device."""
     return state.cpu() if isinstance(state, torch.Tensor) else state

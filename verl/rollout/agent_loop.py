@@ -1,4 +1,4 @@
-"""Agent loops: how one prompt becomes one trajectory, with tools and other turns between the completions.
+"""Agent loops turn a prompt into a trajectory, with tool calls and other turns between completions.
 
     @register_agent_loop("calculator")
     class CalculatorLoop:
@@ -13,8 +13,8 @@
             return trajectory
 
 Load the file with `imports=[path/to/file.py]` and select the loop with
-`actor_rollout_ref.rollout.agent.default_agent_loop=calculator`. Many loops run at once, one per sample, and share the
-batch of the rollout engine.
+`actor_rollout_ref.rollout.agent.default_agent_loop=calculator`. Many loops run concurrently, one per sample, and share
+the batch of the rollout engine.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -38,12 +38,12 @@ SINGLE_TURN = ("single_turn", "single_turn_agent")
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a loop begins with.
+    """The input of a loop.
 
     Args:
         token_ids: the prompt.
-        params: how to sample; `max_tokens` is the most tokens of the whole trajectory after the prompt.
-        sample_id: which sample this is; fixes its random numbers.
+        params: sampling parameters; `max_tokens` limits the whole trajectory after the prompt.
+        sample_id: identifies the sample and determines its random numbers.
         columns: the other columns of the sample in the batch, such as raw_prompt, data_source and extra_info.
     """
 
@@ -59,8 +59,8 @@ class Segment:
 
     Args:
         token_ids: the tokens.
-        author: POLICY, or who else put them there ("tool", "user").
-        log_probs: one per token of the policy, as the engine reported them; empty for other authors.
+        author: POLICY, or another source such as "tool" or "user".
+        log_probs: one per token of the policy, as reported by the engine; empty for other authors.
     """
 
     token_ids: list[int]
@@ -80,7 +80,7 @@ class Trajectory:
         self.turns = 0
 
     def add_completion(self, completion: Completion) -> None:
-        """Append what the policy sampled."""
+        """Append a completion of the policy."""
         start = len(self)
         self.weight_versions += [(start + first, version) for first, version in completion.weight_versions]
         self._add(Segment(list(completion.token_ids), POLICY, list(completion.log_probs)))
@@ -88,9 +88,9 @@ class Trajectory:
         self.turns += 1
 
     def add_tokens(self, token_ids: list[int], author: str = "tool") -> None:
-        """Append tokens that the policy did not sample: they are read by it and not trained on."""
+        """Append tokens that the policy did not sample, such as tool output. The policy is not trained on them."""
         if author == POLICY:
-            raise ValueError("add_tokens is for tokens of other authors; append the policy's with add_completion")
+            raise ValueError("add_tokens is for tokens of other authors: use add_completion for those of the policy")
         self._add(Segment(list(token_ids), author))
 
     def _add(self, segment: Segment) -> None:
@@ -98,11 +98,11 @@ class Trajectory:
             self.segments.append(segment)
 
     def next_request(self) -> Request | None:
-        """A request to continue after all tokens so far; None when `max_tokens` are used up."""
+        """The request that continues after all tokens so far; None once `max_tokens` is reached."""
         left = self.prompt.params.max_tokens - len(self)
         if left <= 0:
             return None
-        # every turn has separate random numbers; the first has those of a single turn
+        # every turn has different random numbers; the first has those of a single-turn loop
         sample_id = self.prompt.sample_id
         turn_id = sample_id if self.turns == 0 else fork_seed(sample_id, self.turns)
         params = replace(self.prompt.params, max_tokens=left)
@@ -133,8 +133,8 @@ class AgentLoop(Protocol):
     async def run(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:
         """
         Args:
-            prompt: the sample to begin with.
-            generate: `await generate(request)` as often as the loop needs it.
+            prompt: the prompt of the sample.
+            generate: the rollout engine; call `await generate(request)` any number of times.
         """
 
 
@@ -142,7 +142,7 @@ class AgentLoopFactory(Protocol):
     """A class with this constructor, or a function."""
 
     def __call__(self, config: BaseModel, tokenizer: Any) -> AgentLoop:
-        """config: the `rollout` section. tokenizer: of the policy."""
+        """config: the `rollout` section. tokenizer: the policy's tokenizer."""
 
 
 #: name -> factory; `rollout.agent.default_agent_loop` selects one
@@ -157,13 +157,13 @@ def register_agent_loop(name: str) -> Callable[[AgentLoopFactory], AgentLoopFact
 @register_agent_loop("single_turn")
 @register_agent_loop("single_turn_agent")
 class SingleTurn:
-    """One completion per prompt. A batch of them goes through `RolloutEngine.generate` directly."""
+    """One completion per prompt. Batches call `RolloutEngine.generate` directly."""
 
     def __init__(self, config: BaseModel | None = None, tokenizer: Any = None):
-        """Neither is needed."""
+        """The arguments are ignored."""
 
     async def run(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:
-        """As AgentLoop.run."""
+        """See `AgentLoop.run`."""
         trajectory = Trajectory(prompt)
         trajectory.add_completion(await generate(trajectory.next_request()))
         return trajectory

@@ -1,4 +1,4 @@
-"""The contract of a rollout engine: token ids in, token ids and log-probs out. It knows no text and no DataProto.
+"""The contract of a rollout engine: token ids in, token ids and log-probs out. No text and no DataProto.
 
 A custom engine is a subclass of `RolloutEngine` and a registered factory:
 
@@ -33,15 +33,15 @@ class SamplingParams:
     """How the response to one prompt is sampled.
 
     Args:
-        max_tokens: most response tokens, the stop token included.
-        stop_token_ids: a response ends with the first of these, which belongs to it.
-        temperature: 0 is greedy.
-        top_k: -1 is off.
-        top_p: 1 is off.
-        min_p: 0 is off.
-        seed: together with the request's `sample_id` it fixes the random numbers of the response.
-        ignore_eos: generate `max_tokens` tokens whatever they are (benchmarks).
-        stop: strings that end a response, too.
+        max_tokens: max response tokens, including the stop token.
+        stop_token_ids: a response ends after the first of these tokens.
+        temperature: 0 for greedy decoding.
+        top_k: -1 to disable.
+        top_p: 1 to disable.
+        min_p: 0 to disable.
+        seed: determines, with the request's `sample_id`, the random numbers of the response.
+        ignore_eos: always generate `max_tokens` tokens (for benchmarks).
+        stop: stop strings, in addition to `stop_token_ids`.
     """
 
     max_tokens: int
@@ -69,11 +69,11 @@ class SamplingParams:
     def from_config(
         cls, section: BaseModel, *, stop_token_ids: tuple[int, ...], stop: StopStrings | None = None
     ) -> "SamplingParams":
-        """The parameters that a `rollout` section sets: every field is read by its name.
+        """Make the parameters from a `rollout` section, field by field.
 
         Args:
             section: `verl.config.schema.SamplingConfig` or a subclass.
-            stop_token_ids: the tokens that end a response, as the tokenizer and the model have them.
+            stop_token_ids: the end tokens of the tokenizer and the model.
             stop: `section.stop` with the tokenizer's `decode` (`stop_strings`).
         """
         given = section.model_dump()
@@ -86,35 +86,35 @@ class SamplingParams:
 
     @property
     def filters(self) -> bool:
-        """Whether tokens are excluded, so that log-probs are not those of the model's distribution."""
+        """Whether top-k, top-p or min-p is active, so that log-probs are those of a truncated distribution."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
     def active_stop_ids(self) -> tuple[int, ...]:
-        """The token ids that end a response; none with `ignore_eos`."""
+        """The token ids that end a response; empty with `ignore_eos`."""
         return () if self.ignore_eos else self.stop_token_ids
 
     @property
     def shared(self) -> "SamplingParams":
-        """The part that all requests of one batch must agree on: all but max_tokens, seed and stop."""
+        """The parameters that all requests of a batch must share: all except max_tokens, seed and stop."""
         return replace(self, max_tokens=1, seed=0, stop=None)
 
 
 def stop_strings(strings: Sequence[str], tokenizer: Any) -> StopStrings | None:
-    """`rollout.stop` with the tokenizer that decodes responses; None without strings."""
+    """Make the `StopStrings` of `rollout.stop`; None if there are none."""
     return StopStrings(tuple(strings), tokenizer.decode) if strings else None
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to respond to.
+    """A request for one response to a prompt.
 
     Args:
-        prompt_ids: token ids, not padded, at least one.
-        params: how to sample.
-        sample_id: with `params.seed`, fixes the random numbers of the response, whatever else is in the batch.
-        request_id: the name that `abort` knows the request by.
-        multi_modal_data: images and the like, for engines that support them.
+        prompt_ids: token ids, unpadded, at least one.
+        params: sampling parameters.
+        sample_id: determines, with `params.seed`, the random numbers of the response, independent of the batch.
+        request_id: identifies the request in `abort`.
+        multi_modal_data: images and other media, for engines that support them.
     """
 
     prompt_ids: list[int]
@@ -132,12 +132,12 @@ class Completion:
     """The response to one request.
 
     Args:
-        token_ids: the response, its stop token included.
+        token_ids: the response, including its stop token.
         log_probs: one per token, of the distribution that it was sampled from (after temperature, top-k, top-p and
             min-p); of the unscaled distribution when greedy.
         finish_reason: "stop" (a stop token or string), "length" (max_tokens), or "abort".
-        weight_versions: spans (first token, version of the weights that sampled from there on). An engine may leave it
-            empty: the whole response is then of the version that was last synchronized.
+        weight_versions: spans (first token, weight version from that token on). May be empty: the whole response was
+            then sampled with the last synchronized version.
     """
 
     token_ids: list[int]
@@ -148,7 +148,7 @@ class Completion:
 
 @dataclass
 class RolloutStats:
-    """What the last `generate` did: response tokens, decoding steps, seconds."""
+    """Statistics of the last `generate`: response tokens, decode steps, seconds."""
 
     tokens: int = 0
     steps: int = 0
@@ -157,11 +157,11 @@ class RolloutStats:
 
 
 class RolloutEngine(ABC):  # noqa: B024 (`__init_subclass__` asks for one method of two)
-    """Generates responses. Define `generate`, or `generate_one`, or both: each has a default in terms of the other."""
+    """Base class of rollout engines. Define `generate` or `generate_one`; each has a default that calls the other."""
 
     #: of the last `generate`
     stats: RolloutStats = RolloutStats()
-    #: version of the weights that it generates with: the number of completed training steps. Set by the weight sync
+    #: weight version of the engine: the number of completed training steps. Set by the weight sync
     weight_version: int = 0
 
     _gathering: "GatheredRequests | None" = None
@@ -172,45 +172,44 @@ class RolloutEngine(ABC):  # noqa: B024 (`__init_subclass__` asks for one method
             raise TypeError(f"{cls.__name__} defines neither generate() nor generate_one(): define one of them")
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Respond to a whole batch and wait for it.
+        """Generate responses to a batch of requests. Blocking.
 
         Returns:
-            One completion per request, in the order of the requests. Requests with equal prompts are samples of one
-            group: an engine may share their work.
+            One completion per request, in order. Requests with equal prompts are samples of one group, so an engine can
+            compute their prefix once.
         """
         return run_coroutine(gather_coroutines([self.generate_one(request) for request in requests]))
 
     async def generate_one(self, request: Request) -> Completion:
-        """Respond to one request. Call it from many coroutines at once: they share the engine's batch.
+        """Generate the response to one request. Concurrent calls share the engine's batch.
 
-        The default sends all requests that are waiting at the same time through `generate`, which blocks the event
-        loop meanwhile.
+        The default collects concurrent requests and calls `generate`, which blocks the event loop meanwhile.
         """
         if self._gathering is None:
             self._gathering = GatheredRequests(self.generate)
         return await self._gathering.submit(request)
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End requests of `generate_one` now, all of them for None.
+        """Abort requests of `generate_one`; None: all of them.
 
-        Each returns the tokens that it has, with finish_reason "abort". The default reaches those that have not begun.
+        Each returns its tokens so far, with finish_reason "abort". The default aborts requests that have not started.
         """
         if self._gathering is not None:
             self._gathering.abort(request_ids)
 
     def sleep(self) -> None:  # noqa: B027
-        """Free the memory that only generation needs, such as the KV cache. Weights stay."""
+        """Free the memory that only generation needs, such as the KV cache. The weights are kept."""
 
     def wake(self) -> None:  # noqa: B027
-        """Be ready to generate again after `sleep`."""
+        """Prepare to generate again after `sleep`."""
 
     def receiver(self) -> "WeightReceiver | None":
-        """What takes new weights in; None for an engine that generates with the trainer's own parameters."""
+        """The receiver of new weights; None for an engine that generates with the trainer's parameters."""
         return None
 
 
 async def gather_coroutines(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of coroutines that run at the same time. The first error cancels the others."""
+    """Run coroutines concurrently and return their results. The first error cancels the others."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))
@@ -222,7 +221,7 @@ async def gather_coroutines(coroutines: Sequence[Coroutine[Any, Any, T]]) -> lis
 
 
 class GatheredRequests:
-    """`generate_one` in terms of `generate`: requests that wait at the same time are one batch."""
+    """Implements `generate_one` with `generate`: concurrent requests form one batch."""
 
     def __init__(self, generate: Callable[[Sequence[Request]], list[Completion]]):
         self._generate = generate
@@ -257,7 +256,7 @@ class GatheredRequests:
 
 
 def is_named(request: Request, request_ids: Sequence[str] | None) -> bool:
-    """Whether `abort(request_ids)` means this request."""
+    """Whether `abort(request_ids)` applies to this request."""
     return request_ids is None or request.request_id in request_ids
 
 
@@ -267,13 +266,13 @@ def make_requests(
     sample_ids: Sequence[int] | None = None,
     limits: Sequence[int] | None = None,
 ) -> list[Request]:
-    """One request per prompt.
+    """Make one request per prompt.
 
     Args:
-        prompts: token ids of each.
-        params: of all.
-        sample_ids: of each; None is 0, 1, 2 ...
-        limits: most response tokens of each; None is params.max_tokens for all.
+        prompts: token ids of each prompt.
+        params: sampling parameters of all requests.
+        sample_ids: one per prompt; None: 0, 1, 2 ...
+        limits: max response tokens, one per prompt; None: params.max_tokens.
 
     Raises:
         ValueError: lists of different length.
@@ -287,7 +286,7 @@ def make_requests(
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end, also where an event loop is running already (a notebook cell)."""
+    """Run a coroutine to completion, even if an event loop is already running (as in a notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -314,13 +313,15 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
 
 @dataclass(frozen=True)
 class RolloutEnv:
-    """Where an engine runs, in plain values.
+    """Where an engine runs, as plain values.
 
     Args:
-        rank: of this process among those of the rollout role. world_size: how many there are. local_rank: on this host.
-        device: of the engine.
-        pad_token_id: fills rows where an engine pads.
-        compute_dtype: of the training computation; None where nothing is trained.
+        rank: rank of this process in the rollout role.
+        world_size: number of rollout ranks.
+        local_rank: rank on this host.
+        device: device of the engine.
+        pad_token_id: padding token, for engines that pad.
+        compute_dtype: compute dtype of training; None without training.
     """
 
     rank: int
@@ -332,13 +333,13 @@ class RolloutEnv:
 
 
 class SharesWeights(Protocol):
-    """What a factory may ask of the training engine in the same process (see verl.engines.base.TrainEngine)."""
+    """The part of a training engine in the same process that a factory uses (see verl.engines.base.TrainEngine)."""
 
     def shared_module(self) -> torch.nn.Module | None:
-        """The module with all parameters unsharded on this device; None where there is none."""
+        """The module with all parameters, unsharded on this device; None if there is none."""
 
     def model_forward(self) -> Any:
-        """The batch-invariant forward pass of the trained model; None where it is computed in another way."""
+        """The batch-invariant forward pass of the trained model; None if training is not batch-invariant."""
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's buffers by name, on this device."""
@@ -354,9 +355,9 @@ class RolloutFactory(Protocol):
         Args:
             config: the `rollout` section (verl.config.schema.RolloutEngineConfig).
             model: the `model` section (verl.config.schema.ModelConfig).
-            env: where it runs.
-            train_engine: the training engine in the same process, if there is one. An engine that generates with its
-                `shared_module()` has no receiver; any other is given its weights through `receiver()`.
+            env: where the engine runs.
+            train_engine: the training engine in the same process, if there is one. A rollout engine that generates with
+                its `shared_module()` has no receiver; others receive weights through `receiver()`.
         """
 
 
@@ -372,7 +373,7 @@ def register_rollout_engine(name: str) -> Callable[[RolloutFactory], RolloutFact
 def make_rollout_engine(
     name: str, config: BaseModel, model: BaseModel, env: RolloutEnv, train_engine: SharesWeights | None = None
 ) -> RolloutEngine:
-    """The engine registered under `name`. Raises ValueError that lists the registered names."""
+    """Make the engine registered under `name`. Raises ValueError with the registered names."""
     return ROLLOUT_ENGINES[name](config, model, env, train_engine)
 
 

@@ -1,4 +1,4 @@
-"""`rollout.name=hf`: transformers' `generate`, which works for every model that transformers can run."""
+"""`rollout.name=hf`: transformers' `generate`, for all causal language models in transformers."""
 
 import time
 from collections.abc import Sequence
@@ -30,10 +30,10 @@ from verl.utils.device import resolve_dtype
 
 
 class _Sampler(LogitsProcessor):
-    """Samples the next token itself and leaves `generate` no other choice, so that its log-prob is known.
+    """Logits processor that samples the next token, records its log-prob, and masks all other tokens.
 
-    transformers' own sampling takes one random stream for the whole batch and keeps the scores of every step; this
-    samples by (seed, sample id, position) and keeps one number per token.
+    transformers' sampling uses one random stream for the whole batch and keeps the scores of every step. This one uses
+    counter-based random numbers (seed, sample id, position) and keeps one log-prob per token.
     """
 
     def __init__(self, requests: Sequence[Request], prompt_width: int, device: torch.device):
@@ -53,7 +53,7 @@ class _Sampler(LogitsProcessor):
 
 
 class _StopText(StoppingCriteria):
-    """Ends a row whose last token completes a stop string."""
+    """Stopping criterion: ends a row whose last token completes a stop string."""
 
     def __init__(self, stops: Sequence[StopStrings | None], prompt_width: int):
         self.stops = stops
@@ -69,14 +69,14 @@ class _StopText(StoppingCriteria):
 
 
 class HFRollout(RolloutEngine):
-    """Generates with a HuggingFace causal language model in this process; usually the trainer's own module.
+    """Generates with a HuggingFace causal language model in this process, usually the trainer's module.
 
     Args:
         module: the model.
-        pad_token_id: fills shorter prompts.
-        max_rows: most rows per `generate` call of transformers (memory of the KV cache).
-        compute_dtype: of the forward pass, where it is not that of the parameters.
-        weights: the receiver of the module's weights, where they are not the trainer's own.
+        pad_token_id: padding token of prompts.
+        max_rows: max rows per `generate` call of transformers; limits the memory of the KV cache.
+        compute_dtype: dtype of the forward pass, if different from the parameters.
+        weights: receiver of the module's weights, if they are not shared with the trainer.
     """
 
     def __init__(
@@ -96,10 +96,11 @@ class HFRollout(RolloutEngine):
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """As RolloutEngine.generate. Requests that differ in temperature, filters or stop tokens run one after another.
+        """See `RolloutEngine.generate`. Requests that differ in temperature, filters or stop tokens run in separate
+        batches.
 
         Raises:
-            ValueError: an empty prompt, logits that are not finite, or weights that were not received.
+            ValueError: an empty prompt, non-finite logits, or weights that were not received.
         """
         for index, request in enumerate(requests):
             if not request.prompt_ids:
@@ -126,7 +127,7 @@ class HFRollout(RolloutEngine):
         return completions
 
     def _batches(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Indices of the requests of each call: neighbours of like length share one, which pads less."""
+        """Indices of the requests of each call. Prompts of similar length share a call, which reduces padding."""
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids))
         batches: list[list[int]] = []
         for params in dict.fromkeys(request.params.shared for request in requests):
@@ -164,7 +165,7 @@ class HFRollout(RolloutEngine):
         return [self._cut(tokens, lps, request.params) for tokens, lps, request in every]
 
     def _cut(self, tokens: list[int], log_probs: list[float], params: SamplingParams) -> Completion:
-        """The response up to and including its first end."""
+        """The response up to and including its first stop token."""
         tokens = tokens[: params.max_tokens]
         end = next((t + 1 for t, token in enumerate(tokens) if token in params.active_stop_ids), None)
         text_end = params.stop.find(tokens[:end]) if params.stop is not None else None
@@ -183,7 +184,7 @@ def make_hf(
     env: RolloutEnv,
     train_engine: SharesWeights | None = None,
 ) -> HFRollout:
-    """On the trainer's module where that is unsharded (adapters are computed as they are), else on a copy."""
+    """Make the engine, on the trainer's module if it is unsharded (adapters may be unmerged), otherwise on a copy."""
     dtype = env.compute_dtype or resolve_dtype(config.dtype, env.device)
     shared = None if train_engine is None else train_engine.shared_module()
     weights = None

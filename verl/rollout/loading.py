@@ -1,4 +1,4 @@
-"""HuggingFace modules for the rollout engines in process that do not share the trainer's: empty, or from files."""
+"""HuggingFace modules for in-process rollout engines that do not share the trainer's: uninitialized, or from files."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -17,14 +17,14 @@ def empty_module(
     buffers: Iterable[tuple[str, torch.Tensor]],
     attention: str | None = None,
 ) -> nn.Module:
-    """The model with uninitialized parameters, which a weight sync fills.
+    """The model with uninitialized parameters, to be filled by a weight sync.
 
     Args:
         model: the `model` section.
-        dtype: of the parameters.
-        device: where the module is.
-        buffers: the values of its buffers, by name.
-        attention: transformers' name of the attention implementation; None is the default.
+        dtype: dtype of the parameters.
+        device: device of the module.
+        buffers: values of its buffers, by name.
+        attention: attention implementation of transformers; None for the default.
     """
     from transformers import AutoModelForCausalLM
 
@@ -41,7 +41,7 @@ def empty_module(
 def load_module(
     model: schema.ModelConfig, dtype: torch.dtype, device: torch.device, attention: str | None = None
 ) -> nn.Module:
-    """The model with the weights of its files, adapters merged. Raises ValueError where some weights are missing."""
+    """The model with weights from its files and adapters merged. Raises ValueError if weights are missing."""
     from transformers import AutoModelForCausalLM
 
     config = read_config(model.path, model.override_config, model.trust_remote_code)

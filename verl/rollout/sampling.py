@@ -1,8 +1,8 @@
-"""Sampling tokens: temperature, top-k, top-p, min-p, and random numbers by counter.
+"""Token sampling: temperature, top-k, top-p, min-p, and counter-based random numbers.
 
-The random numbers of a row depend on (seed, sample id, position) alone, so a response does not depend on what else is
-in the batch, on the number of processes, or on the order in which rows are admitted. They are computed by 64-bit
-integer operations and have the same bits on every device. B rows, V vocabulary.
+The random numbers of a row depend only on (seed, sample id, position), so a response does not depend on the rest of the
+batch, the number of processes, or the order in which rows are admitted. They are computed with 64-bit integer
+operations and are bitwise equal on every device. B rows, V vocabulary.
 """
 
 import math
@@ -22,31 +22,32 @@ _NUCLEUS = 256
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): int64 -> int64, every bit depends on every bit."""
+    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014): int64 -> int64; every output bit depends on all input
+    bits."""
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor  # a logical shift: int64's own keeps the sign
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
 def uniform(seed: int | torch.Tensor, sample_ids: torch.Tensor, position: int | torch.Tensor) -> torch.Tensor:
-    """Float64 numbers in [0, 1), one per (seed, sample id, position).
+    """Uniform random numbers in [0, 1), one per (seed, sample id, position), float64.
 
     Args:
-        seed: a number, or int64 of a shape that broadcasts.
+        seed: an int or an int64 tensor.
         sample_ids: (B,) int64.
-        position: a number or (B,) int64; or any shapes that broadcast.
+        position: an int or (B,) int64. All three may have any shapes that broadcast.
     """
-    # numbers become tensors, which wrap around, but stay on the host: no wait for a device
+    # ints become tensors, whose arithmetic wraps around; they stay on the host to avoid a synchronization
     start = _mix(sample_ids * _GOLDEN + _mix(torch.as_tensor(seed, dtype=torch.int64)))
     bits = _mix(start + (torch.as_tensor(position, dtype=torch.int64) + 1) * _GOLDEN)
     return ((bits >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 
 
 def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """(B, V) float32 logits over temperature, -inf where top-k, top-p or min-p excludes a token.
+    """Apply temperature, top-k, top-p and min-p: (B, V) float32 logits, -inf for excluded tokens.
 
-    In that order, each on the result of the one before. The most probable token always stays, and so do tokens that
-    are exactly as probable as the last one kept by top-k or min-p.
+    The filters are applied in this order, each to the result of the previous one. The most probable token is always
+    kept, and so are ties with the last token kept by top-k or min-p.
     """
     logits = logits.float()
     if params.greedy:
@@ -56,7 +57,7 @@ def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     excluded = float("-inf")
     if 0 < params.top_k < logits.shape[-1]:
         top = logits.topk(params.top_k, -1)
-        if params.top_p < 1:  # the remaining ones are in order already
+        if params.top_p < 1:  # the remaining ones are already sorted
             kept = top.values.masked_fill(_outside(top.values.softmax(-1), params.top_p), excluded)
             logits = torch.full_like(logits, excluded).scatter_(1, top.indices, kept)
         else:
@@ -69,11 +70,11 @@ def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def _nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
-    """(B, V) logits, -inf outside the smallest set of tokens whose probability is at least top_p."""
+    """Top-p: (B, V) logits, -inf outside the smallest set of tokens with probability of at least top_p."""
     total, vocabulary = logits.logsumexp(-1, keepdim=True), logits.shape[-1]
 
     def nucleus(rows: torch.Tensor, total: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logits, and whether one of the `size` tokens is outside, so that no other token is inside."""
+        """The filtered logits, and per row whether the top `size` tokens contain the whole nucleus."""
         top = rows.topk(size, -1)
         outside = _outside((top.values - total).exp_(), top_p)
         kept = top.values.masked_fill_(outside, float("-inf"))
@@ -87,17 +88,23 @@ def _nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def _outside(probs: torch.Tensor, top_p: float) -> torch.Tensor:
-    """(B, K) probabilities in decreasing order -> True where the tokens before reach top_p already."""
+    """(B, K) probabilities in decreasing order -> True where the preceding tokens already reach top_p."""
     return probs.cumsum(-1) - probs >= top_p
 
 
 def choose(
     logits: torch.Tensor, params: SamplingParams, uniforms: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token per row, by inversion of the cumulative distribution, and its log-prob: (B,) int64, (B,) float32.
+    """Sample one token per row by inverting the cumulative distribution.
 
-    logits: (B, V). uniforms: (B,) float64 in [0, 1); not read when greedy. A NaN log-prob means that the logits of the
-    row were not finite; its token is invalid.
+    Args:
+        logits: (B, V).
+        params: sampling parameters.
+        uniforms: (B,) float64 in [0, 1); not read for greedy decoding.
+
+    Returns:
+        Tokens (B,) int64 and their log-probs (B,) float32. The log-prob is NaN, and the token invalid, if the logits of
+        the row are not finite.
     """
     filtered = filter_logits(logits, params)
     if params.greedy:
@@ -109,10 +116,10 @@ def choose(
 
 
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """(B, V) weights, (B, 1) uniforms -> (B, 1) first index whose cumulative weight exceeds its share of the total.
+    """(B, V) weights, (B, 1) uniforms -> (B, 1) first index whose cumulative weight exceeds uniform * total.
 
-    Never an index of weight 0: a number below one times the total lies strictly below the total, and at the first index
-    that exceeds it the cumulative weight has grown.
+    The index never has weight 0: uniform * total is strictly below the total, and the cumulative weight increases at
+    the first index that exceeds it.
     """
     if weights.shape[-1] <= _LARGE:
         mass = weights.cumsum(-1, dtype=torch.float64)
@@ -130,10 +137,10 @@ def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 def draw(
     logits: torch.Tensor, params: SamplingParams, sample_ids: torch.Tensor, position: int | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token per row and its log-prob under the distribution it was sampled from: (B,) int64, (B,) float32.
+    """Like `choose`, with uniforms from `params.seed`, `sample_ids` and `position`.
 
     Raises:
-        ValueError: logits of a row hold NaN or no finite value; it names the row.
+        ValueError: the logits of a row contain NaN or no finite value; the message names the row.
     """
     uniforms = None if params.greedy else uniform(params.seed, sample_ids, position)
     tokens, log_probs = choose(logits, params, uniforms)
@@ -142,10 +149,10 @@ def draw(
 
 
 def check_finite(log_probs: torch.Tensor, rows, sample_ids) -> None:
-    """Raises ValueError that names the first row of log_probs (B,) that is not finite. rows, sample_ids: B integers."""
+    """Raise ValueError that names the first row with a non-finite log-prob (B,). rows, sample_ids: B integers."""
     if not bool(log_probs.isfinite().all()):
         found = int((~log_probs.isfinite()).nonzero()[0])
         raise ValueError(
-            f"row {rows[found]} (sample id {sample_ids[found]}) has logits that are not finite: the weights are broken "
-            "(check the learning rate and the last gradient norms)"
+            f"row {rows[found]} (sample id {sample_ids[found]}) has logits that are not finite: training may have "
+            "diverged (check the learning rate and the last gradient norms)"
         )

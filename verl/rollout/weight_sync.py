@@ -1,14 +1,14 @@
-"""Weight synchronization: from the training engine to the rollout engines, a visible step after each update.
+"""Weight sync: copies the weights of the training engine to the rollout engines after each update.
 
-    report = weight_sync.push(train_engine, version=step)      # on every training rank, all together
+    report = weight_sync.push(train_engine, version=step)      # collective: call it on every training rank
     report.bytes, report.seconds, report.checksum
 
 Three methods:
 
-- in_process: the rollout engine generates with the trainer's own parameters; nothing is copied.
-- replica: the rollout engine of the same process has an unsharded copy, filled from the shards of all ranks.
+- in_process: the rollout engine generates with the trainer's parameters; nothing is copied.
+- replica: the rollout engine in the same process has an unsharded copy, gathered from all ranks.
 - collective: rollout ranks have their own devices; training rank 0 broadcasts buckets over torch.distributed (gloo, or
-  NCCL on GPUs), and both sides compare a checksum of each.
+  NCCL on GPUs), and both sides compare a checksum per bucket.
 
 `version` is the number of completed training steps, so that a resumed run reproduces it.
 """
@@ -26,18 +26,18 @@ from torch import distributed as dist
 
 from verl.rollout.base import RolloutEngine
 
-#: bytes of a bucket; a larger parameter is a separate bucket
+#: max bytes of a bucket; a larger parameter has a bucket by itself
 BUCKET_BYTES = 128 * 2**20
 
 _WORDS_AT_ONCE = 1 << 22  # of a checksum
 _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
 _ALIGNMENT = 8  # bytes
-_REFUSAL_BYTES = 2000  # of the text that tells other ranks of an error
+_REFUSAL_BYTES = 2000  # max length of an error message sent to the other ranks
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one push did. bytes: sent to each rollout rank. checksum: of all buckets, 0 where nothing was sent."""
+    """Result of one push. bytes: sent to each rollout rank. checksum: of all buckets; 0 if nothing was sent."""
 
     version: int
     bytes: int = 0
@@ -49,25 +49,26 @@ class WeightSource(Protocol):
     """The part of a training engine that a sync reads (see verl.engines.base.TrainEngine)."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HuggingFace name, full tensor) of every parameter, adapters merged. All ranks iterate together."""
+        """Yield (HuggingFace name, full tensor) of every parameter, adapters merged. Collective: all ranks must
+        iterate."""
 
 
 class WeightReceiver(Protocol):
     """The rollout engine's side."""
 
     def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Take all parameters in, by HuggingFace name. Raises ValueError for one that is missing or unknown."""
+        """Load all parameters, by HuggingFace name. Raises ValueError for missing or unknown parameters."""
 
     def release(self) -> None:
         """Free the weights until the next `receive`."""
 
 
 class WeightSync(ABC):
-    """Brings the weights of a training engine to the rollout engines."""
+    """Copies the weights of a training engine to the rollout engines."""
 
     @abstractmethod
     def push(self, engine: WeightSource, version: int) -> SyncReport:
-        """Push the weights of now. Called on every training rank."""
+        """Push the current weights. Called on every training rank."""
 
 
 class InProcessSync(WeightSync):
@@ -82,7 +83,7 @@ class InProcessSync(WeightSync):
 
 
 class ReplicaSync(WeightSync):
-    """The rollout engine of this process has a separate copy, which its receiver fills."""
+    """The rollout engine in this process has a separate copy of the weights, filled by its receiver."""
 
     def __init__(self, rollout: RolloutEngine):
         self.rollout = rollout
@@ -102,10 +103,10 @@ class ReplicaSync(WeightSync):
 
 
 class ModuleReceiver:
-    """Receives weights into a module, whose parameters have memory only while they are filled."""
+    """Receives weights into a module. Its parameters use memory only between `receive` and `release`."""
 
     def __init__(self, module: torch.nn.Module, filled: bool = False):
-        """filled: the module has its weights already."""
+        """filled: whether the module already has its weights."""
         self.module = module
         self.shapes = {name: p.shape for name, p in module.named_parameters()}
         self.filled = filled
@@ -113,13 +114,13 @@ class ModuleReceiver:
             self.release()
 
     def check_filled(self) -> None:
-        """Raises ValueError before the first `receive`, and after `release`."""
+        """Raise ValueError before the first `receive` and after `release`."""
         if not self.filled:
             raise ValueError("the rollout engine has no weights: push them first (WeightSync.push)")
 
     @torch.no_grad()
     def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """As WeightReceiver.receive: parameters are copied in, in the module's dtype."""
+        """See `WeightReceiver.receive`. Parameters are cast to the module's dtype."""
         if not self.filled:
             for name, shape in self.shapes.items():
                 parameter = self.module.get_parameter(name)
@@ -127,7 +128,7 @@ class ModuleReceiver:
         self.filled, missing = False, set(self.shapes)
         for name, tensor in weights:
             if name not in missing:
-                raise ValueError(f"weights of version {version}: parameter {name!r} is unknown, or came twice")
+                raise ValueError(f"weights of version {version}: parameter {name!r} is unknown or was sent twice")
             if self.shapes[name] != tensor.shape:
                 raise ValueError(
                     f"weights of version {version}: {name} has shape {tuple(tensor.shape)}, expected "
@@ -140,7 +141,7 @@ class ModuleReceiver:
         self.filled = True
 
     def release(self) -> None:
-        """As WeightReceiver.release."""
+        """See `WeightReceiver.release`."""
         self.filled = False
         for name in self.shapes:
             parameter = self.module.get_parameter(name)
@@ -151,13 +152,13 @@ class ModuleReceiver:
 
 
 class TransferGroup:
-    """A process group of training rank 0 (rank 0 here) and all rollout ranks, beside the group of the training ranks.
+    """A process group of training rank 0 (rank 0 in this group) and all rollout ranks.
 
     Args:
-        address: host and port, the same for all; rank 0 listens there.
-        rank, size: of this group.
-        device: where the tensors are. On a GPU they travel by NCCL.
-        timeout: seconds that a transfer may wait for the other ranks.
+        address: host and port on which rank 0 listens.
+        rank, size: rank in this group, and its size.
+        device: device of the tensors. GPU tensors are sent over NCCL.
+        timeout: timeout of a transfer in seconds.
     """
 
     def __init__(self, address: tuple[str, int], rank: int, size: int, device: torch.device, timeout: float):
@@ -174,11 +175,11 @@ class TransferGroup:
             self.data = dist.ProcessGroupNCCL(dist.PrefixStore("data", self.store), rank, size, options)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Rank 0's tensor on every rank, in place; on the group's device."""
+        """Broadcast rank 0's tensor in place, on the group's device."""
         self.data.broadcast(tensor, 0).wait()
 
     def broadcast_object(self, value: object) -> object:
-        """Rank 0's object on every rank."""
+        """Broadcast rank 0's object and return it."""
         content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         size = torch.tensor([len(content)])
         self.control.broadcast(size, 0).wait()
@@ -188,7 +189,7 @@ class TransferGroup:
         return pickle.loads(content.numpy().tobytes())
 
     def gather(self, numbers: list[int]) -> list[list[int]]:
-        """The numbers of all ranks, on all ranks."""
+        """All-gather: the numbers of all ranks."""
         own = torch.tensor(numbers)
         found = [torch.empty_like(own) for _ in range(self.size)]
         self.control.allgather([found], [own]).wait()
@@ -197,7 +198,7 @@ class TransferGroup:
 
 @dataclass(frozen=True)
 class _Entry:
-    """One parameter of a bucket. start: its first byte."""
+    """One parameter of a bucket. start: its byte offset."""
 
     name: str
     shape: tuple[int, ...]
@@ -214,9 +215,9 @@ class CollectiveSync(WeightSync):
     """The training side of `collective`, on every training rank. Rollout ranks call `receive_collective`.
 
     Args:
-        group: with the rollout ranks; None on the training ranks that only help to gather the weights.
-        dtype: that the weights are sent in; None as they are.
-        bucket_bytes: parameters are sent together up to this size.
+        group: the group with the rollout ranks; None on training ranks other than 0, which only gather weights.
+        dtype: dtype of the sent weights; None: not cast.
+        bucket_bytes: max size of a bucket.
     """
 
     def __init__(self, group: TransferGroup | None, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES):
@@ -244,7 +245,7 @@ class CollectiveSync(WeightSync):
         return SyncReport(version, sent + size, time.perf_counter() - start, total)
 
     def _send(self, bucket: list[tuple[str, torch.Tensor]], number: int, version: int) -> int:
-        """Send one bucket, and compare its checksum with those of the receivers. Returns the checksum."""
+        """Send one bucket and compare its checksum with those of the receivers. Returns the checksum."""
         entries, chunks, at = [], [], 0
         for name, tensor in bucket:
             content = _bytes_of(tensor.to(self.group.device))
@@ -258,12 +259,12 @@ class CollectiveSync(WeightSync):
 
 
 def receive_collective(receiver: WeightReceiver, group: TransferGroup, version: int) -> SyncReport:
-    """The rollout side of `collective`: take in one push.
+    """The rollout side of `collective`: receive one push.
 
     Raises:
         ValueError: a checksum differs (it names the bucket and the first differing parameter), another version arrives
-            than was announced, or another rank cannot take in the weights. An error of the receiver is raised here
-            unchanged; the other ranks, the sender among them, raise a ValueError that quotes it.
+            than expected, or another rank cannot load the weights. An error of the receiver is raised unchanged on its
+            rank; the other ranks, including the sender, raise a ValueError that quotes it.
     """
     start, sent, total = time.perf_counter(), 0, 0
     transferring, complete = True, False
@@ -298,7 +299,7 @@ def receive_collective(receiver: WeightReceiver, group: TransferGroup, version: 
     except Exception as error:
         if not transferring:
             if not complete:
-                next_bucket()  # the sender and the other ranks hear of the error after their next transfer
+                next_bucket()  # the other ranks learn of the error after the next transfer
             _agree(group, f"{type(error).__name__}: {error}", raises=False)
         raise
     _agree(group)
@@ -306,14 +307,14 @@ def receive_collective(receiver: WeightReceiver, group: TransferGroup, version: 
 
 
 def _agree(group: TransferGroup, refusal: str = "", raises: bool = True) -> None:
-    """Exchange whether every rank can go on with the push, so that none waits for a rank that has stopped.
+    """Check that every rank can continue with the push, so that no rank waits for one that has failed.
 
     Args:
-        refusal: why this rank cannot; empty if it can.
-        raises: False for a rank that has an error of its own to raise.
+        refusal: why this rank cannot continue; empty if it can.
+        raises: False for a rank that raises its own error.
 
     Raises:
-        ValueError: on every rank, with the reason of the first rank that cannot.
+        ValueError: on every rank, with the reason of the first rank that cannot continue.
     """
     if not any(refused for (refused,) in group.gather([int(bool(refusal))])):
         return
@@ -321,11 +322,11 @@ def _agree(group: TransferGroup, refusal: str = "", raises: bool = True) -> None
     texts = [bytes(found).rstrip(b"\0").decode(errors="ignore") for found in group.gather(list(content))]
     if raises:
         rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
-        raise ValueError(f"weight sync: rollout rank {rank - 1} does not take in the weights: {text}")
+        raise ValueError(f"weight sync: rollout rank {rank - 1} cannot load the weights: {text}")
 
 
 def _compare(group: TransferGroup, number: int, entries: list[_Entry], checksums: list[int]) -> int:
-    """Compare the checksums of one bucket on all ranks, on both sides. Returns that of the bucket."""
+    """Compare the checksums of one bucket on all ranks. Returns the checksum of the bucket."""
     differing = next((i for i, (e, found) in enumerate(zip(entries, checksums)) if e.checksum != found), -1)
     own = 0
     for checksum in checksums:
@@ -335,7 +336,7 @@ def _compare(group: TransferGroup, number: int, entries: list[_Entry], checksums
         if found != gathered[0][0]:
             name = entries[first].name if first >= 0 else "(none: the checksums themselves differ)"
             raise ValueError(
-                f"weight sync: bucket {number} arrived damaged on rollout rank {rank - 1}: its checksum is "
+                f"weight sync: bucket {number} is corrupted on rollout rank {rank - 1}: its checksum is "
                 f"{found & (2**64 - 1):016x}, expected {gathered[0][0] & (2**64 - 1):016x}; the first differing "
                 f"parameter is {name}"
             )
@@ -350,8 +351,8 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def checksum_of(content: torch.Tensor) -> int:
-    """A 64-bit checksum of (n,) uint8, n a multiple of 8: the sum of its 64-bit words, each times an odd number that
-    depends on its position. The same on every device; a change of one word always changes it."""
+    """A 64-bit checksum of (n,) uint8, n a multiple of 8: the sum of its 64-bit words, each multiplied by an odd number
+    that depends on its position. Equal on every device; changing a single word always changes it."""
     words, total = content.view(torch.int64), 0
     for start in range(0, len(words), _WORDS_AT_ONCE):
         chunk = words[start : start + _WORDS_AT_ONCE]
@@ -361,10 +362,10 @@ def checksum_of(content: torch.Tensor) -> int:
 
 
 def _fold(total: int, checksum: int) -> int:
-    """One checksum from a sequence of them, order included."""
+    """Combine two checksums; the order matters."""
     return _signed(total * 31 * _ODD + checksum + 1)
 
 
 def _signed(number: int) -> int:
-    """A number as a signed 64-bit integer, which wraps around."""
+    """Wrap an integer to signed 64 bits."""
     return (number + 2**63) % 2**64 - 2**63

@@ -48,11 +48,11 @@ class Trainer(ABC):
         source: the batches of training prompts.
 
     Attributes:
-        total_steps: the last step.
-        global_step: steps done so far.
+        total_steps: number of the last step.
+        global_step: number of completed steps.
         roles: role -> worker group, filled by `init_workers`.
         on_step: functions called with a StepReport after each step.
-        ready: workers are started and the checkpoint is loaded; later errors are not caused by the set-up.
+        ready: whether workers are started and the checkpoint is loaded; later errors are not setup errors.
     """
 
     #: roles whose state is saved in a checkpoint, each into the folder of its name
@@ -96,12 +96,12 @@ class Trainer(ABC):
         """The training flow. To change the algorithm, override it and edit what super() returns."""
 
     def finish_flow(self, flow: DataFlow) -> DataFlow:
-        """The last edit, which sees the flow after `build_flow` and its overrides."""
+        """The last edit of the flow, after `build_flow` and its overrides."""
         return flow
 
     @abstractmethod
     def plan(self) -> str:
-        """What the run is going to do, in one paragraph."""
+        """Description of the run, in one paragraph."""
 
     @abstractmethod
     def step_metrics(self, batch: DataProto) -> dict[str, float]:
@@ -164,7 +164,7 @@ class Trainer(ABC):
                 self.shutdown()
 
     def _step(self, tracking: Tracking) -> dict[str, float]:
-        """One training step: the flow until a batch comes out of it; then log, validate and save if it is time."""
+        """One training step: run the flow until it returns a batch, then log, validate and save if due."""
         trainer = self.config.trainer
         self.checkpointer.poll()
         self.global_step += 1
@@ -262,7 +262,7 @@ class Trainer(ABC):
             )
 
     def progress_summary(self) -> str:
-        """For the message of a run that ends early: its step, and from where it resumes."""
+        """Message for a run that ends early: its step, and the checkpoint from which it resumes."""
         return f"in step {self.global_step} of {self.total_steps}; {self.checkpointer.how_to_resume()}"
 
     def passed_checks(self) -> Sequence[str]:

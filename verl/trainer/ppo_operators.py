@@ -1,4 +1,4 @@
-"""The operators of policy optimisation: what runs at each step of the flow that `ppo_flow` builds."""
+"""The operators of policy optimization, which `ppo_flow` arranges into a flow."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ GENERATED = (
     "rollout_log_probs",
     "weight_version",
 )
-#: names that values beside a score cannot have: reward_<name> is a column or a metric of something else
+#: reserved names of extra reward values: reward_<name> is already another column or metric
 RESERVED_EXTRAS = {"model", "baselines", "failed_rows", "empty_responses", "greedy_mean", "tied_groups"}
 #: what a forward pass over whole sequences reads
 SEQUENCES = ("input_ids", "attention_mask", "position_ids", "responses")
@@ -46,7 +46,7 @@ _POLL = 0.02  # seconds between two looks at calls that wait for one another
 class Prompts(Stateful):
     """The source of training prompts.
 
-    meta_info holds their step (global_step), and what the strict check of token ids needs (vocab_size).
+    meta_info contains global_step, and vocab_size for the strict check of token ids.
     """
 
     def __init__(self, source: PromptSource, step: Callable[[], int], vocab_size: int):
@@ -70,7 +70,7 @@ class Prompts(Stateful):
 
 
 def repeat(n: int) -> Callable[[DataProto], DataProto]:
-    """Every prompt n times, side by side, with the column sample_index: 0 .. n-1 within a prompt."""
+    """Repeat every prompt n times, interleaved, and add the column sample_index: 0 .. n-1 within a group."""
 
     def repeat_prompts(batch: DataProto) -> DataProto:
         return batch.repeat(n).replace(sample_index=np.tile(np.arange(n), len(batch)).astype(object))
@@ -79,11 +79,11 @@ def repeat(n: int) -> Callable[[DataProto], DataProto]:
 
 
 def generate(roles: Roles, sampling: str, with_columns: bool = False) -> Callable[[DataProto], DataProto]:
-    """Responses to the batch's prompts.
+    """Generate responses to the prompts of the batch.
 
     Args:
         sampling: "train", "greedy" or "validate".
-        with_columns: send the other columns of a sample along, for agent loops that read them.
+        with_columns: also send the other columns, for agent loops that read them.
     """
 
     def gen(batch: DataProto) -> DataProto:
@@ -95,20 +95,20 @@ def generate(roles: Roles, sampling: str, with_columns: bool = False) -> Callabl
 
 
 class RolloutWeights:
-    """The weights of the rollout and the phases of its memory: awake from `push` to `sleep`.
+    """The weights and memory phases of the rollout: awake from `push` to `sleep`.
 
-    version: of the weights that the rollout has, the number of completed training steps; None where it has none.
+    version: weight version of the rollout, the number of completed training steps; None if it has no weights.
     """
 
     def __init__(self, roles: Roles, separate: bool):
-        """separate: the rollout has separate devices, so that weights are sent between processes."""
+        """separate: the rollout has separate devices, so weights are sent between processes."""
         self.roles = roles
         self.separate = separate
         self.version: int | None = None
         self._is_connected = False
 
     def push(self, version: int) -> dict[str, float]:
-        """Bring the actor's weights of now to the rollout. Returns the metrics weight_sync/*."""
+        """Push the actor's current weights to the rollout. Returns the metrics weight_sync/*."""
         actor = self.roles["actor"]
         if self.separate:
             self._connect()
@@ -127,17 +127,17 @@ class RolloutWeights:
         }
 
     def require(self, version: int) -> None:
-        """Push, unless the rollout has the weights of this version."""
+        """Push unless the rollout already has this version."""
         if self.version != version:
             self.push(version)
 
     def sleep(self) -> None:
-        """Free the memory that only generation needs, weights included where the rollout has a copy."""
+        """Free the memory that only generation needs, including the rollout's copy of the weights, if any."""
         self.roles["rollout"].sleep_rollout()
         self.version = None
 
     def _connect(self) -> None:
-        """Let training rank 0 and all rollout ranks join one process group, once."""
+        """Connect training rank 0 and all rollout ranks in one process group, once."""
         if not self._is_connected:
             actor, rollout = self.roles["actor"], self.roles["rollout"]
             address, size = actor.transfer_address(), 1 + rollout.world_size
@@ -148,7 +148,7 @@ class RolloutWeights:
 
 
 def _get_all(*futures: Future) -> list[Any]:
-    """The results of calls that wait for one another. Raises the error of the first that fails."""
+    """Wait for calls that communicate with each other. Returns all results, or raises the first error."""
     results: dict[int, Any] = {}
     while len(results) < len(futures):
         for i, future in enumerate(futures):
@@ -161,7 +161,7 @@ def _get_all(*futures: Future) -> list[Any]:
 
 
 def sync_weights(weights: RolloutWeights) -> Callable[[DataProto], None]:
-    """The updated weights reach the rollout. Reports weight_sync/version, bytes and seconds."""
+    """Push the updated weights to the rollout. Reports weight_sync/version, bytes and seconds."""
 
     def sync(batch: DataProto) -> None:
         batch.meta_info["metrics"] = weights.push(batch.meta_info["global_step"])
@@ -170,7 +170,7 @@ def sync_weights(weights: RolloutWeights) -> Callable[[DataProto], None]:
 
 
 def wake_rollout(weights: RolloutWeights) -> Callable[[DataProto], None]:
-    """Before a further pass of one step: the weights of the step before, where the rollout was put to sleep."""
+    """Before another pass of the same step: push the weights again if the rollout was put to sleep."""
 
     def wake(batch: DataProto) -> None:
         weights.require(batch.meta_info["global_step"] - 1)
@@ -179,7 +179,7 @@ def wake_rollout(weights: RolloutWeights) -> Callable[[DataProto], None]:
 
 
 def sleep_rollout(weights: RolloutWeights) -> Callable[[DataProto], None]:
-    """The rollout frees its memory for the operators that follow."""
+    """Free the rollout's memory for the following operators."""
 
     def sleep(batch: DataProto) -> None:
         weights.sleep()
@@ -188,7 +188,7 @@ def sleep_rollout(weights: RolloutWeights) -> Callable[[DataProto], None]:
 
 
 def free_rollout_cache(roles: Roles) -> Callable[[DataProto], None]:
-    """The rollout frees its KV cache; the weights stay for the next prompts."""
+    """Free the rollout's KV cache. The weights are kept for the next prompts."""
 
     def free(batch: DataProto) -> None:
         roles["rollout"].free_rollout_cache()
@@ -197,10 +197,10 @@ def free_rollout_cache(roles: Roles) -> Callable[[DataProto], None]:
 
 
 class Reward:
-    """Scores of the responses, by the reward manager.
+    """Scores the responses with the reward manager.
 
-    shuffle_seed: when given, the results of the reward function are shuffled over the samples: a negative control, in
-    which nothing can be learned. All values of a sample move together, so that no estimator sees the true ones.
+    shuffle_seed: if set, shuffle the results of the reward function across samples, as a negative control in which
+    nothing can be learned. All values of a sample are moved together, so that no estimator sees the true ones.
     """
 
     def __init__(self, manager: RewardManager, shuffle_seed: int | None = None):
@@ -212,7 +212,7 @@ class Reward:
         scores, extra = scored["reward_tensor"], scored["reward_extra_info"]
         taken = sorted({*extra} & RESERVED_EXTRAS)
         if taken:
-            raise ValueError(f"the reward function returns the value {taken[0]!r}, a name that is in use: rename it")
+            raise ValueError(f"the reward function returns the value {taken[0]!r}, which is a reserved name: rename it")
         metrics = dict(scored["metrics"])
         if self.shuffle_seed is not None:
             order = self._shuffled_rows(batch)
@@ -233,13 +233,13 @@ class Reward:
 
 
 def _at_last_token(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The sum of each row of scores (B, T), at the last token of that row's response."""
+    """Move the sum of each row of scores (B, T) to the last response token of that row."""
     last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(1)
     return torch.zeros_like(scores).scatter(1, last[:, None], scores.sum(1)[:, None])
 
 
 def model_scores(roles: Roles) -> Callable[[DataProto], DataProto]:
-    """The reward model's scores, rm_scores. It reads raw_prompt if its tokenizer is not the policy's."""
+    """Column rm_scores: scores of the reward model. Reads raw_prompt if its tokenizer differs from the policy's."""
 
     def rm(batch: DataProto) -> DataProto:
         chats = ["raw_prompt"] if "raw_prompt" in batch else []
@@ -253,7 +253,7 @@ def model_scores(roles: Roles) -> Callable[[DataProto], DataProto]:
 class GreedyBaseline:
     """The reward of one greedy response to each prompt (ReMax, Li et al. 2023, arXiv 2310.10505).
 
-    Two operators: `generate` directly after the samples, while the rollout is awake, and `score`.
+    Two operators: `generate`, directly after the samples while the rollout is awake, and `score`.
     """
 
     def __init__(self, config: schema.Config, roles: Roles, manager: RewardManager):
@@ -263,14 +263,14 @@ class GreedyBaseline:
         self._responses: DataProto | None = None  # one row per prompt, between the two operators of one pass
 
     def generate(self, batch: DataProto) -> None:
-        """A greedy response to every prompt of the batch."""
+        """Generate a greedy response to every prompt of the batch."""
         _, first, _ = _groups(batch)
         prompts = batch.select([], None)[first].replace(sample_index=np.zeros(len(first), dtype=object))
         with_columns = uses_agent_loop(self.config)
         self._responses = prompts.union(generate(self.roles, "greedy", with_columns)(prompts))
 
     def score(self, batch: DataProto) -> DataProto:
-        """reward_baselines (B,): the summed reward of the greedy response to the same prompt."""
+        """Column reward_baselines (B,): total reward of the greedy response to the same prompt."""
         responses, self._responses = self._responses, None
         if self.config.reward.reward_model.enable:
             responses = responses.union(model_scores(self.roles)(responses))
@@ -282,12 +282,12 @@ class GreedyBaseline:
 
 
 def _groups(batch: DataProto) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The prompts of a batch: their uids, the first row of each, and the prompt of each row."""
+    """Group rows by prompt: the uids, the first row of each group, and the group of each row."""
     return np.unique(batch.non_tensor_batch["uid"].astype(str), return_index=True, return_inverse=True)
 
 
 def uses_agent_loop(config: schema.Config) -> bool:
-    """Whether an agent loop other than one turn turns prompts into trajectories."""
+    """Whether the configured agent loop is not single-turn."""
     return config.actor_rollout_ref.rollout.agent.default_agent_loop not in SINGLE_TURN
 
 
@@ -331,7 +331,7 @@ def values(roles: Roles) -> Callable[[DataProto], DataProto]:
 class KLInReward(Stateful):
     """reward_t <- reward_t - coefficient * KL_t; the coefficient may adapt, so it is state.
 
-    It changes the rewards of the moment, so that what an earlier operator did to them stays.
+    It adds to the current rewards, so changes by earlier operators are kept.
     """
 
     def __init__(self, controller: FixedKLController, kind: str):
@@ -361,7 +361,7 @@ class KLInReward(Stateful):
 
 
 def advantage(algorithm: schema.AlgorithmConfig) -> Callable[[DataProto], DataProto]:
-    """Advantages and returns by the configured estimator, its parameters bound by name."""
+    """Advantages and returns of the configured estimator, whose parameters are bound by name."""
     estimator = get_adv_estimator_fn(algorithm.adv_estimator)
     settings = algorithm.model_dump()
 
@@ -380,10 +380,10 @@ class UpdatePlan:
     Args:
         mini_batch_rows: rows of one optimizer step, over all ranks.
         epochs: passes over the batch.
-        shuffle: shuffle each pass, by seed and step.
-        seed: of the shuffle.
-        warmup: training steps without an update (the critic learns first).
-        together: consecutive rows that stay together (2 for a pair).
+        shuffle: shuffle each pass; the order depends on seed and step.
+        seed: seed of the shuffle.
+        warmup: training steps without an update, while only the critic is trained.
+        together: number of consecutive rows that form a unit (2 for preference pairs).
     """
 
     mini_batch_rows: int
@@ -395,10 +395,10 @@ class UpdatePlan:
 
 
 def order_rows_for_ranks(lengths: Sequence[int], plan: UpdatePlan, ranks: int, seed: int) -> list[int]:
-    """Units (rows, or rows that stay together) in the order of one pass, so that equal shares of it go to the ranks.
+    """Order the units of one pass so that splitting them evenly gives each rank its share of every mini-batch.
 
-    A mini-batch holds the same rows for any number of ranks: each rank gets a share of every mini-batch, shares of
-    about the same number of tokens, one mini-batch after another. lengths: tokens of each unit.
+    A mini-batch contains the same rows for any number of ranks. The shares of the ranks have about the same number of
+    tokens. lengths: tokens of each unit.
     """
     rows = list(range(len(lengths)))
     if plan.shuffle:
@@ -415,9 +415,9 @@ def order_rows_for_ranks(lengths: Sequence[int], plan: UpdatePlan, ranks: int, s
 
 
 class Update:
-    """An update of the actor or the critic: `method` of the role's workers, once for each pass.
+    """Updates the actor or the critic: calls `method` of the role's workers once per pass.
 
-    With a `loss_mask` in the batch, the tokens outside it are not trained on.
+    If the batch has a column `loss_mask`, tokens outside of it are excluded from the loss.
     """
 
     def __init__(self, roles: Roles, role: str, method: str, plan: UpdatePlan):

@@ -1,4 +1,4 @@
-"""PPOTrainer: policy optimization. The cluster that it is given, or chooses, decides where its workers run."""
+"""PPOTrainer: policy optimization on any cluster."""
 
 import logging
 from collections.abc import Hashable, Sequence
@@ -114,7 +114,7 @@ class PPOTrainer(Trainer):
         return add_weight_sync(skip_old_log_prob(flow, self.config), self.config, self.rollout_weights)
 
     def worker_specs(self) -> dict[str, WorkerSpec]:
-        """role -> its worker. A subclass with another role adds it."""
+        """Role -> worker spec. Override to add a role."""
         return worker_specs(
             self.config,
             total_steps=self.total_steps,
@@ -131,11 +131,12 @@ class PPOTrainer(Trainer):
             self.sync_weights()
 
     def sync_weights(self) -> None:
-        """The rollout gets the weights of now, unless it has them. Their version is the number of completed steps."""
+        """Push the current weights to the rollout unless it already has them. The version is the number of completed
+        steps."""
         self.rollout_weights.require(self.global_step)
 
     def processes_of(self, on: str) -> Hashable | None:
-        """The processes of a role, None for the controller's own."""
+        """The processes of a role; None for the controller process."""
         return None if on == CONTROLLER else self.roles[on].processes
 
     def checkpoints_to_keep(self) -> dict[str, int | None]:
@@ -145,7 +146,7 @@ class PPOTrainer(Trainer):
     # ---- messages ---------------------------------------------------------------------------------------------------
 
     def _summary(self) -> dict[str, str]:
-        """Topic -> what is going to run."""
+        """Summary of the run: topic -> description."""
         config = self.config
         validation = f"{len(self.val_dataset):,} prompts" if self.val_dataset is not None else "none"
         return {

@@ -1,1 +1,1 @@
-"""Workers: an engine, a rollout and the maths joined, with methods that a controller calls."""
+"""Workers combine a training engine, a rollout engine and the algorithms into methods that the controller calls."""

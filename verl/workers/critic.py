@@ -1,4 +1,4 @@
-"""The critic's worker: values, and their update."""
+"""The critic's worker: computes values and updates the critic."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -16,13 +16,13 @@ from verl.workers.engine_worker import EngineWorker, aggregation, micro_batching
 
 
 class CriticWorker(EngineWorker):
-    """Predicts a value for every response token, and learns from the returns.
+    """Predicts a value for every response token. Trained on the returns.
 
     Args:
         config: the `critic` section.
         device: `trainer.device`.
         total_training_steps: length of the run, for the learning-rate schedule.
-        timeout: seconds a collective waits for the other ranks.
+        timeout: timeout of collectives in seconds.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class CriticWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, batch: DataProto) -> DataProto:
-        """The column `values`: at t, the value before response token t."""
+        """Column `values`: entry t is the value of the state before response token t."""
         config = self.config
         micro = micro_batching(
             config.forward_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.forward_max_token_len_per_gpu
@@ -67,7 +67,7 @@ class CriticWorker(EngineWorker):
 
 
 def value_objective(cliprange_value: float, loss_coef: float, agg: LossAggregation) -> Objective:
-    """loss_coef * `value_loss`. Arguments as there; agg: counts of the whole mini-batch."""
+    """loss_coef * `value_loss`. agg: counts of the whole mini-batch; other arguments as for `value_loss`."""
     return Objective(partial(_critic_loss, cliprange_value=cliprange_value, loss_coef=loss_coef, agg=agg), ("values",))
 
 

@@ -1,4 +1,4 @@
-"""What the workers around a training engine have in common: its construction, the update loop and checkpoints."""
+"""Base class of workers with a training engine: construction, update loop and checkpoints."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,7 +40,8 @@ class EngineWorker(Worker):
         deterministic: bool = False,
         timeout: float | None = None,
     ) -> TrainEngine:
-        """The engine registered as `strategy`, on this rank. Arguments as in `EngineSpec`; device: `trainer.device`."""
+        """Make the engine registered as `strategy` on this rank. Arguments as in `EngineSpec`; device:
+        `trainer.device`."""
         spec = EngineSpec(
             kind=kind,
             model=model,
@@ -77,7 +78,7 @@ class EngineWorker(Worker):
             batch: reads meta_info["mini_batch_rows"], the rows of one optimizer step over all ranks, and
                 meta_info["last_pass"], whether this is the last pass of the training step.
             prefix: put before metric names that have none ("grad_norm" -> "actor/grad_norm").
-            one_step: the whole batch is one mini-batch and one training step; meta_info is not read.
+            one_step: treat the whole batch as one mini-batch and one training step; meta_info is not read.
         """
         if one_step:
             update = UpdatePass(self.engine, [batch], prefix, last_pass=True)
@@ -112,7 +113,7 @@ class EngineWorker(Worker):
         """Restore what `save_checkpoint` wrote, limited to checkpoint.load_contents.
 
         Returns:
-            The parts of the training state ("optimizer", "extra") that were not restored.
+            The contents ("optimizer", "extra") that were not restored.
         """
         contents = tuple(self.checkpoint.load_contents)
         self.engine.load(Path(folder), contents)

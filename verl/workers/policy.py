@@ -1,4 +1,4 @@
-"""The policy's workers: the actor, which hosts a rollout engine where they share devices, and the reference."""
+"""Workers of the policy: the actor, which hosts a rollout engine if they share devices, and the reference policy."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -20,18 +20,18 @@ from verl.workers.rollout import NO_TIMEOUT, Rollout, RolloutMethods
 
 
 class ActorWorker(RolloutMethods, EngineWorker):
-    """Computes log-probs of the policy and updates it; generates with it, unless the rollout has separate devices.
+    """Computes log-probs of the policy and updates it. Also generates, unless the rollout has separate devices.
 
     Args:
         config: the `actor_rollout_ref` section.
         correction: `algorithm.rollout_correction`, for losses that read it.
         device: `trainer.device`.
         total_training_steps: length of the run.
-        pad_token_id: fills shorter prompts and responses.
+        pad_token_id: padding token.
         stop_token_ids: token ids that end a response.
         stop: strings that end a response, with the tokenizer's `decode`.
-        tokenizer: of the policy, for agent loops.
-        hosts_rollout: whether this process generates, too.
+        tokenizer: the policy's tokenizer, for agent loops.
+        hosts_rollout: whether this process also generates.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class ActorWorker(RolloutMethods, EngineWorker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def transfer_address(self) -> tuple[str, int]:
-        """A free address (host, port) of rank 0, where rollout ranks with devices of their own can reach it."""
+        """A free (host, port) of rank 0, for rollout ranks on separate devices."""
         return self.env["MASTER_ADDR"], free_port()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect_to_rollout(self, address: tuple[str, int], size: int) -> None:
-        """Join the process group that weights leave by, at the same time as the rollout's `connect_to_actor`.
+        """Join the process group of the weight sync, concurrently with the rollout's `connect_to_actor`.
 
-        Rank 0 sends; the other ranks only help to gather the weights.
+        Rank 0 sends; the other ranks only take part in gathering the weights.
         """
         timeout = self.config.nccl_timeout or NO_TIMEOUT
         group = TransferGroup(address, 0, size, self.device, timeout) if self.rank == 0 else None
@@ -98,7 +98,7 @@ class ActorWorker(RolloutMethods, EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def push_weights(self, version: int) -> SyncReport:
-        """Bring the weights to the rollout engines: of this process, or of the ranks that are connected."""
+        """Push the weights to the rollout engine in this process, or to the connected rollout ranks."""
         if self._collective is None:
             return self.rollout.sync_weights(version)
         return self._collective.push(self.engine, version)
@@ -107,7 +107,7 @@ class ActorWorker(RolloutMethods, EngineWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """old_log_probs and entropys of the current policy; sum_pi_squared too when meta_info["outputs"] names it."""
+        """Columns old_log_probs and those of meta_info["outputs"], such as entropys and sum_pi_squared."""
         rollout = self.config.rollout
         micro = micro_batching(
             rollout.log_prob_micro_batch_size_per_gpu,
@@ -121,7 +121,7 @@ class ActorWorker(RolloutMethods, EngineWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """The column ref_log_prob, where adapters are trained: the reference is the same model without them."""
+        """Column ref_log_prob of a LoRA run, whose reference policy is the same model with the adapters disabled."""
         with self.engine.reference():
             return _ref_log_prob(self.engine, self.config, batch)
 
@@ -129,9 +129,9 @@ class ActorWorker(RolloutMethods, EngineWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_actor(self, batch: DataProto) -> dict[str, Any]:
-        """One pass over this rank's rows, in their order; reads the meta_info of `update_pass`.
+        """One pass over this rank's rows, in order. Reads the meta_info of `update_pass`.
 
-        Without the column old_log_probs the rows are one mini-batch, whose old policy is the current one.
+        Without the column old_log_probs, the rows must be one mini-batch: the current policy is the old policy.
         """
         actor = self.config.actor
         settings = {**self.correction.model_dump(), **actor.model_dump(), **actor.policy_loss.model_dump()}
@@ -141,7 +141,7 @@ class ActorWorker(RolloutMethods, EngineWorker):
         old_is_current = "old_log_probs" not in batch
         with self.update_pass(batch, "actor") as update:
             only_one = len(update.mini_batches) == 1
-            assert only_one or not old_is_current, "the policy of a second update is not the old one"
+            assert only_one or not old_is_current, "after the first update the current policy is not the old one"
             for mini in update.mini_batches:
                 mask = mini.batch["response_mask"]
                 agg = aggregation(actor.loss_agg_mode, mask, self.engine, actor.loss_scale_factor)
@@ -156,7 +156,7 @@ class ActorWorker(RolloutMethods, EngineWorker):
 def policy_objective(
     loss_mode: str, settings: Mapping[str, Any], agg: LossAggregation, old_is_current: bool = False
 ) -> Objective:
-    """`actor_loss` and the model outputs that it reads. Arguments as there."""
+    """`actor_loss` with the model outputs that it reads. See `actor_loss` for the arguments."""
     get_policy_loss_fn(loss_mode)  # an unknown name fails here
     loss = partial(actor_loss, loss_mode=loss_mode, settings=settings, agg=agg, old_is_current=old_is_current)
     needs = ("log_probs", "entropys") if settings["entropy_coeff"] or old_is_current else ("log_probs",)
@@ -164,7 +164,7 @@ def policy_objective(
 
 
 class RefWorker(EngineWorker):
-    """The reference policy: the weights that training started from."""
+    """The reference policy: the initial weights."""
 
     def __init__(self, config: schema.ActorRolloutRefConfig, *, device: str):
         self.config = config
@@ -179,7 +179,7 @@ class RefWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """The column ref_log_prob."""
+        """Column ref_log_prob."""
         return _ref_log_prob(self.engine, self.config, batch)
 
 

@@ -20,7 +20,7 @@ class RewardModelWorker(EngineWorker):
         config: the section `reward.reward_model`.
         device: `trainer.device`.
         policy_tokenizer: the tokenizer of the responses.
-        timeout: seconds a collective waits for the other ranks.
+        timeout: timeout of collectives in seconds.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class RewardModelWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, batch: DataProto) -> DataProto:
-        """The column rm_scores: the score of a dialogue at the last token that the policy sampled, 0 elsewhere."""
+        """Column rm_scores: the score of a dialogue at the last token sampled by the policy, 0 elsewhere."""
         dialogues = self.reader(batch)
         # the engine returns the value before each response token: one token after the end yields the value at the end
         after = [ids[-1:] for ids in dialogues]

@@ -1,6 +1,6 @@
-"""The rollout role: a rollout engine and what turns its completions into batches.
+"""The rollout role: a rollout engine, and the conversion of its completions to batches.
 
-`Rollout` is the role inside a process. The actor's worker hosts one where both share devices; `RolloutWorker` is a
+`Rollout` is the role within a process. The actor's worker hosts one if both share devices. `RolloutWorker` runs it in a
 separate process, for `placement.rollout_devices` and for generation without training.
 """
 
@@ -39,9 +39,9 @@ from verl.single_controller import Coordinates, Dispatch, Worker, register
 from verl.utils.device import resolve_device, resolve_dtype
 from verl.utils.rng import fork_seed
 
-#: columns of the batch that a prompt consists of; the others are handed to the agent loop
+#: columns that make up a prompt; the others are passed to the agent loop
 _PROMPT_COLUMNS = ("prompt_ids", "uid", "sample_index")
-#: seconds that a transfer of weights waits where no timeout is set: the caller of the workers has a deadline
+#: timeout of a weight transfer in seconds if none is configured: the controller has its own timeout
 NO_TIMEOUT = 86400.0
 
 
@@ -51,10 +51,10 @@ class Rollout:
     Args:
         config: the `rollout` section.
         model: the `model` section.
-        env: where it runs.
+        env: where the engine runs.
         stop_token_ids: token ids that end a response.
         stop: strings that end a response, with the tokenizer's `decode`.
-        tokenizer: of the policy, for agent loops.
+        tokenizer: the policy's tokenizer, for agent loops.
         train_engine: the training engine in this process, if there is one.
     """
 
@@ -82,7 +82,7 @@ class Rollout:
     # ---- weights and memory -------------------------------------------------------------------------------------
 
     def sync_weights(self, version: int) -> SyncReport:
-        """Bring the weights of the training engine in this process to the rollout engine."""
+        """Push the weights of the training engine in this process to the rollout engine."""
         self.wake()
         if self.engine.receiver() is not None:
             return ReplicaSync(self.engine).push(self.train_engine, version)
@@ -92,7 +92,7 @@ class Rollout:
         return InProcessSync(self.engine).push(self.train_engine, version)
 
     def sleep(self) -> None:
-        """Free all memory of generation; weights must be synchronized before the next `generate`."""
+        """Free all memory of generation. Weights must be synced before the next `generate`."""
         self.free_cache()
         if self.train_engine is not None and (receiver := self.engine.receiver()) is not None:
             receiver.release()
@@ -101,13 +101,13 @@ class Rollout:
             self._is_onloaded = False
 
     def free_cache(self) -> None:
-        """Free the KV cache, if rollout.free_cache_engine is set; the weights stay."""
+        """Free the KV cache if rollout.free_cache_engine is set. The weights are kept."""
         if self.config.free_cache_engine and not self.is_asleep:
             self.engine.sleep()
             self.is_asleep = True
 
     def wake(self) -> None:
-        """Be ready to generate."""
+        """Prepare to generate."""
         if self.is_asleep:
             self.engine.wake()
             self.is_asleep = False
@@ -115,12 +115,12 @@ class Rollout:
     # ---- generating ---------------------------------------------------------------------------------------------
 
     def generate(self, batch: DataProto, max_over_ranks: Callable[[list[float]], list[float]]) -> DataProto:
-        """One trajectory per row.
+        """Generate one trajectory per row.
 
         Args:
-            batch: the columns prompt_ids, uid and sample_index (which sample of its prompt a row is), those that the
-                agent loop reads, and meta_info["sampling"]: "train", "greedy" or "validate".
-            max_over_ranks: the maximum of each value over all rollout ranks, whose columns are concatenated.
+            batch: columns prompt_ids, uid, sample_index (index of the sample in its group) and those that the agent
+                loop reads; meta_info["sampling"] is "train", "greedy" or "validate".
+            max_over_ranks: maximum over all rollout ranks, so that all ranks pad to the same widths.
 
         Returns:
             The columns of `build_sequences`, rollout_log_probs (B, T) and weight_version (B,).
@@ -156,7 +156,7 @@ class Rollout:
         return DataProto.from_dict(columns, meta_info={"metrics": metrics})
 
     def completions(self, batch: DataProto) -> list[Trajectory]:
-        """One single-turn trajectory per row, sampled as in training."""
+        """Generate one single-turn trajectory per row, with the sampling parameters of training."""
         return self._single_turns(self._prompts(batch, self.params))
 
     def _trajectories(self, batch: DataProto) -> list[Trajectory]:
@@ -177,7 +177,7 @@ class Rollout:
         ]
 
     def _single_turns(self, prompts: Sequence[Prompt]) -> list[Trajectory]:
-        """The batch path: all requests in one call of the engine."""
+        """Generate all responses in one call of the engine."""
         requests = [Request(prompt.token_ids, prompt.params, prompt.sample_id) for prompt in prompts]
         trajectories = []
         for prompt, completion in zip(prompts, self.engine.generate(requests), strict=True):
@@ -186,18 +186,18 @@ class Rollout:
         return trajectories
 
     def _oldest_versions(self, trajectories: Sequence[Trajectory]) -> list[int]:
-        """The version of the weights that sampled each trajectory; the oldest where it changed on the way."""
+        """The weight version of each trajectory; the oldest one if it changed during generation."""
         current = self.engine.weight_version
         return [min((version for _, version in t.weight_versions), default=current) for t in trajectories]
 
 
 class RolloutMethods(Worker, ABC):
-    """The methods of the role "rollout", of a worker that has a `rollout`."""
+    """Registered methods of the role "rollout", for workers with an attribute `rollout`."""
 
     rollout: Rollout
 
     def layout(self, mesh: str | None = None) -> Coordinates:
-        """In the mesh "rollout" every rank has separate prompts, whatever the ranks share in training."""
+        """In the mesh "rollout", every rank is a data-parallel rank, regardless of model parallelism in training."""
         return Coordinates(dp=self.rank) if mesh == "rollout" else super().layout(mesh)
 
     @abstractmethod
@@ -206,22 +206,22 @@ class RolloutMethods(Worker, ABC):
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE, mesh="rollout")
     def generate_sequences(self, batch: DataProto) -> DataProto:
-        """One trajectory per row: see `Rollout.generate`."""
+        """Generate one trajectory per row; see `Rollout.generate`."""
         return self.rollout.generate(batch, self.max_over_ranks)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep_rollout(self) -> None:
-        """Free all memory of generation; weights must be synchronized before the next generation."""
+        """Free all memory of generation. Weights must be synced before the next generation."""
         self.rollout.sleep()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def free_rollout_cache(self) -> None:
-        """Free the KV cache; the weights stay."""
+        """Free the KV cache. The weights are kept."""
         self.rollout.free_cache()
 
 
 class RolloutWorker(RolloutMethods):
-    """A process that only generates: a rollout engine on a separate device.
+    """A rollout engine in a separate process, which only generates.
 
     Args:
         model: the `model` section.
@@ -231,8 +231,8 @@ class RolloutWorker(RolloutMethods):
         stop_token_ids: token ids that end a response.
         stop: strings that end a response, with the tokenizer's `decode`.
         tokenizer: of the policy, for agent loops.
-        train_dtype: `fsdp_config.dtype` of the training whose policy it samples; None without training.
-        timeout: seconds that a collective may wait for the other ranks.
+        train_dtype: `fsdp_config.dtype` of the actor; None without training.
+        timeout: timeout of collectives in seconds.
     """
 
     def __init__(
@@ -270,17 +270,17 @@ class RolloutWorker(RolloutMethods):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect_to_actor(self, address: tuple[str, int], size: int) -> None:
-        """Join the process group that weights arrive by, at the same time as the actor's `connect_to_rollout`."""
+        """Join the process group of the weight sync, concurrently with the actor's `connect_to_rollout`."""
         if self.rollout.engine.receiver() is None:
             raise ValueError(
-                f"rollout.name={self.rollout.config.name} has no receiver() and cannot take weights: leave "
-                "placement.rollout_devices at null"
+                f"rollout.name={self.rollout.config.name} has no receiver() and cannot receive weights: "
+                "set placement.rollout_devices=null"
             )
         self._group = TransferGroup(address, 1 + self.rank, size, self.device, self.timeout or NO_TIMEOUT)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def receive_weights(self, version: int) -> SyncReport:
-        """Take in one push of the actor, at the same time as its `push_weights`."""
+        """Receive one push of the actor, concurrently with its `push_weights`."""
         report = receive_collective(self.rollout.engine.receiver(), self._group, version)
         self.rollout.engine.weight_version = version
         return report
@@ -289,13 +289,13 @@ class RolloutWorker(RolloutMethods):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_responses(self, batch: DataProto) -> DataProto:
-        """One response per row, without padding: responses may be long, and nothing here computes on them.
+        """Generate one response per row, returned without padding.
 
         Args:
-            batch: the columns prompt_ids, uid and sample_index (which sample of its prompt a row is).
+            batch: columns prompt_ids, uid and sample_index (index of the sample in its group).
 
         Returns:
-            The columns response_ids (int32 arrays, the stop token included) and finish_reason ("stop" or "length").
+            Columns response_ids (int32 arrays, including the stop token) and finish_reason ("stop" or "length").
         """
         trajectories = self.rollout.completions(batch)
         return DataProto.from_dict(
@@ -307,7 +307,8 @@ class RolloutWorker(RolloutMethods):
 
 
 def sampling_in_mode(params: SamplingParams, mode: str, val: schema.ValSamplingConfig) -> SamplingParams:
-    """mode: "train", "greedy" (the same limits, no randomness) or "validate" (as rollout.val_kwargs says)."""
+    """Sampling parameters of a mode: "train", "greedy" (the same, with temperature 0) or "validate"
+    (`rollout.val_kwargs`)."""
     changes: dict[str, Any] = {
         "train": {},
         "greedy": {"temperature": 0.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0},
@@ -322,6 +323,6 @@ def sampling_in_mode(params: SamplingParams, mode: str, val: schema.ValSamplingC
 
 
 def sample_ids(batch: DataProto) -> list[int]:
-    """What the random numbers of each row depend on: its prompt and which sample of it, and nothing else."""
+    """The sample id of each row, a hash of its uid and sample index: determines its random numbers."""
     rows = zip(batch.non_tensor_batch["uid"], batch.non_tensor_batch["sample_index"])
     return [fork_seed(str(uid), int(index)) for uid, index in rows]

@@ -1,4 +1,4 @@
-"""The worker of supervised fine-tuning (SFT): maximises the likelihood of the response tokens."""
+"""The worker of supervised fine-tuning (SFT): maximizes the likelihood of the response tokens."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ class SFTWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """The column old_log_probs, of the current weights."""
+        """Column old_log_probs, with the current weights."""
         found = self.engine.infer(batch, ("log_probs",), self.micro)
         return DataProto.from_dict({"old_log_probs": found["log_probs"]})
 

@@ -1,8 +1,8 @@
-"""Generation by the trainer's own forward pass: `rollout.deterministic` on a CPU.
+"""Batch-invariant generation with the trainer's forward pass: `rollout.deterministic` on a CPU.
 
-Otherwise the native engine computes a model by matmuls and kernels that are faster than those of training and round in
-another way. Here it only keeps the keys and values: the numbers come from a `ModelForward`, which treats a token alike
-in every batch, so a token's log-prob has the bits that training will give it.
+By default, the native engine uses faster matmuls and kernels than training, which round differently. Here it only
+manages the KV cache. A `ModelForward` computes the model, with results for a token that do not depend on the batch, so
+log-probs are bitwise equal to those of training.
 """
 
 from contextlib import AbstractContextManager
@@ -19,39 +19,39 @@ from verl.rollout.sampling import choose
 
 
 class ModelForward(Protocol):
-    """A model that gives each of N tokens the same numbers in every batch. dtype: of keys and values."""
+    """A batch-invariant model. N tokens. dtype: of keys and values."""
 
     @property
     def dtype(self) -> torch.dtype: ...
 
     def generating(self) -> AbstractContextManager[None]:
-        """A phase in which the weights do not change."""
+        """Context in which the weights do not change."""
 
     def release(self) -> None:
-        """Give back the memory that only generation needs."""
+        """Free the memory that only generation needs."""
 
     def states(self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """ids, positions (N,) -> (N, H), with `attend` for the attention of each layer."""
+        """Hidden states: ids, positions (N,) -> (N, H). attend: computes the attention of each layer."""
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """(N, H) -> (N, V), not scaled by a temperature."""
 
     def log_probs(self, logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-        """Of tokens (N,) under softmax(logits / temperature): (N,) float32."""
+        """Log-probs of tokens (N,) under softmax(logits / temperature): (N,) float32."""
 
 
 class BatchInvariantDecoder:
-    """As torch_decoder.TorchDecoder, by a `ModelForward`."""
+    """Like `torch_decoder.TorchDecoder`, but runs a `ModelForward`."""
 
     def __init__(self, decoder: Decoder, cache: BatchInvariantCache, forward: ModelForward):
         self.decoder = decoder
         self.cache = cache
         self.forward = forward
-        self.table_length = decoder.max_positions  # the model makes its own rotary tables
+        self.table_length = decoder.max_positions  # the model has its own rotary tables
         self.start_step_at(torch.zeros(0, dtype=torch.int64))
 
     def prefill(self, prompts: list[list[int]], slots: list[list[int]]) -> torch.Tensor:
-        """Compute each of `prompts` once, with keys and values into its `slots`. Logits (len(prompts), V)."""
+        """Prefill each prompt once, with keys and values for all its `slots`. Returns logits (len(prompts), V)."""
         logits = []
         for chosen in prefill_batches([len(prompt) for prompt in prompts]):
             logits.append(self._prefill([prompts[i] for i in chosen], [slots[i] for i in chosen]))
@@ -69,12 +69,12 @@ class BatchInvariantDecoder:
         return self.forward.logits(prompt_states(self.forward, prompts, attend, torch.device("cpu")))
 
     def start_step_at(self, positions: torch.Tensor) -> None:
-        """The next `step` is of rows 0 .. B - 1 at `positions` (B,), each later one is one further."""
+        """Set the positions (B,) of rows 0 .. B - 1 for the next `step`; each step advances them by one."""
         self.positions = positions.clone()
         self.seen = int(positions.max()) + 1 if len(positions) else 0
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens: (B,) of rows 0 .. B - 1. Logits (B, V)."""
+        """Decode one step. tokens: (B,) of rows 0 .. B - 1. Returns logits (B, V)."""
         rows, positions = torch.arange(len(tokens)), self.positions
 
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores):
@@ -90,15 +90,15 @@ class BatchInvariantDecoder:
     def choose(
         self, logits: torch.Tensor, params: SamplingParams, uniforms: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As sampling.choose."""
+        """See `sampling.choose`; with the log-probs of training."""
         tokens, log_probs = choose(logits, params, uniforms)
-        if params.filters:  # of a distribution that training does not know
+        if params.filters:  # training computes the unfiltered distribution only
             return tokens, log_probs
         return tokens, self.forward.log_probs(logits, tokens, 1.0 if params.greedy else params.temperature)
 
 
 def prefill_batches(lengths: list[int]) -> list[list[int]]:
-    """Which prompts of these lengths to compute at once: up to PREFILL_TOKENS, or one that is longer."""
+    """Split prompts of these lengths into batches of up to PREFILL_TOKENS; a longer prompt is a batch by itself."""
     batches: list[list[int]] = []
     tokens = 0
     for i, length in enumerate(lengths):
@@ -113,7 +113,7 @@ def prefill_batches(lengths: list[int]) -> list[list[int]]:
 def prompt_states(
     forward: ModelForward, prompts: list[list[int]], attend: Attend, device: torch.device
 ) -> torch.Tensor:
-    """The hidden state of each prompt's last token, (len(prompts), H), by one pass over all of them, packed."""
+    """Hidden state of the last token of each prompt, (len(prompts), H), from one forward pass over packed prompts."""
     ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
     positions = torch.tensor([at for prompt in prompts for at in range(len(prompt))], device=device)
     ends = torch.tensor([len(prompt) for prompt in prompts], device=device).cumsum(0) - 1

@@ -1,4 +1,4 @@
-"""Generation by the trainer's own forward pass on a GPU: cuda_decoder with the numbers of a ModelForward."""
+"""Batch-invariant generation on a GPU: `cuda_decoder` with the trainer's forward pass."""
 
 import torch
 import triton
@@ -11,26 +11,27 @@ from verl.rollout.native import triton_kernels
 from verl.rollout.native.batch_invariant import ModelForward, prefill_batches, prompt_states
 from verl.rollout.native.cuda_decoder import CudaDecoder, StaticBuffers, upload
 from verl.rollout.native.model import Decoder
-from verl.rollout.native.triton_kernels import PAGE
+from verl.rollout.native.triton_kernels import BLOCK_SIZE
 
 
 @triton.jit
-def _store(key, value, pages, table, positions, live, width, D: tl.constexpr, HK: tl.constexpr, DP: tl.constexpr,
-           PAGE: tl.constexpr):  # fmt: skip
-    """Write the key and value (b, HK, D) of a token of each live row into pages (., 2 HK, PAGE, D). Grid (b, HK)."""
+def _store(key, value, kv_cache, table, positions, live, width, D: tl.constexpr, HK: tl.constexpr, DP: tl.constexpr,
+           BLOCK_SIZE: tl.constexpr):  # fmt: skip
+    """Write key and value (b, HK, D) of live rows to kv_cache (., 2 HK, BLOCK_SIZE, D). Grid (b, HK)."""
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(live + b) == 0:
         return
     d, position = tl.arange(0, DP), tl.load(positions + b)
-    page = tl.load(table + b * width + position // PAGE).to(tl.int64)
-    at = pages + ((page * 2 * HK + h) * PAGE + position % PAGE) * D + d
+    block = tl.load(table + b * width + position // BLOCK_SIZE).to(tl.int64)
+    at = kv_cache + ((block * 2 * HK + h) * BLOCK_SIZE + position % BLOCK_SIZE) * D + d
     tl.store(at, tl.load(key + (b * HK + h) * D + d, mask=d < D), mask=d < D)
-    tl.store(at + HK * PAGE * D, tl.load(value + (b * HK + h) * D + d, mask=d < D), mask=d < D)
+    tl.store(at + HK * BLOCK_SIZE * D, tl.load(value + (b * HK + h) * D + d, mask=d < D), mask=d < D)
 
 
 @triton.jit(do_not_specialize=["first", "slots"])
 def _replace_log_probs(log_probs, before, state, out_log_probs, first, slots, STEP: tl.constexpr, OUT: tl.constexpr):
-    """Replace the log-probs just written by log_probs (b,), for rows that were at step before (b,). Grid (b,)."""
+    """Overwrite the log-probs that the last step wrote with log_probs (b,). Rows whose step is still before (b,)
+    did not sample and are skipped. Grid (b,)."""
     b = tl.program_id(0)
     step = tl.load(before + b)
     if tl.load(state + STEP * slots + first + b) != step:
@@ -38,32 +39,32 @@ def _replace_log_probs(log_probs, before, state, out_log_probs, first, slots, ST
 
 
 class BatchInvariantCudaDecoder(CudaDecoder):
-    """As CudaDecoder, by a `ModelForward`."""
+    """A `CudaDecoder` that runs a `ModelForward`."""
 
     def __init__(self, decoder: Decoder, buffers: StaticBuffers, graphs: bool, forward: ModelForward):
         super().__init__(decoder, buffers, graphs)
         self.forward = forward
 
-    def prefill(self, prompts: list[list[int]], pages: list[list[int]]) -> torch.Tensor:
-        """Compute `prompts`, with keys and values into their `pages`. Logits (len(prompts), V)."""
+    def prefill(self, prompts: list[list[int]], blocks: list[list[int]]) -> torch.Tensor:
+        """Prefill: write keys and values of `prompts` to their `blocks`. Returns logits (len(prompts), V)."""
         logits = []
         for chosen in prefill_batches([len(prompt) for prompt in prompts]):
-            logits.append(self._prefill([prompts[i] for i in chosen], [pages[i] for i in chosen]))
+            logits.append(self._prefill([prompts[i] for i in chosen], [blocks[i] for i in chosen]))
         return torch.cat(logits)
 
-    def _prefill(self, prompts: list[list[int]], pages: list[list[int]]) -> torch.Tensor:
-        lengths, device = tuple(map(len, prompts)), self.buffers.pages.device
-        targets = [(own[at // PAGE], at % PAGE) for own, n in zip(pages, lengths) for at in range(n)]
-        page, column = upload(list(zip(*targets)), torch.int64, device)
+    def _prefill(self, prompts: list[list[int]], blocks: list[list[int]]) -> torch.Tensor:
+        lengths, device = tuple(map(len, prompts)), self.buffers.kv_cache.device
+        targets = [(own[at // BLOCK_SIZE], at % BLOCK_SIZE) for own, n in zip(blocks, lengths) for at in range(n)]
+        block, column = upload(list(zip(*targets)), torch.int64, device)
 
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores):
-            self.buffers.pages[layer][page, :, column] = torch.cat((key, value), 1)
+            self.buffers.kv_cache[layer][block, :, column] = torch.cat((key, value), 1)
             return attend_rows(query, key, value, lengths, scores)
 
         return self.forward.logits(prompt_states(self.forward, prompts, attend, device))
 
     def _step(self, rows: int, params: SamplingParams | None) -> torch.Tensor:
-        """One token of `rows` rows, sampled too unless params is None. Logits (rows, V)."""
+        """Decode one token for `rows` rows; sample it unless params is None. Returns logits (rows, V)."""
         buffers, heads = self.buffers, self.decoder.kv_heads
         fields = (triton_kernels.TOKEN, triton_kernels.POSITION, triton_kernels.STATUS)
         tokens, positions, status = (buffers.state[i, :rows] for i in fields)
@@ -71,12 +72,12 @@ class BatchInvariantCudaDecoder(CudaDecoder):
         tiles = batch_invariant_kernels.single_queries(positions, live)
 
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores):
-            pages, size = buffers.pages[layer], key.shape[-1]
+            kv_cache, size = buffers.kv_cache[layer], key.shape[-1]
             _store[(rows, heads)](
-                key.contiguous(), value.contiguous(), pages, table, positions, live, buffers.width, D=size, HK=heads,
-                DP=triton.next_power_of_2(size), PAGE=PAGE, num_warps=1,
+                key.contiguous(), value.contiguous(), kv_cache, table, positions, live, buffers.width, D=size, HK=heads,
+                DP=triton.next_power_of_2(size), BLOCK_SIZE=BLOCK_SIZE, num_warps=1,
             )  # fmt: skip
-            keys, values = pages[:, :heads], pages[:, heads:]
+            keys, values = kv_cache[:, :heads], kv_cache[:, heads:]
             return batch_invariant_kernels.attend_cached(query, keys, values, tiles, table, scores)
 
         logits = self.forward.logits(self.forward.states(tokens.long(), positions.long(), attend))
@@ -85,11 +86,11 @@ class BatchInvariantCudaDecoder(CudaDecoder):
         return logits
 
     def sample(self, logits: torch.Tensor, first: int, params: SamplingParams, capped: bool = True) -> None:
-        """As CudaDecoder.sample, with the log-probs of training; soft-capping is always in the logits."""
+        """Like `CudaDecoder.sample`, but with the log-probs of training. The logits are already soft-capped."""
         buffers, slots = self.buffers, slice(first, first + len(logits))
         before = buffers.state[triton_kernels.STEP, slots].clone()
         super().sample(logits, first, params, capped=True)
-        if params.filters:  # of a distribution that training does not know
+        if params.filters:  # training computes the unfiltered distribution only
             return
         tokens = buffers.state[triton_kernels.TOKEN, slots].long()
         log_probs = self.forward.log_probs(logits, tokens, 1.0 if params.greedy else params.temperature)

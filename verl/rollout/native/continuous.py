@@ -1,7 +1,7 @@
-"""Continuous batching for `generate_one`: coroutines whose requests share one batch.
+"""Continuous batching for `generate_one`: the requests of concurrent coroutines share one batch.
 
-A task of the event loop runs the scheduler. Between two iterations it yields to the loop, so that a request that was
-submitted meanwhile is admitted into the batch at work, and a finished response resumes its coroutine at once.
+A task of the event loop runs the scheduler. It yields to the loop between iterations, so that new requests are admitted
+to the running batch and a finished response resumes its coroutine immediately.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class _Pending:
-    """A request whose coroutine waits. row: once it has been checked."""
+    """A request whose coroutine is waiting. row: set once the request has been checked."""
 
     request: Request
     params: SamplingParams
@@ -34,18 +34,18 @@ class _Pending:
 
 
 class ContinuousBatch:
-    """The requests of `generate_one` of one engine.
+    """The `generate_one` requests of one engine.
 
-    Requests with other sampling parameters than those of the batch at work (temperature, top_k, top_p, min_p, stop
-    tokens), and sequences that do not fit its cache, wait until it is done; later requests then wait behind them.
+    A request whose sampling parameters (temperature, top_k, top_p, min_p, stop tokens) differ from those of the running
+    batch, or whose sequence does not fit its cache, waits until the batch is done. Later requests wait behind it.
     """
 
     def __init__(self, engine: "NativeRollout"):
         self.engine = engine
         self.queue: list[_Pending] = []  # in order of arrival
-        self.at_work: dict[int, _Pending] = {}  # by Row.index
+        self.running: dict[int, _Pending] = {}  # by Row.index
         self._count = 0
-        self._is_closed = False  # whether new requests wait until the batch at work is done
+        self._is_closed = False  # whether new requests wait until the running batch is done
         self._decoder: Decoder | None = None
         self._scheduler: SlotScheduler | PagedScheduler | None = None
         self._task: asyncio.Task | None = None
@@ -66,7 +66,7 @@ class ContinuousBatch:
             raise
 
     def abort(self, request_ids: Sequence[str] | None) -> None:
-        everyone = [*self.queue, *self.at_work.values()]
+        everyone = [*self.queue, *self.running.values()]
         self._drop([pending for pending in everyone if is_named(pending.request, request_ids)])
 
     def _drop(self, chosen: list[_Pending]) -> None:
@@ -75,23 +75,23 @@ class ContinuousBatch:
                 self.queue.remove(pending)
                 self._resolve(pending, Completion([], [], "abort"))
         indices = {pending.row.index for pending in chosen if pending.row is not None}
-        if self._scheduler is not None and indices & self.at_work.keys():
+        if self._scheduler is not None and indices & self.running.keys():
             with torch.inference_mode():
                 self._scheduler.abort(lambda row: row.index in indices)
 
     # ---- the task -----------------------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
-        """Batch after batch until no request is left."""
+        """Run batches until no request is left."""
         start, self.engine.stats = time.perf_counter(), RolloutStats()
         try:
             await asyncio.sleep(0)  # the coroutines that are ready now submit their requests first
             while self.queue:
                 await self._serve_batch()
         except BaseException as error:
-            pending, self.queue, self.at_work = [*self.queue, *self.at_work.values()], [], {}
+            pending, self.queue, self.running = [*self.queue, *self.running.values()], [], {}
             if pending:
-                self.engine.sleep()  # what broken weights left in the cache must not reach another row
+                self.engine.sleep()  # NaN in the cache must not reach other rows
             for waiting in pending:
                 if not waiting.future.done():
                     waiting.future.set_exception(error)
@@ -102,13 +102,13 @@ class ContinuousBatch:
             self._task = self._scheduler = None
 
     async def _serve_batch(self) -> None:
-        """One batch: the first request of the queue, and all that can share it."""
+        """Run one batch: the first request of the queue and all that can share its batch."""
         engine, params = self.engine, self.queue[0].params
         self._decoder = engine.read()
         with ExitStack() as stack:
-            with torch.inference_mode():  # as in generate(): the session may copy into tensors that were made there
+            with torch.inference_mode():  # the session may copy into inference tensors created by generate()
                 stack.enter_context(engine.session())
-            rows = self._take(params)
+            rows = self._take_compatible(params)
             if not rows:
                 return
             with torch.inference_mode():
@@ -124,32 +124,32 @@ class ContinuousBatch:
                 steps = scheduler.steps
                 for row, completion in finished:
                     engine.stats.tokens += len(completion.token_ids)
-                    self._resolve(self.at_work.pop(row.index), completion)
+                    self._resolve(self.running.pop(row.index), completion)
                 await asyncio.sleep(0)
                 self._extend(params)
         self._scheduler = None
 
     def _extend(self, params: SamplingParams) -> None:
-        """Add the requests that arrived to the batch at work, up to the first that must wait."""
+        """Add new requests to the running batch, up to the first one that must wait."""
         if self._is_closed or not self.queue or self.queue[0].params != params:
             return
         before = list(self.queue)
-        rows = self._take(params)
+        rows = self._take_compatible(params)
         if not rows:
             return
         with torch.inference_mode():
             fits = self.engine.extend_continuous(self._scheduler, rows)
-        if not fits:  # back to where they were, until the batch is done
+        if not fits:  # back into the queue until the batch is done
             self._is_closed = True
             for row in rows:
-                self.at_work.pop(row.index)
+                self.running.pop(row.index)
             taken = {row.index for row in rows}
             self.queue = [p for p in before if p.row is not None and p.row.index in taken] + self.queue
 
-    def _take(self, params: SamplingParams) -> list[Row]:
-        """The first requests of the queue that share `params`, as rows in the order of admission.
+    def _take_compatible(self, params: SamplingParams) -> list[Row]:
+        """Take the first requests of the queue that share `params`, as rows in admission order.
 
-        A request that the model cannot take fails alone.
+        An invalid request fails without affecting the others.
         """
         rows = []
         while self.queue and self.queue[0].params == params:
@@ -160,7 +160,7 @@ class ContinuousBatch:
                 pending.future.set_exception(error)
                 continue
             self._count += 1
-            self.at_work[pending.row.index] = pending
+            self.running[pending.row.index] = pending
             rows.append(pending.row)
         return admission_order(rows)
 

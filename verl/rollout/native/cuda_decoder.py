@@ -1,7 +1,7 @@
-"""The decoder of the native engine on a GPU: paged keys and values, one CUDA graph per number of rows.
+"""The decoder of the native engine on a GPU: paged KV cache, one CUDA graph per batch size.
 
-Everything that a graph reads or writes lives in `StaticBuffers` and keeps its address. The weights are the parameters
-themselves; where they moved, the graphs are made anew.
+Everything that a graph reads or writes is in `StaticBuffers`, whose addresses do not change. The weights are the
+parameters themselves; if their addresses change, the graphs are captured again.
 """
 
 from dataclasses import astuple, dataclass, fields
@@ -14,10 +14,10 @@ from verl.rollout.base import SamplingParams
 from verl.rollout.native import triton_kernels
 from verl.rollout.native.model import Decoder, Layer, Projection, RopeTable
 from verl.rollout.native.torch_decoder import Layers
-from verl.rollout.native.triton_kernels import PAGE
+from verl.rollout.native.triton_kernels import BLOCK_SIZE
 from verl.rollout.sampling import choose
 
-#: numbers of rows for which there are graphs: a step computes the next larger one
+#: batch sizes with a CUDA graph; a step is padded to the next larger one
 BUCKETS = (
     1,
     2,
@@ -44,12 +44,12 @@ BUCKETS = (
     1792,
     2048,
 )
-#: steps that are launched without looking at their outcome
+#: steps that are launched before their status is read
 CHUNK = 8
-#: programs of attention below which the keys of a row are split over several
-_ENOUGH_PROGRAMS = 512
-_MOST_SPLITS = 32
-#: splits of the inner dimension in a matmul of few rows
+#: the keys of a row are split over several attention programs below this number of programs
+_TARGET_PROGRAMS = 512
+_MAX_SPLITS = 32
+#: split-K factor of a matmul with few rows
 _K_SPLITS = 4
 
 
@@ -58,44 +58,56 @@ def bucket_of(rows: int) -> int:
 
 
 def attention_launch(rows: int, head_dim: int) -> dict[str, int]:
-    """Options of the attention kernel (benchmarks/attention.py; measured on an H200). ROUND: pages read at once."""
+    """Launch options of the attention kernel, tuned on an H200 with benchmarks/attention.py. ROUND: blocks per load."""
     return {"num_warps": 4 if rows < 512 or head_dim > 64 else 2, "num_stages": 2, "ROUND": 1}
 
 
-def page_bytes(decoder: Decoder) -> int:
-    return PAGE * decoder.cache_bytes_per_token()
+def block_bytes(decoder: Decoder) -> int:
+    return BLOCK_SIZE * decoder.cache_bytes_per_token()
 
 
 @dataclass(frozen=True)
 class Size:
-    """What a generate call needs. slots: rows at once. pages: of the key/value cache. width: pages of a row at most.
-    responses: tokens of all responses together at most. positions: of the rotary tables."""
+    """Buffer sizes that a generate call needs.
+
+    Attributes:
+        slots: max concurrent rows.
+        blocks: blocks of the KV cache.
+        width: max blocks of a row.
+        responses: max tokens of all responses together.
+        positions: length of the rotary tables."""
 
     slots: int
-    pages: int
+    blocks: int
     width: int
     responses: int
     positions: int
 
     def with_headroom(self) -> "Size":
-        """Up to an eighth more, so that a call with a few more tokens fits too."""
+        """Round up by at most an eighth, so that a call with a few more tokens fits too."""
 
         def up(n: int) -> int:
             grain = 1 << max(0, n.bit_length() - 4)
             return -(-n // grain) * grain
 
-        return Size(self.slots, up(self.pages), up(self.width), up(self.responses), up(self.positions))
+        return Size(self.slots, up(self.blocks), up(self.width), up(self.responses), up(self.positions))
 
 
 class StaticBuffers:
-    """The memory of generation: pages (`pages` of them, size.pages were wanted), the rows' state and the responses."""
+    """Preallocated memory of generation: KV cache, state of the rows, responses. Graphs hold its addresses.
 
-    def __init__(self, decoder: Decoder, size: Size, pages: int):
+    Args:
+        decoder: sets shapes and dtypes.
+        size: what the calls need.
+        blocks: KV-cache blocks to allocate; fewer than `size.blocks` if memory is short.
+    """
+
+    def __init__(self, decoder: Decoder, size: Size, blocks: int):
         self.size = size
         slots, width = self.slots, self.width = size.slots, size.width
         device = decoder.embedding.device
-        shape = (len(decoder.layers), pages, 2 * decoder.kv_heads, PAGE, decoder.head_dim)
-        self.pages = torch.empty(shape, dtype=decoder.dtype, device=device)
+        shape = (len(decoder.layers), blocks, 2 * decoder.kv_heads, BLOCK_SIZE, decoder.head_dim)
+        self.kv_cache = torch.empty(shape, dtype=decoder.dtype, device=device)
         self.table = torch.zeros(slots, width, dtype=torch.int32, device=device)
         self.state = torch.zeros(triton_kernels.FIELDS, slots, dtype=torch.int32, device=device)
         self.sample_ids = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -104,9 +116,9 @@ class StaticBuffers:
         self.tokens = torch.zeros(size.responses, dtype=torch.int32, device=device)
         self.log_probs = torch.zeros(size.responses, dtype=torch.float32, device=device)
         self.is_stop = torch.zeros(decoder.vocab_size, dtype=torch.int8, device=device)
-        self.blocks = triton.cdiv(decoder.vocab_size, triton_kernels.VOCABULARY_BLOCK)
+        self.vocab_blocks = triton.cdiv(decoder.vocab_size, triton_kernels.VOCABULARY_BLOCK)
         self.arrived = torch.zeros(slots, decoder.kv_heads, dtype=torch.int32, device=device)
-        self.parts = torch.zeros(slots, self.blocks, 3, dtype=torch.float32, device=device)
+        self.parts = torch.zeros(slots, self.vocab_blocks, 3, dtype=torch.float32, device=device)
         self.tables = [rope.table(size.positions, decoder.stream_dtype) for rope in decoder.ropes]
 
     def fits(self, size: Size) -> bool:
@@ -114,7 +126,7 @@ class StaticBuffers:
 
 
 class CudaDecoder(Layers):
-    """Runs a `Decoder` over `StaticBuffers`: prompts in plain torch, steps by CUDA graphs, or without `graphs`."""
+    """Runs a `Decoder` over `StaticBuffers`: prefill in plain torch, decode steps as CUDA graphs if `graphs` is set."""
 
     def __init__(self, decoder: Decoder, buffers: StaticBuffers, graphs: bool = True):
         super().__init__(decoder, 0)
@@ -125,29 +137,29 @@ class CudaDecoder(Layers):
         self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, torch.Tensor | None]] = {}
         self.pool: tuple[int, int] | None = None
         self.processors = torch.cuda.get_device_properties(decoder.embedding.device).multi_processor_count
-        # matmuls in float32 stay float32: a test that asks for it means it
+        # float32 models compute float32 matmuls without TF32
         self.precision = "ieee" if decoder.dtype == torch.float32 else "tf32"
 
     # ---- prompts ------------------------------------------------------------------------------------------------
 
-    def prefill(self, prompts: list[list[int]], pages: list[list[int]]) -> torch.Tensor:
-        """Compute `prompts`, with keys and values into their `pages`. Logits (len(prompts), V) float32."""
-        cache, where = self.buffers.pages, {}
+    def prefill(self, prompts: list[list[int]], blocks: list[list[int]]) -> torch.Tensor:
+        """Prefill: write keys and values of `prompts` to their `blocks`. Returns logits (len(prompts), V) float32."""
+        cache, where = self.buffers.kv_cache, {}
 
         def store(layer: int, chosen: list[int], stored: torch.Tensor) -> None:
             count, width, heads, size = stored.shape
-            used = triton.cdiv(width, PAGE)
+            used = triton.cdiv(width, BLOCK_SIZE)
             if layer == 0:
-                flat = [(i * used + at, page) for i, c in enumerate(chosen) for at, page in enumerate(pages[c])]
+                flat = [(i * used + at, block) for i, c in enumerate(chosen) for at, block in enumerate(blocks[c])]
                 where["source"], where["target"] = self._upload([list(x) for x in zip(*flat)])
-            whole = torch.nn.functional.pad(stored, (0, 0, 0, 0, 0, used * PAGE - width))
-            whole = whole.reshape(count * used, PAGE, heads, size).transpose(1, 2)
+            whole = torch.nn.functional.pad(stored, (0, 0, 0, 0, 0, used * BLOCK_SIZE - width))
+            whole = whole.reshape(count * used, BLOCK_SIZE, heads, size).transpose(1, 2)
             cache[layer].index_copy_(0, where["target"], whole[where["source"]])
 
         return self.prompts(prompts, store)
 
     def _upload(self, values: list) -> torch.Tensor:
-        return upload(values, torch.int64, self.buffers.pages.device)
+        return upload(values, torch.int64, self.buffers.kv_cache.device)
 
     def _rotate(self, layer: Layer, qkv: torch.Tensor, table: RopeTable) -> None:
         cos, sin = table
@@ -167,8 +179,8 @@ class CudaDecoder(Layers):
     # ---- steps --------------------------------------------------------------------------------------------------
 
     def steps(self, count: int, rows: int, params: SamplingParams) -> None:
-        """Launch `count` steps of the rows of slots 0 .. rows - 1."""
-        # filters of the vocabulary are made of torch operations that a graph may not hold
+        """Launch `count` decode steps for slots 0 .. rows - 1."""
+        # top-k, top-p and min-p use torch operations that cannot be captured in a graph
         inside = not params.filters
         key = (rows, params.greedy, params.temperature if inside else None, inside)
         if not self.use_graphs:
@@ -184,34 +196,34 @@ class CudaDecoder(Layers):
                 self.sample(logits, 0, params)
 
     def _capture(self, rows: int, params: SamplingParams | None) -> tuple[torch.cuda.CUDAGraph, torch.Tensor | None]:
-        """The graph of one step, and its logits unless tokens are sampled inside (params)."""
+        """Capture one decode step. Returns its logits too if it does not sample (params is None)."""
         status = self.buffers.state[triton_kernels.STATUS]
         saved = status.clone()
         status.zero_()
-        self._step(rows, params)  # compiles what is not yet, and leaves alone all rows, since none is live
+        self._step(rows, params)  # warm-up: compiles the kernels; changes no row, since none is live
         status.copy_(saved)
         graph, stream, side = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), _capture_stream()
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
         side.wait_stream(stream)
-        # not `with torch.cuda.graph`: that empties torch's cache of memory, at a cost above that of the capture
+        # not `with torch.cuda.graph`: it empties torch's memory cache, which costs more than the capture
         with torch.cuda.stream(side):
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             logits = self._step(rows, params)
             graph.capture_end()
         stream.wait_stream(side)
-        # logits that are sampled inside leave their memory to later graphs
+        # if the graph samples, later graphs may reuse the memory of its logits
         return graph, logits if params is None else None
 
     def _step(self, rows: int, params: SamplingParams | None) -> torch.Tensor:
-        """One token of `rows` rows, sampled too unless params is None. Logits (rows, V)."""
+        """Decode one token for `rows` rows; sample it unless params is None. Returns logits (rows, V)."""
         decoder, buffers = self.decoder, self.buffers
         x = decoder.embed(buffers.state[triton_kernels.TOKEN, :rows]).contiguous()
         h = torch.empty_like(x, dtype=decoder.dtype)
         self._add_norm(x, None, None, decoder.layers[0].attention_norm, h)
         norms = [layer.attention_norm for layer in decoder.layers[1:]] + [decoder.norm]
-        for layer, pages, next_norm in zip(decoder.layers, buffers.pages, norms):
-            attended = self._attend_pages(layer, layer.qkv(h), pages)
+        for layer, kv_cache, next_norm in zip(decoder.layers, buffers.kv_cache, norms):
+            attended = self._paged_attention(layer, layer.qkv(h), kv_cache)
             self._add_norm(x, layer.out(attended), layer.attention_post_norm, layer.mlp_norm, h)
             y = self._split_matmul(layer.down, self._gate(layer.gate_up(h)))
             self._add_norm(x, y, layer.mlp_post_norm, next_norm, h)
@@ -220,14 +232,14 @@ class CudaDecoder(Layers):
             self._sample(logits, 0, params, decoder.final_softcap)
         return logits
 
-    def _attend_pages(self, layer: Layer, qkv: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-        """qkv (B, (HQ + 2 HK) D), not rotated yet -> (B, HQ D)."""
+    def _paged_attention(self, layer: Layer, qkv: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
+        """Rotary embedding, KV-cache write and attention: qkv (B, (HQ + 2 HK) D) -> (B, HQ D)."""
         decoder, buffers, rows = self.decoder, self.buffers, len(qkv)
         heads, kv_heads, size = decoder.heads, decoder.kv_heads, decoder.head_dim
         group = heads // kv_heads
         shape = {"HQ": heads, "HK": kv_heads, "G": group, "GP": max(16, triton.next_power_of_2(group))}
         shape |= {"D": size, "DP": max(16, triton.next_power_of_2(size))}
-        splits = min(_MOST_SPLITS, max(1, _ENOUGH_PROGRAMS // (rows * kv_heads)), buffers.width)
+        splits = min(_MAX_SPLITS, max(1, _TARGET_PROGRAMS // (rows * kv_heads)), buffers.width)
         out = qkv.new_empty(rows, heads * size)
         chunks = (rows, kv_heads, splits, shape["GP"], shape["DP"] + 2) if splits > 1 else (1,)
         partial = torch.empty(chunks, dtype=torch.float32, device=qkv.device)
@@ -235,17 +247,18 @@ class CudaDecoder(Layers):
         norm = layer.qk_norm if layer.qk_norm is not None else cos
         softcap = decoder.attention_softcap
         triton_kernels.attend[(rows, kv_heads, splits)](
-            qkv, pages, buffers.table, buffers.state, cos, sin, norm, out, partial, buffers.arrived, decoder.scaling,
+            qkv, kv_cache, buffers.table, buffers.state, cos, sin, norm, out, partial, buffers.arrived, decoder.scaling,
             decoder.eps, softcap or 1.0, buffers.slots, buffers.width, splits, **shape, R=cos.shape[1],
             NORM=layer.qk_norm is not None, SOFTCAP=softcap is not None, WINDOW=layer.window or 0, SPLIT=splits > 1,
-            SP=triton.next_power_of_2(splits), PAGE=PAGE, PRECISION=self.precision,
+            SP=triton.next_power_of_2(splits), BLOCK_SIZE=BLOCK_SIZE, PRECISION=self.precision,
             **attention_launch(rows, size),
         )  # fmt: skip
         return out
 
     def _split_matmul(self, projection: Projection, x: torch.Tensor) -> torch.Tensor:
-        """x (N, in) -> (parts, N, out) float32 to be added up, where one matmul would leave processors idle; (N, out)
-        elsewhere. cuBLAS sums partial results in a separate kernel: `add_norm` does it on its way."""
+        """Project x (N, in). If a single GEMM would leave SMs idle, use split-K and return partial sums
+        (parts, N, out) float32; otherwise return (N, out). `add_norm` adds the partial sums up, which saves cuBLAS's
+        separate reduction kernel."""
         rows, (width, outputs) = len(x), projection.matrix.shape
         tiles = triton.cdiv(rows, 64) * triton.cdiv(outputs, 64)
         narrow = x.dtype in (torch.bfloat16, torch.float16) and projection.bias is None
@@ -255,7 +268,7 @@ class CudaDecoder(Layers):
         return torch.bmm(y, matrix, out_dtype=torch.float32)
 
     def _add_norm(self, x, y, post_norm, weight, out) -> torch.Tensor:
-        """x += y (or its post norm), out = norm of x. x, out: (N, H); y: as x, or parts of it. Returns x."""
+        """x += y (or its post norm), out = norm of x. x, out: (N, H); y: (N, H) or its partial sums. Returns x."""
         width = x.shape[1]
         block = triton.next_power_of_2(width)
         triton_kernels.add_norm[(len(x),)](
@@ -266,19 +279,19 @@ class CudaDecoder(Layers):
         return x
 
     def _gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """(N, 2 I) -> (N, I)."""
+        """Gated activation: (N, 2 I) -> (N, I)."""
         rows, width = len(gate_up), gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
         grid = (rows, triton.cdiv(width, 1024))
         triton_kernels.gate[grid](gate_up, out, I=width, BLOCK=1024, ACTIVATION=self.decoder.activation, num_warps=4)
         return out
 
-    # ---- drawing tokens -----------------------------------------------------------------------------------------
+    # ---- sampling -----------------------------------------------------------------------------------------------
 
     def sample(self, logits: torch.Tensor, first: int, params: SamplingParams, capped: bool = False) -> None:
-        """Draw a token for each of the slots `first` and on from logits (n, V) and write it down.
+        """Sample a token for slots first .. first + n - 1 from logits (n, V) and store it.
 
-        capped: the final soft-capping is in the logits already.
+        capped: the logits are already soft-capped.
         """
         self._sample(logits, first, params, None if capped else self.decoder.final_softcap)
 
@@ -290,29 +303,29 @@ class CudaDecoder(Layers):
             state, uniforms = buffers.state[:, first : first + rows], buffers.uniforms[:, first : first + rows]
             line = (state[triton_kernels.STEP] - state[triton_kernels.START]).clamp_(0, CHUNK - 1)
             sampled = choose(logits, params, uniforms.gather(0, line[None].long())[0])
-            triton_kernels.note_token[(rows,)](*sampled, *responses, num_warps=1)
+            triton_kernels.store_tokens[(rows,)](*sampled, *responses, num_warps=1)
             return
         scale = 1.0 if params.greedy else 1 / params.temperature
-        common = {"BLOCK": triton_kernels.VOCABULARY_BLOCK, "NB": buffers.blocks, "SOFTCAP": softcap is not None}
+        common = {"BLOCK": triton_kernels.VOCABULARY_BLOCK, "NB": buffers.vocab_blocks, "SOFTCAP": softcap is not None}
         common["GREEDY"] = params.greedy
         sizes = (scale, softcap or 1.0, self.decoder.vocab_size)
-        triton_kernels.scan_vocabulary[(rows, buffers.blocks)](
+        triton_kernels.scan_vocabulary[(rows, buffers.vocab_blocks)](
             logits, buffers.state, buffers.parts, first, buffers.slots, *sizes, **common, num_warps=8
         )
         triton_kernels.draw_token[(rows,)](
             logits, buffers.parts, buffers.uniforms, *responses, *sizes, **common,
-            NBP=triton.next_power_of_2(buffers.blocks), num_warps=8,
+            NBP=triton.next_power_of_2(buffers.vocab_blocks), num_warps=8,
         )  # fmt: skip
 
 
 @cache
 def _capture_stream() -> torch.cuda.Stream:
-    """One for all graphs: cuBLAS keeps a workspace for every stream that it has seen."""
+    """The stream of all captures. One stream, because cuBLAS keeps a workspace per stream."""
     return torch.cuda.Stream()
 
 
 def addresses(decoder: Decoder) -> tuple[int, ...]:
-    """Where the weights are: graphs hold these."""
+    """Addresses of the weights, which captured graphs contain."""
     found: list[int] = []
 
     def visit(value) -> None:
@@ -328,5 +341,5 @@ def addresses(decoder: Decoder) -> tuple[int, ...]:
 
 
 def upload(values: list, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor on the device, without waiting for it."""
+    """Copy values to the device asynchronously."""
     return torch.tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)

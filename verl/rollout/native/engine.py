@@ -1,7 +1,7 @@
 """The native rollout engine: generation on the training model's own parameters.
 
-Distinct prompts are computed once for all their samples, waiting rows are admitted as soon as others finish, and random
-numbers come by counter, so that a response depends on its own request alone. `generate` runs a whole batch;
+Each distinct prompt is prefilled once for all its samples, waiting rows are admitted as soon as others finish, and
+random numbers are counter-based, so that a response depends on its request only. `generate` runs a whole batch;
 `generate_one` serves many coroutines from one batch (see `continuous`).
 """
 
@@ -28,27 +28,26 @@ if TYPE_CHECKING:
     from verl.rollout.native.cuda_decoder import CudaDecoder, StaticBuffers
     from verl.rollout.native.paged_scheduler import PagedScheduler
 
-#: rows at once where the caller sets no limit: more make a step slower by as much as they add
+#: default limit of concurrent rows: beyond it, throughput does not increase
 _MAX_ROWS = {"cpu": 512, "cuda": 2048}
 
 
 class NativeRollout(RolloutEngine):
-    """Generates with the parameters of a HuggingFace decoder (native.model.FAMILIES) where they are.
+    """Generates with the parameters of a HuggingFace decoder (native.model.FAMILIES), without copying them.
 
     Args:
-        module: unsharded, on one device; its projections are fused in place once, so that a joint matmul needs no copy.
-        dtype: None computes in the parameters' dtype. Another one keeps a copy of the weights in it, made anew by each
-            call.
-        max_rows: most rows at once.
-        cache_bytes: memory for the KV cache; None is what the rows need, up to a quarter of the free memory of a CPU,
-            or on a GPU nine tenths of what is free and memory_share of all there is.
+        module: unsharded, on one device. Its projections are fused in place once, so that a fused matmul needs no copy.
+        dtype: None for the parameters' dtype. Any other dtype needs a copy of the weights, which each call updates.
+        max_rows: max concurrent rows.
+        cache_bytes: memory of the KV cache. None: what the rows need, up to a quarter of the free host memory, or on a
+            GPU up to 90 % of the free and `memory_share` of the total memory.
         memory_share: see cache_bytes.
-        max_length: tokens of the longest sequence that `generate_one` prepares for; longer ones wait until the batch is
+        max_length: longest sequence, in tokens, that `generate_one` allocates for; longer ones wait until the batch is
             done.
-        graphs: False launches every kernel of a step by itself, to look for an error.
-        forward: generate by this batch-invariant forward pass of the module, so that log-probs are those that it gives
-            to whole sequences, bit for bit; dtype is its own then.
-        weights: the receiver of the module's weights, where they are not the trainer's own.
+        graphs: False disables CUDA graphs, for debugging.
+        forward: the module's batch-invariant forward pass. Log-probs are then bitwise equal to those of training, and
+            `dtype` is ignored.
+        weights: receiver of the module's weights, if they are not shared with the trainer.
 
     Raises:
         ValueError: the module is not supported.
@@ -83,20 +82,20 @@ class NativeRollout(RolloutEngine):
         self._requests: Sequence[Request] = ()
         self._decoder: Decoder | None = None
         self._cache: SlotCache | BatchInvariantCache | None = None
-        self._on_gpu: CudaDecoder | None = None
+        self._cuda_decoder: CudaDecoder | None = None
 
     # ---- generating ---------------------------------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """As RolloutEngine.generate. Requests that differ in more than max_tokens, seed and stop are separate batches.
+        """See `RolloutEngine.generate`. Only requests that agree in all but max_tokens, seed and stop share a batch.
 
         Raises:
             ValueError: an empty prompt, a token outside the vocabulary, a sequence longer than the model's positions, a
-                cache too small for one row, logits that are not finite (it names the row), weights that were not
-                received, or requests of `generate_one` under way.
+                cache too small for one row, non-finite logits (the message names the row), weights that were not
+                received, or running requests of `generate_one`.
         """
         if self._continuous.is_busy:
-            raise ValueError("generate() was called while requests of generate_one() are under way: wait for them")
+            raise ValueError("generate() was called while requests of generate_one() are running: wait for them")
         start = time.perf_counter()
         self.stats = RolloutStats()
         completions: list[Completion | None] = [None] * len(requests)
@@ -113,7 +112,7 @@ class NativeRollout(RolloutEngine):
                         completions[row.index] = completion
                     self.stats.steps += scheduler.steps
             except ValueError:
-                self.sleep()  # what broken weights left in the cache must not reach another row
+                self.sleep()  # NaN in the cache must not reach other rows
                 raise
             finally:
                 self._scheduler, self._requests = None, ()
@@ -122,28 +121,28 @@ class NativeRollout(RolloutEngine):
         return completions
 
     async def generate_one(self, request: Request) -> Completion:
-        """As RolloutEngine.generate_one: continuously batched, requests are admitted between decode steps."""
+        """See `RolloutEngine.generate_one`. Continuous batching: requests are admitted between decode steps."""
         return await self._continuous.submit(request)
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """As RolloutEngine.abort. A `generate` under way (in another thread) ends too."""
+        """See `RolloutEngine.abort`. Also ends a `generate` that runs in another thread."""
         self._continuous.abort(request_ids)
         if self._scheduler is not None:
             chosen = {i for i, r in enumerate(self._requests) if request_ids is None or r.request_id in request_ids}
             self._scheduler.abort_requests.append(lambda row: row.index in chosen)
 
     def session(self) -> AbstractContextManager[None]:
-        """A phase in which weights do not change."""
+        """Context in which the weights do not change."""
         return nullcontext() if self.forward is None else self.forward.generating()
 
     def read(self) -> Decoder:
-        """The module as a Decoder, read anew. Raises ValueError where it has no weights."""
+        """Read the module as a `Decoder`. Raises ValueError if it has no weights."""
         if self.weights is not None:
             self.weights.check_filled()
         if self.forward is None:
             self._decoder = read_decoder(self.module, self.dtype, reuse=self._decoder)
             return self._decoder
-        # the module itself computes: this says how many layers, heads and positions it has, and the cache's dtype
+        # the module itself computes; only the sizes and the dtype of the cache are needed
         decoder = read_decoder(self.module, transpose_limit=0)
         sizes = decoder.hidden_size, decoder.vocab_size
         head = Projection(torch.empty(sizes, dtype=self.forward.dtype, device="meta"))
@@ -153,7 +152,7 @@ class NativeRollout(RolloutEngine):
     # ---- one batch ----------------------------------------------------------------------------------------------
 
     def _start(self, params: SamplingParams, rows: list[Row]) -> "SlotScheduler | PagedScheduler":
-        """A scheduler that has all of `rows`."""
+        """A scheduler with all of `rows`."""
         if self.module.device.type == "cuda":
             return self._start_paged(params, rows)
         width, slots = max(row.limit for row in rows), min(self._slot_cache(rows).slots, len(rows))
@@ -162,7 +161,7 @@ class NativeRollout(RolloutEngine):
         return scheduler
 
     def start_continuous(self, params: SamplingParams, rows: list[Row]) -> "SlotScheduler | PagedScheduler":
-        """A scheduler that has `rows`, and to which others can be added."""
+        """A scheduler with `rows`, to which more rows can be added."""
         if self.module.device.type == "cuda":
             return self._start_paged(params, rows, continuous=True)
         slots = self._slot_cache(rows).slots
@@ -171,14 +170,14 @@ class NativeRollout(RolloutEngine):
         return scheduler
 
     def extend_continuous(self, scheduler: "SlotScheduler | PagedScheduler", rows: list[Row]) -> bool:
-        """Add rows to a scheduler that is at work; False where they do not fit until it is done."""
+        """Add rows to a running scheduler. Returns False if they do not fit before it is done."""
         if self.module.device.type == "cuda":
             from verl.rollout.native import paged_scheduler
 
             samples = paged_scheduler.group_rows(rows)
-            buffers, longest = self._on_gpu.buffers, max(len(row.prompt) + row.limit for row in rows)
-            most = min(buffers.width, buffers.pages.shape[1])
-            fits = paged_scheduler.pages_for_one(samples) <= most and longest <= buffers.size.positions
+            buffers, longest = self._cuda_decoder.buffers, max(len(row.prompt) + row.limit for row in rows)
+            most = min(buffers.width, buffers.kv_cache.shape[1])
+            fits = paged_scheduler.blocks_for_one(samples) <= most and longest <= buffers.size.positions
             fits &= max(row.limit for row in rows) <= scheduler.line_width
             if fits:
                 scheduler.add(samples)
@@ -206,16 +205,16 @@ class NativeRollout(RolloutEngine):
         return (SlotCache if self.forward is None else BatchInvariantCache)(self._decoder, slots, length)
 
     def _slot_cache(self, rows: list[Row]) -> SlotCache | BatchInvariantCache:
-        """A cache for as many of `rows` at once as fit."""
+        """A cache for as many concurrent rows as fit."""
         decoder = self._decoder
         token, budget = decoder.cache_bytes_per_token(), self._cache_budget()
         least = max(row.length for row in rows)
         if budget < least * token:
             raise ValueError(
-                f"the KV cache has {budget:,} bytes, and one row of {least} tokens needs {least * token:,}: "
-                "allow more memory, or fewer tokens"
+                f"the KV cache has {budget:,} bytes, but one row of {least} tokens needs {least * token:,}: "
+                "increase the memory of the cache or decrease the sequence length"
             )
-        # columns for all that rows which begin together write; half as many more where others follow them
+        # enough columns for rows that start together; half as many more if others follow
         length = max(len(row.prompt) for row in rows) + max(row.limit for row in rows) - 1
         slots = min(len(rows), self.max_rows)
         if slots < len(rows) or slots * length * token > budget:
@@ -233,7 +232,7 @@ class NativeRollout(RolloutEngine):
     def _larger_slot_decoder(
         self, scheduler: SlotScheduler, rows: list[Row]
     ) -> TorchDecoder | BatchInvariantDecoder | None:
-        """The scheduler's decoder, with a larger cache and longer tables if `rows` need them; None: no memory."""
+        """The scheduler's decoder, with a larger cache and longer tables if `rows` need them; None if out of memory."""
         cache, decoder = self._cache, scheduler.decoder
         longest = max(len(row.prompt) + row.limit for row in rows)
         wanted = min(self.max_rows, scheduler.active + len(scheduler.waiting) + len(rows))
@@ -247,44 +246,44 @@ class NativeRollout(RolloutEngine):
             return decoder
         if (slots, length) != (cache.slots, cache.length):
             self._cache = self._new_cache(slots, length)
-            self._cache.take_over(cache)
+            self._cache.copy_from(cache)
         if self.forward is not None:
             return BatchInvariantDecoder(self._decoder, self._cache, self.forward)
         return TorchDecoder(self._decoder, self._cache, max(longest, decoder.table_length))
 
-    # ---- on a GPU: pages ----------------------------------------------------------------------------------------
+    # ---- on a GPU: blocks ---------------------------------------------------------------------------------------
 
     def _start_paged(self, params: SamplingParams, rows: list[Row], continuous: bool = False) -> "PagedScheduler":
-        """Pages for as many of `rows` at once as fit, and graphs, kept from call to call."""
-        from verl.rollout.native import cuda_decoder, paged_scheduler  # need triton, which only torch for GPUs brings
+        """A scheduler with blocks for as many concurrent rows as fit. Cache and graphs are kept between calls."""
+        from verl.rollout.native import cuda_decoder, paged_scheduler  # need Triton
 
         decoder, samples = self._decoder, paged_scheduler.group_rows(rows)
         most = self.max_rows if continuous else min(len(rows), self.max_rows)
         slots = cuda_decoder.bucket_of(min(most, cuda_decoder.BUCKETS[-1]))
-        one = paged_scheduler.pages_for_one(samples)
+        one = paged_scheduler.blocks_for_one(samples)
         longest = max(len(row.prompt) + row.limit for row in rows)
-        wanted, responses, line = min(paged_scheduler.pages_for(samples), one * slots), sum(r.limit for r in rows), 0
+        wanted, responses, line = min(paged_scheduler.blocks_for(samples), one * slots), sum(r.limit for r in rows), 0
         if continuous:
             longest = min(max(longest, self.max_length), decoder.max_positions)
-            one = max(one, paged_scheduler.pages_for_length(longest))
+            one = max(one, paged_scheduler.blocks_for_length(longest))
             line = max(max(row.limit for row in rows), longest // 2)
             wanted, responses = one * slots, line * slots
         size = cuda_decoder.Size(slots, wanted, one, responses, longest)
-        if self._on_gpu is None or not self._on_gpu.buffers.fits(size):
+        if self._cuda_decoder is None or not self._cuda_decoder.buffers.fits(size):
             size = size.with_headroom()
-            self._on_gpu = None  # freed before the new one is made
-            page = cuda_decoder.page_bytes(decoder)
+            self._cuda_decoder = None  # freed before the new one is allocated
+            block = cuda_decoder.block_bytes(decoder)
             budget = self.cache_bytes if self.cache_bytes is not None else self._gpu_budget(decoder, slots)
-            if budget // page < one:
+            if budget // block < one:
                 raise ValueError(
-                    f"the KV cache has {max(0, budget):,} bytes, and one row of {longest} tokens needs "
-                    f"{one * page:,}: allow more memory, or fewer tokens"
+                    f"the KV cache has {max(0, budget):,} bytes, but one row of {longest} tokens needs "
+                    f"{one * block:,}: increase the memory of the cache or decrease the sequence length"
                 )
-            buffers = cuda_decoder.StaticBuffers(decoder, size, min(size.pages, budget // page))
-            self._on_gpu = self._gpu_decoder(decoder, buffers)
-        elif self._on_gpu.addresses != cuda_decoder.addresses(decoder):
-            self._on_gpu = self._gpu_decoder(decoder, self._on_gpu.buffers)
-        scheduler = paged_scheduler.PagedScheduler(params, self._on_gpu, min(self.max_rows, slots), line)
+            buffers = cuda_decoder.StaticBuffers(decoder, size, min(size.blocks, budget // block))
+            self._cuda_decoder = self._gpu_decoder(decoder, buffers)
+        elif self._cuda_decoder.addresses != cuda_decoder.addresses(decoder):
+            self._cuda_decoder = self._gpu_decoder(decoder, self._cuda_decoder.buffers)
+        scheduler = paged_scheduler.PagedScheduler(params, self._cuda_decoder, min(self.max_rows, slots), line)
         scheduler.add(samples)
         return scheduler
 
@@ -296,7 +295,7 @@ class NativeRollout(RolloutEngine):
         return batch_invariant_cuda.BatchInvariantCudaDecoder(decoder, buffers, self.graphs, self.forward)
 
     def _gpu_budget(self, decoder: Decoder, slots: int) -> int:
-        """Bytes that keys and values may take, less what prefill and logits need beside them."""
+        """Bytes available for the KV cache, after the working memory of prefill and logits."""
         device = decoder.embedding.device
         free, total = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -307,8 +306,8 @@ class NativeRollout(RolloutEngine):
     # ---- memory and weights -------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Free the KV cache, the graphs and every copy of a weight."""
-        self._cache = self._decoder = self._on_gpu = None
+        """Free the KV cache, the graphs and all copies of weights."""
+        self._cache = self._decoder = self._cuda_decoder = None
         if self.forward is not None:
             self.forward.release()
 

@@ -1,4 +1,4 @@
-"""`rollout.name=native`: on the trainer's own module, or on a module that receives its weights."""
+"""`rollout.name=native`: on the trainer's module, or on a copy that receives its weights."""
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ def make_native(
     env: RolloutEnv,
     train_engine: SharesWeights | None = None,
 ) -> NativeRollout:
-    """The native engine. It shares the trainer's module where that is unsharded and has no adapters beside its weights.
+    """Make the native engine. It shares the trainer's module if that is unsharded and has no adapters.
 
     Raises:
         ValueError: the model is not supported, or `rollout.deterministic` without a training engine in this process.
@@ -27,8 +27,8 @@ def make_native(
     forward = train_engine.model_forward() if deterministic and train_engine is not None else None
     if deterministic and forward is None:
         raise ValueError(
-            "rollout.deterministic generates by the forward pass of the training engine, which is not in this process: "
-            "leave placement.rollout_devices at null"
+            "rollout.deterministic generates with the forward pass of the training engine, which is not in this "
+            "process: set placement.rollout_devices=null"
         )
     options = {
         "max_rows": config.max_num_seqs,
@@ -57,7 +57,8 @@ def make_native(
 
 
 class _Replica(nn.Module):
-    """A copy of the trained model, as `BatchInvariantForward` reads one. autocast_to: that of the trained model."""
+    """A copy of the trained model with the interface that `BatchInvariantForward` reads. autocast_to: as in
+    training."""
 
     def __init__(self, module: nn.Module, autocast_to: torch.dtype | None):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Parameters that are adjacent in memory, so that several projections are one matrix without a second copy."""
+"""Fuses parameters in place, so that several projections are one matrix without a second copy."""
 
 from collections.abc import Sequence
 
@@ -7,16 +7,16 @@ from torch import nn
 
 
 def fuse_parameters_in_place(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """The parameters, (n_i, ...), as one tensor (sum n_i, ...) on shared memory.
+    """Return the parameters (n_i, ...) as one tensor (sum n_i, ...) that shares their memory.
 
-    Where they are not adjacent already, they are copied into one tensor and become views of it: the Parameter objects,
-    and with them optimizers and hooks, stay. When something gives a parameter new memory later (`.to`, assigning
-    .data), the next call fuses them again.
+    Unless they are adjacent already, they are copied into one tensor and become views of it. The Parameter objects do
+    not change, so optimizers and hooks keep working. If a parameter gets new memory later (`.to`, assigning .data), the
+    next call fuses them again.
     """
     first = parameters[0].detach()
     rows = sum(p.shape[0] for p in parameters)
     if not _are_adjacent(parameters):
-        # an ordinary tensor even when the caller is in inference mode: training goes on with it
+        # not an inference tensor, even if the caller is in inference mode: training continues with it
         with torch.inference_mode(False), torch.no_grad():
             block = torch.cat([p.detach() for p in parameters])
             at = 0
@@ -28,7 +28,7 @@ def fuse_parameters_in_place(parameters: Sequence[nn.Parameter]) -> torch.Tensor
 
 
 def _are_adjacent(parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether each begins in memory where the one before it ends."""
+    """Whether each parameter starts in memory where the previous one ends."""
     if len(parameters) == 1:
         return parameters[0].is_contiguous()
     storage = parameters[0].untyped_storage().data_ptr()

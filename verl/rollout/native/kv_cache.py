@@ -1,12 +1,11 @@
 """The KV caches of the native engine in plain torch.
 
-A slot holds the keys and values of one row. In `SlotCache` all rows write their next token into the same column,
-whatever its position, so that a write is one slice and not a scatter: what a row has seen lies in the columns before
-that one, its first token the further back the longer the row is. A mask (slots, L) tells which of them belong to the
-row; where all rows are equally long none is needed. When the columns are used up, what is still needed moves back to
-the first ones. Active rows are always slots 0 .. B - 1, so that a step takes views and gathers nothing. Reading the
-cache is most of what attention costs, so keys are stored as the matmul with a query reads them: the columns of one
-dimension side by side.
+A slot holds the keys and values of one row. In `SlotCache`, all rows write their next token to the same column,
+whatever its position, so that a write is a slice instead of a scatter. Rows are therefore right-aligned: the tokens of
+a row are the columns up to that one. A mask (slots, L) marks them; rows of equal length need none. When the columns are
+used up, the live ones are moved back to the front. Active rows are always in slots 0 .. B - 1, so that a step uses
+views instead of a gather. Most of the cost of attention is reading the cache, so keys are stored transposed, with the
+columns of one dimension contiguous, as the matmul with a query reads them.
 """
 
 from typing import NamedTuple
@@ -17,10 +16,10 @@ from verl.rollout.native.model import Decoder, padded_width
 
 
 class CacheViews(NamedTuple):
-    """Parts of a cache that a step uses, per layer. C: columns that a query sees at most, within a window by its size.
+    """Views of a cache for one step, per layer. C: the largest number of columns that a query attends to.
 
-    new_keys, new_values: (B, HK, D), to be written. keys: (B HK, D, C). values: (B HK, C, D). masks: (B, 1, 1, C), or
-    None where every row sees all of them.
+    new_keys, new_values: (B, HK, D), to be written. The others by window size: keys (B HK, D, C), values (B HK, C, D),
+    masks (B, 1, 1, C), or None if every row attends to all columns.
     """
 
     new_keys: tuple[torch.Tensor, ...]
@@ -33,14 +32,17 @@ class CacheViews(NamedTuple):
 class SlotCache:
     """Keys and values of `slots` rows over `length` columns: (layers, slots, HK, D, L) and (layers, slots, HK, L, D).
 
-    mask: (slots, L), 0 where a row's next query sees the column, -inf elsewhere. column: that which is written next.
-    positions: (B,) of the tokens that rows 0 .. B - 1 write there. longest: the largest of them.
+    Attributes:
+        mask: (slots, L), 0 where the next query of a row attends to the column, otherwise -inf.
+        column: the next column to write.
+        positions: (B,) positions of the tokens that rows 0 .. B - 1 write there.
+        longest: the largest of these positions.
     """
 
     def __init__(self, decoder: Decoder, slots: int, length: int):
         like, layers = decoder.embedding, len(decoder.layers)
         heads, size, width = decoder.kv_heads, decoder.head_dim, padded_width(length)
-        # zeros, not uninitialized memory: an unseen column weighs 0, and 0 times what was there must be 0
+        # zeros, not uninitialized memory: masked columns have weight 0, and 0 * NaN would be NaN
         self.keys = like.new_zeros(layers, slots, heads, size, width, dtype=decoder.dtype)
         self.values = like.new_zeros(layers, slots, heads, width, size, dtype=decoder.dtype)
         self.mask = like.new_zeros(slots, width, dtype=decoder.dtype)
@@ -50,7 +52,7 @@ class SlotCache:
         self.even = True
         self.positions = torch.zeros(0, dtype=torch.int64, device=like.device)
 
-    def take_over(self, other: "SlotCache") -> None:
+    def copy_from(self, other: "SlotCache") -> None:
         """Copy the rows of a smaller cache, which stay in their slots and columns."""
         self.keys[:, : other.slots, ..., : other.length] = other.keys
         self.values[:, : other.slots, :, : other.length] = other.values
@@ -65,7 +67,7 @@ class SlotCache:
         self.mask[target] = self.mask[source]
 
     def allocate(self, slots: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Let the rows of `slots` (n,) see their prompts of `lengths` (n,) tokens, which end at the next column."""
+        """Allocate columns for prompts of `lengths` (n,) tokens in `slots` (n,): the columns before the next one."""
         longest = int(lengths.max())
         if not len(self.positions):
             self.column = longest
@@ -76,21 +78,21 @@ class SlotCache:
         self.mask[slots] = self.mask.new_zeros(unseen.shape).masked_fill_(unseen, float("-inf"))
 
     def write_prompts(self, layer: int, slots: torch.Tensor, stored: torch.Tensor) -> None:
-        """Write the prompts of `slots` (n,): keys and values stored (n, T, 2 HK, D), right-aligned."""
+        """Write the prompts of `slots` (n,). stored: keys and values (n, T, 2 HK, D), right-aligned."""
         keys, values = stored.chunk(2, 2)
         columns = slice(self.column - stored.shape[1], self.column)
         self.keys[layer][..., columns].index_copy_(0, slots, keys.permute(0, 2, 3, 1))
         self.values[layer][:, :, columns].index_copy_(0, slots, values.transpose(1, 2))
 
     def start_step_at(self, positions: torch.Tensor) -> None:
-        """Rows 0 .. B - 1 write their next tokens at `positions` (B,); no rows empty the cache."""
+        """Set the positions (B,) of the next tokens of rows 0 .. B - 1. An empty tensor clears the cache."""
         self.positions = positions.clone()
         if len(positions):
             self.longest = int(positions.max())
             self.even = self.longest == int(positions.min())
 
     def step_views(self) -> CacheViews:
-        """What the next token of every row is written to and read from."""
+        """Views for the next token of every row."""
         if self.column == self.length:
             self._slide(self.longest)
         rows, column = len(self.positions), self.column
@@ -106,13 +108,13 @@ class SlotCache:
         )
 
     def extend(self) -> None:
-        """Every row is one token longer."""
+        """Advance every row by one token."""
         self.column += 1
         self.longest += 1
         self.positions.add_(1)
 
     def _slide(self, column: int) -> None:
-        """Make `column` the next one: what rows still see moves to the columns before it."""
+        """Make `column` the next one: move the live columns to those before it."""
         rows, seen = len(self.positions), self.longest
         source, target = slice(self.column - seen, self.column), slice(column - seen, column)
         for layer in range(len(self.keys)):
@@ -127,16 +129,16 @@ class SlotCache:
 
 
 class BatchInvariantCache:
-    """Keys and values of `slots` rows of at most `length` tokens: (layers, slots, HK, L, D), position p in column p."""
+    """Keys and values of `slots` rows of up to `length` tokens: (layers, slots, HK, L, D), position p in column p."""
 
     def __init__(self, decoder: Decoder, slots: int, length: int):
         shape = (len(decoder.layers), slots, decoder.kv_heads, length, decoder.head_dim)
-        # zeros, not uninitialized memory: an unseen column weighs 0, and 0 times what was there must be 0
+        # zeros, not uninitialized memory: masked columns have weight 0, and 0 * NaN would be NaN
         self.keys = decoder.embedding.new_zeros(shape, dtype=decoder.dtype)
         self.values = decoder.embedding.new_zeros(shape, dtype=decoder.dtype)
         self.slots, self.length = slots, length
 
-    def take_over(self, other: "BatchInvariantCache") -> None:
+    def copy_from(self, other: "BatchInvariantCache") -> None:
         """Copy the rows of a smaller cache, which stay in their slots."""
         self.keys[:, : other.slots, :, : other.length] = other.keys
         self.values[:, : other.slots, :, : other.length] = other.values

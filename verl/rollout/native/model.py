@@ -1,14 +1,14 @@
-"""A HuggingFace decoder read as a flat list of layer weights, for the native rollout engine.
+"""Reads a HuggingFace decoder as a flat list of layer weights, for the native rollout engine.
 
-`read_decoder(module)` returns a `Decoder`: what the decode loops need and nothing else. Its weights *are* the module's
-parameters. Query, key and value projections (and gate and up) are one matmul each; for that the parameters are fused in
-place once, as views of one tensor, so that there is no second copy and nothing to refresh.
+`read_decoder(module)` returns a `Decoder`, which has only what the decode loops need. Its weights *are* the module's
+parameters. Query, key and value projections are one matmul, and so are gate and up: their parameters are fused in place
+once and become views of one tensor, so there is no second copy to update.
 
-Made anew on every reading, which is once per generate call: norm vectors whose weight needs arithmetic (1 + w, or one
-row per head); and on a CPU, up to TRANSPOSE_LIMIT, transposed copies of the matrices, with which a matmul of few rows
-takes a quarter less time. Those of float32 and float64 are `folded` as well, which spares small operations between the
-matmuls: the weight of a norm is multiplied into the matrix after it, the scale of attention into the query projection,
-and dimensions that a rotary embedding rotates together are adjacent, so a rotation is one complex multiplication.
+Some weights are copied once per generate call: norm weights that need arithmetic (1 + w, or one row per head) and, on a
+CPU and up to TRANSPOSE_LIMIT, transposed matrices, which make a matmul of few rows a quarter faster. In float32 and
+float64, these matrices are also `folded`, which saves small operations between matmuls: a norm's weight is multiplied
+into the following matrix, the attention scale into the query projection, and dimensions that a rotary embedding rotates
+together are adjacent, so that a rotation is one complex multiplication.
 """
 
 import math
@@ -31,7 +31,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """x (..., H) over its root mean square, times weight (H,), computed in the wider dtype. dtype: None is x's."""
+    """RMS norm of x (..., H) with weight (H,), computed in the wider dtype. dtype: of the result; None: x.dtype."""
     wide = torch.promote_types(x.dtype, weight.dtype)
     return F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps).to(x.dtype if dtype is None else dtype)
 
@@ -40,11 +40,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dty
 class Family:
     """How one architecture differs from Llama's.
 
-    fused: projections are stored as qkv_proj and gate_up_proj. post_norms: norms on what attention and MLP give, too.
-    gemma: norms scale by 1 + w and embeddings by sqrt(hidden). qk_norm: a norm per head on queries and keys.
-    window: "none", "all" layers or "layer_types" (those named sliding_attention) attend to config.sliding_window keys.
-    softcaps: config.attn_logit_softcapping holds. rope_per_type: one set of rotary frequencies per layer type.
-    activation: the config's name of the MLP's activation.
+    Attributes:
+        fused: projections are stored as qkv_proj and gate_up_proj.
+        post_norms: norms after attention and MLP, too.
+        gemma: norms scale by 1 + w and embeddings by sqrt(hidden).
+        qk_norm: a norm per head on queries and keys.
+        window: which layers use sliding-window attention: "none", "all", or those of "layer_types" named
+            sliding_attention.
+        softcaps: config.attn_logit_softcapping applies.
+        rope_per_type: one set of rotary frequencies per layer type.
+        activation: name of the config attribute with the MLP's activation.
     """
 
     fused: bool = False
@@ -83,16 +88,16 @@ TRANSPOSE_LIMIT = 1 << 30
 
 
 def padded_width(width: int) -> int:
-    """A row length, in elements, of at least `width` at which the rows of a matrix do not compete for cache lines.
+    """Pad a row length, in elements, so that the rows of a matrix do not compete for cache lines.
 
-    Rows at a distance of a power of two share few of them: a matmul with such a matrix took up to 1.7 times as long.
+    With a power-of-two stride, rows map to few cache sets, and a matmul took up to 1.7 times as long.
     """
     return width if width % 256 else width + 48
 
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear map: matrix (in, out), bias (out,) or None."""
+    """A linear layer: matrix (in, out), bias (out,) or None."""
 
     matrix: torch.Tensor
     bias: torch.Tensor | None = None
@@ -106,10 +111,14 @@ class Projection:
 class Layer:
     """One decoder layer. D head size, HQ query heads, HK key/value heads, H hidden size, I MLP size.
 
-    qkv: H -> (HQ + 2 HK) D. out: HQ D -> H. gate_up: H -> 2 I. down: I -> H. attention_norm, mlp_norm: (H,), before.
-    attention_post_norm, mlp_post_norm: (H,) after, or None. qk_norm: (HQ + HK, D) or None.
-    A norm before is None where the matrix after it holds its weight times sqrt(H) (`Decoder.folded`).
-    window: keys that a query sees, itself among them, or None. rope: index into Decoder.ropes.
+    Attributes:
+        qkv, out, gate_up, down: H -> (HQ + 2 HK) D, HQ D -> H, H -> 2 I, and I -> H.
+        attention_norm, mlp_norm: (H,), before attention and MLP; None if folded: the following matrix contains the
+            weight times sqrt(H) (`Decoder.folded`).
+        attention_post_norm, mlp_post_norm: (H,), after attention and MLP, or None.
+        qk_norm: (HQ + HK, D) or None.
+        window: size of the attention window, the query itself included; None for full attention.
+        rope: index into Decoder.ropes.
     """
 
     qkv: Projection
@@ -130,7 +139,7 @@ RopeTable = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Rope:
-    """inverse_frequencies (R / 2,), for the first R dimensions of a head; scale: a factor on cos and sin."""
+    """Rotary embedding. inverse_frequencies: (R / 2,), for the first R dimensions of a head. scale: of cos and sin."""
 
     inverse_frequencies: torch.Tensor
     scale: float
@@ -138,7 +147,7 @@ class Rope:
     def table(self, length: int, dtype: torch.dtype, folded: bool = False) -> RopeTable:
         """cos and signed sin, each (length, R): y = x * cos + swap_halves(x) * sin.
 
-        folded: cos + i sin (length, R / 2), which multiplies numbers whose parts are adjacent.
+        folded: cos + i sin, (length, R / 2), for pairs of adjacent dimensions.
         """
         positions = torch.arange(length, device=self.inverse_frequencies.device, dtype=torch.float32)
         angles = positions[:, None] * self.inverse_frequencies.float()
@@ -150,18 +159,20 @@ class Rope:
 
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder: embedding (V, H), layers, the last norm (H,), head H -> V, and the constants that its maths needs.
+    """A decoder: embedding (V, H), layers, final norm (H,), head H -> V, and constants.
 
-    scaling: factor on the attention scores. attention_softcap, final_softcap: c * tanh(x / c), or None.
-    max_positions: prompt plus response at most; max_positions_reason says what sets it. copies: the weights that are
-    not parameters, in the order of reading.
+    Matmuls, keys and values have `dtype`. The residual stream, norms and rotary tables have `stream_dtype`, which is
+    wider if the parameters are, as in training under autocast: rounding elsewhere would cause a training-inference
+    mismatch.
 
-    folded: in queries and keys, dimensions 2 i and 2 i + 1 of the first R are rotated together, where the model has i
-    and i + R / 2; queries come scaled (`scaling` is 1); norms before projections have no weight; floor is sqrt(H eps).
-
-    Matmuls, keys and values have `dtype`; the residual stream, norms and rotary tables have `stream_dtype`, which is
-    wider where the parameters are: so does training under autocast, and rounding at other points than there would be
-    a training-inference mismatch.
+    Attributes:
+        scaling: factor on the attention scores.
+        attention_softcap, final_softcap: c in c * tanh(x / c), or None.
+        max_positions: max length of prompt plus response; max_positions_reason names the cause of the limit.
+        copies: the weights that are not parameters, in the order of reading.
+        folded: dimensions 2 i and 2 i + 1 of the first R of queries and keys are rotated together, instead of i and
+            i + R / 2; queries are already scaled (`scaling` is 1); norms before projections have no weight.
+        floor: sqrt(H eps), used by folded norms.
     """
 
     embedding: torch.Tensor
@@ -201,7 +212,7 @@ class Decoder:
         return self.embedding.shape[1]
 
     def cache_bytes_per_token(self) -> int:
-        """Bytes of keys and values that one token of one row takes."""
+        """Bytes of the keys and values of one token."""
         return 2 * len(self.layers) * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
@@ -212,14 +223,14 @@ class Decoder:
         return x
 
     def normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        """`rms_norm` before a projection. Without a weight, x (N, H) over the root of its sum of squares + H eps."""
+        """`rms_norm` before a projection. Without a weight (folded): x (N, H) / sqrt(sum of squares + H eps)."""
         if weight is not None:
             return rms_norm(x, weight, self.eps, self.dtype)
         size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x / torch.hypot(size, self.floor, out=size)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """(B, H) after the last layer -> (B, V) float32."""
+        """Final norm and head: (B, H) -> (B, V) float32."""
         logits = self.head(self.normed(states, self.norm)).float()
         if self.final_softcap is not None:
             logits.div_(self.final_softcap).tanh_().mul_(self.final_softcap)
@@ -227,7 +238,7 @@ class Decoder:
 
 
 def family_of(name: str) -> Family:
-    """The family of an architecture. Raises ValueError that names what the native engine cannot run and who can."""
+    """The family of an architecture. Raises ValueError with the supported ones and the alternative."""
     if name not in FAMILIES:
         raise ValueError(
             f"rollout.name=native generates with {', '.join(sorted(FAMILIES))}; found {name}. "
@@ -237,7 +248,7 @@ def family_of(name: str) -> Family:
 
 
 def check_supported(module: nn.Module) -> Family:
-    """The family of `module`. Raises ValueError as `family_of`, and for what no family generates token by token."""
+    """The family of `module`. Raises ValueError like `family_of`, and for bidirectional attention."""
     name = type(module).__name__
     family = family_of(name)
     if module.config.to_dict().get("use_bidirectional_attention"):
@@ -253,12 +264,18 @@ def read_decoder(
     transpose_limit: int = TRANSPOSE_LIMIT,
     reuse: "Decoder | None" = None,
 ) -> Decoder:
-    """Read `module` (one of FAMILIES) as a Decoder on its own parameters.
+    """Read `module` (one of FAMILIES) as a `Decoder` over its parameters.
 
-    dtype: None computes in the parameters' dtype on the parameters themselves. Another one makes a copy of the
-    projections in it, which is as old as this call. transpose_limit: as TRANSPOSE_LIMIT. reuse: an older reading; what
-    is not a parameter is written to its memory. Raises ValueError for an architecture, activation or rotary variant
-    that is not supported, for wrapped projections (adapters, quantisation) and for sharded parameters.
+    Args:
+        module: a HuggingFace model, unsharded.
+        dtype: None for the parameters' dtype, without a copy. Any other dtype copies the projections; the copy is not
+            updated with the parameters.
+        transpose_limit: see TRANSPOSE_LIMIT.
+        reuse: an earlier result, whose memory is reused for copies.
+
+    Raises:
+        ValueError: an unsupported architecture, activation or rotary variant, wrapped projections (adapters,
+            quantization), or sharded parameters.
     """
     family, config, trunk = check_supported(module), module.config, module.base_model
     head_dim = trunk.layers[0].self_attn.head_dim
@@ -267,7 +284,7 @@ def read_decoder(
     transposed = head.device.type == "cpu" and size <= transpose_limit
     dtype = head.dtype if dtype is None else dtype
     stream_dtype = torch.promote_types(head.dtype, dtype)
-    # what has 16 bits would be rounded once more, and there are no complex numbers of 16 bits to use
+    # in 16 bits, folding would round once more, and there are no 16-bit complex numbers
     folded = transposed and dtype == stream_dtype and dtype in (torch.float32, torch.float64)
     known = config.to_dict()
     activation = known[family.activation]
@@ -334,10 +351,11 @@ def _layer(layer: nn.Module, config, reader: "_Reader", kind: str | None, rope: 
 
 
 class _Reader:
-    """How parameters are read: projections in a dtype, copied transposed (in, out) or not, all others in stream_dtype.
+    """Reads parameters: projections in `dtype`, optionally copied as (in, out); all others in `stream_dtype`.
 
-    pairs: the dimensions of a query or key head (D,) in the order to read them; None where nothing is folded. old:
-    tensors of an older reading; copies are made in their memory, in the order of reading, where they fit.
+    Args:
+        pairs: (D,) order in which to read the dimensions of a query or key head; None if nothing is folded.
+        old: tensors of an earlier reading, whose memory is reused where shapes match.
     """
 
     def __init__(
@@ -358,7 +376,7 @@ class _Reader:
         self.copies: list[torch.Tensor] = []
 
     def _copy(self, parts: list[torch.Tensor], dtype: torch.dtype, transposed: bool = False) -> torch.Tensor:
-        """The parts (n_i, ...) as one new tensor (sum n_i, ...), or transposed."""
+        """Concatenate parts (n_i, ...) into one new tensor (sum n_i, ...), optionally transposed."""
         joint = (parts[0] if len(parts) == 1 else torch.cat(parts)).detach()
         joint = joint.t() if transposed else joint
         at = len(self.copies)
@@ -374,18 +392,18 @@ class _Reader:
         return parameter.detach() if same else self._copy([parameter], self.stream_dtype)
 
     def norm(self, weight: torch.Tensor) -> torch.Tensor:
-        """The factor of an RMS norm. Gemma's 1 + w is formed in float32: bfloat16 would lose a small w."""
+        """The weight of an RMS norm. Gemma's 1 + w is computed in float32: bfloat16 would lose a small w."""
         return self._copy([1 + weight.detach().float()], torch.float32) if self.family.gemma else self.wide(weight)
 
     def norm_before(self, weight: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The factor of an RMS norm before a projection, and what the projection's matrix takes of it: one is None."""
+        """The weight of a norm before a projection: (weight, None), or (None, factor to fold into the matrix)."""
         if self.pairs is None:
             return self.norm(weight), None
         factor = weight.detach().to(self.dtype)
         return None, (1 + factor if self.family.gemma else factor) * math.sqrt(len(factor))
 
     def qk_norm(self, attention: nn.Module, config) -> torch.Tensor:
-        """One factor (D,) per query and key head -> (HQ + HK, D)."""
+        """Norm weights of all query and key heads, (HQ + HK, D)."""
         norms = [attention.q_norm] * config.num_attention_heads + [attention.k_norm] * config.num_key_value_heads
         rows = torch.stack([norm.weight.detach() for norm in norms])
         rows = 1 + rows.float() if self.family.gemma else rows.to(self.stream_dtype)
@@ -395,7 +413,7 @@ class _Reader:
         return self._copy([rows], rows.dtype)
 
     def qkv(self, attention: nn.Module, config, factor: torch.Tensor | None) -> Projection:
-        """Queries, keys and values as one projection of what `factor` (see norm_before) belongs to."""
+        """Queries, keys and values as one projection. factor: see `norm_before`."""
         if self.family.fused:
             projections = {"qkv_proj": attention.qkv_proj}
         else:
@@ -406,7 +424,7 @@ class _Reader:
         paired = (torch.arange(heads)[:, None] * size + self.pairs).view(-1)
         order = torch.cat((paired, torch.arange(config.num_key_value_heads * size) + heads * size))
         joint = self.projection(factor, order, **projections)
-        if not self.family.qk_norm:  # else the norm sets the length of a query
+        if not self.family.qk_norm:  # otherwise the norm's weight includes the scale
             for part in filter(lambda tensor: tensor is not None, (joint.matrix, joint.bias)):
                 part[..., : config.num_attention_heads * size] *= attention.scaling
         return joint
@@ -414,9 +432,9 @@ class _Reader:
     def projection(
         self, factor: torch.Tensor | None = None, order: torch.Tensor | None = None, **linears: nn.Module
     ) -> Projection:
-        """Several projections of one input as one.
+        """Fuse projections of the same input.
 
-        factor: (in,), to be multiplied into the matrix. order: of the outputs, another one.
+        factor: (in,), multiplied into the matrix. order: permutation of the outputs.
         """
         found = [_linear(name, linear) for name, linear in linears.items()]
         weights, biases = [f.weight for f in found], [f.bias for f in found if f.bias is not None]
@@ -440,35 +458,38 @@ def _linear(name: str, linear: nn.Module) -> nn.Linear:
     if type(linear) is not nn.Linear:
         raise ValueError(
             f"rollout.name=native reads plain linear layers; {name} is a {type(linear).__name__}. "
-            "Merge adapters and do not quantise, or use rollout.name=hf"
+            "Merge adapters and do not quantize, or use rollout.name=hf"
         )
     if isinstance(linear.weight, DTensor):
-        raise ValueError(f"rollout.name=native needs whole parameters; {name} is sharded: gather it before generating")
+        raise ValueError(
+            f"rollout.name=native needs unsharded parameters; {name} is sharded: gather it before generating"
+        )
     return linear
 
 
 def _pairs(size: int, rotated: int) -> torch.Tensor:
-    """Dimensions 0 .. size - 1, of which the first `rotated` come as 0, rotated / 2, 1, rotated / 2 + 1, ..."""
+    """Permutation of dimensions 0 .. size - 1: the first `rotated` as 0, rotated / 2, 1, rotated / 2 + 1, ..."""
     at = torch.arange(size)
     at[:rotated] = at[:rotated].view(2, -1).t().reshape(-1)
     return at
 
 
 def _rope(rotary: nn.Module, config, layer_type: str | None) -> tuple[Rope, tuple[int, str]]:
-    """The rotary frequencies of a model (of a layer type), and the length up to which they hold, with the reason."""
+    """The rotary frequencies of a model or layer type, and (max length, reason)."""
     limit = (config.max_position_embeddings, "the model's max_position_embeddings")
     parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     kind = parameters["rope_type"]
     if "dynamic" in kind:
         raise ValueError(
-            f"rollout.name=native: rotary variant {kind!r} gives a token other frequencies as its sequence grows, "
-            "which keys in a cache cannot follow; use rollout.name=hf"
+            f"rollout.name=native: rotary variant {kind!r} changes the frequencies as a sequence grows, "
+            "which would invalidate cached keys; use rollout.name=hf"
         )
     prefix = "" if layer_type is None else f"{layer_type}_"
     frequencies = getattr(rotary, f"{prefix}inv_freq")
     if kind == "longrope":
-        # above this length every position would change its frequencies, those of cached keys too
+        # above this length the frequencies of all positions change, also those of cached keys
         original = parameters["original_max_position_embeddings"]
-        limit = min(limit, (original, "longrope's original_max_position_embeddings: longer needs rollout.name=hf"))
+        reason = "longrope's original_max_position_embeddings; for longer sequences use rollout.name=hf"
+        limit = min(limit, (original, reason))
         frequencies = getattr(rotary, f"{prefix}original_inv_freq")
     return Rope(frequencies, getattr(rotary, f"{prefix}attention_scaling")), limit

@@ -1,8 +1,8 @@
-"""The schedule of a batch on a GPU: which rows are in which slots and pages, and when.
+"""Scheduler of a batch on a GPU: assigns slots and KV-cache blocks to rows.
 
-The host launches CHUNK steps at a time and reads their outcome while the next ones run, so the GPU never waits for it.
-All pages that a row can need are reserved when it gets a slot: generation cannot run out of memory half-way. Rows may
-be added at any time: one scheduler serves a whole batch (`run`) and requests that arrive one after another.
+The host launches CHUNK steps at a time and reads their status while the next ones run, so the GPU never waits for the
+host. All blocks that a row may need are reserved when it is admitted, so generation cannot run out of blocks. Rows can
+be added at any time: the scheduler serves a whole batch (`run`) or requests that arrive over time.
 """
 
 from collections import deque
@@ -16,58 +16,62 @@ from verl.rollout.base import Completion, SamplingParams
 from verl.rollout.native import triton_kernels
 from verl.rollout.native.cuda_decoder import CHUNK, CudaDecoder, bucket_of, upload
 from verl.rollout.native.requests import Row
-from verl.rollout.native.triton_kernels import PAGE
+from verl.rollout.native.triton_kernels import BLOCK_SIZE
 from verl.rollout.sampling import check_finite, uniform
 
 
 @dataclass(eq=False)
 class Group:
-    """The samples of one prompt. Its full pages are shared; its tail, a partly filled page, is copied per sample."""
+    """The samples of one prompt. Its full blocks are shared; its tail, a partly filled block, is copied per sample."""
 
     prompt: list[int]
     waiting: int = 0
-    living: int = 0
-    shared: list[int] = field(default_factory=list)
-    tail: list[int] = field(default_factory=list)
+    running: int = 0
+    shared_blocks: list[int] = field(default_factory=list)
+    tail_blocks: list[int] = field(default_factory=list)
     logits: torch.Tensor | None = None  # after the prompt, (V,) float32
 
     @property
-    def full_pages(self) -> int:
-        return len(self.prompt) // PAGE
+    def num_full_blocks(self) -> int:
+        return len(self.prompt) // BLOCK_SIZE
 
     @property
-    def tail_pages(self) -> int:
-        return int(len(self.prompt) % PAGE > 0)
+    def num_tail_blocks(self) -> int:
+        return int(len(self.prompt) % BLOCK_SIZE > 0)
 
 
 @dataclass(eq=False)
 class Sample:
-    """A row with its pages.
+    """A row with its blocks.
 
-    out: where its response begins in the output buffers. launched: tokens that it has at most. own: its own pages.
-    text_end: tokens of its response, where a stop string ended it. aborted_at: tokens that it had when it was aborted.
+    Attributes:
+        out: where its response begins in the output buffers.
+        own_blocks: blocks that it does not share.
+        launched: upper bound of its tokens: those of all launched steps.
+        text_end: length of its response in tokens if a stop string ended it.
+        aborted_at: number of its tokens when it was aborted.
     """
 
     row: Row
     group: Group
     out: int = -1
-    own: list[int] = field(default_factory=list)
+    own_blocks: list[int] = field(default_factory=list)
     launched: int = 1
     ended: bool = False
-    tokens: list[int] = field(default_factory=list)  # that were searched for stop strings
+    tokens: list[int] = field(default_factory=list)  # already searched for stop strings
     text_end: int | None = None
     aborted_at: int | None = None
 
     @property
-    def own_pages(self) -> int:
-        return -(-self.row.length // PAGE) - self.group.full_pages
+    def num_own_blocks(self) -> int:
+        return -(-self.row.length // BLOCK_SIZE) - self.group.num_full_blocks
 
 
 @dataclass(eq=False)
 class Launched:
-    """Steps under way: `status` (slots,) holds the outcome once `event` has come.
+    """Launched steps: `status` (slots,) is valid after `event`.
 
-    recent: with stop strings, how many tokens each row has, then its last CHUNK + 1: (slots, CHUNK + 2).
+    recent: (slots, CHUNK + 2), only with stop strings: number of tokens of each row, then its last CHUNK + 1.
     """
 
     event: torch.cuda.Event
@@ -77,7 +81,7 @@ class Launched:
 
 
 def group_rows(rows: Sequence[Row]) -> list[Sample]:
-    """The rows with their groups."""
+    """Wrap rows as samples and group them by prompt."""
     groups: dict[tuple[int, ...], Group] = {}
     samples = []
     for row in rows:
@@ -87,32 +91,32 @@ def group_rows(rows: Sequence[Row]) -> list[Sample]:
     return samples
 
 
-def pages_for(samples: Sequence[Sample]) -> int:
-    """Pages with which all samples can be active at once."""
+def blocks_for(samples: Sequence[Sample]) -> int:
+    """Blocks with which all samples can be active at once."""
     groups = {id(sample.group): sample.group for sample in samples}.values()
-    return sum(g.full_pages + g.tail_pages for g in groups) + sum(sample.own_pages for sample in samples)
+    return sum(g.num_full_blocks + g.num_tail_blocks for g in groups) + sum(sample.num_own_blocks for sample in samples)
 
 
-def pages_for_one(samples: Sequence[Sample]) -> int:
-    """Pages without which some sample could never be active."""
-    return max(s.group.full_pages + s.group.tail_pages + s.own_pages for s in samples)
+def blocks_for_one(samples: Sequence[Sample]) -> int:
+    """Fewest blocks with which every sample can be active at some time."""
+    return max(s.group.num_full_blocks + s.group.num_tail_blocks + s.num_own_blocks for s in samples)
 
 
-def pages_for_length(tokens: int) -> int:
-    """Pages of one row with this many tokens, for any length of its prompt."""
-    return -(-tokens // PAGE) + 1
+def blocks_for_length(tokens: int) -> int:
+    """Blocks of one row of `tokens` tokens, for any prompt length."""
+    return -(-tokens // BLOCK_SIZE) + 1
 
 
 class PagedScheduler:
-    """Rows waiting, rows in slots, and free pages.
+    """Waiting rows, rows in slots, and free blocks.
 
     Args:
         params: the sampling parameters that all rows share (SamplingParams.shared).
         decoder: computes prompts and steps over its static buffers.
-        max_rows: rows at once.
-        line_width: 0 for one batch, whose responses fill the output buffers one after another. Otherwise requests
-            arrive over time, and the output buffers are lines of so many tokens, reused when `take_finished` has read
-            them.
+        max_rows: max concurrent rows.
+        line_width: 0 for a whole batch, whose responses are stored one after another. Otherwise requests arrive over
+            time, and the output buffers are divided into lines of `line_width` tokens, which are reused after
+            `take_finished`.
     """
 
     def __init__(self, params: SamplingParams, decoder: CudaDecoder, max_rows: int, line_width: int = 0):
@@ -126,7 +130,7 @@ class PagedScheduler:
         self.free_outs = deque(line * line_width for line in range(lines))
         self.next_out = 0
         self.waiting: deque[Sample] = deque()
-        self.free = list(range(self.buffers.pages.shape[1]))
+        self.free_blocks = list(range(self.buffers.kv_cache.shape[1]))
         self.slots: list[Sample | None] = []
         self.finished: list[Sample] = []
         self.stops = params.active_stop_ids
@@ -135,8 +139,8 @@ class PagedScheduler:
         if self.stops:
             self.buffers.is_stop[upload(list(self.stops), torch.int64, self.device)] = 1
         self.buffers.state[triton_kernels.STATUS] = triton_kernels.DONE
-        self.before: Launched | None = None
-        self.abort_requests: list[Callable[[Row], bool]] = []  # of other threads, for `run`
+        self.in_flight: Launched | None = None
+        self.abort_requests: list[Callable[[Row], bool]] = []  # from other threads, read by `run`
         self.steps = 0
 
     # ---- what the engine calls ----------------------------------------------------------------------------------
@@ -167,34 +171,34 @@ class PagedScheduler:
         return self._completions_of_all()
 
     def advance(self) -> None:
-        """Launch some steps, read the outcome of those before, and admit rows to what became free."""
+        """Launch steps, read the status of the previous ones, and admit rows to freed slots."""
         if not self.slots:
             self._refill()
         now = self._launch()
-        if self.before is not None:
-            self._look(self.before)
-        self.before = now
+        if self.in_flight is not None:
+            self._read_status(self.in_flight)
+        self.in_flight = now
         self._refill()
         if not self.slots:
-            self.before = None
+            self.in_flight = None
 
-    def abort(self, is_meant: Callable[[Row], bool]) -> None:
-        """End the rows that `is_meant` names; `take_finished` returns the tokens that they have."""
-        dropped = [sample for sample in self.waiting if is_meant(sample.row)]
-        self.waiting = deque(sample for sample in self.waiting if not is_meant(sample.row))
+    def abort(self, matches: Callable[[Row], bool]) -> None:
+        """End the rows for which `matches` is true; `take_finished` returns the tokens that they have."""
+        dropped = [sample for sample in self.waiting if matches(sample.row)]
+        self.waiting = deque(sample for sample in self.waiting if not matches(sample.row))
         for sample in dropped:
             sample.aborted_at, sample.out = 0, -1
             sample.group.waiting -= 1
             self._release(sample.group)
         self.finished += dropped
         for slot, sample in enumerate(self.slots):
-            if sample is not None and not sample.ended and is_meant(sample.row):
+            if sample is not None and not sample.ended and matches(sample.row):
                 sample.aborted_at = int(self.buffers.state[triton_kernels.STEP, slot])
                 sample.ended = True
                 self.buffers.state[triton_kernels.STATUS, slot] = triton_kernels.DONE
 
     def take_finished(self) -> list[tuple[Row, Completion]]:
-        """The rows that finished since the last call. Waits for the steps that were launched."""
+        """Return the rows that finished since the last call. Waits for the launched steps."""
         samples, self.finished = self.finished, []
         found = [(sample.row, Completion([], [], "abort")) for sample in samples if sample.out < 0]
         samples = [sample for sample in samples if sample.out >= 0]
@@ -213,7 +217,7 @@ class PagedScheduler:
     # ---- steps --------------------------------------------------------------------------------------------------
 
     def _launch(self) -> Launched | None:
-        """Launch some steps of all slots; None where every row has all its tokens under way."""
+        """Launch steps for all slots; None if every row already has all its steps launched."""
         count = min(CHUNK, max((s.row.limit - s.launched for s in self.slots if s is not None), default=0))
         if count <= 0:
             return None
@@ -237,7 +241,7 @@ class PagedScheduler:
         return Launched(event, status, recent, list(self.slots))
 
     def _recent(self, rows: int) -> torch.Tensor:
-        """As Launched.recent, on its way to the host."""
+        """`Launched.recent`, copied to the host asynchronously."""
         buffers = self.buffers
         steps, outs = buffers.state[triton_kernels.STEP, :rows].long(), buffers.state[triton_kernels.OUT, :rows].long()
         back = torch.arange(-CHUNK - 1, 0, device=self.device)
@@ -245,8 +249,8 @@ class PagedScheduler:
         host = torch.empty(rows, CHUNK + 2, dtype=torch.int32, pin_memory=True)
         return host.copy_(torch.cat((steps[:, None].int(), tokens), 1), non_blocking=True)
 
-    def _look(self, launched: Launched) -> None:
-        """Wait for steps, and mark the rows that ended in them. Raises ValueError when a row's logits were broken."""
+    def _read_status(self, launched: Launched) -> None:
+        """Wait for launched steps and mark the rows that ended. Raises ValueError for non-finite logits."""
         launched.event.synchronize()
         for sample, status in zip(launched.samples, launched.status.tolist()):
             if sample is None:
@@ -258,7 +262,7 @@ class PagedScheduler:
             self._search_stop_strings(launched)
 
     def _search_stop_strings(self, launched: Launched) -> None:
-        """Mark the rows that a stop string ended, and stop them on the device."""
+        """Mark rows that end with a stop string and stop them on the device."""
         for sample, (count, *recent) in zip(launched.samples, launched.recent.tolist()):
             if sample is None or sample.row.stop is None or sample.text_end is not None:
                 continue
@@ -269,10 +273,10 @@ class PagedScheduler:
                 sample.ended = True
                 self.buffers.state[triton_kernels.STATUS, self.slots.index(sample)] = triton_kernels.DONE
 
-    # ---- slots and pages ----------------------------------------------------------------------------------------
+    # ---- slots and blocks ---------------------------------------------------------------------------------------
 
     def _refill(self) -> None:
-        """Free what finished rows hold, and give it to waiting rows when that is worth a prefill."""
+        """Free finished rows, and admit waiting rows if there are enough free slots for a prefill."""
         for slot, sample in enumerate(self.slots):
             if sample is not None and (sample.ended or sample.launched >= sample.row.limit):
                 self._free(sample)
@@ -290,23 +294,23 @@ class PagedScheduler:
             self._admit(room)
 
     def _free(self, sample: Sample) -> None:
-        self.free += sample.own
-        sample.group.living -= 1
+        self.free_blocks += sample.own_blocks
+        sample.group.running -= 1
         self._release(sample.group)
 
     def _release(self, group: Group) -> None:
-        """Free what no sample of a group needs any more."""
+        """Free the blocks that no sample of the group needs any more."""
         if group.waiting:
             return
         if group.logits is not None:
-            self.free += group.tail
+            self.free_blocks += group.tail_blocks
             group.logits = None
-        if not group.living:
-            self.free += group.shared
-            group.shared = []
+        if not group.running:
+            self.free_blocks += group.shared_blocks
+            group.shared_blocks = []
 
     def _compact(self, alive: int) -> None:
-        """Move the last rows into the holes: slots 0 .. alive - 1 are active."""
+        """Move the last rows into free slots, so that slots 0 .. alive - 1 are active."""
         holes = [slot for slot in range(alive) if self.slots[slot] is None]
         last = [slot for slot in range(alive, len(self.slots)) if self.slots[slot] is not None]
         buffers, end = self.buffers, len(self.slots)
@@ -322,31 +326,32 @@ class PagedScheduler:
         del self.slots[alive:]
 
     def _admit(self, room: int) -> None:
-        """Give slots and pages to waiting rows as far as both reach, compute their prompts, sample first tokens."""
+        """Allocate slots and blocks to waiting rows while both last, prefill their prompts, sample first tokens."""
         chosen: list[Sample] = []
         fresh: list[Group] = []
         while self.waiting and len(chosen) < room:
             sample = self.waiting[0]
             group = sample.group
             new = group.logits is None and group not in fresh
-            need = sample.own_pages + (group.full_pages + group.tail_pages if new else 0)
-            if need > len(self.free):
+            need = sample.num_own_blocks + (group.num_full_blocks + group.num_tail_blocks if new else 0)
+            if need > len(self.free_blocks):
                 break
             self.waiting.popleft()
             if new:
                 fresh.append(group)
-                group.shared, group.tail = self._take(group.full_pages), self._take(group.tail_pages)
-            sample.own = self._take(sample.own_pages)
+                group.shared_blocks = self._take(group.num_full_blocks)
+                group.tail_blocks = self._take(group.num_tail_blocks)
+            sample.own_blocks = self._take(sample.num_own_blocks)
             if self.line_width:
                 sample.out = self.free_outs.popleft()
             group.waiting -= 1
-            group.living += 1
+            group.running += 1
             chosen.append(sample)
-        assert chosen or self.slots, "pages for one row were reserved"
+        assert chosen or self.slots, "blocks for one row were reserved"
         if not chosen:
             return
         if fresh:
-            logits = self.decoder.prefill([g.prompt for g in fresh], [g.shared + g.tail for g in fresh])
+            logits = self.decoder.prefill([g.prompt for g in fresh], [g.shared_blocks + g.tail_blocks for g in fresh])
             for group, row in zip(fresh, logits):
                 group.logits = row
         self._copy_tails(chosen)
@@ -355,26 +360,26 @@ class PagedScheduler:
             self._release(group)
 
     def _take(self, count: int) -> list[int]:
-        at = len(self.free) - count
-        taken = self.free[at:]
-        del self.free[at:]
+        at = len(self.free_blocks) - count
+        taken = self.free_blocks[at:]
+        del self.free_blocks[at:]
         return taken
 
     def _copy_tails(self, chosen: list[Sample]) -> None:
-        """Give each sample its own copy of its prompt's last page."""
-        pairs = [(s.group.tail[0], s.own[0]) for s in chosen if s.group.tail]
+        """Give each sample its own copy of the last block of its prompt."""
+        pairs = [(s.group.tail_blocks[0], s.own_blocks[0]) for s in chosen if s.group.tail_blocks]
         if pairs:
             source, target = upload([list(x) for x in zip(*pairs)], torch.int64, self.device)
-            for layer in self.buffers.pages:
+            for layer in self.buffers.kv_cache:
                 layer.index_copy_(0, target, layer[source])
 
     def _fill_slots(self, chosen: list[Sample]) -> None:
-        """Write the slots of the chosen rows and sample their first tokens."""
+        """Initialize the slots of the chosen rows and sample their first tokens."""
         buffers, first = self.buffers, len(self.slots)
         slots = slice(first, first + len(chosen))
         width = buffers.width
-        pages = [s.group.shared + s.own for s in chosen]
-        buffers.table[slots] = upload([p + [0] * (width - len(p)) for p in pages], torch.int32, self.device)
+        blocks = [s.group.shared_blocks + s.own_blocks for s in chosen]
+        buffers.table[slots] = upload([p + [0] * (width - len(p)) for p in blocks], torch.int32, self.device)
         lines = [[0, len(s.row.prompt) - 1, 0, 0, s.row.limit, s.out, triton_kernels.LIVE] for s in chosen]
         buffers.state[:, slots] = upload(lines, torch.int32, self.device).T
         buffers.sample_ids[slots] = upload([s.row.sample_id for s in chosen], torch.int64, self.device)
@@ -393,7 +398,7 @@ class PagedScheduler:
     # ---- completions --------------------------------------------------------------------------------------------
 
     def _completions_of_all(self) -> list[tuple[Row, Completion]]:
-        """Those of a whole batch, whose responses fill the output buffers."""
+        """Completions of a whole batch, whose responses are stored one after another."""
         tokens = self.buffers.tokens[: self.next_out].cpu().numpy()
         log_probs = self.buffers.log_probs[: self.next_out].cpu().numpy()
         is_stop, found = np.isin(tokens, list(self.stops)), []
@@ -404,12 +409,12 @@ class PagedScheduler:
         return found
 
     def _completion(self, sample: Sample, tokens: np.ndarray, log_probs: np.ndarray, is_stop: np.ndarray) -> Completion:
-        """tokens, log_probs, is_stop: the line of a sample, (limit,) or longer."""
+        """Completion of a sample. tokens, log_probs, is_stop: its output, (limit,) or longer."""
         row, limit = sample.row, sample.row.limit if sample.aborted_at is None else sample.aborted_at
         hits = is_stop[:limit]
         stopped = bool(hits.any())
         end = int(hits.argmax()) + 1 if stopped else limit
-        if row.stop is not None and sample.text_end is None:  # the last steps were not searched
+        if row.stop is not None and sample.text_end is None:  # the last steps have not been searched
             sample.text_end = row.stop.find(tokens[:end].tolist(), len(sample.tokens))
         if sample.text_end is not None:
             stopped, end = True, sample.text_end

@@ -1,4 +1,4 @@
-"""The requests of a batch as the schedulers see them: checked, and in the order in which they are admitted."""
+"""Rows: the checked requests of a batch, in admission order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ class Row:
     """One request of a batch.
 
     Args:
-        index: which request it is.
+        index: index of the request.
         prompt: token ids.
-        sample_id, seed: fix its random numbers.
-        limit: most response tokens.
-        stop: strings that end it.
+        sample_id, seed: determine its random numbers.
+        limit: max response tokens.
+        stop: stop strings.
     """
 
     index: int
@@ -29,12 +29,12 @@ class Row:
 
     @property
     def length(self) -> int:
-        """Tokens in the KV cache at most: the last token is never fed back."""
+        """Max tokens in the KV cache; the last token is never fed back."""
         return len(self.prompt) + self.limit - 1
 
     @classmethod
     def of(cls, index: int, request: Request, decoder: Decoder) -> "Row":
-        """A request as a row. Raises ValueError for one that the model cannot take; `index` names it."""
+        """Check a request. Raises ValueError that names the request by `index`."""
         prompt, limit = request.prompt_ids, request.params.max_tokens
         if request.multi_modal_data is not None:
             raise ValueError(f"prompt {index}: rollout.name=native does not support multi_modal_data (text only)")
@@ -51,7 +51,7 @@ class Row:
 
 
 def admission_order(rows: Sequence[Row]) -> list[Row]:
-    """The rows with samples of one prompt side by side, longest first."""
+    """Sort rows by length, longest first, with the samples of a prompt adjacent."""
     longest: dict[tuple[int, ...], int] = {}
     for row in rows:
         prompt = tuple(row.prompt)
@@ -60,7 +60,7 @@ def admission_order(rows: Sequence[Row]) -> list[Row]:
 
 
 def batches_of(requests: Sequence[Request]) -> list[tuple[SamplingParams, list[int]]]:
-    """Which requests can share a batch: (the parameters that they agree on, their indices), in order of appearance.
+    """Group requests that can share a batch: (shared parameters, indices), in order of first appearance.
 
     max_tokens, seed and stop may differ within a batch.
     """

@@ -1,7 +1,7 @@
-"""The schedule of a batch in plain torch: which rows are in which slots, and when.
+"""Scheduler of a batch in plain torch: assigns slots to rows.
 
-Rows may be added at any time and are admitted between decode steps, so that one scheduler serves a whole batch
-(`run`) as well as requests that arrive one after another (`advance` and `take_finished`).
+Rows can be added at any time and are admitted between decode steps: the scheduler serves a whole batch (`run`) or
+requests that arrive over time (`advance` and `take_finished`).
 """
 
 from collections import deque
@@ -13,25 +13,25 @@ from verl.rollout.base import Completion, SamplingParams
 from verl.rollout.native.requests import Row
 from verl.rollout.native.torch_decoder import TorchDecoder
 from verl.rollout.sampling import check_finite, uniform
-from verl.rollout.stop_strings import LOOK_EVERY
+from verl.rollout.stop_strings import SEARCH_INTERVAL
 
 #: steps for which random numbers are generated at once, and after which log-probs are checked
 _BLOCK_STEPS = 32
 
-# the state of a slot, one line of SlotScheduler.state each; those of _MOVING grow by one with every token
+# rows of SlotScheduler.state; those of _COUNTERS increase by one per token
 _TOKEN, _POSITION, _STEP, _OUT, _LAST, _LINE, _SAMPLE, _SEED = range(8)
-_MOVING = slice(_POSITION, _OUT + 1)
+_COUNTERS = slice(_POSITION, _OUT + 1)
 
 
 class SlotScheduler:
-    """Rows waiting, rows in slots 0 .. active - 1, and the output lines (lines, width) that tokens are written to.
+    """Waiting rows, active rows in slots 0 .. active - 1, and output buffers (lines, width) with one line per row.
 
     Args:
         params: the sampling parameters that all rows share (SamplingParams.shared).
         decoder: computes prompts and steps over its KV cache.
-        slots: rows at once; at most those of the cache.
-        lines: output lines; a line is reused when `take_finished` has read it.
-        width: tokens of a line.
+        slots: max concurrent rows, at most the slots of the cache.
+        lines: number of output lines. A line is reused after `take_finished`.
+        width: tokens per line.
     """
 
     def __init__(self, params: SamplingParams, decoder: TorchDecoder, slots: int, lines: int, width: int):
@@ -48,19 +48,19 @@ class SlotScheduler:
         self.lengths = [0] * lines
         self.state = torch.zeros(_SEED + 1, slots, dtype=torch.int64, device=self.device)
         self.uniforms = torch.zeros(slots, _BLOCK_STEPS, dtype=torch.float64, device=self.device)
-        self.column = 0  # of uniforms: the numbers that the next token takes
+        self.column = 0  # column of `uniforms` for the next token
         self.stops = frozenset(params.active_stop_ids)
         self.is_stop = torch.zeros(decoder.decoder.vocab_size, dtype=torch.bool, device=self.device)
         self.is_stop[list(self.stops)] = True
         self.has_stop_strings = False
-        self.text_ends: dict[int, int] = {}  # line -> tokens of its response, where a stop string ended it
-        self.searched = [0] * lines  # tokens of each line in which no stop string was found
+        self.text_ends: dict[int, int] = {}  # line -> length of its response, if a stop string ended it
+        self.searched = [0] * lines  # tokens of each line already searched for stop strings
         self.finished: list[int] = []  # lines that `take_finished` has not read
         self.aborted: set[int] = set()
         self.dropped: list[Row] = []  # aborted before they were admitted
         self.active = 0
-        self.due = 0  # steps until the first active row has all its tokens
-        self.abort_requests: list[Callable[[Row], bool]] = []  # of other threads, for `run`
+        self.due = 0  # steps until the first active row reaches its limit
+        self.abort_requests: list[Callable[[Row], bool]] = []  # from other threads, read by `run`
         self.steps = 0
         decoder.start_step_at(self.state[_POSITION, :0])
 
@@ -89,26 +89,26 @@ class SlotScheduler:
         return self.take_finished()
 
     def advance(self) -> None:
-        """Admit waiting rows, or compute one more token for every active row."""
+        """Admit waiting rows, or decode one token for every active row."""
         free = self.slots - self.active
-        # a few free slots are not worth a prefill: it costs as much as one of many prompts
+        # wait for several free slots: a prefill of few prompts costs as much as one of many
         if self.waiting and (free >= max(1, self.slots // 8) or free >= len(self.waiting)):
             self._admit(min(free, len(self.waiting), len(self.free_lines)))
         else:
             self._step()
 
-    def abort(self, is_meant: Callable[[Row], bool]) -> None:
-        """End the rows that `is_meant` names; `take_finished` returns the tokens that they have."""
-        self.dropped += [row for row in self.waiting if is_meant(row)]
-        self.waiting = deque(row for row in self.waiting if not is_meant(row))
+    def abort(self, matches: Callable[[Row], bool]) -> None:
+        """End the rows for which `matches` is true; `take_finished` returns the tokens that they have."""
+        self.dropped += [row for row in self.waiting if matches(row)]
+        self.waiting = deque(row for row in self.waiting if not matches(row))
         lines = self.state[_LINE, : self.active].tolist()
-        meant = {line for line in lines if is_meant(self.rows[line])}
-        if meant:
-            self.aborted |= meant
+        matched = {line for line in lines if matches(self.rows[line])}
+        if matched:
+            self.aborted |= matched
             self._retire(slice(0, self.active))
 
     def take_finished(self) -> list[tuple[Row, Completion]]:
-        """The rows that finished since the last call. Raises ValueError where log-probs are not finite."""
+        """Return the rows that finished since the last call. Raises ValueError for non-finite log-probs."""
         found = [(row, Completion([], [], "abort")) for row in self.dropped]
         self.dropped = []
         if not self.finished:
@@ -125,7 +125,7 @@ class SlotScheduler:
         return found
 
     def resize(self, decoder: TorchDecoder, slots: int, width: int) -> None:
-        """Continue on a larger cache, with `slots` slots and as many lines of at least `width` tokens."""
+        """Continue with a larger cache: `slots` slots, and as many lines of at least `width` tokens."""
         lines, before, width = max(slots, len(self.rows)), len(self.rows), max(width, self.width)
 
         def widened(old: torch.Tensor) -> torch.Tensor:
@@ -150,7 +150,7 @@ class SlotScheduler:
     # ---- one iteration ------------------------------------------------------------------------------------------
 
     def _admit(self, count: int) -> None:
-        """Give `count` waiting rows slots, compute their prompts and sample their first tokens."""
+        """Assign slots to `count` waiting rows, prefill their prompts and sample their first tokens."""
         rows = [self.waiting.popleft() for _ in range(count)]
         lines = [self.free_lines.popleft() for _ in rows]
         for line, row in zip(lines, rows):
@@ -175,13 +175,13 @@ class SlotScheduler:
         self._retire(slots)
 
     def _random(self, slots: slice, first: torch.Tensor) -> torch.Tensor:
-        """(B, _BLOCK_STEPS) uniforms of the rows in `slots`, of positions first (B,) and on."""
+        """(B, _BLOCK_STEPS) uniforms of the rows in `slots`, from position first (B,) on."""
         steps = torch.arange(_BLOCK_STEPS, device=self.device)
         seeds, sample_ids = self.state[_SEED, slots, None], self.state[_SAMPLE, slots, None]
         return uniform(seeds, sample_ids, first[:, None] + steps)
 
     def _step(self) -> None:
-        """One more token for every active row."""
+        """Decode one token for every active row."""
         live = slice(0, self.active)
         self.column += 1
         if self.column == _BLOCK_STEPS:
@@ -194,20 +194,20 @@ class SlotScheduler:
         self.steps += 1
         tokens = self._sample(logits, live)
         ended = self.due == 0 or (self.stops and bool(self.is_stop[tokens].any()))
-        if self.has_stop_strings and self.steps % LOOK_EVERY == 0:
+        if self.has_stop_strings and self.steps % SEARCH_INTERVAL == 0:
             ended |= self._search_stop_strings()
         if ended:
             self._retire(live)
 
     def _search_stop_strings(self) -> bool:
-        """Note which active rows a stop string ended, and whether there are any."""
+        """Search the active rows for stop strings. Returns whether any row ended."""
         found = False
         for line, step in self.state[[_LINE, _STEP], : self.active].T.tolist():
             found |= self._text_end(line, step + 1) is not None
         return found
 
     def _text_end(self, line: int, length: int) -> int | None:
-        """Where a stop string ends a row that has `length` tokens; None where none does."""
+        """Number of tokens up to the first stop string in the first `length` tokens of a row; None if there is none."""
         stop = self.rows[line].stop
         if stop is not None and line not in self.text_ends:
             tokens = self.tokens[line * self.width : line * self.width + length].tolist()
@@ -222,14 +222,14 @@ class SlotScheduler:
         state = self.state[:, slots]
         tokens, log_probs = self.decoder.choose(logits, self.params, self.uniforms[slots, self.column])
         state[_TOKEN] = tokens
-        state[_MOVING].add_(1)
+        state[_COUNTERS].add_(1)
         out = state[_OUT]
         self.tokens.index_copy_(0, out, tokens)
         self.log_probs.index_copy_(0, out, log_probs)
         return tokens
 
     def _retire(self, slots: slice) -> None:
-        """Free those of `slots` whose rows ended; the last rows move into the holes, so active rows stay the first."""
+        """Free the slots of ended rows and move the last rows into them, so that slots 0 .. active - 1 stay active."""
         state = self.state[:, slots]
         ended = self.is_stop[state[_TOKEN]] | (state[_OUT] == state[_LAST])
         lines, steps = self.state[_LINE].tolist(), self.state[_STEP].tolist()
@@ -262,7 +262,7 @@ class SlotScheduler:
         self.free_lines.append(line)
 
     def _check(self) -> None:
-        """Raises ValueError when an active row's last log-prob is not finite."""
+        """Raise ValueError if the last log-prob of an active row is not finite."""
         state = self.state[:, : self.active]
         rows = [self.rows[line] for line in state[_LINE].tolist()]
         check_finite(self.log_probs[state[_OUT]], [r.index for r in rows], [r.sample_id for r in rows])

@@ -9,19 +9,18 @@ from verl.rollout.native.kv_cache import CacheViews, SlotCache
 from verl.rollout.native.model import ACTIVATIONS, Decoder, Layer, Projection, RopeTable, rms_norm
 from verl.rollout.sampling import choose
 
-#: prompt tokens (padding with them) that are computed at once, except where one prompt is longer
+#: max prompt tokens of one prefill, padding included; a longer prompt is computed alone
 PREFILL_TOKENS = 16384
-#: share of padding above which prompts are not computed together
+#: max fraction of padding in one prefill
 PREFILL_WASTE = 0.125
 
 
-#: takes (layer, which prompts, keys and values (count, T, 2 HK, D)); T is that of the longest prompt, what follows a
-#: shorter one is padding
+#: (layer, indices of the prompts, keys and values (count, T, 2 HK, D), right-padded to the longest prompt)
 Store = Callable[[int, list[int], torch.Tensor], None]
 
 
 class Layers:
-    """The maths of a `Decoder` in plain torch, up to rotary tables of `length` positions. N tokens."""
+    """The layers of a `Decoder` in plain torch, with rotary tables of `length` positions. N tokens."""
 
     def __init__(self, decoder: Decoder, length: int):
         self.decoder = decoder
@@ -31,11 +30,11 @@ class Layers:
     # ---- whole prompts ------------------------------------------------------------------------------------------
 
     def prompts(self, prompts: list[list[int]], store: Store) -> torch.Tensor:
-        """Compute `prompts` and hand their keys and values to `store`. Logits after each, (len(prompts), V) float32."""
+        """Prefill: pass keys and values of `prompts` to `store`. Returns logits (len(prompts), V) float32."""
         order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
         logits = torch.empty(len(prompts), self.decoder.vocab_size, device=self.decoder.embedding.device)
         while order:
-            count = _together([len(prompts[i]) for i in order])
+            count = _prefill_batch_size([len(prompts[i]) for i in order])
             chosen, order = order[:count], order[count:]
             logits[self._upload(chosen)] = self._prompts(chosen, [prompts[i] for i in chosen], store)
         return logits
@@ -43,7 +42,7 @@ class Layers:
     def _prompts(self, chosen: list[int], prompts: list[list[int]], store: Store) -> torch.Tensor:
         decoder = self.decoder
         count, width = len(prompts), max(map(len, prompts))
-        # padding follows a prompt: no query of the prompt sees it
+        # right padding: no query of the prompt attends to it
         ids = self._upload([p + [p[-1]] * (width - len(p)) for p in prompts]).view(-1)
         last = self._upload([i * width + len(p) - 1 for i, p in enumerate(prompts)])
         tables = [tuple(t[:width].repeat(count, 1)[:, None] for t in table) for table in self.tables]
@@ -52,7 +51,7 @@ class Layers:
             qkv = self._qkv(layer, x, tables[layer.rope]).view(count, width, -1, decoder.head_dim)
             store(index, chosen, qkv[:, :, decoder.heads :])
             attended = self._attend_causally(qkv, layer.window)
-            if index == len(decoder.layers) - 1:  # only the last token of a prompt matters from here on
+            if index == len(decoder.layers) - 1:  # only the last token of each prompt is needed from here on
                 x, attended = x[last], attended[last]
             x = self._finish(layer, x, attended)
         return decoder.logits(x)
@@ -64,13 +63,13 @@ class Layers:
     # ---- parts of a layer ---------------------------------------------------------------------------------------
 
     def _qkv(self, layer: Layer, x: torch.Tensor, table: RopeTable) -> torch.Tensor:
-        """x (N, H), a table of its tokens (N, 1, .) -> (N, HQ + 2 HK, D): queries and keys normed and rotated."""
+        """x (N, H), rotary table (N, 1, .) -> (N, HQ + 2 HK, D), with queries and keys normed and rotated."""
         qkv = layer.qkv(self.decoder.normed(x, layer.attention_norm)).view(len(x), -1, self.decoder.head_dim)
         self._rotate(layer, qkv, table)
         return qkv
 
     def _rotate(self, layer: Layer, qkv: torch.Tensor, table: RopeTable) -> None:
-        """Norm and rotate the queries and keys of qkv in place."""
+        """Apply norm and rotary embedding to the queries and keys of qkv, in place."""
         decoder = self.decoder
         qk = qkv[:, : decoder.heads + decoder.kv_heads]
         if decoder.folded:
@@ -90,14 +89,14 @@ class Layers:
             qk[..., 2 * half :] = wide[..., 2 * half :]
 
     def _finish(self, layer: Layer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The rest of a layer: x (N, H) and attention's output (N, HQ D) -> (N, H). Overwrites x."""
+        """The rest of a layer: x (N, H), attention output (N, HQ D) -> (N, H). Overwrites x."""
         eps = self.decoder.eps
         x = _add(x, attended, layer.out, layer.attention_post_norm, eps)
         gate, up = layer.gate_up(self.decoder.normed(x, layer.mlp_norm)).chunk(2, -1)
         return _add(x, self.activation(gate).mul_(up), layer.down, layer.mlp_post_norm, eps)
 
     def _attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """q (B HK, G, D), scaled; k (B HK, D, L); v (B HK, L, D) -> (B HK, G, D). mask: added, as (B, HK, G, L)."""
+        """q (B HK, G, D), scaled; k (B HK, D, L); v (B HK, L, D) -> (B HK, G, D). mask: additive, (B, HK, G, L)."""
         scores, softcap = torch.bmm(q, k), self.decoder.attention_softcap
         if softcap is not None:
             scores.div_(softcap).tanh_().mul_(softcap)
@@ -106,7 +105,7 @@ class Layers:
         return torch.bmm(scores.softmax(-1, dtype=torch.float32).to(v.dtype), v)
 
     def _attend_causally(self, qkv: torch.Tensor, window: int | None) -> torch.Tensor:
-        """qkv (b, T, HQ + 2 HK, D) -> (b T, HQ D)."""
+        """Causal attention inside prompts: qkv (b, T, HQ + 2 HK, D) -> (b T, HQ D)."""
         decoder, width = self.decoder, qkv.shape[1]
         sizes = (decoder.heads, decoder.kv_heads, decoder.kv_heads)
         q, k, v = (part.transpose(1, 2) for part in qkv.split(sizes, 2))
@@ -132,13 +131,14 @@ class TorchDecoder(Layers):
     choose = staticmethod(choose)
 
     def __init__(self, decoder: Decoder, cache: SlotCache, positions: int):
-        """positions: of the longest row."""
+        """positions: max sequence length."""
         super().__init__(decoder, positions)
         self.table_length = positions
         self.cache = cache
 
     def prefill(self, prompts: list[list[int]], slots: list[list[int]]) -> torch.Tensor:
-        """Compute each of `prompts` once, with keys and values into its `slots`. Logits (len(prompts), V) float32."""
+        """Prefill each prompt once, with keys and values for all its `slots`. Returns logits (len(prompts), V)
+        float32."""
         lengths = [len(prompt) for prompt, targets in zip(prompts, slots) for _ in targets]
         every_slot = [slot for targets in slots for slot in targets]
         self.cache.allocate(self._upload(every_slot), self._upload(lengths))
@@ -148,18 +148,18 @@ class TorchDecoder(Layers):
             source = self._upload([i for i, c in enumerate(chosen) for _ in slots[c]])
             target = self._upload([slot for c in chosen for slot in slots[c]])
             filled = self._upload([width - len(prompts[c]) for c in chosen for _ in slots[c]])
-            # prompts end together in the cache; what precedes a shorter one is not seen
+            # prompts are right-aligned in the cache; the columns before a shorter one are masked
             at = (torch.arange(width, device=target.device) - filled[:, None]).clamp_min_(0)
             self.cache.write_prompts(layer, target, stored[source[:, None], at])
 
         return self.prompts(prompts, store)
 
     def start_step_at(self, positions: torch.Tensor) -> None:
-        """The next `step` is of rows 0 .. B - 1 at `positions` (B,), each later one is one further."""
+        """Set the positions (B,) of rows 0 .. B - 1 for the next `step`; each step advances them by one."""
         self.cache.start_step_at(positions)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens: (B,) of rows 0 .. B - 1. Logits (B, V) float32."""
+        """Decode one step. tokens: (B,) of rows 0 .. B - 1. Returns logits (B, V) float32."""
         decoder, cache = self.decoder, self.cache
         views = cache.step_views()
         tables = [tuple(t.index_select(0, cache.positions)[:, None] for t in table) for table in self.tables]
@@ -174,11 +174,11 @@ class TorchDecoder(Layers):
         return decoder.logits(x)
 
     def _attend(self, window: int | None, queries: torch.Tensor, layer: int, views: CacheViews) -> torch.Tensor:
-        """queries (B, HQ, D) -> (B, HQ D)."""
+        """Attention over the cache: queries (B, HQ, D) -> (B, HQ D)."""
         rows, heads, size = queries.shape
         if not self.decoder.folded:
             queries = queries * self.decoder.scaling
-        # the query heads of one key head stand side by side like queries of one sequence: nothing is repeated
+        # grouped-query attention: the query heads of a key head are adjacent, so keys need not be repeated
         q = queries.reshape(rows * self.decoder.kv_heads, -1, size)
         out = self._attention(q, views.keys[window][layer], views.values[window][layer], views.masks[window])
         return out.view(rows, heads * size)
@@ -187,7 +187,7 @@ class TorchDecoder(Layers):
 def _add(
     x: torch.Tensor, y: torch.Tensor, projection: Projection, post_norm: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    """x + post_norm(projection(y)), in the memory of x."""
+    """x += post_norm(projection(y)), in place."""
     if post_norm is not None:
         return x.add_(rms_norm(projection(y), post_norm, eps))
     if x.dtype != y.dtype:
@@ -197,8 +197,8 @@ def _add(
     return x.addmm_(y, projection.matrix)
 
 
-def _together(lengths: list[int]) -> int:
-    """How many of the prompts, longest first, to compute at once."""
+def _prefill_batch_size(lengths: list[int]) -> int:
+    """Number of prompts in the next prefill. lengths: longest first."""
     tokens = 0
     for count, length in enumerate(lengths):
         tokens += length

@@ -1,19 +1,20 @@
-"""Triton kernels of one decoding step over a paged key/value cache. B rows, V vocabulary, D head size.
+"""Triton kernels of one decoding step over a paged KV cache. B rows, V vocabulary, D head size.
 
-A row is decoded by a handful of launches a layer; what is computed between two matmuls is one kernel. Sums and
-exponentials are float32; what is stored has the model's dtype.
+A layer is a few kernel launches: everything between two matmuls is one kernel. Sums and exponentials are float32;
+stored values have the model's dtype.
 
-State of the rows, one line of int32 (FIELDS, slots) each: TOKEN and POSITION of the token to feed next; STEP, response
-tokens made so far; START, STEP when the uniforms were made; LIMIT, response tokens at most; OUT, where the
-response begins in the flat buffers; STATUS. Rows that are not LIVE are left alone.
+State of the rows, (FIELDS, slots) int32: TOKEN and POSITION of the next input token; STEP, the number of response
+tokens so far; START, STEP when the uniforms were drawn; LIMIT, max response tokens; OUT, offset of the response in the
+flat output buffers; STATUS. Rows that are not LIVE are not changed.
 
-Pages: (layers, pages, 2 HK, PAGE, D), keys of the HK heads, then values. table (slots, most pages of a row) int32.
+KV cache: (layers, blocks, 2 HK, BLOCK_SIZE, D), the keys of the HK heads, then their values. Block table: (slots, max
+blocks of a row) int32.
 """
 
 import triton
 import triton.language as tl
 
-PAGE = 64  # tokens of a page
+BLOCK_SIZE = 64  # tokens of a KV-cache block
 VOCABULARY_BLOCK = 4096
 TOKEN, POSITION, STEP, START, LIMIT, OUT, STATUS, FIELDS = range(8)
 DONE, LIVE, BROKEN = 0, 1, 2
@@ -32,15 +33,15 @@ def _softcap(x, cap):
 
 @triton.jit
 def _partner(d, R: tl.constexpr):
-    """The dimension that each of d (D,) is rotated with; itself beyond R."""
+    """For each dimension d (D,), the one that it is rotated with; itself if d >= R."""
     return tl.where(d < R // 2, d + R // 2, tl.where(d < R, d - R // 2, d))
 
 
 @triton.jit
 def _rotated(x, y, mask, weight, weight_offsets, cos, sin, d, eps, D: tl.constexpr, R: tl.constexpr,
              NORM: tl.constexpr):  # fmt: skip
-    """Heads x (N, D) and y, the same with partners changed, normed and rotated, float32. cos, sin: (D,), 1 and 0 beyond
-    R."""
+    """Apply RMS norm and rotary embedding to heads x (N, D); y: x permuted by `_partner`. cos, sin: (D,), which are
+    1 and 0 for d >= R. Returns float32."""
     partner = _partner(d, R)
     x, y = x.to(tl.float32), y.to(tl.float32)
     if NORM:
@@ -53,7 +54,7 @@ def _rotated(x, y, mask, weight, weight_offsets, cos, sin, d, eps, D: tl.constex
 @triton.jit
 def _add_keys(q, at, mask, seen, highest, weight, total, scale, softcap, to_values, SOFTCAP: tl.constexpr,
               PRECISION: tl.constexpr):  # fmt: skip
-    """The running softmax sum (maximum (GP,), weight (GP,), total (GP, DP)) with the keys at `at` (N, DP) added."""
+    """Online softmax: add the keys at `at` (N, DP) to the running maximum (GP,), weight (GP,) and total (GP, DP)."""
     k = tl.load(at, mask=mask, other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if SOFTCAP:
@@ -68,9 +69,9 @@ def _add_keys(q, at, mask, seen, highest, weight, total, scale, softcap, to_valu
 
 
 @triton.jit
-def _join(out, mask, partials, arrived, s, splits, highest, weight, total, GP: tl.constexpr, DP: tl.constexpr,
+def _merge_partials(out, mask, partials, arrived, s, splits, highest, weight, total, GP: tl.constexpr, DP: tl.constexpr,
           SP: tl.constexpr):  # fmt: skip
-    """Leave the running sum of program s in partials (splits, GP, DP + 2); the last to arrive stores the attention."""
+    """Write the running sums of program s to partials (splits, GP, DP + 2). The last program merges them."""
     g, d = tl.arange(0, GP), tl.arange(0, DP)
     own = partials + (s * GP + g) * (DP + 2)
     tl.store(own[:, None] + d[None, :], total)
@@ -79,7 +80,7 @@ def _join(out, mask, partials, arrived, s, splits, highest, weight, total, GP: t
     tl.debug_barrier()
     if tl.atomic_add(arrived, 1, sem="acq_rel") == splits - 1:
         tl.store(arrived, 0)
-        # others wrote them just now: not from the nearest cache
+        # written by other programs: bypass the L1 cache
         i = tl.arange(0, SP)
         each = partials + (i[:, None] * GP + g[None, :]) * (DP + 2) + DP
         tops = tl.load(each, mask=(i < splits)[:, None], other=-1e30, cache_modifier=".cg")
@@ -87,7 +88,7 @@ def _join(out, mask, partials, arrived, s, splits, highest, weight, total, GP: t
         highest = tl.max(tops, 0)
         weight = tl.sum(weights * tl.exp(tops - highest[None, :]), 0)
         total = tl.zeros([GP, DP], tl.float32)
-        for first in range(0, splits, 4):  # four loads on their way at once
+        for first in range(0, splits, 4):  # four loads in flight
             for k in tl.static_range(4):
                 one = partials + ((first + k) * GP + g) * (DP + 2)
                 there = first + k < splits
@@ -100,7 +101,8 @@ def _join(out, mask, partials, arrived, s, splits, highest, weight, total, GP: t
 @triton.jit
 def _new_token(row, h, d, g, real, HQ: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
                R: tl.constexpr):  # fmt: skip
-    """Queries (GP, DP) and key (1, DP) of head h, each also with partners changed, and value (DP,), of a row of qkv."""
+    """Load queries (GP, DP) and key (1, DP), each also permuted by `_partner`, and value (DP,) of head h from a row of
+    qkv."""
     inside, partner = d < D, _partner(d, R)
     heads, head = (h * G + g)[:, None] * D, (HQ + h + tl.arange(0, 1)[:, None]) * D
     q = tl.load(row + heads + d[None, :], mask=real, other=0.0)
@@ -112,7 +114,7 @@ def _new_token(row, h, d, g, real, HQ: tl.constexpr, HK: tl.constexpr, G: tl.con
 
 @triton.jit
 def _first_sum(q, k, v, first, scale, softcap, GP: tl.constexpr, DP: tl.constexpr, SOFTCAP: tl.constexpr):
-    """A running softmax sum, as `_add_keys` has it, with the one key (1, DP) in it if `first`."""
+    """Initialize the online softmax of `_add_keys`; with the new key (1, DP) if `first`, otherwise empty."""
     score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
     if SOFTCAP:
         score = _softcap(score, softcap)
@@ -123,20 +125,21 @@ def _first_sum(q, k, v, first, scale, softcap, GP: tl.constexpr, DP: tl.constexp
 
 @triton.jit(do_not_specialize=["slots", "table_width", "splits"])
 def attend(
-    qkv, pages, table, state, cos, sin, qk_norm, out, partial, arrived, scale, eps, softcap, slots, table_width, splits,
-    HQ: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    qkv, kv_cache, table, state, cos, sin, qk_norm, out, partial, arrived, scale, eps, softcap, slots, table_width,
+    splits, HQ: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     R: tl.constexpr, NORM: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
-    PAGE: tl.constexpr, ROUND: tl.constexpr, SP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROUND: tl.constexpr, SP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a new token per row: norms and rotates its heads, stores key and value, attends to all before.
+    """Attention of one new token per row: norms and rotates its heads, writes its key and value to the cache, and
+    attends to all tokens up to it.
 
-    Grid (B, HK, splits). qkv (B, (HQ + 2 HK) D); pages of this layer; cos, sin (positions, R); qk_norm (HQ + HK, D).
-    out (B, HQ D). ROUND: pages that are read at once. With SPLIT, partial (B, HK, splits, GP, DP + 2) float32 holds the
-    weighted sum, maximum and weight of each program; the last to arrive, by the counters arrived (slots, HK), joins
-    them and leaves its counter at 0.
+    Grid (B, HK, splits). qkv (B, (HQ + 2 HK) D); kv_cache of one layer; cos, sin (positions, R); qk_norm (HQ + HK, D).
+    out (B, HQ D). ROUND: blocks that are read at once. With SPLIT, partial (B, HK, splits, GP, DP + 2) float32 holds
+    the weighted sum, maximum and weight of each program. The last program to finish, determined by the counters
+    arrived (slots, HK), merges them and resets its counter to 0.
     """
     b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # loads that do not wait for each other come first: most of a short row's time is waiting
+    # independent loads first: short rows are bound by memory latency
     n = tl.load(state + _POSITION * slots + b)
     status = tl.load(state + _STATUS * slots + b)
     d, g = tl.arange(0, DP), tl.arange(0, GP)
@@ -148,38 +151,38 @@ def attend(
         return
     c = tl.load(cos + n * R + d, mask=d < R, other=1.0).to(tl.float32)
     sn = tl.load(sin + n * R + d, mask=d < R, other=0.0).to(tl.float32)
-    new_page = tl.load(table + b * table_width + n // PAGE).to(tl.int64)
+    new_block = tl.load(table + b * table_width + n // BLOCK_SIZE).to(tl.int64)
     q = _rotated(q, q_partner, real, qk_norm, heads, c, sn, d, eps, D, R, NORM).to(new_v.dtype)
     new_k = _rotated(new_k, k_partner, inside[None, :], qk_norm, head, c, sn, d, eps, D, R, NORM).to(new_v.dtype)
 
-    first = s == 0  # puts the new token's key and value into the cache, and begins the sum with them
+    first = s == 0  # write the new token's key and value to the cache and start the sum with them
     if first:
-        new_at = pages + ((new_page * 2 * HK + h) * PAGE + n % PAGE) * D
+        new_at = kv_cache + ((new_block * 2 * HK + h) * BLOCK_SIZE + n % BLOCK_SIZE) * D
         tl.store(new_at + d[None, :], new_k, mask=inside[None, :])
-        tl.store(new_at + HK * PAGE * D + d, new_v, mask=inside)
+        tl.store(new_at + HK * BLOCK_SIZE * D + d, new_v, mask=inside)
     highest, weight, total = _first_sum(q, new_k, new_v, first, scale, softcap, GP, DP, SOFTCAP)
 
-    begin = tl.maximum(n - WINDOW + 1, 0) // PAGE if WINDOW > 0 else 0
-    end = (n + PAGE - 1) // PAGE
+    begin = tl.maximum(n - WINDOW + 1, 0) // BLOCK_SIZE if WINDOW > 0 else 0
+    end = (n + BLOCK_SIZE - 1) // BLOCK_SIZE
     span = (end - begin + splits - 1) // splits
     low = begin + s * span
     high = tl.minimum(end, low + span)
-    column = tl.arange(0, ROUND * PAGE)
+    column = tl.arange(0, ROUND * BLOCK_SIZE)
     for p in range(low, high, ROUND):
-        at_page = p + column // PAGE
-        page = tl.load(table + b * table_width + at_page, mask=at_page < high, other=0).to(tl.int64)
-        key = pages + (((page * 2 * HK + h) * PAGE + column % PAGE) * D)[:, None] + d[None, :]
-        seen = (p * PAGE + column < n) & (at_page < high)
+        index = p + column // BLOCK_SIZE
+        block = tl.load(table + b * table_width + index, mask=index < high, other=0).to(tl.int64)
+        key = kv_cache + (((block * 2 * HK + h) * BLOCK_SIZE + column % BLOCK_SIZE) * D)[:, None] + d[None, :]
+        seen = (p * BLOCK_SIZE + column < n) & (index < high)
         if WINDOW > 0:
-            seen &= p * PAGE + column > n - WINDOW
+            seen &= p * BLOCK_SIZE + column > n - WINDOW
         highest, weight, total = _add_keys(
-            q, key, seen[:, None] & inside[None, :], seen, highest, weight, total, scale, softcap, HK * PAGE * D,
+            q, key, seen[:, None] & inside[None, :], seen, highest, weight, total, scale, softcap, HK * BLOCK_SIZE * D,
             SOFTCAP, PRECISION,
         )  # fmt: skip
     at = out + b * HQ * D + heads + d[None, :]
     if SPLIT:
         partials = partial + (b * HK + h) * splits * GP * (DP + 2)
-        _join(at, real, partials, arrived + b * HK + h, s, splits, highest, weight, total, GP, DP, SP)
+        _merge_partials(at, real, partials, arrived + b * HK + h, s, splits, highest, weight, total, GP, DP, SP)
     else:
         tl.store(at, (total / weight[:, None]).to(q.dtype), mask=real)
 
@@ -187,7 +190,9 @@ def attend(
 @triton.jit
 def rotate(qkv, cos, sin, qk_norm, eps, HEADS: tl.constexpr, HQK: tl.constexpr, HP: tl.constexpr, D: tl.constexpr,
            DP: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr):  # fmt: skip
-    """Norm and rotate the first HQK of HEADS heads of qkv (N, HEADS, D) in place; cos, sin (N, R). Grid (N,)."""
+    """Apply RMS norm and rotary embedding to the first HQK of HEADS heads of qkv (N, HEADS, D), in place.
+
+    cos, sin: (N, R). Grid (N,)."""
     n = tl.program_id(0).to(tl.int64)
     d, heads = tl.arange(0, DP), tl.arange(0, HP)[:, None]
     c = tl.load(cos + n * R + d, mask=d < R, other=1.0).to(tl.float32)
@@ -197,7 +202,7 @@ def rotate(qkv, cos, sin, qk_norm, eps, HEADS: tl.constexpr, HQK: tl.constexpr, 
     x = tl.load(start + d[None, :], mask=mask, other=0.0)
     y = tl.load(start + _partner(d, R)[None, :], mask=mask, other=0.0)
     x = _rotated(x, y, mask, qk_norm, heads * D, c, s, d, eps, D, R, NORM)
-    tl.debug_barrier()  # all have read what others are about to overwrite
+    tl.debug_barrier()  # all reads come before the first write
     tl.store(start + d[None, :], x.to(qkv.dtype.element_ty), mask=mask)
 
 
@@ -207,7 +212,7 @@ def add_norm(
 ):
     """x (N, H) += y, or with POST the norm of y; out = the norm of x. Grid (N,).
 
-    y: (PARTS, N, H), to be added up and rounded to the dtype of out first; none with PARTS = 0.
+    y: (PARTS, N, H) partial sums, added up and rounded to the dtype of out first; unused if PARTS = 0.
     """
     at = tl.program_id(0) * H + tl.arange(0, BLOCK)
     c = tl.arange(0, BLOCK)
@@ -249,9 +254,9 @@ def gate(gate_up, out, I: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.cons
 @triton.jit(do_not_specialize=["first", "slots"])
 def scan_vocabulary(logits, state, parts, first, slots, inverse_temperature, softcap, V, BLOCK: tl.constexpr,
                     NB: tl.constexpr, SOFTCAP: tl.constexpr, GREEDY: tl.constexpr):  # fmt: skip
-    """Per row and block of the vocabulary: the maximum, the sum of exponentials over it; if GREEDY, where it is.
+    """Maximum and sum of exponentials for each row and block of the vocabulary; with GREEDY, the argmax too.
 
-    Grid (B, NB). logits (B, V) of the slots `first` and on; parts (slots, NB, 3) float32.
+    Grid (B, NB). logits (B, V) of slots first .. first + B - 1; parts (slots, NB, 3) float32.
     """
     b, j = tl.program_id(0), tl.program_id(1)
     slot = first + b
@@ -265,14 +270,14 @@ def scan_vocabulary(logits, state, parts, first, slots, inverse_temperature, sof
     highest = tl.max(x, 0)
     at = parts + (slot * NB + j) * 3
     tl.store(at, highest)
-    tl.store(at + 1, tl.sum(tl.exp(x - highest), 0))  # NaN in x comes through here: a maximum may lose it
+    tl.store(at + 1, tl.sum(tl.exp(x - highest), 0))  # propagates NaN, which a maximum may drop
     if GREEDY:
         tl.store(at + 2, tl.argmax(x, 0).to(tl.float32))
 
 
 @triton.jit
-def _note(token, log_prob, state, out_tokens, out_log_probs, is_stop, slots, slot):
-    """Store the sampled token of a slot, and advance it."""
+def _store_token(token, log_prob, state, out_tokens, out_log_probs, is_stop, slots, slot):
+    """Store the sampled token of a slot and advance its state."""
     step = tl.load(state + _STEP * slots + slot)
     at = tl.load(state + _OUT * slots + slot) + step
     tl.store(out_tokens + at, token)
@@ -280,7 +285,7 @@ def _note(token, log_prob, state, out_tokens, out_log_probs, is_stop, slots, slo
     tl.store(state + _TOKEN * slots + slot, token)
     tl.store(state + _POSITION * slots + slot, tl.load(state + _POSITION * slots + slot) + 1)
     tl.store(state + _STEP * slots + slot, step + 1)
-    finite = (log_prob <= 0.5) & (log_prob > -1e30)  # rounding may leave a log-prob just above 0
+    finite = (log_prob <= 0.5) & (log_prob > -1e30)  # rounding may give a log-prob slightly above 0
     ended = (tl.load(is_stop + token) != 0) | (step + 1 >= tl.load(state + _LIMIT * slots + slot))
     tl.store(state + _STATUS * slots + slot, tl.where(finite, tl.where(ended, _DONE, _LIVE), _BROKEN))
 
@@ -290,9 +295,9 @@ def draw_token(
     logits, parts, uniforms, state, out_tokens, out_log_probs, is_stop, first, slots, inverse_temperature,
     softcap, V, BLOCK: tl.constexpr, NB: tl.constexpr, NBP: tl.constexpr, SOFTCAP: tl.constexpr, GREEDY: tl.constexpr,
 ):  # fmt: skip
-    """Draw a token by inversion of the cumulative distribution: first its block, then its index there. Grid (B,).
+    """Sample by inverting the cumulative distribution: first the block, then the index within it. Grid (B,).
 
-    uniforms: (steps, slots) float64; a row reads line STEP - START. is_stop (V,) int8.
+    uniforms: (steps, slots) float64; a row reads entry STEP - START. is_stop: (V,) int8.
     """
     b = tl.program_id(0)
     slot = first + b
@@ -318,7 +323,7 @@ def draw_token(
         block = tl.minimum(tl.sum(((cumulative <= target) & (j < NB)).to(tl.int32), 0), NB - 1)
         lower = tl.sum(tl.where(j < block, mass, 0.0), 0)
         share = (target - lower) / tl.sum(tl.where(j == block, mass, 0.0), 0)
-        share = tl.where(share < 1, tl.maximum(share, 0.0), _BELOW_ONE)  # rounding may have made it 1
+        share = tl.where(share < 1, tl.maximum(share, 0.0), _BELOW_ONE)  # rounding may give 1
         c = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(row + c, mask=c < V, other=float("-inf")).to(tl.float32)
         if SOFTCAP:
@@ -331,15 +336,15 @@ def draw_token(
         if SOFTCAP:
             chosen = _softcap(chosen, softcap)
         log_prob = chosen * inverse_temperature - highest - log_total
-    _note(token, log_prob, state, out_tokens, out_log_probs, is_stop, slots, slot)
+    _store_token(token, log_prob, state, out_tokens, out_log_probs, is_stop, slots, slot)
 
 
 @triton.jit(do_not_specialize=["first", "slots"])
-def note_token(tokens, log_probs, state, out_tokens, out_log_probs, is_stop, first, slots):
-    """Store tokens (B,) that were sampled elsewhere. Grid (B,)."""
+def store_tokens(tokens, log_probs, state, out_tokens, out_log_probs, is_stop, first, slots):
+    """Store tokens (B,) that torch sampled. Grid (B,)."""
     b = tl.program_id(0)
     slot = first + b
     if tl.load(state + _STATUS * slots + slot) != _LIVE:
         return
     token, log_prob = tl.load(tokens + b).to(tl.int32), tl.load(log_probs + b)
-    _note(token, log_prob, state, out_tokens, out_log_probs, is_stop, slots, slot)
+    _store_token(token, log_prob, state, out_tokens, out_log_probs, is_stop, slots, slot)
