@@ -308,7 +308,7 @@ def test_the_tokenizer_of_another_model(complaint, tmp_path):
     assert "but the model '" in shown and "has the ids 0 to 31: use the tokenizer of this model" in shown
 
 
-def test_answers_that_are_longer_than_the_model_has_positions(complaint):
+def test_responses_that_are_longer_than_the_model_has_positions(complaint):
     shown = complaint("data.max_response_length=9000", ROLLOUT + "name=hf")
     assert "max_response_length=9000, but the model '" in shown and "positions (max_position_embeddings): set" in shown
     assert re.search(r"set data.max_response_length=\d+, or filter", shown)
