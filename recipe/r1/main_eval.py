@@ -1,6 +1,6 @@
 """python -m recipe.r1.main_eval key=value ...: verl.trainer.main_eval, under the recipe's name.
 
-    python -m recipe.r1.main_eval data.path=answers.parquet data.prompt_key=prompt data.response_key=responses \\
+    python -m recipe.r1.main_eval data.path=responses.parquet data.prompt_key=prompt data.response_key=responses \\
         custom_reward_function.path=./recipe/r1/reward_score.py custom_reward_function.name=reward_func
 """
 

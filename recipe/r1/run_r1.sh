@@ -16,7 +16,7 @@ HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
     data.prompt_key=prompt \
     data.n_samples=8 \
     data.batch_size=128 \
-    data.output_path="$OUT/answers.parquet" \
+    data.output_path="$OUT/responses.parquet" \
     model.path="$MODEL" \
     rollout.temperature=0.6 \
     rollout.top_p=0.95 \
@@ -25,7 +25,7 @@ HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
     "$@"
 
 exec "${PYTHON:-python}" -m recipe.r1.main_eval \
-    data.path="$OUT/answers.parquet" \
+    data.path="$OUT/responses.parquet" \
     data.prompt_key=prompt \
     data.response_key=responses \
     custom_reward_function.path="$HERE/reward_score.py" \

@@ -190,7 +190,7 @@ def test_requests_that_cannot_share_a_batch_are_batches_of_their_own(module):
 
 
 def test_too_little_memory_for_one_row_is_said_before_work_begins(module):
-    with pytest.raises(ValueError, match=r"has 100 bytes, and one row of 5 tokens needs 1,280"):
+    with pytest.raises(ValueError, match=r"has 100 bytes, but one row of 5 tokens needs 1,280"):
         NativeRollout(module, cache_bytes=100).generate(make_requests([[1, 2]], SamplingParams(4, ())))
 
 

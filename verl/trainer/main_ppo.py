@@ -42,10 +42,10 @@ def main(
     recipe: "Recipe | None" = None,
     program: str = "verl.trainer.main_ppo",
 ) -> int:
-    """Run; returns the exit status.
+    """Run training. Returns the exit status.
 
     Args:
-        arguments: None for those of the process.
+        arguments: None for sys.argv.
         trainers: the trainer class; or its module and name; or such a pair for each trainer.backend.
         recipe: what a method adds to the configuration; None for the `recipe` of the class.
         program: the module's name in --help.
