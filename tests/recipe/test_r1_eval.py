@@ -466,5 +466,5 @@ def test_the_script_answers_and_evaluates(tmp_path):
     rows = [{"data_source": "openai/gsm8k", "prompt": "1+1=", "reward_model": {"ground_truth": "2"}}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "test.parquet")
     run_script(tmp_path, sys.executable, "rollout.response_length=4")
-    report = json.loads((tmp_path / "out/answers.eval.json").read_text())
+    report = json.loads((tmp_path / "out/responses.eval.json").read_text())
     assert report["evaluated"]["overall"]["answers"] == 8 and "avg@8" in report["evaluated"]["overall"]["metrics"]
