@@ -29,7 +29,7 @@ SCORES = ("token_level_scores", "token_level_rewards")
 
 
 def check_settings(config: DPOConfig) -> Iterator[Problem]:
-    """Settings that do not fit DPO."""
+    """Settings that are invalid for DPO."""
     policy, dpo = config.actor_rollout_ref, config.dpo
     wrong = {
         "actor_rollout_ref.rollout.n": (policy.rollout.n < 2, "1, but a preference needs two responses: use 2 or more"),
@@ -55,14 +55,14 @@ def check_settings(config: DPOConfig) -> Iterator[Problem]:
 
 
 def check_pairs(config: DPOConfig, inputs: Inputs) -> None:
-    """Offline: every row has two different responses that fit. Raises ValueError that names the row."""
+    """Offline: check that every row has two different responses within the length limit. Raises ValueError."""
     if config.dpo.answers == "file":
         responses = GivenResponses(config.dpo, inputs.tokenizer, config.data.max_response_length)
         responses.check(inputs.train_dataset)
 
 
 def online_dpo(flow: DataFlow, config: DPOConfig, roles: Roles) -> DataFlow:
-    """The edit of the main trainer's flow."""
+    """Edit the flow of the main trainer."""
     actor = config.actor_rollout_ref.actor
     plan = UpdatePlan(
         2 * actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, actor.data_loader_seed, together=2
@@ -77,10 +77,10 @@ def online_dpo(flow: DataFlow, config: DPOConfig, roles: Roles) -> DataFlow:
 
 
 def pairs(batch: DataProto) -> DataProto:
-    """Two rows of each prompt, the best and the worst response, with the column `pair_weight`.
+    """Select the best and the worst response of each prompt, with the column `pair_weight`.
 
-    A zero-variance group has no preference: its pair has weight 0, and is kept so that ranks and mini-batches have the
-    same number of rows in every step. `filter_groups` samples other prompts instead.
+    A zero-variance group has no preference: its pair gets weight 0, and is kept so that every step has the same number
+    of rows. `filter_groups` samples other prompts instead.
     """
     rewards, uids = batch.batch["token_level_rewards"].sum(1), batch.non_tensor_batch["uid"]
     chosen, rejected, ties = select_pairs(rewards, uids)
@@ -95,7 +95,7 @@ def pairs(batch: DataProto) -> DataProto:
 
 
 def given_responses(flow: DataFlow, responses: "GivenResponses") -> DataFlow:
-    """The further edit for offline DPO: nothing is generated and nothing is scored."""
+    """Further edit for offline DPO: nothing is generated or scored."""
     writes = (*SEQUENCES, "prompts", "response_mask", *SCORES)
     operator = Operator("responses", responses, ("prompt_ids",), writes)  # and sample_index, from `repeat`
     return flow.replace("gen", operator).remove("reward")
@@ -104,10 +104,10 @@ def given_responses(flow: DataFlow, responses: "GivenResponses") -> DataFlow:
 class GivenResponses:
     """The two responses of each row, tokenized, with an end token: the chosen one has score 1, the rejected one 0.
 
-    A response is text, or chat messages of which the last one is the response.
+    A response is text, or a list of chat messages whose last one is the response.
 
     Args:
-        response_length: the most tokens of a response, its end token included.
+        response_length: max tokens of a response, including its end token.
     """
 
     def __init__(self, dpo: DPOSection, tokenizer: Any, response_length: int):
@@ -125,12 +125,12 @@ class GivenResponses:
         return DataProto.from_dict({**columns, **dict.fromkeys(SCORES, scores)})
 
     def tokens(self, response: str | list[dict[str, Any]]) -> list[int]:
-        """The ids of a response and of the end token."""
+        """Token ids of a response, including the end token."""
         text = response if isinstance(response, str) else response[-1]["content"]
         return [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
 
     def check(self, dataset: Dataset) -> None:
-        """Raise ValueError for a row without two different responses that fit."""
+        """Raise ValueError for a row without two different responses within the length limit."""
         for row in range(len(dataset)):
             item = dataset[row]
             if missing := [key for key in self.keys if key not in item]:

@@ -16,7 +16,7 @@ RECIPE = Recipe("DPO", Path(__file__).with_name("dpo.yaml"), DPOConfig, check_se
 
 
 class DPOTrainer(PPOTrainer):
-    """DPO on the cluster of trainer.backend: another flow, and an actor with another update.
+    """DPO on the cluster of trainer.backend: a different flow, and an actor with a different update.
 
     >>> DPOTrainer(overrides=["data.train_files=train.parquet", "actor_rollout_ref.model.path=my-model"]).fit()
     """
@@ -35,7 +35,8 @@ class DPOTrainer(PPOTrainer):
         return specs | {"actor": actor}
 
     def step_metrics(self, batch: DataProto) -> dict[str, float]:
-        """As in the main trainer, but the mean score is that of all responses, not of the chosen pairs."""
+        """Metrics of the main trainer, except that the mean score is over all responses instead of the selected
+        pairs."""
         return super().step_metrics(batch) | {"critic/score/mean": batch.meta_info["metrics"]["dpo/score_mean"]}
 
 

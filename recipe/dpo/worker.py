@@ -1,4 +1,4 @@
-"""The settings of DPO, and the policy's worker with its update.
+"""The settings of DPO, and the actor's worker with its update.
 
 The loss of a pair needs the log-probs of both responses at once, but engines split a mini-batch into micro-batches as
 memory allows. So the update has two passes: the first computes the log-prob of every response without gradient, and
@@ -36,13 +36,13 @@ class DPOSection(Section):
 
 
 class DPOConfig(Config):
-    """The root, with the section of DPO."""
+    """The root of a DPO configuration."""
 
     dpo: DPOSection = section(DPOSection, "DPO")
 
 
 class DPOActorWorker(ActorWorker):
-    """The policy, trained on pairs. `dpo`: the section `dpo`; other arguments as for `ActorWorker`."""
+    """The policy, trained on pairs. dpo: the section `dpo`; other arguments as for `ActorWorker`."""
 
     def __init__(self, *args: Any, dpo: DPOSection, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -69,11 +69,11 @@ class DPOActorWorker(ActorWorker):
         return update.finish()
 
     def pair_loss(self, policy: Pairs, reference: Pairs, lengths: Pairs, num_pairs: float) -> LossAndMetrics:
-        """The loss of N pairs. Override it for another one.
+        """The loss of N pairs. Override it to change the loss.
 
         Args:
-            policy, reference: log-probs of the chosen and of the rejected responses, (N,) each.
-            lengths: their numbers of tokens.
+            policy, reference: log-probs of the chosen and rejected responses, (N,) each.
+            lengths: numbers of tokens of the chosen and rejected responses.
             num_pairs: pairs of the whole mini-batch; divides the loss.
         """
         settings = self.dpo.model_dump(include={"beta", "loss_type", "label_smoothing"})

@@ -22,14 +22,14 @@ from verl.trainer.ppo_operators import SEQUENCES, Roles, Update, UpdatePlan
 
 
 class PromptFilter:
-    """Selects `num_prompts` of the generated prompts: those of medium accuracy first, then any others.
+    """Selects `num_prompts` of the generated prompts: those of medium accuracy first, then others.
 
-    Preferred prompts that are not needed go back to the queue; the others are dropped.
+    Preferred prompts that are not needed return to the queue; others are dropped.
 
     Args:
         config: the section `prime.filter`.
-        queue: takes prompts back.
-        num_prompts: of a training batch.
+        queue: source of prompts, to which prompts are returned.
+        num_prompts: prompts of a training batch.
         response_length: tokens; a response of this length without an end token is truncated.
         stop_token_ids: the end tokens.
     """
@@ -102,7 +102,7 @@ def process_rewards(roles: Roles, prime: PrimeSection) -> Callable[[DataProto], 
 
 
 def prime_flow(flow: DataFlow, config: PrimeConfig, roles: Roles, stop_token_ids: tuple[int, ...]) -> DataFlow:
-    """The edit of the main trainer's flow."""
+    """Edit the flow of the main trainer."""
     prime, n, prompts = config.prime, config.actor_rollout_ref.rollout.n, config.data.train_batch_size
     if prime.filter.enable:
         queue = queue_prompts(flow, prime.filter.oversample_factor * prompts)
@@ -121,7 +121,7 @@ def prime_flow(flow: DataFlow, config: PrimeConfig, roles: Roles, stop_token_ids
 
 
 def check_settings(config: PrimeConfig) -> Iterator[Problem]:
-    """Settings that do not fit PRIME."""
+    """Settings that are invalid for PRIME."""
     batch, mini = config.data.train_batch_size, config.prime.ppo_mini_batch_size
     bounds = config.prime.filter
     found = {

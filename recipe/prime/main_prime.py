@@ -16,7 +16,7 @@ RECIPE = Recipe("PRIME", Path(__file__).with_name("prime.yaml"), PrimeConfig, ch
 
 
 class PRIMETrainer(PPOTrainer):
-    """PRIME on the cluster of trainer.backend: another flow, and one more role, the implicit process reward model.
+    """PRIME on the cluster of trainer.backend: a different flow, and an additional role, the implicit PRM.
 
     >>> PRIMETrainer(overrides=["data.train_files=train.parquet", "actor_rollout_ref.model.path=my-model"]).fit()
     """

@@ -1,4 +1,4 @@
-"""The settings of PRIME, and the worker of its implicit process reward model (PRM) phi: log-probs and updates."""
+"""The settings of PRIME, and the worker of its implicit process reward model (PRM) phi."""
 
 from typing import Any, Literal
 
@@ -60,7 +60,7 @@ class PrimeSection(Section):
 
 
 class PrimeConfig(Config):
-    """The root, with the section of PRIME."""
+    """The root of a PRIME configuration."""
 
     prime: PrimeSection = section(PrimeSection, "implicit process reward model")
 

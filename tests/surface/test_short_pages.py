@@ -1,4 +1,4 @@
-"""docs/parallelism.md, lora.md and reward_models.md: their commands, in their order; README links every page."""
+"""docs/parallelism.md, lora.md, sft.md and reward_models.md: their commands, in their order; README links every page."""
 
 import re
 import shlex
@@ -33,6 +33,13 @@ def test_lora(shell, caplog):
     for command in commands("lora.md"):
         shell.run(command)
     assert load_file("tiny/with-adapters/model.safetensors")
+    assert "is deprecated" not in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_sft(shell, caplog):
+    for command in commands("sft.md"):
+        shell.run(command)
     assert "is deprecated" not in caplog.text
 
 

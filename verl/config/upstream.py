@@ -29,7 +29,7 @@ class UpstreamKey:
 
     Attributes:
         accepted: the values that are accepted and have no effect; None accepts every value.
-        instead: what to do instead of setting another value.
+        instead: what to do instead.
     """
 
     accepted: tuple[Any, ...] | None

@@ -47,7 +47,7 @@ def check_env(verbose: bool = True) -> EnvReport:
             print(check)
     if verbose:
         print("\nVersions tested together: " + ", ".join(f"{n} {v}" for n, v in packages.TESTED_TOGETHER.items()))
-        print("\nWhat can run here:")
+        print("\nSupported on this machine:")
         width = max(map(len, report.modes))
         for mode, reason in report.modes.items():
             print(f"  {mode:<{width}}  {'yes' if reason is None else f'no: {reason}'}")

@@ -4,7 +4,7 @@
 - "fused": by our own functions (`fused_layers`).
 - "liger": by the Liger kernels.
 - "compiled": every decoder layer by torch.compile.
-- "batch_invariant": every token alike in every batch, GEMMs and attention included (`batch_invariant`).
+- "batch_invariant": results for a token do not depend on the batch, GEMMs and attention included (`batch_invariant`).
 """
 
 import logging
@@ -58,8 +58,8 @@ def _use_liger(module: nn.Module) -> None:
             _apply_liger_kernel_to_instance,
         )
     except ModuleNotFoundError as error:
-        raise ValueError("model.use_liger needs the package liger-kernel: install it or use false") from error
+        raise ValueError("model.use_liger needs the package liger-kernel: install it, or set it to false") from error
     model_type = module.config.model_type
     if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise ValueError(f"model.use_liger: Liger does not support the model type {model_type!r}: use false")
+        raise ValueError(f"model.use_liger: Liger does not support the model type {model_type!r}: set it to false")
     _apply_liger_kernel_to_instance(module)

@@ -18,7 +18,7 @@ MOST_KEYS = 4
 
 
 def first_with_prompt(attention_mask: torch.Tensor, input_ids: torch.Tensor, width: int) -> list[int]:
-    """For each row of (b, P + T) the first row with the same prompt, possibly itself. `width`: T."""
+    """For each row of (b, P + T), the first row with the same prompt, possibly itself. width: T."""
     mask = attention_mask[:, :-width].bool()
     prompts = torch.where(mask, input_ids[:, :-width], -1).numpy()
     found: dict[bytes, int] = {}
@@ -64,12 +64,12 @@ class SharedPrefixLayout:
     """The layout of packed rows with shared prefixes.
 
     Attributes:
-        rows: the rows that hold tokens, in packed order.
-        queries: tokens that each of them holds.
+        rows: rows with tokens, in packed order.
+        queries: number of tokens of each of them.
         kept: (N,) flat index of each token in (b * (P + T)).
-        start: (b,) where the tokens of a row begin.
-        end: (b,) where the prompt of a row ends, in whichever row it is.
-        own_prompt: (b,) whether the row itself holds its prompt.
+        start: (b,) index of the first token of a row.
+        end: (b,) index after the prompt of a row, which may be stored in another row.
+        own_prompt: (b,) whether the row contains its prompt.
         source: (M,) the token of each key.
         one_use: (N,) one key of each token.
         offsets, uses: (N + 1,) and (M,): the keys of token i are uses[offsets[i]] .. uses[offsets[i + 1] - 1].

@@ -21,7 +21,7 @@ class RewardError(ValueError):
 
 
 class BadOutcome(ValueError):
-    """Why a call gave no score. The message continues a sentence that begins with the function's name."""
+    """A call returned no valid score. The message is a predicate: its subject is the function's name."""
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,9 @@ def register_data_source(name_or_prefix: str, function: Callable) -> None:
         raise ValueError("register_data_source: expected the name of a data source, found an empty string")
     rule = function if isinstance(function, ScoreFunction) else ScoreFunction(function)
     if rule.form == "batch":
-        raise ValueError(f"register_data_source: {rule.where} takes lists, expected a function of one response")
+        raise ValueError(
+            f"register_data_source: {rule.where} takes lists: expected a function that scores one response"
+        )
     RULES_BY_DATA_SOURCE[name_or_prefix] = rule
 
 
@@ -209,7 +211,7 @@ def _terms(rewards: str) -> list[tuple[str, float, ScoreFunction]]:
         term = resolve_reward_function(path, name if path else None, registered, spec.get("kwargs"))
         if term.is_async or term.form == "batch":
             raise ValueError(
-                f"weighted: {term.where} is async or takes lists; expected a plain function of one response"
+                f"weighted: {term.where} is async or takes lists: expected a plain function that scores one response"
             )
         label = spec.get("label") or name or term.name
         if label in [known for known, *_ in terms]:

@@ -1,4 +1,4 @@
-"""Cluster: where the workers of a run live. A trainer has a cluster; it is not one.
+"""Cluster: where the workers of a run execute. A trainer has a cluster; it is not one.
 
     cluster = make_cluster(config)              # this process, processes of this host, or Ray
     cluster.check(config)                       # before anything is loaded
@@ -24,7 +24,7 @@ Pools = Mapping[str, Sequence[tuple[str, ResourcePool]]]
 
 
 class Cluster(Protocol):
-    """Starts the worker groups of a run and ends them."""
+    """Starts and stops the worker groups of a run."""
 
     def check(self, config: RunConfig) -> None:
         """Raise ValueError for settings that the cluster does not support. Starts nothing."""
@@ -33,7 +33,7 @@ class Cluster(Protocol):
         """Start all pools at the same time.
 
         Args:
-            pools: pool name -> (role, pool) of each role that lives in it.
+            pools: pool name -> (role, pool) of each of its roles.
             specs: role -> the worker to build.
 
         Returns:
@@ -55,7 +55,7 @@ CLUSTERS: dict[str, tuple[str, str]] = {
 
 
 def make_cluster(config: RunConfig, backend: str | None = None) -> Cluster:
-    """The cluster that a configuration describes.
+    """Make the cluster that a configuration describes.
 
     Args:
         config: its `trainer` section gives backend, number of processes, device, timeout and environment.

@@ -1,4 +1,4 @@
-"""Which roles share processes, and which devices these use: pure functions of plain values."""
+"""Assignment of roles to processes and devices: pure functions of plain values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ def place_roles(
             raise ValueError(f"placement.{role}_devices: this run has no role {role!r}: {did_you_mean(role, roles)}")
         if not devices or len(set(devices)) != len(devices) or not set(devices) <= set(range(total)):
             raise ValueError(
-                f"placement.{role}_devices: expected different numbers from 0 to {total - 1} ({nnodes} nodes with "
+                f"placement.{role}_devices: expected distinct numbers from 0 to {total - 1} ({nnodes} nodes with "
                 f"{devices_per_node} devices each), found {devices}"
             )
     shared = wanted.get("actor", list(range(total)))

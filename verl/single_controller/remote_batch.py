@@ -51,7 +51,7 @@ class Source(ABC):
 
 
 class LocalSource(Source):
-    """A tensor of this process: what `torch.cat` makes of an ordinary tensor beside a RemoteTensor."""
+    """A local tensor as a source, for `torch.cat` of ordinary tensors and RemoteTensors."""
 
     def __init__(self, tensor: torch.Tensor):
         self.tensor = tensor

@@ -1,11 +1,11 @@
-"""Checkpointer: what a trainer writes to and reads from `global_step_N`.
+"""Checkpointer: saves and restores the state of a trainer in `global_step_N`.
 
     checkpointer.save(step)            # returns while a background write may still be running
     checkpointer.poll()                # before each step: complete the pending checkpoint if it is written
-    checkpointer.wait()                # before the end: the same, and wait for it
+    checkpointer.wait()                # at the end: wait for it
     step = checkpointer.load()         # 0 if there is nothing to resume from
 
-A checkpoint counts once it has its final name, when everything is written.
+A checkpoint is complete once everything is written and it has its final name.
 """
 
 import logging
@@ -42,7 +42,7 @@ _RESTARTS = {"optimizer": "the moments of Adam start at 0", "extra": "the learni
 
 @dataclass(frozen=True)
 class _Pending:
-    """A checkpoint that is being written. start: of the save, by perf_counter. folder: seals it when it is closed."""
+    """A checkpoint that is being written. start: `perf_counter` at the start. folder: completes it when closed."""
 
     path: Path
     start: float
@@ -54,12 +54,12 @@ class Checkpointer:
 
     Args:
         store: the folders on disk.
-        config: saved beside the state; its `trainer` section says what to resume from.
-        saved_roles: roles whose state is saved, each into the folder of its name.
-        roles: role -> worker group; filled by the time of the first save or load.
+        config: saved with the state; its `trainer` section defines what to resume from.
+        saved_roles: roles whose state is saved, each in a folder of that name.
+        roles: role -> worker group; filled before the first save or load.
         pipeline: the flow, whose state is saved.
-        tokenizer: saved beside each model.
-        keep: role -> how many of its newest checkpoints are kept, None for all.
+        tokenizer: saved with each model.
+        keep: role -> number of newest checkpoints to keep; None: all.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Checkpointer:
         self._complete(wait=False)
 
     def wait(self) -> None:
-        """The same, and wait until it is written."""
+        """Like `poll`, but wait until the checkpoint is written."""
         self._complete(wait=True)
 
     def _complete(self, wait: bool) -> None:
@@ -139,7 +139,7 @@ class Checkpointer:
         logger.info("[save] %.2fs %s", time.perf_counter() - pending.start, pending.path)
 
     def finish_pending_save(self, error: BaseException) -> None:
-        """Complete the pending checkpoint of a run that fails with `error`, if its workers can still write it."""
+        """Complete the pending checkpoint of a run that failed with `error`, if its workers can still write it."""
         if self._pending is not None and isinstance(error, KeyboardInterrupt):
             logger.warning("waiting for %s to be written; interrupt again to discard it", self._pending.path)
         try:
@@ -153,7 +153,7 @@ class Checkpointer:
         """Restore the checkpoint that trainer.resume_mode names.
 
         Returns:
-            Its step; 0 if there is none to resume from.
+            The step; 0 if there is no checkpoint to resume from.
         """
         folder = self._folder_to_load()
         if folder is None:
@@ -183,7 +183,7 @@ class Checkpointer:
         return self.store.latest()
 
     def _report_not_loaded(self, role: str, folder: Path, not_loaded: Sequence[str]) -> None:
-        """Warn of state of a role that starts over although the run resumes."""
+        """Warn of role state that is not restored although the run resumes."""
         for content in not_loaded:
             logger.warning(
                 "RESUMED WITHOUT %s: the %s of %s is resumed without it, since its checkpoint.load_contents (default: "
@@ -196,7 +196,7 @@ class Checkpointer:
             )
 
     def _report_changed_settings(self, saved: Mapping[str, Any]) -> None:
-        """Warn of every setting that differs from those of the run that wrote the checkpoint."""
+        """Warn of every setting that differs from the config of the checkpoint."""
         now = to_flat_dict(self.config)
         changed = [k for k in sorted(saved.keys() | now.keys()) if saved.get(k) != now.get(k)]
         words = [f"{k}: {saved.get(k)} -> {now.get(k)}" for k in changed if k not in _FREE_TO_CHANGE]
@@ -214,7 +214,7 @@ class Checkpointer:
         return "no checkpoint was saved" if saved is None else f"the newest checkpoint is {saved}"
 
     def how_to_resume(self) -> str:
-        """From where a run that ends now resumes, for a message."""
+        """From which checkpoint a run that ends now would resume, for a message."""
         saved, trainer = self.store.newest(), self.config.trainer
         if saved is None:
             return f"no checkpoint was saved (trainer.save_freq is {trainer.save_freq})"

@@ -1,4 +1,4 @@
-"""What all programs have: `--config FILE.yaml key=value ...`, --dry-run, --print-config, --help; error messages."""
+"""Common command line of all programs: `--config FILE.yaml key=value ...`, --dry-run, --print-config, --help."""
 
 import sys
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def split_arguments(arguments: list[str]) -> tuple[str | None, list[str], set[st
         if argument in ("--config", "-c"):
             path = next(rest, None)
             if path is None:
-                raise ValueError("--config needs a file name after it")
+                raise ValueError("--config requires a file name")
         elif argument.startswith(("--config=", "config=")):
             path = argument.split("=", 1)[1]
         elif argument in _FLAGS:
@@ -44,7 +44,7 @@ def command_line(
     """Run a command line. Returns the exit status.
 
     Args:
-        arguments: None for those of the process.
+        arguments: None for sys.argv.
         usage: what --help prints.
         settings: the configuration that --print-config prints.
         run: the program; it reports its own errors.

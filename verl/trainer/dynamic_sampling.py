@@ -7,9 +7,9 @@
 DAPO, Yu et al. 2025, arXiv 2503.14476: a zero-variance group (all its responses have the same score) has advantage 0,
 so the effective batch shrinks as the policy improves. `sample_dynamically` is the edit of the flow.
 
-A prompt has one of three outcomes: its responses are trained on; its group has zero variance and is dropped and
-counted; or the step is already full, and the prompt returns to the front of the queue, to be sampled again by the
-policy of the next step. Responses are never kept for a later step, where they would be off-policy. At the limit of
+A prompt has one of three outcomes: its group is trained on; its group has zero variance and is dropped and counted; or
+the step is already full, and the prompt returns to the front of the queue, to be sampled again by the policy of the
+next step. Responses are never kept for a later step, where they would be off-policy. At the limit of
 generations per step the run ends, or the step is filled with zero-variance groups, which have no gradient.
 """
 
@@ -66,11 +66,11 @@ class PromptQueue(Prompts):
 
 @dataclass
 class Gathered:
-    """What one step has gathered.
+    """Groups gathered in one step.
 
     Attributes:
-        held: rows of the groups that were kept.
-        zero_variance: rows of the others, if they may fill the step.
+        held: rows of the kept groups.
+        zero_variance: rows of zero-variance groups, if they may fill the step.
         groups: number of groups kept.
         passes, prompts, responses: counts over all passes.
         metric_sum: sum of the metric over all responses.
@@ -146,7 +146,7 @@ class DynamicSampling(Stateful):
         return HOLD
 
     def _values(self, batch: DataProto) -> np.ndarray:
-        """The metric of every row, (B,) float64. Raises ValueError if it is missing or not a number."""
+        """The metric of every row, (B,) float64. Raises ValueError if it is missing or not numeric."""
         if self.metric == "reward":
             return batch.batch["token_level_rewards"].sum(1).double().numpy()
         column = f"reward_{self.metric}"
@@ -165,7 +165,7 @@ class DynamicSampling(Stateful):
         return values.astype(np.float64)
 
     def _at_limit(self) -> bool:
-        """Whether the step has requested all its prompts. Raises ValueError if so, unless the step may be filled."""
+        """Whether the step has reached its limit of prompts. If so, raises ValueError unless the step may be filled."""
         now = self.so_far
         reached = self.max_passes > 0 and now.prompts >= self.max_passes * self.pass_size
         if reached and not self.fill:
@@ -179,14 +179,14 @@ class DynamicSampling(Stateful):
         return reached
 
     def _next_size(self) -> int:
-        """Prompts of the next pass."""
+        """Number of prompts of the next pass."""
         now, limit = self.so_far, self.max_passes * self.pass_size
         missing = self.num_groups - now.groups
         size = min(self.pass_size, -(-missing * now.prompts // now.groups)) if now.groups else self.pass_size
         return min(size, limit - now.prompts) if limit else size
 
     def _release(self) -> DataProto:
-        """The first `num_groups` groups kept; the prompts of further ones return to the queue."""
+        """Return the first `num_groups` kept groups. Prompts of further groups return to the queue."""
         now, self.so_far, self.queue.size = self.so_far, Gathered(), self.pass_size
         filled = max(self.num_groups - now.groups, 0)
         together = concat_sequences([*now.held, *(now.zero_variance if filled else [])], self.pad_token_id)
@@ -213,7 +213,7 @@ class DynamicSampling(Stateful):
 
 
 def queue_prompts(flow: DataFlow, size: int) -> PromptQueue:
-    """Replace the flow's source of prompts by a queue, which is returned."""
+    """Replace the flow's source of prompts with a queue. Returns the queue."""
     prompts = flow["prompts"]
     queue = PromptQueue(prompts.func, size)
     flow.replace("prompts", Operator("prompts", queue, writes=prompts.writes))
@@ -229,7 +229,7 @@ def group_rows(batch: DataProto) -> list[np.ndarray]:
 
 
 def sample_dynamically(flow: DataFlow, config: schema.Config, pad_token_id: int) -> DataFlow:
-    """The edit: `prompts` becomes a queue, and `filter_groups` follows `reward`."""
+    """Edit the flow: `prompts` becomes a queue, and `filter_groups` follows `reward`."""
     groups = config.algorithm.filter_groups
     pass_size = config.data.gen_batch_size or config.data.train_batch_size
     keep = DynamicSampling(

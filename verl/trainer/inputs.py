@@ -1,7 +1,4 @@
-"""What a trainer loads before its first model: tokenizer, datasets, reward manager.
-
-The checks of what is loaded are in `preflight`.
-"""
+"""Inputs that a trainer loads before any model: tokenizer, datasets, reward manager. `preflight` checks them."""
 
 import functools
 from collections.abc import Sequence
@@ -22,7 +19,7 @@ from verl.trainer.model_limits import ModelLimits
 
 @dataclass
 class Inputs:
-    """What a run has loaded. reward_manager: None for supervised fine-tuning."""
+    """The loaded inputs of a run. reward_manager: None for SFT."""
 
     model: schema.ModelConfig
     tokenizer: Any
@@ -42,7 +39,7 @@ def load_inputs(
     reward_manager: RewardManager | None = None,
     tokenizer: Any = None,
 ) -> Inputs:
-    """Load what is not given as an object."""
+    """Load the inputs that are not given as objects."""
     model = config.actor_rollout_ref.model
     if tokenizer is None and isinstance(train_dataset, RLHFDataset):
         tokenizer = train_dataset.tokenizer
@@ -59,7 +56,7 @@ def load_sft_inputs(
     val_dataset: Dataset | None = None,
     tokenizer: Any = None,
 ) -> Inputs:
-    """The same for supervised fine-tuning."""
+    """Like `load_inputs`, for SFT."""
     data, cls = config.data, dataset_class(config, SFTDataset)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model)
 
@@ -81,7 +78,8 @@ def base_settings(recipe: Recipe, train: Dataset | None, val: Dataset | None) ->
 
 
 def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end a response: the tokenizer's end token and those of the model's generation config (or config)."""
+    """Token ids that end a response: the eos token of the tokenizer and those of the model's generation config or
+    config."""
     from transformers import AutoConfig, GenerationConfig
 
     ids = [tokenizer.eos_token_id]

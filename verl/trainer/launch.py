@@ -1,4 +1,4 @@
-"""From a command line to a finished run: a mistake in the set-up ends with one message instead of a traceback."""
+"""From a command line to a finished run. Setup errors end with one message instead of a traceback."""
 
 import signal
 import sys
@@ -43,13 +43,13 @@ class Recipe:
 
 
 class Planned(Protocol):
-    """A command that is ready to run: all checks have passed."""
+    """A command that is ready to run, with all checks passed."""
 
     def passed_checks(self) -> Sequence[str]:
         """Names of the checks that have passed."""
 
     def plan(self) -> str:
-        """What it would do, in one paragraph."""
+        """Description of the run, in one paragraph."""
 
 
 def dry_run(build: Callable[[], Planned]) -> int:
@@ -68,8 +68,8 @@ def dry_run(build: Callable[[], Planned]) -> int:
 def run(build: "Callable[[], Trainer]") -> int:
     """Build a trainer and train. Returns the exit status.
 
-    What a user can get wrong is found while building, before a model is loaded, or while the workers start: one
-    message, status 1; the same for a full disk. Other errors keep their traceback. Ctrl-C and SIGTERM end the workers
+    User errors are found while building, before a model is loaded, or while the workers start: one message, status 1.
+    The same holds for a full disk. Other errors keep their traceback. Ctrl-C and SIGTERM end the workers
     with status 130 or 143; the message says from which checkpoint the run resumes.
     """
     setup_logging()

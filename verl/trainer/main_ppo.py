@@ -33,10 +33,10 @@ def main(
     trainer: "type[PPOTrainer] | None" = None,
     program: str = "verl.trainer.main_ppo",
 ) -> int:
-    """Run; returns the exit status.
+    """Run training. Returns the exit status.
 
     Args:
-        arguments: None for those of the process.
+        arguments: None for sys.argv.
         trainer: a subclass of PPOTrainer; None for PPOTrainer. trainer.backend chooses its cluster.
         program: the module's name in --help.
     """

@@ -51,7 +51,7 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def _group_metrics(scores: torch.Tensor, uid: np.ndarray) -> dict[str, float]:
-    """The share of zero-variance groups: prompts whose responses all have the same score."""
+    """Fraction of zero-variance groups: prompts whose responses all have the same score."""
     groups: dict[str, list[float]] = defaultdict(list)
     for score, key in zip(scores.tolist(), uid):
         groups[str(key)].append(score)

@@ -1,4 +1,4 @@
-"""What a model accepts: token ids of its vocabulary, and sequences no longer than its positions."""
+"""Limits of a model: its vocabulary and its maximum sequence length."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from verl.rollout.native.model import family_of
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """The sizes of a model that its inputs must fit, read from its config; no weights are loaded.
+    """The limits of a model, read from its config without loading weights.
 
     Attributes:
         path: the model's name in messages.
@@ -33,21 +33,21 @@ class ModelLimits:
         return cls(model.path, hf.vocab_size, positions, tuple(hf.architectures or ()))
 
     def check_vocabulary(self, tokenizer: Any, largest_id: int) -> None:
-        """Raise ValueError if the tokenizer gives ids that the model lacks. largest_id: of the dataset's tokens."""
+        """Raise ValueError if token ids exceed the vocabulary. largest_id: the largest id of the dataset."""
         largest = max(largest_id, tokenizer.pad_token_id, tokenizer.eos_token_id)
         if largest >= self.vocab_size:
             raise ValueError(
-                f"the tokenizer gives the token id {largest}, but the model {self.path!r} has the ids 0 to "
+                f"the tokenizer produces token id {largest}, but the model {self.path!r} has ids 0 to "
                 f"{self.vocab_size - 1}: use the tokenizer of this model (model.tokenizer_path)"
             )
 
     def check_response_length(self, longest_prompt: int, response_length: int, key: str, instead: str) -> None:
-        """Raise ValueError if the longest prompt and a response do not fit into the positions of the model.
+        """Raise ValueError if the longest prompt plus a response exceeds the positions of the model.
 
         Args:
             longest_prompt: tokens.
             response_length: tokens, the limit that `key` sets.
-            key: the setting to name in the message.
+            key: the config key named in the message.
             instead: the fix if shorter responses do not help.
         """
         if self.positions is not None and longest_prompt + response_length > self.positions:

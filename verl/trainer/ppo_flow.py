@@ -1,11 +1,11 @@
-"""The flow of policy optimization: reading order is running order (`trainer.overlap` may overlap operators).
+"""The flow of policy optimization, in execution order (with `trainer.overlap`, operators may overlap).
 
     prompts -> repeat -> gen -> [gen_baseline] -> sleep_rollout -> [rm] -> reward -> [reward_baseline]
             -> [old_log_prob] -> [ref] -> [values] -> [kl] -> adv -> [update_critic] -> update_actor -> sync_weights
 
-Which of the operators in brackets exist follows from what the estimator and the loss read: an estimator whose signature
-names `values` adds the critic's operators, one that names `reward_baselines` the greedy rollout. There is no list of
-algorithms here. `old_log_prob` is removed at the end if the update itself has its numbers (`skip_old_log_prob`).
+The operators in brackets exist if the estimator or the loss reads their columns: an estimator whose signature has
+`values` adds the critic's operators, one with `reward_baselines` adds the greedy rollout. There is no list of
+algorithms. `old_log_prob` is removed at the end if the update itself computes its columns (`skip_old_log_prob`).
 The operators are in `ppo_operators`; edits of this flow in `dynamic_sampling` and `rollout_correction`; recipes have
 further ones.
 """
@@ -51,12 +51,12 @@ PROMPTS = ("prompt_ids", "uid")
 
 
 def estimator_settings(algorithm: schema.AlgorithmConfig) -> dict[str, Any]:
-    """The settings that an advantage estimator may ask for by name: the `algorithm` section."""
+    """The settings that an advantage estimator can use by name: the `algorithm` section."""
     return algorithm.model_dump()
 
 
 def estimator_columns(algorithm: schema.AlgorithmConfig) -> tuple[str, ...]:
-    """The columns that the configured estimator asks for."""
+    """The columns that the configured estimator reads."""
     return required_columns(get_adv_estimator_fn(algorithm.adv_estimator), estimator_settings(algorithm))
 
 
@@ -66,13 +66,13 @@ def needs_critic(config: schema.Config) -> bool:
 
 
 def needs_reference(config: schema.Config) -> bool:
-    """Whether the reference is asked for by name, or by a KL in the reward or in the loss."""
+    """Whether the reference policy is enabled, or needed for a KL in the reward or the loss."""
     policy = config.actor_rollout_ref
     return bool(policy.ref.enable) or config.algorithm.use_kl_in_reward or policy.actor.use_kl_loss
 
 
 def loss_columns(config: schema.Config) -> tuple[str, ...]:
-    """The columns that the actor's loss asks for, the reference's among them where a KL is in the loss."""
+    """The columns that the actor's loss reads, including ref_log_prob for a KL loss."""
     actor = config.actor_rollout_ref.actor
     loss = get_policy_loss_fn(actor.policy_loss.loss_mode)
     settings = {**actor.model_dump(), **actor.policy_loss.model_dump(), "loss_agg_mode": actor.loss_agg_mode}
@@ -136,10 +136,10 @@ def build_ppo_flow(
 
 
 def _reads(flow: DataFlow, function: Callable, asked: Sequence[str], on: str) -> tuple[tuple[str, ...], str | None]:
-    """What the operator around a registered function reads of a flow, and where it runs.
+    """Columns that the operator of a registered function reads, and where it runs.
 
-    It reads the required columns, and optional ones that are written. A function that receives all columns makes its
-    operator a barrier (`on` is None), so that all of them are complete.
+    These are the required columns, and optional ones that some operator writes. If the function receives all columns,
+    the operator is a barrier (`on` is None), so that all of them are complete.
     """
     written = dict.fromkeys(column for op in flow for column in op.writes)
     reads = tuple(dict.fromkeys((*asked, *optional_columns(function, written))))
@@ -166,11 +166,11 @@ def _frees_cache(config: schema.Config) -> bool:
 
 
 def add_weight_sync(flow: DataFlow, config: schema.Config, weights: RolloutWeights) -> DataFlow:
-    """The edit that makes weights and memory phases visible: `sync_weights` and `sleep_rollout`.
+    """Add the operators `sync_weights` and `sleep_rollout` to a flow.
 
-    `sync_weights` stands after `update_actor`. Where rollout and training share devices, `sleep_rollout` stands after
-    the last operator that generates; with dynamic sampling after `filter_groups`, which may ask for further passes. A
-    flow that does not generate gets neither.
+    `sync_weights` follows `update_actor`. If rollout and training share devices, `sleep_rollout` follows the last
+    operator that generates or, with dynamic sampling, `filter_groups`, which may request more passes. A flow that does
+    not generate gets neither.
     """
     policy = config.actor_rollout_ref
     generating = [name for name in flow.names if flow[name].on == "rollout"]
@@ -191,8 +191,8 @@ def add_weight_sync(flow: DataFlow, config: schema.Config, weights: RolloutWeigh
 def skip_old_log_prob(flow: DataFlow, config: schema.Config) -> DataFlow:
     """Remove `old_log_prob` if the only update of a step computes the log-probs of the old policy itself.
 
-    It stays if there are several updates or none (the critic's warm-up), if another operator reads what it writes or
-    does not declare what it reads (`Operator.on`), and with `actor.old_log_prob_pass=always`.
+    It is kept if there are several updates or none (critic warm-up), if another operator reads its columns or does not
+    declare what it reads (`Operator.on`), and with `actor.old_log_prob_pass=always`.
     """
     actor = config.actor_rollout_ref.actor
     single = actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1

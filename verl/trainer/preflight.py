@@ -1,4 +1,4 @@
-"""Preflight: every check before the first step, in one ordered list.
+"""Preflight: all checks before the first step, in one ordered list.
 
     run = prepare_run(...)             # SETTINGS: all problems at once; then CONFIG, one by one
     run.inputs = load_inputs(...)
@@ -72,17 +72,17 @@ _TRAINING = (schema.Config, schema.SFTConfig)
 
 @dataclass
 class Run:
-    """A run before its first step, filled from left to right.
+    """A run before its first step. Later stages fill later attributes.
 
     Attributes:
         config: the settings.
-        recipe: what a method adds to them.
+        recipe: additions of a recipe.
         rows_given: the training dataset was given as an object, so no file has to exist.
         backend: "local" or "ray".
-        cluster: from CONFIG on; None for commands without workers.
-        inputs: from INPUTS on.
-        reward_values: names of the values that the reward function returned in its trial.
-        columns: what the operators write, from FLOW on.
+        cluster: set from stage CONFIG on; None for commands without workers.
+        inputs: set from stage INPUTS on.
+        reward_values: names of the values that the reward function returned in its trial call.
+        columns: columns that the operators write; set from stage FLOW on.
         passed: names of the checks that have passed.
     """
 
@@ -99,13 +99,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Check:
-    """One question about a run.
+    """One check of a run.
 
     Attributes:
-        name: as `--dry-run` prints it.
+        name: printed by `--dry-run`.
         stage: SETTINGS, CONFIG, INPUTS or FLOW.
         run: raises ValueError, or returns problems.
-        of: the schemas that it applies to.
+        of: schemas that it applies to.
     """
 
     name: str
@@ -128,12 +128,12 @@ def prepare_run(
     cluster: Cluster | None = None,
     backend: str | None = None,
 ) -> Run:
-    """Read the settings if there is no config object, choose the cluster, and run the checks that need no more.
+    """Read the settings unless a config is given, choose the cluster, and run the checks of SETTINGS and CONFIG.
 
     Args:
         config: the settings, or None to read config_path and overrides.
         recipe: its schema and its settings are used.
-        train_dataset, val_dataset: given as objects, if they are.
+        train_dataset, val_dataset: dataset objects, or None to load them from files.
         cluster: where the workers run; None: `make_cluster` chooses.
         backend: of that cluster; None: `trainer.backend`.
     """
@@ -158,7 +158,7 @@ def prepare_run(
 
 
 def _reader_check(check: Check, recipe: Recipe, rows_given: bool) -> Callable[[Schema], Iterable[Problem]]:
-    """A check as `load_config` takes it, which runs the first check of the list by itself."""
+    """Adapt a check to `load_config`, which runs the first check of the list itself."""
 
     def problems(config: Schema) -> Iterable[Problem]:
         return (check.run(Run(config, recipe, rows_given)) or ()) if check.applies_to(config) else ()
@@ -171,7 +171,7 @@ def run_checks(run: Run, stage: str) -> None:
 
     Raises:
         ConfigError: all problems of the SETTINGS stage, or those of the first check that found some.
-        ValueError: what a check raises, as do the modules, files and packages that it tries.
+        ValueError: the error of a check, or of a module, file or package that it loads.
     """
     problems: list[Problem] = []
     for check in CHECKS:
@@ -188,7 +188,7 @@ def run_checks(run: Run, stage: str) -> None:
 
 
 def files(run: Run) -> Iterator[Problem]:
-    """Models, checkpoints and data files are named and exist."""
+    """Models, checkpoints and data files are configured and exist."""
     if not isinstance(run.config, EvalConfig):
         yield from check_models(run.config)
     if not run.rows_given:
@@ -196,7 +196,7 @@ def files(run: Run) -> Iterator[Problem]:
 
 
 def recipe_settings(run: Run) -> Iterable[Problem]:
-    """The settings are those of the recipe's method."""
+    """The settings are valid for the recipe."""
     return run.recipe.check(run.config) if run.recipe.check is not None else ()
 
 
@@ -210,7 +210,7 @@ def imports(run: Run) -> None:
 
 
 def output_folders(run: Run) -> None:
-    """Every folder that is written to is writable."""
+    """All output folders are writable."""
     for name, path in run.config.trainer.model_dump().items():
         if name in ("default_local_dir", "rollout_data_dir", "validation_data_dir") and path:
             check_folder(f"trainer.{name}", Path(path))
@@ -245,7 +245,7 @@ def required_settings(run: Run) -> None:
 
 
 def group_size(run: Run) -> None:
-    """An estimator that compares the responses to one prompt has several of them."""
+    """Estimators that compare the responses to one prompt have several of them."""
     name, n = run.config.algorithm.adv_estimator, run.config.actor_rollout_ref.rollout.n
     least = get_adv_estimator_fn(name).min_group_size
     if n < least:
@@ -318,14 +318,14 @@ def micro_batch_losses(run: Run) -> None:
 
 
 def saved(run: Run) -> None:
-    """Warn of a run that saves nothing."""
+    """Warn if the run saves nothing."""
     trainer = run.config.trainer
     if trainer.save_freq <= 0 and not trainer.val_only:
         logger.warning("the trained model will not be saved: trainer.save_freq is %d", trainer.save_freq)
 
 
 def unused(run: Run) -> None:
-    """Warn once of each setting that has no effect with the others."""
+    """Warn once of each setting without effect."""
     notes = settings_without_effect(run.config)
     if isinstance(run.config, schema.Config):
         notes += unused_settings(run.config)
@@ -337,14 +337,14 @@ def unused(run: Run) -> None:
 
 
 def items(run: Run) -> None:
-    """The first item of each dataset has what a prompt needs."""
+    """The first item of each dataset has the required keys."""
     for dataset in (run.inputs.train_dataset, run.inputs.val_dataset):
         if dataset is not None:
             check_dataset(dataset)
 
 
 def validation_data(run: Run) -> None:
-    """Validation that is requested has data."""
+    """If validation is requested, there is validation data."""
     trainer = run.config.trainer
     setting = "trainer.val_only=true" if trainer.val_only else f"trainer.test_freq={trainer.test_freq}"
     if run.inputs.val_dataset is None and (trainer.val_only or trainer.test_freq > 0):
@@ -352,7 +352,7 @@ def validation_data(run: Run) -> None:
 
 
 def model_fits(run: Run) -> None:
-    """Token ids, lengths and the rollout engine fit the model. Of a custom dataset the first item is looked at."""
+    """Token ids, lengths and the rollout engine fit the model. Of a custom dataset, only the first item is checked."""
     config, inputs, limits = run.config, run.inputs, run.inputs.limits
     dataset = inputs.train_dataset
     if isinstance(config, schema.SFTConfig):
@@ -376,16 +376,16 @@ def model_fits(run: Run) -> None:
 
 
 def recipe_inputs(run: Run) -> None:
-    """The loaded data is what the recipe's method needs."""
+    """The loaded data is valid for the recipe."""
     if run.recipe.check_inputs is not None:
         run.recipe.check_inputs(run.config, run.inputs)
 
 
 def reward_function(run: Run) -> None:
-    """The reward function scores two made-up responses to the first prompt: its ground truth and the prompt itself.
+    """The reward function scores two trial responses to the first prompt: its ground truth and the prompt itself.
 
-    A function that cannot score fails here instead of after the first generated batch. With a reward model, whose
-    scores are made up as 0 and 1, a reward that is the same both times causes a warning.
+    A function that fails does so here instead of after the first generated batch. With a reward model, the trial uses
+    reward model scores of 0 and 1; if the reward is the same for both, a warning is logged.
     """
     inputs, manager = run.inputs, run.inputs.reward_manager
     batch = _trial_batch(inputs.train_dataset, inputs.tokenizer)
@@ -434,7 +434,7 @@ def _score_trial(manager: RewardManager, batch: DataProto) -> dict[str, Any]:
 
 
 def reward_names(run: Run) -> None:
-    """Values that settings name are returned by the reward function or written by an operator."""
+    """Reward values that settings refer to are returned by the reward function or written by an operator."""
     algorithm = run.config.algorithm
     named: dict[str, list[str]] = {}
     if algorithm.filter_groups.enable:

@@ -1,4 +1,4 @@
-"""Which workers a run has, and on which devices: the same for every cluster."""
+"""Workers of a run and their devices, independent of the cluster."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from verl.workers.rollout import RolloutWorker
 
 
 def roles_of(config: schema.Config) -> list[str]:
-    """The roles that have workers of their own. Without `placement.rollout_devices` the actor's workers generate."""
+    """The roles with separate workers. Without `placement.rollout_devices`, the actor's workers generate."""
     asked = {
         "rollout": config.rollout_is_separate,
         "ref": needs_reference(config) and not config.actor_rollout_ref.model.has_adapters,
@@ -62,14 +62,14 @@ def worker_specs(
 
 
 def roles_hosted_by_actor(config: schema.Config) -> tuple[str, ...]:
-    """The other roles that the actor's workers have: the rollout, and with adapters the reference."""
+    """Roles hosted by the actor's workers: the rollout and, with LoRA, the reference policy."""
     hosts_reference = needs_reference(config) and config.actor_rollout_ref.model.has_adapters
     hosted = {"rollout": not config.rollout_is_separate, "ref": hosts_reference}
     return tuple(role for role, is_hosted in hosted.items() if is_hosted)
 
 
 def pools_of(config: schema.Config, roles: list[str]) -> dict[str, list[tuple[str, ResourcePool]]]:
-    """Pool name -> the roles that live in it, with the pool. Roles without devices share those of the actor."""
+    """Pool name -> (role, pool) of its roles. Roles without devices share those of the actor."""
     trainer = config.trainer
     placement = config.placement.model_dump()
     if not config.rollout_is_separate:  # named, but the actor's
@@ -82,7 +82,7 @@ def pools_of(config: schema.Config, roles: list[str]) -> dict[str, list[tuple[st
 
 
 def placement_words(pools: Mapping[str, Sequence[tuple[str, ResourcePool]]]) -> str:
-    """Which roles live on which devices, in words: "actor, ref on devices 0, 1; critic on device 2"."""
+    """Description of the placement: "actor, ref on devices 0, 1; critic on device 2"."""
     words = []
     for placed in pools.values():
         pool = placed[0][1]

@@ -1,4 +1,4 @@
-"""Correction of the training-inference mismatch, as an edit of the flow.
+"""Correction of the training-inference mismatch, as a flow edit.
 
     three policies    ... old_log_prob -> rollout_correction -> [ref] -> [values] -> adv -> update_actor
     two (bypass)      ... old_log_prob (a copy of rollout_log_probs) -> ... -> adv -> update_actor
@@ -55,12 +55,12 @@ def rollout_correction(correction: schema.RolloutCorrectionConfig) -> Callable[[
 
 
 def sampled_log_probs(batch: DataProto) -> dict:
-    """Bypass: the log-probs of the rollout are used as old_log_probs."""
+    """Bypass mode: use rollout log-probs as old_log_probs."""
     return {"old_log_probs": batch.batch["rollout_log_probs"]}
 
 
 def correct_rollout(flow: DataFlow, config: schema.Config) -> DataFlow:
-    """The edit that `algorithm.rollout_correction` configures; no edit by default."""
+    """Edit the flow as configured by `algorithm.rollout_correction`; unchanged by default."""
     correction = config.algorithm.rollout_correction
     reads = ("rollout_log_probs", "response_mask")
     if correction.bypass_mode:
@@ -81,7 +81,7 @@ def correct_rollout(flow: DataFlow, config: schema.Config) -> DataFlow:
 
 
 def check_correction(config: schema.Config) -> None:
-    """Raise ConfigError for a correction that is not valid, or not supported by the loss."""
+    """Raise ConfigError for a correction that is invalid or not supported by the loss."""
     problems = list(_problems(config))
     if problems:
         raise ConfigError(problems)

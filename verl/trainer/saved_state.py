@@ -1,7 +1,7 @@
 """The trainer's state on disk: plain values as JSON, tensors as safetensors. Reading it cannot run code.
 
-These types are restored exactly: None, bool, int, float, str, bytes, list, tuple, dict, tensors, arrays of numbers or
-of such values, numpy scalars, and batches. A type that JSON lacks is stored as an object with one key:
+Supported types: None, bool, int, float, str, bytes, list, tuple, dict, tensors, arrays of numbers or of supported
+values, numpy scalars, and batches. A type that JSON lacks is stored as an object with one key:
 `{"$tuple": [...]}`.
 """
 

@@ -1,1 +1,1 @@
-"""Helpers without a subject of their own: devices, random states, logging, locks, disk space, balancing."""
+"""Utilities: devices, RNG states, logging, locks, disk space, load balancing."""

@@ -1,4 +1,4 @@
-"""Partitioning samples by length: balanced work for every rank, and micro-batches within a token budget."""
+"""Partitions samples by length: balanced load for every rank, and micro-batches within a token budget."""
 
 import heapq
 from bisect import bisect_left

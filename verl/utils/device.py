@@ -42,7 +42,7 @@ def resolve_device(name: str = "auto", local_rank: int = 0) -> torch.device:
         reason = "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no usable NVIDIA GPU"
         raise ValueError(
             f"device {name!r} was requested, but {reason} (torch {torch.__version__}): use cpu or auto, "
-            "or see `python -m verl.utils.env_check` for what is missing"
+            "or run `python -m verl.utils.env_check` to see what is missing"
         )
     chosen = int(index) if index else local_rank
     if chosen >= torch.cuda.device_count():

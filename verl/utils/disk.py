@@ -1,4 +1,4 @@
-"""Errors of a full disk: detected whichever library was writing, and reported with sizes and the fix."""
+"""Errors of a full disk: detected in any library, and reported with sizes and the fix."""
 
 import errno
 import os

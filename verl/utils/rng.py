@@ -1,4 +1,4 @@
-"""Random states that survive a resume: the state of all generators, and seeds derived from counters."""
+"""RNG states that are restored on resume, and seeds derived from counters."""
 
 import hashlib
 import logging
@@ -22,7 +22,7 @@ def fork_seed(*keys: int | str) -> int:
     """Derive a seed in [0, 2^63) from its arguments only: `fork_seed(seed, "rollout", step, sample_id)`.
 
     Equal arguments give the same seed on every machine and in every process; different ones give unrelated seeds. So
-    random numbers depend on what they are for and not on how many were drawn before.
+    random numbers depend on their purpose and not on how many were drawn before.
     """
     digest = hashlib.blake2b(digest_size=8)
     for key in keys:
@@ -67,7 +67,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
     visible = torch.cuda.device_count()
     if len(state["cuda"]) > visible:
         logger.warning(
-            "the checkpoint has random states of %d GPUs, this process sees %d: sampling will not repeat the saved run",
+            "the checkpoint has RNG states of %d GPUs, this process sees %d: sampling will differ from the saved run",
             len(state["cuda"]),
             visible,
         )

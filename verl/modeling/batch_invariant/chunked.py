@@ -24,7 +24,7 @@ ADDENDS = 1024
 
 
 def in_chunks(compute: Callable[..., torch.Tensor], size: int, *tensors: torch.Tensor) -> torch.Tensor:
-    """compute(*tensors) in calls of `size` entries of the first dimension, the last chunk padded with zeros.
+    """Compute in chunks of `size` entries of the first dimension; the last chunk is padded with zeros.
 
     Args:
         compute: computes each entry independently.
@@ -48,7 +48,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def batched_matmul(x: torch.Tensor, y: torch.Tensor, height: int) -> torch.Tensor:
-    """x (n, i, k), y (n, k, j) -> (n, i, j), with i padded to one number of rows that is at least `height` >= i."""
+    """x (n, i, k), y (n, k, j) -> (n, i, j). Pads i to a fixed number of rows of at least `height` >= i."""
     height = _height(height, *y.shape[1:], x.dtype, torch.get_num_threads())
     tall = pad(x, (0, 0, 0, height - x.shape[1])) if x.shape[1] < height else x
     return in_chunks(torch.bmm, MATRICES, tall, y)[:, : x.shape[1]]
@@ -79,8 +79,8 @@ def _first_even(heights: Iterable[int], compute: Callable[[int], torch.Tensor]) 
         if torch.equal(found, found[:, :1].expand_as(found)):
             return height
     raise ValueError(
-        "rollout.deterministic: on this machine, the rounding of a GEMM depends on the position of a row in every size "
-        "that was tried: use false"
+        "rollout.deterministic: on this machine, the rounding of a GEMM depends on the position of a row for every "
+        "tested size: set it to false"
     )
 
 

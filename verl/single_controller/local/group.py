@@ -1,4 +1,4 @@
-"""Workers on this host, without Ray: one worker is an object of this process, several are processes."""
+"""Workers on this host, without Ray: a single worker is an object in this process, several are processes."""
 
 import weakref
 from collections.abc import Hashable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What Ray sends of a working directory to the nodes of a cluster: code, never weights, checkpoints or data.
+"""The part of a working directory that Ray ships to the nodes: code, never weights, checkpoints or data.
 
 `runtime_env.yaml` has the patterns that are always excluded. A directory that is still too large is rejected before Ray
 packs it, with its size, its largest entries and the patterns that exclude them.
@@ -27,7 +27,7 @@ def default_excludes() -> list[str]:
 
 
 def package_limit() -> int:
-    """Bytes that Ray sends at most: 512 MiB, or what its own environment variable says."""
+    """Max bytes that Ray ships: 512 MiB, or the value of Ray's environment variable."""
     return int(os.environ.get(_RAY_LIMIT, 512 * 2**20))
 
 
