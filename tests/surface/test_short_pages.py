@@ -1,4 +1,4 @@
-"""docs/parallelism.md, lora.md, sft.md and reward_models.md: their commands, in their order; README links every page."""
+"""Commands of the pages on models, data, debugging, adapters, reward models and SFT run as printed."""
 
 import re
 import shlex
