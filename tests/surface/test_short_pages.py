@@ -1,4 +1,4 @@
-"""docs/parallelism.md, lora.md, sft.md and reward_models.md: their commands, in their order; README links every page."""
+"""docs/parallelism.md, lora.md, sft.md, reward_models.md: their commands, in their order; README links every page."""
 
 import re
 import shlex
