@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/.ready-to-run
 TEST := $(VENV)/.ready-to-test
-PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
+PYTEST := $(VENV)/bin/python -m pytest -n 2 --dist worksteal
 
 .PHONY: quickstart test test-all lint clean
 

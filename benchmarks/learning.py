@@ -48,7 +48,7 @@ from verl.trainer.ppo_operators import generate, repeat
 from verl.trainer.ppo_trainer import PPOTrainer
 
 TEST_FREQ, SAMPLED_FREQ = 10, 100
-PROMPTS, ANSWERS = 64, 8
+PROMPTS, RESPONSES = 64, 8
 START_SEED = 1
 #: threshold of the mean reward, and steps of a run
 THRESHOLD = {"reverse": 0.85, "sort": 0.6, "countdown3": 0.55, "digit": 0.6}
@@ -71,7 +71,7 @@ _ONE_UPDATE = f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}"
 _GO_ON = "algorithm.filter_groups.at_limit=fill"
 _FILTER_ACC = "algorithm.filter_groups.metric=acc"
 _SPPO = ("algorithm.adv_estimator=sppo", f"{_LOSS}=sppo")
-_PRIME = ("prime.optim.lr=3e-4", "prime.ppo_mini_batch_size=32", f"actor_rollout_ref.rollout.n={ANSWERS}")
+_PRIME = ("prime.optim.lr=3e-4", "prime.ppo_mini_batch_size=32", f"actor_rollout_ref.rollout.n={RESPONSES}")
 _ALL = "prime.filter.enable=false"
 _LESS = "algorithm.reward_dpo_coef=1"
 RECIPES: dict[str, Method] = {
@@ -154,7 +154,7 @@ def overrides(task: str, model: Path, data: Path, out: Path, steps: int, seed: i
         "data.max_response_length=" + ("8" if task != "digit" else "12"),
         f"actor_rollout_ref.model.path={model}",
         "actor_rollout_ref.model.enable_gradient_checkpointing=false",
-        f"actor_rollout_ref.rollout.n={ANSWERS}",
+        f"actor_rollout_ref.rollout.n={RESPONSES}",
         "actor_rollout_ref.rollout.val_kwargs.do_sample=false",
         "actor_rollout_ref.rollout.val_kwargs.temperature=0",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}",
@@ -196,7 +196,7 @@ def learn(method: Method, curve: Curve, settings: list[str]) -> None:
             greedy, trainer.validation = trainer.validation, sampling
             found = trainer.validate()
             trainer.validation = greedy
-            mean, best = (found[f"val-core/{curve.task}/acc/{kind}@{ANSWERS}"] for kind in ("mean", "best"))
+            mean, best = (found[f"val-core/{curve.task}/acc/{kind}@{RESPONSES}"] for kind in ("mean", "best"))
             curve.sampled.append((report.step, round(mean, 4), round(best, 4)))
 
     trainer.on_step.append(record)
@@ -209,7 +209,7 @@ def sampled_validation(trainer: PPOTrainer) -> Pipeline:
     """The validation flow with 8 responses per prompt, sampled as in training."""
     flow = build_validation_flow(trainer.config, trainer.roles, trainer.reward_manager)
     gen = flow["gen"]
-    flow.replace("repeat", Operator("repeat", repeat(ANSWERS), reads=("uid",)))
+    flow.replace("repeat", Operator("repeat", repeat(RESPONSES), reads=("uid",)))
     flow.replace("gen", Operator("gen", generate(trainer.roles, "train"), reads=gen.reads, writes=gen.writes))
     return flow.compile(inputs=("prompt_ids", "uid", "data_source", "reward_model"))
 

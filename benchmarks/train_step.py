@@ -134,7 +134,7 @@ SETTINGS = {"clip_ratio": 0.2, "entropy_coeff": 0.0, "use_kl_loss": True, "kl_lo
 #: class of kernel -> what its names contain; the first that fits
 KERNEL_CLASSES = {
     "attention": "flash|fmha|sdpa|cudnn",
-    "products": "nvjet|gemm|gemv|xmma|cutlass|splitK",
+    "matmuls": "nvjet|gemm|gemv|xmma|cutlass|splitK",
     "sums and norms": "_norm_(gradient_)?kernel",
     "SwiGLU": "_swiglu",
     "rotary embedding": "_rotary",

@@ -1,6 +1,10 @@
 """What every test shares: registries are left as they were found; a shell for the commands of a page."""
 
+import os
 import sys
+
+# before torch is imported: the tests' processes share few cores, and their numbers must not depend on the machine
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 

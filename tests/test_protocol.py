@@ -202,7 +202,7 @@ def test_rename_may_swap():
     assert swapped.non_tensor_batch["d"].tolist() == ["x", "y"]
 
 
-def test_replace_sets_columns_anew_and_changes_their_kind():
+def test_replace_sets_columns_and_changes_their_kind():
     batch = numbered(2).replace(flat=torch.tensor([5, 6]), wide=["v", "w"], new=torch.ones(2))
     assert batch.batch["flat"].tolist() == [5, 6] and batch.column("wide").tolist() == ["v", "w"] and "new" in batch
     with pytest.raises(DataProtoValidationError, match="union of 2 rows with 3 rows"):

@@ -41,4 +41,4 @@ LocalDAPOTrainer = DAPOTrainer  # its name in earlier releases
 
 
 if __name__ == "__main__":
-    sys.exit(main(trainers=DAPOTrainer, program="recipe.dapo.main_dapo"))
+    sys.exit(main(trainer=DAPOTrainer, program="recipe.dapo.main_dapo"))

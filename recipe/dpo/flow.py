@@ -5,7 +5,7 @@
 There are no advantages: `old_log_prob` and `adv` are removed, and the update learns which of two responses is
 preferred. Offline, with dpo.answers=file, both responses come from the data:
 
-    prompts -> repeat -> answers -> pairs -> ref -> update_actor
+    prompts -> repeat -> responses -> pairs -> ref -> update_actor
 """
 
 from collections.abc import Iterator
@@ -97,7 +97,7 @@ def pairs(batch: DataProto) -> DataProto:
 def given_responses(flow: DataFlow, responses: "GivenResponses") -> DataFlow:
     """Further edit for offline DPO: nothing is generated or scored."""
     writes = (*SEQUENCES, "prompts", "response_mask", *SCORES)
-    operator = Operator("answers", responses, ("prompt_ids",), writes)  # and sample_index, from `repeat`
+    operator = Operator("responses", responses, ("prompt_ids",), writes)  # and sample_index, from `repeat`
     return flow.replace("gen", operator).remove("reward")
 
 

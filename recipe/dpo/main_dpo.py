@@ -44,4 +44,4 @@ LocalDPOTrainer = DPOTrainer  # its name in earlier releases
 
 
 if __name__ == "__main__":
-    sys.exit(main(trainers=DPOTrainer, program="recipe.dpo.main_dpo"))
+    sys.exit(main(trainer=DPOTrainer, program="recipe.dpo.main_dpo"))

@@ -43,4 +43,4 @@ LocalPRIMETrainer = PRIMETrainer  # its name in earlier releases
 
 
 if __name__ == "__main__":
-    sys.exit(main(trainers=PRIMETrainer, program="recipe.prime.main_prime"))
+    sys.exit(main(trainer=PRIMETrainer, program="recipe.prime.main_prime"))

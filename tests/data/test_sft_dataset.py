@@ -177,7 +177,7 @@ def test_bad_columns_and_settings(write, chat_tokenizer, char_tokenizer):
         SFTDataset(path, chat_tokenizer, {"truncation": "middle"})
     with pytest.raises(ValueError, match="the row is a chat, but the tokenizer has no chat template"):
         SFTDataset(write("b.jsonl", [{"messages": CHAT}]), char_tokenizer)
-    with pytest.raises(ValueError, match="loses text: 'aXY' comes back as"):
+    with pytest.raises(ValueError, match="loses text: 'aXY' decodes to"):
         SFTDataset(write("c.jsonl", [{"prompt": "a=", "response": "aXY"}]), char_tokenizer)
 
 

@@ -47,7 +47,7 @@ def test_changes_of_the_normalizer_are_a_warning(caplog):
 
 def test_lost_spaces_are_refused_with_place_and_difference():
     tokenizer = word_tokenizer(pre_tokenizers.WhitespaceSplit(), decoders.Fuse())
-    with pytest.raises(ValueError, match=r"row 0: the tokenizer loses text: 'Tom has.*comes back as 'Tomhas"):
+    with pytest.raises(ValueError, match=r"row 0: the tokenizer loses text: 'Tom has.*decodes to 'Tomhas"):
         check_tokenizer(tokenizer, TEXTS, lambda i: f"row {i}")
 
 
@@ -56,7 +56,7 @@ def test_unknown_and_vanished_texts_are_refused(char_tokenizer):
     with pytest.raises(ValueError, match="text 1: every token of 'XYZ' is unknown"):
         check_tokenizer(char_tokenizer, ["abc=", "XYZ"])
     with pytest.raises(
-        ValueError, match=r"loses text: 'abz=' comes back as 'ab<unk>=' \(first difference at char.* 2\)"
+        ValueError, match=r"loses text: 'abz=' decodes to 'ab<unk>=' \(first difference at char.* 2\)"
     ):
         check_tokenizer(char_tokenizer, ["abz="])
     char_tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex("[A-Z]"), "")

@@ -152,7 +152,7 @@ def test_a_driver_that_fails(tmp_path, monkeypatch):
     assert nvidia_smi() == Cards()
 
 
-def test_answers_of_the_driver_that_say_little(tmp_path, monkeypatch):
+def test_output_of_the_driver_that_says_little(tmp_path, monkeypatch):
     fake_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA GB10, [N/A], [N/A], 580.1'")
     gpu, nccl = check_gpus(torch_says(), nvidia_smi())
     assert gpu.found == "1 x NVIDIA GB10, driver 580.1; CUDA 13.0, 1 visible" and nccl.state == OK

@@ -111,7 +111,7 @@ def test_rotary_frequencies_that_depend_on_the_length():
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-def test_an_answer_is_the_same_whatever_else_is_in_the_batch(graphs):
+def test_a_response_is_the_same_whatever_else_is_in_the_batch(graphs):
     trained = engine("qwen2", "bf16")
     params, ids = SamplingParams(40, (3,), temperature=TEMPERATURE, seed=1), list(range(len(PROMPTS)))
     together = rollout(trained, max_rows=3, graphs=graphs).generate(make_requests(PROMPTS, params, ids))

@@ -152,7 +152,7 @@ def test_only_the_tensors_of_a_layer_are_in_hand(made):
     assert len(reads) == 26 and max(in_hand) == 12  # two layers of 12, the embedding and the last norm
 
 
-def test_how_answers_end_is_taken_from_the_base_model(copied, made, tmp_path):
+def test_stop_tokens_are_those_of_the_base_model(copied, made, tmp_path):
     actor = copied("fsdp2") / "actor"
     (actor / "huggingface" / "generation_config.json").unlink()
     merge(MergeOptions(actor, tmp_path / "merged"))

@@ -53,7 +53,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model.eval()(input_ids=torch.arange(12)[None]).logits
 
 
-@pytest.mark.parametrize("run", ["saved", "sharded"])
+@pytest.mark.parametrize("run", ["saved", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_the_merged_models_are_what_peft_makes_of_the_adapters(run, request, tiny, tmp_path):
     saved = request.getfixturevalue(run)
     classes = {"actor": AutoModelForCausalLM, "critic": AutoModelForTokenClassification}

@@ -62,7 +62,7 @@ def test_the_loss_of_a_step_is_that_of_transformers(tiny, settings):
     chosen = [*settings, "actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.save_freq=1"]
     trainer = DPOTrainer(overrides=[*chosen, "trainer.total_training_steps=2", "dpo.beta=0.4"])
     names = [op.name for op in trainer.pipeline.operators]
-    assert names == ["prompts", "repeat", "answers", "pairs", "ref", "update_actor"]
+    assert names == ["prompts", "repeat", "responses", "pairs", "ref", "update_actor"]
     reports = []
     trainer.on_step.append(reports.append)
     trainer.fit()

@@ -20,7 +20,7 @@ def test_the_file_and_the_preset_agree():
     assert config["actor_rollout_ref.actor.loss_scale_factor"] == 3000
 
 
-def test_neither_the_spread_of_a_group_nor_the_length_of_an_answer_weighs():
+def test_neither_the_spread_of_a_group_nor_the_length_of_a_response_weighs():
     config = load_config(FILE, ["data.max_response_length=4"])
     mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]] * 2)
     # two prompts: rewards 1 and 0, and rewards 0.1 and 0; each has a long and a short answer

@@ -197,7 +197,7 @@ def test_metrics_of_a_table_by_hand(responses, capsys):
     assert report["sources"]["words"]["metrics"]["accuracy"]["low"] is None, "one prompt has no interval"
     every = {"accuracy": 1 / 2, "pass@1": 1 / 2, "pass@2": 5 / 8, "pass@4": 3 / 4, "avg@4": 1 / 2, "score": 1 / 2}
     assert values(report["overall"]) == pytest.approx(every)
-    counts = {"questions": 3, "answers": 12, "fewest_answers": 4, "most_answers": 4, "failed": 0, "graded": False}
+    counts = {"prompts": 3, "responses": 12, "fewest_responses": 4, "most_responses": 4, "failed": 0, "graded": False}
     assert {k: v for k, v in report["sources"]["sums"].items() if k != "metrics"} == counts
     # the 27 data sets of three prompts: 2.5 % of the means lie at or below 0 ( (1/3)**3 = 3.7 % )
     accuracy = report["sources"]["sums"]["metrics"]["accuracy"]
@@ -430,7 +430,7 @@ def test_commands_of_the_page(tmp_path, monkeypatch, capsys):
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         assert ended.value.code == 0, (module, capsys.readouterr())
     report = json.loads((tmp_path / "outputs/after.eval.json").read_text())
-    assert report["comparison"]["overall"]["questions"] == 30 and report["evaluated"]["overall"]["answers"] == 240
+    assert report["comparison"]["overall"]["prompts"] == 30 and report["evaluated"]["overall"]["responses"] == 240
     assert "`evaluation.bootstrap_samples`" in capsys.readouterr().out
 
 
@@ -461,10 +461,10 @@ def test_commands_of_the_script(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_script_answers_and_evaluates(tmp_path):
+def test_the_script_generates_and_evaluates(tmp_path):
     tiny_model("llama", tmp_path / "model")
     rows = [{"data_source": "openai/gsm8k", "prompt": "1+1=", "reward_model": {"ground_truth": "2"}}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "test.parquet")
     run_script(tmp_path, sys.executable, "rollout.response_length=4")
     report = json.loads((tmp_path / "out/responses.eval.json").read_text())
-    assert report["evaluated"]["overall"]["answers"] == 8 and "avg@8" in report["evaluated"]["overall"]["metrics"]
+    assert report["evaluated"]["overall"]["responses"] == 8 and "avg@8" in report["evaluated"]["overall"]["metrics"]

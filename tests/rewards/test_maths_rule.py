@@ -76,7 +76,7 @@ LABELLED = [
 
 
 @pytest.mark.parametrize("reference, answer, right", LABELLED)
-def test_boxed_answers_agree_with_their_labels(reference, answer, right):
+def test_boxed_responses_agree_with_their_labels(reference, answer, right):
     text = f"First \\boxed{{17}}, no: the answer is $\\boxed{{{answer}}}$."
     assert maths.math_reward("math", text, reference)["score"] == float(right)
 
@@ -93,7 +93,7 @@ def test_boxed_answers_agree_with_their_labels(reference, answer, right):
         ("", "3", False),
     ],
 )
-def test_answers_without_a_box(text, reference, right):
+def test_responses_without_a_box(text, reference, right):
     assert maths.is_equivalent(text, reference) is right
 
 
@@ -141,7 +141,7 @@ def short_limits(monkeypatch):
 
 @pytest.mark.parametrize("answer", ["9^{9^9}", "10000000!", "(" * 300 + "1" + ")" * 300, r"\frac{" * 200 + "1"])
 @pytest.mark.parametrize("where", ["main thread", "thread"])
-def test_hostile_answers_end_in_time_and_score_zero(answer, where, short_limits):
+def test_hostile_responses_end_in_time_and_score_zero(answer, where, short_limits):
     maths.is_equivalent(r"\boxed{\ln 1}", "0")  # exclude the start of the worker from the measured time
     begun, found = time.monotonic(), []
     score = lambda: found.append(maths.math_reward("math", f"\\boxed{{{answer}}}", "3")["acc"])  # noqa: E731
@@ -167,13 +167,13 @@ def test_a_comparison_over_its_limits_is_logged(short_limits, caplog):
     assert "did not end within 0.7 s" in caplog.text and "9^{9^9}" in caplog.text
 
 
-def test_a_repeated_hostile_answer_is_compared_once(short_limits):
+def test_a_repeated_hostile_response_is_compared_once(short_limits):
     begun = time.monotonic()
     assert [maths.is_equivalent(r"\boxed{9^{9^9}}", "3") for _ in range(50)] == [False] * 50
     assert time.monotonic() - begun < 5
 
 
-def test_cheap_answers_need_no_process(monkeypatch):
+def test_simple_responses_need_no_process(monkeypatch):
     def refuse(*_):
         raise AssertionError("a process was used")
 

@@ -74,7 +74,7 @@ def run_calculator(*turns: str, max_tokens: int = 20) -> Trajectory:
     return asyncio.run(calculator().run(prompt(max_tokens=max_tokens), generate))
 
 
-def test_the_calculator_answers_and_the_policy_continues():
+def test_the_calculator_returns_a_result_and_the_policy_continues():
     trajectory = run_calculator("a2*(3+4)=", "b1/0=", "c=", "j")
     assert Tokenizer().decode(trajectory.token_ids) == "a2*(3+4)=14b1/0=?c=?j"[:20]
     assert [s.author for s in trajectory.segments][:4] == ["policy", "calculator", "policy", "calculator"]

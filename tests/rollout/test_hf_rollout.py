@@ -58,7 +58,7 @@ def test_a_row_does_not_depend_on_what_else_is_in_the_batch(engine):
     assert together[0].token_ids != together[4].token_ids  # one prompt, two samples
 
 
-def test_stop_and_length_end_an_answer(engine):
+def test_stop_and_length_end_a_response(engine):
     rollout = HFRollout(engine.module, pad_token_id=0)
     every = tuple(range(24))
     stopped = rollout.generate(make_requests(PROMPTS[:2], SamplingParams(max_tokens=6, stop_token_ids=every)))
@@ -67,7 +67,7 @@ def test_stop_and_length_end_an_answer(engine):
     assert [(len(a.token_ids), a.finish_reason) for a in cut] == [(6, "length")] * 2
 
 
-def test_greedy_answers_are_those_of_transformers(engine):
+def test_greedy_responses_are_those_of_transformers(engine):
     rollout = HFRollout(engine.module, pad_token_id=0)
     found = rollout.generate(
         make_requests(PROMPTS, SamplingParams(max_tokens=8, stop_token_ids=(), temperature=0, ignore_eos=True))

@@ -104,7 +104,7 @@ def test_samples_of_one_prompt_differ_and_their_first_tokens_have_the_models_dis
     assert chi_square < 60, "the 99.95 % point of 28 degrees of freedom"
 
 
-def test_training_goes_on_with_the_parameters_that_generate(module):
+def test_training_continues_with_the_parameters_that_generate(module):
     torch.manual_seed(1)
     trained = Qwen2ForCausalLM(module.config)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=0.05)
@@ -194,5 +194,5 @@ def test_too_little_memory_for_one_row_is_said_before_work_begins(module):
         NativeRollout(module, cache_bytes=100).generate(make_requests([[1, 2]], SamplingParams(4, ())))
 
 
-def test_no_prompts_no_answers(module):
+def test_no_prompts_no_responses(module):
     assert NativeRollout(module).generate(make_requests([], SamplingParams(4, ()))) == []

@@ -178,7 +178,7 @@ def test_bfloat16_log_probs_of_models_of_usual_weights_are_within_a_thousandth()
     assert torch.cat(gaps).mean() < 1e-3
 
 
-def test_another_dtype_is_a_copy_made_anew_by_each_call():
+def test_another_dtype_is_copied_by_each_call():
     module = model("qwen2")
     engine = NativeRollout(module, dtype=torch.float64)
     params = SamplingParams(8, (), temperature=0)

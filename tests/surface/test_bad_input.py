@@ -136,6 +136,10 @@ def test_as_a_process(unloadable, tmp_path):
         (["trainer.default_local_dir=pyproject.toml/run"], "pyproject.toml', which is a file"),
         (["trainer.default_local_dir=/proc/run"], "expected a writable folder, found '/proc'"),
         (["trainer.n_gpus_per_node=2", "placement.actor_devices=[0,5]"], "expected different numbers from 0 to 1"),
+        (
+            ["trainer.n_gpus_per_node=2", "placement.rollout_devices=[1]", ROLLOUT + "deterministic=true"],
+            "found [1], but rollout.deterministic=true generates with the actor's forward pass",
+        ),
         (["placement.critic_devices=[0]"], "placement.critic_devices: this run has no role 'critic'"),
         # files and folders that are not there
         (["data.train_files=nowhere.parquet"], "data.train_files (override 'data.train_files=nowhere.parquet'): there"),
@@ -191,7 +195,7 @@ def test_a_gpu_that_is_not_there(complaint, monkeypatch):
         ([ROW, {"prompt": "", "answer": "x"}], "rows.jsonl, line 2: the prompt is empty"),
         ([{**ROW, "data_source": 3}], "rows.jsonl, line 1: expected a name in column 'data_source', found 3"),
         ([{**ROW, "prompt": CHAT}], "rows.jsonl, line 1: the prompt is a chat, but the tokenizer has no chat template"),
-        ([{**ROW, "prompt": "Hi=="}], "rows.jsonl, line 1: the tokenizer loses text: 'Hi==' comes back as '<unk>"),
+        ([{**ROW, "prompt": "Hi=="}], "rows.jsonl, line 1: the tokenizer loses text: 'Hi==' decodes to '<unk>"),
         ([ROW, {**ROW, "prompt": "abcdefgh="}], "1 of 2 prompts longer than 8 tokens; the first is "),
         ("", "rows.jsonl: the file has no rows"),
         ('{"prompt": "ab=", "answer": "ba"}\n{oops\n', "rows.jsonl, line 2: expected one JSON object per line: "),
@@ -304,7 +308,7 @@ def test_the_tokenizer_of_another_model(complaint, tmp_path):
     assert "but the model '" in shown and "has the ids 0 to 31: use the tokenizer of this model" in shown
 
 
-def test_answers_that_are_longer_than_the_model_has_positions(complaint):
+def test_responses_that_are_longer_than_the_model_has_positions(complaint):
     shown = complaint("data.max_response_length=9000", ROLLOUT + "name=hf")
     assert "max_response_length=9000, but the model '" in shown and "positions (max_position_embeddings): set" in shown
     assert re.search(r"set data.max_response_length=\d+, or filter", shown)

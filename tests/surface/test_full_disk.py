@@ -27,7 +27,7 @@ def files_up_to(size: int):
 
 
 @pytest.mark.parametrize("how", [[], [ASYNC]], ids=["at once", "in the background"])
-def test_a_run_goes_on_when_there_is_room_again(how, settings, tmp_path, capsys):
+def test_a_run_resumes_when_there_is_space_again(how, settings, tmp_path, capsys):
     run = tmp_path / "run"
     command = [*settings, *how, "trainer.save_freq=2", "trainer.total_training_steps=4"]
     assert main([*command, "trainer.total_training_steps=2"]) == 0
@@ -49,7 +49,7 @@ def test_a_run_goes_on_when_there_is_room_again(how, settings, tmp_path, capsys)
     assert all((tensor == whole[name]).all() for name, tensor in load_file(run / weights).items())
 
 
-def test_answers_that_find_no_room(settings, tmp_path, capsys):
+def test_responses_that_find_no_space(settings, tmp_path, capsys):
     with files_up_to(100):
         assert main([*settings, f"trainer.rollout_data_dir={tmp_path / 'answers'}", "trainer.logger=[console]"]) == 1
     error = f"error: no space left for 1.jsonl in {tmp_path / 'answers'} (File too large"

@@ -93,7 +93,7 @@ def test_what_the_script_shows(prepared, tmp_path):
 
 
 @pytest.mark.parametrize("algorithm", FLOW)
-def test_script_trains_validates_saves_and_goes_on(algorithm, prepared, tmp_path):
+def test_script_trains_validates_saves_and_resumes(algorithm, prepared, tmp_path):
     # in this process, which has imported everything already
     folder = tmp_path / "run"
     arguments = arguments_of(SCRIPT.format(algorithm), tmp_path, **prepared)

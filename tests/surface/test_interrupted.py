@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parents[2]
     [
         pytest.param(signal.SIGINT, 1, "SIGINT", marks=pytest.mark.slow),
         (signal.SIGTERM, 1, "SIGTERM"),
-        (signal.SIGINT, 2, "SIGINT"),
+        pytest.param(signal.SIGINT, 2, "SIGINT", marks=pytest.mark.slow),
     ],
 )
-def test_a_stopped_run_says_from_where_it_goes_on(tiny, tmp_path, number, processes, word):
+def test_a_stopped_run_says_from_which_checkpoint_it_resumes(tiny, tmp_path, number, processes, word):
     out = tmp_path / "run"
     settings = [*run_settings(tiny, out), "trainer.total_training_steps=100000", "trainer.save_freq=2"]
     settings += [f"trainer.n_gpus_per_node={processes}", "trainer.max_actor_ckpt_to_keep=1"]

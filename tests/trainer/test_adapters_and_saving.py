@@ -73,7 +73,7 @@ ASYNC = [*KL, "actor_rollout_ref.actor.checkpoint.async_save=true"]
 
 
 @pytest.mark.parametrize("ranks", [[], pytest.param(RANKS, marks=pytest.mark.slow)])
-def test_a_run_goes_on_from_a_checkpoint_written_in_the_background(ranks, settings, tmp_path):
+def test_a_run_resumes_from_a_checkpoint_written_in_the_background(ranks, settings, tmp_path):
     straight = run(settings, *ASYNC, *ranks, "trainer.save_freq=2", steps=4)
     folder = tmp_path / "run"
     assert sorted(path.name for path in folder.glob("global_step_*")) == ["global_step_2", "global_step_4"]

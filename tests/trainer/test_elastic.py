@@ -15,7 +15,7 @@ def weights(folder) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [(2, 1), (2, 4), (1, 2)])
-def test_a_checkpoint_goes_on_with_other_ranks(first, then, settings, tmp_path):
+def test_a_checkpoint_resumes_with_other_ranks(first, then, settings, tmp_path):
     contents = "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
 
     def run(ranks: int, steps: int, folder: str) -> None:

@@ -152,7 +152,7 @@ slow = pytest.mark.slow
     [
         pytest.param("grpo", "two", marks=slow),
         ("grpo", "two share sequences"),
-        ("grpo", "two share layers"),
+        pytest.param("grpo", "two share layers", marks=slow),
         pytest.param("grpo", "four", marks=slow),
         pytest.param("grpo", "four by tokens", marks=slow),
         ("ppo", "two by tokens"),

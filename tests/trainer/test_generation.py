@@ -72,7 +72,7 @@ def test_responses_are_those_of_the_model(tiny, keys, tmp_path):
     facts = json.loads((tmp_path / "out.parquet.settings.json").read_text())
     assert {k: v for k, v in facts.items() if k != "settings"} == {
         "prompts": 24,
-        "answers": 72,
+        "responses": 72,
         "tokens": tokens,
         "cut": cut,
     }

@@ -8,7 +8,7 @@ import pytest
 from recipe.dapo.main_dapo import DAPOTrainer
 from verl.single_controller.cluster import make_cluster
 from verl.single_controller.local.cluster import InProcessCluster, ProcessCluster
-from verl.trainer import launch, main_ppo, preflight, sft_trainer
+from verl.trainer import main_ppo, preflight, sft_trainer
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.ppo_trainer import PPOTrainer
 
@@ -40,7 +40,7 @@ def test_a_dry_run_of_main_ppo_prints_the_checks_and_the_plan(settings, tmp_path
 
 def test_a_dry_run_of_a_recipe(settings, capsys, forbid_workers):
     further = ["reward.reward_kwargs.overlong_buffer.len=4", "trainer.n_gpus_per_node=2", "trainer.save_freq=5"]
-    assert main_ppo.main([*settings, *further, "--dry-run"], trainers=DAPOTrainer) == 0
+    assert main_ppo.main([*settings, *further, "--dry-run"], trainer=DAPOTrainer) == 0
     plan = capsys.readouterr().out.splitlines()[-1]
     assert "steps of DAPO from" in plan and "with 2 processes" in plan and "checkpoints: every 5 steps" in plan
 
@@ -59,8 +59,7 @@ def test_a_dry_run_fails_as_the_run_would(settings, capsys):
     assert "did you mean 'grpo'?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("how", ["one class", "one class for each backend"])
-def test_no_check_runs_twice(how, settings, monkeypatch):
+def test_no_check_runs_twice(settings, monkeypatch):
     calls: Counter[str] = Counter()
 
     def counted(check: preflight.Check) -> preflight.Check:
@@ -72,9 +71,7 @@ def test_no_check_runs_twice(how, settings, monkeypatch):
 
     names = [check.name for check in preflight.CHECKS]
     monkeypatch.setattr(preflight, "CHECKS", tuple(map(counted, preflight.CHECKS)))
-    address = ("verl.trainer.local_trainer", "LocalPPOTrainer")
-    trainers = address if how == "one class" else {"local": address, "ray": address}
-    trainer = launch.build_trainer(None, settings, trainers)
+    trainer = PPOTrainer(overrides=settings)
     assert trainer.passed_checks() == names
     # the reader of settings itself runs the first check
     assert calls.items() == {name: 1 for name in names[1:]}.items()
@@ -116,12 +113,6 @@ def test_one_process_has_one_process(settings):
     config = PPOTrainer(overrides=settings).config
     with pytest.raises(KeyError):
         make_cluster(config, "slurm")
-
-
-def test_a_program_of_other_backends(settings, capsys):
-    address = ("verl.trainer.local_trainer", "LocalPPOTrainer")
-    assert main_ppo.main([*settings, "trainer.backend=ray"], trainers={"local": address, "other": address}) == 1
-    assert "has trainers for local, other only" in capsys.readouterr().err
 
 
 def test_the_hook_before_the_first_step_comes_after_the_checkpoint(settings, tmp_path):

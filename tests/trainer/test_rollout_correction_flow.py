@@ -80,7 +80,7 @@ def after_steps(settings: list[str], steps: int = 1) -> tuple[torch.Tensor, list
     return weights[-1], reports
 
 
-def test_without_a_gap_nothing_changes(settings):
+def test_without_a_mismatch_nothing_changes(settings):
     grpo = [*settings, "algorithm.adv_estimator=grpo"]
     plain, _ = after_steps(grpo)
     weighted, (report,) = after_steps([*grpo, f"{CORRECTION}rollout_is=token"])

@@ -1,17 +1,21 @@
 """Rollout as a role: custom engines and agent loops by name, devices of its own, weights pushed once per step."""
 
+import functools
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
 
+from examples.quickstart.tiny_model import tiny_model
 from tests.trainer.conftest import run_settings
 from verl.config import ConfigError
 from verl.trainer.base import StepReport
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.ppo_trainer import PPOTrainer
+from verl.workers.reward_model import RewardModelWorker
 from verl.workers.rollout import Rollout
 
 ROOT = Path(__file__).parents[2]
@@ -30,8 +34,9 @@ EXECUTORS = {
     "two processes": ["trainer.n_gpus_per_node=2"],
     "ray": ["trainer.n_gpus_per_node=2", *RAY],
 }
+slow = pytest.mark.slow
 #: every executor; Ray is started by `make test-all` only
-EVERYWHERE = [pytest.param(name, marks=pytest.mark.slow if name == "ray" else ()) for name in EXECUTORS]
+EVERYWHERE = [pytest.param(name, marks=slow if name == "ray" else ()) for name in EXECUTORS]
 #: Adam divides by the size of a gradient: with its own eps a rounding error becomes a whole step where that is 0
 SMOOTH = [f"{ACTOR}.optim.override_optimizer_config.eps=1e-3"]
 SAVED = ["trainer.save_freq=2", f"{ACTOR}.checkpoint.save_contents=[hf_model]"]
@@ -60,7 +65,7 @@ def test_a_custom_engine_generates(executor, settings):
         assert report.metrics["weight_sync/version"] == step + 1 and report.metrics["weight_sync/bytes"] == 0
 
 
-@pytest.mark.parametrize("executor", EVERYWHERE)
+@pytest.mark.parametrize("executor", ["one process", *(pytest.param(e, marks=slow) for e in ("two processes", "ray"))])
 def test_a_custom_agent_loop_uses_its_tool(executor, settings):
     reports = train([*settings, *GRPO, *CALCULATOR, *EXECUTORS[executor]])
     tool_tokens = 0
@@ -121,7 +126,7 @@ SEPARATE = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=() if name in ("fsdp", "lora") else pytest.mark.slow) for name in SEPARATE]
+    "case", [pytest.param(name, marks=() if name == "fsdp" else slow) for name in SEPARATE]
 )
 def test_a_rollout_on_devices_of_its_own_gives_the_numbers_of_one_process(case, tiny, tmp_path):
     placement, more = SEPARATE[case]
@@ -140,6 +145,7 @@ def test_a_rollout_on_devices_of_its_own_gives_the_numbers_of_one_process(case, 
         torch.testing.assert_close(own[name], weight, rtol=1e-5, atol=1e-5, msg=name)
 
 
+@slow
 def test_an_engine_that_takes_no_weights_cannot_have_devices_of_its_own(settings):
     with pytest.raises(Exception, match=r"rollout\.name=echo has no receiver"):
         train([*settings, *GRPO, *ECHO, *TWO])
@@ -190,6 +196,31 @@ def test_dynamic_sampling_sleeps_after_its_last_pass(settings):
     dapo = [*settings, "algorithm.name=dapo", "trainer.total_training_steps=1"]
     names = [op.name for op in LocalPPOTrainer(overrides=dapo).pipeline.operators]
     assert names.index("sleep_rollout") == names.index("filter_groups") + 1
+
+
+def test_the_rollout_sleeps_while_a_reward_model_computes_between_two_passes(settings, tmp_path, monkeypatch):
+    judge = tiny_model("qwen2", tmp_path / "judge", seed=1)
+    torch.manual_seed(2)
+    AutoModelForSequenceClassification.from_pretrained(judge, num_labels=1).save_pretrained(judge)
+    scored = [s for s in settings if "custom_reward_function" not in s]
+    scored += ["use_rm=true", f"reward.reward_model.model_path={judge}", "algorithm.name=dapo"]
+    # two passes: a step trains on 4 prompts
+    passes = ["data.gen_batch_size=2", "algorithm.filter_groups.metric=reward"]
+    phases = Phases(monkeypatch)
+    score = RewardModelWorker.compute_rm_score
+
+    @functools.wraps(score)  # with its dispatch mode
+    def watched(*args):
+        phases.calls.append("score")
+        return score(*args)
+
+    monkeypatch.setattr(RewardModelWorker, "compute_rm_score", watched)
+    reports = train([*scored, *passes, "trainer.total_training_steps=2"])
+    one_pass = ["sync_weights", "train", "sleep", "score"]
+    # the first pass of a step has the weights that were pushed after the step before
+    assert phases.calls == [*one_pass * 2, *one_pass * 2, "sync_weights"]
+    for step, report in enumerate(reports):
+        assert report.batch.batch["weight_version"].tolist() == [step] * len(report.batch)
 
 
 def test_versions_continue_after_a_resume(settings):

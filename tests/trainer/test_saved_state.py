@@ -93,7 +93,7 @@ def strangers(folder, edit) -> None:
     _seal(folder, 1)
 
 
-def test_a_strangers_checkpoint_cannot_run_code(settings, tmp_path):
+def test_an_untrusted_checkpoint_cannot_run_code(settings, tmp_path):
     """In every file of a checkpoint that torch would unpickle without a question."""
     chosen = [*settings, "algorithm.name=grpo", "trainer.save_freq=1"]
     run = tmp_path / "run"
@@ -140,7 +140,7 @@ def test_a_resume_without_the_optimizers_state_is_said_aloud(settings, caplog):
     assert "RESUMED WITHOUT OPTIMIZER: the actor of" in caplog.text and "RESUMED WITHOUT EXTRA" in caplog.text
 
 
-def test_weights_alone_are_gone_on_with(settings, tmp_path):
+def test_a_checkpoint_of_weights_alone_resumes(settings, tmp_path):
     """Not with those that the run began with."""
     chosen = [*settings, "algorithm.name=grpo", "trainer.save_freq=1"]
     chosen += ["actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]"]

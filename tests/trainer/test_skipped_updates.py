@@ -51,7 +51,7 @@ def test_what_was_saved_is_named(settings, tmp_path):
         run(settings, tmp_path, range(7, 100), "trainer.max_skipped_steps=2", "trainer.save_freq=3")
 
 
-def test_going_on_begins_before_the_steps_that_changed_nothing(settings, tmp_path):
+def test_resuming_starts_before_the_steps_that_changed_nothing(settings, tmp_path):
     often = ["trainer.max_skipped_steps=3", "trainer.save_freq=1"]
     for broken in (range(5, 100), range(100)):  # the second run is of updates that are all broken
         with pytest.raises(FloatingPointError, match=r"3 steps in a row.* newest checkpoint is .*global_step_2$"):
@@ -60,7 +60,7 @@ def test_going_on_begins_before_the_steps_that_changed_nothing(settings, tmp_pat
 
 
 @pytest.mark.parametrize(("broken", "limit"), [(range(2, 6), 2), (range(1, 7), 0)])
-def test_a_run_goes_on_that_can_update_now_and_then(broken, limit, settings, tmp_path):
+def test_a_run_continues_if_some_updates_succeed(broken, limit, settings, tmp_path):
     found = run(settings, tmp_path, broken, f"trainer.max_skipped_steps={limit}")
     updates = [float(number in broken) for number in range(1, 17)]
     assert found == [sum(pair) / 2 for pair in zip(updates[::2], updates[1::2])]

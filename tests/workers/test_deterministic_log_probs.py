@@ -79,7 +79,7 @@ def test_log_probs_are_bit_equal(case, precision):
 
 
 @pytest.mark.parametrize("case", ["qwen2", "gemma3"])
-def test_an_answer_is_the_same_whatever_else_is_in_the_batch(case):
+def test_a_response_is_the_same_whatever_else_is_in_the_batch(case):
     trained = engine(case, "bf16")
     together = sample(trained, PROMPTS, max_rows=3, sample_ids=list(range(len(PROMPTS))))
     for i in (0, 3, len(PROMPTS) - 1):

@@ -97,7 +97,7 @@ def test_messages_keep_their_roles(models):
     assert torch.allclose(found.sum(1), expected(models["qwen2"], [text]), rtol=1e-4, atol=1e-5)
 
 
-def test_the_same_tokens_under_another_template_are_read_anew(models):
+def test_the_same_tokens_under_another_template_are_tokenized_again(models):
     policy = AutoTokenizer.from_pretrained(models["qwen2"])
     template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
     batch = batch_of(policy, ["one?"], ["two"], ["one?"])

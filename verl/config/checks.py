@@ -275,6 +275,12 @@ def _deterministic(config: Config) -> Iterator[Problem]:
                 "attention over ranks rounds differently",
             ),
         }
+    if config.rollout_is_separate:
+        yield Problem(
+            "placement.rollout_devices",
+            f"found {config.placement.rollout_devices}, but rollout.deterministic=true generates with the actor's "
+            "forward pass: leave it unset, or turn deterministic off",
+        )
     for key, (found, needed, why) in required.items():
         if found != needed:
             what = f"found {format_value(found)}, but rollout.deterministic=true needs {format_value(needed)}: {why}"

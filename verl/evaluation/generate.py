@@ -262,12 +262,12 @@ class GenerationRun:
             {
                 "model": config.model,
                 "rollout": config.rollout,
-                "imports": tuple(config.imports),
                 "device": config.trainer.device,
                 "pad_token_id": self.tokenizer.pad_token_id,
                 "stop_token_ids": stop_token_ids(config.model.path, self.tokenizer),
                 "stop": stop_strings(config.rollout.stop, self.tokenizer),
             },
+            imports=tuple(config.imports),
         )
         self.roles["rollout"] = LocalWorkerGroup(spec, config.trainer.n_gpus_per_node, name="rollout")
 
@@ -292,9 +292,9 @@ class GenerationRun:
             self.output,
             f"{facts['prompts']:,}",
             self.config.data.n_samples,
-            f"{facts['answers']:,}",
-            facts["tokens"] / facts["answers"],
-            100 * facts["cut"] / facts["answers"],
+            f"{facts['responses']:,}",
+            facts["tokens"] / facts["responses"],
+            100 * facts["cut"] / facts["responses"],
             self.config.rollout.response_length,
         )
         return self.output
@@ -356,11 +356,11 @@ def _model_files(path: str) -> list[list[Any]]:
 
 
 def _facts(responses: Sequence[Responses]) -> dict[str, int]:
-    """Counts for the settings file; the keys are its format."""
+    """Counts for the settings file."""
     reasons = [reason for of_prompt in responses for reason in of_prompt.finish_reasons]
     return {
         "prompts": len(responses),
-        "answers": len(reasons),
+        "responses": len(reasons),
         "tokens": sum(sum(of_prompt.tokens) for of_prompt in responses),
         "cut": reasons.count("length"),
     }

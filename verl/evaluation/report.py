@@ -242,18 +242,10 @@ def _shown(metrics: Metrics) -> list[tuple[str, Metric]]:
 
 # ---- JSON -----------------------------------------------------------------------------------------------------------
 
-#: field -> key of the file, where they differ
-_KEYS = {
-    "prompts": "questions",
-    "responses": "answers",
-    "fewest_responses": "fewest_answers",
-    "most_responses": "most_answers",
-}
-
 
 def as_json(report: "Metrics | Evaluated | Comparison") -> dict[str, Any]:
     """Return the entry of the report file."""
-    return asdict(report, dict_factory=lambda fields: {_KEYS.get(name, name): value for name, value in fields})
+    return asdict(report)
 
 
 # ---- the run --------------------------------------------------------------------------------------------------------

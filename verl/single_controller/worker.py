@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.registry import load_object
+from verl.registry import import_module, load_object
 from verl.single_controller.dispatch import Coordinates, Layout
 
 
@@ -93,10 +93,13 @@ class WorkerSpec:
         cls: The Worker class, or its address (path, name) as `verl.registry.load_object` takes it. A class from a
             user's file is given by address, and each process loads the file itself.
         kwargs: Keyword arguments of the constructor; picklable if the worker runs in another process.
+        imports: The user's files and modules, which each process imports first: they may register engines, losses and
+            agent loops, or define the model.
     """
 
     cls: type[Worker] | tuple[str, str]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    imports: tuple[str, ...] = ()
 
     @property
     def worker_class(self) -> type[Worker]:
@@ -112,6 +115,8 @@ class WorkerSpec:
 
     def build(self, rank_env: RankEnv) -> Worker:
         """Construct the worker. `rank_env` is set before its `__init__` runs."""
+        for address in self.imports:
+            import_module(address)
         cls = self.worker_class
         worker = cls.__new__(cls)
         worker.rank_env = rank_env

@@ -2,16 +2,15 @@
 
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from omegaconf import OmegaConf
 
-from verl.config import Config, Problem, load_config
+from verl.config import Config, Problem
 from verl.config.fields import Schema
-from verl.registry import load_object
 from verl.trainer.command_line import USER_ERRORS, print_error
 from verl.utils.disk import DiskFullError
 from verl.utils.log import setup_logging
@@ -19,10 +18,6 @@ from verl.utils.log import setup_logging
 if TYPE_CHECKING:
     from verl.trainer.base import Trainer
     from verl.trainer.inputs import Inputs
-
-Address = tuple[str, str]
-"""Module or file, and the name of a class in it."""
-
 
 @dataclass(frozen=True)
 class Recipe:
@@ -55,40 +50,6 @@ class Planned(Protocol):
 
     def plan(self) -> str:
         """Description of the run, in one paragraph."""
-
-
-def build_trainer(
-    config_path: str | None,
-    overrides: Sequence[str],
-    trainers: "type[Trainer] | Address | Mapping[str, Address]",
-    recipe: Recipe | None = None,
-) -> "Trainer":
-    """The trainer of a command line, with all checks passed.
-
-    Args:
-        trainers: the trainer class, its address, or an address for each trainer.backend.
-        recipe: None for that of the class.
-    """
-    given = [trainers] if isinstance(trainers, type | tuple) else list(trainers.values())
-    if len(given) == 1:
-        trainer_class = given[0] if isinstance(given[0], type) else load_object(*given[0])
-        if recipe is None or recipe == trainer_class.recipe:
-            return trainer_class(config_path=config_path, overrides=overrides)
-        return trainer_class(_load(config_path, overrides, recipe))
-    config = _load(config_path, overrides, recipe or Recipe())
-    backend = config.trainer.backend
-    if backend not in trainers:
-        raise ValueError(f"trainer.backend is {backend}, but this program has trainers for {', '.join(trainers)} only")
-    trainer_class = load_object(*trainers[backend])
-    if recipe is None or recipe == trainer_class.recipe:
-        return trainer_class(config_path=config_path, overrides=overrides)  # problems are named with their source
-    return trainer_class(config)
-
-
-def _load(config_path: str | None, overrides: Sequence[str], recipe: Recipe) -> Schema:
-    from verl.algorithms.presets import PRESETS
-
-    return load_config(config_path, overrides, base=recipe.read(), presets=PRESETS, schema=recipe.schema)
 
 
 def dry_run(build: Callable[[], Planned]) -> int:

@@ -5,21 +5,13 @@ written with or without a leading `--` or `+`.
 """
 
 import sys
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from verl.trainer.command_line import command_line
 
 if TYPE_CHECKING:
     from verl.config import Config
-    from verl.trainer.base import Trainer
-    from verl.trainer.launch import Address, Recipe
     from verl.trainer.ppo_trainer import PPOTrainer
-
-TRAINER = ("verl.trainer.ppo_trainer", "PPOTrainer")
-"""Module and class of the trainer, whose cluster is chosen by trainer.backend."""
-TRAINERS = {"local": TRAINER, "ray": TRAINER}
-"""The same by trainer.backend, for scripts of earlier releases."""
 
 HELP = """usage: python -m {program} [--config FILE.yaml] key=value ...
 
@@ -38,16 +30,14 @@ HELP = """usage: python -m {program} [--config FILE.yaml] key=value ...
 
 def main(
     arguments: list[str] | None = None,
-    trainers: "type[PPOTrainer] | Address | Mapping[str, Address]" = TRAINER,
-    recipe: "Recipe | None" = None,
+    trainer: "type[PPOTrainer] | None" = None,
     program: str = "verl.trainer.main_ppo",
 ) -> int:
     """Run training. Returns the exit status.
 
     Args:
         arguments: None for sys.argv.
-        trainers: the trainer class; or its module and name; or such a pair for each trainer.backend.
-        recipe: what a method adds to the configuration; None for the `recipe` of the class.
+        trainer: a subclass of PPOTrainer; None for PPOTrainer. trainer.backend chooses its cluster.
         program: the module's name in --help.
     """
 
@@ -56,13 +46,13 @@ def main(
         from verl.config import load_config
         from verl.trainer.launch import Recipe
 
-        chosen = recipe or (trainers.recipe if isinstance(trainers, type) else Recipe())
-        return load_config(path, overrides, base=chosen.read(), presets=PRESETS, schema=chosen.schema)
+        recipe = trainer.recipe if trainer is not None else Recipe()
+        return load_config(path, overrides, base=recipe.read(), presets=PRESETS, schema=recipe.schema)
 
-    def build(path: str | None, overrides: list[str]) -> "Trainer":
-        from verl.trainer.launch import build_trainer
+    def build(path: str | None, overrides: list[str]) -> "PPOTrainer":
+        from verl.trainer.ppo_trainer import PPOTrainer
 
-        return build_trainer(path, overrides, trainers, recipe)
+        return (trainer or PPOTrainer)(config_path=path, overrides=overrides)
 
     def start(path: str | None, overrides: list[str]) -> int:
         from verl.trainer.launch import run

@@ -160,16 +160,9 @@ def _add_updates(flow: DataFlow, config: schema.Config, roles: Roles) -> DataFlo
     return flow.add_operator(Operator("update_actor", Update(roles, "actor", "update_actor", plan), reads, on=on))
 
 
-def rollout_is_separate(config: schema.Config) -> bool:
-    """Whether the rollout has separate devices, other than the actor's."""
-    rollout, actor = config.placement.rollout_devices, config.placement.actor_devices
-    everywhere = range(config.trainer.nnodes * config.trainer.n_gpus_per_node)
-    return rollout is not None and set(rollout) != set(everywhere if actor is None else actor)
-
-
 def _frees_cache(config: schema.Config) -> bool:
     """Whether the KV cache is freed while other roles use the device."""
-    return config.actor_rollout_ref.rollout.free_cache_engine and not rollout_is_separate(config)
+    return config.actor_rollout_ref.rollout.free_cache_engine and not config.rollout_is_separate
 
 
 def add_weight_sync(flow: DataFlow, config: schema.Config, weights: RolloutWeights) -> DataFlow:
@@ -183,7 +176,7 @@ def add_weight_sync(flow: DataFlow, config: schema.Config, weights: RolloutWeigh
     generating = [name for name in flow.names if flow[name].on == "rollout"]
     if not generating:
         return flow
-    frees = _frees_cache(config) or (policy.actor.fsdp_config.param_offload and not rollout_is_separate(config))
+    frees = _frees_cache(config) or (policy.actor.fsdp_config.param_offload and not config.rollout_is_separate)
     if frees and "filter_groups" in flow and config.reward.reward_model.enable:
         for name in generating:  # the reward model computes between two passes of one step
             flow.insert_before(name, Operator(f"wake_for_{name}", wake_rollout(weights), on="actor"))

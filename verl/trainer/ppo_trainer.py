@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,7 +27,6 @@ from verl.trainer.ppo_flow import (
     build_ppo_flow,
     build_validation_flow,
     needs_critic,
-    rollout_is_separate,
     skip_old_log_prob,
 )
 from verl.trainer.ppo_operators import Prompts, RolloutWeights
@@ -91,7 +91,8 @@ class PPOTrainer(Trainer):
                 self.train_dataset, data.train_batch_size, seed=data.seed, shuffle=data.shuffle, collate=collate_prompts
             ),
         )
-        self.specs = self.worker_specs()
+        imports = tuple(self.config.imports)
+        self.specs = {role: replace(spec, imports=imports) for role, spec in self.worker_specs().items()}
         self.pools = pools_of(self.config, list(self.specs))
         if self.config.trainer.overlap:
             self.pipeline.processes_of = self.processes_of
@@ -109,7 +110,7 @@ class PPOTrainer(Trainer):
         return correct_rollout(flow, self.config)
 
     def finish_flow(self, flow: DataFlow) -> DataFlow:
-        self.rollout_weights = RolloutWeights(self.roles, rollout_is_separate(self.config))
+        self.rollout_weights = RolloutWeights(self.roles, self.config.rollout_is_separate)
         return add_weight_sync(skip_old_log_prob(flow, self.config), self.config, self.rollout_weights)
 
     def worker_specs(self) -> dict[str, WorkerSpec]:

@@ -7,7 +7,7 @@ from verl.config import schema
 from verl.rollout.base import stop_strings
 from verl.single_controller import WorkerSpec
 from verl.single_controller.placement import ResourcePool, place_roles
-from verl.trainer.ppo_flow import needs_critic, needs_reference, rollout_is_separate
+from verl.trainer.ppo_flow import needs_critic, needs_reference
 from verl.trainer.ppo_operators import uses_agent_loop
 from verl.workers.critic import CriticWorker
 from verl.workers.policy import ActorWorker, RefWorker
@@ -18,7 +18,7 @@ from verl.workers.rollout import RolloutWorker
 def roles_of(config: schema.Config) -> list[str]:
     """The roles with separate workers. Without `placement.rollout_devices`, the actor's workers generate."""
     enabled = {
-        "rollout": rollout_is_separate(config),
+        "rollout": config.rollout_is_separate,
         "ref": needs_reference(config) and not config.actor_rollout_ref.model.has_adapters,
         "critic": needs_critic(config),
         "reward": config.reward.reward_model.enable,
@@ -34,7 +34,6 @@ def worker_specs(
     common = {"device": device, "timeout": policy.nccl_timeout}
     roles = roles_of(config)
     generation = {
-        "imports": tuple(config.imports),
         "device": device,
         "pad_token_id": tokenizer.pad_token_id,
         "stop_token_ids": stop_token_ids,
@@ -65,7 +64,7 @@ def worker_specs(
 def roles_hosted_by_actor(config: schema.Config) -> tuple[str, ...]:
     """Roles hosted by the actor's workers: the rollout and, with LoRA, the reference policy."""
     hosts_reference = needs_reference(config) and config.actor_rollout_ref.model.has_adapters
-    hosted = {"rollout": not rollout_is_separate(config), "ref": hosts_reference}
+    hosted = {"rollout": not config.rollout_is_separate, "ref": hosts_reference}
     return tuple(role for role, is_hosted in hosted.items() if is_hosted)
 
 
@@ -73,7 +72,7 @@ def pools_of(config: schema.Config, roles: list[str]) -> dict[str, list[tuple[st
     """Pool name -> (role, pool) of its roles. Roles without devices share those of the actor."""
     trainer = config.trainer
     placement = config.placement.model_dump()
-    if not rollout_is_separate(config):  # named, but the actor's
+    if not config.rollout_is_separate:  # named, but the actor's
         placement["rollout_devices"] = None
     placed = place_roles(roles, placement, trainer.nnodes, trainer.n_gpus_per_node)
     pools: dict[str, list[tuple[str, ResourcePool]]] = {}

@@ -95,7 +95,11 @@ class SFTTrainer(Trainer):
 
     def init_workers(self) -> None:
         pool = ResourcePool("actor", (self.config.trainer.n_gpus_per_node,))
-        spec = WorkerSpec(SFTWorker, {"config": self.config, "total_training_steps": self.total_steps})
+        spec = WorkerSpec(
+            SFTWorker,
+            {"config": self.config, "total_training_steps": self.total_steps},
+            imports=tuple(self.config.imports),
+        )
         self.roles.update(self.cluster.start({"actor": [("actor", pool)]}, {"actor": spec}))
 
     def build_flow(self) -> DataFlow:

@@ -1,6 +1,6 @@
 """Workers of the policy: the actor, which hosts a rollout engine if they share devices, and the reference policy."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,6 @@ from verl.algorithms.policy_losses import actor_loss, get_policy_loss_fn
 from verl.config import schema
 from verl.engines.base import MicroBatching, Objective, TrainEngine
 from verl.protocol import DataProto
-from verl.registry import import_module
 from verl.rollout.base import RolloutEnv
 from verl.rollout.stop_strings import StopStrings
 from verl.rollout.weight_sync import CollectiveSync, SyncReport, TransferGroup
@@ -26,7 +25,6 @@ class ActorWorker(RolloutMethods, EngineWorker):
     Args:
         config: the `actor_rollout_ref` section.
         correction: `algorithm.rollout_correction`, for losses that read it.
-        imports: user files or modules, which may register engines, losses and agent loops.
         device: `trainer.device`.
         total_training_steps: length of the run.
         pad_token_id: padding token.
@@ -41,7 +39,6 @@ class ActorWorker(RolloutMethods, EngineWorker):
         config: schema.ActorRolloutRefConfig,
         *,
         correction: schema.RolloutCorrectionConfig,
-        imports: Sequence[str] = (),
         device: str,
         total_training_steps: int,
         pad_token_id: int,
@@ -53,8 +50,6 @@ class ActorWorker(RolloutMethods, EngineWorker):
         self.config = config
         self.checkpoint = config.actor.checkpoint
         self.correction = correction
-        for address in imports:
-            import_module(address)
         self.device = resolve_device(device, self.local_rank)
         self.engine: TrainEngine = self.build_engine(
             config.actor.strategy,

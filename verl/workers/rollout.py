@@ -18,7 +18,6 @@ from verl.data.sequences import build_sequences
 from verl.engines.base import TrainEngine
 from verl.engines.parallel import init_process_group, reduce_values
 from verl.protocol import DataProto
-from verl.registry import import_module
 from verl.rollout.agent_loop import AGENT_LOOPS, SINGLE_TURN, Prompt, Trajectory
 from verl.rollout.base import (
     Request,
@@ -227,7 +226,6 @@ class RolloutWorker(RolloutMethods):
     Args:
         model: the `model` section.
         rollout: the `rollout` section.
-        imports: user files or modules, which may register engines and agent loops, or define the model.
         device: `trainer.device`.
         pad_token_id: fills shorter prompts and responses.
         stop_token_ids: token ids that end a response.
@@ -242,7 +240,6 @@ class RolloutWorker(RolloutMethods):
         model: schema.ModelConfig,
         rollout: schema.RolloutEngineConfig,
         *,
-        imports: Sequence[str] = (),
         device: str,
         pad_token_id: int,
         stop_token_ids: tuple[int, ...],
@@ -251,8 +248,6 @@ class RolloutWorker(RolloutMethods):
         train_dtype: str | None = None,
         timeout: float | None = None,
     ):
-        for address in imports:
-            import_module(address)
         on = resolve_device(device, self.local_rank)
         if on.type == "cuda":
             torch.cuda.set_device(on)  # Triton launches kernels on the current device

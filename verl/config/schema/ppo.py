@@ -46,6 +46,13 @@ class Config(Schema):
     imports: StrList = field([], "Python files or modules that every process imports first (custom code)")
     ray_kwargs: RayConfig = section(RayConfig, "how Ray is started")
 
+    @property
+    def rollout_is_separate(self) -> bool:
+        """Whether the rollout has separate devices, other than the actor's."""
+        rollout, actor = self.placement.rollout_devices, self.placement.actor_devices
+        everywhere = range(self.trainer.nnodes * self.trainer.n_gpus_per_node)
+        return rollout is not None and set(rollout) != set(everywhere if actor is None else actor)
+
     @classmethod
     def derive(cls, given: dict[str, Any]) -> dict[str, Any]:
         """A batch smaller than the default mini-batch is one mini-batch; bypass_mode selects the loss of that name."""
