@@ -154,7 +154,7 @@ class _EmptyPackage(importlib.abc.Loader):
 
 
 class MovedModules(importlib.abc.MetaPathFinder):
-    """Finds the modules of `MOVED` by their old paths; comes last, so that files which exist win."""
+    """Finds the modules of `MOVED` by their old paths. The last finder, so that existing files take precedence."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -10,7 +10,7 @@ from verl.data.sequences import build_sequences
 from verl.engines import memory, micro_batch
 from verl.engines.base import MicroBatching
 from verl.engines.memory import ActivationBytes, TokenBudget, choose_micro_batching, token_budget
-from verl.engines.micro_batch import ENOUGH_TOKENS
+from verl.engines.micro_batch import MAX_AUTO_TOKENS
 from verl.engines.torch_engine import TorchEngine
 from verl.protocol import DataProto
 from verl.workers.engine_worker import aggregation
@@ -70,12 +70,12 @@ def test_tokens_that_fit_by_hand():
 @pytest.mark.parametrize(
     ("tokens", "longest", "fits", "checkpointing", "expected"),
     [
-        (None, 600, TokenBudget(90_000, 10**6), "auto", (ENOUGH_TOKENS, False)),  # plenty
+        (None, 600, TokenBudget(90_000, 10**6), "auto", (MAX_AUTO_TOKENS, False)),  # plenty
         (None, 600, TokenBudget(9_000, 50_000), "auto", (9_000, False)),  # fewer tokens are better than checkpointing
-        (None, 600, TokenBudget(3_000, 50_000), "auto", (ENOUGH_TOKENS, True)),
-        (None, 12_000, TokenBudget(9_000, 50_000), "auto", (ENOUGH_TOKENS, True)),  # one row needs it
+        (None, 600, TokenBudget(3_000, 50_000), "auto", (MAX_AUTO_TOKENS, True)),
+        (None, 12_000, TokenBudget(9_000, 50_000), "auto", (MAX_AUTO_TOKENS, True)),  # one row needs it
         (None, 60_000, TokenBudget(9_000, 50_000), "auto", (60_000, True)),  # a row is never cut
-        (None, 600, TokenBudget(90_000, 10**6), True, (ENOUGH_TOKENS, True)),
+        (None, 600, TokenBudget(90_000, 10**6), True, (MAX_AUTO_TOKENS, True)),
         (None, 600, TokenBudget(3_000, 50_000), False, (3_000, False)),
         (20_000, 600, TokenBudget(30_000, 10**6), "auto", (20_000, False)),
         (20_000, 600, TokenBudget(10_000, 10**6), "auto", (20_000, True)),
@@ -91,8 +91,8 @@ def test_on_a_cpu_nothing_is_measured_and_activations_are_kept(tmp_path):
     assert engine._activation_bytes is None
     assert not engine.module.training
     assert micro_batch.plan_micro_batches([5, 7], MicroBatching(tokens="auto")) == [[0, 1]]
-    assert micro_batch.plan_micro_batches([ENOUGH_TOKENS, 7], MicroBatching(tokens="auto")) == [[0], [1]]
-    assert len(micro_batch.plan_micro_batches([2 * ENOUGH_TOKENS, 7], MicroBatching(tokens="auto"))) == 2
+    assert micro_batch.plan_micro_batches([MAX_AUTO_TOKENS, 7], MicroBatching(tokens="auto")) == [[0], [1]]
+    assert len(micro_batch.plan_micro_batches([2 * MAX_AUTO_TOKENS, 7], MicroBatching(tokens="auto"))) == 2
 
 
 def test_an_update_where_memory_is_short_cuts_smaller_and_then_checkpoints(tmp_path, monkeypatch):
@@ -108,7 +108,7 @@ def test_an_update_where_memory_is_short_cuts_smaller_and_then_checkpoints(tmp_p
         monkeypatch.setattr(memory, "free_bytes", lambda _, free=free: free)
         found = engine._choose_micro_batching([30, 12, 24, 8], MicroBatching(tokens="auto"))
         more = memory.SHARE * free / kept.checkpointed
-        assert found == MicroBatching(tokens=min(ENOUGH_TOKENS, int(more) if checkpointing else fits))
+        assert found == MicroBatching(tokens=min(MAX_AUTO_TOKENS, int(more) if checkpointing else fits))
         assert engine.module.training is checkpointing  # where transformers checkpoints
     # cut as the user says, checkpointing is all there is to decide: 3 rows of 30 tokens fit
     assert engine._choose_micro_batching([30, 12, 24, 8], MicroBatching(rows=3)) == MicroBatching(rows=3)

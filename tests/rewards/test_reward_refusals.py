@@ -60,7 +60,7 @@ REFUSED = {
     "at least one": weighted(),
     "did you mean 'format'": weighted({"name": "formt"}),
     "did you mean 'weight'": weighted({"name": "format", "wieght": 1}),
-    "two rewards are labelled 'format'": weighted({"name": "format"}, {"name": "format"}),
+    "two rewards are labeled 'format'": weighted({"name": "format"}, {"name": "format"}),
     "weighted: slow_judge.* is async": weighted({"path": SAMPLES, "name": "slow_judge"}),
     "weighted: batch.* takes lists": weighted({"path": SAMPLES, "name": "batch"}),
     # managers

@@ -1,4 +1,4 @@
-"""Lists of token ids -> the padded tensors that every batch of this project is made of."""
+"""Converts lists of token ids to the padded tensors of a batch."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -69,7 +69,7 @@ def build_sequences(
 
 
 def position_ids_of(attention_mask: Tensor) -> Tensor:
-    """The position of every token among the real tokens of its row, from 0: cumsum(attention_mask) - 1, at least 0.
+    """Position ids of a padded batch: cumsum(attention_mask) - 1, at least 0.
 
     (B, L) -> (B, L) int64.
     """

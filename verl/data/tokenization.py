@@ -250,7 +250,7 @@ def check_tokenizer(tokenizer: Any, texts: Sequence[str], where: Callable[[int],
     """
     where = where or (lambda i: f"text {i}")
     encoded = encode(tokenizer, texts, add_special_tokens=False)
-    normalised = []
+    normalized = []
     for i, (text, ids) in enumerate(zip(texts, encoded)):
         back = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if back == text:
@@ -266,14 +266,14 @@ def check_tokenizer(tokenizer: Any, texts: Sequence[str], where: Callable[[int],
                 f"{where(i)}: the tokenizer loses text: {text[start : at + 30]!r} decodes to "
                 f"{back[start : at + 30]!r} (first difference at character {at}). {_ADVICE}"
             )
-        normalised.append(i)
-    if normalised:
+        normalized.append(i)
+    if normalized:
         logger.warning(
             "the tokenizer's normalizer changes %d of %d texts (the first: %s, %r)",
-            len(normalised),
+            len(normalized),
             len(texts),
-            where(normalised[0]),
-            _shorten(texts[normalised[0]]),
+            where(normalized[0]),
+            _shorten(texts[normalized[0]]),
         )
 
 

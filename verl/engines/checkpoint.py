@@ -87,8 +87,8 @@ class ShardWriter:
         try:
             yield
         except dcp.api.CheckpointException as error:  # a BaseException, which `except Exception` misses
-            causes = {rank: f"{type(e).__name__}: {e}" for rank, (e, _) in error.failures.items()}
-            raise OSError(f"{self._folder} could not be written: {causes}") from error
+            errors = {rank: f"{type(e).__name__}: {e}" for rank, (e, _) in error.failures.items()}
+            raise OSError(f"{self._folder} could not be written: {errors}") from error
 
 
 def host_copy(state: Any) -> Any:

@@ -211,11 +211,11 @@ def checked(module: nn.Module, kind: str) -> nn.Module:
     ids = torch.arange(min(4, module.config.vocab_size), device=module.device)[None]
     implementation = module.config._attn_implementation
     module.set_attn_implementation("eager")
-    expected, ours = module(ids).logits, head(trunk(ids).last_hidden_state)
+    expected, computed = module(ids).logits, head(trunk(ids).last_hidden_state)
     module.set_attn_implementation(implementation)
     if kind == "reward":  # a classifier returns the logits of the last token
-        ours = ours[:, -1]
-    if not torch.allclose(expected.float(), ours.float(), rtol=1e-3, atol=1e-4):
+        computed = computed[:, -1]
+    if not torch.allclose(expected.float(), computed.float(), rtol=1e-3, atol=1e-4):
         raise ValueError(
             f"{type(module).__name__} changes its logits after the last projection, which this engine does not "
             "support: its log-probs or scores would be wrong"

@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from verl.engines.micro_batch import ENOUGH_TOKENS
+from verl.engines.micro_batch import MAX_AUTO_TOKENS
 from verl.modeling.log_probs import CHUNK_ELEMENTS, KEPT_SHARE
 
 HOST = torch.device("cpu")
@@ -145,8 +145,8 @@ def logits_bytes(vocab_size: int, itemsize: int, device: torch.device) -> int:
         device: a GPU.
     """
     total = torch.cuda.get_device_properties(device).total_memory
-    kept = min(KEPT_SHARE * total, ENOUGH_TOKENS * vocab_size * itemsize)
-    chunk = min(CHUNK_ELEMENTS[device.type], ENOUGH_TOKENS * vocab_size)
+    kept = min(KEPT_SHARE * total, MAX_AUTO_TOKENS * vocab_size * itemsize)
+    chunk = min(CHUNK_ELEMENTS[device.type], MAX_AUTO_TOKENS * vocab_size)
     return int(kept + 3 * chunk * itemsize)
 
 
@@ -172,6 +172,6 @@ def choose_micro_batching(
     """
     if checkpointing == "auto":
         # half a full micro-batch without checkpointing is as fast as a full one with it
-        checkpointing = budget.plain < max(longest, tokens if tokens is not None else ENOUGH_TOKENS // 2)
+        checkpointing = budget.plain < max(longest, tokens if tokens is not None else MAX_AUTO_TOKENS // 2)
     fits = budget.checkpointed if checkpointing else budget.plain
-    return (tokens if tokens is not None else max(longest, min(ENOUGH_TOKENS, fits))), checkpointing
+    return (tokens if tokens is not None else max(longest, min(MAX_AUTO_TOKENS, fits))), checkpointing

@@ -4,8 +4,8 @@ from verl.engines.base import MicroBatching, Tensors
 from verl.modeling.shared_prefix import plan_shared_prefixes
 from verl.utils.balance import token_budget_micro_batches
 
-#: tokens that keep a GPU busy: larger micro-batches take more memory and gain next to nothing
-ENOUGH_TOKENS = 16384
+#: tokens that saturate a GPU: larger micro-batches need more memory and are hardly faster
+MAX_AUTO_TOKENS = 16384
 
 
 def plan_micro_batches(
@@ -23,7 +23,7 @@ def plan_micro_batches(
     Returns:
         Row indices of each micro-batch.
     """
-    budget = max(ENOUGH_TOKENS, *lengths) if micro.tokens == "auto" else micro.tokens
+    budget = max(MAX_AUTO_TOKENS, *lengths) if micro.tokens == "auto" else micro.tokens
     if budget is not None:
         budget *= budget_factor
         chunks = token_budget_micro_batches(lengths, budget)

@@ -249,7 +249,7 @@ def make_sharding(spec: EngineSpec) -> Sharding:
     """One process has the whole model; several shard it with FSDP2.
 
     Raises:
-        ValueError: a setting that needs several processes if there is one.
+        ValueError: a setting that needs several processes, in a run with one process.
     """
     if spec.world_size > 1:
         return FSDP2(spec)

@@ -9,7 +9,7 @@ actor/
 
 A rank file is a pickle. Loading it normally creates DTensors and ShardedTensors, which needs a process group and fails
 for files of older torch releases. Here the pickle is read as data: objects of torch.distributed become records of their
-fields, tensors are memory-mapped, and all other classes are refused, so an untrusted file cannot run code.
+fields, tensors are memory-mapped, and all other classes are rejected, so an untrusted file cannot run code.
 """
 
 import json

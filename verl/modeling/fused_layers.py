@@ -32,11 +32,11 @@ _WINDOWS: dict[str, Callable[[nn.Module], int | None]] = {
 
 
 def fuse(module: nn.Module, cache: WeightCache) -> None:
-    """Let the layers of a Llama-like model compute with fused functions, in place.
+    """Use fused functions in the layers of a Llama-like model, in place.
 
     Args:
         module: a HuggingFace model whose type is in `layers.LLAMA_LIKE`.
-        cache: tells when its weights do not change.
+        cache: knows when the weights do not change.
     """
     kind, trunk = module.config.model_type, module.base_model
     silu, head_norms = module.config.hidden_act in ("silu", "swish"), kind == "qwen3"

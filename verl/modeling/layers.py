@@ -25,7 +25,7 @@ LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def use_kernels(module: nn.Module, kernels: Kernels, cache: WeightCache) -> None:
-    """Let the layers of a model compute with `kernels`, in place.
+    """Select the kernels of a model's layers, in place.
 
     Args:
         module: a HuggingFace decoder. With "fused", a model type that is not supported stays plain, which is logged.

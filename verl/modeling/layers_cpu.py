@@ -80,7 +80,7 @@ def _normed(
 def _norm_gradients(
     gy: torch.Tensor, g_total: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of the normalised tensor x and of the weight. `scale`: as `_normed` returns it."""
+    """The gradients of the normalized tensor x and of the weight. `scale`: as `_normed` returns it."""
     shape, width = x.shape, x.shape[-1]
     x, gy = x.reshape(-1, width), gy.reshape(-1, width)
     g_total = None if g_total is None else g_total.reshape(-1, width)

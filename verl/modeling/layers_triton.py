@@ -257,7 +257,7 @@ def _norm_gradients(
     Args:
         gy: gradient of the norm.
         g_total: gradient of the sum, or None.
-        saved: the normalised tensor, the weight, and the scale of each row.
+        saved: the normalized tensor, the weight, and the scale of each row.
         dtype: of the gradient of x.
         branch_dtype: of the gradient of the branch, or None without a branch.
     """

@@ -1,9 +1,9 @@
 """Linear layers over weights that are cast once, with gradients accumulated outside of autograd.
 
 Under autocast a float32 weight is cast in every forward pass, and its gradient arrives in 16 bits, is cast back and is
-added up in every backward pass. A `WeightCache` covers a phase in which the weights do not change: a weight is cast
-once, and the backward GEMM accumulates into `.grad` directly, in the parameter's dtype, without rounding in between.
-Linear layers that read the same input are fused into one GEMM over their concatenated weights.
+added up in every backward pass. With a `WeightCache`, while the weights do not change, a weight is cast once, and the
+backward GEMM accumulates into `.grad` directly, in the parameter's dtype, without rounding in between. Linear layers
+that read the same input are fused into one GEMM over their concatenated weights.
 
 N: tokens; I: input features; O: output features of all fused layers.
 """
@@ -28,7 +28,7 @@ class WeightCache:
 
     @contextmanager
     def fixed_weights(self, keep: bool, accumulate_gradients: bool) -> Iterator[None]:
-        """A phase in which the weights do not change.
+        """Context in which the weights do not change.
 
         Args:
             keep: cast a weight once instead of at every use; requires unsharded weights.

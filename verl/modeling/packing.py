@@ -85,7 +85,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class ModelInput:
-    """What one forward pass reads, and where its outputs go.
+    """The input of one forward pass, and the indices of its outputs.
 
     Attributes:
         input_ids, position_ids: (1, N) packed or (b, P + T) padded.

@@ -26,7 +26,7 @@ def first_with_prompt(attention_mask: torch.Tensor, input_ids: torch.Tensor, wid
 
 
 def plan_shared_prefixes(columns: dict[str, torch.Tensor], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Row indices of micro-batches of at most `budget` tokens in which a prompt counts once.
+    """Split rows into micro-batches of at most `budget` tokens, counting a shared prompt once. Returns row indices.
 
     Args:
         columns: input_ids, attention_mask and responses of the rows.
@@ -39,7 +39,7 @@ def plan_shared_prefixes(columns: dict[str, torch.Tensor], lengths: Sequence[int
 
 
 def plan_shared(lengths: Sequence[int], prompts: Sequence[int], first: Sequence[int], budget: int) -> list[list[int]]:
-    """Row indices of micro-batches of at most `budget` tokens, rows with the same prompt together.
+    """Split rows into micro-batches of at most `budget` tokens, with rows of the same prompt together.
 
     Args:
         lengths, prompts: tokens of each row, and of its prompt.

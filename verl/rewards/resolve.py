@@ -215,7 +215,7 @@ def _terms(rewards: str) -> list[tuple[str, float, ScoreFunction]]:
             )
         label = spec.get("label") or name or term.name
         if label in [known for known, *_ in terms]:
-            raise ValueError(f"weighted: two rewards are labelled {label!r}; set label for one of them")
+            raise ValueError(f"weighted: two rewards are labeled {label!r}; set label for one of them")
         terms.append((label, float(spec.get("weight", 1.0)), term))
     if not terms:
         raise ValueError("weighted: rewards: expected at least one reward, found none")

@@ -128,7 +128,7 @@ class Trajectory:
 
 
 class AgentLoop(Protocol):
-    """Turns a prompt into a trajectory. One object per process runs for all samples at once."""
+    """Turns a prompt into a trajectory. One object per process serves all samples concurrently."""
 
     async def run(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:
         """

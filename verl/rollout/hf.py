@@ -162,9 +162,9 @@ class HFRollout(RolloutEngine):
         log_probs = torch.stack(sampler.log_probs, 1).tolist()
         self.stats.steps += output.shape[1]
         every = zip(output.tolist(), log_probs, requests)
-        return [self._cut(tokens, lps, request.params) for tokens, lps, request in every]
+        return [self._truncate(tokens, lps, request.params) for tokens, lps, request in every]
 
-    def _cut(self, tokens: list[int], log_probs: list[float], params: SamplingParams) -> Completion:
+    def _truncate(self, tokens: list[int], log_probs: list[float], params: SamplingParams) -> Completion:
         """The response up to and including its first stop token."""
         tokens = tokens[: params.max_tokens]
         end = next((t + 1 for t, token in enumerate(tokens) if token in params.active_stop_ids), None)

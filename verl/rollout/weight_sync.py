@@ -32,7 +32,7 @@ BUCKET_BYTES = 128 * 2**20
 _WORDS_AT_ONCE = 1 << 22  # of a checksum
 _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
 _ALIGNMENT = 8  # bytes
-_REFUSAL_BYTES = 2000  # max length of an error message sent to the other ranks
+_ERROR_BYTES = 2000  # max length of an error message sent to the other ranks
 
 
 @dataclass(frozen=True)
@@ -281,8 +281,8 @@ def receive_collective(receiver: WeightReceiver, group: TransferGroup, version: 
         nonlocal sent, total, transferring, complete
         while (bucket := next_bucket()) is not None:
             number, pushed, entries, content = bucket
-            refusal = f"expected weights of version {version}, found version {pushed}" if pushed != version else ""
-            _agree(group, refusal)
+            reason = f"expected weights of version {version}, found version {pushed}" if pushed != version else ""
+            _agree(group, reason)
             spans = [content[e.start : e.start + -(-e.bytes // _ALIGNMENT) * _ALIGNMENT] for e in entries]
             total = _fold(total, _compare(group, number, entries, [checksum_of(span) for span in spans]))
             transferring = False
@@ -306,19 +306,19 @@ def receive_collective(receiver: WeightReceiver, group: TransferGroup, version: 
     return SyncReport(version, sent, time.perf_counter() - start, total)
 
 
-def _agree(group: TransferGroup, refusal: str = "", raises: bool = True) -> None:
+def _agree(group: TransferGroup, reason: str = "", raises: bool = True) -> None:
     """Check that every rank can continue with the push, so that no rank waits for one that has failed.
 
     Args:
-        refusal: why this rank cannot continue; empty if it can.
+        reason: why this rank cannot continue; empty if it can.
         raises: False for a rank that raises its own error.
 
     Raises:
         ValueError: on every rank, with the reason of the first rank that cannot continue.
     """
-    if not any(refused for (refused,) in group.gather([int(bool(refusal))])):
+    if not any(failed for (failed,) in group.gather([int(bool(reason))])):
         return
-    content = refusal.encode()[:_REFUSAL_BYTES].ljust(_REFUSAL_BYTES, b"\0")
+    content = reason.encode()[:_ERROR_BYTES].ljust(_ERROR_BYTES, b"\0")
     texts = [bytes(found).rstrip(b"\0").decode(errors="ignore") for found in group.gather(list(content))]
     if raises:
         rank, text = next((rank, text) for rank, text in enumerate(texts) if text)

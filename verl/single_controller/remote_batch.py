@@ -390,7 +390,8 @@ class PackedCall:
         return list(self._refs.values())
 
     def _to_reference(self, value: Any) -> Any:
-        """(shape, dtype, [(positions, number of the ref, column) or (positions, None, rows)]) of a remote column."""
+        """Reference to a remote column: (shape, dtype, [(positions, index of the ref, column) or (positions, None,
+        rows)])."""
         if not (isinstance(value, RemoteTensor) and value.is_remote):
             return None
         found = list(value.by_source())

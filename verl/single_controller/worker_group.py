@@ -68,11 +68,15 @@ class WorkerError(RuntimeError):
         return f"{where}\n\n{self.traceback.rstrip()}" if self.traceback else where
 
 
-_HERE = os.path.dirname(__file__)
+_PACKAGE_DIR = os.path.dirname(__file__)
 
 
 def _is_executor_frame(stack: TracebackType) -> bool:
-    return os.path.dirname(stack.tb_frame.f_code.co_filename) in (_HERE, f"{_HERE}/local", f"{_HERE}/ray")
+    return os.path.dirname(stack.tb_frame.f_code.co_filename) in (
+        _PACKAGE_DIR,
+        f"{_PACKAGE_DIR}/local",
+        f"{_PACKAGE_DIR}/ray",
+    )
 
 
 class WorkerDied(WorkerError):

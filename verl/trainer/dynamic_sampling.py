@@ -45,8 +45,8 @@ class PromptQueue(Prompts):
 
     def __call__(self) -> DataProto:
         while self.waiting is None or len(self.waiting) < self.size:
-            drawn = self.source()
-            self.waiting = DataProto.concat([self.waiting, drawn]) if self.waiting is not None else drawn
+            new = self.source()
+            self.waiting = DataProto.concat([self.waiting, new]) if self.waiting is not None else new
         batch, self.waiting = self.waiting[: self.size], self.waiting[self.size :]
         return DataProto(batch.batch, batch.non_tensor_batch, self.facts())
 
@@ -86,7 +86,7 @@ class Gathered:
 
 
 #: names of fields in checkpoints of earlier releases
-_EARLIER_NAMES = {"alike": "zero_variance", "answers": "responses"}
+_OLD_NAMES = {"alike": "zero_variance", "answers": "responses"}
 
 
 class DynamicSampling(Stateful):
@@ -191,15 +191,15 @@ class DynamicSampling(Stateful):
         filled = max(self.num_groups - now.groups, 0)
         together = concat_sequences([*now.held, *(now.zero_variance if filled else [])], self.pad_token_id)
         groups = group_rows(together)
-        chosen, spare = groups[: self.num_groups], groups[self.num_groups : now.groups]
-        if spare:
-            self.queue.put_back(together[[rows[0] for rows in spare]])
+        chosen, surplus = groups[: self.num_groups], groups[self.num_groups : now.groups]
+        if surplus:
+            self.queue.put_back(together[[rows[0] for rows in surplus]])
         batch = together[np.concatenate(chosen)]
         batch.meta_info["metrics"] = {
             "filter_groups/passes": now.passes,
             "filter_groups/prompts": now.prompts,
             "filter_groups/kept_share": now.groups / now.prompts,
-            "filter_groups/prompts_put_back": len(spare),
+            "filter_groups/prompts_put_back": len(surplus),
             f"filter_groups/{self.metric}_mean": now.metric_sum / now.responses,
             **({"filter_groups/filled": filled} if self.fill else {}),
         }
@@ -209,7 +209,7 @@ class DynamicSampling(Stateful):
         return dict(vars(self.so_far))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.so_far = Gathered(**{_EARLIER_NAMES.get(name, name): value for name, value in state.items()})
+        self.so_far = Gathered(**{_OLD_NAMES.get(name, name): value for name, value in state.items()})
 
 
 def queue_prompts(flow: DataFlow, size: int) -> PromptQueue:

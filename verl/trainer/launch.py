@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from verl.trainer.base import Trainer
     from verl.trainer.inputs import Inputs
 
+
 @dataclass(frozen=True)
 class Recipe:
     """What a method adds to the configuration.

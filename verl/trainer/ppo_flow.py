@@ -78,8 +78,8 @@ def loss_columns(config: schema.Config) -> tuple[str, ...]:
     settings = {**actor.model_dump(), **actor.policy_loss.model_dump(), "loss_agg_mode": actor.loss_agg_mode}
     # what a loss calls by other names than the batch does; the current log-probs come from the model
     columns = {"old_log_prob": "old_log_probs", "rollout_log_prob": "rollout_log_probs", "log_prob": "response_mask"}
-    asked = tuple(columns.get(name, name) for name in required_columns(loss, settings))
-    return (*asked, "ref_log_prob") if actor.use_kl_loss else asked
+    required = tuple(columns.get(name, name) for name in required_columns(loss, settings))
+    return (*required, "ref_log_prob") if actor.use_kl_loss else required
 
 
 def reward_operators(config: schema.Config, roles: Roles, reward: Reward) -> list[Operator]:
@@ -103,7 +103,7 @@ def build_ppo_flow(
     The roles are looked up when an operator runs: a flow is built and checked before any model is loaded.
     """
     algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
-    asked = estimator_columns(algorithm)
+    required = estimator_columns(algorithm)
     shuffle_seed = config.trainer.seed if algorithm.shuffle_rewards else None
     flow = DataFlow(
         [
@@ -113,36 +113,36 @@ def build_ppo_flow(
             *reward_operators(config, roles, Reward(manager, shuffle_seed)),
         ]
     )
-    if "reward_baselines" in asked:
+    if "reward_baselines" in required:
         greedy = GreedyBaseline(config, roles, manager)
         flow.insert_after("gen", Operator("gen_baseline", greedy.generate, PROMPTS, on="rollout"))
         flow.add_operator(Operator("reward_baseline", greedy.score, "uid", "reward_baselines"))
-    extra = tuple(name for name in ("sum_pi_squared",) if name in asked)
+    extra = tuple(name for name in ("sum_pi_squared",) if name in required)
     reads = (*SEQUENCES, "response_mask", "rollout_log_probs")
     writes = ("old_log_probs", "entropys", *extra)
     flow.add_operator(Operator("old_log_prob", old_log_prob(roles, extra), reads, writes, on="actor"))
     if needs_reference(config):
         flow.add_operator(Operator("ref", ref_log_prob(roles), SEQUENCES, "ref_log_prob", on="ref"))
-    if "values" in asked:
+    if "values" in required:
         flow.add_operator(Operator("values", values(roles), SEQUENCES, "values", on="critic"))
     if algorithm.use_kl_in_reward:
         kl = KLInReward(get_kl_controller(**algorithm.kl_ctrl.model_dump()), algorithm.kl_penalty)
         reads = ("token_level_rewards", "old_log_probs", "ref_log_prob", "response_mask")
         flow.add_operator(Operator("kl", kl, reads, "token_level_rewards", on=CONTROLLER))
     estimator = get_adv_estimator_fn(algorithm.adv_estimator)
-    reads, on = _reads(flow, estimator, asked, CONTROLLER)
+    reads, on = _reads(flow, estimator, required, CONTROLLER)
     flow.add_operator(Operator("adv", advantage(algorithm), reads, ("advantages", "returns"), on))
     return _add_updates(flow, config, roles)
 
 
-def _reads(flow: DataFlow, function: Callable, asked: Sequence[str], on: str) -> tuple[tuple[str, ...], str | None]:
+def _reads(flow: DataFlow, function: Callable, required: Sequence[str], on: str) -> tuple[tuple[str, ...], str | None]:
     """Columns that the operator of a registered function reads, and where it runs.
 
     These are the required columns, and optional ones that some operator writes. If the function receives all columns,
     the operator is a barrier (`on` is None), so that all of them are complete.
     """
     written = dict.fromkeys(column for op in flow for column in op.writes)
-    reads = tuple(dict.fromkeys((*asked, *optional_columns(function, written))))
+    reads = tuple(dict.fromkeys((*required, *optional_columns(function, written))))
     return reads, None if reads_all_columns(function) else on
 
 
@@ -155,8 +155,8 @@ def _add_updates(flow: DataFlow, config: schema.Config, roles: Roles) -> DataFlo
         flow.add_operator(Operator("update_critic", update, reads, on="critic"))
     warmup = config.trainer.critic_warmup
     plan = UpdatePlan(actor.ppo_mini_batch_size * n, actor.ppo_epochs, actor.shuffle, actor.data_loader_seed, warmup)
-    asked = (*SEQUENCES, "old_log_probs", "advantages", "response_mask", *loss_columns(config))
-    reads, on = _reads(flow, get_policy_loss_fn(actor.policy_loss.loss_mode), asked, "actor")
+    required = (*SEQUENCES, "old_log_probs", "advantages", "response_mask", *loss_columns(config))
+    reads, on = _reads(flow, get_policy_loss_fn(actor.policy_loss.loss_mode), required, "actor")
     return flow.add_operator(Operator("update_actor", Update(roles, "actor", "update_actor", plan), reads, on=on))
 
 

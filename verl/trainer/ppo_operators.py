@@ -87,9 +87,9 @@ def generate(roles: Roles, sampling: str, with_columns: bool = False) -> Callabl
     """
 
     def gen(batch: DataProto) -> DataProto:
-        asked = batch.select([], None if with_columns else ["prompt_ids", "uid", "sample_index"], [])
-        asked.meta_info["sampling"] = sampling
-        return roles["rollout"].generate_sequences(asked)
+        inputs = batch.select([], None if with_columns else ["prompt_ids", "uid", "sample_index"], [])
+        inputs.meta_info["sampling"] = sampling
+        return roles["rollout"].generate_sequences(inputs)
 
     return gen
 
@@ -210,9 +210,11 @@ class Reward:
     def __call__(self, batch: DataProto) -> DataProto:
         scored = self.manager(batch, return_dict=True)
         scores, extra = scored["reward_tensor"], scored["reward_extra_info"]
-        taken = sorted({*extra} & RESERVED_EXTRAS)
-        if taken:
-            raise ValueError(f"the reward function returns the value {taken[0]!r}, which is a reserved name: rename it")
+        reserved = sorted({*extra} & RESERVED_EXTRAS)
+        if reserved:
+            raise ValueError(
+                f"the reward function returns the value {reserved[0]!r}, which is a reserved name: rename it"
+            )
         metrics = dict(scored["metrics"])
         if self.shuffle_seed is not None:
             order = self._shuffled_rows(batch)
@@ -295,9 +297,9 @@ def old_log_prob(roles: Roles, extra: tuple[str, ...]) -> Callable[[DataProto], 
     """Log-probs of the policy before the update, and its entropy."""
 
     def recompute(batch: DataProto) -> DataProto:
-        asked = batch.select(list(SEQUENCES), [], [])
-        asked.meta_info["outputs"] = ("entropys", *extra)
-        found = roles["actor"].compute_log_prob(asked)
+        inputs = batch.select(list(SEQUENCES), [], [])
+        inputs.meta_info["outputs"] = ("entropys", *extra)
+        found = roles["actor"].compute_log_prob(inputs)
         mask = batch.batch["response_mask"].bool()
         mismatch = (found.batch["old_log_probs"] - batch.batch["rollout_log_probs"]).abs()[mask]
         found.meta_info["metrics"] = {

@@ -17,13 +17,13 @@ from verl.workers.rollout import RolloutWorker
 
 def roles_of(config: schema.Config) -> list[str]:
     """The roles with separate workers. Without `placement.rollout_devices`, the actor's workers generate."""
-    asked = {
+    enabled = {
         "rollout": config.rollout_is_separate,
         "ref": needs_reference(config) and not config.actor_rollout_ref.model.has_adapters,
         "critic": needs_critic(config),
         "reward": config.reward.reward_model.enable,
     }
-    return ["actor", *(role for role, wanted in asked.items() if wanted)]
+    return ["actor", *(role for role, is_enabled in enabled.items() if is_enabled)]
 
 
 def worker_specs(

@@ -45,7 +45,7 @@ def _unused(config: schema.Config, given: list[str]) -> Iterator[tuple[str, str]
 
 
 def _parameters_of_others(registry: Registry[Callable], chosen: str) -> set[str]:
-    """Parameters of the other registered functions that the chosen one lacks; none if it takes all settings."""
+    """Parameters of other registered functions that the selected one does not have; empty if it takes all settings."""
     own = parameter_names(registry[chosen])
     if "config" in own:
         return set()

@@ -134,7 +134,7 @@ class BatchInvariantForward:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """A phase in which the weights do not change, so they are cast to the compute dtype once."""
+        """Context in which the weights do not change, so they are cast to the compute dtype only once."""
         if self.model.autocast_to is not None:
             self._cast()
             for layer, cast in zip(self.linears, self._casts):
@@ -146,7 +146,7 @@ class BatchInvariantForward:
                 layer.cast = None
 
     def _cast(self) -> None:
-        """Cast into the memory of the previous phase, if there is one: CUDA graphs hold its addresses."""
+        """Cast into the memory of the previous phase, if any, since CUDA graphs contain its addresses."""
         wide = [(layer.module.weight, layer.module.bias) for layer in self.linears]
         if not self._casts:
             self._casts = [tuple(x if x is None else x.detach().to(self.dtype) for x in pair) for pair in wide]

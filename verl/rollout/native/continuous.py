@@ -66,8 +66,8 @@ class ContinuousBatch:
             raise
 
     def abort(self, request_ids: Sequence[str] | None) -> None:
-        everyone = [*self.queue, *self.running.values()]
-        self._drop([pending for pending in everyone if is_named(pending.request, request_ids)])
+        requests = [*self.queue, *self.running.values()]
+        self._drop([pending for pending in requests if is_named(pending.request, request_ids)])
 
     def _drop(self, chosen: list[_Pending]) -> None:
         for pending in chosen:

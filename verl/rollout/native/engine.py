@@ -176,8 +176,8 @@ class NativeRollout(RolloutEngine):
 
             samples = paged_scheduler.group_rows(rows)
             buffers, longest = self._cuda_decoder.buffers, max(len(row.prompt) + row.limit for row in rows)
-            most = min(buffers.width, buffers.kv_cache.shape[1])
-            fits = paged_scheduler.blocks_for_one(samples) <= most and longest <= buffers.size.positions
+            limit = min(buffers.width, buffers.kv_cache.shape[1])
+            fits = paged_scheduler.blocks_for_one(samples) <= limit and longest <= buffers.size.positions
             fits &= max(row.limit for row in rows) <= scheduler.line_width
             if fits:
                 scheduler.add(samples)
@@ -258,8 +258,8 @@ class NativeRollout(RolloutEngine):
         from verl.rollout.native import cuda_decoder, paged_scheduler  # need Triton
 
         decoder, samples = self._decoder, paged_scheduler.group_rows(rows)
-        most = self.max_rows if continuous else min(len(rows), self.max_rows)
-        slots = cuda_decoder.bucket_of(min(most, cuda_decoder.BUCKETS[-1]))
+        max_rows = self.max_rows if continuous else min(len(rows), self.max_rows)
+        slots = cuda_decoder.bucket_of(min(max_rows, cuda_decoder.BUCKETS[-1]))
         one = paged_scheduler.blocks_for_one(samples)
         longest = max(len(row.prompt) + row.limit for row in rows)
         wanted, responses, line = min(paged_scheduler.blocks_for(samples), one * slots), sum(r.limit for r in rows), 0

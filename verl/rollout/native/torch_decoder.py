@@ -75,9 +75,9 @@ class Layers:
         if decoder.folded:
             if layer.qk_norm is not None:
                 qk.copy_(F.rms_norm(qk, qk.shape[-1:], None, decoder.eps).mul_(layer.qk_norm))
-            (turns,) = table
-            rotated = qk[..., : 2 * turns.shape[-1]]
-            torch.view_as_complex(rotated.unflatten(-1, (-1, 2))).mul_(turns)
+            (rotation,) = table
+            rotated = qk[..., : 2 * rotation.shape[-1]]
+            torch.view_as_complex(rotated.unflatten(-1, (-1, 2))).mul_(rotation)
             return
         cos, sin = table
         wide, half = qk.to(cos.dtype), cos.shape[-1] // 2

@@ -91,9 +91,9 @@ def _merge_partials(out, mask, partials, arrived, s, splits, highest, weight, to
         for first in range(0, splits, 4):  # four loads in flight
             for k in tl.static_range(4):
                 one = partials + ((first + k) * GP + g) * (DP + 2)
-                there = first + k < splits
-                share = tl.exp(tl.load(one + DP, mask=there, other=-1e30, cache_modifier=".cg") - highest)
-                part = tl.load(one[:, None] + d[None, :], mask=there, other=0.0, cache_modifier=".cg")
+                valid = first + k < splits
+                share = tl.exp(tl.load(one + DP, mask=valid, other=-1e30, cache_modifier=".cg") - highest)
+                part = tl.load(one[:, None] + d[None, :], mask=valid, other=0.0, cache_modifier=".cg")
                 total += part * share[:, None]
         tl.store(out, (total / weight[:, None]).to(out.dtype.element_ty), mask=mask)
 

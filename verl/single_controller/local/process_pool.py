@@ -297,8 +297,8 @@ class ProcessPool:
 def _raise_open_files_limit() -> None:
     """Raise the limit of open files to the maximum: each result with large columns is one (`column_files`)."""
     if sys.platform == "linux":
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def _environment(rank_env: RankEnv, devices: Sequence[int] | None, env: Mapping[str, str]) -> dict[str, str]:
@@ -312,8 +312,8 @@ def _environment(rank_env: RankEnv, devices: Sequence[int] | None, env: Mapping[
 
 
 def _start_rank(rank: int, lifeline: int, env: dict[str, str]) -> _Rank:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        inherited = (theirs.fileno(), lifeline)
+    parent_end, child_end = socket.socketpair()
+    with child_end:
+        inherited = (child_end.fileno(), lifeline)
         process = PythonProcess("verl.single_controller.local.worker_main", inherited, env, stacks=True)
-    return _Rank(rank, process, ours)
+    return _Rank(rank, process, parent_end)

@@ -16,11 +16,11 @@ from verl.single_controller.ray.runtime_env import prepare_runtime_env
 from verl.single_controller.worker import WorkerSpec
 from verl.single_controller.worker_group import CALL_TIMEOUT, WorkerGroup
 
-_ALONE_TIMEOUT = 3.0  # seconds: a Ray that was started here gives what it has at once, or never
-_ALONE = (
-    "No cluster was found to join, so Ray was started for this run alone, on this host: start Ray on every node first "
-    "(`ray start`), and name the cluster by RAY_ADDRESS or ray_kwargs.ray_init.address where this host is none of its "
-    "nodes (docs/multinode.md); or lower trainer.nnodes or trainer.n_gpus_per_node"
+_LOCAL_TIMEOUT = 3.0  # seconds: a local Ray has its resources immediately or never
+_LOCAL_ADVICE = (
+    "No cluster was found to join, so Ray was started on this host for this run only: start Ray on every node first "
+    "(`ray start`), and set RAY_ADDRESS or ray_kwargs.ray_init.address if this host is not one of its nodes "
+    "(docs/multinode.md); or decrease trainer.nnodes or trainer.n_gpus_per_node"
 )
 
 
@@ -85,8 +85,8 @@ class RayCluster:
         reserved = reserve(
             dict.fromkeys(placed[0][1] for placed in pools.values()),
             use_gpu=use_gpu,
-            timeout=START_TIMEOUT if can_grow else _ALONE_TIMEOUT,
-            advice="" if can_grow else _ALONE,
+            timeout=START_TIMEOUT if can_grow else _LOCAL_TIMEOUT,
+            advice="" if can_grow else _LOCAL_ADVICE,
         )
 
         def start(roles: dict[str, WorkerSpec], pool: ResourcePool) -> dict[str, WorkerGroup]:

@@ -54,7 +54,7 @@ def _wait(group: PlacementGroup, wanted: str, name: str, deadline: float, advice
     start, logged = time.monotonic(), ""
     while not group.wait(_WAIT_SECONDS):
         present = _describe(_cpus_and_gpus(node["Resources"]) for node in ray.nodes() if node["Alive"])
-        free = _amounts(_cpus_and_gpus(ray.available_resources()))
+        free = _format_counts(_cpus_and_gpus(ray.available_resources()))
         if time.monotonic() > deadline:
             raise ValueError(
                 f"resource pool {name!r} requires {wanted}, which the cluster did not provide within "
@@ -70,12 +70,12 @@ def _cpus_and_gpus(resources: Mapping[str, float]) -> dict[str, float]:
     return {name: resources.get(name, 0.0) for name in ("CPU", "GPU") if name == "CPU" or name in resources}
 
 
-def _amounts(counts: Mapping[str, float]) -> str:
+def _format_counts(counts: Mapping[str, float]) -> str:
     return " and ".join(f"{count:g} {name}" for name, count in counts.items())
 
 
 def _describe(nodes: Iterable[Mapping[str, float]]) -> str:
     """Count equal nodes: `2 nodes with 1 CPU and 1 GPU, 1 node with 4 CPU`."""
-    each = [_amounts(node) for node in nodes]
+    each = [_format_counts(node) for node in nodes]
     counted = [f"{each.count(text)} node{'s' * (each.count(text) > 1)} with {text}" for text in dict.fromkeys(each)]
     return ", ".join(counted) or "no nodes"
