@@ -135,7 +135,7 @@ def test_as_a_process(unloadable, tmp_path):
         ),
         (["trainer.default_local_dir=pyproject.toml/run"], "pyproject.toml', which is a file"),
         (["trainer.default_local_dir=/proc/run"], "expected a writable folder, found '/proc'"),
-        (["trainer.n_gpus_per_node=2", "placement.actor_devices=[0,5]"], "expected different numbers from 0 to 1"),
+        (["trainer.n_gpus_per_node=2", "placement.actor_devices=[0,5]"], "expected distinct numbers from 0 to 1"),
         (
             ["trainer.n_gpus_per_node=2", "placement.rollout_devices=[1]", ROLLOUT + "deterministic=true"],
             "found [1], but rollout.deterministic=true generates with the actor's forward pass",
