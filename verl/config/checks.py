@@ -243,9 +243,10 @@ def _deterministic(config: Config) -> Iterator[Problem]:
     required = {
         "rollout.name": (rollout.name, "native", "other engines use other GEMM and attention kernels"),
         "rollout.dtype": (rollout.dtype, "auto", "generation uses the dtype of training"),
-        "rollout.top_k": (rollout.top_k, -1, "log-probs in training are those of the full distribution"),
-        "rollout.top_p": (rollout.top_p, 1.0, "log-probs in training are those of the full distribution"),
-        "rollout.min_p": (rollout.min_p, 0.0, "log-probs in training are those of the full distribution"),
+        **{
+            f"rollout.{name}": (getattr(rollout, name), off, "log-probs in training are those of the full distribution")
+            for name, off in rollout.filters().items()
+        },
         "model.use_liger": (model.use_liger, False, "generation does not have these kernels"),
         "model.use_remove_padding": (
             model.use_remove_padding,

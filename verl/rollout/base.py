@@ -13,12 +13,13 @@ import asyncio
 import threading
 from abc import ABC
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from dataclasses import dataclass, field, make_dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
+from verl.config.schema.rollout import SamplingConfig
 from verl.registry import Registry, load_object
 from verl.rollout.stop_strings import StopStrings
 
@@ -28,42 +29,51 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+#: fields of `schema.SamplingConfig` that `SamplingParams` has in another form: max_tokens, and stop with its tokenizer
+_OTHER_FORM = ("response_length", "stop")
+#: the others -> their defaults
+_DEFAULTS = {name: f.default for name, f in SamplingConfig.model_fields.items() if name not in _OTHER_FORM}
+FILTERS = SamplingConfig.filters()
+
+#: a keyword-only dataclass with the fields of `schema.SamplingConfig`: temperature, top_k, top_p, min_p, ignore_eos
+_SamplingFields = make_dataclass(
+    "_SamplingFields",
+    [(name, SamplingConfig.model_fields[name].annotation, default) for name, default in _DEFAULTS.items()],
+    frozen=True,
+    kw_only=True,
+)
+
+
 @dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(_SamplingFields):
     """How the response to one prompt is sampled.
 
     Args:
-        max_tokens: max response tokens, including the stop token.
-        stop_token_ids: a response ends after the first of these tokens.
-        temperature: 0 for greedy decoding.
-        top_k: -1 to disable.
-        top_p: 1 to disable.
-        min_p: 0 to disable.
-        seed: determines, with the request's `sample_id`, the random numbers of the response.
-        ignore_eos: always generate `max_tokens` tokens (for benchmarks).
-        stop: stop strings, in addition to `stop_token_ids`.
+        max_tokens: maximum response length in tokens, including the stop token.
+        stop_token_ids: a response ends with the first of these tokens, which is part of the response.
+        seed: random seed; with the request's `sample_id` it determines the random numbers of the response.
+        stop: stop strings.
+        temperature, top_k, top_p, min_p, ignore_eos: keyword-only fields, declared with defaults and bounds by
+            `verl.config.schema.SamplingConfig`; a field that is added there is a field here. temperature=0 is greedy
+            decoding, and top_k=-1, top_p=1 and min_p=0 are off.
     """
 
     max_tokens: int
     stop_token_ids: tuple[int, ...]
-    temperature: float = 1.0
-    top_k: int = -1
-    top_p: float = 1.0
-    min_p: float = 0.0
     seed: int = 0
-    ignore_eos: bool = False
     stop: StopStrings | None = None
 
     def __post_init__(self) -> None:
-        for name, fits, expected in (
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("temperature", self.temperature >= 0, "0 (greedy) or more"),
-            ("top_k", self.top_k == -1 or self.top_k >= 1, "-1 (off) or at least 1"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-        ):
-            if not fits:
-                raise ValueError(f"sampling: {name} must be {expected}, found {self.__dict__[name]}")
+        if self.max_tokens < 1:
+            raise ValueError(f"sampling: max_tokens must be at least 1, found {self.max_tokens}")
+        if self.top_k == 0:
+            raise ValueError("sampling: top_k must be -1 (off) or at least 1, found 0")
+        try:
+            SamplingConfig(**{name: getattr(self, name) for name in _DEFAULTS})
+        except ValidationError as error:
+            (found, *_) = error.errors()
+            expected = found["msg"].replace("Input should be", "expected a value")
+            raise ValueError(f"sampling: {found['loc'][0]}={found['input']!r}: {expected}") from None
 
     @classmethod
     def from_config(
@@ -77,8 +87,8 @@ class SamplingParams:
             stop: `section.stop` with the tokenizer's `decode` (`stop_strings`).
         """
         given = section.model_dump()
-        values = {f.name: given[f.name] for f in fields(cls) if f.name in given}
-        return cls(**values | {"max_tokens": given["response_length"], "stop_token_ids": stop_token_ids, "stop": stop})
+        values = {name: given[name] for name in (*_DEFAULTS, "seed") if name in given}
+        return cls(given["response_length"], stop_token_ids, stop=stop, **values)
 
     @property
     def greedy(self) -> bool:
@@ -86,8 +96,8 @@ class SamplingParams:
 
     @property
     def filters(self) -> bool:
-        """Whether top-k, top-p or min-p is active, so that log-probs are those of a truncated distribution."""
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        """Whether one of `FILTERS` is on, so that log-probs are not those of the model's distribution."""
+        return not self.greedy and any(getattr(self, name) != off for name, off in FILTERS.items())
 
     @property
     def active_stop_ids(self) -> tuple[int, ...]:
@@ -146,6 +156,33 @@ class Completion:
     weight_versions: list[tuple[int, int]] = field(default_factory=list)
 
 
+def check_completions(requests: Sequence[Request], completions: Sequence[Completion]) -> None:
+    """Raise ValueError for completions that break the contract of `RolloutEngine.generate`."""
+    if len(completions) != len(requests):
+        raise ValueError(f"the rollout engine returned {len(completions)} completions for {len(requests)} requests")
+    for index, (request, completion) in enumerate(zip(requests, completions)):
+        problem = _problem_of(request, completion)
+        if problem:
+            raise ValueError(
+                f"the rollout engine's completion of request {index} (sample_id {request.sample_id}): {problem}"
+            )
+
+
+def _problem_of(request: Request, completion: Completion) -> str | None:
+    if not isinstance(completion, Completion):
+        return f"expected a Completion, found {type(completion).__name__}"
+    tokens = len(completion.token_ids)
+    if len(completion.log_probs) != tokens:
+        return f"expected one log-prob per token, found {len(completion.log_probs)} for {tokens} tokens"
+    if completion.finish_reason not in get_args(FinishReason):
+        return f"expected finish_reason {' or '.join(get_args(FinishReason))}, found {completion.finish_reason!r}"
+    if tokens > request.params.max_tokens:
+        return f"expected at most max_tokens={request.params.max_tokens} tokens, found {tokens}"
+    if not tokens and completion.finish_reason != "abort":
+        return "it has no tokens, but was not aborted"
+    return None
+
+
 @dataclass
 class RolloutStats:
     """Statistics of the last `generate`: response tokens, decode steps, seconds."""
@@ -163,6 +200,9 @@ class RolloutEngine(ABC):  # noqa: B024 (`__init_subclass__` asks for one method
     stats: RolloutStats = RolloutStats()
     #: weight version of the engine: the number of completed training steps. Set by the weight sync
     weight_version: int = 0
+
+    #: the sampling keys of `schema.SamplingConfig` that it applies: setting another one is an error. None: not declared
+    sampling_keys: frozenset[str] | None = None
 
     _gathering: "GatheredRequests | None" = None
 
@@ -373,8 +413,24 @@ def register_rollout_engine(name: str) -> Callable[[RolloutFactory], RolloutFact
 def make_rollout_engine(
     name: str, config: BaseModel, model: BaseModel, env: RolloutEnv, train_engine: SharesWeights | None = None
 ) -> RolloutEngine:
-    """Make the engine registered under `name`. Raises ValueError with the registered names."""
-    return ROLLOUT_ENGINES[name](config, model, env, train_engine)
+    """The engine registered under `name`.
+
+    Raises:
+        ValueError: there is none (the message lists the registered names), the factory returned something else, or a
+            sampling key is set that the engine does not support.
+    """
+    engine = ROLLOUT_ENGINES[name](config, model, env, train_engine)
+    if not isinstance(engine, RolloutEngine):
+        raise ValueError(f"rollout.name={name}: expected its factory to return a RolloutEngine, found {engine!r}")
+    if engine.sampling_keys is not None:
+        for key, default in _DEFAULTS.items():
+            value = getattr(config, key, default)
+            if value != default and key not in engine.sampling_keys:
+                raise ValueError(
+                    f"rollout.{key}={value}: the rollout engine {name!r} does not support it (it supports "
+                    f"{', '.join(sorted(engine.sampling_keys))}): leave it at {default}"
+                )
+    return engine
 
 
 @register_rollout_engine("native")

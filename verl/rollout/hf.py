@@ -23,7 +23,7 @@ from verl.rollout.base import (
     SharesWeights,
 )
 from verl.rollout.loading import empty_module, load_module
-from verl.rollout.sampling import check_finite, choose, uniform
+from verl.rollout.sampling import SAMPLING_KEYS, check_finite, choose, uniform
 from verl.rollout.stop_strings import StopStrings
 from verl.rollout.weight_sync import ModuleReceiver
 from verl.utils.device import resolve_dtype
@@ -78,6 +78,8 @@ class HFRollout(RolloutEngine):
         compute_dtype: dtype of the forward pass, if different from the parameters.
         weights: receiver of the module's weights, if they are not shared with the trainer.
     """
+
+    sampling_keys = SAMPLING_KEYS
 
     def __init__(
         self,

@@ -12,6 +12,9 @@ from torch.nn import functional as F
 
 from verl.rollout.base import SamplingParams
 
+#: the sampling keys that this module applies, for the engines that sample with it
+SAMPLING_KEYS = frozenset({"temperature", "top_k", "top_p", "min_p", "ignore_eos"})
+
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
 _BELOW_ONE = 1 - 2.0**-53  # the largest float64 below one; times this, a number becomes the next smaller one
 #: in vocabularies above _LARGE, the sampled token is searched in two levels: its block, then its index in the block

@@ -20,9 +20,12 @@ from verl.engines.parallel import init_process_group, reduce_values
 from verl.protocol import DataProto
 from verl.rollout.agent_loop import AGENT_LOOPS, SINGLE_TURN, Prompt, Trajectory
 from verl.rollout.base import (
+    FILTERS,
+    Completion,
     Request,
     RolloutEnv,
     SamplingParams,
+    check_completions,
     gather_coroutines,
     make_rollout_engine,
     run_coroutine,
@@ -145,6 +148,9 @@ class Rollout:
         log_probs = torch.zeros(columns["responses"].shape)
         real = columns["attention_mask"][:, prompt_width:].bool()
         log_probs[real] = torch.tensor([p for trajectory in trajectories for p in trajectory.log_probs[:limit]])
+        if not (finite := log_probs.isfinite().all(1)).all():
+            row = int((~finite).nonzero()[0])
+            raise ValueError(f"the rollout engine returned a log-prob that is not finite, for row {row} of its batch")
         columns |= {"rollout_log_probs": log_probs, "weight_version": torch.tensor(self._oldest_versions(trajectories))}
         cut = sum(trajectory.finish_reason == "length" for trajectory in trajectories)
         metrics = {
@@ -165,8 +171,22 @@ class Rollout:
         prompts = self._prompts(batch, sampling_in_mode(self.params, mode, self.config.val_kwargs))
         if self.agent_loop is None:
             return self._single_turns(prompts)
-        loops = [self.agent_loop.run(prompt, self.engine.generate_one) for prompt in prompts]
-        return run_coroutine(gather_coroutines(loops))
+        return run_coroutine(gather_coroutines([self._run_loop(prompt) for prompt in prompts]))
+
+    async def _run_loop(self, prompt: Prompt) -> Trajectory:
+        """Run the agent loop for one prompt. Raises ValueError if it returns no trajectory, or an empty one."""
+        name = f"the agent loop {type(self.agent_loop).__name__}"
+        trajectory = await self.agent_loop.run(prompt, self._generate_one)
+        if not isinstance(trajectory, Trajectory):
+            raise ValueError(f"{name}: expected run() to return a Trajectory, found {type(trajectory).__name__}")
+        if not len(trajectory):
+            raise ValueError(f"{name}: expected at least one token, found an empty trajectory")
+        return trajectory
+
+    async def _generate_one(self, request: Request) -> Completion:
+        completion = await self.engine.generate_one(request)
+        check_completions([request], [completion])
+        return completion
 
     def _prompts(self, batch: DataProto, params: SamplingParams) -> list[Prompt]:
         others = {name: values for name, values in batch.non_tensor_batch.items() if name not in _PROMPT_COLUMNS}
@@ -180,7 +200,9 @@ class Rollout:
         """Generate all responses in one call of the engine."""
         requests = [Request(prompt.token_ids, prompt.params, prompt.sample_id) for prompt in prompts]
         trajectories = []
-        for prompt, completion in zip(prompts, self.engine.generate(requests), strict=True):
+        completions = self.engine.generate(requests)
+        check_completions(requests, completions)
+        for prompt, completion in zip(prompts, completions):
             trajectories.append(Trajectory(prompt))
             trajectories[-1].add_completion(completion)
         return trajectories
@@ -309,17 +331,13 @@ class RolloutWorker(RolloutMethods):
 def sampling_in_mode(params: SamplingParams, mode: str, val: schema.ValSamplingConfig) -> SamplingParams:
     """Sampling parameters of a mode: "train", "greedy" (the same, with temperature 0) or "validate"
     (`rollout.val_kwargs`)."""
-    changes: dict[str, Any] = {
-        "train": {},
-        "greedy": {"temperature": 0.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0},
-        "validate": {
-            "temperature": val.temperature if val.do_sample else 0.0,
-            "top_k": val.top_k,
-            "top_p": val.top_p,
-            "min_p": 0.0,
-        },
-    }[mode]
-    return dataclasses.replace(params, **changes)
+    if mode == "train":
+        return params
+    if mode == "greedy":
+        return dataclasses.replace(params, temperature=0.0, **FILTERS)
+    assert mode == "validate", mode
+    filters = {name: getattr(val, name, off) for name, off in FILTERS.items()}
+    return dataclasses.replace(params, temperature=val.temperature if val.do_sample else 0.0, **filters)
 
 
 def sample_ids(batch: DataProto) -> list[int]:

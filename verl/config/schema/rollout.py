@@ -1,6 +1,7 @@
 """The `rollout` section: how responses are sampled, and the engine that generates them.
 
-A new sampling field is declared in `SamplingConfig` and read by the engine, nowhere else.
+A sampling key is declared in `SamplingConfig`, which makes it a field of `verl.rollout.base.SamplingParams`, and is
+applied in `verl.rollout.sampling` by the engines `native` and `hf`.
 """
 
 from typing import Any
@@ -21,6 +22,12 @@ class SamplingConfig(Section):
     response_length: int = field(512, "maximum response length in tokens", ge=1)
     stop: StrList = field([], "stop strings; the token that completes one ends the response")
     ignore_eos: bool = field(False, "continue generating after the end-of-sequence token")
+
+    @classmethod
+    def filters(cls) -> dict[str, Any]:
+        """The keys that change the distribution of the tokens, apart from the temperature, with the values "off"."""
+        others = ("temperature", "response_length", "stop", "ignore_eos")
+        return {name: f.default for name, f in SamplingConfig.model_fields.items() if name not in others}
 
 
 class EngineKwargs(Section):

@@ -22,6 +22,7 @@ from verl.rollout.native.model import Decoder, Projection, check_supported, read
 from verl.rollout.native.requests import Row, admission_order, batches_of
 from verl.rollout.native.scheduler import SlotScheduler
 from verl.rollout.native.torch_decoder import PREFILL_TOKENS, TorchDecoder
+from verl.rollout.sampling import SAMPLING_KEYS
 from verl.rollout.weight_sync import ModuleReceiver
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class NativeRollout(RolloutEngine):
     Raises:
         ValueError: the module is not supported.
     """
+
+    sampling_keys = SAMPLING_KEYS
 
     def __init__(
         self,
