@@ -58,7 +58,7 @@ class Scripted:
             [
                 Operator("prompts", prompts, writes=("prompt_ids", "uid")),
                 Operator("repeat", repeat(n)),
-                Operator("gen", self.gen, writes=GENERATED[:-2]),
+                Operator("gen", self.gen, writes=GENERATED[:6]),
                 Operator("reward", self.reward, writes=("token_level_rewards",)),
                 Operator("out", lambda batch: None),
             ]

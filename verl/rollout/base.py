@@ -14,6 +14,7 @@ import threading
 from abc import ABC
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, make_dataclass, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
 import torch
@@ -176,6 +177,10 @@ def _problem_of(request: Request, completion: Completion) -> str | None:
         return f"expected one log-prob per token, found {len(completion.log_probs)} for {tokens} tokens"
     if completion.finish_reason not in get_args(FinishReason):
         return f"expected finish_reason {' or '.join(get_args(FinishReason))}, found {completion.finish_reason!r}"
+    if wrong := [kind for kind in set(map(type, completion.token_ids)) if not issubclass(kind, Integral)]:
+        return f"expected token ids that are ints, found {wrong[0].__name__}"
+    if any(version < 0 for _, version in completion.weight_versions):
+        return f"expected weight versions of at least 0, found {completion.weight_versions}"
     if tokens > request.params.max_tokens:
         return f"expected at most max_tokens={request.params.max_tokens} tokens, found {tokens}"
     if not tokens and completion.finish_reason != "abort":

@@ -31,6 +31,7 @@ GENERATED = (
     "response_mask",
     "rollout_log_probs",
     "weight_version",
+    "finish_reason",
 )
 #: reserved names of extra reward values: reward_<name> is already another column or metric
 RESERVED_EXTRAS = {"model", "baselines", "failed_rows", "empty_responses", "greedy_mean", "tied_groups"}
@@ -89,9 +90,24 @@ def generate(roles: Roles, sampling: str, with_columns: bool = False) -> Callabl
     def gen(batch: DataProto) -> DataProto:
         inputs = batch.select([], None if with_columns else ["prompt_ids", "uid", "sample_index"], [])
         inputs.meta_info["sampling"] = sampling
-        return roles["rollout"].generate_sequences(inputs)
+        found = roles["rollout"].generate_sequences(inputs)
+        _check_vocabulary(found.batch["responses"], batch.meta_info.get("vocab_size"))
+        cut = found.non_tensor_batch["finish_reason"] == "length"
+        found.meta_info["metrics"] |= {"response_length/clip_ratio": float(cut.mean())}
+        return found
 
     return gen
+
+
+def _check_vocabulary(responses: torch.Tensor, vocab_size: int | None) -> None:
+    """Raise ValueError for a token id that the model does not have."""
+    wrong = responses < 0 if vocab_size is None else (responses < 0) | (responses >= vocab_size)
+    if wrong.any():
+        row, token = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"sample {row}: the rollout engine or agent loop returned token id {int(responses[row, token])}, but the "
+            f"model's vocabulary has {vocab_size} tokens"
+        )
 
 
 class RolloutWeights:

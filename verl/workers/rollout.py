@@ -46,6 +46,7 @@ from verl.utils.rng import fork_seed
 _PROMPT_COLUMNS = ("prompt_ids", "uid", "sample_index")
 #: timeout of a weight transfer in seconds if none is configured: the controller has its own timeout
 NO_TIMEOUT = 86400.0
+_ROUNDING = 1e-2  # by which a log-prob may exceed 0
 
 
 class Rollout:
@@ -126,7 +127,7 @@ class Rollout:
             max_over_ranks: maximum over all rollout ranks, so that all ranks pad to the same widths.
 
         Returns:
-            The columns of `build_sequences`, rollout_log_probs (B, T) and weight_version (B,).
+            The columns of `build_sequences`, rollout_log_probs (B, T), weight_version (B,) and finish_reason.
         """
         start = time.perf_counter()
         trajectories = self._trajectories(batch)
@@ -148,18 +149,16 @@ class Rollout:
         log_probs = torch.zeros(columns["responses"].shape)
         real = columns["attention_mask"][:, prompt_width:].bool()
         log_probs[real] = torch.tensor([p for trajectory in trajectories for p in trajectory.log_probs[:limit]])
-        if not (finite := log_probs.isfinite().all(1)).all():
-            row = int((~finite).nonzero()[0])
-            raise ValueError(f"the rollout engine returned a log-prob that is not finite, for row {row} of its batch")
+        if (wrong := ~(log_probs.isfinite() & (log_probs < _ROUNDING))).any():
+            row, token = wrong.nonzero()[0].tolist()
+            found = float(log_probs[row, token])
+            raise ValueError(f"sample {row}, token {token}: expected a finite log-prob of at most 0, found {found:g}")
         columns |= {"rollout_log_probs": log_probs, "weight_version": torch.tensor(self._oldest_versions(trajectories))}
-        cut = sum(trajectory.finish_reason == "length" for trajectory in trajectories)
-        metrics = {
-            "response_length/clip_ratio": (cut, len(trajectories)),
-            "rollout/tokens_per_second": (sum(map(sum, masks)), seconds),
-        }
+        reasons = ["length" if len(t) > limit else t.finish_reason for t in trajectories]
+        metrics = {"rollout/tokens_per_second": (sum(map(sum, masks)), seconds)}
         if self.agent_loop is not None:
             metrics["rollout/turns"] = (sum(t.turns for t in trajectories), len(trajectories))
-        return DataProto.from_dict(columns, meta_info={"metrics": metrics})
+        return DataProto.from_dict(columns, {"finish_reason": reasons}, {"metrics": metrics})
 
     def completions(self, batch: DataProto) -> list[Trajectory]:
         """Generate one single-turn trajectory per row, with the sampling parameters of training."""
@@ -174,11 +173,13 @@ class Rollout:
         return run_coroutine(gather_coroutines([self._run_loop(prompt) for prompt in prompts]))
 
     async def _run_loop(self, prompt: Prompt) -> Trajectory:
-        """Run the agent loop for one prompt. Raises ValueError if it returns no trajectory, or an empty one."""
-        name = f"the agent loop {type(self.agent_loop).__name__}"
+        """Run the agent loop for one prompt. Raises ValueError unless it returns a trajectory of that prompt."""
+        name, token_ids = f"the agent loop {type(self.agent_loop).__name__}", tuple(prompt.token_ids)
         trajectory = await self.agent_loop.run(prompt, self._generate_one)
         if not isinstance(trajectory, Trajectory):
             raise ValueError(f"{name}: expected run() to return a Trajectory, found {type(trajectory).__name__}")
+        if trajectory.prompt is not prompt or tuple(prompt.token_ids) != token_ids:
+            raise ValueError(f"{name}: expected a Trajectory of the prompt that run() was given, found another prompt")
         if not len(trajectory):
             raise ValueError(f"{name}: expected at least one token, found an empty trajectory")
         return trajectory

@@ -268,14 +268,12 @@ def read_decoder(
 
     Args:
         module: a HuggingFace model, unsharded.
-        dtype: None for the parameters' dtype, without a copy. Any other dtype copies the projections; the copy is not
-            updated with the parameters.
+        dtype: None for the parameters' dtype, without a copy. Any other dtype copies the projections as they are now.
         transpose_limit: see TRANSPOSE_LIMIT.
         reuse: an earlier result, whose memory is reused for copies.
 
     Raises:
-        ValueError: an unsupported architecture, activation or rotary variant, wrapped projections (adapters,
-            quantization), or sharded parameters.
+        ValueError: an unsupported architecture, activation or rotary variant, wrapped projections, sharded parameters.
     """
     family, config, trunk = check_supported(module), module.config, module.base_model
     head_dim = trunk.layers[0].self_attn.head_dim

@@ -130,8 +130,7 @@ def attend(
     R: tl.constexpr, NORM: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROUND: tl.constexpr, SP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one new token per row: norms and rotates its heads, writes its key and value to the cache, and
-    attends to all tokens up to it.
+    """Attention of one new token per row: norms and rotates its heads, writes its key and value, attends to all so far.
 
     Grid (B, HK, splits). qkv (B, (HQ + 2 HK) D); kv_cache of one layer; cos, sin (positions, R); qk_norm (HQ + HK, D).
     out (B, HQ D). ROUND: blocks that are read at once. With SPLIT, partial (B, HK, splits, GP, DP + 2) float32 holds
