@@ -204,7 +204,7 @@ def test_a_missing_column_names_the_operator_that_dropped_it():
     adv = ("adv", keep, "x", ())
     message = (
         r"operator 'adv' reads 'x', which operator 'drop' dropped: it declares no `writes`, so the batch that it "
-        r"returned replaced the one before\. Keep the column in that batch, or declare the `writes` of 'drop'"
+        r"returned replaced the previous one\. Keep the column in that batch, or declare the `writes` of 'drop'"
     )
     with pytest.raises(DataProtoValidationError, match=message):
         flow_of(first, drop, after, adv).compile().run(numbers())

@@ -10,6 +10,7 @@ only the model is small.
 """
 
 import argparse
+import json
 import logging
 import shutil
 import sys
@@ -117,6 +118,11 @@ def learn(args: argparse.Namespace, model: Path, data: Path, out: Path) -> tuple
     return rewards, metrics
 
 
+def first_value(path: Path, metric: str) -> float:
+    """The first recorded value of a metric: that of the validation before training."""
+    return next(line[metric] for line in map(json.loads, path.read_text().splitlines()) if metric in line)
+
+
 def name_of(args: argparse.Namespace) -> str:
     return f"{args.algorithm} with shuffled rewards" if args.shuffle_rewards else args.algorithm
 
@@ -169,11 +175,13 @@ def main(given: list[str] | None = None) -> int:
     window = min(10, len(rewards))
     first, last = (sum(chunk) / window for chunk in (rewards[:window], rewards[-window:]))
     curves = save_curves(args.out / "rl" / "metrics.jsonl", args.out / "curves.png")
-    greedy = metrics[f"val-core/{args.task}/acc/mean@1"]
+    accuracy = f"val-core/{args.task}/acc/mean@1"
+    before = first_value(args.out / "rl" / "metrics.jsonl", accuracy)
     saved = args.out / "rl" / f"global_step_{args.steps}" / "actor" / "huggingface"
     console.print(
         f"\n[bold]mean reward {first:.2f} -> {last:.2f} in {args.steps} steps[/bold] of {name_of(args)} "
-        f"(first and last {window} steps); accuracy {greedy:.2f} on 500 held-out prompts, greedy; "
+        f"(first and last {window} steps)\n"
+        f"accuracy {before:.2f} -> {metrics[accuracy]:.2f} on 500 held-out prompts, greedy; "
         f"{time.perf_counter() - start:.0f} s total",
         highlight=False,
     )

@@ -79,9 +79,9 @@ def test_the_reference_is_a_letter_or_a_position(truth):
     "repeated", ["answer ", "answer: ", "(", "A", "A.", "answer" + " " * 5, "* ", "\\boxed{", "<answer>"]
 )
 def test_no_text_takes_long(repeated):
-    begun = time.perf_counter()
+    begun = time.thread_time()  # not the time of other processes
     extract_choice(repeated * (200_000 // len(repeated)))
-    assert time.perf_counter() - begun < 1.0
+    assert time.thread_time() - begun < 1.0
 
 
 # ---- code -----------------------------------------------------------------------------------------------------------

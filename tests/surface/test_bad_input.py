@@ -305,7 +305,7 @@ def test_the_tokenizer_of_another_model(complaint, tmp_path):
     tiny_model("qwen2", tmp_path / "other")
     few = ["data.max_prompt_length=32", f"actor_rollout_ref.model.tokenizer_path={tmp_path / 'other'}"]
     shown = complaint(*few)
-    assert "but the model '" in shown and "has the ids 0 to 31: use the tokenizer of this model" in shown
+    assert "but the model '" in shown and "has ids 0 to 31: use the tokenizer of this model" in shown
 
 
 def test_responses_that_are_longer_than_the_model_has_positions(complaint):

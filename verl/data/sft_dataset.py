@@ -210,7 +210,8 @@ class SFTDataset(Dataset):
             files = ", ".join(self.data_files)
             raise ValueError(f"{files}: none of the {count:,} rows has a token in the loss within {limit:,} tokens")
         if overlong:
-            logger.info("truncated %s; %d dropped, no token was left in the loss", found, count - len(self._kept))
+            dropped = count - len(self._kept)
+            logger.info("truncated %s; dropped %d of them, whose response was truncated completely", found, dropped)
 
 
 def _find_columns(rows: Rows, config: schema.SFTDataConfig) -> _Columns:

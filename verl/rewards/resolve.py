@@ -91,8 +91,8 @@ def rule_for(data_source: str) -> ScoreFunction:
         raise ValueError(
             f"no reward rule for data_source {data_source!r}; known: {', '.join(sorted(RULES_BY_DATA_SOURCE))}.\n"
             "Set a custom reward function (reward.custom_reward_function.path=reward.py "
-            "reward.custom_reward_function.name=compute_score), select a built-in one (reward_function: "
-            f"{', '.join(sorted(REWARD_FUNCTION_REGISTRY))}), or register a rule: "
+            "reward.custom_reward_function.name=compute_score), select a built-in one "
+            f"(reward.reward_function={' or '.join(sorted(REWARD_FUNCTION_REGISTRY))}), or register a rule: "
             "verl.rewards.register_data_source(name, function)"
         )
     return RULES_BY_DATA_SOURCE[max(matching, key=len)]

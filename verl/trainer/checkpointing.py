@@ -202,7 +202,8 @@ class Checkpointer:
         words = [f"{k}: {saved.get(k)} -> {now.get(k)}" for k in changed if k not in _FREE_TO_CHANGE]
         if words:
             logger.warning(
-                "config differs from the checkpoint: %s. Set a new trainer.experiment_name to start a fresh run",
+                "config differs from the checkpoint, new values are used: %s. To start from scratch, set a new "
+                "trainer.experiment_name",
                 ", ".join(words),
             )
 
