@@ -56,7 +56,9 @@ def test_the_figures_are_those_of_the_recorded_runs():
 
 def test_the_plan_is_what_was_run():
     planned = {job.curve.key for job in read_plan((ROOT / "benchmarks" / "learning_plan.txt").read_text())}
-    assert planned == {run.key for run in read_runs(RESULTS)}
+    tables = named("Advantage estimators") | named("Policy losses")
+    unrecorded = {name for name, cells in tables.items() if cells[4] == "not recorded"}
+    assert {key for key in planned if key[1] not in unrecorded} == {run.key for run in read_runs(RESULTS)}
 
 
 def test_every_loss_and_aggregation_is_named():
