@@ -1,4 +1,4 @@
-"""Configs and weights of HuggingFace models are read strictly: nothing is silently random, dropped or without effect."""
+"""Configs and weights of HuggingFace models are read strictly: nothing is silently random, dropped or ignored."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""HuggingFace configs and weights, read strictly: an unknown override, a missing weight and an unused one are errors."""
+"""HuggingFace configs and weights, read strictly: unknown overrides, missing and unused weights are errors."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
