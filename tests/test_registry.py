@@ -124,6 +124,18 @@ def test_two_files_of_one_name_are_two_modules(folder):
     assert [load_object(str(path), "number") for path in paths] == [0, 1, 2, 3]
 
 
+def test_a_file_that_ends_the_process_is_an_error(folder):
+    (folder / "script.py").write_text("import sys\nsys.exit(0)\n")
+    for address in (str(folder / "script.py"), "script"):
+        with pytest.raises(ValueError, match=r"script.* calls sys.exit\(0\) while it is imported: .*__main__"):
+            import_module(address)
+
+
+def test_an_empty_address():
+    with pytest.raises(ValueError, match=r"expected a module name or the path to a .py file, found ''"):
+        import_module("")
+
+
 def test_a_dotted_module(folder):
     (folder / "users_pkg").mkdir()
     (folder / "users_pkg" / "__init__.py").write_text("")

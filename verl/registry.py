@@ -90,8 +90,21 @@ def import_module(address: str) -> ModuleType:
     """Import `pkg.module`, or the file `path/to/file.py`. A file is imported once per process.
 
     Raises:
-        ValueError: if there is no such file or module. Errors raised by the imported code are passed on unchanged.
+        ValueError: if there is no such file or module, or it calls sys.exit. Other errors raised by the imported code
+            are passed on unchanged.
     """
+    try:
+        return _import_module(address)
+    except SystemExit as error:  # it would end a run without a message
+        raise ValueError(
+            f"{address} calls sys.exit({error.code!r}) while it is imported: move the code that does below "
+            "`if __name__ == '__main__':`"
+        ) from error
+
+
+def _import_module(address: str) -> ModuleType:
+    if not address.strip():
+        raise ValueError(f"expected a module name or the path to a .py file, found {address!r}")
     if not (address.endswith(".py") or "/" in address):
         try:
             return importlib.import_module(address)

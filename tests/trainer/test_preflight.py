@@ -2,13 +2,17 @@
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from recipe.dapo.main_dapo import DAPOTrainer
+from verl.algorithms.policy_losses import register_policy_loss
+from verl.config import schema
 from verl.single_controller.cluster import make_cluster
 from verl.single_controller.local.cluster import InProcessCluster, ProcessCluster
 from verl.trainer import main_ppo, preflight, sft_trainer
+from verl.trainer.launch import Recipe
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.ppo_trainer import PPOTrainer
 
@@ -127,3 +131,66 @@ def test_the_hook_before_the_first_step_comes_after_the_checkpoint(settings, tmp
         assert trainer.seen == (steps - 1, ["actor", "rollout"])
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"overrides": ["trainer.total_epochs=7"]}, ValueError, "config_path and overrides, not both"),
+        ({"config_path": "x.yaml"}, ValueError, "config_path and overrides, not both"),
+        ({"config": {}}, TypeError, 'expected a Config, found dict: for a file, use config_path="x.yaml"'),
+        ({"config": "x.yaml"}, TypeError, "expected a Config, found 'x.yaml': for a file"),
+        ({"config": schema.SFTConfig()}, TypeError, "expected a Config, found SFTConfig"),
+        ({"config": None, "overrides": "a=b"}, TypeError, r"found the string 'a=b': use overrides=\['a=b'\]"),
+    ],
+)
+def test_settings_that_would_be_ignored_or_are_of_another_type(given, error, message):
+    with pytest.raises(error, match=message):
+        PPOTrainer(**{"config": schema.Config(), **given})
+
+
+def test_sft_refuses_them_as_well():
+    with pytest.raises(ValueError, match="not both"):
+        sft_trainer.SFTTrainer(schema.SFTConfig(), overrides=["trainer.total_epochs=7"])
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (lambda log_prob, advantages, response_mask: None, "'advantages', 'log_prob', 'response_mask'"),
+        (lambda log_prob, config, **kwargs: None, "'config', 'log_prob'"),
+        (lambda **kwargs: None, ""),
+    ],
+)
+def test_a_loss_that_cannot_be_aggregated(settings, loss, found):
+    register_policy_loss("mine")(loss)
+    with pytest.raises(ValueError, match=rf"loss_mode=mine: expected .* found \[{found}\] .* return agg_loss\("):
+        PPOTrainer(overrides=[*settings, "actor_rollout_ref.actor.policy_loss.loss_mode=mine"])
+
+
+def test_a_loss_may_read_all_columns_at_once(settings):
+    register_policy_loss("mine")(lambda columns: None)
+    PPOTrainer(overrides=[*settings, "actor_rollout_ref.actor.policy_loss.loss_mode=mine"])
+
+
+def test_a_backend_of_a_subclass(settings):
+    class Mine(PPOTrainer):
+        backend = "rya"
+
+    with pytest.raises(ValueError, match="no backend is called 'rya': did you mean 'ray'"):
+        Mine(overrides=settings)
+
+
+@pytest.mark.parametrize("flag", ["--dry-run", "--print-config"])
+def test_a_recipe_without_its_file(settings, capsys, flag):
+    class Mine(PPOTrainer):
+        recipe = Recipe(settings=Path("nowhere.yaml"))
+
+    assert main_ppo.main([flag, *settings], trainer=Mine) == 1
+    assert "nowhere.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("trainer", [dict, object(), LocalPPOTrainer.__init__])
+def test_main_takes_a_subclass_of_the_trainer(trainer):
+    with pytest.raises(TypeError, match=r"trainer: expected a subclass of PPOTrainer .*, found"):
+        main_ppo.main(["--dry-run"], trainer=trainer)

@@ -52,6 +52,18 @@ def test_weights_and_mask_by_hand():
     assert metrics["rollout_corr/kl"] == pytest.approx(-math.log(1.5 * 3 * 0.5 * 0.8) / 5)
 
 
+@pytest.mark.parametrize("setting", ["rollout_is=token", "rollout_rs=token_k1", "bypass_mode=true"])
+def test_log_probs_of_the_rollout_must_be_finite(setting, monkeypatch):
+    batch = batch_by_hand()
+    batch.batch["rollout_log_probs"][1, 2] = float("nan")  # padding may hold anything
+    monkeypatch.setitem(globals(), "batch_by_hand", lambda: batch)
+    threshold = [f"{CORRECTION}rollout_rs_threshold=2"]
+    corrected(CORRECTION + setting, *threshold)
+    batch.batch["rollout_log_probs"][1, 1] = float("nan")
+    with pytest.raises(ValueError, match=r"rollout.log.probs: expected finite numbers, found NaN or infinity in 1 of 2"):
+        corrected(CORRECTION + setting, *threshold)
+
+
 @pytest.mark.filterwarnings("ignore:rollout correction rejected every token")
 def test_advantages_are_those_from_before_rejection():
     plain = corrected()

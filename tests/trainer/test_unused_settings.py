@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from tests.trainer.conftest import run_settings
+from verl.algorithms.policy_losses import POLICY_LOSS_REGISTRY
 from verl.algorithms.presets import PRESETS
 from verl.config import load_config
 from verl.config.supported import settings_without_effect
@@ -109,3 +110,10 @@ def test_a_critic_that_is_not_there_is_not_waited_for(tiny, tmp_path):
         LocalPPOTrainer(
             overrides=[*run_settings(tiny, tmp_path), "algorithm.adv_estimator=grpo", "trainer.critic_warmup=2"]
         )
+
+
+def test_a_loss_with_an_invalid_signature_fails_only_if_it_is_selected(settings):
+    POLICY_LOSS_REGISTRY.register("by_position", lambda log_prob, loss_agg_mode, /: None)
+    assert keys("algorithm.name=grpo", "algorithm.lam=0.95") == {"algorithm.lam"}
+    with pytest.raises(ValueError, match="positional-only parameters"):
+        LocalPPOTrainer(overrides=[*settings, f"{ACTOR}policy_loss.loss_mode=by_position"])

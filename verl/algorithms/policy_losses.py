@@ -400,6 +400,9 @@ def actor_loss(
         agg: counts of the whole mini-batch, which divide every term.
         old_is_current: there is no column old_log_probs, since the current policy is the old one. The metrics of the
             old policy are then reported here.
+
+    Raises:
+        ValueError: the policy loss returns something else than a scalar and metrics.
     """
     mask = columns["response_mask"]
     old = outputs["log_probs"].detach() if old_is_current else columns["old_log_probs"]
@@ -411,7 +414,7 @@ def actor_loss(
         "loss_agg_mode": agg,
     }
     policy_loss = get_policy_loss_fn(loss_mode)
-    total, metrics = policy_loss(**bind_arguments(policy_loss, arguments, settings))
+    total, metrics = _checked_result(loss_mode, policy_loss(**bind_arguments(policy_loss, arguments, settings)))
     shares = {"actor/pg_loss": total}
     if settings["entropy_coeff"]:
         (entropys,) = zero_padding(mask, outputs["entropys"])
@@ -426,6 +429,26 @@ def actor_loss(
     if old_is_current:
         metrics = {**metrics, **_old_policy_metrics(old, outputs["entropys"], columns)}
     return total, {**metrics, **{name: agg.share(value, mask) for name, value in shares.items()}}
+
+
+def _checked_result(loss_mode: str, result: Any) -> LossAndMetrics:
+    """Return the result of a policy loss if it is a scalar and metrics; otherwise raise ValueError with its name."""
+    if isinstance(result, tuple | list) and len(result) == 2:
+        total, metrics = result
+        if isinstance(total, torch.Tensor) and total.ndim == 0 and isinstance(metrics, Mapping):
+            return total, dict(metrics)
+    raise ValueError(
+        f"policy loss {loss_mode!r}: expected (scalar tensor, dict of metrics), found {_described(result)}: return "
+        "agg_loss(losses, response_mask, loss_agg_mode), {}"
+    )
+
+
+def _described(result: Any) -> str:
+    if isinstance(result, tuple | list):
+        return f"({', '.join(map(_described, result))})"
+    if isinstance(result, torch.Tensor):
+        return f"a tensor of shape {tuple(result.shape)}"
+    return "None" if result is None else type(result).__name__
 
 
 def _old_policy_metrics(

@@ -249,5 +249,12 @@ def _torch_engine(spec: EngineSpec) -> TrainEngine:
 
 
 def make_engine(strategy: str, spec: EngineSpec) -> TrainEngine:
-    """Make the engine registered as `strategy`. Raises ValueError with the registered names if there is none."""
-    return ENGINES[strategy](spec)
+    """Make the engine registered as `strategy`.
+
+    Raises:
+        ValueError: no engine is registered under the name, or its factory returns something else.
+    """
+    engine = ENGINES[strategy](spec)
+    if not isinstance(engine, TrainEngine):
+        raise ValueError(f"strategy={strategy}: expected a factory that returns a TrainEngine, found {engine!r:.80}")
+    return engine

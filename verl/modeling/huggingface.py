@@ -1,12 +1,29 @@
-"""HuggingFace configs and weights, read strictly: an unknown override or a missing weight is an error."""
+"""HuggingFace configs and weights, read strictly: unknown overrides, missing and unused weights are errors."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from verl.registry import did_you_mean
+
+#: attributes that have no effect as an override -> what to use
+_NOT_OVERRIDDEN = {
+    **dict.fromkeys(
+        ("dtype", "torch_dtype"),
+        "use model_dtype (weights) and dtype (computation) in the section fsdp_config; critic.fsdp for a critic, "
+        "engine for SFT, rollout.dtype for a rollout engine with its own weights",
+    ),
+    "model_type": "the architecture is that of the files: set the model path to a model of that type",
+}
+#: names of heads; a model of one kind may be loaded from the files of another kind, without its head
+_HEADS = (
+    *("lm_head", "embed_out", "score", "classifier", "qa_outputs"),
+    *("v_head", "value_head", "reward_head", "regression_head"),
+)
+#: constants that older files have, and modules compute
+_CONSTANTS = ("inv_freq", "cos_cached", "sin_cached", "position_ids", "masked_bias")
 
 
 def read_config(path: str, overrides: Mapping[str, Any], trust_remote_code: bool = False) -> Any:
@@ -18,7 +35,7 @@ def read_config(path: str, overrides: Mapping[str, Any], trust_remote_code: bool
         trust_remote_code: whether code that comes with the model may run.
 
     Raises:
-        ValueError: there is no model, or its config has no attribute of an override's name.
+        ValueError: there is no model, or its config has no attribute of an override's name or rejects its value.
     """
     from transformers import AutoConfig
     from transformers.utils.logging import disable_progress_bar
@@ -30,9 +47,15 @@ def read_config(path: str, overrides: Mapping[str, Any], trust_remote_code: bool
         raise ValueError(f"no HuggingFace model at {path!r}: {error}") from error
     known = config.to_dict()
     for name, value in overrides.items():
+        if name in _NOT_OVERRIDDEN:
+            raise ValueError(f"override_config.{name}: not supported: {_NOT_OVERRIDDEN[name]}")
         if name not in known:
             raise ValueError(f"override_config: the model's configuration has no {name!r}: {did_you_mean(name, known)}")
-        setattr(config, name, value)
+        try:
+            setattr(config, name, value)
+        except Exception as error:  # strict dataclasses raise an error of their own, remote code any
+            reason = " ".join(str(error).split())
+            raise ValueError(f"override_config.{name}: {type(config).__name__} rejects {value!r}: {reason}") from error
     return config
 
 
@@ -53,21 +76,51 @@ def load_pretrained(
         The module and the names of the missing parameters, which transformers has initialized at random.
 
     Raises:
-        ValueError: other weights are missing, or have another shape.
+        ValueError: other weights are missing or have another shape, or the files have weights that the module has not
+            (other than the head of another kind of model).
     """
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # its table of missing keys is replaced by the error below
     try:
-        module, report = auto.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True, **build)
+        module, report = auto.from_pretrained(
+            path, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **build
+        )
     finally:
         logging.set_verbosity(verbosity)
     new = {name for name in report["missing_keys"] if new_prefix is not None and name.startswith(new_prefix)}
     missing = sorted(set(report["missing_keys"]) - new)
     if missing or report["mismatched_keys"]:
+        shapes = [
+            f"{name} (files: {list(found)}, model: {list(expected)})"
+            for name, found, expected in sorted(report["mismatched_keys"])
+        ]
         raise ValueError(
-            f"{path!r} lacks weights of {type(module).__name__}, which would stay random: missing {missing[:5]}, "
-            f"with another shape {list(report['mismatched_keys'])[:5]}"
+            f"{path!r} lacks weights of {type(module).__name__}, which would stay random: missing {_first(missing)}, "
+            f"with another shape {_first(shapes)}; override_config must not change shapes or add layers"
+        )
+    if unused := _unused(module, report["unexpected_keys"]):
+        raise ValueError(
+            f"{path!r} has weights that {type(module).__name__} does not use: {_first(unused)}. Remove overrides that "
+            "make the model smaller, such as override_config.num_hidden_layers; if the model is not meant to have "
+            "these weights, such as layers for multi-token prediction, remove them from the files"
         )
     return module, new
+
+
+def _unused(module: nn.Module, unexpected: Iterable[str]) -> list[str]:
+    """Weights of the files that neither the module nor another kind of the same model explains."""
+    children, buffers = dict(module.named_children()), dict(module.named_buffers())
+
+    def explained(name: str) -> bool:
+        head, last = name.partition(".")[0], name.rpartition(".")[2]
+        return (head in _HEADS and head not in children) or last in _CONSTANTS or name in buffers
+
+    return sorted(name for name in unexpected if not explained(name))
+
+
+def _first(names: list[str]) -> str:
+    """The first five names, and how many more there are."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"[{', '.join(names[:5])}]{more}"

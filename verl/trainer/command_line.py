@@ -62,7 +62,7 @@ def command_line(
             return 0
         if "--dry-run" in flags and dry_run is None:
             raise ValueError("--dry-run is not supported by this program")
-    except ValueError as error:
+    except USER_ERRORS as error:
         return print_error(error)
     try:
         return dry_run(path, overrides) if "--dry-run" in flags else run(path, overrides)

@@ -39,7 +39,15 @@ def main(
         arguments: None for sys.argv.
         trainer: a subclass of PPOTrainer; None for PPOTrainer. trainer.backend chooses its cluster.
         program: the module's name in --help.
+
+    Raises:
+        TypeError: `trainer` is not a subclass of PPOTrainer.
     """
+    if trainer is not None:
+        from verl.trainer.ppo_trainer import PPOTrainer
+
+        if not (isinstance(trainer, type) and issubclass(trainer, PPOTrainer)):
+            raise TypeError(f"trainer: expected a subclass of PPOTrainer (the class, not an object), found {trainer!r}")
 
     def settings(path: str | None, overrides: list[str]) -> "Config":
         from verl.algorithms.presets import PRESETS

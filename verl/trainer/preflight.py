@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import Dataset
 
 from verl.algorithms.advantages import get_adv_estimator_fn
-from verl.algorithms.binding import missing_settings
+from verl.algorithms.binding import missing_settings, parameter_names
 from verl.algorithms.policy_losses import SELECTS_PER_MICRO_BATCH, get_policy_loss_fn
 from verl.algorithms.presets import PRESETS
 from verl.checkpoints.atomic import check_folder
@@ -50,7 +50,7 @@ from verl.registry import did_you_mean, import_module
 from verl.rewards import RewardManager
 from verl.rollout.agent_loop import AGENT_LOOPS
 from verl.rollout.base import ROLLOUT_ENGINES
-from verl.single_controller.cluster import Cluster, make_cluster
+from verl.single_controller.cluster import CLUSTERS, Cluster, make_cluster
 from verl.tracking.tracking import check_trackers
 from verl.trainer.inputs import Inputs, base_settings, dataset_class
 from verl.trainer.launch import Recipe
@@ -138,6 +138,7 @@ def prepare_run(
         backend: of that cluster; None: `trainer.backend`.
     """
     recipe = recipe or Recipe()
+    _check_given(config, config_path, overrides, recipe)
     rows_given = train_dataset is not None
     if config is None:
         base = base_settings(recipe, train_dataset, val_dataset)
@@ -152,9 +153,23 @@ def prepare_run(
         run_checks(run, SETTINGS)
     if isinstance(config, _TRAINING):
         run.backend = backend or config.trainer.backend
+        if run.backend not in CLUSTERS:
+            raise ValueError(f"no backend is called {run.backend!r}: {did_you_mean(run.backend, CLUSTERS)}")
         run.cluster = cluster or make_cluster(config, run.backend)
     run_checks(run, CONFIG)
     return run
+
+
+def _check_given(config: Any, config_path: str | Path | None, overrides: Sequence[str], recipe: Recipe) -> None:
+    """Refuse settings that would be ignored, or that are not of the documented types."""
+    if config is not None and not isinstance(config, recipe.schema):
+        expected, found = recipe.schema.__name__, repr(config) if isinstance(config, str) else type(config).__name__
+        hint = 'for a file, use config_path="x.yaml"; for keys, overrides=["key=value"]'
+        raise TypeError(f"config: expected a {expected}, found {found}: {hint}")
+    if isinstance(overrides, str):
+        raise TypeError(f"overrides: expected a list, found the string {overrides!r}: use overrides=[{overrides!r}]")
+    if config is not None and (config_path is not None or overrides):
+        raise ValueError("give config, or config_path and overrides, not both: load_config(path, overrides) makes one")
 
 
 def _reader_check(check: Check, recipe: Recipe, rows_given: bool) -> Callable[[Schema], Iterable[Problem]]:
@@ -230,18 +245,22 @@ def registered_engines(run: Run) -> list[Problem]:
 
 
 def required_settings(run: Run) -> None:
-    """The estimator and the loss are registered and have a value for every setting that they require."""
-    config = run.config
-    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    """Estimator and loss are registered and have a value for every required setting; the loss can be aggregated."""
+    actor, algorithm = run.config.actor_rollout_ref.actor, run.config.algorithm
     estimator = get_adv_estimator_fn(algorithm.adv_estimator)
     if missing := missing_settings(estimator, algorithm.model_dump()):
         name = f"algorithm.adv_estimator={algorithm.adv_estimator}"
         raise ValueError(f"{name} needs the setting {missing[0]!r}: set it in the section algorithm")
-    loss = get_policy_loss_fn(actor.policy_loss.loss_mode)
+    loss, name = get_policy_loss_fn(actor.policy_loss.loss_mode), f"policy_loss.loss_mode={actor.policy_loss.loss_mode}"
     settings = {**actor.model_dump(), **actor.policy_loss.model_dump(), **algorithm.rollout_correction.model_dump()}
     if missing := missing_settings(loss, settings):
-        name = f"policy_loss.loss_mode={actor.policy_loss.loss_mode}"
         raise ValueError(f"{name} needs the setting {missing[0]!r}: set it in the section {_ACTOR}")
+    if not {"log_prob", "loss_agg_mode"} <= (found := parameter_names(loss)) and "columns" not in found:
+        raise ValueError(
+            f"{name}: expected the parameters log_prob and loss_agg_mode, found {sorted(found)} (**kwargs receives "
+            "nothing): take loss_agg_mode and return agg_loss(losses, response_mask, loss_agg_mode), so that the "
+            "gradient does not depend on the micro-batch size"
+        )
 
 
 def group_size(run: Run) -> None:

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import torch
 
+from verl.algorithms.masked import checked_column
 from verl.algorithms.policy_losses import get_policy_loss_fn
 from verl.algorithms.rollout_correction import (
     compute_rollout_correction_and_rejection_mask,
@@ -55,7 +56,8 @@ def rollout_correction(correction: schema.RolloutCorrectionConfig) -> Callable[[
 
 
 def sampled_log_probs(batch: DataProto) -> dict:
-    """Bypass mode: use rollout log-probs as old_log_probs."""
+    """Bypass mode: use rollout log-probs as old_log_probs. ValueError if one is NaN or infinite."""
+    checked_column("rollout_log_probs", batch.batch["rollout_log_probs"], batch.batch["response_mask"])
     return {"old_log_probs": batch.batch["rollout_log_probs"]}
 
 

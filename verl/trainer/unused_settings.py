@@ -53,7 +53,15 @@ def _parameters_of_others(registry: Registry[Callable], chosen: str) -> set[str]
     defaults = {
         _name(key.strip("${}")) for key_of, key in derived_fields(schema.Config).items() if _name(key_of) in own
     }
-    return set().union(*(parameter_names(registered) for _, registered in registry.items())) - own - defaults
+    return set().union(*(_parameters(registered) for _, registered in registry.items())) - own - defaults
+
+
+def _parameters(registered: Callable) -> set[str]:
+    """The parameter names; none of a function whose signature is invalid, which is an error only if it is selected."""
+    try:
+        return parameter_names(registered)
+    except (TypeError, ValueError):
+        return set()
 
 
 def _in_section(given: list[str], section: str) -> list[str]:

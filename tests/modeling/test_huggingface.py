@@ -1,0 +1,98 @@
+"""Configs and weights of HuggingFace models are read strictly: nothing is silently random, dropped or ignored."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    LlamaConfig,
+)
+
+from tests.engines.ranks import SIZES, save_model
+from verl.modeling.huggingface import load_pretrained, read_config
+
+
+@pytest.fixture
+def path(tmp_path) -> str:
+    return save_model(LlamaConfig(**SIZES), tmp_path)
+
+
+def load(path, auto=AutoModelForCausalLM, new_prefix=None, **overrides):
+    config = read_config(str(path), overrides)
+    if auto is not AutoModelForCausalLM:
+        config.num_labels = 1
+    return load_pretrained(auto, str(path), config, torch.float32, new_prefix)
+
+
+def add(path, **tensors):
+    """Add weights to the files; `__` in a name stands for a dot."""
+    weights = load_file(f"{path}/model.safetensors")
+    weights |= {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    save_file(weights, f"{path}/model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"hidden_size": "abc"}, "override_config.hidden_size: LlamaConfig rejects 'abc': .*expected int"),
+        ({"dtype": "int8"}, "override_config.dtype: not supported: use model_dtype"),
+        ({"torch_dtype": "float64"}, "override_config.torch_dtype: not supported: use model_dtype"),
+        ({"model_type": "qwen2"}, "override_config.model_type: not supported: the architecture is that of the files"),
+    ],
+)
+def test_an_override_that_is_rejected_or_without_effect(path, override, message):
+    with pytest.raises(ValueError, match=message):
+        read_config(path, override)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"num_hidden_layers": 1}, r"does not use: \[model.layers.1.*and 4 more.* override_config.num_hidden_layers"),
+        ({"num_hidden_layers": 3}, r"lacks weights of LlamaForCausalLM.*missing \[model.layers.2"),
+        ({"vocab_size": 5}, r"another shape \[lm_head.weight \(files: \[32, 32\], model: \[5, 32\]\), model.embed_tok"),
+    ],
+)
+def test_an_override_that_does_not_fit_the_weights(path, override, message):
+    with pytest.raises(ValueError, match=message):
+        load(path, **override)
+
+
+def test_weights_that_the_model_does_not_use_are_refused(path):
+    add(path, mtp__layers__0__weight=torch.zeros(2))
+    with pytest.raises(
+        ValueError, match=r"\[mtp.layers.0.weight\].*multi-token prediction, remove them from the files"
+    ):
+        load(path)
+
+
+def test_a_bias_of_a_head_that_the_model_has_is_refused(path):
+    add(path, lm_head__bias=torch.zeros(32))
+    with pytest.raises(ValueError, match=r"does not use: \[lm_head.bias\]"):
+        load(path)
+
+
+def test_constants_of_older_files_are_skipped(path):
+    add(
+        path,
+        model__rotary_emb__inv_freq=torch.ones(4),
+        model__layers__0__self_attn__rotary_emb__cos_cached=torch.ones(4),
+    )
+    load(path)
+
+
+def test_the_head_of_another_kind_of_model_is_skipped(path, tmp_path):
+    module, new = load(path, AutoModelForTokenClassification, "score.")
+    assert new == {"score.weight", "score.bias"}
+    for auto in (AutoModelForTokenClassification, AutoModelForSequenceClassification):
+        folder = tmp_path / auto.__name__
+        module = auto.from_config(read_config(path, {}))
+        module.save_pretrained(folder)
+        add(folder, lm_head__weight=torch.ones(32, 32))  # without it, the language model would have a random head
+        assert load(folder)[0].lm_head.weight.eq(1).all()
+        # and the value model ignores the head of the language model
+        load(folder, auto)
+    add(path, v_head__summary__weight=torch.ones(1, 32))
+    load(path)
