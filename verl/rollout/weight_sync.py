@@ -57,7 +57,8 @@ class WeightReceiver(Protocol):
     """The rollout engine's side."""
 
     def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Load all parameters, by HuggingFace name. Raises ValueError for missing or unknown parameters."""
+        """Load all parameters, by HuggingFace name: iterate to the end of `weights`. Raises ValueError for missing or
+        unknown parameters."""
 
     def release(self) -> None:
         """Free the weights until the next `receive`."""
@@ -89,15 +90,19 @@ class ReplicaSync(WeightSync):
         self.rollout = rollout
 
     def push(self, engine: WeightSource, version: int) -> SyncReport:
-        start, sent = time.perf_counter(), 0
+        start, sent, complete = time.perf_counter(), 0, False
 
         def counted() -> Iterator[tuple[str, torch.Tensor]]:
-            nonlocal sent
+            nonlocal sent, complete
             for name, tensor in engine.weights():
                 sent += tensor.numel() * tensor.element_size()
                 yield name, tensor
+            complete = True
 
-        self.rollout.receiver().receive(counted(), version)
+        receiver = self.rollout.receiver()
+        receiver.receive(counted(), version)
+        if not complete:
+            raise _incomplete(receiver)
         self.rollout.weight_version = version
         return SyncReport(version, sent, time.perf_counter() - start)
 
@@ -146,6 +151,10 @@ class ModuleReceiver:
         for name in self.shapes:
             parameter = self.module.get_parameter(name)
             parameter.data = parameter.data.new_empty(0)
+
+
+def _incomplete(receiver: WeightReceiver) -> ValueError:
+    return ValueError(f"{type(receiver).__name__}.receive returned before it had read all weights")
 
 
 # ---- collective ---------------------------------------------------------------------------------------------------
@@ -295,7 +304,7 @@ def receive_collective(receiver: WeightReceiver, group: TransferGroup, version: 
     try:
         receiver.receive(buckets(), version)
         if not complete:
-            raise ValueError(f"{type(receiver).__name__}.receive returned before it had read all weights")
+            raise _incomplete(receiver)
     except Exception as error:
         if not transferring:
             if not complete:
