@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ CONFIG = LlamaConfig(
 PARAMS = SamplingParams(max_tokens=6, stop_token_ids=(0,), seed=3)
 REQUESTS = make_requests([[1, 2], [3]], PARAMS)
 CPU = torch.device("cpu")
+TIMEOUT = 60.0  # of a group, in seconds
 
 
 class Trained:
@@ -96,6 +98,30 @@ def test_incomplete_weights_are_refused():
         receiver.receive([(weights[0][0], torch.zeros(1))], 7)
 
 
+class Stops:
+    """A receiver that reads the first `reads` parameters, and then raises or returns."""
+
+    def __init__(self, reads: int, error: BaseException | None):
+        self.reads, self.error = reads, error
+
+    def receive(self, weights, version):
+        for _ in zip(range(self.reads), weights):
+            pass
+        if self.error is not None:
+            raise self.error
+
+    def release(self):
+        raise AssertionError("not called")
+
+
+@pytest.mark.parametrize("reads", [0, 1])
+def test_a_replica_that_has_not_read_all_weights_is_refused(reads):
+    rollout = SimpleNamespace(receiver=lambda: Stops(reads, None), weight_version=3)
+    with pytest.raises(ValueError, match=r"^Stops.receive returned before it had read all weights$"):
+        ReplicaSync(rollout).push(Trained(make_module()), 4)
+    assert rollout.weight_version == 3
+
+
 def together(*functions):
     """The results of functions that wait for one another."""
     with ThreadPoolExecutor(len(functions)) as threads:
@@ -105,7 +131,7 @@ def together(*functions):
 
 def groups(size: int) -> list[TransferGroup]:
     address = ("127.0.0.1", free_port())
-    return together(*(lambda rank=rank: TransferGroup(address, rank, size, CPU, 60.0) for rank in range(size)))
+    return together(*(lambda rank=rank: TransferGroup(address, rank, size, CPU, TIMEOUT) for rank in range(size)))
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -170,42 +196,148 @@ def test_another_version_is_refused_on_both_sides():
         assert str(error).endswith("found version 4")
 
 
-class Stops:
-    """A receiver that reads some of the weights, and then raises or returns."""
+def without_timeout(*functions):
+    """`together`, where no function waits for the timeout of the group."""
+    start = time.monotonic()
+    found = together(*functions)
+    assert time.monotonic() - start < TIMEOUT / 3, "not by the timeout of the group"
+    return found
 
-    def __init__(self, after: int, error: Exception | None):
-        self.after, self.error = after, error
+
+FULL, EXIT, SURROGATE = MemoryError("full"), SystemExit(3), FileNotFoundError("no \udcff")
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 30])  # a bucket for each parameter, one bucket for all
+@pytest.mark.parametrize(
+    ("reads", "error", "text"),
+    [
+        *((reads, FULL, "MemoryError: full") for reads in (0, 1, 2, 1000)),
+        *((reads, None, "ValueError: Stops.receive returned before it had read all weights") for reads in (0, 1, 2)),
+        *((reads, EXIT, "SystemExit: 3") for reads in (0, 1, 1000)),
+        *((reads, SURROGATE, "FileNotFoundError: no ?") for reads in (0, 1)),
+    ],
+)
+def test_no_rank_waits_for_a_receiver_that_has_stopped(bucket_bytes, reads, error, text):
+    source, members = make_module(0), groups(3)
+    found = without_timeout(
+        lambda: CollectiveSync(members[0], bucket_bytes=bucket_bytes).push(Trained(source), 4),
+        lambda: receive_collective(ModuleReceiver(make_module(1)), members[1], 4),
+        lambda: receive_collective(Stops(reads, error), members[2], 4),
+    )
+    for other in found[:2]:
+        assert isinstance(other, ValueError)
+        assert str(other) == f"weight sync: rollout rank 1 cannot load the weights: {text}"
+    assert found[2] is error if error else isinstance(found[2], ValueError)
+
+
+class Lists:
+    """A source of given tensors. Exceptions among them are raised."""
+
+    def __init__(self, *tensors: torch.Tensor | BaseException | None):
+        self.tensors = tensors
+
+    def weights(self):
+        for number, tensor in enumerate(self.tensors):
+            if isinstance(tensor, BaseException):
+                raise tensor
+            yield f"p{number}", tensor
+
+
+class Collects:
+    """A receiver that keeps all weights."""
 
     def receive(self, weights, version):
-        for number, _ in enumerate(weights):
-            if number == self.after:
-                break
-        if self.error is not None:
-            raise self.error
+        self.weights = dict(weights)
 
     def release(self):
         raise AssertionError("not called")
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 1 << 30])  # a bucket for each parameter, one bucket for all
-@pytest.mark.parametrize("after", [0, 1, 1000])
-@pytest.mark.parametrize("error", [MemoryError("full"), None])
-def test_no_rank_waits_for_a_receiver_that_has_stopped(bucket_bytes, after, error):
-    if after == 1000 and error is None:
-        return  # has read all weights
-    source, members = make_module(0), groups(3)
-    start = time.monotonic()
-    found = together(
-        lambda: CollectiveSync(members[0], bucket_bytes=bucket_bytes).push(Trained(source), 4),
-        lambda: receive_collective(ModuleReceiver(make_module(1)), members[1], 4),
-        lambda: receive_collective(Stops(after, error), members[2], 4),
+def test_no_rank_waits_for_a_receiver_without_memory_for_a_bucket(monkeypatch):
+    members, empty = groups(3), torch.empty
+
+    def full(*size, **options):
+        if "device" in options:  # the content of a bucket, not that of a header
+            raise torch.OutOfMemoryError("full")
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", full)
+    found = without_timeout(
+        lambda: CollectiveSync(members[0], bucket_bytes=1).push(Lists(torch.ones(4)), 4),
+        *(lambda g=g: receive_collective(Collects(), g, 4) for g in members[1:]),
     )
-    assert time.monotonic() - start < 20, "not by the timeout of the group"
-    text = "MemoryError: full" if error else "ValueError: Stops.receive returned before it had read all weights"
-    for other in found[:2]:
-        assert isinstance(other, ValueError)
-        assert str(other) == f"weight sync: rollout rank 1 cannot load the weights: {text}"
-    assert found[2] is error if error else isinstance(found[2], ValueError)
+    for error in found:
+        assert isinstance(error, ValueError)
+        assert str(error).startswith("weight sync: rollout rank 0 cannot load the weights: ")
+        assert str(error).endswith("OutOfMemoryError: full")
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("sent", [0, 2])
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        (RuntimeError("no \udcff"), "RuntimeError: no ?"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (None, "AttributeError: 'NoneType' object has no attribute "),  # while the bucket is filled
+    ],
+)
+def test_no_rank_waits_for_a_sender_that_has_failed(bucket_bytes, sent, bad, text):
+    members, tensors = groups(3), [torch.ones(4)] * 3
+    sync = CollectiveSync(members[0], bucket_bytes=bucket_bytes)
+    found = without_timeout(
+        lambda: sync.push(Lists(*tensors[:sent], bad), 4),
+        lambda: receive_collective(Collects(), members[1], 4),
+        lambda: receive_collective(Stops(sent, FULL), members[2], 4),  # fails at the same time
+    )
+    assert found[0] is bad if bad is not None else isinstance(found[0], AttributeError)
+    assert isinstance(found[1], ValueError)
+    assert str(found[1]).startswith(f"weight sync: training rank 0 cannot send the weights: {text}")
+    assert isinstance(found[2], MemoryError | ValueError)
+
+    target = Collects()
+    reports = without_timeout(
+        lambda: sync.push(Lists(*tensors), 5),
+        lambda: receive_collective(target, members[1], 5),
+        lambda: receive_collective(Collects(), members[2], 5),
+    )
+    assert {report.version for report in reports} == {5} and len(target.weights) == 3, "the group is usable"
+
+
+def test_no_rank_waits_for_an_empty_list_of_weights():
+    sender, receiver = groups(2)
+    found = without_timeout(
+        lambda: CollectiveSync(sender).push(Lists(), 4),
+        lambda: receive_collective(ModuleReceiver(make_module()), receiver, 4),
+    )
+    assert [type(error) for error in found] == [ValueError, ValueError]
+    assert "weights of version 4: " in str(found[0]) and "are missing" in str(found[1])
+    found = without_timeout(
+        lambda: CollectiveSync(sender).push(Lists(), 5), lambda: receive_collective(Collects(), receiver, 5)
+    )
+    assert [report.bytes for report in found] == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("bucket_bytes", [1, 64, 1 << 20])
+def test_a_source_may_reuse_its_memory(bucket_bytes, dtype):
+    sizes = [3, 5, 100, 1, 2, 0, 40]  # some are larger than a bucket of 64 bytes
+
+    class Reuses:
+        def weights(self):
+            memory = torch.empty(100)
+            for number, size in enumerate(sizes):
+                yield f"p{number}", memory[:size].fill_(number)
+            memory.fill_(-1)
+
+    (sender, receiver), target = groups(2), Collects()
+    reports = together(
+        lambda: CollectiveSync(sender, dtype, bucket_bytes).push(Reuses(), 4),
+        lambda: receive_collective(target, receiver, 4),
+    )
+    assert reports[0].bytes == reports[1].bytes == sum(sizes) * (4 if dtype is None else 2)
+    for number, size in enumerate(sizes):
+        assert torch.equal(target.weights[f"p{number}"], torch.full((size,), float(number), dtype=dtype)), number
 
 
 def test_checksums_depend_on_every_byte_and_its_position(monkeypatch):

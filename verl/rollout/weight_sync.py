@@ -15,8 +15,10 @@ Three methods:
 
 import pickle
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -57,7 +59,8 @@ class WeightReceiver(Protocol):
     """The rollout engine's side."""
 
     def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Load all parameters, by HuggingFace name. Raises ValueError for missing or unknown parameters."""
+        """Load all parameters, by HuggingFace name: iterate to the end of `weights`. Raises ValueError for missing or
+        unknown parameters."""
 
     def release(self) -> None:
         """Free the weights until the next `receive`."""
@@ -89,15 +92,19 @@ class ReplicaSync(WeightSync):
         self.rollout = rollout
 
     def push(self, engine: WeightSource, version: int) -> SyncReport:
-        start, sent = time.perf_counter(), 0
+        start, sent, complete = time.perf_counter(), 0, False
 
         def counted() -> Iterator[tuple[str, torch.Tensor]]:
-            nonlocal sent
+            nonlocal sent, complete
             for name, tensor in engine.weights():
                 sent += tensor.numel() * tensor.element_size()
                 yield name, tensor
+            complete = True
 
-        self.rollout.receiver().receive(counted(), version)
+        receiver = self.rollout.receiver()
+        receiver.receive(counted(), version)
+        if not complete:
+            raise _incomplete(receiver)
         self.rollout.weight_version = version
         return SyncReport(version, sent, time.perf_counter() - start)
 
@@ -148,7 +155,21 @@ class ModuleReceiver:
             parameter.data = parameter.data.new_empty(0)
 
 
+def _incomplete(receiver: WeightReceiver) -> ValueError:
+    return ValueError(f"{type(receiver).__name__}.receive returned before it had read all weights")
+
+
 # ---- collective ---------------------------------------------------------------------------------------------------
+#
+# Rank 0 broadcasts headers. A header is
+#
+# - (number, version, entries, bytes): a bucket. All ranks agree to continue (`_agree`), rank 0 broadcasts the content,
+#   all ranks compare checksums (`_compare`).
+# - None: the end. All ranks agree that the weights are loaded.
+# - a string: the error of rank 0. Every rank raises.
+#
+# A rollout rank that fails while it loads weights waits for the next header and reports its error in `_agree`. So no
+# rank waits for one that has failed.
 
 
 class TransferGroup:
@@ -226,35 +247,62 @@ class CollectiveSync(WeightSync):
         self.bucket_bytes = bucket_bytes
 
     def push(self, engine: WeightSource, version: int) -> SyncReport:
-        start, sent, total = time.perf_counter(), 0, 0
-        bucket: list[tuple[str, torch.Tensor]] = []
-        size, number = 0, 0
-        for name, tensor in engine.weights():
-            if self.group is None:
-                continue
-            tensor = tensor if self.dtype is None else tensor.to(self.dtype)
-            if bucket and size + tensor.nbytes > self.bucket_bytes:
-                sent, total, number = sent + size, _fold(total, self._send(bucket, number, version)), number + 1
-                bucket, size = [], 0
-            bucket.append((name, tensor))
-            size += tensor.nbytes
-        if self.group is not None:
-            total = _fold(total, self._send(bucket, number, version))
-            self.group.broadcast_object(None)
-            _agree(self.group)
-        return SyncReport(version, sent + size, time.perf_counter() - start, total)
-
-    def _send(self, bucket: list[tuple[str, torch.Tensor]], number: int, version: int) -> int:
-        """Send one bucket and compare its checksum with those of the receivers. Returns the checksum."""
-        entries, chunks, at = [], [], 0
-        for name, tensor in bucket:
-            content = _bytes_of(tensor.to(self.group.device))
-            entries.append(_Entry(name, tuple(tensor.shape), tensor.dtype, at, checksum_of(content)))
-            chunks.append(content)
-            at += len(content)
-        self.group.broadcast_object((number, version, entries, at))
-        self.group.broadcast(chunks[0] if len(chunks) == 1 else torch.cat(chunks))
+        start, sent, total, number = time.perf_counter(), 0, 0, 0
+        if self.group is None:
+            for _ in engine.weights():
+                pass
+            return SyncReport(version, seconds=time.perf_counter() - start)
+        buckets = self._buckets(engine)
+        while (bucket := self._next(buckets)) is not None:
+            total = _fold(total, self._send(number, version, *bucket))
+            sent, number = sent + sum(entry.bytes for entry in bucket[0]), number + 1
+            del bucket  # a large parameter is freed before the next one is gathered
+        self.group.broadcast_object(None)
         _agree(self.group)
+        return SyncReport(version, sent, time.perf_counter() - start, total)
+
+    def _buckets(self, engine: WeightSource) -> Iterator[tuple[list[_Entry], torch.Tensor]]:
+        """Yield the entries and the content of each bucket: (n,) uint8, valid until the next one.
+
+        Parameters are copied before the next one is read, because `weights()` may reuse its memory.
+        """
+        buffer, entries, end = None, [], 0
+        for name, tensor in engine.weights():
+            dtype, shape = self.dtype or tensor.dtype, tuple(tensor.shape)
+            size = tensor.numel() * dtype.itemsize
+            padded = _padded(size)
+            if entries and end + padded > self.bucket_bytes:
+                yield entries, buffer[:end]
+                entries, end = [], 0
+            if padded > self.bucket_bytes:
+                tensor = _bytes_of(tensor.to(self.group.device, dtype))
+                yield [_Entry(name, shape, dtype, 0, checksum_of(tensor))], tensor
+                del tensor
+                continue
+            if buffer is None:
+                buffer = torch.empty(self.bucket_bytes, dtype=torch.uint8, device=self.group.device)
+            span = buffer[end : end + padded]
+            span[:size].view(dtype).view(shape).copy_(tensor.detach())
+            span[size:].zero_()
+            entries.append(_Entry(name, shape, dtype, end, checksum_of(span)))
+            end += padded
+        if entries:
+            yield entries, buffer[:end]
+
+    def _next(self, buckets: Iterator[tuple[list[_Entry], torch.Tensor]]) -> tuple[list[_Entry], torch.Tensor] | None:
+        """The next bucket; None at the end. An error is reported to the rollout ranks and raised unchanged."""
+        try:
+            return next(buckets, None)
+        except BaseException as error:
+            with suppress(RuntimeError):  # of the group
+                self.group.broadcast_object(_describe(error))
+            raise
+
+    def _send(self, number: int, version: int, entries: list[_Entry], content: torch.Tensor) -> int:
+        """Send one bucket and compare its checksum with those of the receivers. Returns the checksum."""
+        self.group.broadcast_object((number, version, entries, len(content)))
+        _agree(self.group)
+        self.group.broadcast(content)
         return _compare(self.group, number, entries, [entry.checksum for entry in entries])
 
 
@@ -263,27 +311,38 @@ def receive_collective(receiver: WeightReceiver, group: TransferGroup, version: 
 
     Raises:
         ValueError: a checksum differs (it names the bucket and the first differing parameter), another version arrives
-            than expected, or another rank cannot load the weights. An error of the receiver is raised unchanged on its
-            rank; the other ranks, including the sender, raise a ValueError that quotes it.
+            than expected, another rank cannot load the weights, or the sender fails. An error of a rank is raised
+            unchanged on that rank, SystemExit and KeyboardInterrupt included; the other ranks raise a ValueError that
+            quotes it.
     """
     start, sent, total = time.perf_counter(), 0, 0
-    transferring, complete = True, False
+    transferring, complete = False, False  # transferring: not in the code of the receiver
 
-    def next_bucket() -> tuple | None:
+    def next_bucket() -> tuple[int, list[_Entry], torch.Tensor] | None:
         header = group.broadcast_object(None)
         if header is None:
             return None
-        content = torch.empty(header[-1], dtype=torch.uint8, device=group.device)
+        if isinstance(header, str):
+            raise ValueError(f"weight sync: training rank 0 cannot send the weights: {header}")
+        number, pushed, entries, size = header
+        reason, content = "", None
+        if pushed != version:
+            reason = f"expected weights of version {version}, found version {pushed}"
+        else:
+            try:
+                content = torch.empty(size, dtype=torch.uint8, device=group.device)
+            except Exception as error:  # out of memory
+                reason = _describe(error)
+        _agree(group, reason)
         group.broadcast(content)
-        return *header[:-1], content
+        return number, entries, content
 
     def buckets() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal sent, total, transferring, complete
+        transferring = True
         while (bucket := next_bucket()) is not None:
-            number, pushed, entries, content = bucket
-            reason = f"expected weights of version {version}, found version {pushed}" if pushed != version else ""
-            _agree(group, reason)
-            spans = [content[e.start : e.start + -(-e.bytes // _ALIGNMENT) * _ALIGNMENT] for e in entries]
+            number, entries, content = bucket
+            spans = [content[e.start : e.start + _padded(e.bytes)] for e in entries]
             total = _fold(total, _compare(group, number, entries, [checksum_of(span) for span in spans]))
             transferring = False
             for entry, span in zip(entries, spans):
@@ -295,15 +354,22 @@ def receive_collective(receiver: WeightReceiver, group: TransferGroup, version: 
     try:
         receiver.receive(buckets(), version)
         if not complete:
-            raise ValueError(f"{type(receiver).__name__}.receive returned before it had read all weights")
-    except Exception as error:
+            raise _incomplete(receiver)
+    except BaseException as error:
         if not transferring:
-            if not complete:
-                next_bucket()  # the other ranks learn of the error after the next transfer
-            _agree(group, f"{type(error).__name__}: {error}", raises=False)
+            with suppress(RuntimeError):  # of the group
+                failed = not complete and isinstance(group.broadcast_object(None), str)
+                if not failed:
+                    _agree(group, _describe(error), raises=False)
         raise
     _agree(group)
     return SyncReport(version, sent, time.perf_counter() - start, total)
+
+
+def _describe(error: BaseException) -> str:
+    """Type and message of an error, for other ranks. Valid UTF-8: surrogates of a path are replaced."""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    return text.encode(errors="replace").decode()
 
 
 def _agree(group: TransferGroup, reason: str = "", raises: bool = True) -> None:
@@ -343,10 +409,15 @@ def _compare(group: TransferGroup, number: int, entries: list[_Entry], checksums
     return own
 
 
+def _padded(size: int) -> int:
+    """The next multiple of _ALIGNMENT."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor, zero-padded to a multiple of _ALIGNMENT: (n,) uint8."""
     content = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    rest = -len(content) % _ALIGNMENT
+    rest = _padded(len(content)) - len(content)
     return torch.nn.functional.pad(content, (0, rest)) if rest else content
 
 
