@@ -131,7 +131,12 @@ def together(*functions):
 
 def groups(size: int) -> list[TransferGroup]:
     address = ("127.0.0.1", free_port())
-    return together(*(lambda rank=rank: TransferGroup(address, rank, size, CPU, TIMEOUT) for rank in range(size)))
+
+    def join(rank: int) -> TransferGroup:
+        time.sleep(0.05 * (rank > 0))  # TCPStore retries after 5 seconds if rank 0 does not listen yet
+        return TransferGroup(address, rank, size, CPU, TIMEOUT)
+
+    return together(*(lambda rank=rank: join(rank) for rank in range(size)))
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
