@@ -1,4 +1,4 @@
-"""Value, entropy and SFT losses: loops, gradients, splits, padding."""
+"""Value, entropy and SFT losses: loops, gradients, splits, padding; and what the actor expects of a policy loss."""
 
 import math
 
@@ -7,6 +7,7 @@ import torch
 
 from verl.algorithms import LOSS_AGG_MODES, LossAggregation, entropy_loss, merge_metrics, sft_nll, value_loss
 from verl.algorithms.kl import entropy_from_logits, sum_pi_squared_from_logits
+from verl.algorithms.policy_losses import actor_loss, register_policy_loss
 
 MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]])
 
@@ -98,3 +99,27 @@ def test_entropy_loss_reads_no_padding():
     assert loss.item() == pytest.approx(0.562335, abs=1e-6)  # of the distribution (1/4, 3/4)
     assert torch.isfinite(logits.grad).all()
     assert (logits.grad[MASK == 0] == 0).all()
+
+
+SCALAR, MATRIX = torch.zeros(()), torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("result", "found"),
+    [
+        (SCALAR, r"a tensor of shape \(\)"),
+        ((SCALAR,) * 4, r"\(a tensor of shape \(\), a tensor .*\)"),
+        (None, "None"),
+        ((0.0, {}), r"\(float, dict\)"),
+        ((MATRIX, {}), r"\(a tensor of shape \(2, 3\), dict\)"),
+        ((SCALAR, None), r"\(a tensor of shape \(\), None\)"),
+        ((SCALAR, SCALAR), r"\(a tensor of shape \(\), a tensor of shape \(\)\)"),
+    ],
+)
+def test_a_loss_that_returns_something_else_is_named(result, found):
+    register_policy_loss("odd")(lambda log_prob, loss_agg_mode: result)
+    columns = {"response_mask": torch.ones(2, 3), "old_log_probs": MATRIX}
+    with pytest.raises(ValueError, match=rf"loss 'odd': expected \(scalar tensor, dict of metrics\), found {found}: "):
+        actor_loss(
+            {"log_probs": MATRIX}, columns, loss_mode="odd", settings={}, agg=LossAggregation("token-mean", 6, 2)
+        )

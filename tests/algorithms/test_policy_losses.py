@@ -17,7 +17,7 @@ from verl.algorithms import (
     get_policy_loss_fn,
     merge_metrics,
 )
-from verl.algorithms.policy_losses import SELECTS_PER_MICRO_BATCH, actor_loss, register_policy_loss
+from verl.algorithms.policy_losses import SELECTS_PER_MICRO_BATCH
 
 SETTINGS = {"dro_beta": 0.3, "clip_cov_lb": 0.0, "clip_cov_ratio": 0.2, "kl_cov_ratio": 0.2, "sppo_eta": 0.7}
 # losses that ignore loss_agg_mode
@@ -475,30 +475,6 @@ class TestBypassMode:
             call("bypass_mode", make_batch(), rollout_is_batch_normalize=True)
         with pytest.raises(ValueError, match="did you mean 'ppo_clip'"):
             call("bypass_mode", make_batch(), loss_type="ppo_clp")
-
-
-SCALAR, MATRIX = torch.zeros(()), torch.zeros(2, 3)
-
-
-@pytest.mark.parametrize(
-    ("result", "found"),
-    [
-        (SCALAR, r"a tensor of shape \(\)"),
-        ((SCALAR,) * 4, r"\(a tensor of shape \(\), a tensor .*\)"),
-        (None, "None"),
-        ((0.0, {}), r"\(float, dict\)"),
-        ((MATRIX, {}), r"\(a tensor of shape \(2, 3\), dict\)"),
-        ((SCALAR, None), r"\(a tensor of shape \(\), None\)"),
-        ((SCALAR, SCALAR), r"\(a tensor of shape \(\), a tensor of shape \(\)\)"),
-    ],
-)
-def test_a_loss_that_returns_something_else_is_named(result, found):
-    register_policy_loss("odd")(lambda log_prob, loss_agg_mode: result)
-    columns = {"response_mask": torch.ones(2, 3), "old_log_probs": MATRIX}
-    with pytest.raises(ValueError, match=rf"loss 'odd': expected \(scalar tensor, dict of metrics\), found {found}: "):
-        actor_loss(
-            {"log_probs": MATRIX}, columns, loss_mode="odd", settings={}, agg=LossAggregation("token-mean", 6, 2)
-        )
 
 
 def test_misspelt_name_lists_the_losses():
