@@ -12,7 +12,7 @@ Load its file with `imports=[path/to/file.py]` and select it with `actor_rollout
 import asyncio
 import threading
 from abc import ABC
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, make_dataclass, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 
 from verl.config.schema.rollout import SamplingConfig
 from verl.registry import Registry, load_object
+from verl.rollout.gathering import GatheredRequests
 from verl.rollout.stop_strings import StopStrings
 
 if TYPE_CHECKING:
@@ -209,7 +210,7 @@ class RolloutEngine(ABC):  # noqa: B024 (`__init_subclass__` asks for one method
     #: the sampling keys of `schema.SamplingConfig` that it applies: setting another one is an error. None: not declared
     sampling_keys: frozenset[str] | None = None
 
-    _gathering: "GatheredRequests | None" = None
+    _gathering: GatheredRequests | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -230,8 +231,8 @@ class RolloutEngine(ABC):  # noqa: B024 (`__init_subclass__` asks for one method
 
         The default collects concurrent requests and calls `generate`, which blocks the event loop meanwhile.
         """
-        if self._gathering is None:
-            self._gathering = GatheredRequests(self.generate)
+        if self._gathering is None:  # setdefault: another thread may do the same
+            vars(self).setdefault("_gathering", GatheredRequests(self._complete))
         return await self._gathering.submit(request)
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
@@ -240,7 +241,21 @@ class RolloutEngine(ABC):  # noqa: B024 (`__init_subclass__` asks for one method
         Each returns its tokens so far, with finish_reason "abort". The default aborts requests that have not started.
         """
         if self._gathering is not None:
-            self._gathering.abort(request_ids)
+            self._gathering.abort(lambda request: is_named(request, request_ids), Completion([], [], "abort"))
+
+    def _complete(self, requests: Sequence[Request]) -> list[Completion]:
+        """Call `generate`. Raises ValueError if it does not return one valid completion per request."""
+        found = self.generate(requests)
+        if not isinstance(found, Iterable):
+            if isinstance(found, Coroutine):
+                found.close()
+            raise ValueError(
+                f"{type(self).__name__}.generate() returned a {type(found).__name__}: expected a list with one "
+                "Completion per request. It must not be `async`; define `async generate_one` for single requests"
+            )
+        completions = list(found)
+        check_completions(requests, completions)
+        return completions
 
     def sleep(self) -> None:  # noqa: B027
         """Free the memory that only generation needs, such as the KV cache. The weights are kept."""
@@ -263,41 +278,6 @@ async def gather_coroutines(coroutines: Sequence[Coroutine[Any, Any, T]]) -> lis
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
-
-
-class GatheredRequests:
-    """Implements `generate_one` with `generate`: concurrent requests form one batch."""
-
-    def __init__(self, generate: Callable[[Sequence[Request]], list[Completion]]):
-        self._generate = generate
-        self._waiting: list[tuple[Request, asyncio.Future[Completion]]] = []
-
-    async def submit(self, request: Request) -> Completion:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Completion] = loop.create_future()
-        if not self._waiting:
-            loop.call_soon(self._flush)  # after the coroutines that are ready now have submitted theirs
-        self._waiting.append((request, future))
-        return await future
-
-    def abort(self, request_ids: Sequence[str] | None) -> None:
-        for request, future in self._waiting:
-            if is_named(request, request_ids) and not future.done():
-                future.set_result(Completion([], [], "abort"))
-
-    def _flush(self) -> None:
-        batch = [(request, future) for request, future in self._waiting if not future.done()]
-        self._waiting = []
-        if not batch:
-            return
-        try:
-            completions = self._generate([request for request, _ in batch])
-        except Exception as error:
-            for _, future in batch:
-                future.set_exception(error)
-            return
-        for (_, future), completion in zip(batch, completions, strict=True):
-            future.set_result(completion)
 
 
 def is_named(request: Request, request_ids: Sequence[str] | None) -> bool:
