@@ -22,11 +22,15 @@ from verl.rollout.base import (
     SamplingParams,
     SharesWeights,
 )
+from verl.rollout.checks import check_request
 from verl.rollout.loading import empty_module, load_module
 from verl.rollout.sampling import SAMPLING_KEYS, check_finite, choose, uniform
 from verl.rollout.stop_strings import StopStrings
 from verl.rollout.weight_sync import ModuleReceiver
 from verl.utils.device import resolve_dtype
+
+#: the cause of the limit of positions, in error messages
+_POSITIONS = "the model's max_position_embeddings"
 
 
 class _Sampler(LogitsProcessor):
@@ -102,13 +106,11 @@ class HFRollout(RolloutEngine):
         batches.
 
         Raises:
-            ValueError: an empty prompt, non-finite logits, or weights that were not received.
+            ValueError: an invalid request (see `check_request`), non-finite logits, or weights that were not received.
         """
+        vocab_size, max_positions = self._limits()
         for index, request in enumerate(requests):
-            if not request.prompt_ids:
-                raise ValueError(f"prompt {index} has no tokens")
-            if request.multi_modal_data is not None:
-                raise ValueError(f"prompt {index}: rollout.name=hf does not support multi_modal_data (text only)")
+            check_request(f"prompt {index}", request, "hf", vocab_size, max_positions, _POSITIONS)
         if self.weights is not None:
             self.weights.check_filled()
         start = time.perf_counter()
@@ -119,7 +121,7 @@ class HFRollout(RolloutEngine):
         self.module.set_attn_implementation("sdpa" if self.module._supports_sdpa else "eager")
         self.module.eval()
         try:
-            for chosen in self._batches(requests):
+            for chosen in self._batches(requests, max_positions):
                 for index, completion in zip(chosen, self._generate([requests[i] for i in chosen])):
                     completions[index] = completion
         finally:
@@ -128,18 +130,42 @@ class HFRollout(RolloutEngine):
         self.stats.seconds = time.perf_counter() - start
         return completions
 
-    def _batches(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Indices of the requests of each call. Prompts of similar length share a call, which reduces padding."""
+    async def generate_one(self, request: Request) -> Completion:
+        """See `RolloutEngine.generate_one`. An invalid request fails without affecting the others."""
+        check_request(f"the prompt of sample_id {request.sample_id!r}", request, "hf", *self._limits(), _POSITIONS)
+        return await super().generate_one(request)
+
+    def _limits(self) -> tuple[int, int | None]:
+        """Size of the vocabulary, and max length of prompt plus response (None: no limit)."""
+        text = self.module.config.get_text_config()
+        return text.vocab_size, getattr(text, "max_position_embeddings", None)
+
+    def _batches(self, requests: Sequence[Request], max_positions: int | None) -> list[list[int]]:
+        """Indices of the requests of each call. Prompts of similar length share a call, which reduces padding.
+
+        All rows of a call take as many steps as the longest response, so a long prompt does not share a call with a
+        long response if that exceeds the positions.
+        """
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids))
         batches: list[list[int]] = []
         for params in dict.fromkeys(request.params.shared for request in requests):
-            same = [i for i in order if requests[i].params.shared == params]
-            batches += [same[at : at + self.max_rows] for at in range(0, len(same), self.max_rows)]
+            batch, steps = [], 0
+            for i in order:
+                if requests[i].params.shared != params:
+                    continue
+                limit, length = requests[i].params.max_tokens, len(requests[i].prompt_ids)
+                too_long = max_positions is not None and length + max(steps, limit) > max_positions
+                if batch and (too_long or len(batch) == self.max_rows):
+                    batches.append(batch)
+                    batch, steps = [], 0
+                batch.append(i)
+                steps = max(steps, limit)
+            batches.append(batch)
         return batches
 
     def _generate(self, requests: list[Request]) -> list[Completion]:
         params, device = requests[0].params, self.module.device
-        prompts = [request.prompt_ids for request in requests]
+        prompts = [list(request.prompt_ids) for request in requests]
         width = max(map(len, prompts))
         ids = torch.tensor([[self.pad_token_id] * (width - len(p)) + p for p in prompts], device=device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from verl.rollout.base import Request, SamplingParams
+from verl.rollout.checks import check_request
 from verl.rollout.native.model import Decoder
 from verl.rollout.stop_strings import StopStrings
 
@@ -35,19 +36,9 @@ class Row:
     @classmethod
     def of(cls, index: int, request: Request, decoder: Decoder) -> "Row":
         """Check a request. Raises ValueError that names the request by `index`."""
-        prompt, limit = request.prompt_ids, request.params.max_tokens
-        if request.multi_modal_data is not None:
-            raise ValueError(f"prompt {index}: rollout.name=native does not support multi_modal_data (text only)")
-        if not prompt:
-            raise ValueError(f"prompt {index} has no tokens")
-        if min(prompt) < 0 or max(prompt) >= decoder.vocab_size:
-            raise ValueError(f"prompt {index} has a token outside the vocabulary of {decoder.vocab_size}")
-        if len(prompt) + limit > decoder.max_positions:
-            raise ValueError(
-                f"prompt {index}: {len(prompt)} prompt and {limit} response tokens exceed {decoder.max_positions} "
-                f"positions ({decoder.max_positions_reason}); shorten the prompt or the response"
-            )
-        return cls(index, list(prompt), request.sample_id, limit, request.params.seed, request.params.stop)
+        limits = decoder.vocab_size, decoder.max_positions, decoder.max_positions_reason
+        prompt, params = check_request(f"prompt {index}", request, "native", *limits), request.params
+        return cls(index, prompt, request.sample_id, params.max_tokens, params.seed, params.stop)
 
 
 def admission_order(rows: Sequence[Row]) -> list[Row]:

@@ -1,0 +1,68 @@
+"""Checks of one request, shared by the engines in this package: an invalid request fails alone, before it joins a
+batch."""
+
+from operator import index as as_int
+from typing import Any
+
+from verl.rollout.base import Request
+
+
+def check_request(
+    name: str, request: Request, engine: str, vocab_size: int, max_positions: int | None, positions_reason: str
+) -> list[int]:
+    """Check a request.
+
+    Args:
+        name: what error messages call the request, such as "prompt 3".
+        engine: name of the rollout engine.
+        vocab_size: number of tokens of the model.
+        max_positions: max length of prompt plus response; None: no limit.
+        positions_reason: the cause of `max_positions`.
+
+    Returns:
+        The prompt's token ids, as a new list.
+
+    Raises:
+        ValueError: media, an empty prompt, a token outside the vocabulary, a number that is not an integer or does not
+            fit, or a sequence longer than `max_positions`. The message names the request and the field.
+    """
+    params = request.params
+    if request.multi_modal_data is not None:
+        raise ValueError(f"{name}: rollout.name={engine} does not support multi_modal_data (text only)")
+    prompt = _token_ids(f"{name}: prompt_ids", request.prompt_ids)
+    if not prompt:
+        raise ValueError(f"{name} has no tokens")
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        raise ValueError(f"{name} has a token outside the vocabulary of {vocab_size}")
+    if not isinstance(params.stop_token_ids, tuple):  # requests are grouped by their parameters, which are hashed
+        raise ValueError(f"{name}: stop_token_ids: expected a tuple, found a {type(params.stop_token_ids).__name__}")
+    stops = _token_ids(f"{name}: stop_token_ids", params.active_stop_ids)
+    if stops and (min(stops) < 0 or max(stops) >= vocab_size):
+        raise ValueError(f"{name}: stop_token_ids: expected tokens of the vocabulary of {vocab_size}, found {stops}")
+    _check_int64(f"{name}: sample_id", request.sample_id)
+    _check_int64(f"{name}: seed", params.seed)
+    _check_int64(f"{name}: max_tokens", params.max_tokens)
+    if max_positions is not None and len(prompt) + params.max_tokens > max_positions:
+        raise ValueError(
+            f"{name}: {len(prompt)} prompt and {params.max_tokens} response tokens exceed {max_positions} positions "
+            f"({positions_reason}); shorten the prompt or the response"
+        )
+    return prompt
+
+
+def _token_ids(field: str, values: Any) -> list[int]:
+    try:
+        ids = list(values)
+        as_int(sum(ids))  # a sum is an integer only if all terms are
+        return ids
+    except TypeError:
+        raise ValueError(f"{field}: expected a list of integers, found {str(values)[:80]}") from None
+
+
+def _check_int64(field: str, value: Any) -> None:
+    try:
+        fits = -(2**63) <= as_int(value) < 2**63
+    except TypeError:
+        fits = False
+    if not fits:
+        raise ValueError(f"{field}: expected a 64-bit signed integer, found {value!r}")
