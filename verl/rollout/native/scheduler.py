@@ -193,7 +193,7 @@ class SlotScheduler:
         self.due -= 1
         self.steps += 1
         tokens = self._sample(logits, live)
-        ended = self.due == 0 or (self.stops and bool(self.is_stop[tokens].any()))
+        ended = self.due == 0 or (bool(self.stops) and bool(self.is_stop[tokens].any()))
         if self.has_stop_strings and self.steps % SEARCH_INTERVAL == 0:
             ended |= self._search_stop_strings()
         if ended:
