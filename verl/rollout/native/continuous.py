@@ -5,6 +5,7 @@ to the running batch and a finished response resumes its coroutine immediately.
 """
 
 import asyncio
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from verl.rollout.base import Completion, Request, RolloutStats, SamplingParams, is_named
+from verl.rollout.gathering import fail
 from verl.rollout.native.requests import Row, admission_order
 
 if TYPE_CHECKING:
@@ -48,17 +50,31 @@ class ContinuousBatch:
         self._is_closed = False  # whether new requests wait until the running batch is done
         self._decoder: Decoder | None = None
         self._scheduler: SlotScheduler | PagedScheduler | None = None
+        self._is_serving = False
         self._task: asyncio.Task | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0  # of the event loop
 
-    @property
     def is_busy(self) -> bool:
-        return self._task is not None
+        """Whether requests are waiting or running."""
+        self._forget_dead_task()
+        return bool(self.queue) or self._is_serving  # in this order: serving starts before it takes from the queue
 
     async def submit(self, request: Request) -> Completion:
-        pending = _Pending(request, request.params.shared, asyncio.get_running_loop().create_future())
-        self.queue.append(pending)
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._serve())
+        loop = asyncio.get_running_loop()
+        pending = _Pending(request, request.params.shared, loop.create_future())
+        with self.engine.lock:
+            self.engine.check_not_generating("generate_one()")
+            self._forget_dead_task()
+            if self._task is None:
+                self._loop, self._task = loop, loop.create_task(self._serve())
+            elif self._loop is not loop:
+                raise ValueError(
+                    "generate_one() was called in a second event loop while requests of the first are running: use one "
+                    "event loop per engine, or wait for them"
+                )
+            self._thread = threading.get_ident()
+            self.queue.append(pending)
         try:
             return await pending.future
         except asyncio.CancelledError:
@@ -66,8 +82,33 @@ class ContinuousBatch:
             raise
 
     def abort(self, request_ids: Sequence[str] | None) -> None:
+        """Thread-safe: requests are aborted in their event loop."""
+        with self.engine.lock:
+            self._forget_dead_task()
+            if self._task is None:
+                return
+            if threading.get_ident() != self._thread:
+                self._loop.call_soon_threadsafe(self._abort, request_ids)
+                return
+        self._abort(request_ids)
+
+    def _abort(self, request_ids: Sequence[str] | None) -> None:
         requests = [*self.queue, *self.running.values()]
         self._drop([pending for pending in requests if is_named(pending.request, request_ids)])
+
+    def _forget_dead_task(self) -> None:
+        """Reset if the task cannot continue: its event loop was closed, or it was cancelled before its first step."""
+        if self._task is None or not (self._loop.is_closed() or self._task.done()):
+            return
+        pending, self.queue, self.running = [*self.queue, *self.running.values()], [], {}
+        loop = self._loop
+        self._task.get_coro().close()  # leaves the session of the engine
+        self.engine.free()
+        if not loop.is_closed():
+            for waiting in pending:
+                loop.call_soon_threadsafe(waiting.future.cancel)
+        self._task = self._loop = self._scheduler = None
+        self._is_serving = False
 
     def _drop(self, chosen: list[_Pending]) -> None:
         for pending in chosen:
@@ -86,20 +127,22 @@ class ContinuousBatch:
         start, self.engine.stats = time.perf_counter(), RolloutStats()
         try:
             await asyncio.sleep(0)  # the coroutines that are ready now submit their requests first
+            self._is_serving = bool(self.queue)
             while self.queue:
                 await self._serve_batch()
         except BaseException as error:
             pending, self.queue, self.running = [*self.queue, *self.running.values()], [], {}
             if pending:
-                self.engine.sleep()  # NaN in the cache must not reach other rows
+                self.engine.free()  # NaN in the cache must not reach other rows
             for waiting in pending:
-                if not waiting.future.done():
-                    waiting.future.set_exception(error)
+                fail(waiting.future, error)
             if not isinstance(error, Exception):
                 raise
         finally:
             self.engine.stats.seconds = time.perf_counter() - start
-            self._task = self._scheduler = None
+            with self.engine.lock:
+                self._task = self._loop = self._scheduler = None
+                self._is_serving = False
 
     async def _serve_batch(self) -> None:
         """Run one batch: the first request of the queue and all that can share its batch."""
@@ -125,6 +168,8 @@ class ContinuousBatch:
                 for row, completion in finished:
                     engine.stats.tokens += len(completion.token_ids)
                     self._resolve(self.running.pop(row.index), completion)
+                if not self.running and not self.queue:
+                    break  # before the coroutines resume: they may update the weights, or call generate() or sleep()
                 await asyncio.sleep(0)
                 self._extend(params)
         self._scheduler = None
@@ -154,10 +199,12 @@ class ContinuousBatch:
         rows = []
         while self.queue and self.queue[0].params == params:
             pending = self.queue.pop(0)
+            if pending.future.done():  # cancelled
+                continue
             try:
                 pending.row = Row.of(self._count, pending.request, self._decoder)
             except ValueError as error:
-                pending.future.set_exception(error)
+                fail(pending.future, error)
                 continue
             self._count += 1
             self.running[pending.row.index] = pending

@@ -6,6 +6,7 @@ random numbers are counter-based, so that a response depends on its request only
 """
 
 import dataclasses
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -80,6 +81,9 @@ class NativeRollout(RolloutEngine):
         self.forward = forward
         self.weights = weights
         self.stats = RolloutStats()
+        #: guards the start of work: `generate` and `generate_one` share one cache, so only one of them runs at a time
+        self.lock = threading.RLock()
+        self._is_generating = False
         self._continuous = ContinuousBatch(self)
         self._scheduler: SlotScheduler | PagedScheduler | None = None
         self._requests: Sequence[Request] = ()
@@ -93,12 +97,25 @@ class NativeRollout(RolloutEngine):
         """See `RolloutEngine.generate`. Only requests that agree in all but max_tokens, seed and stop share a batch.
 
         Raises:
-            ValueError: an empty prompt, a token outside the vocabulary, a sequence longer than the model's positions, a
-                cache too small for one row, non-finite logits (the message names the row), weights that were not
-                received, or running requests of `generate_one`.
+            ValueError: an invalid request (see `check_request`), a cache too small for one row, non-finite logits (the
+                message names the row), weights that were not received, or other requests are running.
         """
-        if self._continuous.is_busy:
-            raise ValueError("generate() was called while requests of generate_one() are running: wait for them")
+        with self.lock:
+            self.check_not_generating("generate()")
+            if self._continuous.is_busy():
+                raise ValueError("generate() was called while requests of generate_one() are running: wait for them")
+            self._is_generating = True
+        try:
+            return self._generate(requests)
+        finally:
+            self._is_generating = False
+
+    def check_not_generating(self, caller: str) -> None:
+        """Raise ValueError while a `generate` runs."""
+        if self._is_generating:
+            raise ValueError(f"{caller} was called while generate() is running in another thread: wait for it")
+
+    def _generate(self, requests: Sequence[Request]) -> list[Completion]:
         start = time.perf_counter()
         self.stats = RolloutStats()
         completions: list[Completion | None] = [None] * len(requests)
@@ -115,7 +132,7 @@ class NativeRollout(RolloutEngine):
                         completions[row.index] = completion
                     self.stats.steps += scheduler.steps
             except ValueError:
-                self.sleep()  # NaN in the cache must not reach other rows
+                self.free()  # NaN in the cache must not reach other rows
                 raise
             finally:
                 self._scheduler, self._requests = None, ()
@@ -130,9 +147,10 @@ class NativeRollout(RolloutEngine):
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """See `RolloutEngine.abort`. Also ends a `generate` that runs in another thread."""
         self._continuous.abort(request_ids)
-        if self._scheduler is not None:
+        scheduler = self._scheduler
+        if scheduler is not None:
             chosen = {i for i, r in enumerate(self._requests) if request_ids is None or r.request_id in request_ids}
-            self._scheduler.abort_requests.append(lambda row: row.index in chosen)
+            scheduler.abort_requests.append(lambda row: row.index in chosen)
 
     def session(self) -> AbstractContextManager[None]:
         """Context in which the weights do not change."""
@@ -309,7 +327,14 @@ class NativeRollout(RolloutEngine):
     # ---- memory and weights -------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Free the KV cache, the graphs and all copies of weights."""
+        """Free the KV cache, the graphs and all copies of weights. Raises ValueError while requests are running."""
+        with self.lock:
+            if self._is_generating or self._continuous.is_busy():
+                raise ValueError("sleep() was called while requests are running: wait for them or abort them")
+            self.free()
+
+    def free(self) -> None:
+        """`sleep`, also while requests are running; they cannot continue."""
         self._cache = self._decoder = self._cuda_decoder = None
         if self.forward is not None:
             self.forward.release()
