@@ -1,7 +1,10 @@
 """generate_one: many coroutines share one batch, and each response is what `generate` gives."""
 
 import asyncio
+import concurrent.futures
 import random
+import threading
+from collections.abc import Coroutine
 from dataclasses import replace
 
 import pytest
@@ -204,16 +207,39 @@ def test_a_cancelled_coroutine_leaves_the_batch():
     assert run_coroutine(run()).token_ids == expected[1].token_ids
 
 
-def test_a_bad_request_fails_alone():
-    engine = make_engine("native")
-    good, bad = make_requests([[1, 2], [VOCAB]], SamplingParams(5, ()))
+LONG = SamplingParams(12, ())
+BAD_REQUESTS = {
+    "no prompt": (Request([], LONG, 0), "has no tokens"),
+    "token too large": (Request([VOCAB], LONG, 0), "a token outside the vocabulary of 29"),
+    "negative token": (Request([1, -1], LONG, 0), "a token outside the vocabulary of 29"),
+    "float token": (Request([1, 1.0], LONG, 0), r"prompt_ids: expected a list of integers, found \[1, 1.0\]"),
+    "None as prompt": (Request(None, LONG, 0), "prompt_ids: expected a list of integers, found None"),
+    "too long": (Request([1] * 90, LONG, 0), "90 prompt and 12 response tokens exceed 96 positions"),
+    "stop token": (Request([1], replace(LONG, stop_token_ids=(VOCAB,)), 0), "stop_token_ids: .* 29, found"),
+    "negative stop token": (Request([1], replace(LONG, stop_token_ids=(-1,)), 0), "stop_token_ids: .* 29, found"),
+    "stop token list": (Request([1], replace(LONG, stop_token_ids=[3]), 0), "stop_token_ids: .* tuple, found a list"),
+    "str sample_id": (Request([1], LONG, "x"), "sample_id: expected a 64-bit signed integer, found 'x'"),
+    "large sample_id": (Request([1], LONG, 2**70), "sample_id: expected a 64-bit signed integer, found 118"),
+    "large seed": (Request([1], replace(LONG, seed=2**64), 0), "seed: expected a 64-bit signed integer, found 184"),
+    "float max_tokens": (Request([1], replace(LONG, max_tokens=2.5), 0), "max_tokens: expected a 64-bit"),
+    "images": (Request([1], LONG, 0, multi_modal_data={"image": 1}), "does not support multi_modal_data"),
+}
+
+
+@pytest.mark.parametrize("kind", ["native", "hf"])
+@pytest.mark.parametrize("case", BAD_REQUESTS)
+def test_a_bad_request_fails_alone(kind, case):
+    (bad, message), engine, good = BAD_REQUESTS[case], make_engine(kind), Request([1, 2], LONG, 3)
 
     async def run() -> list:
-        return await asyncio.gather(engine.generate_one(good), engine.generate_one(bad), return_exceptions=True)
+        return await asyncio.gather(engine.generate_one(bad), engine.generate_one(good), return_exceptions=True)
 
-    found, error = run_coroutine(run())
-    assert found.token_ids == engine.generate([good])[0].token_ids
-    assert isinstance(error, ValueError) and "outside the vocabulary" in str(error)
+    error, found = run_coroutine(run())
+    with pytest.raises(ValueError, match=message):
+        raise error
+    assert found == engine.generate([good])[0]
+    with pytest.raises(ValueError, match=message):
+        engine.generate([good, bad])
 
 
 def test_broken_weights_reach_every_coroutine():
@@ -239,6 +265,184 @@ def test_generate_is_refused_while_requests_are_under_way():
         await task
 
     run_coroutine(run())
+
+
+def in_time(coroutine: Coroutine):
+    """The result of a coroutine that may hang."""
+    found = concurrent.futures.Future()
+
+    def work() -> None:
+        try:
+            found.set_result(asyncio.run(coroutine))
+        except Exception as error:
+            found.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return found.result(timeout=20)
+
+
+def run_iterations(loop: asyncio.AbstractEventLoop, count: int) -> None:
+    for _ in range(count):
+        loop.call_soon(loop.stop)
+        loop.run_forever()
+
+
+def test_generate_refuses_other_calls_while_it_runs():
+    running, finish = threading.Event(), threading.Event()
+
+    def decode(ids: list[int]) -> str:
+        running.set()
+        finish.wait(20)
+        return ""
+
+    engine, params = make_engine("native"), SamplingParams(20, (), stop=StopStrings(("x",), decode))
+    requests, other, found = make_requests([[1], [2]], params), Request([3], SamplingParams(4, ()), 0), []
+    thread = threading.Thread(target=lambda: found.extend(engine.generate(requests)), daemon=True)
+    thread.start()
+    assert running.wait(20)
+    try:
+        with pytest.raises(ValueError, match=r"generate_one\(\) was called while generate\(\) is running"):
+            in_time(asyncio.wait_for(engine.generate_one(other), 10))
+        with pytest.raises(ValueError, match=r"generate\(\) was called while generate\(\) is running"):
+            engine.generate([other])
+        with pytest.raises(ValueError, match=r"sleep\(\) was called while requests are running"):
+            engine.sleep()
+    finally:
+        finish.set()
+        thread.join(20)
+    assert found == engine.generate(requests)
+    assert in_time(engine.generate_one(other)) == engine.generate([other])[0]
+
+
+@pytest.mark.parametrize("kind", ["native", "batch_invariant, bf16"])
+def test_sleep_is_refused_while_requests_are_running(kind):
+    engine, requests = make_engine(kind), make_requests([[1], [2, 3]], SamplingParams(30, (), ignore_eos=True))
+    expected = engine.generate(requests)
+
+    async def run() -> list[Completion]:
+        tasks = [asyncio.ensure_future(engine.generate_one(request)) for request in requests]
+        for _ in range(6):
+            await asyncio.sleep(0)
+            with pytest.raises(ValueError, match="wait for them or abort them"):
+                engine.sleep()
+        return await asyncio.gather(*tasks)
+
+    assert in_time(run()) == expected
+
+    async def one_after_another() -> list[Completion]:
+        found = []
+        for request in requests:
+            found.append(await engine.generate_one(request))
+            engine.sleep()  # nothing is running
+            assert engine.generate([request]) == found[-1:]
+        return found
+
+    assert [c.token_ids for c in in_time(one_after_another())] == [c.token_ids for c in expected]
+
+
+@pytest.mark.parametrize("kind", ["native", "batch_invariant, bf16", "hf"])
+@pytest.mark.parametrize("iterations", [1, 5])
+@pytest.mark.parametrize("method", ["generate", "generate_one", "sleep"])
+def test_an_event_loop_that_was_closed_does_not_block_the_engine(kind, iterations, method):
+    engine, request = make_engine(kind), Request([1, 2], SamplingParams(30, (), ignore_eos=True), 0)
+    expected, loop = engine.generate([request]), asyncio.new_event_loop()
+    task = loop.create_task(engine.generate_one(request))
+    run_iterations(loop, iterations)
+    loop.close()
+    if method == "sleep":
+        engine.sleep()
+    if method == "generate_one":
+        assert in_time(engine.generate_one(request)) == expected[0]
+    assert engine.generate([request]) == expected
+    assert kind == "hf" or not task.done()
+
+
+def test_a_second_event_loop_is_refused_while_the_first_has_requests():
+    engine, requests = make_engine("native"), make_requests([[1], [2]], SamplingParams(30, (), ignore_eos=True))
+    expected, loop = engine.generate(requests), asyncio.new_event_loop()
+    task = loop.create_task(engine.generate_one(requests[0]))
+    for iterations in (1, 5):
+        run_iterations(loop, iterations)
+        with pytest.raises(ValueError, match="in a second event loop while requests of the first are running"):
+            run_coroutine(asyncio.wait_for(engine.generate_one(requests[1]), 10))
+    assert loop.run_until_complete(task) == expected[0]
+    loop.close()
+    assert in_time(engine.generate_one(requests[1])).token_ids == expected[1].token_ids
+
+
+def test_event_loops_take_turns_with_the_default_generate_one():
+    engine, requests = make_engine("hf"), make_requests([[1], [2]], SamplingParams(5, ()))
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(engine.generate_one(requests[0]))
+    run_iterations(loop, 1)  # it is waiting for the others of its batch
+    second = run_coroutine(asyncio.wait_for(engine.generate_one(requests[1]), 10))
+    assert [loop.run_until_complete(task), second] == [engine.generate([request])[0] for request in requests]
+    loop.close()
+
+
+@pytest.mark.parametrize("kind, iterations", [("native", 1), ("native", 6), ("hf", 1)])
+def test_abort_from_another_thread(kind, iterations):
+    engine, request = make_engine(kind), Request([1], SamplingParams(60, (), ignore_eos=True), 0)
+
+    async def run() -> Completion:
+        task = asyncio.ensure_future(engine.generate_one(request))
+        for _ in range(iterations):
+            await asyncio.sleep(0)
+        thread = threading.Thread(target=engine.abort)
+        thread.start()
+        thread.join()
+        return await task
+
+    asyncio_debug = asyncio.new_event_loop()  # raises if a future is resolved by another thread
+    asyncio_debug.set_debug(True)
+    found = asyncio_debug.run_until_complete(asyncio.wait_for(run(), 10))
+    asyncio_debug.close()
+    assert found.finish_reason == "abort" and len(found.token_ids) < 60
+
+
+@pytest.mark.parametrize(
+    "generate, error, message",
+    [
+        (lambda requests: [STOPPED] * (len(requests) - 1), ValueError, "returned 2 completions for 3 requests"),
+        (lambda requests: [STOPPED] * (len(requests) + 1), ValueError, "returned 4 completions for 3 requests"),
+        (lambda requests: None, ValueError, "returned a NoneType: expected a list with one Completion per request"),
+        (lambda requests: ["text"] * len(requests), ValueError, "expected a Completion, found str"),
+        (lambda requests: next(iter(())), RuntimeError, "raised StopIteration"),
+        (lambda requests: 1 / 0, ZeroDivisionError, "division by zero"),
+    ],
+    ids=["too few", "too many", "None", "no completions", "StopIteration", "error"],
+)
+def test_what_a_custom_generate_does_wrong_reaches_every_coroutine(generate, error, message):
+    engine = type("Custom", (RolloutEngine,), {"generate": lambda self, requests: generate(requests)})()
+    for found in in_time(outcomes(engine)):
+        with pytest.raises(error, match=message):
+            raise found
+
+
+def test_an_async_generate_is_refused():
+    class Custom(RolloutEngine):
+        async def generate(self, requests):
+            return [STOPPED for _ in requests]
+
+    for found in in_time(outcomes(Custom())):
+        with pytest.raises(ValueError, match=r"Custom.generate\(\) returned a coroutine: .* must not be `async`"):
+            raise found
+
+
+def test_a_custom_generate_may_be_a_generator():
+    class Custom(RolloutEngine):
+        def generate(self, requests):
+            return (STOPPED for _ in requests)
+
+    assert in_time(outcomes(Custom())) == [STOPPED] * 3
+
+
+STOPPED = Completion([1], [-0.1], "stop")
+
+
+async def outcomes(engine: RolloutEngine) -> list:
+    requests = make_requests([[1], [2], [3]], SamplingParams(8, (0,)))
+    return await asyncio.gather(*(engine.generate_one(request) for request in requests), return_exceptions=True)
 
 
 class OneByOne(RolloutEngine):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
 
 from tests.engines.ranks import make_engine
 from verl.data.sequences import build_sequences
@@ -96,6 +96,22 @@ def test_the_modules_state_is_as_before(engine):
         HFRollout(engine.module, pad_token_id=0).generate(
             make_requests([[1], []], SamplingParams(max_tokens=2, stop_token_ids=(0,)))
         )
+
+
+def test_a_sequence_longer_than_the_positions_is_refused(engine):
+    params = SamplingParams(max_tokens=5, stop_token_ids=(0,))
+    with pytest.raises(ValueError, match="prompt 1: 60 prompt and 5 response tokens exceed 64 positions"):
+        HFRollout(engine.module, pad_token_id=0).generate(make_requests([[1], [1] * 60], params))
+
+
+def test_a_long_prompt_and_a_long_response_do_not_share_a_call():
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=24, n_positions=16, n_embd=32, n_layer=1, n_head=2))
+    rollout, params = HFRollout(module, pad_token_id=0), SamplingParams(15, (), ignore_eos=True)
+    requests = make_requests([[1] * 12, [2], [3] * 12], params, limits=[4, 15, 4])
+    found = rollout.generate(requests)
+    assert [len(completion.token_ids) for completion in found] == [4, 15, 4]
+    assert [c.token_ids for c in found] == [rollout.generate([request])[0].token_ids for request in requests]
 
 
 def test_broken_weights_are_named_by_row(engine):

@@ -10,6 +10,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from verl.rollout.base import Request, SamplingParams, make_requests
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import read_decoder
+from verl.rollout.stop_strings import StopStrings
 
 VOCAB = 29
 
@@ -163,6 +164,7 @@ def test_weights_that_are_not_finite_end_with_the_name_of_the_row(module):
     "prompts, params, more, message",
     [
         ([[1], []], SamplingParams(2, ()), {}, "prompt 1 has no tokens"),
+        ([[1], [2]], SamplingParams(2, ()), {"sample_ids": [0, 2**63]}, "prompt 1: sample_id: expected a 64-bit"),
         ([[1], [VOCAB]], SamplingParams(2, ()), {}, "prompt 1 has a token outside the vocabulary of 29"),
         ([[1] * 60], SamplingParams(5, ()), {}, "prompt 0: 60 prompt and 5 response tokens exceed 64 positions"),
         ([[1]], SamplingParams(5, ()), {"sample_ids": [6, 7]}, r"as many sample_ids as prompts \(1\), found 2"),
@@ -192,6 +194,12 @@ def test_requests_that_cannot_share_a_batch_are_batches_of_their_own(module):
 def test_too_little_memory_for_one_row_is_said_before_work_begins(module):
     with pytest.raises(ValueError, match=r"has 100 bytes, but one row of 5 tokens needs 1,280"):
         NativeRollout(module, cache_bytes=100).generate(make_requests([[1, 2]], SamplingParams(4, ())))
+
+
+def test_stop_strings_without_stop_tokens(module):
+    stop = StopStrings(("never",), lambda ids: "")
+    answers = NativeRollout(module).generate(make_requests([[1]], SamplingParams(20, (), stop=stop)))
+    assert (len(answers[0].token_ids), answers[0].finish_reason) == (20, "length")
 
 
 def test_no_prompts_no_responses(module):
