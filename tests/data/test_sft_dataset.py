@@ -108,7 +108,7 @@ def test_rows_without_a_trained_token_left_are_counted(write, char_tokenizer, ca
     with caplog.at_level(logging.INFO, logger="verl.data"):
         dataset = SFTDataset(write("a.jsonl", rows), char_tokenizer, {"max_length": 5, "truncation": "right"})
     assert [dataset[i]["index"] for i in range(len(dataset))] == [1]
-    assert "truncated 1 of 2 examples longer than 5 tokens; 1 dropped" in caplog.text
+    assert "truncated 1 of 2 examples longer than 5 tokens; dropped 1 of them" in caplog.text
     with pytest.raises(ValueError, match="none of the 1 rows has a token in the loss within 5 tokens"):
         SFTDataset(write("b.jsonl", rows[:1]), char_tokenizer, {"max_length": 5, "truncation": "right"})
 
