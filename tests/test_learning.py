@@ -141,6 +141,7 @@ def work(job):
 """
 
 
+@pytest.mark.slow
 def test_a_pool_ends_in_time_and_says_what_has_no_result(tmp_path, monkeypatch):
     (tmp_path / "work_of_a_pool.py").write_text(WORK)
     monkeypatch.syspath_prepend(tmp_path)

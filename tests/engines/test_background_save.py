@@ -99,6 +99,7 @@ def one_rank_is_slow(path: str, out: Path) -> None:
     assert (out / "shards" / ".metadata").exists() or not engine.sharding.is_first_rank
 
 
+@pytest.mark.slow
 def test_no_rank_waits_for_another_while_it_writes(tmp_path):
     run_on_ranks(2, one_rank_is_slow, save_model(qwen2(), tmp_path / "model"), tmp_path / "out")
 

@@ -103,6 +103,7 @@ def test_large_columns_go_from_rank_to_rank_and_not_through_the_controller(pair)
     assert open_files() == before
 
 
+@pytest.mark.slow
 def test_columns_outlive_the_processes_that_made_them():
     with LocalWorkerGroup(spec("Echo"), 2, timeout=60) as group:
         out = group.rows(wide(4))
@@ -232,6 +233,7 @@ def test_wrong_sizes_raise():
         LocalWorkerGroup(spec("Echo"), 2, devices=[0])
 
 
+@pytest.mark.slow
 def test_what_workers_log_is_seen_once(capfd):
     with LocalWorkerGroup(spec("Talker"), 2, timeout=60):
         pass

@@ -151,7 +151,7 @@ slow = pytest.mark.slow
     ("algorithm", "executor"),
     [
         pytest.param("grpo", "two", marks=slow),
-        ("grpo", "two share sequences"),
+        pytest.param("grpo", "two share sequences", marks=slow),
         pytest.param("grpo", "two share layers", marks=slow),
         pytest.param("grpo", "four", marks=slow),
         pytest.param("grpo", "four by tokens", marks=slow),

@@ -52,7 +52,7 @@ def test_a_killed_worker_is_named(phase, settings, monkeypatch):
     assert seconds < 20
 
 
-@pytest.mark.parametrize("phase", [pytest.param("generate", marks=pytest.mark.slow), "update"])
+@pytest.mark.parametrize("phase", [pytest.param(phase, marks=pytest.mark.slow) for phase in ("generate", "update")])
 def test_an_exception_on_one_rank_arrives_with_its_own_stack(phase, settings, monkeypatch):
     error, seconds = break_run(settings, monkeypatch, phase, "raise")
     assert "planted fault" in str(error)

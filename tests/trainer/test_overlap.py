@@ -68,6 +68,7 @@ def check_spans(pipeline: Pipeline, spans: list) -> None:
         assert passed <= step_seconds < sum(stop - begin for begin, stop in at.values())
 
 
+@pytest.mark.slow
 def test_pools_overlap_with_the_numbers_of_one_process_to_the_last_bit(settings):
     expected, one, spans = run(settings)
     assert all(at[a.name][1] <= at[b.name][0] for at, _ in spans for a, b in combinations(one.operators, 2))

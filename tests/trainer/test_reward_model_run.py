@@ -39,14 +39,19 @@ def run(settings, *more, trainer_class=LocalPPOTrainer):
     return [metrics for metrics, _ in reports], reports[-1][1]
 
 
-def test_the_models_score_is_the_reward_in_one_process_and_in_a_pool_of_its_own(judged):
-    expected, columns = run(judged, "trainer.test_freq=2")
+def test_the_models_score_is_the_reward(judged):
+    found, columns = run(judged, "trainer.test_freq=2")
     assert torch.equal(columns["token_level_scores"], columns["rm_scores"])
     assert columns["rm_scores"].sum(1).unique().numel() > 1
-    assert any(name.startswith("val-core/") for name in expected[-1])  # validation is scored by the model too
-    assert not any("acc" in name.split("/") for metrics in expected for name in metrics)  # an opinion is no accuracy
-    apart = ["trainer.n_gpus_per_node=2", "placement.actor_devices=[0]", "placement.reward_devices=[1]"]
-    found, _ = run(judged, *apart, "trainer.overlap=true")
+    assert any(name.startswith("val-core/") for name in found[-1])  # validation is scored by the model too
+    assert not any("acc" in name.split("/") for metrics in found for name in metrics)  # an opinion is no accuracy
+
+
+@pytest.mark.slow
+def test_a_reward_model_on_separate_devices_gives_the_same_numbers(judged):
+    expected, _ = run(judged)
+    separate = ["trainer.n_gpus_per_node=2", "placement.actor_devices=[0]", "placement.reward_devices=[1]"]
+    found, _ = run(judged, *separate, "trainer.overlap=true")
     for a, b in zip(found, expected, strict=True):
         assert {name: a[name] for name in COMPARED} == {name: b[name] for name in COMPARED}
 

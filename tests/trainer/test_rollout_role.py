@@ -35,8 +35,8 @@ EXECUTORS = {
     "ray": ["trainer.n_gpus_per_node=2", *RAY],
 }
 slow = pytest.mark.slow
-#: every executor; Ray is started by `make test-all` only
-EVERYWHERE = [pytest.param(name, marks=slow if name == "ray" else ()) for name in EXECUTORS]
+#: every executor; `make test` has one process only
+EVERYWHERE = [pytest.param(name, marks=() if name == "one process" else slow) for name in EXECUTORS]
 #: Adam divides by the size of a gradient: with its own eps a rounding error becomes a whole step where that is 0
 SMOOTH = [f"{ACTOR}.optim.override_optimizer_config.eps=1e-3"]
 SAVED = ["trainer.save_freq=2", f"{ACTOR}.checkpoint.save_contents=[hf_model]"]
@@ -65,7 +65,7 @@ def test_a_custom_engine_generates(executor, settings):
         assert report.metrics["weight_sync/version"] == step + 1 and report.metrics["weight_sync/bytes"] == 0
 
 
-@pytest.mark.parametrize("executor", ["one process", *(pytest.param(e, marks=slow) for e in ("two processes", "ray"))])
+@pytest.mark.parametrize("executor", EVERYWHERE)
 def test_a_custom_agent_loop_uses_its_tool(executor, settings):
     reports = train([*settings, *GRPO, *CALCULATOR, *EXECUTORS[executor]])
     tool_tokens = 0
