@@ -40,7 +40,9 @@ def built_in(tiny, tmp_path_factory) -> list[list[float]]:
     return run(tiny, tmp_path_factory.mktemp("built_in"), [])
 
 
-@pytest.mark.parametrize("processes", [[], pytest.param(TWO, marks=pytest.mark.slow)], ids=["one process", "two processes"])
+@pytest.mark.parametrize(
+    "processes", [[], pytest.param(TWO, marks=pytest.mark.slow)], ids=["one process", "two processes"]
+)
 def test_it_equals_the_built_in_engine(processes, built_in, tiny, tmp_path):
     found = run(tiny, tmp_path / "run", [*CUSTOM, *processes])
     assert len(found) == 2

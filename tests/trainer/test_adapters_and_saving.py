@@ -52,8 +52,14 @@ def test_a_run_with_adapters_samples_what_it_trains_and_measures_kl_to_the_start
     assert json.loads((actor / "lora_adapter" / "adapter_config.json").read_text())["lora_alpha"] == 8
     base, merged = (AutoModelForCausalLM.from_pretrained(path) for path in (tiny / "model", actor / "huggingface"))
     assert any(not torch.equal(a, b) for a, b in zip(base.parameters(), merged.parameters()))
+
+
+@pytest.mark.slow
+def test_a_run_with_adapters_gives_the_same_numbers_in_several_processes(settings):
+    pytest.importorskip("peft")
+    alone = run(settings, *LORA)
     ranks = run(settings, *LORA, *RANKS, "trainer.resume_mode=disable")
-    for step, (a, b) in enumerate(zip(ranks, alone), start=1):
+    for step, (a, b) in enumerate(zip(ranks, alone, strict=True), start=1):
         gap = "rollout/logprob_gap_max"  # noise of float32
         assert {**a, gap: 0} == pytest.approx({**b, gap: 0}, rel=1e-3, abs=1e-5), f"step {step}"
 
