@@ -40,7 +40,7 @@ MODELS: dict[str, PretrainedConfig] = {
     [
         ("llama", "causal_lm", 2, TP),
         ("qwen2", "value", 2, TP),
-        ("qwen3", "causal_lm", 4, TP),
+        ("qwen3", "causal_lm", 2, TP),
         pytest.param("llama", "value", 4, TP, marks=pytest.mark.slow),
         pytest.param("qwen2", "causal_lm", 4, TP | {"fsdp_size": 1}, marks=pytest.mark.slow),
         pytest.param("qwen3", "value", 4, TP | {"offload_policy": True}, marks=pytest.mark.slow),

@@ -82,6 +82,7 @@ def arguments_of(script: str, folder: Path, **environment: object) -> list[str]:
     return arguments
 
 
+@pytest.mark.slow
 def test_what_the_script_shows(prepared, tmp_path):
     changes = [*SHORT, "trainer.total_training_steps=1", f"trainer.default_local_dir={tmp_path / 'run'}"]
     shown = run("bash", SCRIPT.format("ppo"), *changes, PYTHON=sys.executable, **prepared)

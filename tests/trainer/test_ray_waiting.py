@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 ON_RAY = ["algorithm.adv_estimator=grpo", "trainer.backend=ray", "trainer.device=cpu"]
 
 
+@pytest.mark.slow
 def test_a_ray_started_for_the_run_cannot_grow(settings, capsys):
     pytest.importorskip("ray")
     started = ["ray_kwargs.ray_init.address=local", "ray_kwargs.ray_init.num_cpus=1"]
