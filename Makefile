@@ -1,8 +1,8 @@
 # `make quickstart` and `make test` work in a fresh clone: both create .venv if needed.
 PYTHON ?= python3
 VENV := .venv
-# test processes; three keep two cores busy, since many tests wait for other processes
-WORKERS ?= 3
+# test processes
+WORKERS ?= 2
 RUN := $(VENV)/.ready-to-run
 TEST := $(VENV)/.ready-to-test
 PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal

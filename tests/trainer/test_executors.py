@@ -155,7 +155,8 @@ slow = pytest.mark.slow
         pytest.param("grpo", "two share layers", marks=slow),
         pytest.param("grpo", "four", marks=slow),
         pytest.param("grpo", "four by tokens", marks=slow),
-        ("ppo", "two by tokens"),
+        pytest.param("ppo", "two by tokens", marks=slow),
+        ("ppo", "ray, two by tokens"),
         pytest.param("ppo", "four", marks=slow),
         pytest.param("ppo", "four share sequences", marks=slow),
         pytest.param("ppo", "four share both", marks=slow),
@@ -174,7 +175,7 @@ def test_processes_give_the_numbers_of_one(algorithm, executor, run_of):
 @pytest.mark.parametrize(
     ("algorithm", "executor", "same_order"),
     [
-        ("ppo", "ray, two by tokens", "two by tokens"),
+        pytest.param("ppo", "ray, two by tokens", "two by tokens", marks=slow),
         pytest.param("ppo", "two pools", "two", marks=slow),
         pytest.param("ppo", "ray, two pools", "two", marks=slow),
         pytest.param("grpo", "ray, two", "two", marks=slow),
