@@ -7,8 +7,8 @@ from typing import Any, Protocol, TypeVar
 
 from omegaconf import OmegaConf
 
-from verl.config import load_section
 from verl.config.fields import Schema, Section
+from verl.config.load import load_section
 from verl.data.files import Rows
 from verl.data.tokenization import CHUNK, ROUND_TRIPS, check_round_trips
 

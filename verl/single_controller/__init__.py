@@ -1,7 +1,8 @@
 """One controller, many workers: dispatch -> execute -> collect. Only the package `ray` imports Ray."""
 
+import importlib
+
 from verl.single_controller.dispatch import Coordinates, Dispatch, Execute, Layout, register, register_dispatch_mode
-from verl.single_controller.local.group import LocalWorkerGroup, colocate
 from verl.single_controller.worker import Worker, WorkerSpec
 from verl.single_controller.worker_group import Future, WorkerDied, WorkerError, WorkerGroup, WorkerTimeout
 
@@ -22,3 +23,15 @@ __all__ = [
     "register",
     "register_dispatch_mode",
 ]
+
+#: loaded at first use: the groups of processes on this host
+_HOME = {
+    "LocalWorkerGroup": "verl.single_controller.local.group",
+    "colocate": "verl.single_controller.local.group",
+}
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'verl.single_controller' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -56,7 +56,7 @@ def command_line(
             print(usage)
             return 0
         if "--print-config" in flags:
-            from verl.config import dump_config
+            from verl.config.load import dump_config
 
             print(dump_config(settings(path, overrides), everything=True))
             return 0
