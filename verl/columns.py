@@ -277,13 +277,17 @@ def _check_positions(tensors: dict[str, torch.Tensor]) -> None:
         )
 
 
+def outside_vocabulary(ids: torch.Tensor, vocab_size: int | None) -> tuple[int, int] | None:
+    """(row, position) of the first of the token ids (B, W) that is negative or not below `vocab_size`, or None."""
+    return _first(ids < 0 if vocab_size is None else (ids < 0) | (ids >= vocab_size))
+
+
 def _check_ids(tensors: dict[str, torch.Tensor], vocab_size: int | None) -> None:
     for name in ("prompts", "responses", "input_ids"):
         if name not in tensors:
             continue
         ids = tensors[name]
-        outside = ids < 0 if vocab_size is None else (ids < 0) | (ids >= vocab_size)
-        if at := _first(outside):
+        if at := outside_vocabulary(ids, vocab_size):
             limit = "of at least 0" if vocab_size is None else f"from 0 to {vocab_size - 1}"
             _fail(name, f"token ids {limit}", f"{ids[at].item()} at row {at[0]}, position {at[1]}")
     if all(k in tensors for k in ("prompts", "responses", "input_ids")):

@@ -10,7 +10,6 @@ only the model is small.
 """
 
 import argparse
-import json
 import logging
 import shutil
 import sys
@@ -26,7 +25,7 @@ from rich.console import Console
 from examples.quickstart.tasks import TASKS, write_task
 from examples.quickstart.tiny_model import tiny_model
 from verl.tracking.console import TrainingProgress
-from verl.tracking.curves import save_curves
+from verl.tracking.curves import read_metrics, save_curves
 from verl.trainer.base import StepReport
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.samples import generations
@@ -118,11 +117,6 @@ def learn(args: argparse.Namespace, model: Path, data: Path, out: Path) -> tuple
     return rewards, metrics
 
 
-def first_value(path: Path, metric: str) -> float:
-    """The first recorded value of a metric: that of the validation before training."""
-    return next(line[metric] for line in map(json.loads, path.read_text().splitlines()) if metric in line)
-
-
 def name_of(args: argparse.Namespace) -> str:
     return f"{args.algorithm} with shuffled rewards" if args.shuffle_rewards else args.algorithm
 
@@ -176,7 +170,7 @@ def main(given: list[str] | None = None) -> int:
     first, last = (sum(chunk) / window for chunk in (rewards[:window], rewards[-window:]))
     curves = save_curves(args.out / "rl" / "metrics.jsonl", args.out / "curves.png")
     accuracy = f"val-core/{args.task}/acc/mean@1"
-    before = first_value(args.out / "rl" / "metrics.jsonl", accuracy)
+    ((_, before), *_) = read_metrics(args.out / "rl" / "metrics.jsonl")[accuracy]  # validation before training
     saved = args.out / "rl" / f"global_step_{args.steps}" / "actor" / "huggingface"
     console.print(
         f"\n[bold]mean reward {first:.2f} -> {last:.2f} in {args.steps} steps[/bold] of {name_of(args)} "

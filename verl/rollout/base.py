@@ -158,6 +158,21 @@ class Completion:
     weight_versions: list[tuple[int, int]] = field(default_factory=list)
 
 
+def batches_of(requests: Sequence[Request]) -> list[tuple[SamplingParams, list[int]]]:
+    """Group requests that can share a batch: (shared parameters, indices), in order of first appearance.
+
+    max_tokens, seed and stop may differ within a batch.
+    """
+    shared: dict[int, SamplingParams] = {}  # most requests have the same parameters object
+    batches: dict[SamplingParams, list[int]] = {}
+    for index, request in enumerate(requests):
+        params = shared.get(id(request.params))
+        if params is None:
+            params = shared[id(request.params)] = request.params.shared
+        batches.setdefault(params, []).append(index)
+    return list(batches.items())
+
+
 def check_completions(requests: Sequence[Request], completions: Sequence[Completion]) -> None:
     """Raise ValueError for completions that break the contract of `RolloutEngine.generate`."""
     if len(completions) != len(requests):

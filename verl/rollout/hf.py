@@ -21,6 +21,7 @@ from verl.rollout.base import (
     RolloutStats,
     SamplingParams,
     SharesWeights,
+    batches_of,
 )
 from verl.rollout.checks import check_request
 from verl.rollout.loading import empty_module, load_module
@@ -146,13 +147,10 @@ class HFRollout(RolloutEngine):
         All rows of a call take as many steps as the longest response, so a long prompt does not share a call with a
         long response if that exceeds the positions.
         """
-        order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids))
         batches: list[list[int]] = []
-        for params in dict.fromkeys(request.params.shared for request in requests):
+        for _, members in batches_of(requests):
             batch, steps = [], 0
-            for i in order:
-                if requests[i].params.shared != params:
-                    continue
+            for i in sorted(members, key=lambda i: len(requests[i].prompt_ids)):
                 limit, length = requests[i].params.max_tokens, len(requests[i].prompt_ids)
                 too_long = max_positions is not None and length + max(steps, limit) > max_positions
                 if batch and (too_long or len(batch) == self.max_rows):

@@ -10,6 +10,7 @@ import torch
 from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.binding import bind_arguments
 from verl.algorithms.kl import FixedKLController, apply_kl_penalty
+from verl.columns import outside_vocabulary
 from verl.config import schema
 from verl.data.files import PromptSource
 from verl.dataflow import Stateful
@@ -101,12 +102,10 @@ def generate(roles: Roles, sampling: str, with_columns: bool = False) -> Callabl
 
 def _check_vocabulary(responses: torch.Tensor, vocab_size: int | None) -> None:
     """Raise ValueError for a token id that the model does not have."""
-    wrong = responses < 0 if vocab_size is None else (responses < 0) | (responses >= vocab_size)
-    if wrong.any():
-        row, token = wrong.nonzero()[0].tolist()
+    if at := outside_vocabulary(responses, vocab_size):
         raise ValueError(
-            f"sample {row}: the rollout engine or agent loop returned token id {int(responses[row, token])}, but the "
-            f"model's vocabulary has {vocab_size} tokens"
+            f"sample {at[0]}: the rollout engine or agent loop returned token id {int(responses[at])}, but the model's "
+            f"vocabulary has {vocab_size} tokens"
         )
 
 

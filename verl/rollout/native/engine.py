@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from verl.rollout.base import Completion, Request, RolloutEngine, RolloutStats, SamplingParams
+from verl.rollout.base import Completion, Request, RolloutEngine, RolloutStats, SamplingParams, batches_of
 from verl.rollout.native.batch_invariant import BatchInvariantDecoder, ModelForward
 from verl.rollout.native.continuous import ContinuousBatch
 from verl.rollout.native.kv_cache import BatchInvariantCache, SlotCache
 from verl.rollout.native.model import Decoder, Projection, check_supported, read_decoder
-from verl.rollout.native.requests import Row, admission_order, batches_of
+from verl.rollout.native.requests import Row, admission_order
 from verl.rollout.native.scheduler import SlotScheduler
 from verl.rollout.native.torch_decoder import PREFILL_TOKENS, TorchDecoder
 from verl.rollout.sampling import SAMPLING_KEYS

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verl.rollout.base import Request, SamplingParams
+from verl.rollout.base import Request
 from verl.rollout.checks import check_request
 from verl.rollout.native.model import Decoder
 from verl.rollout.stop_strings import StopStrings
@@ -48,18 +48,3 @@ def admission_order(rows: Sequence[Row]) -> list[Row]:
         prompt = tuple(row.prompt)
         longest[prompt] = max(row.length, longest.get(prompt, 0))
     return sorted(rows, key=lambda row: (-longest[tuple(row.prompt)], row.prompt, -row.limit))
-
-
-def batches_of(requests: Sequence[Request]) -> list[tuple[SamplingParams, list[int]]]:
-    """Group requests that can share a batch: (shared parameters, indices), in order of first appearance.
-
-    max_tokens, seed and stop may differ within a batch.
-    """
-    shared: dict[int, SamplingParams] = {}  # most requests have the same parameters object
-    batches: dict[SamplingParams, list[int]] = {}
-    for index, request in enumerate(requests):
-        params = shared.get(id(request.params))
-        if params is None:
-            params = shared[id(request.params)] = request.params.shared
-        batches.setdefault(params, []).append(index)
-    return list(batches.items())
