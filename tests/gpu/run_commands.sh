@@ -6,7 +6,7 @@
 #     tests/gpu/run_commands.sh results
 cd "$(dirname "$0")/../.."
 . tests/gpu/parts.sh
-gpus=$(nvidia-smi --list-gpus | wc -l)
+gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
 work=$(mktemp -d)
 data=$work/quickstart/data
 train="python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=$data/train.parquet

@@ -1,6 +1,7 @@
 """The native engine on a GPU, by paged kernels and graphs: the answers of transformers, and of each row alone."""
 
 import asyncio
+import gc
 import importlib.util
 import random
 from pathlib import Path
@@ -17,6 +18,7 @@ from verl.rollout.base import (
     make_requests,
     run_coroutine,
 )
+from verl.rollout.native.cuda_decoder import CudaDecoder
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import read_decoder
 from verl.rollout.sampling import draw
@@ -112,6 +114,32 @@ def test_rows_are_what_they_are_alone_whatever_the_blocks(small, case):
         for _ in range(2):
             answers = engine.generate(make_requests(prompts, params, sample_ids, limits))
             assert [(a.token_ids, a.finish_reason) for a in answers] == expected, (blocks, max_rows)
+
+
+def test_garbage_collection_does_not_disturb_a_capture(small, monkeypatch):
+    requests = make_requests([[1, 2, 3]] * 3, SamplingParams(8, (), temperature=0))
+    threshold, step, held = gc.get_threshold(), CudaDecoder._step, []
+
+    def step_that_leaves_garbage(decoder, *args):
+        if held and torch.cuda.is_current_stream_capturing():
+            held.clear()
+            gc.set_threshold(1)
+            [[] for _ in range(100)]  # enough for the collector to run
+        return step(decoder, *args)
+
+    monkeypatch.setattr(CudaDecoder, "_step", step_that_leaves_garbage)
+    gc.collect()
+    gc.set_threshold(10**9)  # what is made from here on stays in the youngest generation
+    try:
+        unused = NativeRollout(small)
+        expected = unused.generate(requests)
+        unused.itself = unused  # only the garbage collector can free its graphs
+        held.append(unused)
+        del unused
+        assert NativeRollout(small).generate(requests) == expected
+    finally:
+        gc.set_threshold(*threshold)
+    assert not held
 
 
 def test_long_rows_alone_split_their_keys_over_programs(small):

@@ -31,6 +31,7 @@ def test_gpu_of_the_rank():
     assert resolve_device("auto", local_rank=0) == torch.device("cuda", 0)
     with pytest.raises(ValueError, match=r"GPU 99 was requested.*CUDA_VISIBLE_DEVICES"):
         resolve_device("cuda", local_rank=99)
+    torch.zeros(1, device="cuda:0")  # initializes CUDA, if no test before has
     torch.cuda.reset_peak_memory_stats(0)  # the peak is that of the whole process, earlier tests included
     before = peak_memory(torch.device("cuda", 0))
     torch.zeros(1 << 26, device="cuda:0")

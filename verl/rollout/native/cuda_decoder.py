@@ -4,6 +4,9 @@ Everything that a graph reads or writes is in `StaticBuffers`, whose addresses d
 parameters themselves; if their addresses change, the graphs are captured again.
 """
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from functools import cache
 
@@ -207,10 +210,12 @@ class CudaDecoder(Layers):
             self.pool = torch.cuda.graph_pool_handle()
         side.wait_stream(stream)
         # not `with torch.cuda.graph`: it empties torch's memory cache, which costs more than the capture
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(side), _collector_off():
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            logits = self._step(rows, params)
-            graph.capture_end()
+            try:
+                logits = self._step(rows, params)
+            finally:  # a stream that is left capturing would make every later CUDA call of the process fail
+                graph.capture_end()
         stream.wait_stream(side)
         # if the graph samples, later graphs may reuse the memory of its logits
         return graph, logits if params is None else None
@@ -316,6 +321,19 @@ class CudaDecoder(Layers):
             logits, buffers.parts, buffers.uniforms, *responses, *sizes, **common,
             NBP=triton.next_power_of_2(buffers.vocab_blocks), num_warps=8,
         )  # fmt: skip
+
+
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    """Keep the garbage collector from running. It may free the CUDA graphs of an engine that is no longer used, and
+    CUDA does not permit that while a stream of the same thread is capturing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @cache
