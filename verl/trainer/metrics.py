@@ -22,11 +22,17 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
     }
 
 
+def response_lengths(batch: DataProto) -> torch.Tensor:
+    """Tokens of each response (B,), those of tools included."""
+    columns = batch.tensors
+    return columns["attention_mask"][:, -columns["responses"].shape[1] :].sum(1).float()
+
+
 def data_metrics(batch: DataProto) -> dict[str, float]:
     """Scores, rewards and lengths of a finished training batch; advantages, returns, values, KL if it has them."""
     columns = batch.tensors
     mask, prompt_mask = columns["response_mask"], columns["attention_mask"][:, : columns["prompts"].shape[1]]
-    lengths = columns["attention_mask"][:, -mask.shape[1] :].sum(1).float()
+    lengths = response_lengths(batch)
     metrics = {
         **_spread("critic/score", columns["token_level_scores"].sum(1)),
         **_spread("critic/rewards", columns["token_level_rewards"].sum(1)),

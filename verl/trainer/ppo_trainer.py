@@ -183,8 +183,9 @@ class PPOTrainer(Trainer):
         folder = self.config.trainer.rollout_data_dir
         if folder:
             dump_generations(folder, self.global_step, batch, self.tokenizer)
-        metrics = data_metrics(batch)
-        mismatch = batch.meta_info["metrics"].get("rollout/logprob_gap_max", 0.0)
+        metrics, reported = data_metrics(batch), batch.meta_info["metrics"]
+        metrics |= {name: reported[name] for name in metrics.keys() & reported.keys()}  # of every sample of the step
+        mismatch = reported.get("rollout/logprob_gap_max", 0.0)
         if self.config.actor_rollout_ref.rollout.deterministic and mismatch != 0:
             logger.warning(
                 "step %d: log-probs of rollout and training differ by up to %g although rollout.deterministic is true: "
