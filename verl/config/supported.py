@@ -18,7 +18,6 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "data.validation_shuffle": (False,),
     "algorithm.use_pf_ppo": (False,),
     "reward.sandbox_fusion.url": (None,),
-    "trainer.log_val_generations": (0,),
     "tensor_model_parallel_size": (1,),
 }
 """End of a key -> the values that are supported; keys without a row support every value of their type."""
@@ -27,7 +26,6 @@ INSTEAD: dict[str, str] = {
     "actor_rollout_ref.hybrid_engine": "use true; placement.rollout_devices gives the rollout engine its own devices",
     "data.validation_shuffle": "the order of validation rows does not change metrics; use false",
     "reward.sandbox_fusion.url": "generated code does not run in a service; use null",
-    "trainer.log_val_generations": "use trainer.validation_data_dir, which keeps all responses",
     "tensor_model_parallel_size": "the rollout engine needs the whole model on one device; use 1",
 }
 """End of a key of SUPPORTED -> what to do, if "use <the supported values>" does not say enough."""

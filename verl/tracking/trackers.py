@@ -77,9 +77,10 @@ class ConsoleTracker(Tracker):
         logger.info(" | ".join([f"step {step}", *values]))
 
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
-        for row in rows:
-            fields = "; ".join(f"{key}: {short(v) if isinstance(v, float) else v}" for key, v in row.items())
-            logger.info("%s at step %d: %s", name, step, fields)
+        for i, row in enumerate(rows, 1):
+            values = {key: short(value) if isinstance(value, float) else str(value) for key, value in row.items()}
+            lines = [f"  {key}: {text}".replace("\n", "\n    ") for key, text in values.items()]
+            logger.info("step %d, %s %d of %d\n%s", step, name, i, len(rows), "\n".join(lines))
 
     def finish(self, failed: bool) -> None:
         pass
@@ -187,7 +188,7 @@ class WandbTracker(Tracker):
 
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
         columns = list(rows[0])
-        table = self._wandb.Table(columns=columns, data=[[str(row[c]) for c in columns] for row in rows])
+        table = self._wandb.Table(columns=columns, data=[[_cell(row[c]) for c in columns] for row in rows])
         self._run.log({name: table, "training/global_step": step})
 
     def finish(self, failed: bool) -> None:
@@ -226,7 +227,8 @@ class MlflowTracker(Tracker):
         self._client.log_batch(self._id, metrics=entries)
 
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
-        self._client.log_dict(self._id, {"rows": [dict(row) for row in rows]}, f"{name}/{step}.json")
+        table = {column: [_cell(row[column]) for row in rows] for column in rows[0]}
+        self._client.log_table(self._id, table, f"{name}/step_{step}.json")
 
     def finish(self, failed: bool) -> None:
         self._client.set_terminated(self._id, status="FAILED" if failed else "FINISHED")
@@ -260,6 +262,11 @@ class SwanlabTracker(Tracker):
 
     def finish(self, failed: bool) -> None:
         self._run.finish(state="crashed" if failed else "success")
+
+
+def _cell(value: Any) -> str | float:
+    """A value of a table: a number, or the text of anything else."""
+    return value if isinstance(value, int | float) else str(value)
 
 
 def _markdown(rows: Rows) -> str:

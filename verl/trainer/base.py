@@ -19,6 +19,7 @@ from verl.data.files import PromptSource
 from verl.dataflow import HOLD, DataFlow, Pipeline
 from verl.protocol import DataProto
 from verl.single_controller import WorkerGroup
+from verl.tracking.trackers import Rows
 from verl.tracking.tracking import Tracking
 from verl.trainer.checkpointing import Checkpointer
 from verl.trainer.metrics import timing_metrics
@@ -107,6 +108,14 @@ class Trainer(ABC):
     def step_metrics(self, batch: DataProto) -> dict[str, float]:
         """Metrics of a finished batch, in addition to those of the operators."""
 
+    def step_samples(self, batch: DataProto) -> Rows:
+        """The samples of a finished batch that the trackers get: a table with equal keys in every row."""
+        return ()
+
+    def validation_samples(self) -> Rows:
+        """The samples of the last validation that the trackers get."""
+        return ()
+
     @abstractmethod
     def validate(self) -> dict[str, float]:
         """Metrics of the current weights on the validation data; empty if there is none."""
@@ -180,6 +189,7 @@ class Trainer(ABC):
         metrics |= timing_metrics(timings, seconds, int(batch.batch["attention_mask"].sum()), self.world_size)
         metrics |= {"training/global_step": self.global_step, "training/epoch": self.source.epoch}
         tracking.log(metrics, self.global_step)
+        tracking.log_samples("train/generations", self.step_samples(batch), self.global_step)
         self._check_skipped(metrics)
         if self._is_due(trainer.test_freq):
             metrics |= self._validate(tracking)
@@ -218,6 +228,7 @@ class Trainer(ABC):
         if metrics:
             metrics["timing_s/testing"] = time.perf_counter() - start
             tracking.log(metrics, self.global_step)
+            tracking.log_samples("val/generations", self.validation_samples(), self.global_step)
             logger.info("[validate] %.2fs", metrics["timing_s/testing"])
         return metrics
 

@@ -16,6 +16,7 @@ from verl.protocol import DataProto
 from verl.rewards import RewardManager
 from verl.single_controller import WorkerSpec
 from verl.single_controller.cluster import Cluster
+from verl.tracking.trackers import Rows
 from verl.tracking.tracking import setup_logging
 from verl.trainer.base import Trainer
 from verl.trainer.dynamic_sampling import sample_dynamically
@@ -33,7 +34,7 @@ from verl.trainer.ppo_operators import Prompts, RolloutWeights
 from verl.trainer.preflight import INPUTS, prepare_run, run_checks
 from verl.trainer.roles import placement_words, pools_of, roles_hosted_by_actor, worker_specs
 from verl.trainer.rollout_correction import correct_rollout
-from verl.trainer.samples import dump_generations, generations, write_jsonl
+from verl.trainer.samples import choose_rows, dump_generations, generations, write_jsonl
 
 logger = logging.getLogger("verl.trainer")
 
@@ -84,6 +85,8 @@ class PPOTrainer(Trainer):
         self.reward_manager = inputs.reward_manager
         self.vocab_size = inputs.limits.vocab_size
         self._warned_of_equal_scores = False
+        #: input, output, score, ... of every response of the last validation
+        self.validation_texts: list[dict[str, Any]] = []
         data = run.config.data
         super().__init__(
             run,
@@ -202,6 +205,16 @@ class PPOTrainer(Trainer):
             )
         return metrics
 
+    def step_samples(self, batch: DataProto) -> Rows:
+        trainer = self.config.trainer
+        rows = choose_rows(len(batch), trainer.log_samples, trainer.seed + self.global_step)
+        return generations(batch, self.tokenizer, rows)
+
+    def validation_samples(self) -> Rows:
+        # the same prompts in every validation
+        trainer, texts = self.config.trainer, self.validation_texts
+        return [texts[i] for i in choose_rows(len(texts), trainer.log_val_generations, trainer.seed)]
+
     def validate(self) -> dict[str, float]:
         """Generate and score responses to every validation prompt: val-core/<source>/acc/mean@N and related metrics."""
         if self.val_dataset is None:
@@ -221,5 +234,5 @@ class PPOTrainer(Trainer):
         folder = self.config.trainer.validation_data_dir
         if folder:
             write_jsonl(Path(folder) / f"{self.global_step}.jsonl", texts)
-        self.validation_samples = texts
+        self.validation_texts = texts
         return validation_metrics(sources, uids, variables, predictions(scored))

@@ -46,8 +46,8 @@ class TrainerConfig(RunConfig):
     worker_timeout: float = field(3600.0, "seconds after which a worker call is reported as hanging", gt=0)
     worker_env: dict[str, str] = field({}, "environment variables of the workers, such as NCCL_SOCKET_IFNAME")
     overlap: bool = field(False, "run independent operators of different resource pools concurrently")
-    log_samples: int = field(0, "number of responses to print from time to time", ge=0)
-    log_val_generations: int = field(0, "number of validation responses sent to the trackers", ge=0)
+    log_samples: int = field(0, "number of samples of each step sent to the trackers, drawn at random", ge=0)
+    log_val_generations: int = field(0, "number of validation samples sent to the trackers", ge=0)
     rollout_data_dir: FilePath | None = field(None, "folder for the responses of each step (JSONL)")
     validation_data_dir: FilePath | None = field(None, "folder for the responses of each validation (JSONL)")
 
