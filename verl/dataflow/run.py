@@ -136,6 +136,10 @@ class PipelineRun:
     def annotate(self, i: int, error: BaseException) -> None:
         """Add notes to an error: the operator that raised it, and those that ran at the same time."""
         error.add_note(f"raised in operator {self._operators[i].name!r}")
+        if isinstance(error, KeyError):
+            for column, operator in self._dropped.items():
+                if f"{column!r}" in str(error) or f'"{column}"' in str(error):
+                    error.add_note(_dropped_by(column, operator))
         others = [self._operators[j].name for j, _ in self._running.values() if j != i]
         if others:
             error.add_note(f"running at the same time: {', '.join(others)}")
@@ -216,14 +220,18 @@ def require_columns(
         if name in batch:
             continue
         if dropped and name in dropped:
-            raise DataProtoValidationError(
-                f"operator {op.name!r} reads {name!r}, which operator {dropped[name]!r} dropped: it declares no "
-                "`writes`, so the batch that it returned replaced the previous one. Keep the column in that batch, or "
-                f"declare the `writes` of {dropped[name]!r} to add to the batch instead"
-            )
+            raise DataProtoValidationError(f"operator {op.name!r} reads {name!r}: {_dropped_by(name, dropped[name])}")
         raise DataProtoValidationError(
             f"operator {op.name!r} reads {name!r}, which is not in the batch: {did_you_mean(name, batch.columns)}"
         )
+
+
+def _dropped_by(column: str, operator: str) -> str:
+    return (
+        f"{column!r} was dropped by operator {operator!r}, which declares no `writes`, so the batch that it returned "
+        "replaced the previous one. Keep the column in that batch, or return a mapping of the new columns, or declare "
+        f"the `writes` of {operator!r}, to add to the batch instead"
+    )
 
 
 def take_reports(batch: DataProto) -> Reports:
