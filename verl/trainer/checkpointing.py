@@ -89,8 +89,13 @@ class Checkpointer:
 
         Roles with checkpoint.async_save write in the background while training continues. The checkpoint is complete
         (it is renamed to its final name, and older ones are deleted) once everything is written.
+
+        Raises:
+            FloatingPointError: weights or optimizer state contain NaN or infinity; earlier checkpoints are unchanged.
         """
         self.wait()
+        for role in self._present_roles():
+            self._require_finite(role, step)
         start, path = time.perf_counter(), self.store.path(step)
         with ExitStack() as stack:
             folder = stack.enter_context(self.store.writing(step))
@@ -105,6 +110,17 @@ class Checkpointer:
         if self._pending is not None:
             logger.info("[save] blocked for %.2fs; writing %s in the background", time.perf_counter() - start, path)
         return path
+
+    def _require_finite(self, role: str, step: int) -> None:
+        """Raise FloatingPointError if weights or optimizer state of a role are not finite."""
+        (broken, *_) = self.roles[role].non_finite_state()
+        if broken:
+            others = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+            raise FloatingPointError(
+                f"step {step} is not saved: the {role} contains NaN or infinity in {broken[0]}{others}, so it can no "
+                "longer be trained. Look at the learning rate, the gradient norm and the KL of the steps before; lower "
+                f"optim.lr or optim.clip_grad of the {role}, or use more warm-up steps; {self.how_to_resume()}"
+            )
 
     def poll(self) -> None:
         """Complete the pending checkpoint if it is written. Raises the error of a role that could not write."""

@@ -91,6 +91,11 @@ class EngineWorker(Worker):
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def non_finite_state(self) -> list[str]:
+        """Names of the trained weights and optimizer state that contain NaN or infinity."""
+        return self.engine.non_finite_state()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str | Path) -> None:
         """Write the model, its optimizer and schedule under `folder`.
 
