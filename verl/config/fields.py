@@ -274,8 +274,26 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_flat_dict(config: Schema) -> dict[str, Any]:
-    """Dotted key -> value of every field, for trackers and for comparing two runs."""
+    """Dotted key -> value of every field."""
     return flatten(config.model_dump(mode="json"), type(config))
+
+
+REDACTED = "<not saved>"
+#: settings of environment variables, which may be secrets
+_ENVIRONMENTS = {"worker_env", "env_vars"}
+
+
+def redacted(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields without the values of environment variables: for trackers, checkpoints and comparing two runs."""
+    return {key: _redacted(key.rpartition(".")[2], value) for key, value in flat.items()}
+
+
+def _redacted(name: str, value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    if name in _ENVIRONMENTS:
+        return dict.fromkeys(value, REDACTED)
+    return {key: _redacted(key, item) for key, item in value.items()}
 
 
 def differences(config: Schema) -> dict[str, Any]:

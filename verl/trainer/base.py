@@ -14,7 +14,7 @@ from typing import Any
 
 from verl.checkpoints.store import CheckpointStore
 from verl.config import to_flat_dict
-from verl.config.fields import Schema
+from verl.config.fields import Schema, redacted
 from verl.data.files import PromptSource
 from verl.dataflow import HOLD, DataFlow, Pipeline
 from verl.protocol import DataProto
@@ -238,7 +238,7 @@ class Trainer(ABC):
             trainer.logger,
             trainer.project_name,
             trainer.experiment_name,
-            config=to_flat_dict(self.config),
+            config=redacted(to_flat_dict(self.config)),
             default_local_dir=trainer.default_local_dir,
             resume_step=self.global_step,
         )

@@ -18,7 +18,7 @@ from typing import Any
 
 from verl.checkpoints.store import CheckpointStore
 from verl.config import dump_config, to_flat_dict
-from verl.config.fields import Schema
+from verl.config.fields import Schema, redacted
 from verl.dataflow import Pipeline
 from verl.single_controller import WorkerGroup
 from verl.trainer.saved_state import load_state, save_state
@@ -103,8 +103,8 @@ class Checkpointer:
                 self.roles[role].save_checkpoint(folder / role)
                 self.tokenizer.save_pretrained(folder / role / "huggingface")
             state = {"global_step": step, "flow": self.pipeline.state_dict(), "rng": rng_state()}
-            save_state(state | {"config": to_flat_dict(self.config)}, folder, "trainer")
-            (folder / "config.yaml").write_text(dump_config(self.config))
+            save_state(state | {"config": redacted(to_flat_dict(self.config))}, folder, "trainer")
+            (folder / "config.yaml").write_text(dump_config(self.config, redact=True))
             self._pending = _Pending(path, start, stack.pop_all())
         self.poll()
         if self._pending is not None:
@@ -213,7 +213,7 @@ class Checkpointer:
 
     def _report_changed_settings(self, saved: Mapping[str, Any]) -> None:
         """Warn of every setting that differs from the config of the checkpoint."""
-        now = to_flat_dict(self.config)
+        now = redacted(to_flat_dict(self.config))
         changed = [k for k in sorted(saved.keys() | now.keys()) if saved.get(k) != now.get(k)]
         words = [f"{k}: {saved.get(k)} -> {now.get(k)}" for k in changed if k not in _FREE_TO_CHANGE]
         if words:
