@@ -131,6 +131,14 @@ def test_short_numbers():
     assert headline({}) == {}
 
 
+def test_samples_on_the_console_cannot_control_the_terminal(tmp_path, caplog):
+    with caplog.at_level(logging.INFO), tracking(tmp_path, "console") as run:
+        row = {"input": "1 + 1\n=", "output": "\x1b]0;title\x07é中\r2", "score": 0.12345}
+        run.log_samples("val/generations", [row], 3)
+    shown = "step 3, val/generations 1 of 1\n  input: 1 + 1\n    =\n  output: \\x1b]0;title\\x07é中\\r2\n  score: 0.123"
+    assert caplog.messages == [shown]
+
+
 class Flaky(Tracker):
     """A service that stops answering in the middle of the run."""
 

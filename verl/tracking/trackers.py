@@ -82,7 +82,7 @@ class ConsoleTracker(Tracker):
 
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
         for i, row in enumerate(rows, 1):
-            values = {key: short(value) if isinstance(value, float) else str(value) for key, value in row.items()}
+            values = {key: short(v) if isinstance(v, float) else _printable(str(v)) for key, v in row.items()}
             lines = [f"  {key}: {text}".replace("\n", "\n    ") for key, text in values.items()]
             logger.info("step %d, %s %d of %d\n%s", step, name, i, len(rows), "\n".join(lines))
 
@@ -271,6 +271,11 @@ class SwanlabTracker(Tracker):
 
     def finish(self, failed: bool) -> None:
         self._run.finish(state="crashed" if failed else "success")
+
+
+def _printable(text: str) -> str:
+    """Escape control characters, with which a response could change the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def _cell(value: Any) -> str | float:

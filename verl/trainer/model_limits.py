@@ -6,11 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import schema
-from verl.data.rlhf_dataset import RLHFDataset, collate_prompts
-from verl.data.sft_dataset import SFTDataset
 from verl.data.tokenization import load_tokenizer
 from verl.rollout.native.model import family_of
-from verl.trainer.roles import roles_of
 
 logger = logging.getLogger("verl.trainer")
 
@@ -83,33 +80,6 @@ class ModelLimits:
             for architecture in self.architectures:
                 if architecture.endswith(("ForCausalLM", "LMHeadModel")):  # other heads are ignored when it is loaded
                     family_of(architecture)
-
-
-def check_fits(config: schema.Config | schema.SFTConfig, limits: ModelLimits, dataset: Any, tokenizer: Any) -> None:
-    """Raise ValueError if token ids, lengths, the rollout engine or the critic do not fit the model.
-
-    Of a custom dataset, only the first item is checked.
-    """
-    if isinstance(config, schema.SFTConfig):
-        if isinstance(dataset, SFTDataset):
-            limits.check_vocabulary(tokenizer, dataset.largest_token_id)
-            limits.check_sequence_length(dataset.longest_row, "data.max_length")
-        return
-    if isinstance(dataset, RLHFDataset):
-        largest, longest = dataset.largest_token_id, dataset.longest_prompt
-    else:
-        prompt = collate_prompts([dataset[0]]).non_tensor_batch["prompt_ids"][0]
-        largest, longest = max(prompt), len(prompt)
-    limits.check_vocabulary(tokenizer, largest)
-    if "critic" in roles_of(config):
-        check_reads_tokens_of(limits.path, tokenizer, config.critic.model, "critic", largest)
-    limits.check_engine(config.actor_rollout_ref.rollout.name)
-    limits.check_response_length(
-        longest,
-        config.actor_rollout_ref.rollout.response_length,
-        "data.max_response_length",
-        "filter longer prompts (data.max_prompt_length with data.filter_overlong_prompts=true)",
-    )
 
 
 def check_reads_tokens_of(policy: str, tokenizer: Any, model: schema.ModelConfig, role: str, largest_id: int) -> None:

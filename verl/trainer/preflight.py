@@ -3,8 +3,7 @@
     run = prepare_run(...)             # SETTINGS: all problems at once; then CONFIG, one by one
     run.inputs = load_inputs(...)
     run_checks(run, INPUTS)            # of tokenizer, datasets and rewards
-    ...                                # the trainer compiles its flow
-    run_checks(run, FLOW)
+    run_checks(run, FLOW)              # after the trainer has compiled its flow
 
 No weights are loaded before the last check has passed. `--dry-run` on any command runs the list and stops. A new check
 is one function of a `Run` and one line in `CHECKS`.
@@ -42,6 +41,7 @@ from verl.config.schema.offline import EvalConfig, GenerationConfig
 from verl.config.supported import settings_without_effect
 from verl.data.rlhf_dataset import RLHFDataset, check_dataset, collate_prompts
 from verl.data.sequences import build_sequences
+from verl.data.sft_dataset import SFTDataset
 from verl.engines.base import ENGINES
 from verl.engines.loading import check_kernels, check_model
 from verl.protocol import DataProto
@@ -53,7 +53,7 @@ from verl.single_controller.cluster import CLUSTERS, Cluster, make_cluster
 from verl.tracking.tracking import check_trackers
 from verl.trainer.inputs import Inputs, base_settings, dataset_class
 from verl.trainer.launch import Recipe
-from verl.trainer.model_limits import check_fits
+from verl.trainer.model_limits import check_reads_tokens_of
 from verl.trainer.ppo_flow import needs_critic
 from verl.trainer.roles import pools_of, roles_of
 from verl.trainer.rollout_correction import check_correction
@@ -63,8 +63,7 @@ from verl.utils.device import resolve_device
 logger = logging.getLogger("verl.trainer")
 
 SETTINGS, CONFIG, INPUTS, FLOW = "settings", "config", "inputs", "flow"
-"""When a check runs: while the settings are read; with the settings and the imported modules; with what is loaded; with
-the compiled flow."""
+"""When a check runs: while settings are read; with settings and imported modules; with inputs; with the flow."""
 
 _ACTOR = "actor_rollout_ref.actor"
 _TRAINING = (schema.Config, schema.SFTConfig)
@@ -371,7 +370,29 @@ def validation_data(run: Run) -> None:
 
 
 def model_fits(run: Run) -> None:
-    check_fits(run.config, run.inputs.limits, run.inputs.train_dataset, run.inputs.tokenizer)
+    """Token ids, lengths and the rollout engine fit the model. Of a custom dataset, only the first item is checked."""
+    config, inputs, limits = run.config, run.inputs, run.inputs.limits
+    dataset = inputs.train_dataset
+    if isinstance(config, schema.SFTConfig):
+        if isinstance(dataset, SFTDataset):
+            limits.check_vocabulary(inputs.tokenizer, dataset.largest_token_id)
+            limits.check_sequence_length(dataset.longest_row, "data.max_length")
+        return
+    if isinstance(dataset, RLHFDataset):
+        largest, longest = dataset.largest_token_id, dataset.longest_prompt
+    else:
+        prompt = collate_prompts([dataset[0]]).non_tensor_batch["prompt_ids"][0]
+        largest, longest = max(prompt), len(prompt)
+    limits.check_vocabulary(inputs.tokenizer, largest)
+    if "critic" in roles_of(config):
+        check_reads_tokens_of(limits.path, inputs.tokenizer, config.critic.model, "critic", largest)
+    limits.check_engine(config.actor_rollout_ref.rollout.name)
+    limits.check_response_length(
+        longest,
+        config.actor_rollout_ref.rollout.response_length,
+        "data.max_response_length",
+        "filter longer prompts (data.max_prompt_length with data.filter_overlong_prompts=true)",
+    )
 
 
 def recipe_inputs(run: Run) -> None:
