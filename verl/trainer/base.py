@@ -41,6 +41,14 @@ class StepReport:
     batch: DataProto
 
 
+class StartedRoles(dict[str, WorkerGroup]):
+    """Role -> its worker group, with an error that says what to do if a role has none."""
+
+    def __missing__(self, role: str) -> WorkerGroup:
+        started = f"roles with workers: {', '.join(self)}" if self else "call init_workers() first, or use fit()"
+        raise RuntimeError(f"the role {role!r} has no workers: {started}")
+
+
 class Trainer(ABC):
     """Owns fit, save and load; a subclass defines the flow, its workers, and how it is validated.
 
@@ -69,7 +77,7 @@ class Trainer(ABC):
         self.total_steps: int = trainer.total_training_steps or source.steps_per_epoch * trainer.total_epochs
         self.global_step = 0
         self.ready = False
-        self.roles: dict[str, WorkerGroup] = {}
+        self.roles: dict[str, WorkerGroup] = StartedRoles()
         self.on_step: list[Callable[[StepReport], None]] = []
         self._skipped: dict[str, int] = {}  # metric of a role -> consecutive steps without a single update
         self.pipeline: Pipeline = self.finish_flow(self.build_flow()).compile()
@@ -163,7 +171,7 @@ class Trainer(ABC):
                     if trainer.val_only or (trainer.val_before_train and self.global_step == 0):
                         metrics = self._validate(tracking)
                     while self.global_step < self.total_steps and not trainer.val_only:
-                        metrics |= self._step(tracking)
+                        metrics |= self._logged_step(tracking)
                 self.checkpointer.wait()
                 return metrics
             except BaseException as error:
@@ -172,9 +180,11 @@ class Trainer(ABC):
             finally:
                 self.shutdown()
 
-    def _step(self, tracking: Tracking) -> dict[str, float]:
-        """One training step: run the flow until it returns a batch, then log, validate and save if due."""
-        trainer = self.config.trainer
+    def step(self) -> StepReport:
+        """Run one training step: the flow, until it returns a batch. For a custom loop, after `init_workers`.
+
+        `fit` calls it, and then logs, validates and saves. Functions in `on_step` are called by `fit` only.
+        """
         self.checkpointer.poll()
         self.global_step += 1
         timings: dict[str, float] = {}
@@ -188,8 +198,14 @@ class Trainer(ABC):
         metrics = dict(batch.meta_info["metrics"]) | self.step_metrics(batch)
         metrics |= timing_metrics(timings, seconds, int(batch.batch["attention_mask"].sum()), self.world_size)
         metrics |= {"training/global_step": self.global_step, "training/epoch": self.source.epoch}
+        return StepReport(self.global_step, self.total_steps, metrics, timings, batch)
+
+    def _logged_step(self, tracking: Tracking) -> dict[str, float]:
+        """One training step; then log, validate and save if due."""
+        trainer, report = self.config.trainer, self.step()
+        metrics = report.metrics
         tracking.log(metrics, self.global_step)
-        tracking.log_samples("train/generations", self.step_samples(batch), self.global_step)
+        tracking.log_samples("train/generations", self.step_samples(report.batch), self.global_step)
         self._check_skipped(metrics)
         if self._is_due(trainer.test_freq):
             metrics |= self._validate(tracking)
@@ -199,7 +215,6 @@ class Trainer(ABC):
                 logger.warning("step %d is not saved: all its updates were skipped", self.global_step)
             else:
                 self.save()
-        report = StepReport(self.global_step, self.total_steps, metrics, timings, batch)
         for callback in self.on_step:
             callback(report)
         return metrics

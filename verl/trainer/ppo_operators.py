@@ -456,6 +456,11 @@ class Update:
 
     def __call__(self, batch: DataProto) -> None:
         step, plan = batch.meta_info["global_step"], self.plan
+        if step < 1:
+            raise ValueError(
+                f"training steps are numbered from 1, found global_step {step}: call trainer.step(), or increment "
+                "trainer.global_step before pipeline.run()"
+            )
         if step <= plan.warmup:
             return
         group = self.roles[self.role]
