@@ -156,6 +156,7 @@ class Trainer(ABC):
         """
         trainer = self.config.trainer
         with lock_folder(self.checkpoints.root):
+            self.checkpointer.check_experiment()
             seed_everything(trainer.seed)
             self.announce()
             try:

@@ -34,6 +34,8 @@ _FREE_TO_CHANGE = (
     "trainer.total_epochs",
     "trainer.logger",
 )
+#: settings that identify an experiment
+_IDENTITY = ("actor_rollout_ref.model.path", "model.path", "data.train_files", "algorithm.adv_estimator")
 _POLL_INTERVAL = 0.05  # seconds between two looks at a checkpoint that is being written
 _WRITE_TIMEOUT = 3600.0  # seconds after which a write is given up
 
@@ -164,6 +166,25 @@ class Checkpointer:
             error.add_note(f"the checkpoint that was being written is lost: {second}")
 
     # ---- reading ----------------------------------------------------------------------------------------------------
+
+    def check_experiment(self) -> None:
+        """Raise ValueError if the run has a default name, and the folder has a checkpoint of another experiment.
+
+        Two experiments that are both left without a name share a folder, and the second would resume the first.
+        """
+        trainer, newest = self.config.trainer, self.store.newest()
+        default = Path(type(self.config)().trainer.default_local_dir)
+        if trainer.resume_mode != "auto" or newest is None or self.store.root.absolute() != default.absolute():
+            return
+        saved, now = load_state(newest, "trainer")["config"], redacted(to_flat_dict(self.config))
+        changed = [key for key in _IDENTITY if key in now and key in saved and saved[key] != now[key]]
+        if changed:
+            raise ValueError(
+                f"{newest} is of another experiment ({', '.join(f'{k}: {saved[k]} -> {now[k]}' for k in changed)}), "
+                f"and both have the default name {trainer.experiment_name!r}. Choose a new trainer.experiment_name. To "
+                "continue from this checkpoint with the new settings, set trainer.resume_mode=resume_path and "
+                f"trainer.resume_from_path={newest}. To start from scratch here, set trainer.resume_mode=disable"
+            )
 
     def load(self) -> int:
         """Restore the checkpoint that trainer.resume_mode names.
