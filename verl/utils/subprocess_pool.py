@@ -120,7 +120,9 @@ class PythonProcess(ChildProcess):
 
 def import_path() -> str:
     """PYTHONPATH of a child that imports what this process imports."""
-    return os.pathsep.join(os.path.abspath(path) for path in sys.path)
+    paths = [path or os.curdir for path in sys.path]
+    # Other relative entries are names for the import hooks of packages, which the child has too.
+    return os.pathsep.join(os.path.abspath(path) for path in paths if os.path.isabs(path) or os.path.exists(path))
 
 
 def describe_exit(status: int) -> str:
