@@ -185,7 +185,7 @@ import os, signal
 from verl.utils.fork_server import server_for
 server = server_for(os.environ)
 reader, writer = os.pipe()
-process = server.start("{EVALUATOR}", [reader], os.environ)
+process = server.start("{EVALUATOR}", [reader, writer], os.environ)  # it reads no end of file
 print(server.pid, process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
