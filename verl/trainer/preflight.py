@@ -57,6 +57,7 @@ from verl.trainer.launch import Recipe
 from verl.trainer.ppo_flow import needs_critic
 from verl.trainer.roles import pools_of, roles_of
 from verl.trainer.rollout_correction import check_correction
+from verl.trainer.torchrun import check_launcher
 from verl.trainer.unused_settings import unused_settings
 from verl.utils.device import resolve_device
 
@@ -288,20 +289,15 @@ def model_configs(run: Run) -> None:
     """The config of each model exists and accepts the overrides; LoRA finds its modules."""
     config = run.config
     if not isinstance(config, schema.Config):
-        check_model_section(config.model, "causal_lm")
+        check_model(config.model, "causal_lm")
         return
     policy, critic, reward = config.actor_rollout_ref.model, config.critic.model, config.reward.reward_model
-    check_model_section(policy, "causal_lm")
+    check_model(policy, "causal_lm")
     if "critic" in roles_of(config):
-        check_model_section(critic, "value")
+        check_model(critic, "value")
     if reward.enable:
         section = schema.ModelConfig(path=reward.model_path, trust_remote_code=reward.trust_remote_code)
         check_model(section, "reward")
-
-
-def check_model_section(model: schema.ModelConfig, kind: str) -> None:
-    """Raise ValueError for a `model` section whose model cannot be built. kind: as in `EngineSpec`."""
-    check_model(model, kind)
 
 
 def kernels(run: Run) -> None:
@@ -474,6 +470,7 @@ CHECKS: tuple[Check, ...] = (
     Check("recipe settings", SETTINGS, recipe_settings, Schema),
     Check("imports", SETTINGS, imports, Schema),
     Check("registered engines", SETTINGS, registered_engines, Schema),
+    Check("launcher", CONFIG, lambda run: check_launcher(run.config.trainer)),
     Check("trackers", CONFIG, lambda run: check_trackers(run.config.trainer.logger)),
     Check("output folders", CONFIG, output_folders),
     Check("critic", CONFIG, lambda run: check_critic(run.config, needs_critic(run.config)), schema.Config),
