@@ -335,8 +335,12 @@ def micro_batch_losses(run: Run) -> None:
 def saved(run: Run) -> None:
     """Warn if the run saves nothing."""
     trainer = run.config.trainer
-    if trainer.save_freq <= 0 and not trainer.val_only:
-        logger.warning("the trained model will not be saved: trainer.save_freq is %d", trainer.save_freq)
+    if trainer.save_freq in (-1, 0) and not trainer.val_only:
+        logger.warning(
+            "the trained model will not be saved, because trainer.save_freq is %d: trainer.save_freq=last saves it "
+            "after the last step",
+            trainer.save_freq,
+        )
 
 
 def unused(run: Run) -> None:
@@ -362,7 +366,7 @@ def validation_data(run: Run) -> None:
     """If validation is requested, there is validation data."""
     trainer = run.config.trainer
     setting = "trainer.val_only=true" if trainer.val_only else f"trainer.test_freq={trainer.test_freq}"
-    if run.inputs.val_dataset is None and (trainer.val_only or trainer.test_freq > 0):
+    if run.inputs.val_dataset is None and (trainer.val_only or trainer.test_freq not in (-1, 0)):
         raise ValueError(f"{setting} requests validation, but data.val_files is empty: set it, or remove {setting}")
 
 
