@@ -113,7 +113,7 @@ def test_several_nodes_are_refused_once(command, announce, capsys):
 
 def test_a_script_that_torchrun_starts_several_times_is_refused(settings, announce):
     announce(WORLD_SIZE="2")
-    with pytest.raises(ValueError, match="torchrun started this script 2 times.*trainer.n_gpus_per_node=2"):
+    with pytest.raises(ValueError, match=r"torchrun started this script 2 times.*trainer\.n_gpus_per_node=2"):
         LocalPPOTrainer(overrides=settings)
 
 

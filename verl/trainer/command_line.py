@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from verl.env_check.packages import CORE
 from verl.trainer.torchrun import run_under_launcher
 
 if TYPE_CHECKING:
@@ -79,6 +80,16 @@ def _command(
         return print_error(error)
     try:
         return dry_run(path, overrides) if "--dry-run" in flags else run(path, overrides)
+    except ModuleNotFoundError as error:
+        if error.name is None or (name := error.name.partition(".")[0]) not in CORE:
+            raise
+        requirement = f"'{CORE[name][0]}>={CORE[name][1]}'"
+        print(
+            f"error: the package {CORE[name][0]} is not installed: pip install {requirement} "
+            "(`python -m verl.utils.env_check` lists all that is missing)",
+            file=sys.stderr,
+        )
+        return 1
     except KeyboardInterrupt:  # once a run has started, `run` itself says more
         print("\nstopped by SIGINT before the run started", file=sys.stderr)
         return 130
