@@ -1,6 +1,7 @@
 """The checks before the first step: all in one list, each once, and `--dry-run` stops after them."""
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -194,3 +195,20 @@ def test_a_recipe_without_its_file(settings, capsys, flag):
 def test_main_takes_a_subclass_of_the_trainer(trainer):
     with pytest.raises(TypeError, match=r"trainer: expected a subclass of PPOTrainer .*, found"):
         main_ppo.main(["--dry-run"], trainer=trainer)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Qwen2_5_VLConfig", "vision-language models are not supported yet"),
+        ("ViTConfig", "ViTConfig has no CausalLM model"),
+    ],
+)
+def test_a_model_of_another_kind_is_refused_by_name(name, message, settings, tiny, tmp_path, capsys, forbid_workers):
+    import transformers
+
+    shutil.copytree(tiny / "model", tmp_path / "model")
+    getattr(transformers, name)().save_pretrained(tmp_path / "model")
+    assert main_ppo.main([*settings, "algorithm.name=grpo", f"actor_rollout_ref.model.path={tmp_path / 'model'}"]) == 1
+    shown = capsys.readouterr().err
+    assert shown.count("error:") == 1 and message in shown and "AutoModel" not in shown and "Traceback" not in shown
