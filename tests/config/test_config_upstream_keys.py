@@ -185,6 +185,7 @@ OURS = {
     "trainer.device",
     "trainer.logger",
     "trainer.n_gpus_per_node",
+    "trainer.save_freq",
 }
 
 

@@ -220,8 +220,13 @@ class Trainer(ABC):
             callback(report)
         return metrics
 
-    def _is_due(self, freq: int) -> bool:
-        return freq > 0 and (self.global_step == self.total_steps or self.global_step % freq == 0)
+    def _is_due(self, freq: int | str) -> bool:
+        """Whether something that happens with this frequency (as trainer.save_freq) happens after this step."""
+        if freq not in (-1, 0) and self.global_step == self.total_steps:
+            return True
+        if freq == "after_each_epoch":
+            freq = self.source.steps_per_epoch
+        return isinstance(freq, int) and freq > 0 and self.global_step % freq == 0
 
     def _check_skipped(self, metrics: dict[str, float]) -> None:
         """End a run that can no longer update a role. Raises FloatingPointError."""

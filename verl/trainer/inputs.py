@@ -15,6 +15,7 @@ from verl.data.tokenization import load_tokenizer
 from verl.rewards import RewardManager, load_reward_manager
 from verl.trainer.launch import Recipe
 from verl.trainer.model_limits import ModelLimits
+from verl.trainer.torchrun import launcher_settings
 
 
 @dataclass
@@ -71,10 +72,10 @@ def load_sft_inputs(
 
 
 def base_settings(recipe: Recipe, train: Dataset | None, val: Dataset | None) -> dict[str, Any]:
-    """Settings below the user's own: those of the recipe, and the files of datasets that are given as objects."""
+    """Settings below the user's own: of the launcher, of the recipe, and the files of datasets given as objects."""
     given = {"data.train_files": train, "data.val_files": val}
     files = {key: list(d.data_files) for key, d in given.items() if isinstance(d, RLHFDataset)}
-    return recipe.read() | files
+    return launcher_settings() | recipe.read() | files
 
 
 def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:

@@ -172,7 +172,9 @@ class PPOTrainer(Trainer):
 
     def plan(self) -> str:
         words, trainer = self._summary(), self.config.trainer
-        saving = f"every {trainer.save_freq} steps" if trainer.save_freq > 0 else "never"
+        saving = {"last": "after the last step", "after_each_epoch": "after each epoch", -1: "never", 0: "never"}.get(
+            trainer.save_freq, f"every {trainer.save_freq} steps"
+        )
         further = "; ".join(f"{topic}: {words[topic]}" for topic in words if topic not in ("model", "algorithm"))
         return (
             f"would train {self.total_steps} steps of {self.recipe.name or self.config.algorithm.adv_estimator} from "

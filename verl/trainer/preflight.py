@@ -57,6 +57,7 @@ from verl.trainer.model_limits import check_reads_tokens_of
 from verl.trainer.ppo_flow import needs_critic
 from verl.trainer.roles import pools_of, roles_of
 from verl.trainer.rollout_correction import check_correction
+from verl.trainer.torchrun import check_launcher
 from verl.trainer.unused_settings import unused_settings
 from verl.utils.device import resolve_device
 
@@ -287,20 +288,15 @@ def model_configs(run: Run) -> None:
     """The config of each model exists and accepts the overrides; LoRA finds its modules."""
     config = run.config
     if not isinstance(config, schema.Config):
-        check_model_section(config.model, "causal_lm")
+        check_model(config.model, "causal_lm")
         return
     policy, critic, reward = config.actor_rollout_ref.model, config.critic.model, config.reward.reward_model
-    check_model_section(policy, "causal_lm")
+    check_model(policy, "causal_lm")
     if "critic" in roles_of(config):
-        check_model_section(critic, "value")
+        check_model(critic, "value")
     if reward.enable:
         section = schema.ModelConfig(path=reward.model_path, trust_remote_code=reward.trust_remote_code)
         check_model(section, "reward")
-
-
-def check_model_section(model: schema.ModelConfig, kind: str) -> None:
-    """Raise ValueError for a `model` section whose model cannot be built. kind: as in `EngineSpec`."""
-    check_model(model, kind)
 
 
 def kernels(run: Run) -> None:
@@ -338,8 +334,12 @@ def micro_batch_losses(run: Run) -> None:
 def saved(run: Run) -> None:
     """Warn if the run saves nothing."""
     trainer = run.config.trainer
-    if trainer.save_freq <= 0 and not trainer.val_only:
-        logger.warning("the trained model will not be saved: trainer.save_freq is %d", trainer.save_freq)
+    if trainer.save_freq in (-1, 0) and not trainer.val_only:
+        logger.warning(
+            "the trained model will not be saved, because trainer.save_freq is %d: trainer.save_freq=last saves it "
+            "after the last step",
+            trainer.save_freq,
+        )
 
 
 def unused(run: Run) -> None:
@@ -365,7 +365,7 @@ def validation_data(run: Run) -> None:
     """If validation is requested, there is validation data."""
     trainer = run.config.trainer
     setting = "trainer.val_only=true" if trainer.val_only else f"trainer.test_freq={trainer.test_freq}"
-    if run.inputs.val_dataset is None and (trainer.val_only or trainer.test_freq > 0):
+    if run.inputs.val_dataset is None and (trainer.val_only or trainer.test_freq not in (-1, 0)):
         raise ValueError(f"{setting} requests validation, but data.val_files is empty: set it, or remove {setting}")
 
 
@@ -475,6 +475,7 @@ CHECKS: tuple[Check, ...] = (
     Check("recipe settings", SETTINGS, recipe_settings, Schema),
     Check("imports", SETTINGS, imports, Schema),
     Check("registered engines", SETTINGS, registered_engines, Schema),
+    Check("launcher", CONFIG, lambda run: check_launcher(run.config.trainer)),
     Check("trackers", CONFIG, lambda run: check_trackers(run.config.trainer.logger)),
     Check("output folders", CONFIG, output_folders),
     Check("critic", CONFIG, lambda run: check_critic(run.config, needs_critic(run.config)), schema.Config),
