@@ -213,6 +213,54 @@ def test_overrides_win_over_a_preset(tmp_path):
     assert config.actor_rollout_ref.rollout.n == 4
 
 
+ESTIMATOR = "algorithm.adv_estimator"
+
+
+def test_a_later_algorithm_name_wins_over_an_earlier_estimator(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "verl.config"):
+        text = "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {actor: {clip_ratio_low: 0.1}}\n"
+        config = load(tmp_path, text, "algorithm.name=ppo", presets=PRESETS)
+    assert config.algorithm.adv_estimator == "gae"
+    assert config.actor_rollout_ref.actor.clip_ratio_low == 0.1  # not part of what makes it PPO
+    name = "algorithm.name: ppo (override 'algorithm.name=ppo')"
+    assert f"{name} replaces algorithm.adv_estimator: grpo (config.yaml line 1) by gae" in caplog.text
+    assert f"{name} does not change settings that you gave: actor_rollout_ref.actor.clip_ratio_low: 0.1" in caplog.text
+
+
+def test_a_later_algorithm_name_wins_over_an_earlier_loss(tmp_path):
+    text = "actor_rollout_ref: {actor: {policy_loss: {loss_mode: gspo}}}"
+    config = load(tmp_path, text, "algorithm.name=grpo", presets=PUBLISHED)
+    assert config.actor_rollout_ref.actor.policy_loss.loss_mode == "vanilla"
+
+
+def test_a_later_estimator_wins_over_an_earlier_algorithm_name(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "verl.config"):
+        config = load(tmp_path, "algorithm: {name: ppo}", f"{ESTIMATOR}=grpo", presets=PRESETS)
+    assert config.algorithm.adv_estimator == "grpo"
+    assert "algorithm.adv_estimator: grpo" in caplog.text and "replaces gae" in caplog.text
+
+
+def test_an_estimator_and_an_algorithm_name_of_one_source_must_agree(tmp_path):
+    assert load(tmp_path, "algorithm: {name: ppo, adv_estimator: gae}", presets=PRESETS).algorithm.name == "ppo"
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, "algorithm:\n  name: ppo\n  adv_estimator: grpo\n", presets=PRESETS)
+    assert str(error.value).splitlines()[1:] == [
+        "  1. algorithm.adv_estimator (config.yaml line 3): 'grpo' disagrees with algorithm.name: ppo (config.yaml "
+        "line 2), which sets 'gae': remove one of them"
+    ]
+    with pytest.raises(ConfigError, match=r"disagrees with algorithm\.name: ppo"):
+        load_config(overrides=[f"{ESTIMATOR}=grpo", "algorithm.name=ppo"], presets=PRESETS)
+
+
+def test_an_error_names_the_key_as_it_was_written(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, "algorithm:\n  clip_range: wide\n")
+    assert str(error.value).splitlines()[1] == (
+        "  1. algorithm.clip_range (config.yaml line 2, alias of actor_rollout_ref.actor.clip_ratio): found 'wide' "
+        "(str), expected float >= 0 or null"
+    )
+
+
 def test_an_unknown_preset_lists_the_known_ones():
     with pytest.raises(ConfigError, match=r"there is no algorithm 'gsp': did you mean 'gspo'\? known: gspo, ppo"):
         load_config(overrides=["algorithm.name=gsp"], presets=PRESETS)

@@ -13,14 +13,18 @@ class Problem:
         key: the dotted key.
         what: what was found, what is expected, and how to fix it.
         where: the file and line, or the override, that set the key.
+        spelled: the name under which it was set, if that is an alias.
     """
 
     key: str
     what: str
     where: str = ""
+    spelled: str = ""
 
     def __str__(self) -> str:
-        return f"{self.key}{f' ({self.where})' if self.where else ''}: {self.what}"
+        name = self.spelled or self.key
+        origin = ", ".join(filter(None, (self.where, f"alias of {self.key}" if name != self.key else "")))
+        return f"{name}{f' ({origin})' if origin else ''}: {self.what}"
 
 
 class ConfigError(ValueError):

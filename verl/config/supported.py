@@ -18,8 +18,6 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "data.validation_shuffle": (False,),
     "algorithm.use_pf_ppo": (False,),
     "reward.sandbox_fusion.url": (None,),
-    "trainer.log_val_generations": (0,),
-    "tensor_model_parallel_size": (1,),
 }
 """End of a key -> the values that are supported; keys without a row support every value of their type."""
 
@@ -27,8 +25,6 @@ INSTEAD: dict[str, str] = {
     "actor_rollout_ref.hybrid_engine": "use true; placement.rollout_devices gives the rollout engine its own devices",
     "data.validation_shuffle": "the order of validation rows does not change metrics; use false",
     "reward.sandbox_fusion.url": "generated code does not run in a service; use null",
-    "trainer.log_val_generations": "use trainer.validation_data_dir, which keeps all responses",
-    "tensor_model_parallel_size": "the rollout engine needs the whole model on one device; use 1",
 }
 """End of a key of SUPPORTED -> what to do, if "use <the supported values>" does not say enough."""
 
@@ -40,6 +36,7 @@ REGISTERED_KINDS: dict[str, str] = {
 """End of a key -> the kind of object that is registered under its value."""
 
 _OTHER_REGISTERED_KINDS = (
+    "tensor_model_parallel_size",
     "max_num_batched_tokens",
     "max_model_len",
     "enable_chunked_prefill",
@@ -64,6 +61,8 @@ NO_EFFECT: dict[tuple[str, Any], tuple[str, ...]] = {
         "reward.reward_model.custom_chat_template",
         "reward.reward_model.micro_batch_size_per_gpu",
     ),
+    ("trainer.resume_mode", "auto"): ("trainer.resume_from_path",),
+    ("trainer.resume_mode", "disable"): ("trainer.resume_from_path",),
     ("trainer.backend", "local"): ("ray_kwargs.ray_init", "ray_kwargs.timeline_json_file"),
     ("algorithm.use_kl_in_reward", False): (
         "algorithm.kl_penalty",
