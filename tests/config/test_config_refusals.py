@@ -77,7 +77,7 @@ VALUES = {
     "trainer.v1.trainer_mode=separate_async": "use sync",
     f"{ACTOR}optim.optimizer=SGD": "the optimizer is torch.optim.AdamW",
     "distillation.enabled=true": "distillation from a teacher is not supported",
-    "model_engine=megatron": "the training engine is actor_rollout_ref.actor.strategy: use dp",
+    "model_engine=megatron": "selects the engine megatron, which is not supported yet: use dp",
     "data.mm_processor_kwargs.x=1": "only text is supported",
     f"{ROLLOUT}mtp.enable=true": "remove the key",
 }

@@ -19,9 +19,10 @@ from pydantic import ValidationError
 from verl.config.checks import check_combinations, notes_of
 from verl.config.errors import ConfigError, Problem, format_value
 from verl.config.fields import Schema, derived_fields, differences, fields_of, to_flat_dict, unflatten
+from verl.config.hydra import read_file, select_groups
 from verl.config.reader import Reader
 from verl.config.schema.ppo import Config
-from verl.config.sources import Layer, Setting, read_mapping, read_overrides, read_yaml
+from verl.config.sources import Layer, Setting, read_mapping, read_overrides
 from verl.registry import did_you_mean
 
 T = TypeVar("T", bound=Schema)
@@ -76,9 +77,11 @@ def read_config(
     """Like `load_config`, but returns the warnings instead of logging them."""
     layers = [read_mapping(base, "base")] if base else []
     if path is not None:
-        layers.append(read_yaml(path))
+        layers += read_file(path)
     last, problems = read_overrides(overrides)
-    reader = Reader(schema, [*layers, last])
+    selected, last, refused = select_groups(last, path)
+    problems += refused
+    reader = Reader(schema, [*layers, *selected, last])
     given = reader.read()
     problems += reader.problems
     notes = reader.notes

@@ -63,12 +63,7 @@ class Reader:
             removed_section = given.value == REMOVED and key in sections_of(self.schema)
             if ignored_key(key, self.schema.upstream, has_field=self._field_of(key) is not None):
                 self._ignored[key] = given
-            elif (
-                removed_section
-                or self._field_of(key)
-                or key in self.schema.aliases.computed
-                or self._upstream(key)
-            ):
+            elif removed_section or self._field_of(key) or key in self.schema.aliases.computed or self._upstream(key):
                 known.append((key, given))
             else:
                 self.problems.append(Problem(given.key, self._unknown(key, given), given.where))

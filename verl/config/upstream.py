@@ -102,6 +102,16 @@ def upstream_engines(key: str) -> list[str]:
     return next((names for end, names in _content()["engines"].items() if key.endswith(end)), [])
 
 
+def upstream_groups() -> dict[str, list[str]]:
+    """Hydra group -> its options that mean the defaults of our schema."""
+    return _content()["groups"]
+
+
+def upstream_configs() -> list[str]:
+    """Names of upstream's configurations that mean the defaults of our schema."""
+    return _content()["configs"]
+
+
 @functools.cache
 def _content() -> dict[str, Any]:
     return yaml.load(_FILE.read_text(encoding="utf-8"), Loader=Loader)
