@@ -305,7 +305,11 @@ def check_critic(config: Config, needed: bool) -> Iterator[Problem]:
     """
     enable, estimator = config.critic.enable, config.algorithm.adv_estimator
     if enable is False and needed:
-        yield Problem("critic.enable", f"false, but algorithm.adv_estimator={estimator} reads values: use null")
+        yield Problem(
+            "critic.enable",
+            f"false, but algorithm.adv_estimator={estimator} reads values: use null, or an estimator "
+            "without a critic, such as algorithm.adv_estimator=grpo with actor_rollout_ref.rollout.n=8",
+        )
     if enable is True and not needed:
         yield Problem("critic.enable", f"true, but algorithm.adv_estimator={estimator} does not read values: use null")
     warmup = config.trainer.critic_warmup

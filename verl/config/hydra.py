@@ -37,8 +37,8 @@ def find_config(name: str | None, directories: list[str]) -> Path | None:
     elif engine := _engine_of(wanted):
         what = f"{wanted!r} selects the engine {engine}, which is not supported yet: use ppo_trainer"
     else:
-        places = " or ".join(str(Path(directory).expanduser().resolve()) for directory in directories)
-        what = f"there is no {wanted}.yaml in {places or 'any --config-path'} (built in: {_words(upstream_configs())})"
+        folders = " or ".join(str(Path(directory).expanduser().resolve()) for directory in directories)
+        what = f"there is no {wanted}.yaml in {folders or 'any --config-path'} (built in: {_words(upstream_configs())})"
     raise ConfigError([Problem("--config-name" if name else "--config-path", what)])
 
 
@@ -55,14 +55,14 @@ def read_file(path: str | Path) -> list[Layer]:
     search = layer.get("hydra.searchpath")
     paths = search.value if search and isinstance(search.value, list) else []
     local = [Path(each.removeprefix("file://")).expanduser() for each in paths if str(each).startswith("file://")]
-    directories, layers, placed = [Path(path).expanduser().parent, *local], [], False
+    directories, layers, has_self = [Path(path).expanduser().parent, *local], [], False
     for group, option, package in _entries(listed.value):
         if option == _SELF:
             layers.append(layer)
-            placed = True
+            has_self = True
         else:
             layers += _selected(group, option, package, directories, listed)
-    return layers if placed else [*layers, layer]
+    return layers if has_self else [*layers, layer]
 
 
 def select_groups(overrides: Layer, path: str | Path | None) -> tuple[list[Layer], Layer, list[Problem]]:
@@ -113,8 +113,8 @@ def _selected(group: str, option: str, package: str, directories: list[Path], gi
     file = _find(f"{group}/{option}" if group else option, directories)
     if file is not None:
         header = _PACKAGE.search(file.read_text(encoding="utf-8"))
-        place = package or (header[1] if header else group.replace("/", "."))
-        prefix = "" if place in ("", "_global_") else f"{place}."
+        location = package or (header[1] if header else group.replace("/", "."))
+        prefix = "" if location in ("", "_global_") else f"{location}."
         return [
             {prefix + key: replace(setting, key=prefix + key) for key, setting in layer.items()}
             for layer in read_file(file)

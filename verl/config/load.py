@@ -31,6 +31,12 @@ Presets = Mapping[str, Mapping[str, Any]]
 
 #: keys of a preset that make it another algorithm if they are changed
 _IDENTITY = ("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode")
+#: algorithms that are not presets -> their command
+_OTHER_COMMANDS = {
+    "dpo": "python -m recipe.dpo.main_dpo",
+    "sppo": "python -m verl.trainer.main_ppo --config recipe/sppo/sppo.yaml",
+    "sft": "python -m verl.trainer.sft_trainer",
+}
 _ABSENT = Setting("", None, "")
 
 log = logging.getLogger("verl.config")
@@ -168,6 +174,8 @@ def apply_preset(given: Mapping[str, Any], presets: Presets, schema: type[Schema
     name = given.get("algorithm.name")
     if name is None:
         return dict(given)
+    if name not in presets and name in _OTHER_COMMANDS:
+        raise ValueError(f"{name!r} is not a setting of this command: run {_OTHER_COMMANDS[name]}")
     if name not in presets:
         raise ValueError(f"there is no algorithm {name!r}: {did_you_mean(str(name), presets)}")
     derived = derived_fields(schema)

@@ -201,7 +201,7 @@ class Reader:
                 return f"unknown key: {value_key} is a value ({known[value_key].expected()}), not a section"
         if key in sections_of(self.schema):
             return f"found {format_value(given.value)}, expected a section with the keys {self._keys_below(key)}"
-        near = nearest_key(given.key, [*known, *aliases.names()])
+        near = nearest_key(given.key, [*known, *aliases.names()]) if key == given.key else nearest_key(key, known)
         if near:
             return f"unknown key; did you mean {near}?"
         section = next((name for name in _sections_above(key) if name in sections_of(self.schema)), "")

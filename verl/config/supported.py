@@ -140,8 +140,15 @@ def check_registered(config: Schema, registered: Mapping[str, Collection[str]]) 
 
 
 def _not_registered(key: str, name: str, kind: str, names: Collection[str]) -> str:
+    use = " or ".join(sorted(names))
+    if kind == "training engine" and name in (*upstream_engines("rollout.name"), "native", "hf"):
+        return (
+            f"{name!r} is a rollout engine, and this key selects the training engine: use {use} here; the rollout "
+            "engine is actor_rollout_ref.rollout.name"
+        )
     if name in upstream_engines(key):
-        return f"{name!r} is not supported yet: use {' or '.join(sorted(names))}"
+        vllm = "; for actor_rollout.use_vllm, use false" if name == "vllm" else ""
+        return f"{name!r} is not supported yet: use {use}{vllm}"
     return (
         f"there is no {kind} {name!r}: {did_you_mean(name, names)}. Custom ones are registered in a file of `imports`"
     )

@@ -52,9 +52,9 @@ def main(
     def settings(path: str | None, overrides: list[str]) -> "Config":
         from verl.algorithms.presets import PRESETS
         from verl.config import load_config
-        from verl.trainer.launch import Recipe
+        from verl.trainer.launch import Recipe, recipe_of
 
-        recipe = trainer.recipe if trainer is not None else Recipe()
+        recipe = recipe_of(trainer) if trainer is not None else Recipe()
         return load_config(path, overrides, base=recipe.read(), presets=PRESETS, schema=recipe.schema)
 
     def build(path: str | None, overrides: list[str]) -> "PPOTrainer":
