@@ -4,8 +4,9 @@ import logging
 
 import pytest
 
-from verl.algorithms.presets import PRESETS as PUBLISHED
 from verl.config import ConfigError, load_config, to_flat_dict
+from verl.config.presets import PRESETS as PUBLISHED
+from verl.config.supported import check_built_in
 
 PRESETS = {
     "ppo": {
@@ -110,6 +111,39 @@ def test_the_short_form_of_the_local_trainer(tmp_path):
     assert config.critic.enable is True
     assert config.actor_rollout_ref.ref.enable is False
     assert config.reward.reward_model.enable is True
+
+
+ARTICLE_STAGE_1 = """
+trainer:
+  backend: fsdp
+actor_rollout:
+  fsdp_config:
+    sharding_strategy: FULL_SHARD
+    cpu_offload: false
+    param_offload: true
+"""
+
+
+def test_fsdp_config_of_the_short_form_is_the_actors(tmp_path):
+    config = load(tmp_path, ARTICLE_STAGE_1)
+    assert config.actor_rollout_ref.actor.strategy == "fsdp"
+    assert config.actor_rollout_ref.actor.fsdp_config.param_offload is True
+    assert config.actor_rollout_ref.ref.fsdp_config.param_offload is False
+    with pytest.raises(ConfigError, match=r"did you mean actor_rollout_ref\.actor\.fsdp_config\.fsdp_size\?"):
+        load(tmp_path, "actor_rollout: {fsdp_config: {fsdp_sizes: 2}}")
+
+
+def test_errors_of_the_short_form_name_its_keys(tmp_path):
+    text = "engine:\n  actor_type: vllm\nactor_rollout:\n  use_vllm: true\n"
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, text, extra_checks=[check_built_in])
+    assert str(error.value).splitlines()[1:] == [
+        "  1. engine.actor_type (config.yaml line 2, alias of actor_rollout_ref.actor.strategy): 'vllm' is a rollout "
+        "engine, and this key selects the training engine: use fsdp or fsdp2 here; the rollout engine is "
+        "actor_rollout_ref.rollout.name",
+        "  2. actor_rollout.use_vllm (config.yaml line 4, alias of actor_rollout_ref.rollout.name): 'vllm' is not "
+        "supported yet: use hf or native (use_vllm: false)",
+    ]
 
 
 def test_use_vllm(tmp_path):

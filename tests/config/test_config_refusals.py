@@ -67,6 +67,7 @@ VALUES = {
     "data.seed=${trainer.sed}": "did you mean trainer.seed?",
     "trainer.project_name=${oc.env:VERL_SURELY_NOT_SET}": "VERL_SURELY_NOT_SET",
     "algorithm.name=gsp": "there is no algorithm 'gsp'",
+    "algorithm.name=dpo": "'dpo' is not a setting of this command: run python -m recipe.dpo.main_dpo",
     # not supported
     f"{ROLLOUT}multi_turn.enable=true": "true is not supported: multi-turn rollouts and tools are not supported; "
     "remove the key (accepted: false)",
@@ -226,6 +227,7 @@ def test_the_critic_must_match_the_estimator():
         assert list(check_critic(load_config(overrides=[f"critic.enable={enable}"]), needed)) == []
     (problem,) = check_critic(load_config(overrides=["use_critic=false"]), needed=True)
     assert "false, but algorithm.adv_estimator=gae reads values" in str(problem)
+    assert "such as algorithm.adv_estimator=grpo with actor_rollout_ref.rollout.n=8" in str(problem)
     (problem,) = check_critic(load_config(overrides=["use_critic=true", "algorithm.adv_estimator=grpo"]), needed=False)
     assert "true, but algorithm.adv_estimator=grpo does not read values" in str(problem)
 
@@ -266,7 +268,8 @@ REGISTERED = {"rollout.name": ["hf", "native"], "strategy": ["fsdp"], "rollout.a
             f"{ROLLOUT}name: there is no rollout engine 'nativ': did you mean 'native'? known: hf, native. Custom ones "
             "are registered in a file of `imports`",
         ),
-        (f"{ROLLOUT}name=vllm", f"{ROLLOUT}name: 'vllm' is not supported yet: use hf or native"),
+        (f"{ROLLOUT}name=vllm", f"{ROLLOUT}name: 'vllm' is not supported yet: use hf or native (use_vllm: false)"),
+        (f"{ACTOR}strategy=vllm", f"{ACTOR}strategy: 'vllm' is a rollout engine, and this key selects the training"),
         (f"{ACTOR}strategy=megatron", f"{ACTOR}strategy: 'megatron' is not supported yet: use fsdp"),
         (
             f"{ROLLOUT}agent.default_agent_loop=tool",

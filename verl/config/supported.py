@@ -35,6 +35,9 @@ REGISTERED_KINDS: dict[str, str] = {
 }
 """End of a key -> the kind of object that is registered under its value."""
 
+BUILT_IN: dict[str, tuple[str, ...]] = {"rollout.name": ("hf", "native"), "strategy": ("fsdp", "fsdp2")}
+"""End of a key -> the names that are registered without `imports`."""
+
 _OTHER_REGISTERED_KINDS = (
     "tensor_model_parallel_size",
     "max_num_batched_tokens",
@@ -139,6 +142,11 @@ def check_registered(config: Schema, registered: Mapping[str, Collection[str]]) 
     return [Problem(key, what) for key, what in wrong.items() if key not in derived]
 
 
+def check_built_in(config: Schema) -> list[Problem]:
+    """Like `check_registered`, before the registries are imported: names that only `imports` could register."""
+    return [] if config.imports else check_registered(config, BUILT_IN)
+
+
 def _not_registered(key: str, name: str, kind: str, names: Collection[str]) -> str:
     use = " or ".join(sorted(names))
     if kind == "training engine" and name in (*upstream_engines("rollout.name"), "native", "hf"):
@@ -147,7 +155,7 @@ def _not_registered(key: str, name: str, kind: str, names: Collection[str]) -> s
             "engine is actor_rollout_ref.rollout.name"
         )
     if name in upstream_engines(key):
-        vllm = "; for actor_rollout.use_vllm, use false" if name == "vllm" else ""
+        vllm = " (use_vllm: false)" if name == "vllm" else ""
         return f"{name!r} is not supported yet: use {use}{vllm}"
     return (
         f"there is no {kind} {name!r}: {did_you_mean(name, names)}. Custom ones are registered in a file of `imports`"
