@@ -10,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.config.errors import Problem, format_value, nearest_key
 from verl.config.fields import ConfigField, Schema, fields_of, flatten, sections_of, unflatten
 from verl.config.sources import REMOVED, Layer, Setting, has_interpolation
+from verl.config.trl import key_of
 from verl.config.upstream import UpstreamKey, ignored_key, upstream_key
 
 Named = list[tuple[str, Setting]]
@@ -201,6 +202,8 @@ class Reader:
                 return f"unknown key: {value_key} is a value ({known[value_key].expected()}), not a section"
         if key in sections_of(self.schema):
             return f"found {format_value(given.value)}, expected a section with the keys {self._keys_below(key)}"
+        if meant := key_of(names[-1], self.schema.upstream):
+            return f"unknown key; did you mean {meant}?"
         near = nearest_key(given.key, [*known, *aliases.names()]) if key == given.key else nearest_key(key, known)
         if near:
             return f"unknown key; did you mean {near}?"
