@@ -37,7 +37,7 @@ from examples.quickstart.tiny_model import tiny_model
 from recipe.dapo import DAPOTrainer
 from recipe.dpo import DPOTrainer
 from recipe.prime import PRIMETrainer
-from verl.algorithms.presets import PRESETS
+from verl.config.presets import PRESETS
 from verl.dataflow import Operator, Pipeline
 from verl.tracking.curves import WINDOW, moving_mean
 from verl.trainer.base import StepReport

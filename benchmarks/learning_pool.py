@@ -33,7 +33,7 @@ import torch
 
 from benchmarks.learning import RECIPES, STEPS, Curve, method_of, read_runs, run, start_model
 from examples.quickstart.tasks import TASKS
-from verl.algorithms.presets import PRESETS
+from verl.config.presets import PRESETS
 from verl.registry import did_you_mean
 
 #: CPU seconds of a grpo run, measured with one thread, and factors for other algorithms

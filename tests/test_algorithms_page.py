@@ -8,8 +8,8 @@ from benchmarks.learning_page import CURVES, RESULTS, page, pictures
 from benchmarks.learning_pool import read_plan
 from verl.algorithms.masked import LOSS_AGG_MODES
 from verl.algorithms.policy_losses import POLICY_LOSS_REGISTRY
-from verl.algorithms.presets import PRESET_NOTES, PRESETS
 from verl.config.fields import fields_of
+from verl.config.presets import PRESET_NOTES, PRESETS
 from verl.config.schema.ppo import Config
 
 ROOT = Path(__file__).resolve().parents[1]

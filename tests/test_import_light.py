@@ -40,6 +40,17 @@ def test_import_verl_is_light():
     assert HEAVY & set(json.loads(python(program))) == set()
 
 
+def test_errors_of_the_configuration_are_printed_without_loading_torch():
+    program = (
+        "import json, sys; from verl.trainer.main_ppo import main;"
+        "status = main(['data.train_batchsize=3', 'algorithm.name=grpo', 'actor_rollout_ref.rollout.name=vllm']);"
+        "print(json.dumps([status, 'torch' in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert json.loads(done.stdout) == [1, False]
+    assert "did you mean data.train_batch_size?" in done.stderr and "'vllm' is not supported yet" in done.stderr
+
+
 def test_names_of_the_package_are_found_at_use():
     assert python("import verl; print(verl.DataFlow.__module__, 'DataProto' in dir(verl))").split() == [
         "verl.dataflow.flow",

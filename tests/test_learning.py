@@ -14,7 +14,7 @@ from benchmarks.learning import FURTHER, RECIPES, Curve, learn, method_of, overr
 from benchmarks.learning_page import table
 from benchmarks.learning_pool import SECONDS, Pool, read_plan
 from examples.quickstart.tasks import write_task
-from verl.algorithms.presets import PRESETS
+from verl.config.presets import PRESETS
 from verl.tracking.curves import WINDOW
 
 STEPS = 60

@@ -4,8 +4,9 @@ import inspect
 
 import pytest
 
-from verl.algorithms import ADV_ESTIMATOR_REGISTRY, LOSS_AGG_MODES, POLICY_LOSS_REGISTRY, PRESET_NOTES, PRESETS
+from verl.algorithms import ADV_ESTIMATOR_REGISTRY, LOSS_AGG_MODES, POLICY_LOSS_REGISTRY
 from verl.config import load_config
+from verl.config.presets import PRESET_NOTES, PRESETS
 
 ACTOR = "actor_rollout_ref.actor."
 

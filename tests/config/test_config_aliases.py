@@ -4,8 +4,9 @@ import logging
 
 import pytest
 
-from verl.algorithms.presets import PRESETS as PUBLISHED
 from verl.config import ConfigError, load_config, to_flat_dict
+from verl.config.presets import PRESETS as PUBLISHED
+from verl.config.supported import check_built_in
 
 PRESETS = {
     "ppo": {
@@ -112,6 +113,39 @@ def test_the_short_form_of_the_local_trainer(tmp_path):
     assert config.reward.reward_model.enable is True
 
 
+ARTICLE_STAGE_1 = """
+trainer:
+  backend: fsdp
+actor_rollout:
+  fsdp_config:
+    sharding_strategy: FULL_SHARD
+    cpu_offload: false
+    param_offload: true
+"""
+
+
+def test_fsdp_config_of_the_short_form_is_the_actors(tmp_path):
+    config = load(tmp_path, ARTICLE_STAGE_1)
+    assert config.actor_rollout_ref.actor.strategy == "fsdp"
+    assert config.actor_rollout_ref.actor.fsdp_config.param_offload is True
+    assert config.actor_rollout_ref.ref.fsdp_config.param_offload is False
+    with pytest.raises(ConfigError, match=r"did you mean actor_rollout_ref\.actor\.fsdp_config\.fsdp_size\?"):
+        load(tmp_path, "actor_rollout: {fsdp_config: {fsdp_sizes: 2}}")
+
+
+def test_errors_of_the_short_form_name_its_keys(tmp_path):
+    text = "engine:\n  actor_type: vllm\nactor_rollout:\n  use_vllm: true\n"
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, text, extra_checks=[check_built_in])
+    assert str(error.value).splitlines()[1:] == [
+        "  1. engine.actor_type (config.yaml line 2, alias of actor_rollout_ref.actor.strategy): 'vllm' is a rollout "
+        "engine, and this key selects the training engine: use fsdp or fsdp2 here; the rollout engine is "
+        "actor_rollout_ref.rollout.name",
+        "  2. actor_rollout.use_vllm (config.yaml line 4, alias of actor_rollout_ref.rollout.name): 'vllm' is not "
+        "supported yet: use hf or native (use_vllm: false)",
+    ]
+
+
 def test_use_vllm(tmp_path):
     assert load(tmp_path, "actor_rollout: {use_vllm: true}").actor_rollout_ref.rollout.name == "vllm"
     with pytest.raises(ConfigError, match=r"false contradicts actor_rollout_ref\.rollout\.name=vllm"):
@@ -211,6 +245,54 @@ def test_overrides_win_over_a_preset(tmp_path):
     assert config.algorithm.adv_estimator == "grpo"
     assert (actor.clip_ratio_low, actor.clip_ratio_high) == (3e-4, 4e-4)
     assert config.actor_rollout_ref.rollout.n == 4
+
+
+ESTIMATOR = "algorithm.adv_estimator"
+
+
+def test_a_later_algorithm_name_wins_over_an_earlier_estimator(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "verl.config"):
+        text = "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {actor: {clip_ratio_low: 0.1}}\n"
+        config = load(tmp_path, text, "algorithm.name=ppo", presets=PRESETS)
+    assert config.algorithm.adv_estimator == "gae"
+    assert config.actor_rollout_ref.actor.clip_ratio_low == 0.1  # not part of what makes it PPO
+    name = "algorithm.name: ppo (override 'algorithm.name=ppo')"
+    assert f"{name} replaces algorithm.adv_estimator: grpo (config.yaml line 1) by gae" in caplog.text
+    assert f"{name} does not change settings that you gave: actor_rollout_ref.actor.clip_ratio_low: 0.1" in caplog.text
+
+
+def test_a_later_algorithm_name_wins_over_an_earlier_loss(tmp_path):
+    text = "actor_rollout_ref: {actor: {policy_loss: {loss_mode: gspo}}}"
+    config = load(tmp_path, text, "algorithm.name=grpo", presets=PUBLISHED)
+    assert config.actor_rollout_ref.actor.policy_loss.loss_mode == "vanilla"
+
+
+def test_a_later_estimator_wins_over_an_earlier_algorithm_name(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "verl.config"):
+        config = load(tmp_path, "algorithm: {name: ppo}", f"{ESTIMATOR}=grpo", presets=PRESETS)
+    assert config.algorithm.adv_estimator == "grpo"
+    assert "algorithm.adv_estimator: grpo" in caplog.text and "replaces gae" in caplog.text
+
+
+def test_an_estimator_and_an_algorithm_name_of_one_source_must_agree(tmp_path):
+    assert load(tmp_path, "algorithm: {name: ppo, adv_estimator: gae}", presets=PRESETS).algorithm.name == "ppo"
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, "algorithm:\n  name: ppo\n  adv_estimator: grpo\n", presets=PRESETS)
+    assert str(error.value).splitlines()[1:] == [
+        "  1. algorithm.adv_estimator (config.yaml line 3): 'grpo' disagrees with algorithm.name: ppo (config.yaml "
+        "line 2), which sets 'gae': remove one of them"
+    ]
+    with pytest.raises(ConfigError, match=r"disagrees with algorithm\.name: ppo"):
+        load_config(overrides=[f"{ESTIMATOR}=grpo", "algorithm.name=ppo"], presets=PRESETS)
+
+
+def test_an_error_names_the_key_as_it_was_written(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, "algorithm:\n  clip_range: wide\n")
+    assert str(error.value).splitlines()[1] == (
+        "  1. algorithm.clip_range (config.yaml line 2, alias of actor_rollout_ref.actor.clip_ratio): found 'wide' "
+        "(str), expected float >= 0 or null"
+    )
 
 
 def test_an_unknown_preset_lists_the_known_ones():

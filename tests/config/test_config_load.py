@@ -59,6 +59,37 @@ def test_text_stays_as_written(text, tmp_path):
     assert load_config(file).trainer.experiment_name == text
 
 
+@pytest.mark.parametrize(("text", "number"), [("010", 10), ("0042", 42), ("1_000", 1000), ("1e3", 1000), ("+5", 5)])
+def test_numbers_are_decimal(text, number, tmp_path):
+    """YAML 1.1 reads 010 as the octal number 8."""
+    assert load(f"trainer.seed={text}").trainer.seed == number
+    assert load(f"actor_rollout_ref.rollout.temperature={text}").actor_rollout_ref.rollout.temperature == number
+    file = tmp_path / "c.yaml"
+    file.write_text(f"trainer: {{seed: {text}}}\nplacement: {{actor_devices: [{text}]}}\n")
+    config = load_config(file)
+    assert (config.trainer.seed, config.placement.actor_devices) == (number, [number])
+
+
+@pytest.mark.parametrize(("text", "value"), [("yes", True), ("on", True), ("no", False), ("off", False)])
+def test_words_for_true_and_false(text, value, tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text(f"trainer: {{val_only: {text}}}")
+    assert load(f"trainer.val_only={text}").trainer.val_only is load_config(file).trainer.val_only is value
+
+
+def test_a_tilde_removes_a_key_from_earlier_sources(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("data: {seed: 3}\nactor_rollout_ref: {rollout: {n: 4, engine_kwargs: {vllm: {a: 1}}}}\n")
+    config = load_config(file, ["~data.seed", "~actor_rollout_ref.rollout.engine_kwargs", "~trainer.device=cuda"])
+    assert config.data.seed == 42
+    assert config.actor_rollout_ref.rollout.n == 4
+    assert config.actor_rollout_ref.rollout.engine_kwargs.vllm == {}
+    assert load_config(file, ["~actor_rollout_ref.rollout"]).actor_rollout_ref.rollout.n == 1
+    assert load_config(file, ["~data.seed", "data.seed=5"]).data.seed == 5
+    with pytest.raises(ConfigError, match=r"data.sed \(override '~data.sed'\): unknown key; did you mean data.seed"):
+        load("~data.sed")
+
+
 def test_the_last_of_two_equal_overrides_counts():
     assert load("data.seed=1", "data.seed=2").data.seed == 2
 

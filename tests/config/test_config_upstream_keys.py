@@ -1,12 +1,15 @@
 """Keys of upstream verl: those used most, every key of its default configuration, and those not supported here."""
 
+import logging
+
 import pytest
+import yaml
 
 from verl.config import ConfigError, check_supported, load_config, to_flat_dict
 from verl.config.aliases import RL
-from verl.config.fields import fields_of
+from verl.config.fields import fields_of, unflatten
 from verl.config.schema import Config, SFTConfig
-from verl.config.upstream import upstream_defaults, upstream_key
+from verl.config.upstream import ignored_key, upstream_defaults, upstream_key
 
 UPSTREAM = upstream_defaults()
 
@@ -195,17 +198,119 @@ def test_defaults_are_upstreams_except_these():
     assert {key for key in ours if ours[key] != theirs[key]} - same_meaning == OURS
 
 
-def test_values_without_an_effect_are_accepted():
-    load_config(
-        overrides=[
-            "actor_rollout_ref.rollout.mode=sync",
-            "actor_rollout_ref.rollout.load_format=safetensors",
-            "actor_rollout_ref.actor.use_torch_compile=false",
-            "actor_rollout_ref.rollout.disable_log_stats=false",
-            "trainer.use_v1=false",
-            "actor_rollout_ref.actor.profiler.enable=false",
-        ]
-    )
+def test_the_complete_configuration_of_upstream_loads_from_a_file(tmp_path, caplog):
+    """With the type annotation `_target_` in every section, and interpolations unresolved."""
+    nested = unflatten(UPSTREAM)
+    sections = {key.rpartition(".")[0] for key in UPSTREAM if "." in key}
+    for section in sorted(sections):
+        inner = nested
+        for name in section.split("."):
+            inner = inner[name]
+            if not isinstance(inner, dict):
+                break  # a section that upstream fills by an interpolation, such as rollout.mtp
+        else:
+            inner["_target_"] = "some.package.Config"
+    file = tmp_path / "full.yaml"
+    file.write_text(yaml.safe_dump(nested, sort_keys=False))
+    assert len(UPSTREAM) > 900 and file.read_text().count("_target_") > 60
+    with caplog.at_level(logging.WARNING, "verl.config"):
+        config = load_config(file)
+    check_supported(config)
+    notes = [note for note in caplog.messages if "ignored" in note]
+    assert len(notes) == 1 and notes[0].startswith("ignored: ") and "_target_ (" in notes[0]
+    assert "without effect here: _target_" in notes[0]  # nothing else is ignored: all other values are defaults
+    assert config.critic.optim.lr == 1e-5
+
+
+IGNORED = """
+actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=4096
+actor_rollout_ref.rollout.update_weights_bucket_megabytes=1024
+actor_rollout_ref.rollout.mode=sync
+actor_rollout_ref.rollout.load_format=safetensors
+actor_rollout_ref.rollout.disable_log_stats=false
+actor_rollout_ref.rollout.agent.num_workers=4
+actor_rollout_ref.rollout.n_gpus_per_node=4
+actor_rollout_ref.rollout.prometheus.enable=true
+actor_rollout_ref.rollout.trace.backend=mlflow
+actor_rollout_ref.rollout.data_parallel_size=2
+actor_rollout_ref.model.use_shm=true
+actor_rollout_ref.model.enable_activation_offload=true
+actor_rollout_ref.model.override_config.attn_implementation=flash_attention_2
+actor_rollout_ref.actor.profiler.enable=true
+actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4
+actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params=1000
+actor_rollout_ref.actor.fsdp_config.forward_prefetch=true
+actor_rollout_ref.actor._target_=some.Config
+critic.model.use_shm=true
+data.filter_overlong_prompts_workers=64
+data.dataloader_num_workers=2
+global_profiler.tool=nsys
+global_profiler.steps=[1,2]
+reward.num_workers=32
+reward.reward_model.rollout.name=vllm
+reward.reward_model.rollout.tensor_model_parallel_size=4
+trainer.use_legacy_worker_impl=disable
+trainer.use_v1=false
+transfer_queue.enable=true
+hydra.run.dir=outputs/${now:%Y}
+"""
+
+
+def test_keys_without_effect_are_accepted_with_one_note(caplog):
+    overrides = IGNORED.strip().splitlines()
+    with caplog.at_level(logging.WARNING, "verl.config"):
+        config = load_config(overrides=overrides)
+    assert config == load_config()
+    (note,) = caplog.messages
+    assert note.startswith(f"ignored: {len(overrides)} keys without effect here: actor_rollout_ref.rollout.checkpoint_")
+    assert "global_profiler.tool, global_profiler.steps" in note
+
+
+def test_more_than_three_ignored_keys_of_a_section_are_counted(caplog):
+    keys = ["tool=torch", "enable=true", "all_ranks=true", "ranks=[0]"]
+    with caplog.at_level(logging.WARNING, "verl.config"):
+        load_config(overrides=[f"critic.profiler.{key}" for key in keys])
+    assert caplog.messages == ["ignored: 4 keys without effect here: critic.profiler.* (4 keys)"]
+
+
+def test_the_default_of_an_ignored_key_is_not_noted(caplog):
+    load_config(overrides=["data.use_shm=false", "global_profiler.save_path=outputs/profile", "trainer.use_v1=true"])
+    assert caplog.messages == []
+
+
+def test_every_ignored_key_has_a_reason():
+    ignored = {key: found for key in UPSTREAM if (found := ignored_key(key, "ppo", has_field=False))}
+    assert len(ignored) > 300
+    assert all(len(found.instead) > 10 for found in ignored.values())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "note"),
+    [
+        (
+            ["actor_rollout_ref.rollout.val_kwargs.n=4"],
+            "val_kwargs.n=4 with do_sample=false generates 4 equal responses per prompt",
+        ),
+        (
+            ["trainer.resume_from_path=/nowhere"],
+            "trainer.resume_from_path: /nowhere has no effect with trainer.resume_mode=auto",
+        ),
+        (
+            ["actor_rollout_ref.rollout.tensor_model_parallel_size=2"],
+            "tensor_model_parallel_size: 2 has no effect with actor_rollout_ref.rollout.name=native",
+        ),
+    ],
+)
+def test_what_upstream_accepts_and_results_do_not_depend_on(overrides, note, caplog):
+    with caplog.at_level(logging.WARNING, "verl.config"):
+        check_supported(load_config(overrides=overrides))
+    assert note in caplog.text
+
+
+def test_validation_generations_are_a_setting():
+    config = load_config(overrides=["trainer.log_val_generations=5"])
+    check_supported(config)
+    assert config.trainer.log_val_generations == 5
 
 
 def test_false_is_not_zero():
@@ -221,13 +326,9 @@ def test_sections_with_the_same_keys():
 
 
 FSDP1 = {
-    "wrap_policy.min_num_params": (0, 1000, "every decoder layer is one FSDP unit"),
-    "wrap_policy.transformer_layer_cls_to_wrap": (
-        "null",
-        "[LlamaDecoderLayer]",
-        "every decoder layer is one FSDP unit",
-    ),
-    "wrap_policy.disable": ("false", "true", "every decoder layer is one FSDP unit"),
+    "wrap_policy.min_num_params": (1000, None, ""),
+    "wrap_policy.transformer_layer_cls_to_wrap": ("[LlamaDecoderLayer]", None, ""),
+    "wrap_policy.disable": ("true", None, ""),
     "sharding_strategy": ("FULL_SHARD", "HYBRID_SHARD", "fsdp_size"),
     "mixed_precision.reduce_dtype": ("fp32", "bf16", "gradients are reduced in fp32"),
     "mixed_precision.buffer_dtype": ("float32", "bf16", "buffers keep"),

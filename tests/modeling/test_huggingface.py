@@ -37,6 +37,8 @@ def add(path, **tensors):
     ("override", "message"),
     [
         ({"hidden_size": "abc"}, "override_config.hidden_size: LlamaConfig rejects 'abc': .*expected int"),
+        ({"hidden_act": "silo"}, "override_config.hidden_act: there is no activation 'silo': did you mean 'silu'?"),
+        ({"attn_implementation": "sdpa"}, "attention over packed sequences has its own kernels: remove the key"),
         ({"dtype": "int8"}, "override_config.dtype: not supported: use model_dtype"),
         ({"torch_dtype": "float64"}, "override_config.torch_dtype: not supported: use model_dtype"),
         ({"model_type": "qwen2"}, "override_config.model_type: not supported: the architecture is that of the files"),

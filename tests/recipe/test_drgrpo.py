@@ -7,8 +7,8 @@ import torch
 
 from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.masked import LossAggregation, agg_loss
-from verl.algorithms.presets import PRESETS
 from verl.config import load_config, to_flat_dict
+from verl.config.presets import PRESETS
 
 FILE = Path(__file__).parents[2] / "recipe" / "drgrpo" / "drgrpo.yaml"
 

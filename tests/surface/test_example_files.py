@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from verl.algorithms.presets import PRESETS
 from verl.config import load_config, unsupported
+from verl.config.presets import PRESETS
 from verl.registry import load_object
 from verl.rewards.functions import REWARD_FUNCTION_REGISTRY
 

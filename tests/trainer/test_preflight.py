@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 from examples.quickstart.tiny_model import tiny_model
 from recipe.dapo.main_dapo import DAPOTrainer
 from verl.algorithms.policy_losses import register_policy_loss
-from verl.config import schema
+from verl.config import ConfigError, schema
+from verl.config.supported import BUILT_IN
+from verl.config.upstream import upstream_engines
 from verl.single_controller.cluster import make_cluster
 from verl.single_controller.local.cluster import InProcessCluster, ProcessCluster
 from verl.trainer import main_ppo, preflight, sft_trainer
@@ -253,3 +256,70 @@ def test_a_model_of_another_kind_is_refused_by_name(name, message, settings, tin
     assert main_ppo.main([*settings, "algorithm.name=grpo", f"actor_rollout_ref.model.path={tmp_path / 'model'}"]) == 1
     shown = capsys.readouterr().err
     assert shown.count("error:") == 1 and message in shown and "AutoModel" not in shown and "Traceback" not in shown
+
+
+def test_the_names_known_before_the_registries_are_loaded_are_the_registered_ones():
+    from verl.engines.base import ENGINES
+    from verl.rollout.base import ROLLOUT_ENGINES
+
+    for key, registry in (("rollout.name", ROLLOUT_ENGINES), ("strategy", ENGINES)):
+        assert set(BUILT_IN[key]) <= set(registry)
+        assert not set(upstream_engines(key)) & set(registry)
+
+
+# ------------------------------------------------------------------------------------------- what an article asks for
+
+
+def test_keyword_arguments_for_roles_are_settings(settings):
+    grpo = [*settings, "algorithm.adv_estimator=grpo"]
+    config = PPOTrainer(overrides=grpo, use_critic=False, use_reference_policy=False).config
+    assert (config.critic.enable, config.actor_rollout_ref.ref.enable) == (False, False)
+    with pytest.raises(ConfigError, match=r"reads values: use null, or an estimator without a critic, such as .*grpo"):
+        PPOTrainer(overrides=settings, use_critic=False)
+    with pytest.raises(ValueError, match=r"reward\.reward_model\.model_path: null"):
+        PPOTrainer(overrides=settings, use_rm=True)
+    with pytest.raises(ValueError, match="not both"):
+        PPOTrainer(PPOTrainer(overrides=grpo).config, use_critic=False)
+
+
+def test_an_estimator_of_a_recipe_names_its_command(settings, capsys):
+    assert main_ppo.main([*settings, "algorithm.name=prime", "--dry-run"]) == 1
+    assert "'adv' reads 'rm_scores'" in (shown := capsys.readouterr().err)
+    assert "run python -m recipe.prime.main_prime" in shown
+
+
+def test_a_penalty_buffer_longer_than_the_responses_says_what_to_set(settings, capsys):
+    assert main_ppo.main([*settings, "data.max_response_length=16", "--dry-run"], trainer=DAPOTrainer) == 1
+    assert "set reward.reward_kwargs.overlong_buffer.len=4, or reward.reward_kwargs.overlong_buffer.enable=false" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("method", ["build_flow", "finish_flow"])
+def test_a_flow_that_is_not_returned(method, settings):
+    class Forgetful(PPOTrainer):
+        pass
+
+    setattr(Forgetful, method, lambda self, *_: None)
+    with pytest.raises(ValueError, match=rf"Forgetful\.{method} returned None, expected a DataFlow: end it with"):
+        Forgetful(overrides=settings)
+
+
+def test_a_recipe_of_none(settings, capsys):
+    class WithoutRecipe(PPOTrainer):
+        recipe = None
+
+    assert main_ppo.main([*settings], trainer=WithoutRecipe) == 1
+    assert main_ppo.main([*settings, "--print-config"], trainer=WithoutRecipe) == 1
+    assert capsys.readouterr().err.count("WithoutRecipe.recipe: expected a Recipe, found None: remove it") == 2
+
+
+def test_an_uncaught_error_of_the_configuration_has_no_traceback(settings, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    with pytest.raises(ConfigError) as error:
+        PPOTrainer(overrides=[*settings, "trainer.nnode=1"])
+    sys.excepthook(error.type, error.value, error.tb)
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: 1 problem in the configuration:") and "Traceback" not in shown
+    sys.excepthook(KeyError, KeyError("x"), None)
+    assert "KeyError" in capsys.readouterr().err

@@ -6,8 +6,8 @@ import pytest
 
 from tests.trainer.conftest import run_settings
 from verl.algorithms.policy_losses import POLICY_LOSS_REGISTRY
-from verl.algorithms.presets import PRESETS
 from verl.config import load_config
+from verl.config.presets import PRESETS
 from verl.config.supported import settings_without_effect
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.unused_settings import unused_settings

@@ -6,7 +6,7 @@
 - `kl`: KL, entropy, value and SFT losses; `preference`: DPO, SPPO, reward models
 - `rollout_correction`: training-inference mismatch
 - `binding`: finds the arguments of a function by the names of its parameters
-- `presets`: the settings of each algorithm; `core_algos`: the functions of upstream verl
+- `core_algos`: the functions of upstream verl
 """
 
 from verl.algorithms import off_policy_losses, preference, prime, token_baselines
@@ -35,15 +35,12 @@ from verl.algorithms.masked import (
     merge_metrics,
 )
 from verl.algorithms.policy_losses import POLICY_LOSS_REGISTRY, get_policy_loss_fn, register_policy_loss
-from verl.algorithms.presets import PRESET_NOTES, PRESETS
 from verl.algorithms.rollout_correction import compute_rollout_correction_and_rejection_mask
 
 __all__ = [
     "ADV_ESTIMATOR_REGISTRY",
     "LOSS_AGG_MODES",
     "POLICY_LOSS_REGISTRY",
-    "PRESETS",
-    "PRESET_NOTES",
     "LossAggregation",
     "agg_loss",
     "apply_kl_penalty",

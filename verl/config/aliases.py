@@ -24,6 +24,7 @@ _SHORT = {
     "engine.num_gpus": "trainer.n_gpus_per_node",
     # trainer: {...}, actor_rollout: {...}, critic: {...}, use_critic, ...
     "actor_rollout.model_name_or_path": _ARR + "model.path",
+    "actor_rollout.fsdp_config.*": _ARR + "actor.fsdp_config.*",
     "critic.model_name_or_path": "critic.model.path",
     "use_critic": "critic.enable",
     "use_reference_policy": _ARR + "ref.enable",
@@ -55,6 +56,9 @@ _DEPRECATED = {
     "reward_model.use_dynamic_bsz": "reward.reward_model.use_dynamic_bsz",
     "reward_model.forward_max_token_len_per_gpu": "reward.reward_model.forward_max_token_len_per_gpu",
     "reward_model.micro_batch_size_per_gpu": "reward.reward_model.micro_batch_size_per_gpu",
+    "reward_model.micro_batch_size": "reward.reward_model.micro_batch_size",
+    "reward_model.ulysses_sequence_parallel_size": "reward.reward_model.fsdp.ulysses_sequence_parallel_size",
+    "trainer.val_generations_to_log_to_wandb": "trainer.log_val_generations",
     _ARR + "actor.grad_clip": _ARR + "actor.optim.clip_grad",
     "critic.grad_clip": "critic.optim.clip_grad",
     _ARR + "actor.optim.warmup_style": _ARR + "actor.optim.lr_scheduler_type",

@@ -54,6 +54,9 @@ def notes_of(config: Schema) -> list[str]:
         )
     if val.temperature > 0 and not val.do_sample:
         notes.append(f"{_ROLLOUT}val_kwargs.temperature={val.temperature} has no effect with do_sample=false")
+    if val.n > 1 and not val.do_sample:
+        key = _ROLLOUT + "val_kwargs.n"
+        notes.append(f"{key}={val.n} with do_sample=false generates {val.n} equal responses per prompt")
     return notes
 
 
@@ -166,12 +169,6 @@ def _sampling(config: Config) -> Iterator[Problem]:
         yield Problem(
             _ROLLOUT + "val_kwargs.temperature",
             f"found {val.temperature} with do_sample=true: use a temperature > 0, or do_sample=false",
-        )
-    if val.n > 1 and not val.do_sample:
-        yield Problem(
-            _ROLLOUT + "val_kwargs.n",
-            f"found {val.n} with do_sample=false, which gives {val.n} equal responses: use do_sample=true with a "
-            "temperature > 0, or n=1",
         )
     if "" in rollout.stop:
         yield Problem(
@@ -318,8 +315,6 @@ def _resume(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[Problem]:
     key, mode = "trainer.resume_from_path", trainer.resume_mode
     if mode == "resume_path" and not trainer.resume_from_path:
         yield Problem(key, "null, but trainer.resume_mode=resume_path needs it: set it to a global_step_N folder")
-    if mode != "resume_path" and trainer.resume_from_path:
-        yield Problem(key, f"set, but trainer.resume_mode is {mode}: use trainer.resume_mode=resume_path")
 
 
 def check_critic(config: Config, needed: bool) -> Iterator[Problem]:
@@ -330,7 +325,11 @@ def check_critic(config: Config, needed: bool) -> Iterator[Problem]:
     """
     enable, estimator = config.critic.enable, config.algorithm.adv_estimator
     if enable is False and needed:
-        yield Problem("critic.enable", f"false, but algorithm.adv_estimator={estimator} reads values: use null")
+        yield Problem(
+            "critic.enable",
+            f"false, but algorithm.adv_estimator={estimator} reads values: use null, or an estimator "
+            "without a critic, such as algorithm.adv_estimator=grpo with actor_rollout_ref.rollout.n=8",
+        )
     if enable is True and not needed:
         yield Problem("critic.enable", f"true, but algorithm.adv_estimator={estimator} does not read values: use null")
     warmup = config.trainer.critic_warmup
@@ -358,7 +357,7 @@ def check_models(config: Schema) -> Iterator[Problem]:
         name = key.rpartition(".")[2]
         if name in (_TOKENIZERS, _ADAPTERS) and path:
             yield from _files_of_model(key, path, ("adapter_config.json",) if name == _ADAPTERS else ())
-    checkpoint = values.get("trainer.resume_from_path")
+    checkpoint = values.get("trainer.resume_from_path") if values.get("trainer.resume_mode") == "resume_path" else None
     if checkpoint and not Path(checkpoint).is_dir():
         yield Problem("trainer.resume_from_path", f"there is no folder {checkpoint!r}")
     elif checkpoint:

@@ -13,14 +13,18 @@ class Problem:
         key: the dotted key.
         what: what was found, what is expected, and how to fix it.
         where: the file and line, or the override, that set the key.
+        spelled: the name under which it was set, if that is an alias.
     """
 
     key: str
     what: str
     where: str = ""
+    spelled: str = ""
 
     def __str__(self) -> str:
-        return f"{self.key}{f' ({self.where})' if self.where else ''}: {self.what}"
+        name = self.spelled or self.key
+        origin = ", ".join(filter(None, (self.where, f"alias of {self.key}" if name != self.key else "")))
+        return f"{name}{f' ({origin})' if origin else ''}: {self.what}"
 
 
 class ConfigError(ValueError):
@@ -52,26 +56,36 @@ def format_value(value: object) -> str:
 
 
 def nearest_key(wanted: str, known: Iterable[str]) -> str | None:
-    """The known key that `wanted` is most likely a typo of, or None.
+    """The known key that `wanted` is most likely a typo of, or None: no suggestion is better than a wrong one.
 
     A key with the same ending is preferred, then the most similar one. If several keys have the same ending
     (train_batch_size, val_batch_size for batch_size), the first one in `known` is returned.
     """
     known = list(known)
-    same_ending = [key for key in known if key.endswith("." + wanted)]
-    if same_ending:
-        return min(same_ending, key=len)
     section, _, last = wanted.rpartition(".")
+    ending = next((key for key in known if key.endswith("." + wanted)), None)
+    if ending:
+        return ending
     siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
     longer = [name for name in siblings if name.endswith("_" + last)]
-    near = longer or difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)
+    near = longer or difflib.get_close_matches(last, siblings, n=1, cutoff=0.7)
     if near:
         return siblings[near[0]]
-    same_name = [key for key in known if key.rpartition(".")[2] == last]
-    if same_name:
-        return difflib.get_close_matches(wanted, same_name, n=1, cutoff=0.0)[0]
+    above = section.rpartition(".")[2]
+    inside = [key for key in known if key.rpartition(".")[2] == last and above in key.split(".")]
+    if inside:
+        return max(inside, key=lambda key: _similarity(wanted, key))
     # leading sections are often omitted, so the ends of the known keys are compared as well
     depth = wanted.count(".") + 1
     tails = {key: key for key in known} | {".".join(key.split(".")[-depth:]): key for key in reversed(known)}
-    near = difflib.get_close_matches(wanted, tails, n=1, cutoff=0.7)
+    near = [
+        tail
+        for tail in difflib.get_close_matches(wanted, tails, n=5, cutoff=0.7)
+        if _similarity(last, tail.split(".")[-1]) >= 0.7
+        and (not above or _similarity(above, tail.split(".")[-2]) >= 0.6)
+    ]
     return tails[near[0]] if near else None
+
+
+def _similarity(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()

@@ -19,14 +19,25 @@ from pydantic import ValidationError
 from verl.config.checks import check_combinations, notes_of
 from verl.config.errors import ConfigError, Problem, format_value
 from verl.config.fields import Schema, derived_fields, differences, fields_of, redacted, to_flat_dict, unflatten
+from verl.config.hydra import read_file, select_groups
 from verl.config.reader import Reader
 from verl.config.schema.ppo import Config
-from verl.config.sources import Layer, read_mapping, read_overrides, read_yaml
+from verl.config.sources import Layer, Setting, read_mapping, read_overrides
 from verl.registry import did_you_mean
 
 T = TypeVar("T", bound=Schema)
 Check = Callable[[Any], Iterable[Problem]]
 Presets = Mapping[str, Mapping[str, Any]]
+
+#: keys of a preset that make it another algorithm if they are changed
+_IDENTITY = ("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode")
+#: algorithms that are not presets -> their command
+_OTHER_COMMANDS = {
+    "dpo": "python -m recipe.dpo.main_dpo",
+    "sppo": "python -m verl.trainer.main_ppo --config recipe/sppo/sppo.yaml",
+    "sft": "python -m verl.trainer.sft_trainer",
+}
+_ABSENT = Setting("", None, "")
 
 log = logging.getLogger("verl.config")
 
@@ -54,13 +65,34 @@ def load_config(
         ConfigError: lists every problem: the key, the value found, what is expected, the nearest key, and the line of
             the file or the override.
     """
+    config, notes = read_config(path, overrides, base=base, presets=presets, schema=schema, extra_checks=extra_checks)
+    for note in notes:
+        log.warning(note)
+    return config
+
+
+def read_config(
+    path: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    base: Mapping[str, Any] | None = None,
+    presets: Presets | None = None,
+    schema: type[T] = Config,
+    extra_checks: Iterable[Check] = (),
+) -> tuple[T, list[str]]:
+    """Like `load_config`, but returns the warnings instead of logging them."""
     layers = [read_mapping(base, "base")] if base else []
     if path is not None:
-        layers.append(read_yaml(path))
+        layers += read_file(path)
     last, problems = read_overrides(overrides)
-    reader = Reader(schema, [*layers, last])
+    selected, last, refused = select_groups(last, path)
+    problems += refused
+    reader = Reader(schema, [*layers, *selected, last])
     given = reader.read()
     problems += reader.problems
+    notes = reader.notes
+    if isinstance(given.get("algorithm.name", _ABSENT).value, str):
+        given = agree_with_preset(given, reader.source_of, presets or {}, problems, notes)
     values = {key: setting.value for key, setting in given.items()}
     if isinstance(values.get("algorithm.name"), str):
         try:
@@ -73,9 +105,7 @@ def load_config(
         problems += [problem for check in extra_checks for problem in check(config)]
     if problems:
         raise ConfigError(_located(problem, given) for problem in problems)
-    for note in (*reader.notes, *notes_of(config)):
-        log.warning(note)
-    return config
+    return config, [*notes, *notes_of(config)]
 
 
 def load_section(name: str, values: Mapping[str, Any], schema: type[Schema] = Config) -> Any:
@@ -96,6 +126,45 @@ def load_section(name: str, values: Mapping[str, Any], schema: type[Schema] = Co
     return dict(config)[name]
 
 
+def agree_with_preset(
+    given: Layer, source_of: Mapping[str, int], presets: Presets, problems: list[Problem], notes: list[str]
+) -> Layer:
+    """Resolve settings that disagree with the preset of `algorithm.name`.
+
+    An estimator or loss is another algorithm: the later of two sources wins, and within one source it is a problem.
+    Other settings are kept; those of an earlier source are named in a note.
+
+    Args:
+        given: dotted key -> setting.
+        source_of: dotted key -> index of its source; later sources win.
+        presets: as in `load_config`.
+        problems, notes: extended.
+
+    Returns:
+        `given` without the settings that the preset replaces.
+    """
+    name, kept, result = given["algorithm.name"], [], dict(given)
+    chosen = f"algorithm.name: {name.value} ({name.where})"
+    for key, wanted in presets.get(name.value, {}).items():
+        if key not in given or given[key].value == wanted:
+            continue
+        found = f"{given[key].key}: {given[key].value} ({given[key].where})"
+        age = source_of[key] - source_of["algorithm.name"]
+        if key not in _IDENTITY:
+            kept += [f"{found}, preset: {wanted}"] if age < 0 else []
+        elif age < 0:
+            notes.append(f"{chosen} replaces {found} by {wanted}")
+            del result[key]
+        elif age > 0:
+            notes.append(f"{found} replaces {wanted}, which {chosen} sets")
+        else:
+            what = f"{given[key].value!r} disagrees with {chosen}, which sets {wanted!r}: remove one of them"
+            problems.append(Problem(key, what, given[key].where))
+    if kept:
+        notes.append(f"{chosen} does not change settings that you gave: {'; '.join(kept)}")
+    return result
+
+
 def apply_preset(given: Mapping[str, Any], presets: Presets, schema: type[Schema] = Config) -> dict[str, Any]:
     """Merge the preset of `algorithm.name` with the given dotted keys, which take precedence.
 
@@ -105,6 +174,8 @@ def apply_preset(given: Mapping[str, Any], presets: Presets, schema: type[Schema
     name = given.get("algorithm.name")
     if name is None:
         return dict(given)
+    if name not in presets and name in _OTHER_COMMANDS:
+        raise ValueError(f"{name!r} is not a setting of this command: run {_OTHER_COMMANDS[name]}")
     if name not in presets:
         raise ValueError(f"there is no algorithm {name!r}: {did_you_mean(str(name), presets)}")
     derived = derived_fields(schema)
@@ -158,6 +229,8 @@ def _nearest_choice(found: Any, key: str, schema: type[Schema]) -> str:
 
 
 def _located(problem: Problem, given: Layer) -> Problem:
-    """The problem with the place where its key was set."""
-    where = problem.where or (given[problem.key].where if problem.key in given else "")
-    return Problem(problem.key, problem.what, where)
+    """The problem with the place where its key was set, under the name that the user wrote."""
+    found = given.get(problem.key)
+    if found is None or problem.where:
+        return problem
+    return Problem(problem.key, problem.what, found.where, found.key)

@@ -9,8 +9,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.errors import Problem, format_value, nearest_key
 from verl.config.fields import ConfigField, Schema, fields_of, flatten, sections_of, unflatten
-from verl.config.sources import Layer, Setting, has_interpolation
-from verl.config.upstream import UpstreamKey, upstream_key
+from verl.config.sources import REMOVED, Layer, Setting, has_interpolation
+from verl.config.trl import key_of
+from verl.config.upstream import UpstreamKey, ignored_key, upstream_key
 
 Named = list[tuple[str, Setting]]
 """(key, setting) pairs in which a key may occur twice, under two of its names."""
@@ -22,6 +23,7 @@ class Reader:
     Attributes:
         problems: what is wrong with the settings; filled by `read`.
         notes: warnings; filled by `read`.
+        source_of: key -> index of the layer that sets it; filled by `read`.
     """
 
     def __init__(self, schema: type[Schema], layers: list[Layer]):
@@ -29,6 +31,8 @@ class Reader:
         self.layers = [self._without_empty(layer) for layer in layers]
         self.problems: list[Problem] = []
         self.notes: list[str] = []
+        self.source_of: dict[str, int] = {}
+        self._ignored: Layer = {}
 
     def read(self) -> Layer:
         """Key of the schema -> resolved value with its origin."""
@@ -36,25 +40,31 @@ class Reader:
         resolved = self._resolver(layers)
         agreed = [self._agreed((key, value) for key, given in layer if (value := resolved(given))) for layer in layers]
         merged = self._merged(agreed)
-        merged = self._merged([self._computed(layer, merged) for layer in agreed])
+        computed = [self._computed(layer, merged) for layer in agreed]
+        merged = self._merged(computed)
+        self.source_of = {key: index for index, layer in enumerate(computed) for key in layer}
+        self.notes += ignored_notes(self._ignored, self.schema.upstream)
         return {key: self._as_string(key, given) for key, given in merged.items() if self._in_schema(key, given)}
 
     def _merged(self, layers: list[Layer]) -> Layer:
-        """Later layers win. A free mapping that is set to null or {} drops the earlier keys below it."""
+        """Later layers win. A free mapping that is set to null or {}, and `~key`, drop the earlier keys below them."""
         merged: Layer = {}
         for layer in layers:
             for key, given in layer.items():
                 found = fields_of(self.schema).get(key)
-                if found and found.is_mapping:
+                if given.value == REMOVED or (found and found.is_mapping):
                     merged = {name: value for name, value in merged.items() if not name.startswith(key + ".")}
                 merged[key] = given
-        return merged
+        return {key: given for key, given in merged.items() if given.value != REMOVED}
 
     def _known(self, named: Named) -> Named:
-        """Drop unknown keys; each is a problem."""
+        """Drop unknown keys, each of which is a problem, and keys without an effect, which are noted."""
         known = []
         for key, given in named:
-            if self._field_of(key) or key in self.schema.aliases.computed or self._upstream(key):
+            removed_section = given.value == REMOVED and key in sections_of(self.schema)
+            if ignored_key(key, self.schema.upstream, has_field=self._field_of(key) is not None):
+                self._ignored[key] = given
+            elif removed_section or self._field_of(key) or key in self.schema.aliases.computed or self._upstream(key):
                 known.append((key, given))
             else:
                 self.problems.append(Problem(given.key, self._unknown(key, given), given.where))
@@ -79,7 +89,7 @@ class Reader:
         aliases, found = self.schema.aliases, []
         for spelled, given in layer.items():
             key = aliases.resolve(spelled)
-            if aliases.is_deprecated(spelled):
+            if aliases.is_deprecated(spelled) and given.value != REMOVED:
                 if given.value is None:
                     continue
                 self.notes.append(f"{spelled} ({given.where}) is deprecated: rename it to {key}")
@@ -108,7 +118,7 @@ class Reader:
             return merged[key].value if key in merged else known[key].default if key in known else None
 
         for key, given in layer.items():
-            if key not in computed:
+            if key not in computed or given.value == REMOVED:
                 found.append((key, given))
             elif given.value is not None:
                 try:
@@ -132,7 +142,8 @@ class Reader:
         if not any(has_interpolation(given.value) for layer in layers for _, given in layer):
             return lambda given: given
         values = {key: _plain(found) for key, found in fields_of(self.schema).items()}
-        for layer in layers:
+        for layer in [list(self._ignored.items()), *layers]:
+            layer = [(key, given) for key, given in layer if given.value != REMOVED]
             values |= {key: given.value for key, given in layer}
             values |= {given.key: given.value for _, given in layer if given.key not in sections_of(self.schema)}
         config = OmegaConf.create(unflatten(values))
@@ -192,7 +203,9 @@ class Reader:
                 return f"unknown key: {value_key} is a value ({known[value_key].expected()}), not a section"
         if key in sections_of(self.schema):
             return f"found {format_value(given.value)}, expected a section with the keys {self._keys_below(key)}"
-        near = nearest_key(given.key, [*known, *aliases.names()])
+        if meant := key_of(names[-1], self.schema.upstream):
+            return f"unknown key; did you mean {meant}?"
+        near = nearest_key(given.key, [*known, *aliases.names()]) if key == given.key else nearest_key(key, known)
         if near:
             return f"unknown key; did you mean {near}?"
         section = next((name for name in _sections_above(key) if name in sections_of(self.schema)), "")
@@ -209,6 +222,26 @@ class Reader:
         found = fields_of(self.schema).get(key)
         converted = isinstance(given.value, bool | int | float) and given.text is not None
         return given.with_value(given.text) if found and found.is_string and converted else given
+
+
+def ignored_notes(ignored: Layer, schema: str | None) -> list[str]:
+    """One note that names the keys without an effect whose value is not upstream's default.
+
+    More than three keys of one section are counted, and so are the type annotations `_target_`.
+    """
+    names: dict[str, list[str]] = {}
+    for key, given in ignored.items():
+        found = ignored_key(key, schema, has_field=False)
+        if given.value != REMOVED and not (found and found.is_default(given.value)):
+            annotation = key.rpartition(".")[2] == "_target_"
+            names.setdefault("_target_" if annotation else key.rpartition(".")[0], []).append(given.key)
+    listed: list[str] = []
+    for section, keys in names.items():
+        several = section == "_target_" or (section and len(keys) > 3)
+        below = "" if section == "_target_" else ".*"
+        listed += [f"{section}{below} ({len(keys)} keys)"] if several else keys
+    count = sum(map(len, names.values()))
+    return [f"ignored: {count} key{'s' * (count > 1)} without effect here: {', '.join(listed)}"] if count else []
 
 
 def _plain(found: ConfigField) -> Any:

@@ -1,5 +1,6 @@
 """Sources of settings: a YAML file, overrides on the command line, a dictionary. Every value keeps its origin."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,42 @@ from verl.config.errors import ConfigError, Problem
 from verl.config.fields import flatten
 
 _FILE = "the configuration file"
+
+REMOVED = "<removed>"
+"""The value of a key that `~key` removes from earlier sources."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 without its surprises: 1e-6 is a float; 010, 0x10 and 1:30 are no numbers; dates are text; no key twice.
+
+    A string that holds a decimal number is converted by a numeric field, so 010 is 10.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and names.count(key.value) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value}", key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_NUMBERS = {
+    "tag:yaml.org,2002:int": r"[-+]?(?:0|[1-9][0-9_]*)",
+    "tag:yaml.org,2002:float": r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|[0-9][0-9_]*(?=[eE])|\.[0-9_]+)(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in known if tag not in _NUMBERS and not tag.endswith(":timestamp")]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern in _NUMBERS.items():
+    _Loader.add_implicit_resolver(_tag, re.compile(rf"(?:{_pattern})\Z"), list("-+.0123456789"))
+
+
+def _read(text: str) -> Any:
+    """The value of a YAML document. Interpolations are checked for their syntax and not resolved."""
+    value = yaml.load(text, _Loader)
+    return OmegaConf.to_container(OmegaConf.create({"value": value}), resolve=False)["value"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +83,7 @@ def read_yaml(path: str | Path) -> Layer:
         raise ConfigError([Problem(_FILE, f"there is no file {str(path)!r} (looked at {file.resolve()})")])
     text = file.read_text(encoding="utf-8")
     try:
-        content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+        content = _read(text)
         marks = yaml.compose(text, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
         raise ConfigError([Problem(_FILE, f"{path} is not valid YAML: {error}")]) from error
@@ -83,7 +120,8 @@ def read_mapping(values: Mapping[str, Any], where: str) -> Layer:
 def read_overrides(overrides: Sequence[str]) -> tuple[Layer, list[Problem]]:
     """`key=value` from the command line, with or without a leading `--` or `+`; the last of equal keys wins.
 
-    Values are YAML: `null`, `true`, `1e-6`, `[a,b]`, `{a: 1}`, quoted strings.
+    Values are YAML: `null`, `true`, `1e-6`, `[a,b]`, `{a: 1}`, quoted strings. `~key` removes a key from earlier
+    sources: its default applies.
 
     Returns:
         The settings, and a problem for every override that cannot be read.
@@ -94,14 +132,14 @@ def read_overrides(overrides: Sequence[str]) -> tuple[Layer, list[Problem]]:
         name, equals, text = override.partition("=")
         name = name.strip().removeprefix("--").lstrip("+").strip()
         where = f"override {override!r}"
-        if not equals or not name:
+        if name.startswith("~") and len(name) > 1:
+            layer[name[1:]] = Setting(name[1:], REMOVED, where)
+        elif not equals or not name:
             what = "expected key=value, such as data.train_batch_size=64"
             problems.append(Problem(override, what, where))
-        elif name.startswith("~"):
-            problems.append(Problem(override, "keys cannot be removed; set the key to a value, such as null", where))
         else:
             try:
-                value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]
+                value = _read(text)
             except (yaml.YAMLError, OmegaConfBaseException) as error:
                 reason = str(error).splitlines()[0]
                 what = f"the value is not valid YAML ({reason}); quote special characters: {name}='\"...\"'"

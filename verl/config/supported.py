@@ -18,7 +18,6 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "data.validation_shuffle": (False,),
     "algorithm.use_pf_ppo": (False,),
     "reward.sandbox_fusion.url": (None,),
-    "tensor_model_parallel_size": (1,),
 }
 """End of a key -> the values that are supported; keys without a row support every value of their type."""
 
@@ -26,7 +25,6 @@ INSTEAD: dict[str, str] = {
     "actor_rollout_ref.hybrid_engine": "use true; placement.rollout_devices gives the rollout engine its own devices",
     "data.validation_shuffle": "the order of validation rows does not change metrics; use false",
     "reward.sandbox_fusion.url": "generated code does not run in a service; use null",
-    "tensor_model_parallel_size": "the rollout engine needs the whole model on one device; use 1",
 }
 """End of a key of SUPPORTED -> what to do, if "use <the supported values>" does not say enough."""
 
@@ -37,7 +35,11 @@ REGISTERED_KINDS: dict[str, str] = {
 }
 """End of a key -> the kind of object that is registered under its value."""
 
+BUILT_IN: dict[str, tuple[str, ...]] = {"rollout.name": ("hf", "native"), "strategy": ("fsdp", "fsdp2")}
+"""End of a key -> the names that are registered without `imports`."""
+
 _OTHER_REGISTERED_KINDS = (
+    "tensor_model_parallel_size",
     "max_num_batched_tokens",
     "max_model_len",
     "enable_chunked_prefill",
@@ -62,6 +64,8 @@ NO_EFFECT: dict[tuple[str, Any], tuple[str, ...]] = {
         "reward.reward_model.custom_chat_template",
         "reward.reward_model.micro_batch_size_per_gpu",
     ),
+    ("trainer.resume_mode", "auto"): ("trainer.resume_from_path",),
+    ("trainer.resume_mode", "disable"): ("trainer.resume_from_path",),
     ("trainer.backend", "local"): ("ray_kwargs.ray_init", "ray_kwargs.timeline_json_file"),
     ("algorithm.use_kl_in_reward", False): (
         "algorithm.kl_penalty",
@@ -138,9 +142,21 @@ def check_registered(config: Schema, registered: Mapping[str, Collection[str]]) 
     return [Problem(key, what) for key, what in wrong.items() if key not in derived]
 
 
+def check_built_in(config: Schema) -> list[Problem]:
+    """Like `check_registered`, before the registries are imported: names that only `imports` could register."""
+    return [] if config.imports else check_registered(config, BUILT_IN)
+
+
 def _not_registered(key: str, name: str, kind: str, names: Collection[str]) -> str:
+    use = " or ".join(sorted(names))
+    if kind == "training engine" and name in (*upstream_engines("rollout.name"), "native", "hf"):
+        return (
+            f"{name!r} is a rollout engine, and this key selects the training engine: use {use} here; the rollout "
+            "engine is actor_rollout_ref.rollout.name"
+        )
     if name in upstream_engines(key):
-        return f"{name!r} is not supported yet: use {' or '.join(sorted(names))}"
+        vllm = " (use_vllm: false)" if name == "vllm" else ""
+        return f"{name!r} is not supported yet: use {use}{vllm}"
     return (
         f"there is no {kind} {name!r}: {did_you_mean(name, names)}. Custom ones are registered in a file of `imports`"
     )

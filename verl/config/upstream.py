@@ -1,8 +1,9 @@
 """Keys of upstream verl that this project does not support: what is accepted, and what to do instead.
 
-Scripts often set a key to its default. That is accepted and has no effect. Every other value is an error, because a
-silently ignored setting can waste weeks. The keys are data: upstream_keys.yaml, parsed when the first unknown key
-is met.
+Scripts often set a key to its default. That is accepted and has no effect. A key that no result depends on, such as the
+buffer size of a weight transfer, is accepted with any value and named in a note. Every other value is an error, because
+a silently ignored setting can waste weeks. The keys are data: upstream_keys.yaml, parsed when the first unknown key is
+met.
 """
 
 import functools
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from verl.config.fields import flatten
 
 try:
     from yaml import CSafeLoader as Loader
@@ -28,18 +31,25 @@ class UpstreamKey:
     """A key of upstream that is not supported.
 
     Attributes:
-        accepted: the values that are accepted and have no effect; None accepts every value.
-        instead: what to do instead.
+        accepted: the values that are accepted and have no effect: of an ignored key, upstream's default.
+        instead: what to do instead; of an ignored key, why no result depends on it.
+        ignored: every value is accepted; one that is not in `accepted` is named in a note.
     """
 
-    accepted: tuple[Any, ...] | None
+    accepted: tuple[Any, ...]
     instead: str
+    ignored: bool = False
 
     def accepts(self, value: Any) -> bool:
-        """Whether `value` may be given. True does not count as 1, nor False as 0."""
-        if self.accepted is None:
-            return True
+        """Whether `value` may be given."""
+        return self.ignored or self.is_default(value)
+
+    def is_default(self, value: Any) -> bool:
+        """Whether `value` is one of `accepted`. True does not count as 1, nor False as 0."""
         return any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in self.accepted)
+
+
+_TYPE_ANNOTATION = UpstreamKey((), "a type annotation of another implementation", ignored=True)
 
 
 def upstream_key(key: str, schema: str | None) -> UpstreamKey | None:
@@ -53,28 +63,53 @@ def upstream_key(key: str, schema: str | None) -> UpstreamKey | None:
     if schema is None:
         return None
     listed, names = _unsupported(schema), key.split(".")
+    if names[-1] == "_target_":
+        return _TYPE_ANNOTATION
     for depth in range(len(names), 0, -1):
         found = listed.get(".".join(names[:depth]))
         if found:
             return found
-    for pattern, instead in _content()["patterns"].items():
+    for pattern, entry in _content()["patterns"].items():
         if fnmatchcase(key, pattern):
-            return UpstreamKey(_OFF, instead)
+            return UpstreamKey(_OFF, entry) if isinstance(entry, str) else _read({"accept": _OFF} | entry)
     return None
+
+
+def ignored_key(key: str, schema: str | None, *, has_field: bool) -> UpstreamKey | None:
+    """The entry of a key that no result depends on; None if the key has an effect, or is not listed.
+
+    Args:
+        key: dotted key.
+        schema: as in `upstream_key`.
+        has_field: the schema has a field for the key, such as a free mapping above it; then only an entry of exactly
+            this key counts.
+    """
+    if has_field and (schema is None or key not in _unsupported(schema)):
+        return None
+    found = upstream_key(key, schema)
+    return found if found and found.ignored else None
 
 
 def upstream_defaults(schema: str = "ppo") -> dict[str, Any]:
     """Dotted key -> upstream's default, of every key of upstream, supported or not."""
-    entries = {
-        key: entry if _is_unsupported(entry) else {"default": entry} for key, entry in _content()[schema].items()
-    }
-    return {key: entry["default"] for key, entry in entries.items() if "default" in entry}
+    content = _content()[schema]
+    return {key: value for name, entry in content.items() for key, value in _defaults(name, entry).items()}
 
 
 def upstream_engines(key: str) -> list[str]:
     """Engine names that upstream accepts for a key such as `actor_rollout_ref.rollout.name` and this project does
     not."""
     return next((names for end, names in _content()["engines"].items() if key.endswith(end)), [])
+
+
+def upstream_groups() -> dict[str, list[str]]:
+    """Hydra group -> its options that mean the defaults of our schema."""
+    return _content()["groups"]
+
+
+def upstream_configs() -> list[str]:
+    """Names of upstream's configurations that mean the defaults of our schema."""
+    return _content()["configs"]
 
 
 @functools.cache
@@ -85,17 +120,30 @@ def _content() -> dict[str, Any]:
 @functools.cache
 def _unsupported(schema: str) -> Mapping[str, UpstreamKey]:
     content = _content()
-    found = {key: _read(entry) for key, entry in content[schema].items() if _is_unsupported(entry)}
+    found: dict[str, UpstreamKey] = {}
+    for name, entry in content[schema].items():
+        if _is_unsupported(entry):
+            found[name] = _read(entry)
+            below = _defaults(name, entry).items() if isinstance(entry.get("default"), dict) else ()
+            found |= {key: _read(entry | {"default": value}) for key, value in below}
     for section, same in content["same_keys"].get(schema, {}).items():
-        ppo = _unsupported("ppo")
+        ppo = found if schema == "ppo" else _unsupported("ppo")
         found |= {section + key.removeprefix(same): known for key, known in ppo.items() if key.startswith(same + ".")}
     return found
 
 
 def _is_unsupported(entry: Any) -> bool:
-    return isinstance(entry, dict) and "instead" in entry
+    return isinstance(entry, dict) and ("instead" in entry or "ignored" in entry)
+
+
+def _defaults(key: str, entry: Any) -> dict[str, Any]:
+    """The defaults of an entry: several, if its default is a section."""
+    if _is_unsupported(entry) and "default" not in entry:
+        return {}
+    default = entry["default"] if _is_unsupported(entry) else entry
+    return flatten(default, prefix=f"{key}.") if isinstance(default, dict) and default else {key: default}
 
 
 def _read(entry: Mapping[str, Any]) -> UpstreamKey:
-    accepted = entry["accept"] if "accept" in entry else [entry["default"]]
-    return UpstreamKey(None if accepted == "any" else tuple(accepted), entry["instead"])
+    accepted = entry["accept"] if "accept" in entry else [entry["default"]] if "default" in entry else [None]
+    return UpstreamKey(tuple(accepted), entry.get("ignored") or entry["instead"], "ignored" in entry)

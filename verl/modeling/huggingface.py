@@ -15,6 +15,7 @@ _NOT_OVERRIDDEN = {
         "use model_dtype (weights) and dtype (computation) in the section fsdp_config; critic.fsdp for a critic, "
         "engine for SFT, rollout.dtype for a rollout engine with its own weights",
     ),
+    "attn_implementation": "attention over packed sequences has its own kernels: remove the key",
     "model_type": "the architecture is that of the files: set the model path to a model of that type",
 }
 #: names of heads; a model of one kind may be loaded from the files of another kind, without its head
@@ -38,6 +39,7 @@ def read_config(path: str, overrides: Mapping[str, Any], trust_remote_code: bool
         ValueError: there is no model, or its config has no attribute of an override's name or rejects its value.
     """
     from transformers import AutoConfig
+    from transformers.activations import ACT2FN
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -47,6 +49,8 @@ def read_config(path: str, overrides: Mapping[str, Any], trust_remote_code: bool
         raise ValueError(f"no HuggingFace model at {path!r}: {error}") from error
     known = config.to_dict()
     for name, value in overrides.items():
+        if isinstance(known.get(name), str) and known[name] in ACT2FN and value not in ACT2FN:
+            raise ValueError(f"override_config.{name}: there is no activation {value!r}: {did_you_mean(value, ACT2FN)}")
         if name in _NOT_OVERRIDDEN:
             raise ValueError(f"override_config.{name}: not supported: {_NOT_OVERRIDDEN[name]}")
         if name not in known:

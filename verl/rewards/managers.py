@@ -254,10 +254,12 @@ class DAPORewardManager(NaiveRewardManager):
         self.buffer_len, self.penalty_factor = buffer["len"], float(buffer["penalty_factor"])
         self.max_resp_len = max_resp_len
         if self.enabled and not (max_resp_len is not None and 0 < self.buffer_len <= max_resp_len):
+            fix = "reward.reward_kwargs.max_resp_len=${data.max_response_length}"
+            if max_resp_len is not None:
+                fix = f"reward.reward_kwargs.overlong_buffer.len={max(1, max_resp_len // 4)}"
             raise ValueError(
                 f"overlong_buffer: expected 0 < len <= max_resp_len, found len={self.buffer_len!r}, "
-                f"max_resp_len={max_resp_len!r}; set reward.reward_kwargs.overlong_buffer.len and "
-                "reward.reward_kwargs.max_resp_len (recipe/dapo derives the latter from data.max_response_length)"
+                f"max_resp_len={max_resp_len!r}: set {fix}, or reward.reward_kwargs.overlong_buffer.enable=false"
             )
 
     def shape(self, scores: list[float], extras: list[dict[str, Any]], lengths: list[int]) -> list[float]:

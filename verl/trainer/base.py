@@ -80,7 +80,8 @@ class Trainer(ABC):
         self.roles: dict[str, WorkerGroup] = StartedRoles()
         self.on_step: list[Callable[[StepReport], None]] = []
         self._skipped: dict[str, int] = {}  # metric of a role -> consecutive steps without a single update
-        self.pipeline: Pipeline = self.finish_flow(self.build_flow()).compile()
+        flow = self._checked_flow("build_flow", self.build_flow())
+        self.pipeline: Pipeline = self._checked_flow("finish_flow", self.finish_flow(flow)).compile()
         run.columns = {column for operator in self.pipeline.operators for column in operator.writes}
         run_checks(run, FLOW)
         self.checkpoints = CheckpointStore(Path(trainer.default_local_dir), keep=None)
@@ -103,6 +104,13 @@ class Trainer(ABC):
     @abstractmethod
     def build_flow(self) -> DataFlow:
         """The training flow. To change the algorithm, override it and edit what super() returns."""
+
+    def _checked_flow(self, method: str, flow: Any) -> DataFlow:
+        """What a method returned. Raises ValueError if it is not a flow."""
+        if not isinstance(flow, DataFlow):
+            name = f"{type(self).__name__}.{method}"
+            raise ValueError(f"{name} returned {flow!r}, expected a DataFlow: end it with `return flow`")
+        return flow
 
     def finish_flow(self, flow: DataFlow) -> DataFlow:
         """The last edit of the flow, after `build_flow` and its overrides."""

@@ -15,6 +15,10 @@ USER_ERRORS = (ValueError, ImportError, SyntaxError, FileNotFoundError)
 
 _FLAGS = ("--help", "-h", "--print-config", "--dry-run")
 
+#: Hydra's options for a configuration file, and their short forms
+_HYDRA = {"-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir"}
+_HYDRA |= {name: name for name in _HYDRA.values()}
+
 Program = Callable[[str | None, list[str]], int]
 """Config file and overrides -> exit status."""
 
@@ -22,19 +26,39 @@ Program = Callable[[str | None, list[str]], int]
 def split_arguments(arguments: list[str]) -> tuple[str | None, list[str], set[str]]:
     """(config file, key=value overrides, flags) of a command line."""
     path, overrides, flags = None, [], set()
+    hydra: dict[str, str] = {}
     rest = iter(arguments)
     for argument in rest:
+        name, equals, value = argument.partition("=")
         if argument in ("--config", "-c"):
             path = next(rest, None)
             if path is None:
                 raise ValueError("--config requires a file name")
         elif argument.startswith(("--config=", "config=")):
-            path = argument.split("=", 1)[1]
+            path = value
+        elif name in _HYDRA:
+            hydra[_HYDRA[name]] = value if equals else next(rest, "")
         elif argument in _FLAGS:
             flags.add(argument)
+        elif name == "--cfg":  # Hydra prints the configuration, or its own
+            flags.add("--print-config")
+            _ = equals or next(rest, None)
+        elif argument in ("--multirun", "-m"):
+            raise ValueError(f"{argument} is not supported: start one run per configuration")
         else:
             overrides.append(argument)
-    return path, overrides, flags
+    if hydra and path is not None:
+        raise ValueError(f"give --config {path} or {next(iter(hydra))}, not both")
+    return _hydra_config(hydra) if hydra else path, overrides, flags
+
+
+def _hydra_config(options: dict[str, str]) -> str | None:
+    """The file that Hydra's options name; None for a configuration that this project has as its defaults."""
+    from verl.config.hydra import find_config
+
+    directories = [options[name] for name in ("--config-path", "--config-dir") if name in options]
+    found = find_config(options.get("--config-name"), directories)
+    return None if found is None else str(found)
 
 
 def command_line(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from omegaconf import OmegaConf
 
-from verl.config import Config, Problem
+from verl.config import Config, ConfigError, Problem
 from verl.config.fields import Schema
 from verl.trainer.command_line import USER_ERRORS, print_error
 from verl.utils.disk import DiskFullError
@@ -41,6 +41,27 @@ class Recipe:
     def read(self) -> dict[str, Any]:
         """The settings of the file, interpolations not yet resolved."""
         return OmegaConf.to_container(OmegaConf.load(self.settings), resolve=False) if self.settings else {}
+
+
+def recipe_of(trainer: type) -> Recipe:
+    """The recipe of a trainer class. Raises ValueError if it is not a Recipe."""
+    if not isinstance(trainer.recipe, Recipe):
+        name = f"{trainer.__name__}.recipe"
+        raise ValueError(f"{name}: expected a Recipe, found {trainer.recipe!r}: remove it, or set it to Recipe(...)")
+    return trainer.recipe
+
+
+def print_config_errors_plainly() -> None:
+    """In a script, print an uncaught ConfigError without its traceback, as the commands do. Exit status 1 as before."""
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _print_uncaught
+
+
+def _print_uncaught(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+    if isinstance(error, ConfigError):
+        print_error(error)
+    else:
+        sys.__excepthook__(kind, error, traceback)
 
 
 class Planned(Protocol):

@@ -7,7 +7,7 @@ written with or without a leading `--` or `+`.
 import sys
 from typing import TYPE_CHECKING
 
-from verl.trainer.command_line import command_line
+from verl.trainer.command_line import USER_ERRORS, command_line, print_error
 
 if TYPE_CHECKING:
     from verl.config import Config
@@ -50,12 +50,12 @@ def main(
             raise TypeError(f"trainer: expected a subclass of PPOTrainer (the class, not an object), found {trainer!r}")
 
     def settings(path: str | None, overrides: list[str]) -> "Config":
-        from verl.algorithms.presets import PRESETS
         from verl.config import load_config
-        from verl.trainer.launch import Recipe
+        from verl.config.presets import PRESETS
+        from verl.trainer.launch import Recipe, recipe_of
         from verl.trainer.torchrun import launcher_settings
 
-        recipe = trainer.recipe if trainer is not None else Recipe()
+        recipe = recipe_of(trainer) if trainer is not None else Recipe()
         return load_config(
             path, overrides, base=launcher_settings() | recipe.read(), presets=PRESETS, schema=recipe.schema
         )
@@ -68,14 +68,34 @@ def main(
     def start(path: str | None, overrides: list[str]) -> int:
         from verl.trainer.launch import run
 
-        return run(lambda: build(path, overrides))
+        return _wrong_settings(path, overrides) or run(lambda: build(path, overrides))
 
     def check(path: str | None, overrides: list[str]) -> int:
         from verl.trainer.launch import dry_run
 
-        return dry_run(lambda: build(path, overrides))
+        return _wrong_settings(path, overrides) or dry_run(lambda: build(path, overrides))
 
     return command_line(arguments, HELP.format(program=program), settings, start, check)
+
+
+def _wrong_settings(path: str | None, overrides: list[str]) -> int:
+    """Print the errors that are found without torch, if it is not loaded yet: importing it takes seconds.
+
+    Returns:
+        The exit status: 0 if nothing was found; the trainer then runs these checks, and all others.
+    """
+    if "torch" in sys.modules:
+        return 0
+    from verl.config import check_inputs, unsupported
+    from verl.config.load import read_config
+    from verl.config.presets import PRESETS
+    from verl.config.supported import check_built_in
+
+    try:
+        read_config(path, overrides, presets=PRESETS, extra_checks=[check_inputs, unsupported, check_built_in])
+    except USER_ERRORS as error:
+        return print_error(error)
+    return 0
 
 
 if __name__ == "__main__":

@@ -212,6 +212,24 @@ def skip_old_log_prob(flow: DataFlow, config: schema.Config) -> DataFlow:
     return flow.remove("old_log_prob").replace(update.name, replace(update, reads=tuple(reads)))
 
 
+#: columns that only a recipe, or a role that is off by default, writes -> what to do
+_WRITERS = {
+    "rm_scores": "run python -m recipe.prime.main_prime for process rewards, or set reward.reward_model.enable=true"
+}
+
+
+def check_writers(flow: DataFlow) -> None:
+    """Raise ValueError for an operator that reads a column which only a recipe writes, and the recipe is not used."""
+    written = {column for operator in flow for column in operator.writes}
+    for operator in flow:
+        for column in operator.reads:
+            if column in _WRITERS and column not in written:
+                raise ValueError(
+                    f"the operator {operator.name!r} reads {column!r}, which no operator of this flow writes: "
+                    f"{_WRITERS[column]}"
+                )
+
+
 def build_validation_flow(config: schema.Config, roles: Roles, manager: RewardManager) -> DataFlow:
     """repeat -> gen -> [free_rollout_cache] -> [rm] -> reward, sampled as rollout.val_kwargs says."""
     flow = DataFlow(

@@ -21,12 +21,13 @@ from verl.tracking.tracking import setup_logging
 from verl.trainer.base import Trainer
 from verl.trainer.dynamic_sampling import sample_dynamically
 from verl.trainer.inputs import load_inputs, stop_token_ids
-from verl.trainer.launch import Recipe
+from verl.trainer.launch import Recipe, print_config_errors_plainly, recipe_of
 from verl.trainer.metrics import data_metrics, joined, numeric_columns, predictions, validation_metrics
 from verl.trainer.ppo_flow import (
     add_weight_sync,
     build_ppo_flow,
     build_validation_flow,
+    check_writers,
     needs_critic,
     skip_old_log_prob,
 )
@@ -39,6 +40,12 @@ from verl.trainer.samples import choose_rows, dump_generations, generations, wri
 logger = logging.getLogger("verl.trainer")
 
 
+def with_roles(overrides: Sequence[str], used: dict[str, bool | None]) -> Sequence[str]:
+    """Overrides with the keyword arguments of a trainer that are config keys of the same name."""
+    given = [f"{key}={value}" for key, value in used.items() if value is not None]
+    return [*overrides, *given] if given else overrides
+
+
 class PPOTrainer(Trainer):
     """Policy optimization by the flow of `build_flow`.
 
@@ -48,6 +55,7 @@ class PPOTrainer(Trainer):
         config: a Config, or None to read config_path and overrides ("key=value").
         train_dataset, val_dataset, reward_manager, tokenizer: made from the configuration if None.
         cluster: where the workers run; None: chosen by trainer.backend and the number of processes.
+        use_critic, use_reference_policy, use_rm: like the config keys of these names, above the file; None: not set.
     """
 
     saved_roles = ("actor", "critic")
@@ -67,13 +75,18 @@ class PPOTrainer(Trainer):
         reward_manager: RewardManager | None = None,
         tokenizer: Any = None,
         cluster: Cluster | None = None,
+        use_critic: bool | None = None,
+        use_reference_policy: bool | None = None,
+        use_rm: bool | None = None,
     ):
         setup_logging()
+        print_config_errors_plainly()
+        used = {"use_critic": use_critic, "use_reference_policy": use_reference_policy, "use_rm": use_rm}
         run = prepare_run(
             config,
             config_path,
-            overrides,
-            recipe=self.recipe,
+            with_roles(overrides, used),
+            recipe=recipe_of(type(self)),
             train_dataset=train_dataset,
             val_dataset=val_dataset,
             cluster=cluster,
@@ -114,6 +127,7 @@ class PPOTrainer(Trainer):
 
     def finish_flow(self, flow: DataFlow) -> DataFlow:
         self.rollout_weights = RolloutWeights(self.roles, self.config.rollout_is_separate)
+        check_writers(flow)
         return add_weight_sync(skip_old_log_prob(flow, self.config), self.config, self.rollout_weights)
 
     def worker_specs(self) -> dict[str, WorkerSpec]:

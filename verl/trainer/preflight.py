@@ -22,7 +22,6 @@ from torch.utils.data import Dataset
 from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.binding import missing_settings, parameter_names
 from verl.algorithms.policy_losses import SELECTS_PER_MICRO_BATCH, get_policy_loss_fn
-from verl.algorithms.presets import PRESETS
 from verl.checkpoints.atomic import check_folder
 from verl.config import (
     ConfigError,
@@ -37,6 +36,7 @@ from verl.config import (
 )
 from verl.config.checks import check_combinations
 from verl.config.fields import Schema
+from verl.config.presets import PRESETS
 from verl.config.schema.offline import EvalConfig, GenerationConfig
 from verl.config.supported import settings_without_effect
 from verl.data.rlhf_dataset import RLHFDataset, check_dataset, collate_prompts

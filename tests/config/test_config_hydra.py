@@ -1,0 +1,149 @@
+"""Hydra's forms: --config-path and --config-name, groups, defaults lists, interpolations."""
+
+import pytest
+
+from verl.config import ConfigError, load_config
+from verl.config.schema import SFTConfig
+from verl.trainer.command_line import split_arguments
+from verl.trainer.main_ppo import main
+
+RECIPE = """
+hydra:
+  searchpath: [file://verl/trainer/config]
+  run: {dir: "outputs/${now:%Y-%m-%d}"}
+defaults:
+  - ppo_trainer
+  - _self_
+data:
+  max_prompt_length: 1024
+  train_batch_size: 64
+trainer:
+  n_gpus_per_node: ${oc.select:data.gpus,2}
+  experiment_name: run-${oc.env:RUN_NAME,none}
+  project_name: ${.experiment_name}-project
+"""
+
+
+def refused(*arguments, **kwargs):
+    with pytest.raises(ConfigError) as error:
+        load_config(*arguments, **kwargs)
+    return [str(problem) for problem in error.value.problems]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--config-path={}", "--config-name=recipe"],
+        ["--config-path", "{}", "--config-name", "recipe.yaml"],
+        ["-cp", "{}", "-cn", "recipe"],
+        ["--config-dir={}", "--config-name=recipe"],
+    ],
+)
+def test_a_configuration_by_folder_and_name(options, folder):
+    arguments = [option.format(folder) for option in options]
+    path, overrides, _ = split_arguments([*arguments, "data.train_batch_size=32"])
+    config = load_config(path, overrides)
+    assert (config.data.max_prompt_length, config.data.train_batch_size) == (1024, 32)
+    assert (config.trainer.n_gpus_per_node, config.trainer.experiment_name) == (2, "run-none")
+    assert config.trainer.project_name == "run-none-project"
+
+
+@pytest.mark.parametrize("name", ["ppo_trainer", "ppo_trainer.yaml", "sft_trainer_engine"])
+def test_configurations_of_upstream_are_the_defaults(name):
+    path, overrides, _ = split_arguments(["--config-path=config", f"--config-name={name}", "data.seed=1"])
+    assert (path, overrides) == (None, ["data.seed=1"])
+
+
+def test_a_configuration_that_is_not_there_or_not_supported(folder):
+    for arguments, message in {
+        ("--config-name=ppo_megatron_trainer",): "selects the engine megatron, which is not supported yet: use ppo_tr",
+        (f"--config-path={folder}", "--config-name=nothing"): f"there is no nothing.yaml in {folder}",
+        (f"--config-path={folder}",): "name the file with --config-name",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            split_arguments(list(arguments))
+    with pytest.raises(ValueError, match="not both"):
+        split_arguments(["--config", "a.yaml", "--config-name", "b"])
+    with pytest.raises(ValueError, match="--multirun is not supported"):
+        split_arguments(["--multirun"])
+
+
+def test_cfg_prints_the_configuration(capsys):
+    assert main(["--cfg", "job", "--config-name=ppo_trainer", "data.seed=77"]) == 0
+    assert "seed: 77" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        "model_engine=dp",
+        "actor@actor_rollout_ref.actor=dp_actor",
+        "ref@actor_rollout_ref.ref=dp_ref",
+        "critic@critic=dp_critic",
+        "model@actor_rollout_ref.model=hf_model",
+        "data@data=legacy_data",
+        "data=legacy_data",
+        "reward_model=dp_reward_model",
+    ],
+)
+def test_groups_that_select_what_is_supported(group, caplog):
+    assert load_config(overrides=[group]) == load_config()
+    assert caplog.messages == []
+
+
+def test_groups_of_sft(tmp_path):
+    overrides = ["engine=fsdp", "optim=fsdp", "model=hf_model", "engine.fsdp_size=2", "optim.lr=1e-4"]
+    config = load_config(overrides=overrides, schema=SFTConfig)
+    assert (config.engine.fsdp_size, config.optim.lr) == (2, 1e-4)
+    (problem,) = refused(overrides=["engine=megatron"], schema=SFTConfig)
+    assert problem == (
+        "engine (override 'engine=megatron'): engine=megatron selects the engine megatron, which is not supported yet: "
+        "use fsdp"
+    )
+
+
+def test_groups_that_select_what_is_not_supported():
+    found = refused(overrides=["actor@actor_rollout_ref.actor=megatron_actor", "rollout=x", "a@b.c=d", "data.sed=1"])
+    assert [problem.partition("): ")[2] for problem in found] == [
+        "actor=megatron_actor selects the engine megatron, which is not supported yet: use dp_actor or actor",
+        "rollout=x is not known: use rollout",
+        "there is no group 'a'",
+        "unknown key; did you mean data.seed?",
+    ]
+
+
+def test_groups_and_files_of_the_users_folder(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "maths.yaml").write_text("max_prompt_length: 7\nseed: 7\n")
+    (tmp_path / "length").mkdir()
+    (tmp_path / "length" / "long.yaml").write_text("# @package _global_\ndata: {max_response_length: 9}\n")
+    (tmp_path / "common.yaml").write_text("data: {seed: 1, train_batch_size: 16}\n")
+    main_file = tmp_path / "main.yaml"
+    main_file.write_text(
+        "defaults:\n  - ppo_trainer\n  - common\n  - optional length: long\n  - override hydra/job_logging: none\n"
+        "  - actor@actor_rollout_ref.actor: ${model_engine}_actor\n  - _self_\ndata: {seed: 2}\n"
+    )
+    config = load_config(main_file)
+    assert (config.data.seed, config.data.train_batch_size, config.data.max_response_length) == (2, 16, 9)
+    config = load_config(main_file, ["data=maths", "data.seed=3"])
+    assert (config.data.seed, config.data.max_prompt_length) == (3, 7)
+
+
+def test_what_stands_after_self_wins_over_the_file(tmp_path):
+    (tmp_path / "common.yaml").write_text("data: {seed: 1}\n")
+    (tmp_path / "main.yaml").write_text("defaults: [_self_, common]\ndata: {seed: 2}\n")
+    assert load_config(tmp_path / "main.yaml").data.seed == 1
+
+
+def test_a_defaults_list_that_selects_what_is_not_supported(tmp_path):
+    file = tmp_path / "main.yaml"
+    file.write_text("defaults:\n  - model_engine: megatron\n  - _self_\n")
+    assert "model_engine=megatron selects the engine megatron" in refused(file)[0]
+    file.write_text("data: {seed: 1}\ndefaults:\n  - nothing\n")
+    assert refused(file)[0].startswith("defaults (main.yaml line 2): nothing is not known")

@@ -1,0 +1,150 @@
+"""Hydra's forms on the command line and in files: a configuration by name, groups, defaults lists.
+
+Upstream's own configurations and group options are the defaults of this schema, so they need no file. Another name is a
+file: `--config-path DIR --config-name NAME` is DIR/NAME.yaml, and the option OPTION of a group is
+DIR/GROUP/OPTION.yaml. An option that selects something that is not supported is refused by name.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from verl.config.errors import ConfigError, Problem
+from verl.config.sources import REMOVED, Layer, Setting, read_yaml
+from verl.config.upstream import upstream_configs, upstream_engines, upstream_groups
+
+_PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
+_SELF = "_self_"
+
+
+def find_config(name: str | None, directories: list[str]) -> Path | None:
+    """The file of `--config-name`, from `--config-path` and `--config-dir`.
+
+    Returns:
+        The file; None for a configuration of upstream that this schema has as its defaults.
+
+    Raises:
+        ConfigError: there is no such configuration, or it selects an engine that is not supported.
+    """
+    wanted = name or "ppo_trainer"
+    found = _find(wanted, [Path(directory).expanduser() for directory in directories])
+    if found or (wanted.removesuffix(".yaml") in upstream_configs() and name):
+        return found
+    if name is None:
+        what = "there is no ppo_trainer.yaml in it: name the file with --config-name"
+    elif engine := _engine_of(wanted):
+        what = f"{wanted!r} selects the engine {engine}, which is not supported yet: use ppo_trainer"
+    else:
+        folders = " or ".join(str(Path(directory).expanduser().resolve()) for directory in directories)
+        what = f"there is no {wanted}.yaml in {folders or 'any --config-path'} (built in: {_words(upstream_configs())})"
+    raise ConfigError([Problem("--config-name" if name else "--config-path", what)])
+
+
+def read_file(path: str | Path) -> list[Layer]:
+    """The settings of a YAML file and of the files in its defaults list, the lowest first.
+
+    Raises:
+        ConfigError: a file cannot be read, or the list selects something that is not supported.
+    """
+    layer = read_yaml(path)
+    listed = layer.pop("defaults", None)
+    if listed is None or not isinstance(listed.value, list):
+        return [layer] if listed is None else [{"defaults": listed, **layer}]
+    search = layer.get("hydra.searchpath")
+    paths = search.value if search and isinstance(search.value, list) else []
+    local = [Path(each.removeprefix("file://")).expanduser() for each in paths if str(each).startswith("file://")]
+    directories, layers, has_self = [Path(path).expanduser().parent, *local], [], False
+    for group, option, package in _entries(listed.value):
+        if option == _SELF:
+            layers.append(layer)
+            has_self = True
+        else:
+            layers += _selected(group, option, package, directories, listed)
+    return layers if has_self else [*layers, layer]
+
+
+def select_groups(overrides: Layer, path: str | Path | None) -> tuple[list[Layer], Layer, list[Problem]]:
+    """Split `group=option` and `group@package=option` from the overrides.
+
+    Args:
+        overrides: the command line.
+        path: the configuration file; groups of its folder are known too.
+
+    Returns:
+        The settings of the selected files, the other overrides, and a problem for each option that is not supported.
+    """
+    directories = [Path(path).expanduser().parent] if path else []
+    layers: list[Layer] = []
+    rest: Layer = {}
+    problems: list[Problem] = []
+    for key, given in overrides.items():
+        group, at, package = key.partition("@")
+        known = group in upstream_groups() or any((folder / group).is_dir() for folder in directories)
+        if isinstance(given.value, str) and given.value != REMOVED and (at or (known and "." not in key)):
+            try:
+                layers += _selected(group, given.value, package, directories, given)
+            except ConfigError as error:
+                problems += error.problems
+        else:
+            rest[key] = given
+    return layers, rest, problems
+
+
+def _entries(listed: list[Any]) -> Iterator[tuple[str, str, str]]:
+    """(group, option, package) of every entry of a defaults list; the group of a file is empty."""
+    engines = [entry["model_engine"] for entry in listed if isinstance(entry, Mapping) and "model_engine" in entry]
+    engine = engines[0] if engines else "dp"
+    for entry in listed:
+        for key, options in entry.items() if isinstance(entry, Mapping) else [("", entry)]:
+            words = key.split()
+            group, _, package = (words[-1] if words else "").partition("@")
+            if group.startswith("hydra/"):
+                continue
+            for option in options if isinstance(options, list) else [options]:
+                if option is not None:
+                    name, _, where = str(option).replace("${model_engine}", engine).partition("@")
+                    yield group.strip("/"), name.strip("/"), package or where
+
+
+def _selected(group: str, option: str, package: str, directories: list[Path], given: Setting) -> list[Layer]:
+    """The settings of an option of a group; none if it is what this schema has as its defaults."""
+    file = _find(f"{group}/{option}" if group else option, directories)
+    if file is not None:
+        header = _PACKAGE.search(file.read_text(encoding="utf-8"))
+        location = package or (header[1] if header else group.replace("/", "."))
+        prefix = "" if location in ("", "_global_") else f"{location}."
+        return [
+            {prefix + key: replace(setting, key=prefix + key) for key, setting in layer.items()}
+            for layer in read_file(file)
+        ]
+    builtin = upstream_groups().get(group, []) if group else upstream_configs()
+    if option in builtin:
+        return []
+    name = f"{group}={option}" if group else option
+    if engine := _engine_of(option):
+        what = f"{name} selects the engine {engine}, which is not supported yet"
+    else:
+        what = f"{name} is not known" if builtin else f"there is no group {group!r}"
+    if builtin:
+        what += f": use {_words(builtin)}"
+    if directories:
+        folders = _words([str(folder) for folder in directories])
+        what += f" (no {group + '/' if group else ''}{option}.yaml in {folders})"
+    raise ConfigError([Problem(given.key, what, given.where)])
+
+
+def _find(name: str, directories: list[Path]) -> Path | None:
+    names = [name] if name.endswith((".yaml", ".yml")) else [f"{name}.yaml", f"{name}.yml"]
+    return next((file for folder in directories for each in names if (file := folder / each).is_file()), None)
+
+
+def _engine_of(option: str) -> str | None:
+    """The engine that an option such as `megatron_actor` or a name such as `ppo_megatron_trainer` selects."""
+    words = re.split(r"[_.]", option)
+    return next((engine for engine in upstream_engines("strategy") if engine in words), None)
+
+
+def _words(names: list[str]) -> str:
+    return " or ".join(names)
