@@ -121,7 +121,7 @@ def test_every_registered_function_keeps_the_contract(name):
     function = resolve_reward_function(registered=name, reward_kwargs=kwargs)
     assert function.form in ("sample", "plugin") and function.func.__doc__
     scores = [read_outcome(Outcome(score(function, text, truth)))[0] for text in (right, wrong)]
-    assert scores == [1.0, 0.0]
+    assert scores == [1.0, -1.0 if name == "math_dapo" else 0.0]
 
 
 @pytest.mark.parametrize(
@@ -129,11 +129,13 @@ def test_every_registered_function_keeps_the_contract(name):
     [
         ("openai/gsm8k", "gsm8k_strict"),
         ("openai/gsm8k_socratic", "gsm8k_strict"),
-        ("math", "math_reward"),
-        ("math_dapo", "math_reward"),
+        ("math", "math_dapo"),
+        ("math_dapo", "math_dapo"),
+        ("math_dapo_reasoning", "math_dapo"),
         ("math500", "math_reward"),
-        ("MATH", "math_reward"),
-        ("aime2024", "math_reward"),
+        ("MATH", "math_dapo"),
+        ("aime2024", "math_dapo"),
+        ("HuggingFaceH4/aime_2024", "math_reward"),
         ("DigitalLearningGmbH/MATH-lighteval", "math_reward"),
         ("HuggingFaceH4/MATH-500", "math_reward"),
     ],
@@ -184,6 +186,38 @@ def test_a_data_source_can_be_registered(monkeypatch):
     ],
 )
 def test_accuracy_reward(response, reference, right):
+    assert accuracy_reward(response, reference) == float(right)
+
+
+REFERENCES = ("42", "The answer is 42.", "Answer: 42", r"\boxed{42}", "#### 42", "6*7=<<6*7=42>>42 clips.\n#### 42")
+
+
+@pytest.mark.parametrize("reference", REFERENCES)
+def test_accuracy_reward_takes_the_final_answer_of_the_reference(reference):
+    right = ["42", "#### 42", r"\boxed{42}", "Answer: 42", "The answer is 42.", "**Answer:** 42", "<answer>42</answer>"]
+    right += ["I have 5 and 42 apples", r"The answer is:\n$\boxed{42}$", reference]
+    wrong = ["", "43", "#### 43", r"\boxed{43}", "The answer is 43.", "42 or 43", "so 42.0005", "The answer is 6*7."]
+    wrong += [r"42, so \boxed{43}", "The answer is 42? No, the answer is 43.", "142"]
+    assert [r for r in right if accuracy_reward(r, reference) != 1.0] == []
+    assert [w for w in wrong if accuracy_reward(w, reference) != 0.0] == []
+
+
+@pytest.mark.parametrize(
+    "response, reference, right",
+    [
+        ("Paris", "The answer is Paris.", True),
+        (r"\boxed{\text{Paris}}", "The answer is Paris.", True),
+        ("London", "The answer is Paris.", False),
+        ("#### 42", "The answer is 42 apples.", True),
+        ("The answer is 42 apples.", "42 apples", True),
+        ("42", "42%", True),
+        ("The answer is 12 Monkeys.", "The answer is 12 Angry Men.", False),
+        ("The answer is 4 August.", "4 July", False),
+        ("I counted 66", "Route 66", False),
+        ("The answer is 7.", "#### 007", False),
+    ],
+)
+def test_accuracy_reward_with_references_in_words(response, reference, right):
     assert accuracy_reward(response, reference) == float(right)
 
 

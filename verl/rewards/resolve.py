@@ -14,7 +14,7 @@ from verl.rewards.outcome import BadOutcome, read_outcome
 from verl.rewards.rules import accuracy, formats  # noqa: F401
 from verl.rewards.rules.choice import multiple_choice
 from verl.rewards.rules.gsm8k import gsm8k_strict
-from verl.rewards.rules.maths import math_reward
+from verl.rewards.rules.maths import math_dapo, math_reward
 from verl.rewards.sandbox.code_tests import code_reward
 from verl.rewards.sandbox.pool import Outcome
 
@@ -23,14 +23,16 @@ DEFAULT_FUNCTION_NAME = "compute_score"
 
 # ---- by data source -------------------------------------------------------------------------------------------------
 
-#: data source, or prefix of data sources -> rule. "math" also matches "math_dapo" and "math500", but not "mathvista".
+#: data source, or prefix of data sources -> rule. "aime" also matches "aime2024" and "aime_25", but not "aimed".
 RULES_BY_DATA_SOURCE: dict[str, ScoreFunction] = {
     name: ScoreFunction(rule)
     for rule, names in {
         gsm8k_strict: ["openai/gsm8k", "gsm8k"],
+        math_dapo: ["math", "aime"],
         math_reward: [
-            "math",
-            "aime",
+            "math500",
+            "math_500",
+            "math-500",
             "amc",
             "lighteval/MATH",
             "DigitalLearningGmbH/MATH-lighteval",
