@@ -7,6 +7,7 @@ PromptSource                 the same as a source of `DataProto` batches: the fi
 
 import bisect
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl.protocol import DataProto
+
+logger = logging.getLogger("verl.data")
 
 _CHUNK = 1024  # rows converted from Arrow to Python objects at a time
 
@@ -205,6 +208,17 @@ def read_rows(files: str | Path | Sequence[str | Path]) -> Rows:
             )
         opened.append(file)
     return Rows(opened)
+
+
+def extra_info_column(rows: Rows) -> str:
+    """The column with the `extra_info` of a row: `extra_info`, or `extro_info`, a spelling that occurs in articles."""
+    if "extro_info" not in rows.columns:
+        return "extra_info"
+    if "extra_info" in rows.columns:
+        logger.warning("%s: the column 'extro_info' is ignored, because there is a column 'extra_info'", rows.names)
+        return "extra_info"
+    logger.info("%s: the column 'extro_info' is read as 'extra_info'", rows.names)
+    return "extro_info"
 
 
 class ResumableSampler:

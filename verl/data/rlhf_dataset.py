@@ -20,7 +20,7 @@ from verl.data.dataset import (
     rows_to_use,
     tokenize_rows,
 )
-from verl.data.files import Rows, file_list, read_rows
+from verl.data.files import Rows, extra_info_column, file_list, read_rows
 from verl.data.tokenization import (
     TokenTable,
     encode_prompts,
@@ -75,6 +75,7 @@ class RLHFDataset(Dataset):
         self.rows = read_rows(self.data_files)
         prepare_tokenizer(tokenizer)
         _check_columns(self.rows, self.config)
+        self._extra_info = extra_info_column(self.rows)
         start = time.perf_counter()
         self._kept: list[int] = []  # item -> row
         self._prompt_ids = TokenTable()
@@ -104,7 +105,7 @@ class RLHFDataset(Dataset):
             "data_source": self._data_source(row, index),
             "ability": row.get("ability") or "",
             "reward_model": _reward_model(row, where),
-            "extra_info": row.get("extra_info") or {},
+            "extra_info": row.get(self._extra_info) or {},
             "index": index,
             "raw_prompt": self._prompt(row, where),
         }
@@ -197,7 +198,7 @@ def _check_columns(rows: Rows, config: schema.DataConfig) -> None:
 
 def _other_columns(rows: Rows, config: schema.DataConfig) -> list[str]:
     """The columns that items keep unchanged. Columns whose names the batch uses itself are dropped with a warning."""
-    read = {config.prompt_key, "data_source", "ability", "reward_model", "extra_info"}
+    read = {config.prompt_key, "data_source", "ability", "reward_model", "extra_info", "extro_info"}
     others = [name for name in rows.columns if name not in read]
     reserved = [name for name in others if name in COLUMNS or name == "index"]
     if reserved:
