@@ -54,7 +54,7 @@ def test_extro_info_is_read_as_extra_info(write, char_tokenizer, caplog):
     assert "the column 'extro_info' is read as 'extra_info'" in caplog.text
     item = RLHFDataset(write("b.jsonl", [row("abc=", extro_info={"k": 1}, extra_info={"k": 2})]), char_tokenizer)[0]
     assert item["extra_info"] == {"k": 2} and "extro_info" not in item
-    assert caplog.text.count("extro_info") == 2 and "'extro_info' is ignored" in caplog.text
+    assert caplog.text.count("the column 'extro_info'") == 2 and "'extro_info' is ignored" in caplog.text
 
 
 def test_a_plain_prompt_stays_text_without_a_template(write, char_tokenizer):
