@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from verl import RewardFunction
+from verl.registry import import_module
 from verl.rewards import (
     REWARD_FUNCTION_REGISTRY,
     RULES_BY_DATA_SOURCE,
@@ -16,8 +18,10 @@ from verl.rewards import (
     register_reward,
     resolve_reward_function,
 )
+from verl.rewards.functions import check_registered
 from verl.rewards.outcome import read_outcome
 from verl.rewards.resolve import rule_for
+from verl.rewards.rules import accuracy
 from verl.rewards.rules.accuracy import accuracy_reward
 from verl.rewards.sandbox.pool import Outcome
 
@@ -219,6 +223,56 @@ def test_accuracy_reward_takes_the_final_answer_of_the_reference(reference):
 )
 def test_accuracy_reward_with_references_in_words(response, reference, right):
     assert accuracy_reward(response, reference) == float(right)
+
+
+MINE = """
+from verl.rewards import register_reward
+{decorator}
+def accuracy_reward(sampled_response, reference_answer):
+    return 0.7
+"""
+
+
+def test_a_function_of_ones_own_replaces_a_builtin_one(tmp_path, caplog):
+    caplog.set_level("INFO", "verl.registry")
+    path = tmp_path / "mine.py"
+    path.write_text(MINE.format(decorator="@register_reward('accuracy_reward')"))
+    check_registered("accuracy_reward", [import_module(str(path))])
+    assert score(resolve_reward_function(registered="accuracy_reward")) == 0.7
+    (line,) = caplog.messages
+    assert f"{accuracy.__file__}:" in line and f"replaced by accuracy_reward() at {path}:3" in line
+
+
+@pytest.mark.parametrize(("name", "said"), [("accuracy_reward", r"accuracy\.py:\d+ is"), ("other", "nothing is")])
+def test_a_function_without_decorator_is_not_ignored(name, said, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(MINE.format(decorator="").replace("accuracy_reward", name))
+    module = import_module(str(path))
+    with pytest.raises(ValueError, match=rf"{said} registered under this name.*mine.py:4 is not: add @register_reward"):
+        check_registered(name, [module])
+    check_registered("gsm8k", [module])
+    check_registered(None, [module])
+
+
+def test_a_reward_class_is_constructed_with_its_parameters(tmp_path):
+    path = tmp_path / "rare.py"
+    path.write_text(
+        "from verl import RewardFunction\n\n\nclass Rare(RewardFunction):\n"
+        "    def __init__(self, bonus=0.5):\n        self.bonus, self.seen = bonus, set()\n\n"
+        "    def __call__(self, sampled_response, reference_answer):\n"
+        "        new = sampled_response not in self.seen\n        self.seen.add(sampled_response)\n"
+        "        return float(sampled_response == reference_answer) + self.bonus * new\n"
+    )
+    function = resolve_reward_function(str(path), "Rare", reward_kwargs={"bonus": 0.25})
+    assert [score(function, text) for text in ("7", "7", "8")] == [1.25, 1.0, 0.25]
+    register_reward("rare")(import_module(str(path)).Rare)
+    assert score(resolve_reward_function(registered="rare")) == 1.5
+
+    def annotated(sampled_response: str, reference_answer: str) -> float:
+        return 1.0
+
+    function: RewardFunction = annotated
+    assert function("7", "7") == 1.0
 
 
 def test_the_rules_are_light():

@@ -12,7 +12,9 @@ from verl.config import schema
 from verl.data.rlhf_dataset import RLHFDataset, load_dataset_class
 from verl.data.sft_dataset import SFTDataset
 from verl.data.tokenization import load_tokenizer
+from verl.registry import import_module
 from verl.rewards import RewardManager, load_reward_manager
+from verl.rewards.functions import check_registered
 from verl.trainer.launch import Recipe
 from verl.trainer.model_limits import ModelLimits
 
@@ -123,6 +125,7 @@ def load_rewards(config: schema.Config, tokenizer: Any) -> RewardManager:
             "set it to the file that defines the function"
         )
     registered = reward.reward_function
+    check_registered(registered, [import_module(address) for address in config.imports])
     if reward.reward_model.enable and not (registered or function.path):
         registered = "model_score"
     loaded = load_reward_manager(
