@@ -45,6 +45,7 @@ REWARD_FUNCTION_REGISTRY: Registry[Callable] = Registry("reward function", built
 
 _BOUNDED: list[Callable] = []
 _NOT_ACCURACY: list[Callable] = []
+_NEEDS_TRUTH: list[Callable] = []
 
 # form -> (required parameter names, optional parameter names)
 _FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -73,7 +74,9 @@ ACCEPTED_FORMS = (
 )
 
 
-def register_reward(name: str, *, bounded: bool = False, accuracy: bool = True) -> Callable[[Callable], Callable]:
+def register_reward(
+    name: str, *, bounded: bool = False, accuracy: bool = True, needs_ground_truth: bool = False
+) -> Callable[[Callable], Callable]:
     """Register a reward function under `name` (decorator).
 
     The name of a built-in function may be used: the registered function replaces it.
@@ -84,6 +87,7 @@ def register_reward(name: str, *, bounded: bool = False, accuracy: bool = True) 
             called without a timeout.
         accuracy: The score measures correctness, so it is reported as "acc" if the function returns none. Set to False
             for scores on another scale.
+        needs_ground_truth: Data without ground truth is an error before the run. Otherwise the function receives None.
 
     Raises:
         ValueError: If the signature is not one of the accepted forms.
@@ -96,6 +100,8 @@ def register_reward(name: str, *, bounded: bool = False, accuracy: bool = True) 
             _BOUNDED.append(func)
         if not accuracy:
             _NOT_ACCURACY.append(func)
+        if needs_ground_truth:
+            _NEEDS_TRUTH.append(func)
         return func
 
     return decorate
@@ -177,6 +183,11 @@ class ScoreFunction:
     def bounded(self) -> bool:
         """Whether the function needs no timeout (see `register_reward`)."""
         return any(self.func is known for known in _BOUNDED)
+
+    @property
+    def needs_ground_truth(self) -> bool:
+        """Whether data without ground truth is an error (see `register_reward`)."""
+        return any(self.func is known for known in _NEEDS_TRUTH)
 
     @property
     def is_accuracy(self) -> bool:

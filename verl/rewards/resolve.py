@@ -106,7 +106,7 @@ def rule_for(data_source: str) -> ScoreFunction:
     return RULES_BY_DATA_SOURCE[max(matching, key=len)]
 
 
-@register_reward("data_source")
+@register_reward("data_source", needs_ground_truth=True)
 def default_compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Any:
     """Score with the rule of `data_source` (`RULES_BY_DATA_SOURCE`)."""
     rule = rule_for(data_source)

@@ -1,7 +1,7 @@
 """Inputs that a trainer loads before any model: tokenizer, datasets, reward manager. `preflight` checks them."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,12 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from verl.config import schema
-from verl.data.rlhf_dataset import RLHFDataset, load_dataset_class
+from verl.data.collate import PromptCollator, collate_prompts
+from verl.data.files import check_batch_size, row_count
+from verl.data.rlhf_dataset import RLHFDataset, create_custom_dataset, load_dataset_class
 from verl.data.sft_dataset import SFTDataset
 from verl.data.tokenization import load_tokenizer
+from verl.protocol import DataProto
 from verl.registry import import_module
 from verl.rewards import RewardManager, load_reward_manager
 from verl.rewards.functions import check_registered
@@ -21,13 +24,14 @@ from verl.trainer.model_limits import ModelLimits
 
 @dataclass
 class Inputs:
-    """The loaded inputs of a run. reward_manager: None for SFT."""
+    """The loaded inputs of a run. reward_manager: None for SFT. collate: items of a dataset -> a batch of prompts."""
 
     model: schema.ModelConfig
     tokenizer: Any
     train_dataset: Dataset
     val_dataset: Dataset | None
     reward_manager: RewardManager | None = None
+    collate: Callable[[list[dict[str, Any]]], DataProto] = collate_prompts
 
     @functools.cached_property
     def limits(self) -> ModelLimits:
@@ -49,7 +53,7 @@ def load_inputs(
     rewards = reward_manager if reward_manager is not None else load_rewards(config, tokenizer)
     train = train_dataset if train_dataset is not None else load_dataset(config, tokenizer)
     val = val_dataset if val_dataset is not None else load_val_dataset(config, tokenizer)
-    return Inputs(model, tokenizer, train, val, rewards)
+    return Inputs(model, tokenizer, train, val, rewards, PromptCollator(tokenizer, config.data))
 
 
 def load_sft_inputs(
@@ -63,6 +67,8 @@ def load_sft_inputs(
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model)
 
     def load(files: Sequence[str], max_samples: int) -> Dataset:
+        if data.custom_cls.path:
+            return create_custom_dataset(cls, files, tokenizer, data.model_dump(), max_samples)
         return cls(files, tokenizer, data.model_dump() | {"max_samples": max_samples})
 
     train = train_dataset if train_dataset is not None else load(data.train_files, data.train_max_samples)
@@ -100,7 +106,10 @@ def dataset_class(config: schema.Config | schema.SFTConfig, default: type[Datase
 
 
 def load_dataset(config: schema.Config, tokenizer: Any) -> Dataset:
-    """The training prompts."""
+    """The training prompts. Raises ValueError before they are tokenized if they do not fill a batch."""
+    if not config.data.custom_cls.path:
+        rows, limit = row_count(config.data.train_files), config.data.train_max_samples
+        check_batch_size(config.data.train_batch_size, rows if limit < 0 else min(rows, limit))
     return _dataset(config, tokenizer, config.data.train_files, config.data.train_max_samples)
 
 
@@ -111,8 +120,10 @@ def load_val_dataset(config: schema.Config, tokenizer: Any) -> Dataset | None:
 
 
 def _dataset(config: schema.Config, tokenizer: Any, files: Sequence[str], max_samples: int) -> Dataset:
-    settings = config.data.model_dump() | {"train_max_samples": max_samples}
-    return dataset_class(config, RLHFDataset)(data_files=list(files), tokenizer=tokenizer, config=settings)
+    cls, settings = dataset_class(config, RLHFDataset), config.data.model_dump()
+    if config.data.custom_cls.path:
+        return create_custom_dataset(cls, files, tokenizer, settings, max_samples)
+    return cls(list(files), tokenizer, settings, max_samples=max_samples)
 
 
 def load_rewards(config: schema.Config, tokenizer: Any) -> RewardManager:

@@ -18,7 +18,7 @@ _UNIT = re.compile(r"([^\s%]+)(?:\s*%|\s+[^0-9]+)")
 _TEXT = re.compile(r"\\text(?:bf)?\{([^{}]*)\}")
 
 
-@register_reward("accuracy_reward", bounded=True)
+@register_reward("accuracy_reward", bounded=True, needs_ground_truth=True)
 def accuracy_reward(sampled_response: str, reference_answer: Any) -> float:
     """Return 1.0 if the final answer of the response equals that of the reference, otherwise 0.0 (see `final_answer`).
 

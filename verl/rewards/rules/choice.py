@@ -20,7 +20,7 @@ _CUE = re.compile(
 _LISTED = re.compile(r"\(([A-Z])\)|^[ \t*_\"']{0,6}([A-Z])(?=[*_\"']{0,6}(?:[.):]|[ \t]{0,6}$))", re.MULTILINE)
 
 
-@register_reward("multiple_choice", bounded=True)
+@register_reward("multiple_choice", bounded=True, needs_ground_truth=True)
 def multiple_choice(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:

@@ -44,7 +44,7 @@ _CHEAP = re.compile(
 )
 
 
-@register_reward("math", bounded=True)
+@register_reward("math", bounded=True, needs_ground_truth=True)
 def math_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, Any]:
     """Return 1.0 if the final answer is equivalent to the ground truth, otherwise 0.0; with "acc" and "pred".
 
@@ -58,7 +58,7 @@ def math_reward(data_source: str, solution_str: str, ground_truth: Any, extra_in
     return {"score": correct, "acc": correct, "pred": answer[:_LONGEST]}
 
 
-@register_reward("math_dapo", bounded=True)
+@register_reward("math_dapo", bounded=True, needs_ground_truth=True)
 def math_dapo(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, Any]:
     """Return 1.0 if the final answer is equivalent to the ground truth, otherwise -1.0; "acc" is 1.0 or 0.0.
 
