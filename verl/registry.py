@@ -57,7 +57,7 @@ class Registry(Generic[T]):
             if not (self._builtins_replaceable and _is_builtin(known) and not _is_builtin(obj)):
                 taken = f"{self.kind} {name!r} is already registered as {_described(known)}"
                 raise ValueError(f"{taken}: choose another name")
-            logger.info("%s %r: %s is replaced by %s", self.kind, name, place_of(known), place_of(obj))
+            logger.info("%s %r: %s is replaced by %s", self.kind, name, location_of(known), location_of(obj))
         self._entries[name] = obj
         return obj
 
@@ -95,7 +95,7 @@ def _is_builtin(obj: Any) -> bool:
     return str(getattr(obj, "__module__", "")).startswith("verl.")
 
 
-def place_of(obj: Any) -> str:
+def location_of(obj: Any) -> str:
     """An object in messages; of a function, with its location: `compute_score() at /path/reward.py:12`."""
     body = inspect.unwrap(obj) if callable(obj) else obj
     if not isinstance(body, FunctionType):

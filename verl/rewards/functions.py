@@ -17,7 +17,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any, Protocol
 
-from verl.registry import Registry, did_you_mean, place_of
+from verl.registry import Registry, did_you_mean, location_of
 
 
 class RewardFunction(Protocol):
@@ -122,9 +122,9 @@ def check_registered(name: str | None, modules: Sequence[ModuleType]) -> None:
     for module in modules:
         found = vars(module).get(name)
         if inspect.isfunction(found) and found.__module__ == module.__name__ and found is not registered:
-            selected = f"{place_of(registered)} is registered" if registered else "nothing is registered"
+            selected = f"{location_of(registered)} is registered" if registered else "nothing is registered"
             raise ValueError(
-                f"reward.reward_function={name}: {selected} under this name, but {place_of(found)} is not: add "
+                f"reward.reward_function={name}: {selected} under this name, but {location_of(found)} is not: add "
                 f"@register_reward({name!r}) (from verl.rewards import register_reward) above its def, or set "
                 f"reward.custom_reward_function.path={module.__file__} reward.custom_reward_function.name={name} "
                 "instead of reward.reward_function"
@@ -204,7 +204,7 @@ class ScoreFunction:
     def where(self) -> str:
         """Name and location for messages: `compute_score() at /path/reward.py:12`."""
         body = inspect.unwrap(_body(self.func))
-        return place_of(body) if inspect.isfunction(body) else f"{self.name}()"
+        return location_of(body) if inspect.isfunction(body) else f"{self.name}()"
 
 
 def _body(func: Callable) -> Callable:
@@ -258,7 +258,7 @@ def _check_kwargs(func: Callable, form: str, kwargs: Mapping[str, Any]) -> None:
 def _wrong_signature(func: Callable, why: str) -> ValueError:
     body = inspect.unwrap(_body(func))
     name = body.__qualname__ if inspect.isroutine(body) else type(func).__name__
-    at = place_of(body).partition(" at ")[2] if inspect.isfunction(body) else ""
+    at = location_of(body).partition(" at ")[2] if inspect.isfunction(body) else ""
     return ValueError(
         f"reward function with a wrong signature: {why}\n"
         f"found:\n  {name}{inspect.signature(func)}{at and f' at {at}'}\naccepted:\n{ACCEPTED_FORMS}"

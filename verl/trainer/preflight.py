@@ -47,10 +47,9 @@ from verl.rollout.agent_loop import AGENT_LOOPS
 from verl.rollout.base import ROLLOUT_ENGINES
 from verl.single_controller.cluster import CLUSTERS, Cluster, make_cluster
 from verl.tracking.tracking import check_trackers
-from verl.trainer.inputs import Inputs, base_settings, dataset_class
+from verl.trainer.inputs import Inputs, base_settings, dataset_class, try_rewards
 from verl.trainer.launch import Recipe
 from verl.trainer.ppo_flow import needs_critic
-from verl.trainer.reward_trial import try_rewards
 from verl.trainer.roles import pools_of, roles_of
 from verl.trainer.rollout_correction import check_correction
 from verl.trainer.unused_settings import unused_settings
