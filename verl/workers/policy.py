@@ -12,7 +12,7 @@ from verl.protocol import DataProto
 from verl.rollout.base import RolloutEnv
 from verl.rollout.stop_strings import StopStrings
 from verl.rollout.weight_sync import CollectiveSync, SyncReport, TransferGroup
-from verl.single_controller import Dispatch, register
+from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import free_port
 from verl.utils.device import peak_memory, resolve_device, resolve_dtype
 from verl.workers.engine_worker import EngineWorker, aggregation, micro_batching
