@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, Generic, TypeVar
@@ -31,6 +31,9 @@ class Registry(Generic[T]):
     >>> LOSSES = Registry("loss")
     >>> @LOSSES.register("mine")
     ... def mine(x): ...
+    >>> LOSSES["mine"] = other  # replaces it
+
+    It can be used like a dict, but an unknown name is a ValueError that lists the known ones.
     """
 
     def __init__(self, kind: str, *, builtins_replaceable: bool = False):
@@ -52,12 +55,20 @@ class Registry(Generic[T]):
             return lambda decorated: self.register(name, decorated)
         if not isinstance(name, str) or not name:
             raise ValueError(f"{self.kind} name: expected a non-empty string, found {name!r}")
+<<<<<<< HEAD
         known = self._entries.get(name)
         if known is not None and not _same_definition(known, obj):
             if not (self._builtins_replaceable and _is_builtin(known) and not _is_builtin(obj)):
                 taken = f"{self.kind} {name!r} is already registered as {_described(known)}"
                 raise ValueError(f"{taken}: choose another name")
             logger.info("%s %r: %s is replaced by %s", self.kind, name, location_of(known), location_of(obj))
+=======
+        if name in self._entries and not _same_definition(self._entries[name], obj):
+            raise ValueError(
+                f"{self.kind} {name!r} is already registered as {_described(self._entries[name])}: choose another "
+                f"name, or replace it by item assignment: registry[{name!r}] = ..."
+            )
+>>>>>>> wD
         self._entries[name] = obj
         return obj
 
@@ -65,6 +76,28 @@ class Registry(Generic[T]):
         if name not in self._entries:
             raise ValueError(f"no {self.kind} is called {name!r}: {did_you_mean(name, self._entries)}")
         return self._entries[name]
+
+    def __setitem__(self, name: str, obj: T) -> None:
+        self._entries.pop(name, None)
+        self.register(name, obj)
+
+    def __delitem__(self, name: str) -> None:
+        self[name]
+        del self._entries[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._entries.get(name, default)
+
+    def clear(self) -> None:
+        """Remove all entries, the built-in ones included."""
+        self._entries.clear()
+
+    def update(self, entries: Mapping[str, T]) -> None:
+        for name, obj in entries.items():
+            self[name] = obj
+
+    def keys(self) -> Iterable[str]:
+        return self._entries.keys()
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries

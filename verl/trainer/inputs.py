@@ -198,7 +198,7 @@ def try_rewards(inputs: Inputs, uses_model: bool) -> set[str]:
     zeros = torch.zeros(batch.batch["responses"].shape)
     ones = zeros.clone()
     ones[:, 0] = 1.0
-    scored = [batch.union(DataProto.from_dict({"rm_scores": scores})) for scores in (zeros, ones)]
+    scored = [batch.copy().union(DataProto.from_dict({"rm_scores": scores})) for scores in (zeros, ones)]
     first, second = (_score_trial(manager, each) for each in scored)
     if torch.equal(first["reward_tensor"], second["reward_tensor"]):
         logger.warning(

@@ -261,7 +261,7 @@ def required_settings(run: Run) -> None:
 def group_size(run: Run) -> None:
     """Estimators that compare the responses to one prompt have several of them."""
     name, n = run.config.algorithm.adv_estimator, run.config.actor_rollout_ref.rollout.n
-    least = get_adv_estimator_fn(name).min_group_size
+    least = getattr(get_adv_estimator_fn(name), "min_group_size", 1)
     if n < least:
         raise ValueError(
             f"algorithm.adv_estimator={name} compares the responses to one prompt: actor_rollout_ref.rollout.n must be "
