@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.algorithms.kl import k3
 from verl.algorithms.masked import masked_mean, masked_var
 from verl.protocol import DataProto
 
@@ -50,9 +51,8 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
         )
         metrics["critic/vf_explained_var"] = 1 - unexplained.item()
     if {"ref_log_prob", "old_log_probs"} <= columns.keys():
-        # the k3 estimate of KL(policy, reference): never negative, unbiased
-        log_ratio = columns["ref_log_prob"] - columns["old_log_probs"]
-        metrics["actor/ref_kl"] = masked_mean(log_ratio.exp() - log_ratio - 1, mask).item()
+        kl = k3(columns["old_log_probs"] - columns["ref_log_prob"])
+        metrics["actor/ref_kl"] = masked_mean(kl, mask).item()
     return metrics
 
 

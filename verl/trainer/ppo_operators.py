@@ -13,13 +13,13 @@ from verl.algorithms.kl import FixedKLController, apply_kl_penalty
 from verl.columns import outside_vocabulary
 from verl.config import schema
 from verl.data.files import PromptSource
-from verl.dataflow import Stateful
 from verl.dataflow.metrics import Total
+from verl.dataflow.operator import Stateful
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.rewards import RewardManager
 from verl.rollout.agent_loop import SINGLE_TURN
-from verl.single_controller import Future, WorkerGroup
+from verl.single_controller.worker_group import Future, WorkerGroup
 from verl.trainer.metrics import response_lengths
 from verl.utils.balance import balanced_partition
 from verl.utils.rng import fork_seed

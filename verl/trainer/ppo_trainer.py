@@ -10,7 +10,6 @@ from torch.utils.data import Dataset
 
 from verl.config import batch_summary, schema
 from verl.data.files import PromptSource
-from verl.data.rlhf_dataset import collate_prompts
 from verl.dataflow import CONTROLLER, DataFlow
 from verl.protocol import DataProto
 from verl.rewards import RewardManager
@@ -104,7 +103,7 @@ class PPOTrainer(Trainer):
         super().__init__(
             run,
             PromptSource(
-                self.train_dataset, data.train_batch_size, seed=data.seed, shuffle=data.shuffle, collate=collate_prompts
+                self.train_dataset, data.train_batch_size, seed=data.seed, shuffle=data.shuffle, collate=inputs.collate
             ),
         )
         imports = tuple(self.config.imports)
@@ -241,7 +240,8 @@ class PPOTrainer(Trainer):
         size = self.config.data.val_batch_size or len(self.val_dataset)
         for start in range(0, len(self.val_dataset), size):
             rows = range(start, min(start + size, len(self.val_dataset)))
-            prompts = collate_prompts([self.val_dataset[i] for i in rows]).replace(uid=[f"val:{i}" for i in rows])
+            items = [self.val_dataset[i] for i in rows]
+            prompts = self.run.inputs.collate(items).replace(uid=[f"val:{i}" for i in rows])
             prompts.meta_info["vocab_size"] = self.vocab_size
             scored.append(self.validation.run(prompts))
             texts += generations(scored[-1], self.tokenizer)

@@ -12,7 +12,8 @@ from verl.config import schema
 from verl.engines.base import EngineSpec, MicroBatching, TrainEngine, make_engine
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
-from verl.single_controller import Coordinates, Dispatch, Worker, register
+from verl.single_controller.dispatch import Coordinates, Dispatch, register
+from verl.single_controller.worker import Worker
 from verl.utils.device import resolve_device
 
 
