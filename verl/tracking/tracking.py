@@ -70,6 +70,7 @@ class Tracking:
     ):
         names = [backends] if isinstance(backends, str) else list(dict.fromkeys(backends))
         check_trackers(names)
+        names = list({TRACKER_REGISTRY[name]: name for name in names}.values())  # a tracker with two names runs once
         folder = Path(default_local_dir)
         folder.mkdir(parents=True, exist_ok=True)
         run = Run(project_name, experiment_name, config, folder, resume_step)
