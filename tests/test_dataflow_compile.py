@@ -203,13 +203,23 @@ def test_a_missing_column_names_the_operator_that_dropped_it():
     after = ("after", lambda b: {"y": torch.ones(len(b))}, (), "y")
     adv = ("adv", keep, "x", ())
     message = (
-        r"operator 'adv' reads 'x', which operator 'drop' dropped: it declares no `writes`, so the batch that it "
-        r"returned replaced the previous one\. Keep the column in that batch, or declare the `writes` of 'drop'"
+        r"operator 'adv' reads 'x': 'x' was dropped by operator 'drop', which declares no `writes`, so the batch that "
+        r"it returned replaced the previous one\. Keep the column .* or declare the `writes` of 'drop'"
     )
     with pytest.raises(DataProtoValidationError, match=message):
         flow_of(first, drop, after, adv).compile().run(numbers())
     writes_again = ("again", lambda b: {"x": torch.ones(len(b))}, (), "x")
     assert flow_of(drop, writes_again, adv).compile(inputs=["x"]).run(numbers()).batch["x"].tolist() == [1.0] * 3
+
+
+def test_a_failed_access_to_a_dropped_column_names_the_operator_that_dropped_it():
+    use = ("use", lambda b: b.batch["x"], (), ())
+    with pytest.raises(KeyError) as failure:
+        flow_of(("drop", lambda b: b.drop("x"), (), ()), use).compile().run(numbers())
+    assert any(note.startswith("'x' was dropped by operator 'drop'") for note in failure.value.__notes__)
+    with pytest.raises(KeyError) as failure:  # another key
+        flow_of(("drop", lambda b: b.drop("x"), (), ()), ("use", lambda b: {}["y"], (), ())).compile().run(numbers())
+    assert failure.value.__notes__ == ["raised in operator 'use'"]
 
 
 def test_compile_is_of_the_flow_as_it_was():

@@ -6,6 +6,7 @@ Those of reinforcement learning also train: two steps of a tiny model.
 import logging
 import os
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,6 +15,7 @@ import pytest
 
 from examples.quickstart.tiny_model import tiny_model
 from tests.trainer.conftest import REWARD
+from verl.env_check.packages import TESTED_TOGETHER
 from verl.registry import load_object
 from verl.trainer.base import Trainer
 from verl.trainer.command_line import split_arguments
@@ -23,6 +25,7 @@ from verl.trainer.sft_trainer import SFTTrainer
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(path for folder in ("examples", "recipe") for path in (ROOT / folder).rglob("*.sh"))
 TRAINS_NOTHING = {ROOT / "recipe/r1/run_r1.sh"}  # its commands are tested in tests/recipe/test_r1_eval.py
+FINE_TUNING = [path for path in SCRIPTS if "sft" in path.parts]
 TRAINING = [path for path in SCRIPTS if path not in TRAINS_NOTHING and "sft" not in path.parts]
 #: what makes a run of two steps small
 SMALL = [
@@ -72,9 +75,11 @@ def run_to(folder: Path) -> list[str]:
     return [f"trainer.default_local_dir={folder}", "trainer.logger=[jsonl]"]
 
 
-def command_of(script: Path, home: Path, *further: str) -> tuple[str, list[str]]:
+def command_of(script: Path, home: Path, *further: str, **env: str) -> tuple[str, list[str]]:
     """The module that a script runs, and the arguments that it gives to it."""
-    places = {"MODEL": str(home / "model"), "DATA": str(home), "PYTHON": str(home / "print_arguments")}
+    if script.name == "run_qwen_05_sp2_liger.sh":
+        further = (*further, "model.use_liger=false")  # its kernels need a GPU
+    places = {"MODEL": str(home / "model"), "DATA": str(home), "PYTHON": str(home / "print_arguments"), **env}
     done = subprocess.run(
         ["bash", str(script), *further], env=os.environ | places, capture_output=True, text=True, check=True
     )
@@ -105,10 +110,44 @@ def test_the_script_trains(script, home, tmp_path):
     further = [*run_to(tmp_path), *SMALL]
     if script == ROOT / "recipe/dapo/run_gsm8k_local.sh":
         further.append("reward.reward_kwargs.overlong_buffer.len=2")
-    module, arguments = command_of(script, home, f"reward.custom_reward_function.path={home / 'reward.py'}", *further)
+    reward = f"reward.custom_reward_function.path={home / 'reward.py'}"
+    module, arguments = command_of(script, home, reward, *further, N_GPUS="1")
     path, overrides, _ = split_arguments(arguments)
     trainer = trainer_class(module)(config_path=path, overrides=overrides)
     assert trainer.fit()["training/global_step"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", FINE_TUNING, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_script_fine_tunes(script, home, tmp_path):
+    small = ["data.train_batch_size=4", "data.train_max_samples=8", "data.val_max_samples=4"]
+    module, arguments = command_of(script, home, *run_to(tmp_path), *small, "trainer.total_training_steps=1")
+    path, overrides, _ = split_arguments(arguments)
+    metrics = trainer_class(module)(config_path=path, overrides=overrides).fit()
+    assert metrics["training/global_step"] == 1 and metrics["val/loss"] > 0
+
+
+def test_the_install_script_installs_what_the_project_can_use(home):
+    script = ROOT / "scripts/install_vllm_sglang_mcore.sh"
+    env = os.environ | {"PYTHON": str(home / "print_arguments"), "USE_MEGATRON": "0"}
+    done = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, check=True)
+    packages, check = done.stdout.split("-m\0")[1:]
+    assert packages.startswith("pip\0install\0") and check == "verl.utils.env_check\0"
+    extras = packages.split("[")[1].split("]")[0].split(",")
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {"ray", "lora"} <= set(extras) <= wanted.keys()
+    assert "Not installed, because this version has no engine that uses them: vllm, sglang" in done.stdout
+    refused = subprocess.run(["bash", str(script)], env=env | {"USE_MEGATRON": "1"}, capture_output=True, text=True)
+    assert refused.returncode == 1 and "use USE_MEGATRON=0" in refused.stderr and refused.stdout == ""
+
+
+def test_the_image_has_the_versions_that_were_tested_together():
+    lines = (ROOT / "docker/Dockerfile").read_text().splitlines()
+    assert f"FROM python:{TESTED_TOGETHER['Python']}-slim" in lines
+    assert f'RUN pip install "torch=={TESTED_TOGETHER["torch"]}"' in lines
+    for line in lines:
+        if line.startswith("COPY "):
+            assert all((ROOT / name).exists() for name in line.split()[1:-1]), line
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from verl import DataProto, DataProtoValidationError
+from verl.protocol import DataProtoItem
 
 quick = settings(max_examples=40, deadline=None)
 
@@ -150,8 +151,9 @@ def test_union_checks_the_table():
 def test_union_merges_metrics_and_timing():
     left = DataProto(meta_info={"metrics": {"a": 1, "b": 1}, "timing": {"gen": 2.0}})
     right = DataProto(meta_info={"metrics": {"b": 2}})
+    metrics = left.meta_info["metrics"]
     assert left.union(right).meta_info == {"metrics": {"a": 1, "b": 2}, "timing": {"gen": 2.0}}
-    assert left.meta_info["metrics"] == {"a": 1, "b": 1}
+    assert metrics == {"a": 1, "b": 1} and right.meta_info == {"metrics": {"b": 2}}
     with pytest.raises(DataProtoValidationError, match=r"meta_info\['metrics'\]: expected a dict, found list"):
         left.union(DataProto(meta_info={"metrics": [{"b": 2}, {"b": 3}]}))
 
@@ -221,10 +223,6 @@ def test_replace_sets_columns_and_changes_their_kind():
         (slice(-2, None), [3, 4]),
         (slice(3, 99), [3, 4]),
         (slice(3, 1), []),
-        (2, [2]),
-        (-1, [4]),
-        (np.int32(3), [3]),
-        (torch.tensor(1), [1]),
         ([4, 0, 0], [4, 0, 0]),
         ([-1, -5], [4, 0]),
         (np.array([1, 2], dtype=np.uint8), [1, 2]),
@@ -237,6 +235,35 @@ def test_replace_sets_columns_and_changes_their_kind():
 )
 def test_rows_are_chosen_in_every_column(item, expected):
     assert_rows(numbered(5)[item], expected)
+    if not isinstance(item, slice):
+        assert_rows(numbered(5).select_idxs(item), expected)
+
+
+@pytest.mark.parametrize(("item", "row"), [(2, 2), (-1, 4), (np.int32(3), 3), (torch.tensor(1), 1)])
+def test_an_integer_gives_an_item_without_the_batch_dimension(item, row):
+    batch = numbered(5).union(
+        DataProto.from_dict(non_tensors={"reward_model": [{"ground_truth": i} for i in range(5)]})
+    )
+    found = batch[item]
+    assert isinstance(found, DataProtoItem) and found.batch.batch_size == ()
+    assert found.batch["flat"].item() == row and found.batch["wide"].shape == (3,)
+    assert found.batch["wide"].tolist() == [10.0 * row, 10.0 * row + 1, 10.0 * row + 2]
+    assert found.non_tensor_batch["reward_model"] == {"ground_truth": row}
+    assert found.non_tensor_batch["ids"] == [row, row + 1] and found.meta_info == {"temperature": 0.7}
+
+
+def test_a_valid_response_length_is_counted_as_reward_managers_of_public_verl_do():
+    batch = DataProto.from_dict(
+        {
+            "prompts": torch.tensor([[0, 5, 6]]),
+            "responses": torch.tensor([[7, 8, 9, 2, 0]]),
+            "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1, 0]]),
+        }
+    )
+    item = batch[0]
+    prompt_length = item.batch["prompts"].shape[-1]
+    length = item.batch["attention_mask"][prompt_length:].sum()
+    assert item.batch["responses"][:length].tolist() == [7, 8, 9, 2]
 
 
 @pytest.mark.parametrize("item", [5, -6, [0, 5], torch.tensor([-6])])
@@ -252,7 +279,11 @@ def test_rows_are_not_chosen_by_anything_else(item):
 
 
 def test_iteration_gives_rows_and_ends():
-    assert [row.batch["flat"].tolist() for row in numbered(3)] == [[0], [1], [2]]
+    assert [(item.batch["flat"].item(), item.non_tensor_batch["name"]) for item in numbered(3)] == [
+        (0, "row0"),
+        (1, "row1"),
+        (2, "row2"),
+    ]
 
 
 def test_slice_is_a_view_and_an_index_is_a_copy():
@@ -279,7 +310,7 @@ def test_chunk_and_split():
     for piece, expected in zip(numbered(5).split(2), ([0, 1], [2, 3], [4])):
         assert_rows(piece, expected)
     with pytest.raises(
-        DataProtoValidationError, match=r"5 rows do not divide into 2 equal chunks; call pad_to_divisor\(2\)"
+        DataProtoValidationError, match=r"5 rows do not divide into 2 equal chunks: call pad_to_divisor\(2\)"
     ):
         numbered(5).chunk(2)
 
@@ -368,9 +399,12 @@ def test_concat_of_facts():
         return DataProto.from_dict({"x": torch.zeros(1)}, meta_info=facts)
 
     joined = DataProto.concat([piece(t=1.0, metrics={"a": 1}), piece(metrics={"a": 2}, step=4), piece(t=1.0)])
-    assert joined.meta_info == {"t": 1.0, "step": 4, "metrics": [{"a": 1}, {"a": 2}]}
-    nested = DataProto.concat([joined, piece(metrics={"a": 3})])
-    assert nested.meta_info["metrics"] == [{"a": 1}, {"a": 2}, {"a": 3}]
+    assert joined.meta_info == {"t": 1.0, "step": 4, "metrics": {"a": [1, 2]}}
+    nested = DataProto.concat([joined, piece(metrics={"a": 3, "b": 4})])
+    assert nested.meta_info["metrics"] == {"a": [1, 2, 3], "b": [4]}
+    assert joined.meta_info["metrics"] == {"a": [1, 2]}
+    listed = DataProto.concat([piece(metrics=[{"a": 1}, {"a": 2}]), piece()])
+    assert listed.meta_info["metrics"] == {"a": [1, 2]}
     with pytest.raises(DataProtoValidationError, match=r"meta_info\['t'\] is 1.0 in one batch and 0.5 in another"):
         DataProto.concat([piece(t=1.0), piece(t=0.5)])
     with pytest.raises(DataProtoValidationError, match="concat: expected at least one batch"):
@@ -408,16 +442,15 @@ def test_make_iterator_refuses_at_the_call():
 OPERATIONS = {
     "constructor": lambda b: DataProto(b.batch, b.non_tensor_batch, b.meta_info),
     "copy": lambda b: b.copy(),
-    "union": lambda b: b.union(DataProto()),
     "union_other": lambda b: DataProto().union(b),
     "replace": lambda b: b.replace(other=torch.zeros(4)),
     "select": lambda b: b.select(),
     "drop": lambda b: b.drop([]),
     "pop": lambda b: b.copy().pop(["flat", "wide", "flag"], ["name", "ids"], ["temperature"]),
-    "rename": lambda b: b.rename([], []),
+    "rename": lambda b: b.copy().rename([], []),
     "slice": lambda b: b[:],
     "index": lambda b: b[[0, 1, 2, 3]],
-    "reorder": lambda b: b.reorder(range(4)),
+    "reorder": lambda b: b.copy().reorder(range(4)),
     "repeat": lambda b: b.repeat(1),
     "split": lambda b: b.split(4)[0],
     "chunk": lambda b: b.chunk(1)[0],
@@ -425,7 +458,8 @@ OPERATIONS = {
     "pad": lambda b: b.pad_to_divisor(4)[0],
     "unpad": lambda b: b.unpad(0),
     "iterate": lambda b: next(b.make_iterator(4)),
-    "to": lambda b: b.to("cpu"),
+    "to": lambda b: b.copy().to("cpu"),
+    "select_idxs": lambda b: b.select_idxs(range(4)),
     "pickle": lambda b: pickle.loads(pickle.dumps(b)),
     "shallow": copy.copy,
     "deep": copy.deepcopy,

@@ -22,6 +22,11 @@ def numbered(rows: int) -> DataProto:
     )
 
 
+def assert_rows(batch: DataProto, expected: list[int]) -> None:
+    """The rows of a `numbered` batch, in that order."""
+    assert_equal(batch, numbered(4)[expected])
+
+
 def assert_equal(a: DataProto, b: DataProto) -> None:
     assert len(a) == len(b) and a.columns == b.columns and a.meta_info == b.meta_info
     assert all(same(a.column(c), b.column(c)) for c in a.columns)
@@ -104,6 +109,51 @@ def test_to_a_device_keeps_objects_and_facts():
     assert moved[[1]].batch["wide"].shape == (1, 3)
 
 
+# ---- in place --------------------------------------------------------------------------------------------------------
+
+
+IN_PLACE = {
+    "union": lambda b: b.union(DataProto.from_dict({"other": torch.zeros(4)}, meta_info={"k": 1})),
+    "rename": lambda b: b.rename(["flat", "name"], ["number", "label"]),
+    "reorder": lambda b: b.reorder(torch.tensor([3, 1, 0, 2])),
+    "to": lambda b: b.to("meta"),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_some_operations_change_the_batch_and_return_it(name):
+    batch, before = numbered(4), numbered(4)
+    slices, selected, copied = batch[:], batch.select(), batch.copy()
+    assert IN_PLACE[name](batch) is batch
+    changed = {
+        "union": lambda: batch.columns == (*("flat", "wide", "flag", "other"), "name", "ids") and batch.meta_info["k"],
+        "rename": lambda: batch.columns == ("number", "wide", "flag", "label", "ids"),
+        "reorder": lambda: assert_rows(batch, [3, 1, 0, 2]) is None,
+        "to": lambda: batch.batch["flat"].is_meta,
+    }
+    assert changed[name]()
+    for other in (slices, selected, copied):  # batches that share its columns
+        assert_rows(other, [0, 1, 2, 3])
+        assert other.columns == before.columns
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda b: b.union(DataProto.from_dict({"other": torch.zeros(4), "flat": torch.ones(4)})),
+        lambda b: b.union(DataProto.from_dict({"values": torch.zeros(4, 2), "responses": torch.zeros(4, 3).long()})),
+        lambda b: b.rename("flat", "wide"),
+        lambda b: b.reorder([0, 0, 1, 2]),
+    ],
+)
+def test_a_refused_operation_leaves_the_batch_unchanged(call):
+    batch = numbered(4)
+    with pytest.raises(DataProtoValidationError):
+        call(batch)
+    assert_rows(batch, [0, 1, 2, 3])
+    assert batch.columns == ("flat", "wide", "flag", "name", "ids")
+
+
 # ---- cost -----------------------------------------------------------------------------------------------------------
 
 
@@ -145,7 +195,7 @@ def test_thousands_of_columns_cost_in_proportion():
         "drop": lambda: batch.drop(["c7"]),
         "select": lambda: batch.select(["c7", "c8"]),
         "index": lambda: batch[[1, 0]],
-        "rename": lambda: batch.rename("c7", "d7"),
+        "rename": lambda: batch.copy().rename("c7", "d7"),
         "concat": lambda: DataProto.concat([batch, batch]),
     }
     costs = {name: milliseconds(call, 3) for name, call in calls.items()}

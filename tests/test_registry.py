@@ -185,3 +185,17 @@ def test_a_wrong_name_lists_the_public_ones(folder):
         ValueError, match=r"defines no 'compute_scores': did you mean 'compute_score'\? known: compute_score$"
     ):
         load_object(str(path), "compute_scores")
+
+
+def test_a_users_object_may_replace_a_builtin_one_where_the_registry_says_so(caplog):
+    caplog.set_level("INFO", "verl.registry")
+    losses = Registry("loss", builtins_replaceable=True)
+    builtin = types.FunctionType(vanilla.__code__, {"__name__": "verl.losses"}, "vanilla")
+    losses.register("vanilla", builtin)
+    losses.register("vanilla", vanilla)
+    assert losses["vanilla"] is vanilla
+    (line,) = caplog.messages
+    assert line.startswith("loss 'vanilla': vanilla() at ") and line.count(f"{__file__}:") == 2
+    for taken in (lambda x: x, builtin):
+        with pytest.raises(ValueError, match=r"registered as tests\.test_registry\.vanilla: choose another name"):
+            losses.register("vanilla", taken)

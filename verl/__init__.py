@@ -13,6 +13,7 @@ _HOME = {
     "Operator": "verl.dataflow",
     "Pipeline": "verl.dataflow",
     "HOLD": "verl.dataflow",
+    "RewardFunction": "verl.rewards.functions",
     "check_env": "verl.env_check",
 }
 

@@ -4,11 +4,15 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import inspect
+import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, Generic, TypeVar
+
+logger = logging.getLogger("verl.registry")
 
 T = TypeVar("T")
 
@@ -27,10 +31,15 @@ class Registry(Generic[T]):
     >>> LOSSES = Registry("loss")
     >>> @LOSSES.register("mine")
     ... def mine(x): ...
+    >>> LOSSES["mine"] = other  # replaces it
+
+    It can be used like a dict, but an unknown name is a ValueError that lists the known ones.
     """
 
-    def __init__(self, kind: str):
+    def __init__(self, kind: str, *, builtins_replaceable: bool = False):
+        """builtins_replaceable: a user's object may take the name of one of this package, which logs one line."""
         self.kind = kind
+        self._builtins_replaceable = builtins_replaceable
         self._entries: dict[str, T] = {}
 
     def register(self, name: str, obj: T | None = None) -> Any:
@@ -46,10 +55,20 @@ class Registry(Generic[T]):
             return lambda decorated: self.register(name, decorated)
         if not isinstance(name, str) or not name:
             raise ValueError(f"{self.kind} name: expected a non-empty string, found {name!r}")
+<<<<<<< HEAD
+        known = self._entries.get(name)
+        if known is not None and not _same_definition(known, obj):
+            if not (self._builtins_replaceable and _is_builtin(known) and not _is_builtin(obj)):
+                taken = f"{self.kind} {name!r} is already registered as {_described(known)}"
+                raise ValueError(f"{taken}: choose another name")
+            logger.info("%s %r: %s is replaced by %s", self.kind, name, location_of(known), location_of(obj))
+=======
         if name in self._entries and not _same_definition(self._entries[name], obj):
             raise ValueError(
-                f"{self.kind} {name!r} is already registered as {_described(self._entries[name])}: choose another name"
+                f"{self.kind} {name!r} is already registered as {_described(self._entries[name])}: choose another "
+                f"name, or replace it by item assignment: registry[{name!r}] = ..."
             )
+>>>>>>> wD
         self._entries[name] = obj
         return obj
 
@@ -57,6 +76,28 @@ class Registry(Generic[T]):
         if name not in self._entries:
             raise ValueError(f"no {self.kind} is called {name!r}: {did_you_mean(name, self._entries)}")
         return self._entries[name]
+
+    def __setitem__(self, name: str, obj: T) -> None:
+        self._entries.pop(name, None)
+        self.register(name, obj)
+
+    def __delitem__(self, name: str) -> None:
+        self[name]
+        del self._entries[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._entries.get(name, default)
+
+    def clear(self) -> None:
+        """Remove all entries, the built-in ones included."""
+        self._entries.clear()
+
+    def update(self, entries: Mapping[str, T]) -> None:
+        for name, obj in entries.items():
+            self[name] = obj
+
+    def keys(self) -> Iterable[str]:
+        return self._entries.keys()
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
@@ -80,6 +121,19 @@ def _same_definition(a: Any, b: Any) -> bool:
         return True
     definitions = all(isinstance(x, type | FunctionType) and "<" not in x.__qualname__ for x in (a, b))
     return definitions and _described(a) == _described(b)
+
+
+def _is_builtin(obj: Any) -> bool:
+    """Whether this package defines the object."""
+    return str(getattr(obj, "__module__", "")).startswith("verl.")
+
+
+def location_of(obj: Any) -> str:
+    """An object in messages; of a function, with its location: `compute_score() at /path/reward.py:12`."""
+    body = inspect.unwrap(obj) if callable(obj) else obj
+    if not isinstance(body, FunctionType):
+        return _described(obj)
+    return f"{body.__qualname__}() at {body.__code__.co_filename}:{body.__code__.co_firstlineno}"
 
 
 def _described(obj: Any) -> str:

@@ -7,7 +7,7 @@ in the reasoning.
 from typing import Any
 
 from verl.rewards.resolve import rule_for
-from verl.rewards.rules.maths import math_reward
+from verl.rewards.rules.maths import math_dapo, math_reward
 
 END_OF_THOUGHT = "</think>"
 
@@ -25,10 +25,11 @@ def final_part(response: str) -> str | None:
 def reward_func(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Any:
     """The score of the final part; 0 if the reasoning was truncated.
 
-    Mathematics by equivalence, GPQA by its letter, LiveCodeBench by its tests: `verl.rewards.resolve.rule_for`, whose
-    ValueError lists the known sources.
+    Mathematics by equivalence (0 or 1 for every source), GPQA by its letter, LiveCodeBench by its tests:
+    `verl.rewards.resolve.rule_for`, whose ValueError lists the known sources.
     """
-    rule = math_reward if data_source in MATHEMATICS else rule_for(data_source)
+    known = None if data_source in MATHEMATICS else rule_for(data_source)
+    rule = math_reward if known is None or known.func is math_dapo else known
     answer = final_part(solution_str)
     if answer is None:
         return 0.0

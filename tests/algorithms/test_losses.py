@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from verl.algorithms import LOSS_AGG_MODES, LossAggregation, entropy_loss, merge_metrics, sft_nll, value_loss
+from verl.algorithms.actor_loss import actor_loss
 from verl.algorithms.kl import entropy_from_logits, sum_pi_squared_from_logits
-from verl.algorithms.policy_losses import actor_loss, register_policy_loss
+from verl.algorithms.policy_losses import register_policy_loss
 
 MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]])
 
@@ -108,7 +109,8 @@ SCALAR, MATRIX = torch.zeros(()), torch.zeros(2, 3)
     ("result", "found"),
     [
         (SCALAR, r"a tensor of shape \(\)"),
-        ((SCALAR,) * 4, r"\(a tensor of shape \(\), a tensor .*\)"),
+        ((SCALAR,) * 3, r"\(a tensor of shape \(\), a tensor .*\)"),
+        ((), r"\(\)"),
         (None, "None"),
         ((0.0, {}), r"\(float, dict\)"),
         ((MATRIX, {}), r"\(a tensor of shape \(2, 3\), dict\)"),

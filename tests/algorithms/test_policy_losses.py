@@ -17,11 +17,11 @@ from verl.algorithms import (
     get_policy_loss_fn,
     merge_metrics,
 )
-from verl.algorithms.policy_losses import SELECTS_PER_MICRO_BATCH
+from verl.algorithms.policy_losses import FIXED_AGG_MODE, SELECTS_PER_MICRO_BATCH
 
 SETTINGS = {"dro_beta": 0.3, "clip_cov_lb": 0.0, "clip_cov_ratio": 0.2, "kl_cov_ratio": 0.2, "sppo_eta": 0.7}
 # losses that ignore loss_agg_mode
-SEQUENCE_MEAN = {"gspo", "geo_mean", "sapo", "sppo"}
+SEQUENCE_MEAN = set(FIXED_AGG_MODE)
 WEIGHTED = sorted(
     name for name, fn in POLICY_LOSS_REGISTRY.items() if "rollout_is_weights" in inspect.signature(fn).parameters
 )

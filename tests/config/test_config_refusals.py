@@ -112,6 +112,9 @@ COMBINATIONS = [
     ),
     ([*TWO_RANKS, f"{ACTOR}ppo_mini_batch_size=3"], "3 responses are not divisible by 2 ranks: use 2 or 4 prompts"),
     (["trainer.worker_env.MASTER_ADDR=other"], "is set for each worker from its rank"),
+    (["trainer.worker_env.KEY=<not saved>"], "its value was not saved with the configuration"),
+    (["trainer.experiment_name=../../elsewhere"], "expected a name or a relative path without '..'"),
+    (["trainer.project_name=/elsewhere"], "found '/elsewhere', expected a name or a relative path"),
 ]
 
 

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from verl.config import Config, dump_config, load_config, reference_table, to_flat_dict
-from verl.config.fields import fields_of
+from verl.config.fields import fields_of, redacted, unflatten
 from verl.config.schema import EvalConfig, GenerationConfig, SFTConfig
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
@@ -110,3 +110,16 @@ def test_example_files(monkeypatch):
     assert grpo.actor_rollout_ref.model.path == "/models/m"
     assert grpo.trainer.experiment_name == "64x8"
     assert {file.name for file in EXAMPLES.iterdir()} == {"local_ppo.yaml", "cli_ppo.yaml", "grpo_gsm8k.yaml"}
+
+
+def test_values_of_environment_variables_are_not_saved():
+    given = {"trainer.worker_env": {"HF_TOKEN": "s3cret"}, "trainer.seed": 7}
+    given["ray_kwargs.ray_init"] = {"num_cpus": 4, "runtime_env": {"env_vars": {"API_KEY": "s3cret"}, "pip": ["a"]}}
+    config = Config.model_validate(unflatten(given))
+    assert "s3cret" not in dump_config(config, redact=True) + str(redacted(to_flat_dict(config)))
+    saved = yaml.safe_load(dump_config(config, redact=True))
+    assert saved["trainer"] == {"worker_env": {"HF_TOKEN": "<not saved>"}, "seed": 7}
+    assert saved["ray_kwargs"]["ray_init"]["num_cpus"] == 4
+    assert saved["ray_kwargs"]["ray_init"]["runtime_env"] == {"env_vars": {"API_KEY": "<not saved>"}, "pip": ["a"]}
+    assert redacted(to_flat_dict(config)).keys() == to_flat_dict(config).keys()
+    assert "s3cret" in dump_config(config)

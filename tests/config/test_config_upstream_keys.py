@@ -159,6 +159,7 @@ OURS = {
     "actor_rollout_ref.actor.clip_ratio",  # null: the published value of the chosen loss
     "actor_rollout_ref.actor.clip_ratio_high",
     "actor_rollout_ref.actor.clip_ratio_low",
+    "actor_rollout_ref.actor.loss_agg_mode",
     "actor_rollout_ref.actor.policy_loss.ppo_kl_coef",
     "actor_rollout_ref.actor.fsdp_config.dtype",
     "actor_rollout_ref.actor.fsdp_config.model_dtype",
@@ -179,6 +180,7 @@ OURS = {
     "critic.fsdp.model_dtype",
     "critic.fsdp.use_torch_compile",
     "critic.forward_max_token_len_per_gpu",
+    "critic.loss_agg_mode",
     "critic.model.enable_gradient_checkpointing",
     "critic.model.path",
     "critic.ppo_max_token_len_per_gpu",
@@ -188,6 +190,7 @@ OURS = {
     "trainer.device",
     "trainer.logger",
     "trainer.n_gpus_per_node",
+    "trainer.save_freq",
 }
 
 

@@ -187,7 +187,7 @@ def test_describe_counts_steps_and_dropped_rows():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ((5, 6), "the batch size is 6 prompts, but the data has 5 rows"),
+        ((5, 6), "is 6 prompts, but the training data has 5 rows: set data.train_batch_size=5 or less"),
         ((5, 0), "int >= 1, found 0"),
     ],
 )

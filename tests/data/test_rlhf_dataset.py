@@ -9,8 +9,9 @@ import torch
 from omegaconf import OmegaConf
 
 from verl.config.schema import DataConfig
+from verl.data.collate import collate_prompts
 from verl.data.files import PromptSource
-from verl.data.rlhf_dataset import RLHFDataset, check_dataset, collate_prompts, load_dataset_class
+from verl.data.rlhf_dataset import RLHFDataset, check_dataset, check_ground_truth, load_dataset_class
 
 
 def row(prompt="a=", truth="b", **more):
@@ -45,6 +46,16 @@ def test_columns_of_a_chat_file_travel_along(write, chat_tokenizer):
     assert chat_tokenizer.decode(item["prompt_ids"]) == expected
     assert item["raw_prompt"] == CHAT
     assert (item["data_source"], item["ability"], item["extra_info"], item["level"]) == ("toy", "math", info, 3)
+
+
+def test_extro_info_is_read_as_extra_info(write, char_tokenizer, caplog):
+    caplog.set_level(logging.INFO, "verl.data")
+    item = RLHFDataset(write("a.jsonl", [row("abc=", extro_info={"k": 1})]), char_tokenizer)[0]
+    assert item["extra_info"] == {"k": 1} and "extro_info" not in item
+    assert "the column 'extro_info' is read as 'extra_info'" in caplog.text
+    item = RLHFDataset(write("b.jsonl", [row("abc=", extro_info={"k": 1}, extra_info={"k": 2})]), char_tokenizer)[0]
+    assert item["extra_info"] == {"k": 2} and "extro_info" not in item
+    assert caplog.text.count("the column 'extro_info'") == 2 and "'extro_info' is ignored" in caplog.text
 
 
 def test_a_plain_prompt_stays_text_without_a_template(write, char_tokenizer):
@@ -157,7 +168,6 @@ def test_no_usable_row_left(write, char_tokenizer):
     "rows, message",
     [
         ([{"promt": "a=", "answer": "x"}], "no column 'prompt' for the prompt.*did you mean 'promt'"),
-        ([{"prompt": "a="}], "no ground truth to score against: expected a column 'reward_model'.*found prompt"),
         (
             [{"prompt": "a=", "answer": "x"}, {"prompt": "b=", "answer": None}],
             r"line 2: the ground truth.*'answer'.* is missing",
@@ -186,12 +196,29 @@ def test_a_model_that_scores_needs_no_answer(write, char_tokenizer):
     assert RLHFDataset(path, char_tokenizer)[0]["reward_model"] == {"style": "model", "ground_truth": None}
 
 
+def test_rows_without_ground_truth_are_refused_only_if_the_reward_needs_it(write, char_tokenizer):
+    dataset = RLHFDataset(write("a.jsonl", [{"prompt": "a="}]), char_tokenizer)
+    assert dataset[0]["reward_model"] == {"style": "none", "ground_truth": None}
+    with pytest.raises(ValueError, match=r"which gsm8k needs: expected a column 'reward_model'.*found prompt\. Add"):
+        check_ground_truth(dataset, "gsm8k")
+    check_ground_truth(RLHFDataset(write("b.jsonl", [row()]), char_tokenizer), "gsm8k")
+
+
 def test_a_chat_needs_a_template_and_a_question(write, char_tokenizer, chat_tokenizer):
     with pytest.raises(ValueError, match=r"row 0.*the tokenizer has no chat template: use the tokenizer of an instruc"):
         RLHFDataset(write("a.parquet", [row(CHAT)]), char_tokenizer)
     answered = [*CHAT, {"role": "assistant", "content": "4"}]
     with pytest.raises(ValueError, match="ends with an assistant message"):
         RLHFDataset(write("b.parquet", [row(answered)]), chat_tokenizer)
+
+
+def test_the_advice_for_a_chat_without_a_template_works(write, char_tokenizer):
+    path = write("a.parquet", [row([{"role": "user", "content": "abc="}])])
+    with pytest.raises(ValueError, match=r"config=[{].custom_chat_template.: "):
+        RLHFDataset(path, char_tokenizer)
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    item = RLHFDataset(path, char_tokenizer, {"custom_chat_template": template})[0]
+    assert char_tokenizer.decode(item["prompt_ids"]) == "abc="
 
 
 def test_text_that_the_tokenizer_loses_is_refused_even_in_one_row_of_many(write, char_tokenizer):

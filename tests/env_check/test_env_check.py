@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from verl.env_check import machine
+from verl.env_check.check import needed_by
 from verl.env_check.machine import Cards, check_gpus, check_variables, nvidia_smi
 from verl.env_check.packages import CORE, OPTIONAL, check_attention, check_core, check_fsdp2, check_optional
 from verl.env_check.probe import Probe
@@ -29,7 +30,7 @@ def test_this_machine_is_fit(capsys):
     assert report.ok and report["torch"].state == OK and report["other packages"].state == OK
     assert report.modes["local trainer, one process"] is None and report.modes["rollout.name=hf"] is None
     names = ["Python", "torch", "transformers", "GPU", "FSDP2", "packed attention", "Ray"]
-    for name in [*names, "flash-attn", "disk", "open files", "NCCL variables"]:
+    for name in [*names, "disk", "open files", "NCCL variables"]:
         assert re.search(rf"^\[[✓✗!]\] {name}: ", text, re.MULTILINE), name
     assert "local trainer, one process      yes" in text and "Versions tested together: Python" in text
 
@@ -77,7 +78,10 @@ def test_the_table_of_core_packages_is_that_of_the_project():
     found = dict(re.match(r"([\w-]+)(?:\[.*\])?>=([\d.]+)$", line).groups() for line in wanted["dependencies"])
     assert dict(CORE.values()) == found
     extras = {line.split(">")[0].split("[")[0] for lines in wanted["optional-dependencies"].values() for line in lines}
-    assert {p.distributions[0] for p in OPTIONAL} - {"flash-attn"} <= extras
+    unused = needed_by(supported=False) - needed_by(supported=True)
+    # an extra is a package that something here can use
+    assert {p.distributions[0] for p in OPTIONAL if p.name not in unused} <= extras
+    assert not {p.distributions[0] for p in OPTIONAL if p.name in unused} & extras
 
 
 def probes(**errors):
@@ -102,8 +106,9 @@ def test_optional_packages_that_are_absent_are_no_fault():
     assert "vLLM" not in found and "SGLang" in found  # nothing uses vLLM, so nobody is told to install it
     assert check_fsdp2(probes(fsdp2="ImportError: x")).state == FAULT
     assert check_attention(probes(), gpu=True).found == "torch varlen_attn"
-    assert check_attention(probes(varlen="ImportError: x", flash_attn=None), gpu=True).found == "flash-attn"
     assert check_attention(probes(varlen="ImportError: x"), gpu=True).state == NOTE
+    without = check_attention(probes(torch="ModuleNotFoundError: x", varlen="x"), gpu=False)
+    assert (without.state, without.found) == (FAULT, "needs torch")  # nothing to compute masks with
 
 
 def fake_nvidia_smi(folder, monkeypatch, script):
@@ -185,11 +190,33 @@ def test_little_room(monkeypatch, tmp_path):
     assert disk.state == NOTE and disk.found.startswith("3.0 GiB free") and "max_actor_ckpt_to_keep" in disk.fix
 
 
-def test_variables():
+def test_variables(tmp_path):
     (none,) = check_variables({"HOME": "x"})
     assert str(none) == "[✓] NCCL variables: none set"
-    costly, listed = check_variables({"NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "WARN"})
+    set_variables = {"NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "WARN"}
+    (listed,) = check_variables(set_variables, adapters=tmp_path)  # no adapter: nothing to disable
+    assert (listed.state, listed.found) == (OK, "NCCL_DEBUG=WARN, NCCL_IB_DISABLE=1")
+    (tmp_path / "mlx5_0").mkdir()
+    costly, listed = check_variables(set_variables, adapters=tmp_path)
     assert (costly.state, costly.fix) == (NOTE, "unset NCCL_IB_DISABLE") and listed.found == "NCCL_DEBUG=WARN"
+
+
+@pytest.mark.parametrize(
+    ("present", "default", "fix"),
+    [
+        (["lo", "ifb0", "dummy0", "docker0", "br-1a2b", "eth0"], None, "export NCCL_SOCKET_IFNAME=eth0"),
+        (["lo", "eth0", "bond0"], "bond0", "export NCCL_SOCKET_IFNAME=bond0"),
+        (["lo", "eth0"], "gone0", "export NCCL_SOCKET_IFNAME=eth0"),
+        (["lo", "docker0", "veth1"], None, "unset NCCL_SOCKET_IFNAME"),
+    ],
+)
+def test_the_interface_that_is_proposed_leads_to_other_hosts(present, default, fix, tmp_path, monkeypatch):
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(present, 1)))
+    routes = tmp_path / "route"
+    if default is not None:
+        routes.write_text(f"Iface Destination Gateway\neth0 0000A8C0 00000000\n{default} 00000000 0100A8C0\n")
+    (check, _) = check_variables({"NCCL_SOCKET_IFNAME": "nosuch0"}, routes=routes)
+    assert (check.state, check.fix) == (FAULT, fix)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +234,7 @@ def test_variables():
 def test_network_interfaces_that_nccl_is_told_to_use(words, state):
     check = check_variables({"NCCL_SOCKET_IFNAME": words})[0]
     assert check.state == state
-    assert state == OK or check.fix.startswith("export NCCL_SOCKET_IFNAME=")
+    assert state == OK or check.fix.endswith(" NCCL_SOCKET_IFNAME") or "export NCCL_SOCKET_IFNAME=" in check.fix
 
 
 def test_modes_follow_the_findings(tmp_path, monkeypatch):

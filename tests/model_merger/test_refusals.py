@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import shutil
 import zipfile
 from pathlib import Path
@@ -183,13 +184,15 @@ def test_changed_weights(name, copied):
 # ---- a model that was not trained -----------------------------------------------------------------------------------
 
 
-def test_the_base_model_again_is_refused_unless_allowed(copied, made, tmp_path):
+def test_the_base_model_again_is_written_with_a_warning(copied, made, tmp_path, caplog):
     actor = copied("one rank") / "actor"
     base = load_file(made / "base" / "model.safetensors")
     change(actor / "model_world_size_1_rank_0.pt", lambda state: {k: base[k] for k in state if k != "lm_head.weight"})
-    assert_refused(actor, r"equals the base model .*/base: the trained weights were not saved")
     merge(MergeOptions(actor, tmp_path / "allowed", allow_unchanged=True))
-    assert load_file(tmp_path / "allowed" / "model.safetensors").keys() == base.keys()
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    merge(MergeOptions(actor, tmp_path / "merged"))
+    assert f"THE RESULT EQUALS THE BASE MODEL {made / 'base'}: training changed no weight" in caplog.text
+    assert load_file(tmp_path / "merged" / "model.safetensors").keys() == base.keys()
 
 
 def test_training_that_rounding_undoes_is_refused(copied, made, tmp_path):
@@ -237,8 +240,9 @@ def saved(made, tmp_path) -> Path:
     return tmp_path / "run" / "global_step_3"
 
 
-def test_the_configuration_of_the_run_names_the_base_model(saved):
-    assert_refused(saved / "actor", r"equals the base model .*/trained")
+def test_the_configuration_of_the_run_names_the_base_model(saved, tmp_path, caplog):
+    merge(MergeOptions(saved / "actor", tmp_path / "merged"))
+    assert re.search(r"EQUALS THE BASE MODEL .*/trained:", caplog.text)
 
 
 def test_a_damaged_checkpoint_is_refused_by_its_manifest(saved):

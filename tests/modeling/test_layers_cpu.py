@@ -130,3 +130,12 @@ def test_fused_layers_over_shared_prompts_are_the_plain_ones_over_padded_rows(ki
     for name, gradient in expected_gradients.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
     assert tokens == 4 + 7 + 1 + 6 + 7 + 2 + 5 + 5 + 3, "a prompt of two rows is computed once"
+
+
+def test_what_a_layer_returns_is_no_view():
+    """FSDP2 hooks the outputs of a layer: torch warns for views, on which an in-place operation would drop the hook."""
+    x, branch = torch.randn(1, 5, 8, requires_grad=True), torch.randn(1, 5, 8)
+    outputs = layers_cpu.AddRMSNorm.apply(x, branch, torch.ones(8), 1e-6, torch.float32)
+    outputs = [*outputs, scatter_rows(x[0, :, 0], torch.tensor([0, 2, 3, 4, 7]), 2, 4)]
+    assert all(output.requires_grad and output._base is None for output in outputs)
+    assert torch.equal(outputs[2].flatten()[[0, 2, 3, 4, 7]], x[0, :, 0])

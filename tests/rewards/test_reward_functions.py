@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from verl import RewardFunction
+from verl.registry import import_module
 from verl.rewards import (
     REWARD_FUNCTION_REGISTRY,
     RULES_BY_DATA_SOURCE,
@@ -16,8 +18,10 @@ from verl.rewards import (
     register_reward,
     resolve_reward_function,
 )
+from verl.rewards.functions import check_registered
 from verl.rewards.outcome import read_outcome
 from verl.rewards.resolve import rule_for
+from verl.rewards.rules import accuracy
 from verl.rewards.rules.accuracy import accuracy_reward
 from verl.rewards.sandbox.pool import Outcome
 
@@ -121,7 +125,7 @@ def test_every_registered_function_keeps_the_contract(name):
     function = resolve_reward_function(registered=name, reward_kwargs=kwargs)
     assert function.form in ("sample", "plugin") and function.func.__doc__
     scores = [read_outcome(Outcome(score(function, text, truth)))[0] for text in (right, wrong)]
-    assert scores == [1.0, 0.0]
+    assert scores == [1.0, -1.0 if name == "math_dapo" else 0.0]
 
 
 @pytest.mark.parametrize(
@@ -129,11 +133,13 @@ def test_every_registered_function_keeps_the_contract(name):
     [
         ("openai/gsm8k", "gsm8k_strict"),
         ("openai/gsm8k_socratic", "gsm8k_strict"),
-        ("math", "math_reward"),
-        ("math_dapo", "math_reward"),
+        ("math", "math_dapo"),
+        ("math_dapo", "math_dapo"),
+        ("math_dapo_reasoning", "math_dapo"),
         ("math500", "math_reward"),
-        ("MATH", "math_reward"),
-        ("aime2024", "math_reward"),
+        ("MATH", "math_dapo"),
+        ("aime2024", "math_dapo"),
+        ("HuggingFaceH4/aime_2024", "math_reward"),
         ("DigitalLearningGmbH/MATH-lighteval", "math_reward"),
         ("HuggingFaceH4/MATH-500", "math_reward"),
     ],
@@ -185,6 +191,88 @@ def test_a_data_source_can_be_registered(monkeypatch):
 )
 def test_accuracy_reward(response, reference, right):
     assert accuracy_reward(response, reference) == float(right)
+
+
+REFERENCES = ("42", "The answer is 42.", "Answer: 42", r"\boxed{42}", "#### 42", "6*7=<<6*7=42>>42 clips.\n#### 42")
+
+
+@pytest.mark.parametrize("reference", REFERENCES)
+def test_accuracy_reward_takes_the_final_answer_of_the_reference(reference):
+    right = ["42", "#### 42", r"\boxed{42}", "Answer: 42", "The answer is 42.", "**Answer:** 42", "<answer>42</answer>"]
+    right += ["I have 5 and 42 apples", r"The answer is:\n$\boxed{42}$", reference]
+    wrong = ["", "43", "#### 43", r"\boxed{43}", "The answer is 43.", "42 or 43", "so 42.0005", "The answer is 6*7."]
+    wrong += [r"42, so \boxed{43}", "The answer is 42? No, the answer is 43.", "142"]
+    assert [r for r in right if accuracy_reward(r, reference) != 1.0] == []
+    assert [w for w in wrong if accuracy_reward(w, reference) != 0.0] == []
+
+
+@pytest.mark.parametrize(
+    "response, reference, right",
+    [
+        ("Paris", "The answer is Paris.", True),
+        (r"\boxed{\text{Paris}}", "The answer is Paris.", True),
+        ("London", "The answer is Paris.", False),
+        ("#### 42", "The answer is 42 apples.", True),
+        ("The answer is 42 apples.", "42 apples", True),
+        ("42", "42%", True),
+        ("The answer is 12 Monkeys.", "The answer is 12 Angry Men.", False),
+        ("The answer is 4 August.", "4 July", False),
+        ("I counted 66", "Route 66", False),
+        ("The answer is 7.", "#### 007", False),
+    ],
+)
+def test_accuracy_reward_with_references_in_words(response, reference, right):
+    assert accuracy_reward(response, reference) == float(right)
+
+
+MINE = """
+from verl.rewards import register_reward
+{decorator}
+def accuracy_reward(sampled_response, reference_answer):
+    return 0.7
+"""
+
+
+def test_a_function_of_ones_own_replaces_a_builtin_one(tmp_path, caplog):
+    caplog.set_level("INFO", "verl.registry")
+    path = tmp_path / "mine.py"
+    path.write_text(MINE.format(decorator="@register_reward('accuracy_reward')"))
+    check_registered("accuracy_reward", [import_module(str(path))])
+    assert score(resolve_reward_function(registered="accuracy_reward")) == 0.7
+    (line,) = caplog.messages
+    assert f"{accuracy.__file__}:" in line and f"replaced by accuracy_reward() at {path}:3" in line
+
+
+@pytest.mark.parametrize(("name", "said"), [("accuracy_reward", r"accuracy\.py:\d+ is"), ("other", "nothing is")])
+def test_a_function_without_decorator_is_not_ignored(name, said, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(MINE.format(decorator="").replace("accuracy_reward", name))
+    module = import_module(str(path))
+    with pytest.raises(ValueError, match=rf"{said} registered under this name.*mine.py:4 is not: add @register_reward"):
+        check_registered(name, [module])
+    check_registered("gsm8k", [module])
+    check_registered(None, [module])
+
+
+def test_a_reward_class_is_constructed_with_its_parameters(tmp_path):
+    path = tmp_path / "rare.py"
+    path.write_text(
+        "from verl import RewardFunction\n\n\nclass Rare(RewardFunction):\n"
+        "    def __init__(self, bonus=0.5):\n        self.bonus, self.seen = bonus, set()\n\n"
+        "    def __call__(self, sampled_response, reference_answer):\n"
+        "        new = sampled_response not in self.seen\n        self.seen.add(sampled_response)\n"
+        "        return float(sampled_response == reference_answer) + self.bonus * new\n"
+    )
+    function = resolve_reward_function(str(path), "Rare", reward_kwargs={"bonus": 0.25})
+    assert [score(function, text) for text in ("7", "7", "8")] == [1.25, 1.0, 0.25]
+    register_reward("rare")(import_module(str(path)).Rare)
+    assert score(resolve_reward_function(registered="rare")) == 1.5
+
+    def annotated(sampled_response: str, reference_answer: str) -> float:
+        return 1.0
+
+    function: RewardFunction = annotated
+    assert function("7", "7") == 1.0
 
 
 def test_the_rules_are_light():

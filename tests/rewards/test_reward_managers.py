@@ -307,6 +307,19 @@ def test_dapo_penalizes_long_responses(tokenizer):
     }
 
 
+def test_the_reward_of_dapo_is_minus_one_for_a_wrong_answer(tokenizer):
+    """-1 or 1 by data source, as in verl; the overlong penalty is added to it, and "acc" stays 0 or 1."""
+    buffer = {"enable": True, "len": 4}
+    sources = ["math_dapo", "aime24", "math", "aime25"]
+    batch = make_batch(["7", "8", "     7", "     8"], truths=["7"] * 4, sources=sources)
+    kwargs = {"max_resp_len": 6, "overlong_buffer": buffer}
+    scored = load_reward_manager(tokenizer, manager="dapo", manager_kwargs=kwargs)
+    result = scored(batch, return_dict=True)
+    assert result["reward_tensor"].sum(1).tolist() == [1.0, -1.0, 0.0, -2.0]
+    assert result["reward_extra_info"]["acc"] == [1.0, 0.0, 1.0, 0.0]
+    assert result["reward_extra_info"]["pred"][:2] == ["7", "8"]
+
+
 # ---- from configuration ---------------------------------------------------------------------------------------------
 
 

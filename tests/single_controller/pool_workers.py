@@ -3,12 +3,15 @@
 import ctypes
 import logging
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
 
+import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -30,7 +33,16 @@ class Echo(Worker):
     def facts(self) -> dict:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
         given = os.environ.get("NCCL_SOCKET_IFNAME")
-        return {"pid": os.getpid(), "rank": self.rank, "interface": given, **{n: os.environ[n] for n in names}}
+        parent = psutil.Process().parent()
+        return {
+            "pid": os.getpid(),
+            "server": parent.pid if "verl.utils.fork_server" in parent.cmdline() else None,
+            "rank": self.rank,
+            "interface": given,
+            "threads": torch.get_num_threads(),
+            "draws": (random.random(), np.random.rand(), torch.rand(1).item()),
+            **{n: os.environ[n] for n in names},
+        }
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def echo(self, value):

@@ -161,7 +161,7 @@ def test_results_other_than_a_batch():
 def test_metrics_of_a_batch_are_merged():
     worker = lambda rank, b: DataProto(meta_info={"metrics": {"len": (10.0 * rank, 1 + rank)}})  # noqa: E731
     out = run(Registered(Dispatch.DP_COMPUTE_PROTO), Layout.grid(dp=2), worker, rows(4))
-    assert out.meta_info["metrics"] == {"len": 10.0 / 3}
+    assert out.meta_info["metrics"] == {"len": (10.0, 3)}
 
 
 def test_timing_of_a_batch_is_that_of_the_slowest_rank():

@@ -17,8 +17,11 @@ import torch
 import verl
 from verl.protocol import DataProto
 from verl.single_controller import LocalWorkerGroup, WorkerDied, WorkerError, WorkerSpec, WorkerTimeout, colocate
+from verl.single_controller.local import process_pool
 from verl.single_controller.local.process_pool import ProcessPool
 from verl.single_controller.remote_batch import RemoteTensor
+from verl.utils import fork_server
+from verl.utils.fork_server import server_pids
 
 WORKERS = str(Path(__file__).with_name("pool_workers.py"))
 
@@ -59,6 +62,48 @@ def test_ranks_and_their_environment(pair):
     assert facts[0]["MASTER_PORT"] == facts[1]["MASTER_PORT"] and facts[0]["MASTER_ADDR"] == "127.0.0.1"
     assert [f["interface"] for f in facts] == ["lo", "lo"], "the variables that were given reach the processes"
     assert [f["pid"] for f in pair["critic"].facts()] == [f["pid"] for f in facts], "colocated roles share processes"
+
+
+def test_processes_of_pools_are_forked_from_one_server(pair):
+    """Their libraries are imported once; the random states and the number of threads are their own."""
+    first = pair["actor"].facts()
+    with LocalWorkerGroup(spec("Echo"), 2, timeout=60) as group:
+        second = group.facts()
+    assert {f["server"] for f in first + second} <= server_pids() and len({f["pid"] for f in first + second}) == 4
+    assert [len({f["draws"][i] for f in first + second}) for i in range(3)] == [4, 4, 4]
+    assert [f["threads"] for f in first] == [int(f["OMP_NUM_THREADS"]) for f in first]
+    with colocate({"actor": spec("Echo")}, timeout=60, env={"OMP_NUM_THREADS": "3"})["actor"] as group:
+        assert group.facts()[0]["threads"] == 3 and group.facts()[0]["server"] == first[0]["server"]
+
+
+@pytest.mark.slow
+def test_a_killed_server_is_reported(monkeypatch):
+    monkeypatch.setattr(fork_server, "_servers", {})  # not the one of the other tests
+    group = LocalWorkerGroup(spec("Failing"), 2, name="actor", timeout=60)
+    (pid0, _), (pid1, _) = group.pids()
+    server = psutil.Process(pid0).ppid()
+    os.kill(server, signal.SIGKILL)
+    message = rf"process {pid0} was lost: the fork server \(process {server}\) was killed by SIGKILL"
+    with pytest.raises(WorkerDied, match=message):
+        group.raise_on(5, "")
+    assert gone(pid0) and gone(pid1)
+    with LocalWorkerGroup(spec("Echo"), 2, timeout=60) as group:
+        assert group.facts()[0]["server"] in server_pids() - {server}
+    for server in fork_server._servers.values():
+        if server.is_alive():
+            server.close()
+
+
+@pytest.mark.slow
+def test_fresh_interpreters_where_a_fork_is_refused(pair, monkeypatch, caplog):
+    """A module of the server started a thread; the reason is logged."""
+    monkeypatch.setattr(fork_server, "_servers", {})
+    monkeypatch.setattr(process_pool, "_LIBRARIES", ("tests.utils.starts_a_thread",))
+    with colocate({"actor": spec("Echo")}, timeout=60, separate_process=True)["actor"] as group:
+        assert group.facts()[0]["server"] is None
+    assert "expected one thread after the import of tests.utils.starts_a_thread" in caplog.text
+    for server in fork_server._servers.values():
+        server.close()
 
 
 def test_rows_go_out_and_come_back_in_order(pair):

@@ -64,7 +64,8 @@ def train(complaint, tmp_path) -> Callable[..., str]:
             pq.write_table(pa.Table.from_pylist(rows), path)
         else:
             path.write_text(rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows))
-        return complaint(f"data.train_files={path}", *overrides)
+        few = ("data.train_batch_size=1", ACTOR + "ppo_mini_batch_size=1")
+        return complaint(f"data.train_files={path}", *few, *overrides)
 
     return run
 
@@ -116,7 +117,7 @@ def test_as_a_process(unloadable, tmp_path):
         ([ACTOR + "optim.lr_scheduler_type=cosin"], "expected one of constant, cosine; did you mean cosine?"),
         # what does not fit together
         ([ACTOR + "ppo_mini_batch_size=3"], "4 is not a multiple of " + ACTOR + "ppo_mini_batch_size=3"),
-        (["data.train_batch_size=64"], "the batch size is 64 prompts, but the data has 24 rows"),
+        (["data.train_batch_size=64"], "64 prompts, but the training data has 24 rows: set data.train_batch_size=24"),
         ([ROLLOUT + "n=1"], "adv_estimator=grpo compares the responses to one prompt: " + ROLLOUT + "n must be"),
         # names that are misspelt
         (["algorithm.adv_estimator=grop"], "no advantage estimator is called 'grop': did you mean 'grpo'?"),
@@ -190,7 +191,6 @@ def test_a_gpu_that_is_not_there(complaint, monkeypatch):
     ("rows", "message"),
     [
         ([{"question": "ab=", "answer": "ba"}], "rows.jsonl: no column 'prompt' for the prompt (data.prompt_key)"),
-        ([{"prompt": "ab="}], "rows.jsonl: no ground truth to score against: expected a column 'reward_model'"),
         ([ROW, {"prompt": "ab="}], "rows.jsonl, line 2: the ground truth (column 'answer') is missing: found None"),
         ([ROW, {"prompt": "", "answer": "x"}], "rows.jsonl, line 2: the prompt is empty"),
         ([{**ROW, "data_source": 3}], "rows.jsonl, line 1: expected a name in column 'data_source', found 3"),
@@ -203,6 +203,21 @@ def test_a_gpu_that_is_not_there(complaint, monkeypatch):
 )
 def test_rows(train, rows, message):
     assert message in train(rows)
+
+
+def test_rows_without_ground_truth_for_a_rule_that_compares(train):
+    rule = ("reward.custom_reward_function.path=null", "reward.reward_function=accuracy_reward")
+    message = "rows.jsonl: no ground truth to score against, which the reward function accuracy_reward needs"
+    assert message in train([{"prompt": "ab="}], *rule)
+
+
+def test_a_batch_that_the_data_cannot_fill_is_refused_before_tokenizing(train, monkeypatch):
+    def unexpected(*args):
+        raise AssertionError("tokenized")
+
+    monkeypatch.setattr("verl.data.rlhf_dataset.RLHFDataset._tokenize", unexpected)
+    found = train([ROW, ROW], "data.train_batch_size=4")
+    assert "data.train_batch_size is 4 prompts, but the training data has 2 rows: set data.train_batch_size=2" in found
 
 
 def test_a_parquet_file_without_the_prompt(train):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from verl.trainer.command_line import command_line
 from verl.trainer.main_ppo import main
 
 DATASET = '''
@@ -114,3 +115,18 @@ def test_the_help_names_the_program_that_was_asked(capsys):
     assert main(["--help"], program="recipe.dapo.main_dapo") == 0
     shown = capsys.readouterr().out
     assert shown.count("python -m recipe.dapo.main_dapo ") == 2 and "main_ppo" not in shown
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(capsys):
+    def run_without(package: str) -> int:
+        def run(path, overrides):
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+        return command_line([], "", lambda path, overrides: None, run)
+
+    assert run_without("omegaconf.errors") == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: the package omegaconf is not installed: pip install 'omegaconf>=2.3'")
+    assert shown.count("\n") == 1
+    with pytest.raises(ModuleNotFoundError):  # a module of the user's own keeps its traceback
+        run_without("my_rewards")

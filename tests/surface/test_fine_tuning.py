@@ -1,10 +1,13 @@
 """python -m verl.trainer.sft_trainer as a user meets it: help, settings, one's own code, and what is refused."""
 
+import json
+
 import pytest
 
 from verl.checkpoints.store import verify
 from verl.config import load_config
 from verl.config.schema.sft import SFTConfig
+from verl.trainer import fsdp_sft_trainer
 from verl.trainer.sft_trainer import main
 
 ROWS = '''
@@ -75,3 +78,61 @@ def test_what_cannot_be_is_refused(command, overrides, message, capsys):
     assert main([*command, *overrides]) == 1
     shown = capsys.readouterr().err
     assert message in shown and "Traceback" not in shown
+
+
+def write_rows(path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_the_keys_of_older_releases_train(tiny, tmp_path):
+    rows = [{"extra_info": {"question": f"{a}+{b}=", "answer": str(a + b)}} for a in range(4) for b in range(4)]
+    command = [
+        f"data.train_files={write_rows(tmp_path / 'train.jsonl', rows)}",
+        f"data.val_files={write_rows(tmp_path / 'test.jsonl', rows[:4])}",
+        *("data.prompt_key=extra_info", "+data.prompt_dict_keys=['question']"),
+        *("data.response_key=extra_info", "+data.response_dict_keys=['answer']"),
+        *("data.train_batch_size=8", "data.micro_batch_size=4", f"model.partial_pretrain={tiny / 'model'}"),
+        *("optim.warmup_steps_ratio=0.5", "optim.lr_scheduler=cosine", "optim.lr=1e-3", "use_remove_padding=true"),
+        *("trainer.default_hdfs_dir=null", "trainer.logger=['console','jsonl']", "trainer.total_epochs=2"),
+        *("trainer.save_freq=after_each_epoch", "trainer.test_freq=after_each_epoch", "trainer.val_before_train=false"),
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+    ]
+    assert fsdp_sft_trainer.main(command) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    # 16 rows in batches of 8: an epoch has 2 steps
+    assert [line["step"] for line in lines if "val/loss" in line] == [2, 4]
+    assert sorted(path.name for path in (tmp_path / "run").glob("global_step_*")) == ["global_step_2", "global_step_4"]
+    # the tokens of the responses "0" .. "6", one each, and their eos tokens
+    assert sum(line.get("train/tokens", 0) for line in lines) == 2 * 16 * 2
+
+
+def test_chats_of_older_releases_train(tiny, tmp_path):
+    chat = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    rows = write_rows(tmp_path / "train.jsonl", [{"talk": chat, "messages": "not a chat"}] * 4)
+    command = [
+        *(f"data.train_files={rows}", "data.multiturn.enable=true", "data.multiturn.messages_key=talk"),
+        *("data.train_batch_size=4", f"model.partial_pretrain={tiny / 'model'}", "trainer.total_training_steps=1"),
+        "model.custom_chat_template='{% for m in messages %}{{ m.content }}{% endfor %}'",
+        *("trainer.logger=jsonl", f"trainer.default_local_dir={tmp_path / 'run'}"),
+    ]
+    assert main(command) == 0
+    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["train/tokens"] == 4.0  # "2" of every row: the template appends no eos token
+    verify(tmp_path / "run" / "global_step_1")  # saved after the last step by default
+
+
+@pytest.mark.parametrize(("column", "value"), [("tools", [{"name": "search"}]), ("enable_thinking", False)])
+def test_a_column_that_would_change_the_chat_is_refused(column, value, tiny, tmp_path, capsys):
+    chat = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    rows = write_rows(tmp_path / "train.jsonl", [{"messages": chat, column: value}])
+    command = [f"data.train_files={rows}", f"model.path={tiny / 'model'}", "data.train_batch_size=1"]
+    assert main([*command, f"trainer.default_local_dir={tmp_path / 'run'}"]) == 1
+    assert f"line 1: the column '{column}' is not supported with chats" in capsys.readouterr().err
+
+
+def test_long_examples_are_counted_before_training(command, tmp_path, capsys):
+    assert main([*command, "data.max_length=5"]) == 1
+    shown = capsys.readouterr().err
+    assert "examples longer than 5 tokens" in shown and "data.truncation to left or right" in shown
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

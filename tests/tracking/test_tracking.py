@@ -7,6 +7,8 @@ import os
 import sqlite3
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -129,6 +131,14 @@ def test_short_numbers():
     assert headline({}) == {}
 
 
+def test_samples_on_the_console_cannot_control_the_terminal(tmp_path, caplog):
+    with caplog.at_level(logging.INFO), tracking(tmp_path, "console") as run:
+        row = {"input": "1 + 1\n=", "output": "\x1b]0;title\x07é中\r2", "score": 0.12345}
+        run.log_samples("val/generations", [row], 3)
+    shown = "step 3, val/generations 1 of 1\n  input: 1 + 1\n    =\n  output: \\x1b]0;title\\x07é中\\r2\n  score: 0.123"
+    assert caplog.messages == [shown]
+
+
 class Flaky(Tracker):
     """A service that stops answering in the middle of the run."""
 
@@ -154,6 +164,88 @@ def test_a_failing_tracker_is_said_once_and_counted_and_the_others_go_on(tmp_pat
     assert first.startswith("tracker flaky failed (ConnectionError: no route to the tracking service)")
     assert last == "tracker flaky: 4 calls failed"
     assert (tmp_path / "ending").read_text() == "well"
+
+
+class Blocked(Tracker):
+    """A service that does not respond. `gate` opens it; `calls` counts."""
+
+    gate: threading.Event
+    calls: list[int]
+
+    def log(self, metrics, step):
+        self.gate.wait(20)
+        self.calls.append(step)
+        if step == 2:
+            sys.exit(3)
+
+    def log_samples(self, name, rows, step):
+        pass
+
+    def finish(self, failed):
+        pass
+
+
+@pytest.fixture
+def blocked(monkeypatch):
+    kind = type("Kind", (Blocked,), {"gate": threading.Event(), "calls": []})
+    monkeypatch.setitem(TRACKER_REGISTRY, "blocked", kind)
+    return kind
+
+
+def test_a_hanging_tracker_does_not_stop_training(tmp_path, caplog, monkeypatch, blocked):
+    monkeypatch.setattr("verl.tracking.tracking.FINISH_SECONDS", 0.2)
+    monkeypatch.setattr("verl.tracking.tracking.SLOW_SECONDS", 0.0)
+    start = time.monotonic()
+    with caplog.at_level(logging.WARNING), tracking(tmp_path, "blocked", "jsonl") as run:
+        for step in range(1, 4):
+            run.log({"loss": 1.0}, step)
+            time.sleep(0.02)
+    assert time.monotonic() - start < 5
+    assert [x["step"] for x in lines(tmp_path)] == [1, 2, 3]
+    waiting, lost = [record.getMessage() for record in caplog.records]
+    assert waiting.startswith("tracker blocked has not responded for ") and waiting.endswith("1 calls are waiting")
+    assert lost.startswith("tracker blocked did not finish within 0 s: up to ")
+    blocked.gate.set()
+
+
+def test_a_slow_tracker_gets_every_call_in_order(tmp_path, blocked, caplog):
+    with caplog.at_level(logging.WARNING), tracking(tmp_path, "blocked") as run:
+        for step in range(1, 50):
+            run.log({"loss": 1.0}, step)
+        assert blocked.calls == []
+        blocked.gate.set()
+    assert blocked.calls == list(range(1, 50))
+    first, last = [record.getMessage() for record in caplog.records]
+    assert first.startswith("tracker blocked failed (SystemExit: 3)") and last == "tracker blocked: 1 calls failed"
+
+
+def test_a_tracker_that_cannot_start_is_named(tmp_path, monkeypatch, blocked):
+    def wait(self, run):
+        blocked.gate.wait(20)
+        raise PermissionError("no key")
+
+    monkeypatch.setattr(blocked, "__init__", wait)
+    monkeypatch.setattr("verl.tracking.tracking.START_SECONDS", 0.1)
+    with pytest.raises(ValueError, match=r"the tracker 'blocked' has not started after 0 s: .* trainer.logger"):
+        tracking(tmp_path, "blocked")
+    blocked.gate.set()
+    with pytest.raises(ValueError, match=r"'blocked' cannot start: PermissionError: no key. Fix this, or remove"):
+        tracking(tmp_path, "blocked")
+
+
+TORN = [b'{"step": 2, "a": "\xc3', b"5\n", b'{"loss": 1}\n', b'{"step": "2"}\n', b'{"step": 2}']
+
+
+@pytest.mark.parametrize("torn", TORN)
+def test_a_damaged_line_does_not_keep_a_run_from_resuming(tmp_path, torn):
+    with tracking(tmp_path, "jsonl") as run:
+        run.log({"loss": 1}, 1)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(torn)
+    with tracking(tmp_path, "jsonl", resume_step=2) as run:
+        run.log({"loss": 3}, 3)
+    assert [(x["step"], x["loss"]) for x in lines(tmp_path)] == [(1, 1), (3, 3)]
+    assert (tmp_path / "metrics.dropped.jsonl").read_bytes() == torn.rstrip(b"\n") + b"\n"
 
 
 def test_trackers_learn_that_the_run_failed(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from verl.data.sequences import build_sequences
 from verl.dataflow import HOLD, DataFlow, Operator
 from verl.protocol import DataProto
 from verl.trainer.dynamic_sampling import sample_dynamically
+from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.ppo_operators import GENERATED, Prompts, repeat
 
 
@@ -97,6 +98,7 @@ def test_the_right_groups_are_held_and_released():
         "filter_groups/kept_share": 4 / 8,
         "filter_groups/prompts_put_back": 1,
         "filter_groups/acc_mean": 4 / 16,
+        "filter_groups/response_length_mean": pytest.approx(5 / 3),  # 2, 1 and 2 tokens
     }
     assert numbers_of(run.step()) == [7, 7, 8, 8, 9, 9]  # 7 goes out again, before 8 9 10
     assert numbers_of(run.step()) == [10, 10, 11, 11, 14, 14]
@@ -203,3 +205,40 @@ def test_settings_that_do_not_fit():
     enabled = ["algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=2", "data.train_batch_size=8"]
     with pytest.raises(ValueError, match=r"max_num_gen_batches.*found 2.*6 prompts.*train_batch_size=8"):
         load_config(overrides=[*enabled, "data.gen_batch_size=3", "algorithm.filter_groups.max_num_gen_batches=2"])
+
+
+def test_metrics_of_a_step_are_those_of_every_sample_that_was_generated(settings, tmp_path):
+    reward = tmp_path / "fails.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    if sum(map(ord, solution_str)) % 4 == 0:\n"
+        "        raise KeyError('a')\n"
+        "    return {'score': len(set(solution_str)), 'chars': len(solution_str)}\n"
+    )
+    chosen = [s for s in settings if not s.startswith("reward.custom_reward_function")]
+    chosen += ["algorithm.name=dapo", "reward.reward_manager.name=naive", "data.gen_batch_size=2"]
+    chosen += [f"reward.custom_reward_function.path={reward}", "trainer.total_training_steps=1"]
+    chosen += ["algorithm.filter_groups.metric=reward", "reward.on_error=count"]
+    trainer, generated, reports = LocalPPOTrainer(overrides=chosen), [], []
+    trainer.pipeline.observer = lambda name, _, batch: generated.append(batch) if name == "reward" else None
+    trainer.on_step.append(reports.append)
+    trainer.fit()
+    (report,) = reports
+    passes = int(report.metrics["filter_groups/passes"])
+    assert passes == len(generated) > 1
+    lengths, chars, failed, cut = [], [], 0, 0
+    for batch in generated:
+        mask = batch.batch["response_mask"]
+        lengths += mask.sum(1).tolist()
+        cut += int((batch.batch["responses"] != trainer.tokenizer.eos_token_id).logical_and(mask.bool()).all(1).sum())
+        values = batch.non_tensor_batch["reward_chars"].tolist()
+        chars += [value for value in values if value is not None]
+        failed += values.count(None)
+    found = report.metrics
+    assert found["response_length/mean"] == pytest.approx(sum(lengths) / len(lengths))
+    assert (found["response_length/max"], found["response_length/min"]) == (max(lengths), min(lengths))
+    assert found["response_length/clip_ratio"] == pytest.approx(cut / len(lengths))
+    assert found["reward/chars"] == pytest.approx(sum(chars) / len(chars))
+    assert found["reward/failed_rows"] == failed > 0
+    kept = report.batch.batch["response_mask"].sum(1).float().mean().item()
+    assert found["filter_groups/response_length_mean"] == pytest.approx(kept)

@@ -8,6 +8,7 @@ import pytest
 
 from verl.single_controller import WorkerDied, WorkerError, WorkerTimeout
 from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.utils.fork_server import server_pids
 
 FAULTS = str(Path(__file__).resolve().parent / "fault_injection.py")
 
@@ -29,6 +30,7 @@ def break_run(settings: list[str], monkeypatch, phase: str, kind: str, *more: st
         trainer.fit()
     seconds = time.monotonic() - start
     deadline = time.monotonic() + 10
+    before |= {psutil.Process(pid) for pid in server_pids()}  # they stay for the next run
     while (left := set(psutil.Process().children(recursive=True)) - before) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left, left

@@ -4,6 +4,7 @@ import pytest
 
 from verl import Operator
 from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.utils.rng import seed_everything
 
 
 def add_one(batch):
@@ -75,3 +76,29 @@ def test_the_seconds_of_a_step_are_those_of_all_operators(settings):
         assert metrics["timing_s/step"] > metrics["timing_s/update_actor"] + metrics["timing_s/gen"]
         tokens = metrics["perf/throughput"] * metrics["timing_s/step"]
         assert tokens == pytest.approx(metrics["perf/total_num_tokens"])
+
+
+def test_a_loop_of_single_steps_trains_as_fit_does(settings, tmp_path):
+    chosen = [*settings, "algorithm.name=grpo", "trainer.total_training_steps=3"]
+    reports = []
+    trainer = LocalPPOTrainer(overrides=chosen)
+    trainer.on_step.append(reports.append)
+    trainer.fit()
+    own = LocalPPOTrainer(overrides=[*chosen, f"trainer.default_local_dir={tmp_path}/own"])
+    with pytest.raises(RuntimeError, match=r"role 'actor' has no workers: call init_workers\(\) first, or use fit"):
+        own.validate()
+    seed_everything(own.config.trainer.seed)
+    own.init_workers()
+    with pytest.raises(ValueError, match=r"numbered from 1, found global_step 0: call trainer.step\(\)"):
+        own.pipeline.run()
+    own = LocalPPOTrainer(overrides=[*chosen, f"trainer.default_local_dir={tmp_path}/own"])
+    seed_everything(own.config.trainer.seed)
+    own.init_workers()
+    steps = [own.step() for _ in range(3)]
+    own.shutdown()
+    timed = ("timing", "perf/", "rollout/tokens_per_second")
+    for mine, theirs in zip(steps, reports, strict=True):
+        assert mine.step == theirs.step
+        expected = {name: value for name, value in theirs.metrics.items() if not name.startswith(timed)}
+        assert {name: value for name, value in mine.metrics.items() if not name.startswith(timed)} == expected
+        assert "actor/grad_norm" in expected and "critic/score/mean" in expected

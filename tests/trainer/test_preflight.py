@@ -1,12 +1,14 @@
 """The checks before the first step: all in one list, each once, and `--dry-run` stops after them."""
 
 import json
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from examples.quickstart.tiny_model import tiny_model
 from recipe.dapo.main_dapo import DAPOTrainer
 from verl.algorithms.policy_losses import register_policy_loss
 from verl.config import ConfigError, schema
@@ -197,6 +199,63 @@ def test_a_recipe_without_its_file(settings, capsys, flag):
 def test_main_takes_a_subclass_of_the_trainer(trainer):
     with pytest.raises(TypeError, match=r"trainer: expected a subclass of PPOTrainer .*, found"):
         main_ppo.main(["--dry-run"], trainer=trainer)
+
+
+def critic_settings(settings, model) -> list[str]:
+    return [*settings, "algorithm.name=ppo", f"critic.model.path={model}"]
+
+
+def test_a_critic_with_another_tokenizer_is_refused(settings, tiny, tmp_path, forbid_workers):
+    other = tmp_path / "other"
+    tiny_model("qwen2", other, tokenizer="bpe", seed=0)
+    message = r"the critic has another tokenizer than the policy: \d+ of 32 token ids differ: id 0 is '<pad>' for "
+    with pytest.raises(ValueError, match=rf"{message}'{tiny / 'model'}' and .* for '{other}'. The critic reads the "):
+        LocalPPOTrainer(overrides=critic_settings(settings, other))
+    swapped = tmp_path / "swapped"
+    shutil.copytree(tiny / "model", swapped)
+    tokenizer = json.loads((swapped / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (swapped / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match=r"2 of 32 token ids differ: id \d+ is 'a' for .* and 'b' for "):
+        LocalPPOTrainer(overrides=critic_settings(settings, swapped))
+
+
+def test_a_critic_with_a_smaller_vocabulary_is_refused(settings, tiny, tmp_path, forbid_workers):
+    small = tmp_path / "small"
+    shutil.copytree(tiny / "model", small)
+    config = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps({**config, "vocab_size": 20}))
+    with pytest.raises(ValueError, match=r"critic '.*small': the tokenizer produces token id \d+, but .* ids 0 to 19"):
+        LocalPPOTrainer(overrides=critic_settings(settings, small))
+
+
+def test_a_critic_with_the_same_tokenizer_or_none(settings, tiny, tmp_path, forbid_workers, caplog):
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny / "model", copy)
+    LocalPPOTrainer(overrides=critic_settings(settings, copy))
+    assert "tokenizer" not in caplog.text
+    for file in copy.glob("*token*"):
+        file.unlink()
+    LocalPPOTrainer(overrides=critic_settings(settings, copy))
+    assert f"critic {str(copy)!r} has no tokenizer to compare with that of the policy" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Qwen2_5_VLConfig", "vision-language models are not supported yet"),
+        ("ViTConfig", "ViTConfig has no CausalLM model"),
+    ],
+)
+def test_a_model_of_another_kind_is_refused_by_name(name, message, settings, tiny, tmp_path, capsys, forbid_workers):
+    import transformers
+
+    shutil.copytree(tiny / "model", tmp_path / "model")
+    getattr(transformers, name)().save_pretrained(tmp_path / "model")
+    assert main_ppo.main([*settings, "algorithm.name=grpo", f"actor_rollout_ref.model.path={tmp_path / 'model'}"]) == 1
+    shown = capsys.readouterr().err
+    assert shown.count("error:") == 1 and message in shown and "AutoModel" not in shown and "Traceback" not in shown
 
 
 def test_the_names_known_before_the_registries_are_loaded_are_the_registered_ones():

@@ -129,6 +129,17 @@ def test_workers_have_the_folder_that_was_sent_and_the_variables_that_were_given
     assert files == ["my_ideas.py"] and folder != str(tmp_path / "mine") and (here, interface) == ("7", "lo")
 
 
+@pytest.mark.slow
+def test_values_of_environment_variables_are_in_no_file_of_the_run(settings, tmp_path):
+    from verl.trainer.local_trainer import LocalPPOTrainer
+
+    given = ["trainer.worker_env.KEY=s3cret", "trainer.logger=[jsonl,tensorboard]", "trainer.save_freq=1"]
+    LocalPPOTrainer(overrides=[*settings, *given, "trainer.total_training_steps=1", "algorithm.name=grpo"]).fit()
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {"config.yaml", "trainer.json"} <= {path.name for path in files}
+    assert [path for path in files if b"s3cret" in path.read_bytes()] == []
+
+
 def test_settings_that_a_running_ray_would_not_hear_are_refused(settings, monkeypatch):
     ray = pytest.importorskip("ray")
     from verl.trainer.ray_trainer import RayPPOTrainer

@@ -64,3 +64,36 @@ def test_a_run_continues_if_some_updates_succeed(broken, limit, settings, tmp_pa
     found = run(settings, tmp_path, broken, f"trainer.max_skipped_steps={limit}")
     updates = [float(number in broken) for number in range(1, 17)]
     assert found == [sum(pair) / 2 for pair in zip(updates[::2], updates[1::2])]
+
+
+def diverge(settings, steps: int, lr: str, *overrides: str) -> LocalPPOTrainer:
+    chosen = [*settings, "algorithm.name=grpo", "trainer.save_freq=1", f"trainer.total_training_steps={steps}"]
+    return LocalPPOTrainer(overrides=[*chosen, f"actor_rollout_ref.actor.optim.lr={lr}", *overrides])
+
+
+def test_weights_that_are_not_finite_are_never_saved(settings, tmp_path):
+    with pytest.raises(FloatingPointError, match=r"step 1 is not saved: the actor contains NaN or infinity in .* more"):
+        diverge(settings, 1, "1e39").fit()  # beyond float32
+    assert not list(tmp_path.glob("run/global_step_*"))
+
+
+@pytest.mark.parametrize("background", ["false", "true"])
+def test_a_broken_step_leaves_the_checkpoint_that_it_would_have_replaced(settings, tmp_path, background):
+    keep_one = ["trainer.max_actor_ckpt_to_keep=1"]
+    keep_one += [f"actor_rollout_ref.actor.checkpoint.async_save={background}"]
+    trainer = diverge(settings, 4, "1e-3", *keep_one)
+
+    def break_a_moment(report):
+        if report.step == 2:
+            engine = trainer.roles["actor"].worker.engine
+            state = engine.optimizer.state[engine.module.lm_head.weight]
+            state["exp_avg"][3, 5] = float("nan")
+
+    trainer.on_step.append(break_a_moment)
+    message = r"step 3 is not saved: the actor contains NaN .* in .*; the same command resumes from .*global_step_2$"
+    with pytest.raises(FloatingPointError, match=message):
+        trainer.fit()
+    assert [folder.name for folder in tmp_path.glob("run/global_step_*")] == ["global_step_2"]
+    resumed = diverge(settings, 3, "1e-3", *keep_one)
+    resumed.fit()
+    assert resumed.global_step == 3 and (tmp_path / "run/global_step_3").is_dir()

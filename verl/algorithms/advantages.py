@@ -22,6 +22,7 @@ Estimators with a baseline per token are in `token_baselines`, PRIME in `prime`,
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 
 import torch
 
@@ -31,25 +32,29 @@ from verl.registry import Registry
 ADV_ESTIMATOR_REGISTRY: Registry[Callable] = Registry("advantage estimator")
 
 
-def register_adv_est(name: str, *, min_group_size: int = 1) -> Callable[[Callable], Callable]:
+def _name(name: str | Enum) -> str:
+    return name.value if isinstance(name, Enum) else name
+
+
+def register_adv_est(name: str | Enum, *, min_group_size: int = 1) -> Callable[[Callable], Callable]:
     """Decorator that registers an advantage estimator.
 
     Args:
-        name: the value of `algorithm.adv_estimator`.
+        name: the value of `algorithm.adv_estimator`; a member of `AdvantageEstimator` is its value.
         min_group_size: the fewest responses per prompt that the estimator needs. Stored as the attribute
             `min_group_size` of the function; a check at start-up compares it with `rollout.n`.
     """
 
     def decorate(fn: Callable) -> Callable:
         fn.min_group_size = min_group_size
-        return ADV_ESTIMATOR_REGISTRY.register(name, fn)
+        return ADV_ESTIMATOR_REGISTRY.register(_name(name), fn)
 
     return decorate
 
 
-def get_adv_estimator_fn(name: str) -> Callable:
+def get_adv_estimator_fn(name: str | Enum) -> Callable:
     """Return the estimator registered under `name`. Raises ValueError with the known names."""
-    return ADV_ESTIMATOR_REGISTRY[name]
+    return ADV_ESTIMATOR_REGISTRY[_name(name)]
 
 
 # ------------------------------------------------------------------------------------------------------------ helpers

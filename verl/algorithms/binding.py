@@ -51,14 +51,16 @@ class Settings(Mapping):
         return f"Settings({dict(self._values)!r})"
 
 
-def bind_arguments(fn: Callable, columns: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+def bind_arguments(
+    fn: Callable, columns: Mapping[str, Any], settings: Mapping[str, Any], config: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the keyword arguments for `fn`: each parameter by name from the columns, otherwise from the settings.
 
     - A column that is None counts as missing. A setting that is None leaves the parameter at its default.
     - A parameter with a default that is neither a column nor a setting keeps its default. So an optional column is
       passed if it is present.
-    - `index` is the column `uid`. `columns` receives all columns, read-only. `config` receives the settings as a
-      read-only `Settings`, with an empty `global_batch_info` unless given: `loss_agg_mode` carries the counts.
+    - `index` is the column `uid`. `columns` receives all columns, read-only. `config` receives the argument `config`,
+      by default the settings with an empty `global_batch_info`, as a read-only `Settings`.
     - `*args` and `**kwargs` receive nothing.
 
     Raises:
@@ -73,7 +75,7 @@ def bind_arguments(fn: Callable, columns: Mapping[str, Any], settings: Mapping[s
         elif name in columns:
             arguments[parameter.name] = columns[name]
         elif parameter.name == "config":
-            arguments[parameter.name] = Settings({"global_batch_info": {}, **settings})
+            arguments[parameter.name] = Settings({"global_batch_info": {}, **settings} if config is None else config)
         elif parameter.name == "columns":
             arguments[parameter.name] = MappingProxyType(columns)
         elif settings.get(parameter.name) is not None:

@@ -1,10 +1,18 @@
 """The functions of upstream verl's `core_algos`, with its argument order. Each calls a function of this package.
 
-Nothing is computed here. Advantage functions return (advantages, returns), both zero outside the response mask.
+Advantage functions return (advantages, returns), both zero outside the response mask. Policy losses
+(`compute_policy_loss_gspo`) return (loss, metrics) and read their settings from `config`, a mapping or an object in the
+form of the section `actor_rollout_ref.actor`.
+
+Training calls the functions behind these names. Only `compute_policy_loss` can be replaced by assignment, which changes
+the loss `vanilla`; register a function to replace another.
 """
 
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,14 +25,23 @@ from verl.algorithms import token_baselines as _token_baselines
 from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn, register_adv_est
 from verl.algorithms.kl import AdaptiveKLController, FixedKLController, kl_penalty
 from verl.algorithms.kl import entropy_loss as compute_entropy_loss
-from verl.algorithms.masked import agg_loss, merge_metrics
-from verl.algorithms.policy_losses import POLICY_LOSS_REGISTRY, get_policy_loss_fn, register_policy_loss
+from verl.algorithms.masked import LossAggregation, agg_loss, merge_metrics
+from verl.algorithms.policy_losses import (
+    POLICY_LOSS_REGISTRY,
+    PolicyLossFn,
+    compute_policy_loss,
+    get_policy_loss_fn,
+    register_policy_loss,
+)
+from verl.registry import did_you_mean
 
 __all__ = [
     "ADV_ESTIMATOR_REGISTRY",
     "POLICY_LOSS_REGISTRY",
     "AdaptiveKLController",
+    "AdvantageEstimator",
     "FixedKLController",
+    "PolicyLossFn",
     "agg_loss",
     "compute_entropy_loss",
     "compute_gae_advantage_return",
@@ -36,8 +53,21 @@ __all__ = [
     "compute_multi_turn_optimal_token_baseline_advantage",
     "compute_opo_outcome_advantage",
     "compute_optimal_token_baseline_advantage",
+    "compute_pf_ppo_reweight_data",
     "compute_policy_loss",
+    "compute_policy_loss_bypass_mode",
+    "compute_policy_loss_cispo",
+    "compute_policy_loss_clip_cov",
+    "compute_policy_loss_dppo_kl",
+    "compute_policy_loss_dppo_tv",
+    "compute_policy_loss_dro",
+    "compute_policy_loss_geo_mean",
+    "compute_policy_loss_gpg",
+    "compute_policy_loss_gspo",
+    "compute_policy_loss_kl_cov",
     "compute_policy_loss_reinforce",
+    "compute_policy_loss_sapo",
+    "compute_policy_loss_vanilla",
     "compute_reinforce_plus_plus_baseline_outcome_advantage",
     "compute_reinforce_plus_plus_outcome_advantage",
     "compute_remax_outcome_advantage",
@@ -49,9 +79,29 @@ __all__ = [
     "get_kl_controller",
     "get_policy_loss_fn",
     "kl_penalty",
+    "kl_penalty_forward",
     "register_adv_est",
     "register_policy_loss",
 ]
+
+
+class AdvantageEstimator(StrEnum):
+    """The estimators of upstream verl. Every string that is registered is valid as well."""
+
+    GAE = "gae"
+    GRPO = "grpo"
+    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
+    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
+    REMAX = "remax"
+    RLOO = "rloo"
+    OPO = "opo"
+    GRPO_PASSK = "grpo_passk"
+    GPG = "gpg"
+    RLOO_VECTORIZED = "rloo_vectorized"
+    GRPO_VECTORIZED = "grpo_vectorized"
+    OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline"
+    TIR_OPTIMAL_TOKEN_BASELINE = "tir_optimal_token_baseline"
+    GDPO = "gdpo"
 
 
 def _upstream(fn: Callable, required: str, **defaults: Any) -> Callable:
@@ -147,33 +197,32 @@ def compute_gdpo_outcome_advantage(
     )
 
 
-def compute_policy_loss(
-    old_log_prob,
-    log_prob,
-    advantages,
+def compute_value_loss(
+    vpreds,
+    returns,
+    values,
     response_mask,
-    cliprange=0.2,
-    cliprange_low=None,
-    cliprange_high=None,
-    clip_ratio_c=3.0,
+    cliprange_value,
     loss_agg_mode="token-mean",
+    dp_size=1,
+    batch_num_tokens=None,
+    global_batch_size=None,
+    loss_scale_factor=None,
 ):
-    """`policy_losses.vanilla`: (loss, clip fraction, KL to the old policy, lower clip fraction)."""
-    clip = {"clip_ratio": cliprange, "clip_ratio_low": cliprange_low, "clip_ratio_high": cliprange_high}
-    loss, metrics = _policy_losses.vanilla(
-        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, **clip, clip_ratio_c=clip_ratio_c
-    )
-    means = merge_metrics([metrics])
-    names = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
-    return loss, *(torch.tensor(means[name]) for name in names)
+    """`kl.value_loss`: (loss, clip fraction). The counts of the mini-batch are as for `agg_loss`."""
+    counts = {
+        "batch_num_tokens": batch_num_tokens,
+        "global_batch_size": global_batch_size,
+        "loss_scale_factor": loss_scale_factor,
+    }
+    agg = _aggregation(loss_agg_mode, response_mask, counts)
+    loss, metrics = _kl.value_loss(vpreds, returns, values, response_mask, agg, cliprange_value=cliprange_value)
+    return loss * dp_size, torch.tensor(merge_metrics([metrics])["critic/vf_clipfrac"])
 
 
-def compute_value_loss(vpreds, returns, values, response_mask, cliprange_value, loss_agg_mode="token-mean"):
-    """`kl.value_loss`: (loss, clip fraction)."""
-    loss, metrics = _kl.value_loss(
-        vpreds, returns, values, response_mask, loss_agg_mode, cliprange_value=cliprange_value
-    )
-    return loss, torch.tensor(merge_metrics([metrics])["critic/vf_clipfrac"])
+def kl_penalty_forward(logprob, ref_logprob, kl_penalty):
+    """`kl.kl_penalty` without a trailing `+`, which concerns the gradient only."""
+    return _kl.kl_penalty(logprob, ref_logprob, kl_penalty.removesuffix("+"))
 
 
 def compute_rewards(token_level_scores, old_log_prob, ref_log_prob, kl_ratio):
@@ -190,3 +239,125 @@ def get_kl_controller(kl_ctrl):
     if kl_ctrl.type != "adaptive":
         return _kl.get_kl_controller(kl_ctrl.type, kl_ctrl.kl_coef)
     return _kl.get_kl_controller(kl_ctrl.type, kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
+
+
+@torch.no_grad()
+def compute_pf_ppo_reweight_data(data, reweight_method="pow", weight_pow=2.0):
+    """Draw as many samples as `data` has, with replacement, weighted by their score (PF-PPO, arXiv 2409.06957).
+
+    Args:
+        data: a batch with the column token_level_scores (B, T).
+        reweight_method: "pow": weight abs(score) ** weight_pow; "max_min": 1 for samples with the highest or lowest
+            score, else 0; "max_random": 1 for the highest score, else 0.4.
+        weight_pow: the exponent of "pow".
+    """
+    scores = data.batch["token_level_scores"].sum(-1)
+    best = scores == scores.max()
+    if reweight_method == "pow":
+        weights = scores.abs() ** weight_pow
+    elif reweight_method == "max_min":
+        weights = (best | (scores == scores.min())).to(scores.dtype)
+    elif reweight_method == "max_random":
+        weights = torch.where(best, 1.0, 0.4)
+    else:
+        known = ("pow", "max_min", "max_random")
+        raise ValueError(
+            f"no reweight_method is called {reweight_method!r}: {did_you_mean(str(reweight_method), known)}"
+        )
+    drawn = torch.multinomial(weights.clamp(min=1e-8), len(scores), replacement=True)  # all weights may be 0
+    return data.select_idxs(drawn)
+
+
+# ---- policy losses --------------------------------------------------------------------------------------------------
+
+
+def _setting(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+
+def _settings(config: Any, names: set[str]) -> dict[str, Any]:
+    """The values of `names` in the config of an actor and its sections; those that are missing or None are left out."""
+    policy = _setting(config, "policy_loss")
+    sections = [config, policy, *(_setting(section, "rollout_correction") for section in (policy, config))]
+    found = {name: [_setting(section, name) for section in sections if section is not None] for name in names}
+    given = {name: next((v for v in values if v is not None), None) for name, values in found.items()}
+    if "clip_ratio" not in names:  # a loss whose two bounds have no common default
+        shared = dict.fromkeys(names & {"clip_ratio_low", "clip_ratio_high"}, _setting(config, "clip_ratio"))
+        given = {name: shared.get(name) if value is None else value for name, value in given.items()}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _aggregation(mode: str, response_mask: torch.Tensor, counts: Mapping[str, Any]) -> str:
+    """`mode` with the counts of the mini-batch, as far as they are given; the others are those of `response_mask`."""
+    if isinstance(mode, LossAggregation) or all(value is None for value in counts.values()):
+        return mode
+    own = LossAggregation.of(mode, response_mask, counts.get("loss_scale_factor"))
+    tokens, sequences = counts.get("batch_num_tokens"), counts.get("global_batch_size")
+    return LossAggregation(
+        mode,
+        own.num_tokens if tokens is None else tokens,
+        own.num_sequences if sequences is None else sequences,
+        own.scale_factor,
+    )
+
+
+def _policy_loss(fn: Callable) -> Callable:
+    """Return the policy loss `fn` with upstream's parameters."""
+    parameters = inspect.signature(fn).parameters
+    names = {name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY} - {"rollout_is_weights", "generator"}
+
+    def compute(
+        old_log_prob,
+        log_prob,
+        advantages,
+        response_mask,
+        loss_agg_mode=parameters["loss_agg_mode"].default,
+        config=None,
+        rollout_is_weights=None,
+    ):
+        settings = {} if config is None else _settings(config, names)
+        if rollout_is_weights is not None and "rollout_is_weights" in parameters:
+            settings["rollout_is_weights"] = rollout_is_weights
+        info = dict((None if config is None else _setting(config, "global_batch_info")) or {})
+        dp_size = info.pop("dp_size", None) or 1
+        agg = _aggregation(loss_agg_mode, response_mask, info)
+        loss, metrics = fn(old_log_prob, log_prob, advantages, response_mask, agg, **settings)
+        return loss * dp_size, merge_metrics([metrics])
+
+    compute.__name__ = compute.__qualname__ = f"compute_policy_loss_{fn.__name__}"
+    compute.__doc__ = f"`{fn.__module__.removeprefix('verl.algorithms.')}.{fn.__name__}` with upstream's arguments."
+    return compute
+
+
+compute_policy_loss_vanilla = _policy_loss(_policy_losses.vanilla)
+compute_policy_loss_gspo = _policy_loss(_policy_losses.gspo)
+compute_policy_loss_sapo = _policy_loss(_policy_losses.sapo)
+compute_policy_loss_gpg = _policy_loss(_policy_losses.gpg)
+compute_policy_loss_clip_cov = _policy_loss(_policy_losses.clip_cov)
+compute_policy_loss_kl_cov = _policy_loss(_policy_losses.kl_cov)
+compute_policy_loss_geo_mean = _policy_loss(_policy_losses.geo_mean)
+compute_policy_loss_cispo = _policy_loss(_policy_losses.cispo)
+compute_policy_loss_dro = _policy_loss(_off_policy_losses.dro)
+compute_policy_loss_dppo_tv = _policy_loss(_off_policy_losses.dppo_tv)
+compute_policy_loss_dppo_kl = _policy_loss(_off_policy_losses.dppo_kl)
+compute_policy_loss_bypass_mode = _policy_loss(_off_policy_losses.bypass_mode)
+
+
+# ---- replacing a published function ---------------------------------------------------------------------------------
+
+
+class _CoreAlgos(ModuleType):
+    """Makes an assignment to a published name take effect in training, or fail."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "compute_policy_loss":
+            _policy_losses.compute_policy_loss = value
+        elif name in __all__:
+            raise AttributeError(
+                f"training does not call core_algos.{name}, so replacing it would have no effect: register a function "
+                "with register_policy_loss or register_adv_est and select it in the config"
+            )
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _CoreAlgos

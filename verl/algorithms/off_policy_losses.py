@@ -22,7 +22,7 @@ def reinforce(
     log_prob: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
-    loss_agg_mode: str = "seq-mean-token-sum",
+    loss_agg_mode: str = "token-mean",
     *,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> LossAndMetrics:

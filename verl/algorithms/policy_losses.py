@@ -15,16 +15,11 @@ A loss returns a scalar and metrics: name -> (sum, count) or float. Losses for o
 `off_policy_losses`, SPPO in `preference`.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 
-from verl.algorithms.binding import bind_arguments
-from verl.algorithms.kl import kl_loss
 from verl.algorithms.masked import (
-    Largest,
-    LossAggregation,
     agg_loss,
     force_mode,
     masked_mean,
@@ -33,9 +28,13 @@ from verl.algorithms.masked import (
 )
 from verl.registry import Registry
 
-POLICY_LOSS_REGISTRY: Registry[Callable] = Registry("policy loss")
-
 LossAndMetrics = tuple[torch.Tensor, dict[str, object]]
+PolicyLossFn = Callable[..., LossAndMetrics]
+
+POLICY_LOSS_REGISTRY: Registry[PolicyLossFn] = Registry("policy loss")
+
+#: policy losses that are defined for seq-mean-token-mean only and ignore another `loss_agg_mode`
+FIXED_AGG_MODE = ("geo_mean", "sapo", "sppo")
 
 # exp(20) is far outside any clip range, and its square is still finite in float32
 MAX_LOG_RATIO = 20.0
@@ -64,6 +63,54 @@ def apply_weights(losses: torch.Tensor, weights: torch.Tensor | None, mask: torc
     return losses if weights is None else losses * zero_padding(mask, weights.detach())[0]
 
 
+def compute_policy_loss(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    cliprange: float = 0.2,
+    cliprange_low: float | None = None,
+    cliprange_high: float | None = None,
+    clip_ratio_c: float = 3.0,
+    loss_agg_mode: str = "token-mean",
+    rollout_is_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """PPO's clipped surrogate (Schulman et al. 2017, arXiv 1707.06347) with dual clip (arXiv 1912.09729).
+
+        L = max(-A rho, -A clip(rho, 1 - low, 1 + high));  where A < 0, at most -A c
+
+    The clip removes the gradient of a token whose ratio has moved past the bound in the direction of its advantage. The
+    dual clip limits the loss of a single token with a huge ratio. `cliprange_high > cliprange_low` is clip-higher
+    (DAPO, arXiv 2503.14476). Assumes that `old_log_prob` is that of the sampling policy or close to it.
+
+    Training calls this function for the loss `vanilla`, so editing or replacing it changes the training.
+
+    Args:
+        cliprange: both bounds; `cliprange_low` and `cliprange_high` take precedence.
+        clip_ratio_c: c of the dual clip, above 1.
+
+    Returns:
+        The loss, the clipped fraction, the KL to the old policy, and the fraction that the dual clip bounds.
+    """
+    low, high = clip_range(cliprange, cliprange_low, cliprange_high)
+    if clip_ratio_c <= 1:
+        raise ValueError(f"clip_ratio_c: expected a number above 1 (a bound on the ratio), found {clip_ratio_c}")
+    old_log_prob, log_prob, advantages = zero_padding(response_mask, old_log_prob, log_prob, advantages)
+    log_ratio = (log_prob - old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = log_ratio.exp()
+
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    surrogate = torch.maximum(unclipped, clipped)
+    bound = -advantages * clip_ratio_c
+    losses = torch.where(advantages < 0, torch.minimum(surrogate, bound), surrogate)
+    losses = apply_weights(losses, rollout_is_weights, response_mask)
+
+    shown = (clipped > unclipped, -log_ratio, (surrogate > bound) & (advantages < 0))
+    means = (masked_mean(x.detach().double(), response_mask) for x in shown)
+    return agg_loss(losses, response_mask, loss_agg_mode), *means
+
+
 @register_policy_loss("vanilla")
 def vanilla(
     old_log_prob: torch.Tensor,
@@ -78,37 +125,20 @@ def vanilla(
     clip_ratio_c: float = 3.0,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> LossAndMetrics:
-    """PPO's clipped surrogate (Schulman et al. 2017, arXiv 1707.06347) with dual clip (arXiv 1912.09729).
+    """PPO: `compute_policy_loss`."""
+    columns, clip = (old_log_prob, log_prob, advantages, response_mask), (clip_ratio, clip_ratio_low, clip_ratio_high)
+    loss, *means = compute_policy_loss(*columns, *clip, clip_ratio_c, loss_agg_mode, rollout_is_weights)
+    return loss, as_parts(CLIP_METRICS, means, response_mask)
 
-        L = max(-A rho, -A clip(rho, 1 - low, 1 + high));  where A < 0, at most -A c
 
-    The clip removes the gradient of a token whose ratio has moved past the bound in the direction of its advantage. The
-    dual clip limits the loss of a single token with a huge ratio. `clip_ratio_high > clip_ratio_low` is clip-higher
-    (DAPO, arXiv 2503.14476). Assumes that `old_log_prob` is that of the sampling policy or close to it.
+CLIP_METRICS = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
+"""What `compute_policy_loss` returns after the loss."""
 
-    Args:
-        clip_ratio: both bounds; `clip_ratio_low` and `clip_ratio_high` take precedence.
-        clip_ratio_c: c of the dual clip, above 1.
-    """
-    low, high = clip_range(clip_ratio, clip_ratio_low, clip_ratio_high)
-    if clip_ratio_c <= 1:
-        raise ValueError(f"clip_ratio_c: expected a number above 1 (a bound on the ratio), found {clip_ratio_c}")
-    old_log_prob, log_prob, advantages = zero_padding(response_mask, old_log_prob, log_prob, advantages)
-    log_ratio = (log_prob - old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
 
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
-    surrogate = torch.maximum(unclipped, clipped)
-    bound = -advantages * clip_ratio_c
-    losses = torch.where(advantages < 0, torch.minimum(surrogate, bound), surrogate)
-
-    metrics = {
-        "actor/pg_clipfrac": mean_parts(clipped > unclipped, response_mask),
-        "actor/pg_clipfrac_lower": mean_parts((surrogate > bound) & (advantages < 0), response_mask),
-        "actor/ppo_kl": mean_parts(-log_ratio, response_mask),
-    }
-    return agg_loss(apply_weights(losses, rollout_is_weights, response_mask), response_mask, loss_agg_mode), metrics
+def as_parts(names: Iterable[str], means: Iterable[torch.Tensor], mask: torch.Tensor) -> dict[str, object]:
+    """Return means over the tokens of `mask` as metrics (sum, count)."""
+    tokens = mask.bool().sum()
+    return {name: (mean.detach() * tokens, tokens) for name, mean in zip(names, means)}
 
 
 @register_policy_loss("gspo")
@@ -129,7 +159,7 @@ def gspo(
 
     A response is clipped as a whole. The ratio is normalized by length, so the clip range is about a thousand times
     narrower than for token ratios. Assumes one advantage per response (advantages may still differ by token).
-    `loss_agg_mode` is ignored: always the mean over responses of their token mean. The log-ratio is at most 10.
+    The paper takes the mean over responses of their token mean, the default. The log-ratio is at most 10.
     """
     old_log_prob, log_prob, advantages = zero_padding(response_mask, old_log_prob, log_prob, advantages)
     log_ratio = log_prob - old_log_prob
@@ -143,7 +173,7 @@ def gspo(
         "actor/pg_clipfrac": mean_parts(clipped > unclipped, response_mask),
         "actor/ppo_kl": mean_parts(-log_ratio, response_mask),
     }
-    return agg_loss(losses, response_mask, force_mode(loss_agg_mode, "seq-mean-token-mean")), metrics
+    return agg_loss(losses, response_mask, loss_agg_mode), metrics
 
 
 @register_policy_loss("geo_mean")
@@ -375,97 +405,3 @@ def kl_cov(
         "actor/ppo_kl": mean_parts(-log_ratio, response_mask),
     }
     return agg_loss(apply_weights(losses, rollout_is_weights, response_mask), response_mask, loss_agg_mode), metrics
-
-
-# ---- the actor's whole loss -----------------------------------------------------------------------------------------
-
-
-def actor_loss(
-    outputs: Mapping[str, torch.Tensor],
-    columns: Mapping[str, torch.Tensor],
-    *,
-    loss_mode: str,
-    settings: Mapping[str, Any],
-    agg: LossAggregation,
-    old_is_current: bool = False,
-) -> LossAndMetrics:
-    """Policy loss - entropy_coeff * entropy + kl_loss_coef * KL(policy, reference), of one micro-batch.
-
-    Args:
-        outputs: model outputs: log_probs (b, T), and entropys (b, T) with an entropy bonus or `old_is_current`.
-        columns: batch columns: response_mask (b, T) and those that the loss reads.
-        loss_mode: name of a registered policy loss.
-        settings: the actor's configuration as a flat mapping, from which the loss gets its keyword parameters;
-            entropy_coeff, use_kl_loss, kl_loss_coef and kl_loss_type are read here.
-        agg: counts of the whole mini-batch, which divide every term.
-        old_is_current: there is no column old_log_probs, since the current policy is the old one. The metrics of the
-            old policy are then reported here.
-
-    Raises:
-        ValueError: the policy loss returns something else than a scalar and metrics.
-    """
-    mask = columns["response_mask"]
-    old = outputs["log_probs"].detach() if old_is_current else columns["old_log_probs"]
-    arguments = {
-        **columns,
-        "log_prob": outputs["log_probs"],
-        "old_log_prob": old,
-        "rollout_log_prob": columns.get("rollout_log_probs"),
-        "loss_agg_mode": agg,
-    }
-    policy_loss = get_policy_loss_fn(loss_mode)
-    total, metrics = _checked_result(loss_mode, policy_loss(**bind_arguments(policy_loss, arguments, settings)))
-    shares = {"actor/pg_loss": total}
-    if settings["entropy_coeff"]:
-        (entropys,) = zero_padding(mask, outputs["entropys"])
-        bonus = agg_loss(entropys, mask, agg)
-        total = total - settings["entropy_coeff"] * bonus
-        shares["actor/entropy_loss"] = bonus
-    if settings["use_kl_loss"]:
-        kind = settings["kl_loss_type"]
-        penalty, kl_metrics = kl_loss(outputs["log_probs"], columns["ref_log_prob"], mask, agg, kl_loss_type=kind)
-        total = total + settings["kl_loss_coef"] * penalty
-        metrics = {**metrics, **kl_metrics}
-    if old_is_current:
-        metrics = {**metrics, **_old_policy_metrics(old, outputs["entropys"], columns)}
-    return total, {**metrics, **{name: agg.share(value, mask) for name, value in shares.items()}}
-
-
-def _checked_result(loss_mode: str, result: Any) -> LossAndMetrics:
-    """Return the result of a policy loss if it is a scalar and metrics; otherwise raise ValueError with its name."""
-    if isinstance(result, tuple | list) and len(result) == 2:
-        total, metrics = result
-        if isinstance(total, torch.Tensor) and total.ndim == 0 and isinstance(metrics, Mapping):
-            return total, dict(metrics)
-    raise ValueError(
-        f"policy loss {loss_mode!r}: expected (scalar tensor, dict of metrics), found {_described(result)}: return "
-        "agg_loss(losses, response_mask, loss_agg_mode), {}"
-    )
-
-
-def _described(result: Any) -> str:
-    if isinstance(result, tuple | list):
-        return f"({', '.join(map(_described, result))})"
-    if isinstance(result, torch.Tensor):
-        return f"a tensor of shape {tuple(result.shape)}"
-    return "None" if result is None else type(result).__name__
-
-
-def _old_policy_metrics(
-    old: torch.Tensor, entropys: torch.Tensor, columns: Mapping[str, torch.Tensor]
-) -> dict[str, object]:
-    """Entropy of the policy before the update, its training-inference mismatch, and its KL to the reference, if any.
-
-    Equal to the metrics that the operator `old_log_prob` and the trainer report otherwise.
-    """
-    mask = columns["response_mask"]
-    mismatch = torch.where(mask.bool(), (old - columns["rollout_log_probs"]).abs(), 0)
-    metrics = {
-        "actor/entropy": mean_parts(entropys.detach(), mask),
-        "rollout/logprob_gap_mean": mean_parts(mismatch, mask),
-        "rollout/logprob_gap_max": Largest(mismatch.max()),
-    }
-    if "ref_log_prob" in columns:
-        log_ratio = columns["ref_log_prob"] - old
-        metrics["actor/ref_kl"] = mean_parts(log_ratio.exp() - log_ratio - 1, mask)
-    return metrics

@@ -20,6 +20,7 @@ import warnings
 
 import torch
 
+from verl.algorithms.kl import k3
 from verl.algorithms.masked import checked_column, masked_mean
 from verl.registry import did_you_mean
 
@@ -214,7 +215,7 @@ def _mismatch_value(option: str, x: torch.Tensor, mask: torch.Tensor) -> torch.T
     if kind == "k1":
         per_token = x
     else:
-        per_token = 0.5 * x**2 if kind == "k2" else x.exp() - 1 - x
+        per_token = 0.5 * x**2 if kind == "k2" else k3(-x)
     if how == ["token"]:
         value = per_token
     elif how == ["seq", "max"]:  # k2 and k3 are at least 0, and padding is 0
@@ -245,10 +246,9 @@ def veto_mask(log_ratio: torch.Tensor, response_mask: torch.Tensor, threshold: f
 
 @torch.no_grad()
 def compute_rollout_correction_and_rejection_mask(
-    old_log_probs: torch.Tensor,
-    rollout_log_probs: torch.Tensor,
+    old_log_prob: torch.Tensor,
+    rollout_log_prob: torch.Tensor,
     response_mask: torch.Tensor,
-    *,
     rollout_is: str | None = None,
     rollout_is_threshold: float | str = 2.0,
     rollout_is_batch_normalize: bool = False,
@@ -261,8 +261,8 @@ def compute_rollout_correction_and_rejection_mask(
     Weights are computed and batch-normalized over all tokens, including rejected ones.
 
     Args:
-        old_log_probs: (B, T), log-probs of the sampled tokens by the training engine.
-        rollout_log_probs: (B, T), by the rollout engine.
+        old_log_prob: (B, T), log-probs of the sampled tokens by the training engine.
+        rollout_log_prob: (B, T), by the rollout engine.
         rollout_is: None skips the weights; see `compute_rollout_correction_weights`.
         rollout_rs: None skips the rejection; see `compute_rollout_rejection_mask`.
         rollout_token_veto_threshold: None skips the veto; see `veto_mask`.
@@ -270,8 +270,8 @@ def compute_rollout_correction_and_rejection_mask(
     Returns:
         The weights (B, T) or None, the response mask of the loss, and the metrics.
     """
-    x = mismatch(old_log_probs, rollout_log_probs, response_mask)
-    metrics = compute_offpolicy_metrics(old_log_probs, rollout_log_probs, response_mask)
+    x = mismatch(old_log_prob, rollout_log_prob, response_mask)
+    metrics = compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
     weights = None
     if rollout_is is not None:
         weights, found = compute_rollout_correction_weights(
@@ -297,19 +297,19 @@ def compute_rollout_correction_and_rejection_mask(
 
 @torch.no_grad()
 def compute_offpolicy_metrics(
-    old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, response_mask: torch.Tensor
+    old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor
 ) -> dict[str, float]:
     """Metrics of the training-inference mismatch.
 
     kl and k3_kl estimate KL(pi_rollout || pi_train); chi2_token and chi2_seq are mean(rho^2) - 1, per token and per
     response; perplexities and their ratio are means over the responses.
     """
-    x = mismatch(old_log_probs, rollout_log_probs, response_mask).double()
+    x = mismatch(old_log_prob, rollout_log_prob, response_mask).double()
     mask, rows = response_mask.bool(), response_mask.bool().any(-1)
     if not rows.any():
         return {}
-    train_nll = -masked_mean(old_log_probs.double(), mask, -1)[rows]  # (rows,) log-perplexity of each response
-    rollout_nll = -masked_mean(rollout_log_probs.double(), mask, -1)[rows]
+    train_nll = -masked_mean(old_log_prob.double(), mask, -1)[rows]  # (rows,) log-perplexity of each response
+    rollout_nll = -masked_mean(rollout_log_prob.double(), mask, -1)[rows]
     tokens = x[mask].clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
     sequences = x.sum(-1)[rows].clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
     metrics = {
@@ -319,7 +319,7 @@ def compute_offpolicy_metrics(
         "log_ppl_abs_diff": (rollout_nll - train_nll).abs().mean(),
         "ppl_ratio": (train_nll - rollout_nll).exp().mean(),
         "kl": -tokens.mean(),
-        "k3_kl": (tokens.exp() - 1 - tokens).mean(),
+        "k3_kl": k3(-tokens).mean(),
         "chi2_token": (2 * tokens).exp().mean() - 1,
         "chi2_seq": (2 * sequences).exp().mean() - 1,
     }

@@ -150,16 +150,47 @@ _COMPUTED = {
 
 RL = Aliases(_SHORT, _DEPRECATED, _COMPUTED)
 
+
+def _chats(value: Any, lookup: Lookup) -> dict[str, Any]:
+    """`data.multiturn`, the form of older releases: a column of chats, if it is enabled."""
+    if not isinstance(value, bool):
+        raise ValueError(f"found {value!r}, expected bool")
+    return {"data.messages_key": lookup("data.multiturn.messages_key") or "messages"} if value else {}
+
+
+def _cpu_offload(value: Any, lookup: Lookup) -> dict[str, Any]:
+    if not isinstance(value, bool):
+        raise ValueError(f"found {value!r}, expected bool")
+    return {"engine.offload_policy" if _world_size(lookup) > 1 else "engine.param_offload": True} if value else {}
+
+
 SFT = Aliases(
     deprecated={
         "model.partial_pretrain": "model.path",
+        "model.strategy": "engine.strategy",
         "model.fsdp_config.mixed_precision.param_dtype": "engine.dtype",
         "engine.mixed_precision.param_dtype": "engine.dtype",
         "model.fsdp_config.*": "engine.*",
         "model.external_lib": "imports",
         "optim.warmup_style": "optim.lr_scheduler_type",
+        "optim.lr_scheduler": "optim.lr_scheduler_type",
+        "optim.warmup_steps_ratio": "optim.lr_warmup_steps_ratio",
         "ulysses_sequence_parallel_size": "engine.ulysses_sequence_parallel_size",
-    }
+        "use_remove_padding": "model.use_remove_padding",
+        "data.chat_template": "model.custom_chat_template",
+        "data.multiturn.tools_key": "data.tools_key",
+        "data.multiturn.enable_thinking_key": "data.enable_thinking_key",
+        "trainer.checkpoint.*": "checkpoint.*",
+    },
+    computed={
+        "data.multiturn.enable": _chats,
+        "data.multiturn.messages_key": lambda value, lookup: {},  # read by data.multiturn.enable
+        "engine.cpu_offload": _cpu_offload,
+        "engine.offload_params": lambda value, lookup: {},  # part of cpu_offload
+        "data.micro_batch_size": lambda value, lookup: {
+            "data.micro_batch_size_per_gpu": max(_int(value) // _world_size(lookup), 1)
+        },
+    },
 )
 
 OFFLINE = Aliases(deprecated={"model.external_lib": "imports"})

@@ -5,15 +5,15 @@ A check is a function of the typed configuration that yields problems; `load_con
 
 import math
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from verl.checkpoints.store import CheckpointError, step_of_saved
 from verl.config.errors import Problem, format_value
-from verl.config.fields import Schema, flatten
+from verl.config.fields import REDACTED, Schema, flatten
 from verl.config.schema.data import DataConfig
 from verl.config.schema.ppo import Config
 from verl.config.schema.sft import SFTConfig, SFTDataConfig, SFTTrainerConfig
-from verl.config.schema.trainer import TrainerConfig
+from verl.config.schema.trainer import RunConfig, TrainerConfig
 
 _ACTOR = "actor_rollout_ref.actor."
 _ROLLOUT = "actor_rollout_ref.rollout."
@@ -35,9 +35,11 @@ def check_combinations(config: Schema) -> list[Problem]:
             checks = (
                 _batches, _ranks, _worker_env, _sampling, _groups, _kl, _losses, _rewards, _kernels, _deterministic
             )  # fmt: skip
-            problems += [*_resume(config.trainer), *(problem for check in checks for problem in check(config))]
+            problems += [*_run_name(config.trainer), *_resume(config.trainer)]
+            problems += [problem for check in checks for problem in check(config)]
         case SFTConfig():
-            problems += [*_resume(config.trainer), *_custom_class(config.data), *_sft_ranks(config)]
+            problems += [*_run_name(config.trainer), *_resume(config.trainer)]
+            problems += [*_custom_class(config.data), *_sft_ranks(config)]
     return problems
 
 
@@ -127,6 +129,24 @@ _SET_FOR_WORKERS |= {"CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
 def _worker_env(config: Config) -> Iterator[Problem]:
     for name in _SET_FOR_WORKERS & config.trainer.worker_env.keys():
         yield Problem(f"trainer.worker_env.{name}", "is set for each worker from its rank: remove it")
+    for name, value in config.trainer.worker_env.items():
+        if value == REDACTED:
+            yield Problem(
+                f"trainer.worker_env.{name}",
+                "its value was not saved with the configuration, since it may be a secret: set it again",
+            )
+
+
+def _run_name(trainer: RunConfig) -> Iterator[Problem]:
+    """Names are parts of the default folder of the run, which they must not lead out of."""
+    for key, name in (("project_name", trainer.project_name), ("experiment_name", trainer.experiment_name)):
+        path = PurePath(name)
+        if not name.strip() or path.is_absolute() or ".." in path.parts:
+            yield Problem(
+                f"trainer.{key}",
+                f"found {name!r}, expected a name or a relative path without '..'; trainer.default_local_dir sets the "
+                "folder of the run",
+            )
 
 
 def _divisors_near(number: int, wanted: int) -> str:

@@ -45,8 +45,8 @@ StrList = Annotated[list[str], BeforeValidator(_as_list)]
 FilePath = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path of a file or folder, or a Hugging Face Hub id; `~` is expanded."""
 
-FilePaths = Annotated[list[FilePath], BeforeValidator(_as_list)]
-"""A list of paths; a single path is a list of one."""
+FilePaths = Annotated[list[FilePath], BeforeValidator(lambda value: [] if value is None else _as_list(value))]
+"""A list of paths; a single path is a list of one, null an empty list."""
 
 
 class Section(pydantic.BaseModel):
@@ -195,11 +195,10 @@ class ConfigField:
 
     def expected(self) -> str:
         """The type as shown to users: "int >= 1", "one of hf, native"."""
-        limits = " and ".join(_limits(self.info.metadata))
-        kinds = " or ".join(_type_name(kind) for kind in _members(self.annotation))
-        if limits and " or null" in kinds:
-            return kinds.replace(" or null", f" {limits} or null")
-        return f"{kinds} {limits}".strip()
+        members = [member for member in get_args(self.annotation) if get_origin(member) is Annotated]
+        limits = _limits([*self.info.metadata, *(limit for member in members for limit in get_args(member)[1:])])
+        first, *others = (_type_name(kind) for kind in _members(self.annotation))
+        return " or ".join([f"{first} {' and '.join(limits)}".strip(), *others])
 
 
 @functools.cache
@@ -274,8 +273,26 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_flat_dict(config: Schema) -> dict[str, Any]:
-    """Dotted key -> value of every field, for trackers and for comparing two runs."""
+    """Dotted key -> value of every field."""
     return flatten(config.model_dump(mode="json"), type(config))
+
+
+REDACTED = "<not saved>"
+#: settings of environment variables, which may be secrets
+_ENVIRONMENTS = {"worker_env", "env_vars"}
+
+
+def redacted(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields without the values of environment variables: for trackers, checkpoints and comparing two runs."""
+    return {key: _redacted(key.rpartition(".")[2], value) for key, value in flat.items()}
+
+
+def _redacted(name: str, value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    if name in _ENVIRONMENTS:
+        return dict.fromkeys(value, REDACTED)
+    return {key: _redacted(key, item) for key, item in value.items()}
 
 
 def differences(config: Schema) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from verl.config.checks import check_combinations, notes_of
 from verl.config.errors import ConfigError, Problem, format_value
-from verl.config.fields import Schema, derived_fields, differences, fields_of, to_flat_dict, unflatten
+from verl.config.fields import Schema, derived_fields, differences, fields_of, redacted, to_flat_dict, unflatten
 from verl.config.hydra import read_file, select_groups
 from verl.config.reader import Reader
 from verl.config.schema.ppo import Config
@@ -183,9 +183,16 @@ def apply_preset(given: Mapping[str, Any], presets: Presets, schema: type[Schema
     return {key: value for key, value in presets[name].items() if key not in dropped} | dict(given)
 
 
-def dump_config(config: Schema, *, everything: bool = False) -> str:
-    """YAML that loads to the same configuration: the fields that differ from their defaults, or all fields."""
+def dump_config(config: Schema, *, everything: bool = False, redact: bool = False) -> str:
+    """YAML that loads to the same configuration.
+
+    Args:
+        config: the configuration.
+        everything: all fields, not only those that differ from their defaults.
+        redact: without the values of environment variables, which may be secrets.
+    """
     chosen = to_flat_dict(config) if everything else differences(config)
+    chosen = redacted(chosen) if redact else chosen
     return yaml.safe_dump(unflatten(chosen), sort_keys=False, allow_unicode=True)
 
 

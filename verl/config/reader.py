@@ -114,7 +114,8 @@ class Reader:
         computed, found = self.schema.aliases.computed, []
 
         def lookup(key: str) -> Any:
-            return merged[key].value if key in merged else fields_of(self.schema)[key].default
+            known = fields_of(self.schema)
+            return merged[key].value if key in merged else known[key].default if key in known else None
 
         for key, given in layer.items():
             if key not in computed or given.value == REMOVED:

@@ -82,6 +82,7 @@ NO_EFFECT: dict[tuple[str, Any], tuple[str, ...]] = {
     ),
     ("algorithm.filter_groups.max_num_gen_batches", 0): ("algorithm.filter_groups.at_limit",),
     ("actor.use_kl_loss", False): ("actor.kl_loss_coef", "actor.kl_loss_type"),
+    ("actor.loss_agg_mode", None): ("actor.loss_scale_factor",),
     ("actor.loss_agg_mode", "token-mean"): ("actor.loss_scale_factor",),
     ("actor.loss_agg_mode", "token-sum"): ("actor.loss_scale_factor",),
     ("actor.loss_agg_mode", "seq-mean-token-sum"): ("actor.loss_scale_factor",),

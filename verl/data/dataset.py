@@ -31,8 +31,8 @@ DatasetConfig = Section | Mapping[str, Any] | HasGet | None
 def read_data_section(config: DatasetConfig, schema: type[Schema]) -> tuple[Any, str | None]:
     """The `data` section of a schema from what a dataset received as its config.
 
-    A mapping may have two more keys: `max_samples` replaces `train_max_samples`, and `chat_template` replaces the
-    tokenizer's chat template.
+    A mapping may have more keys: `max_samples` replaces `train_max_samples`, and `chat_template`, or
+    `custom_chat_template`, replaces the tokenizer's chat template.
 
     Args:
         config: the section itself, a mapping or OmegaConf node with some of its keys, an object with `get`, or None
@@ -50,14 +50,15 @@ def read_data_section(config: DatasetConfig, schema: type[Schema]) -> tuple[Any,
     section = schema.model_fields["data"].annotation
     if config is None:
         return section(), None
-    keys = [*section.model_fields, "max_samples", "chat_template"]
+    keys = [*section.model_fields, "max_samples", "chat_template", "custom_chat_template"]
     if OmegaConf.is_config(config):
         config = OmegaConf.to_container(config, resolve=True)
     given = dict(config) if isinstance(config, Mapping) else {key: config.get(key, None) for key in keys}
-    max_samples, chat_template = given.pop("max_samples", None), given.pop("chat_template", None)
+    max_samples = given.pop("max_samples", None)
+    templates = [given.pop(key, None) for key in ("chat_template", "custom_chat_template")]
     if max_samples is not None:
         given["train_max_samples"] = max_samples
-    return load_section("data", given, schema), chat_template
+    return load_section("data", given, schema), templates[0] or templates[1]
 
 
 def rows_to_use(rows: Rows, max_samples: int) -> int:

@@ -6,7 +6,9 @@ PromptSource                 the same as a source of `DataProto` batches: the fi
 """
 
 import bisect
+import copy
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl.protocol import DataProto
+
+logger = logging.getLogger("verl.data")
 
 _CHUNK = 1024  # rows converted from Arrow to Python objects at a time
 
@@ -97,7 +101,7 @@ class _JsonFile:
         return len(self.rows)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        return dict(self.rows[row])
+        return copy.deepcopy(self.rows[row])
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (dict(row) for row in self.rows)
@@ -113,13 +117,33 @@ class _JsonFile:
             raise ValueError(f"{self.path}: its values do not have one type per column: {error}") from error
 
 
+class RowTable:
+    """Rows that are in memory: a sequence of dicts, such as a Hugging Face dataset, in the form of a file."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]]):
+        self.path, self._rows = Path("dataframe"), rows
+        self.columns = tuple(rows[0]) if len(rows) else ()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return dict(self._rows[row])
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (dict(row) for row in self._rows)
+
+    def where(self, row: int) -> str:
+        return f"row {row} (the first is 0)"
+
+
 _READERS = {".parquet": _ParquetFile, ".jsonl": _JsonFile, ".json": _JsonFile}
 
 
 class Rows(Sequence):
     """The rows of one or several files as dicts that all have the keys `columns`."""
 
-    def __init__(self, files: Sequence[_ParquetFile | _JsonFile]):
+    def __init__(self, files: Sequence["_ParquetFile | _JsonFile | RowTable"]):
         self.files = list(files)
         self.columns = self.files[0].columns
         self._ends = np.cumsum([len(file) for file in self.files]).tolist()
@@ -133,6 +157,10 @@ class Rows(Sequence):
     def __len__(self) -> int:
         return self._ends[-1]
 
+    def number(self, row: int) -> int:
+        """The number of a row in the files; differs from `row` after `select`."""
+        return row
+
     def __getitem__(self, row: int) -> dict[str, Any]:
         file, local = self._locate(row)
         return file[local]
@@ -140,6 +168,14 @@ class Rows(Sequence):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for file in self.files:
             yield from file
+
+    def select(self, indices: Sequence[int]) -> "SelectedRows":
+        """The rows with these numbers."""
+        return SelectedRows(self, indices)
+
+    def filter(self, function: Callable[[dict[str, Any]], bool], **kwargs: Any) -> "SelectedRows":
+        """The rows for which `function(row)` is true. kwargs: those of Hugging Face's `Dataset.filter`, not used."""
+        return self.select([index for index, row in enumerate(self) if function(row)])
 
     @property
     def names(self) -> str:
@@ -164,7 +200,48 @@ class Rows(Sequence):
 
     def file_type(self, row: int) -> str:
         """The type of the file that a row comes from: "parquet", "jsonl" or "json"."""
-        return self._locate(row)[0].path.suffix.lower().lstrip(".")
+        path = self._locate(row)[0].path
+        return path.suffix.lower().lstrip(".") or path.name
+
+
+class SelectedRows(Rows):
+    """Some of the rows of files, in the given order.
+
+    Attributes:
+        numbers: the row number in the files of each row.
+    """
+
+    def __init__(self, rows: Rows, indices: Sequence[int]):
+        self.files, self.columns, self._rows = rows.files, rows.columns, rows
+        self.numbers = [rows.number(index) for index in indices]
+        self._indices = list(indices)
+
+    def _locate(self, row: int) -> tuple[_ParquetFile | _JsonFile, int]:
+        return self._rows._locate(self._indices[row])
+
+    def number(self, row: int) -> int:
+        return self.numbers[row]
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[row] for row in range(len(self)))
+
+
+def row_count(files: str | Path | Sequence[str | Path]) -> int:
+    """The number of rows of data files. Of parquet files, only the metadata is read."""
+    parquet = all(path.suffix.lower() == ".parquet" and path.is_file() for path in file_list(files))
+    return sum(pq.read_metadata(path).num_rows for path in file_list(files)) if parquet else len(read_rows(files))
+
+
+def check_batch_size(batch_size: int, rows: int) -> None:
+    """Raise ValueError if a batch has more prompts than there are rows."""
+    if batch_size > rows:
+        raise ValueError(
+            f"data.train_batch_size is {batch_size:,} prompts, but the training data has {rows:,} rows: set "
+            f"data.train_batch_size={rows} or less, or add data"
+        )
 
 
 def file_list(files: str | Path | Sequence[str | Path]) -> list[Path]:
@@ -207,6 +284,17 @@ def read_rows(files: str | Path | Sequence[str | Path]) -> Rows:
     return Rows(opened)
 
 
+def extra_info_column(rows: Rows) -> str:
+    """The column with the `extra_info` of a row: `extra_info`, or `extro_info`, a spelling that occurs in articles."""
+    if "extro_info" not in rows.columns:
+        return "extra_info"
+    if "extra_info" in rows.columns:
+        logger.warning("%s: the column 'extro_info' is ignored, because there is a column 'extra_info'", rows.names)
+        return "extra_info"
+    logger.info("%s: the column 'extro_info' is read as 'extra_info'", rows.names)
+    return "extro_info"
+
+
 class ResumableSampler:
     """Endless batches of row numbers, shuffled in every epoch.
 
@@ -221,11 +309,7 @@ class ResumableSampler:
     def __init__(self, num_rows: int, batch_size: int, *, seed: int = 0, shuffle: bool = True):
         if batch_size < 1:
             raise ValueError(f"batch size: expected int >= 1, found {batch_size}")
-        if batch_size > num_rows:
-            raise ValueError(
-                f"the batch size is {batch_size:,} prompts, but the data has {num_rows:,} rows: "
-                "decrease data.train_batch_size or add data"
-            )
+        check_batch_size(batch_size, num_rows)
         if seed < 0:
             raise ValueError(f"seed: expected int >= 0, found {seed}")
         self.num_rows = num_rows

@@ -1,17 +1,20 @@
 """Prompts for RL: read, checked and tokenized once, before any model is loaded."""
 
+import copy
+import inspect
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from torch import Tensor
+from omegaconf import OmegaConf
 from torch.utils.data import Dataset
 
 from verl.columns import COLUMNS
 from verl.config import schema
+from verl.config.upstream import upstream_defaults
+from verl.data.collate import collate_prompts
 from verl.data.dataset import (
     DatasetConfig,
     Encoded,
@@ -20,7 +23,7 @@ from verl.data.dataset import (
     rows_to_use,
     tokenize_rows,
 )
-from verl.data.files import Rows, file_list, read_rows
+from verl.data.files import Rows, RowTable, extra_info_column, file_list, read_rows
 from verl.data.tokenization import (
     TokenTable,
     encode_prompts,
@@ -36,6 +39,7 @@ logger = logging.getLogger("verl.data")
 
 Prompt = str | list[dict[str, Any]]
 
+_NO_TRUTH = {"style": "none", "ground_truth": None}
 _MEDIA_COLUMNS = ("images", "videos", "audios")
 
 
@@ -50,11 +54,16 @@ class RLHFDataset(Dataset):
     `dataset[i]` is a dict: prompt_ids (list of int), raw_prompt (messages or text), data_source, ability, reward_model,
     extra_info, index (the row's number in the files), and the other columns of the row.
 
+    A subclass may override `__getitem__`, and as in the public verl `_build_messages` (the prompt of a row),
+    `_read_files_and_tokenize` (sets `self.dataframe`, a sequence of dicts) and `maybe_filter_out_long_prompts` (selects
+    rows of it).
+
     Args:
         data_files: one path or several: .parquet, .jsonl, .json.
         tokenizer: a Hugging Face tokenizer. A missing pad token is set.
         config: the `data` section (`schema.DataConfig`), or a mapping with some of its keys.
         processor: not supported yet.
+        max_samples: number of rows to use, from the first on; -1: `config.train_max_samples`.
 
     Raises:
         ValueError: invalid files, rows, tokenizer or settings; the message names file and row.
@@ -66,24 +75,56 @@ class RLHFDataset(Dataset):
         tokenizer: Any,
         config: DatasetConfig = None,
         processor: Any = None,
+        max_samples: int = -1,
     ):
         if processor is not None:
             raise ValueError("RLHFDataset: image processors are not supported yet; remove the argument `processor`")
         self.data_files = [str(path) for path in file_list(data_files)]
-        self.tokenizer = tokenizer
+        self.tokenizer, self.processor = tokenizer, processor
         self.config, self.chat_template = read_data_section(config, schema.Config)
-        self.rows = read_rows(self.data_files)
+        self.max_samples = max_samples if max_samples >= 0 else self.config.train_max_samples
+        self.prompt_key, self.truncation = self.config.prompt_key, self.config.truncation
+        self.max_prompt_length = self.config.max_prompt_length
+        self.filter_overlong_prompts = self.config.filter_overlong_prompts
+        self.apply_chat_template_kwargs = self.config.apply_chat_template_kwargs
         prepare_tokenizer(tokenizer)
-        _check_columns(self.rows, self.config)
+        self._tokenized: Rows | None = None
+        self._read_files_and_tokenize()
+        if type(self).__getitem__ is RLHFDataset.__getitem__:
+            self._ensure_tokenized()
+
+    def _read_files_and_tokenize(self) -> None:
+        """Set `self.dataframe` to the rows to use."""
+        self.dataframe = self.maybe_filter_out_long_prompts(read_rows(self.data_files))
+
+    def _ensure_tokenized(self) -> None:
+        """Tokenize rows that a subclass has read or selected itself."""
+        if not self.is_tokenized:
+            self.dataframe = RLHFDataset.maybe_filter_out_long_prompts(self, self.dataframe)
+
+    @property
+    def is_tokenized(self) -> bool:
+        """Whether all prompts are tokenized. False for a subclass with rows and items of its own."""
+        return self.dataframe is self._tokenized
+
+    def maybe_filter_out_long_prompts(self, dataframe: Sequence[Mapping[str, Any]]) -> Rows:
+        """Check and tokenize all rows. Return those to use: without the overlong ones if they are to be dropped."""
         start = time.perf_counter()
-        self._kept: list[int] = []  # item -> row
+        rows = dataframe if isinstance(dataframe, Rows) else Rows([RowTable(dataframe)])
+        _check_columns(rows, self.config)
+        self._extra_info = extra_info_column(rows)
+        self._other_columns = _other_columns(rows, self.config)
         self._prompt_ids = TokenTable()
-        self._tokenize()
-        logger.info("tokenized %s prompts in %.1f s", f"{len(self):,}", time.perf_counter() - start)
-        self._other_columns = _other_columns(self.rows, self.config)
+        self._tokenized = rows.select(self._tokenize(rows))
+        logger.info("tokenized %s prompts in %.1f s", f"{len(self._tokenized):,}", time.perf_counter() - start)
+        return self._tokenized
+
+    def _build_messages(self, example: dict[str, Any]) -> Any:
+        """The prompt of a row: messages or text."""
+        return example[self.prompt_key]
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self.dataframe)
 
     @property
     def largest_token_id(self) -> int:
@@ -96,39 +137,45 @@ class RLHFDataset(Dataset):
         return self._prompt_ids.longest
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        index = self._kept[item]
-        row = self.rows[index]
-        where = self.rows.where(index)
+        self._ensure_tokenized()
+        row, where = self.dataframe[item], self.dataframe.where(item)
         return {name: row[name] for name in self._other_columns} | {
             "prompt_ids": self._prompt_ids[item],
-            "data_source": self._data_source(row, index),
+            "data_source": self._data_source(row, self.dataframe, item),
             "ability": row.get("ability") or "",
             "reward_model": _reward_model(row, where),
-            "extra_info": row.get("extra_info") or {},
-            "index": index,
+            "extra_info": row.get(self._extra_info) or {},
+            "index": self.dataframe.number(item),
             "raw_prompt": self._prompt(row, where),
         }
 
-    def _data_source(self, row: Mapping[str, Any], index: int) -> str:
+    def _data_source(self, row: Mapping[str, Any], rows: Rows, index: int) -> str:
         """The row's own source; otherwise the column that selects the reward; otherwise the file type ("jsonl")."""
         for key in ("data_source", self.config.reward_fn_key):
             if key in row:
                 if not isinstance(row[key], str) or not row[key]:
-                    raise ValueError(f"{self.rows.where(index)}: expected a name in column {key!r}, found {row[key]!r}")
+                    raise ValueError(f"{rows.where(index)}: expected a name in column {key!r}, found {row[key]!r}")
                 return row[key]
-        return self.rows.file_type(index)
+        return rows.file_type(index)
 
     def _prompt(self, row: Mapping[str, Any], where: str) -> Prompt:
         """Messages if the prompt goes through the chat template, otherwise text."""
         has_template = self.chat_template is not None or self.tokenizer.chat_template is not None
-        return read_prompt(row[self.config.prompt_key], self.config.prompt_format, has_template, where)
+        if type(self)._build_messages is not RLHFDataset._build_messages:
+            row = copy.deepcopy(row)  # it may change the messages in place
+        return read_prompt(self._build_messages(row), self.config.prompt_format, has_template, where)
 
-    def _tokenize(self) -> None:
-        """Check every row, tokenize its prompt, and keep the rows whose prompt fits."""
-        config, overlong = self.config, {}  # row -> tokens
-        count = rows_to_use(self.rows, config.train_max_samples)
+    def _tokenize(self, rows: Rows) -> list[int]:
+        """Check every row and tokenize its prompt. Returns the indices of the rows whose prompt fits."""
+        config, overlong, kept = self.config, {}, []  # overlong: row -> tokens
+        count = rows_to_use(rows, self.max_samples)
         tokenized = tokenize_rows(
-            self.tokenizer, self.rows, count, read=self._check_row, texts_of=_texts_of, encode=self._encode
+            self.tokenizer,
+            rows,
+            count,
+            read=lambda row, index: self._check_row(row, rows, index),
+            texts_of=_texts_of,
+            encode=self._encode,
         )
         for index, (ids, _) in tokenized:
             if len(ids) > config.max_prompt_length:
@@ -136,16 +183,17 @@ class RLHFDataset(Dataset):
                 if config.filter_overlong_prompts or config.truncation == "error":
                     continue
                 ids = truncate(ids, config.max_prompt_length, config.truncation)
-            self._kept.append(index)
+            kept.append(index)
             self._prompt_ids.append(ids)
-        self._report_overlong(overlong, count)
+        self._report_overlong(overlong, rows, count, bool(kept))
+        return kept
 
-    def _check_row(self, row: Mapping[str, Any], index: int) -> Prompt:
+    def _check_row(self, row: Mapping[str, Any], rows: Rows, index: int) -> Prompt:
         """The prompt of a row. Raises ValueError if the row cannot be used."""
-        where = self.rows.where(index)
+        where = rows.where(index)
         refuse_media(row, _MEDIA_COLUMNS, where)
         _reward_model(row, where)
-        self._data_source(row, index)
+        self._data_source(row, rows, index)
         return self._prompt(row, where)
 
     def _encode(self, prompts: list[Prompt], where: Callable[[int], str]) -> list[Encoded]:
@@ -158,18 +206,18 @@ class RLHFDataset(Dataset):
         )
         return [(ids, []) for ids in encoded]
 
-    def _report_overlong(self, overlong: dict[int, int], count: int) -> None:
+    def _report_overlong(self, overlong: dict[int, int], rows: Rows, count: int, any_kept: bool) -> None:
         config = self.config
-        if not overlong and self._kept:
+        if not overlong and any_kept:
             return
         found = f"{len(overlong):,} of {count:,} prompts longer than {config.max_prompt_length:,} tokens"
         if overlong and not config.filter_overlong_prompts and config.truncation == "error":
             raise ValueError(
-                f"data.max_prompt_length: {found}; {overlong_figures(overlong, self.rows)}. Increase the limit, or "
+                f"data.max_prompt_length: {found}; {overlong_figures(overlong, rows)}. Increase the limit, or "
                 "set data.filter_overlong_prompts=True to drop them, or data.truncation to left, right or middle"
             )
-        if not self._kept:
-            what = f"{', '.join(self.data_files)}: none of the {count:,} rows is usable"
+        if not any_kept:
+            what = f"{rows.names}: none of the {count:,} rows is usable"
             if overlong:
                 what += f"; {found}, the shortest has {min(overlong.values()):,}: increase data.max_prompt_length"
             raise ValueError(what)
@@ -187,17 +235,11 @@ def _check_columns(rows: Rows, config: schema.DataConfig) -> None:
             f"{rows.names}: no column {config.reward_fn_key!r} to select the reward by (data.reward_fn_key): "
             f"{did_you_mean(config.reward_fn_key, rows.columns)}"
         )
-    if "reward_model" not in rows.columns and "answer" not in rows.columns:
-        raise ValueError(
-            f"{rows.names}: no ground truth to score against: expected a column 'reward_model' "
-            '({"style": "rule", "ground_truth": ...}, or {"style": "model"} with a reward model) or a column '
-            f"'answer'; found {', '.join(rows.columns)}"
-        )
 
 
 def _other_columns(rows: Rows, config: schema.DataConfig) -> list[str]:
     """The columns that items keep unchanged. Columns whose names the batch uses itself are dropped with a warning."""
-    read = {config.prompt_key, "data_source", "ability", "reward_model", "extra_info"}
+    read = {config.prompt_key, "data_source", "ability", "reward_model", "extra_info", "extro_info"}
     others = [name for name in rows.columns if name not in read]
     reserved = [name for name in others if name in COLUMNS or name == "index"]
     if reserved:
@@ -206,7 +248,9 @@ def _other_columns(rows: Rows, config: schema.DataConfig) -> list[str]:
 
 
 def _reward_model(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The `reward_model` entry of a row. Raises ValueError if a rule could not score the row."""
+    """The `reward_model` entry of a row. Raises ValueError if a row of a file with ground truths has none."""
+    if "reward_model" not in row and "answer" not in row:
+        return dict(_NO_TRUTH)
     if "reward_model" in row:
         given, column = row["reward_model"], "reward_model"
         if not isinstance(given, Mapping):
@@ -229,81 +273,14 @@ def _texts_of(prompt: Prompt) -> list[str]:
     return [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
 
 
-# ---- from items to a batch ------------------------------------------------------------------------------------------
-
-
-def collate_prompts(items: Sequence[Mapping[str, Any]]) -> DataProto:
-    """B items of a dataset -> a batch of object columns. Tensors are added by generation.
-
-    Args:
-        items: mappings with `data_source`, `reward_model` and the token ids of the prompt in one of three forms:
-            `prompt_ids`; `raw_prompt_ids`; left-padded `input_ids` with `attention_mask`. `extra_info`, `ability` and
-            `raw_prompt` are optional. Other keys become columns.
-
-    Raises:
-        ValueError: no items, an item that does not have this form, or items with different keys.
-    """
-    if not items:
-        raise ValueError("collate_prompts: expected at least one item, found none")
-    rows = [_standard_item(item, position) for position, item in enumerate(items)]
-    for position, row in enumerate(rows):
-        if row.keys() != rows[0].keys():
-            raise ValueError(
-                f"dataset item {position} of the batch: expected the keys of item 0, differs in "
-                f"{', '.join(sorted(row.keys() ^ rows[0].keys()))}"
-            )
-    return DataProto.from_dict(non_tensors={name: [row[name] for row in rows] for name in rows[0]})
-
-
-def _standard_item(item: Any, position: int) -> dict[str, Any]:
-    if not isinstance(item, Mapping):
-        raise ValueError(f"dataset item {position} of the batch: expected a dict, found {type(item).__name__}")
-    for key in ("data_source", "reward_model"):
-        if key not in item:
-            raise ValueError(
-                f"dataset item {position} of the batch has no {key!r}, which the reward needs: "
-                f"found {', '.join(map(str, item))}"
-            )
-    row = {"extra_info": {}, "ability": "", "raw_prompt": None}
-    row |= {k: v for k, v in item.items() if k not in _PROMPT_FORMS}
-    row["prompt_ids"] = _prompt_ids(item, position)
-    return row
-
-
-_PROMPT_FORMS = ("prompt_ids", "raw_prompt_ids", "input_ids", "attention_mask", "position_ids")
-
-
-def _prompt_ids(item: Mapping[str, Any], position: int) -> list[int]:
-    if "prompt_ids" in item:
-        ids = _as_list(item["prompt_ids"])
-    elif "raw_prompt_ids" in item:
-        ids = _as_list(item["raw_prompt_ids"])
-    elif "input_ids" in item and "attention_mask" in item:
-        ids = [i for i, real in zip(_as_list(item["input_ids"]), _as_list(item["attention_mask"])) if real]
-    else:
-        raise ValueError(
-            f"dataset item {position} of the batch has no prompt token ids: expected 'prompt_ids', or "
-            f"'raw_prompt_ids', or 'input_ids' with 'attention_mask'; found {', '.join(map(str, item))}"
-        )
-    if not ids or not all(isinstance(i, int) for i in ids):
-        raise ValueError(
-            f"dataset item {position} of the batch: expected a non-empty list of token ids, found {ids!r:.80}"
-        )
-    return ids
-
-
-def _as_list(ids: Sequence[int] | np.ndarray | Tensor) -> list[int]:
-    return ids.tolist() if isinstance(ids, Tensor | np.ndarray) else list(ids)
-
-
 # ---- custom datasets ------------------------------------------------------------------------------------------------
 
 
 def load_dataset_class(path: str | None, name: str | None) -> type[Dataset]:
     """Load a custom dataset class.
 
-    The class is a torch `Dataset` with a length, is created as `cls(data_files=..., tokenizer=..., config=...)` with
-    the `data` section as config (a mapping with attribute access), and its items are what `collate_prompts` takes.
+    The class is a torch `Dataset` with a length, is created by `create_custom_dataset`, and its items are what
+    `PromptCollator` takes.
 
     Args:
         path: a .py file or a module.
@@ -322,12 +299,48 @@ def load_dataset_class(path: str | None, name: str | None) -> type[Dataset]:
     return found
 
 
-def check_dataset(dataset: Dataset) -> None:
-    """Raise ValueError if the dataset is empty, or its first item is not what `collate_prompts` takes."""
+def create_custom_dataset(
+    cls: type[Dataset], data_files: Sequence[str], tokenizer: Any, settings: Mapping[str, Any], max_samples: int
+) -> Dataset:
+    """Create a dataset as `cls(data_files=..., tokenizer=..., config=...)`, as the public verl does.
+
+    Args:
+        cls: the class. `processor=None` and `max_samples` are passed if its constructor has such parameters.
+        data_files: paths.
+        tokenizer: a Hugging Face tokenizer.
+        settings: the `data` section; it becomes `config`, with attribute access, `get` and the keys of the public verl
+            that are not supported, at their defaults.
+        max_samples: number of rows to use; -1: all.
+    """
+    defaults = {key.partition("data.")[2]: v for key, v in upstream_defaults().items() if key.startswith("data.")}
+    public = {k: None if str(v).startswith("${") else v for k, v in defaults.items() if "." not in k}
+    config = OmegaConf.create({**public, **settings, "train_max_samples": max_samples})
+    parameters = inspect.signature(cls).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    more = {"processor": None, "max_samples": max_samples}
+    more = {name: value for name, value in more.items() if takes_any or name in parameters}
+    return cls(data_files=list(data_files), tokenizer=tokenizer, config=config, **more)
+
+
+def check_ground_truth(dataset: Dataset, function: str) -> None:
+    """Raise ValueError if the rows of an RLHFDataset have no ground truth, which the reward function needs."""
+    if isinstance(dataset, RLHFDataset) and dataset[0]["reward_model"] == _NO_TRUTH:
+        rows = dataset.dataframe
+        raise ValueError(
+            f"{rows.names}: no ground truth to score against, which {function} needs: expected a column 'reward_model' "
+            '({"style": "rule", "ground_truth": ...}) or a column \'answer\'; found '
+            f"{', '.join(rows.columns)}. Add one, or use a reward that needs none: a function of your own "
+            "(reward.custom_reward_function.path), a reward model (reward.reward_model.enable=true), or "
+            "reward.reward_function=format"
+        )
+
+
+def check_dataset(dataset: Dataset, collate: Callable[[list[dict[str, Any]]], DataProto] = collate_prompts) -> None:
+    """Raise ValueError if the dataset is empty, or its first item is not what `collate` takes."""
     name = type(dataset).__name__
     if len(dataset) == 0:
         raise ValueError(f"{name}: the dataset has no items")
     try:
-        collate_prompts([dataset[0]])
+        collate([dataset[0]])
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error

@@ -38,6 +38,11 @@ logger = logging.getLogger("verl.data")
 
 _PROMPT_COLUMNS = ("prompt", "question")
 _RESPONSE_COLUMNS = ("response", "answer")
+#: columns that change how a public trainer renders a chat -> what to do here
+_NOT_RENDERED = {
+    "tools": "write the tool definitions into the system message, or remove the column to train without them",
+    "enable_thinking": "remove it and set data.apply_chat_template_kwargs.enable_thinking for all rows",
+}
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,9 @@ class SFTDataset(Dataset):
         """The row as a chat, or as two plain texts."""
         columns, where = self._columns, self.rows.where(index)
         if columns.messages is not None:
+            for name, fix in _NOT_RENDERED.items():
+                if row.get(name) not in (None, [], ""):
+                    raise ValueError(f"{where}: the column {name!r} is not supported with chats: {fix}")
             return check_messages(row[columns.messages], where)
         response = _follow(row, columns.response, columns.response_path, where)
         if not isinstance(response, str) and response is not None:

@@ -188,7 +188,8 @@ def encode_prompts(
     if chats and chat_template is None and tokenizer.chat_template is None:
         raise ValueError(
             f"{where(chats[0])}: the prompt is a chat, but the tokenizer has no chat template: use the tokenizer "
-            "of an instruction-tuned model, set model.custom_chat_template, or use plain-text prompts"
+            "of an instruction-tuned model, set model.custom_chat_template (of a dataset made in Python: "
+            'config={"custom_chat_template": ...}), or use plain-text prompts'
         )
     rendered = render_chats(
         tokenizer,

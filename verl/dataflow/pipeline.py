@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from verl import columns
+from verl.dataflow.metrics import merge_passes
 from verl.dataflow.operator import HOLD, Operator, dependencies
-from verl.dataflow.run import Observer, PipelineRun, Span, as_batch, require_columns
+from verl.dataflow.run import Observer, PipelineRun, Reports, Span, as_batch, require_columns
 from verl.protocol import DataProto
 
 logger = logging.getLogger("verl.dataflow")
@@ -38,6 +39,7 @@ class Pipeline:
         self.observer: Observer | None = None
         self.processes_of: Callable[[str], Hashable | None] | None = None
         self._dependencies = dependencies(operators)
+        self._held: list[dict[int, tuple[Reports, int]]] = []  # reports of the runs that ended with HOLD
 
     @property
     def timings(self) -> dict[str, float]:
@@ -52,8 +54,8 @@ class Pipeline:
 
         Returns:
             The batch after the last operator, or HOLD if an operator kept it. `meta_info["metrics"]` and `["timing"]`
-            of the result hold the reports of all operators. Those of a run that ended with HOLD are lost, so an
-            operator that holds reports its metrics when it returns the batch.
+            of the result hold the reports of all operators, of this run and of those before it that ended with HOLD
+            (merged by `verl.dataflow.metrics`).
         """
         start = time.perf_counter()
         current = PipelineRun(
@@ -69,14 +71,29 @@ class Pipeline:
                     result = op.func() if given is None else op.func(given.batch)
                 except Exception as error:
                     current.annotate(i, error)
+                    self._held = []
                     raise
                 current.end(i, given, result, (began, time.perf_counter()))
         self.seconds = time.perf_counter() - start
+        self._held.append(current.reports)
         if result is HOLD:
             return HOLD
-        reports = current.reports()
-        current.batch.meta_info |= {"metrics": reports["metrics"], "timing": reports["timing"] | self.timings}
+        metrics, timing = self._take_reports()
+        current.batch.meta_info |= {"metrics": metrics, "timing": timing | self.timings}
         return current.batch
+
+    def _take_reports(self) -> tuple[dict[str, float], dict[str, float]]:
+        """The metrics and finer timings of the runs since the last batch, in the order of the operators."""
+        runs, self._held = self._held, []
+        metrics: dict[str, float] = {}
+        timing: dict[str, float] = {}
+        for i in range(-1, len(self.operators)):
+            found = [run[i] for run in runs if i in run]
+            metrics |= merge_passes([(reports["metrics"], rows) for reports, rows in found])
+            for reports, _ in found:
+                for name, seconds in reports["timing"].items():
+                    timing[name] = timing.get(name, 0.0) + seconds
+        return metrics, timing
 
     def _processes(self) -> list[Hashable | None]:
         """The processes that run each operator."""

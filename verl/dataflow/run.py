@@ -82,8 +82,10 @@ class PipelineRun:
         self._ended: set[int] = set()
         self._waiting = list(range(len(operators)))
         self._running: dict[concurrent.futures.Future, tuple[int, OperatorInput | None]] = {}
-        self._initial_reports = {} if batch is None else take_reports(batch)
-        self._reports: dict[int, Reports] = {}
+        #: position of an operator (-1: the input) -> its reports, and the rows of the batch after it
+        self.reports: dict[int, tuple[Reports, int]] = {}
+        if batch is not None:
+            self.reports[-1] = take_reports(batch), len(batch)
         self._writer = {} if batch is None else dict.fromkeys(batch.columns, -1)  # column -> position of its writer
         self._dropped: dict[str, str] = {}  # column -> the operator whose result replaced the batch without it
 
@@ -117,7 +119,8 @@ class PipelineRun:
         self._ended.add(i)
         if result is not HOLD or op.on is not None:
             before = () if self.batch is None else self.batch.columns
-            self.batch, self._reports[i] = advance(op, self.batch, given, result)
+            self.batch, reports = advance(op, self.batch, given, result)
+            self.reports[i] = reports, len(self.batch)
             self._record_writers(i, before, replaced=isinstance(result, DataProto) and not op.writes)
         if self._observer is not None:
             self._observer(op.name, span[1] - span[0], self.batch)
@@ -133,17 +136,13 @@ class PipelineRun:
     def annotate(self, i: int, error: BaseException) -> None:
         """Add notes to an error: the operator that raised it, and those that ran at the same time."""
         error.add_note(f"raised in operator {self._operators[i].name!r}")
+        if isinstance(error, KeyError):
+            for column, operator in self._dropped.items():
+                if f"{column!r}" in str(error) or f'"{column}"' in str(error):
+                    error.add_note(_dropped_by(column, operator))
         others = [self._operators[j].name for j, _ in self._running.values() if j != i]
         if others:
             error.add_note(f"running at the same time: {', '.join(others)}")
-
-    def reports(self) -> Reports:
-        """The reports of all operators, merged in list order."""
-        merged: Reports = {"metrics": {}, "timing": {}}
-        for reports in (self._initial_reports, *(self._reports[i] for i in sorted(self._reports))):
-            for name, facts in reports.items():
-                merged[name] |= facts
-        return merged
 
     # ---- one operator -----------------------------------------------------------------------------------------------
 
@@ -221,14 +220,18 @@ def require_columns(
         if name in batch:
             continue
         if dropped and name in dropped:
-            raise DataProtoValidationError(
-                f"operator {op.name!r} reads {name!r}, which operator {dropped[name]!r} dropped: it declares no "
-                "`writes`, so the batch that it returned replaced the previous one. Keep the column in that batch, or "
-                f"declare the `writes` of {dropped[name]!r} to add to the batch instead"
-            )
+            raise DataProtoValidationError(f"operator {op.name!r} reads {name!r}: {_dropped_by(name, dropped[name])}")
         raise DataProtoValidationError(
             f"operator {op.name!r} reads {name!r}, which is not in the batch: {did_you_mean(name, batch.columns)}"
         )
+
+
+def _dropped_by(column: str, operator: str) -> str:
+    return (
+        f"{column!r} was dropped by operator {operator!r}, which declares no `writes`, so the batch that it returned "
+        "replaced the previous one. Keep the column in that batch, or return a mapping of the new columns, or declare "
+        f"the `writes` of {operator!r}, to add to the batch instead"
+    )
 
 
 def take_reports(batch: DataProto) -> Reports:

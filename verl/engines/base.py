@@ -207,6 +207,13 @@ class TrainEngine(ABC):
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
+    def non_finite_state(self) -> list[str]:
+        """Names of the trained weights and optimizer state that contain NaN or infinity, the same on every rank.
+
+        Called before each checkpoint, by all ranks; a checkpoint with such state is not written.
+        """
+        return []
+
     @abstractmethod
     def save(self, folder: Path, contents: tuple[str, ...], background: bool = False) -> None:
         """Write a checkpoint.

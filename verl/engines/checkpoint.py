@@ -184,6 +184,17 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     return get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
 
 
+def trained_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The trained parameters by name, and their optimizer state as `name (state)`."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            tensors[name] = parameter.detach()
+            state = optimizer.state.get(parameter, {})
+            tensors |= {f"{name} ({key})": value for key, value in state.items() if key != "step"}
+    return tensors
+
+
 def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Restore the optimizer state from the shards of a folder."""
     state = {"optimizer": optimizer_state(model, optimizer)}

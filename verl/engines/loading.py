@@ -148,6 +148,7 @@ def _recipe(spec: ModelSpec) -> tuple[Any, Any, dict[str, Any]]:
     }[spec.kind]
     section = spec.section
     hf = read_config(section.path, section.override_config, section.trust_remote_code)
+    _check_architecture(auto, hf, section)
     for name in hf.to_dict():
         if ("dropout" in name or name in _DROPOUT) and name not in section.override_config:
             setattr(hf, name, 0.0)
@@ -162,6 +163,19 @@ def _recipe(spec: ModelSpec) -> tuple[Any, Any, dict[str, Any]]:
     if section.use_remove_padding:
         build["attn_implementation"] = batch_invariant.NAME if spec.kernels == "batch_invariant" else attention.NAME
     return auto, hf, build
+
+
+def _check_architecture(auto: Any, hf: Any, section: schema.ModelConfig) -> None:
+    """Raise ValueError if transformers has no model of this kind for the config."""
+    has_own_code = section.trust_remote_code and auto.__name__ in (hf.to_dict().get("auto_map") or {})
+    if has_own_code or type(hf) in auto._model_mapping:
+        return
+    if {"vision_config", "audio_config"} & set(type(hf).sub_configs):
+        raise ValueError(
+            f"{section.path}: {type(hf).__name__} is a vision-language or audio model; vision-language models are not "
+            "supported yet. Use a text model of the same family"
+        )
+    raise ValueError(f"{section.path}: {type(hf).__name__} has no {auto.__name__.removeprefix('AutoModelFor')} model")
 
 
 def _from_pretrained(auto: Any, spec: ModelSpec, hf: Any, build: dict[str, Any]) -> nn.Module:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from verl.engines import checkpoint, memory
 from verl.engines.base import EngineSpec, MicroBatching, Objective, Tensors, TrainEngine
@@ -322,6 +323,15 @@ class TorchEngine(TrainEngine):
         self._onloaded.pop().__exit__(None, None, None)
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def non_finite_state(self) -> list[str]:
+        tensors = checkpoint.trained_state(self.module, self.optimizer)
+        # maximum norm: the sum of squares of finite values could overflow
+        shards = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
+        shards = [t if t.numel() else t.new_zeros(1) for t in shards]
+        largest = torch.stack([x.float() for x in torch._foreach_norm(shards, float("inf"))])
+        broken = self.max_over_ranks([float(not x) for x in largest.isfinite().tolist()])
+        return [name for name, is_broken in zip(tensors, broken) if is_broken]
 
     def save(self, folder: Path, contents: tuple[str, ...], background: bool = False) -> None:
         folder = Path(folder)

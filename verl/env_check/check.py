@@ -66,7 +66,7 @@ def inspect_env() -> EnvReport:
         *gpus,
         packages.check_fsdp2(probes),
         packages.check_attention(probes, gpu=gpus[0].state == OK),
-        *packages.check_optional(probes, unused=_needed_by(supported=False) - _needed_by(supported=True)),
+        *packages.check_optional(probes, unused=needed_by(supported=False) - needed_by(supported=True)),
         machine.check_disk(),
         machine.check_shared_memory(),
         machine.check_open_files(),
@@ -76,7 +76,7 @@ def inspect_env() -> EnvReport:
     return EnvReport(found, possible_modes(found))
 
 
-def _needed_by(supported: bool) -> set[str]:
+def needed_by(supported: bool) -> set[str]:
     """Checks that supported modes need, or (supported=False) modes that this version does not support."""
     return {name for file, needs in _MODES.values() if (_PACKAGE / file).is_file() == supported for name in needs}
 

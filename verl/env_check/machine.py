@@ -19,6 +19,12 @@ DISK_GIB = 10.0
 SHARED_MEMORY_GIB = 1.0
 OPEN_FILES = 65536
 
+#: names of interfaces that do not lead to another host start with one of these
+_VIRTUAL = (
+    *("lo", "docker", "br-", "veth", "dummy", "ifb", "virbr", "vnet", "cni", "flannel", "cali", "cilium", "lxc"),
+    *("podman", "tun", "tap", "sit", "gre", "erspan", "ip6", "ip_vti", "teql", "kube", "nodelocaldns", "wg"),
+)
+
 #: variable -> (value that slows down or breaks a run, its effect)
 _COSTLY = {
     "NCCL_P2P_DISABLE": ("1", "GPUs of this host exchange data through main memory"),
@@ -136,23 +142,34 @@ def check_open_files() -> Check:
     return Check("open files", NOTE, f"{soft}: Ray and many workers need more", f"ulimit -n {reachable}")
 
 
-def check_variables(environment: Mapping[str, str] = os.environ) -> list[Check]:
-    """NCCL and CUDA variables: values that slow down a run, and network interfaces that do not exist."""
+def check_variables(
+    environment: Mapping[str, str] = os.environ,
+    adapters: Path = Path("/sys/class/infiniband"),
+    routes: Path = Path("/proc/net/route"),
+) -> list[Check]:
+    """NCCL and CUDA variables: values that slow down a run, and network interfaces that do not exist.
+
+    Args:
+        environment: the variables.
+        adapters: folder in which Linux lists the InfiniBand adapters.
+        routes: Linux's routing table.
+    """
+    has_infiniband = adapters.is_dir() and any(adapters.iterdir())
     checks = [
         Check(name, NOTE, f"{value}: {effect}", f"unset {name}")
         for name, (value, effect) in _COSTLY.items()
-        if environment.get(name) == value
+        if environment.get(name) == value and (has_infiniband or name != "NCCL_IB_DISABLE")
     ]
     interfaces = environment.get("NCCL_SOCKET_IFNAME")
     if interfaces is not None:
-        checks.append(_check_interfaces(interfaces))
+        checks.append(_check_interfaces(interfaces, routes))
     named = {check.name for check in checks}
     others = [f"{k}={v}" for k, v in sorted(environment.items()) if k.startswith("NCCL_") and k not in named]
     checks.append(Check("NCCL variables", OK, ", ".join(others) or "none set"))
     return checks
 
 
-def _check_interfaces(value: str) -> Check:
+def _check_interfaces(value: str, routes: Path) -> Check:
     """NCCL_SOCKET_IFNAME: prefixes of network interfaces; `=name` for an exact name; a leading `^` excludes."""
     name = "NCCL_SOCKET_IFNAME"
     present = [interface for _, interface in socket.if_nameindex()]
@@ -165,5 +182,15 @@ def _check_interfaces(value: str) -> Check:
         matching = [i for i in present if i.startswith(tuple(value.split(",")))]
     if matching:
         return Check(name, OK, f"{value} (here: {', '.join(matching)})")
-    fix = f"export {name}={next((i for i in present if i != 'lo'), 'lo')}"
+    usable = _interface_to_other_hosts(present, routes)
+    fix = f"unset {name}" if usable is None else f"export {name}={usable}"
     return Check(name, FAULT, f"{value} matches no network interface of this host ({', '.join(present)})", fix)
+
+
+def _interface_to_other_hosts(present: list[str], routes: Path) -> str | None:
+    """The interface of the default route, otherwise the first one that is not virtual; None if there is none."""
+    if routes.is_file():
+        for fields in map(str.split, routes.read_text().splitlines()[1:]):
+            if fields[1] == "00000000" and fields[0] in present:
+                return fields[0]
+    return next((interface for interface in present if not interface.startswith(_VIRTUAL)), None)

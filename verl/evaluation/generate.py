@@ -16,6 +16,7 @@ from verl.config import ConfigError, Problem, check_inputs, check_registered, ch
 from verl.config.schema.offline import GenerationConfig
 from verl.data.tokenization import load_tokenizer
 from verl.dataflow import DataFlow, Operator
+from verl.engines.loading import check_model
 from verl.evaluation.prompts import PromptSet, check_output, read_prompts, write_output
 from verl.evaluation.shards import Responses, ResponseShards
 from verl.protocol import DataProto
@@ -26,7 +27,7 @@ from verl.trainer.command_line import USER_ERRORS, print_error
 from verl.trainer.inputs import stop_token_ids
 from verl.trainer.model_limits import ModelLimits
 from verl.trainer.ppo_operators import Roles, repeat
-from verl.trainer.preflight import check_model_section
+from verl.trainer.torchrun import check_launcher, launcher_settings
 from verl.utils.decoding import decode_all
 from verl.utils.device import resolve_device, resolve_dtype
 from verl.utils.disk import DiskFullError
@@ -173,10 +174,13 @@ class GenerationRun:
     ):
         if config is None:
             checks = [check_inputs, check_generation, check_engine]
-            config = load_config(config_path, overrides, schema=GenerationConfig, extra_checks=checks)
+            config = load_config(
+                config_path, overrides, base=launcher_settings(), schema=GenerationConfig, extra_checks=checks
+            )
         elif problems := [*check_generation(config), *check_engine(config)]:
             raise ConfigError(problems)
         check_supported(config)
+        check_launcher(config.trainer)
         self.config = config
         self.roles: dict[str, WorkerGroup] = {}
         self.output = Path(config.data.output_path)
@@ -207,7 +211,7 @@ class GenerationRun:
 
     def _check_model(self) -> None:
         self.dtype = resolve_dtype(self.config.rollout.dtype, resolve_device(self.config.trainer.device))
-        check_model_section(self.config.model, "causal_lm")
+        check_model(self.config.model, "causal_lm")
 
     def _read_prompts(self) -> None:
         self.tokenizer = load_tokenizer(self.config.model)

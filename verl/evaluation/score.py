@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from verl.config.schema.offline import EvalConfig, EvalDataConfig, EvalRewardConfig
-from verl.data.files import Rows, read_rows
+from verl.data.files import Rows, extra_info_column, read_rows
 from verl.dataflow import DataFlow, Operator
 from verl.protocol import DataProto
 from verl.registry import did_you_mean
@@ -81,11 +81,12 @@ def read_responses(paths: Sequence[str], data: EvalDataConfig) -> list[PromptWit
             f"data.reward_model_key) or a column 'answer'; found {', '.join(rows.columns)}"
         )
     seen: Counter[str] = Counter()
-    return [_read_row(row, index, rows, data, seen) for index, row in enumerate(rows)]
+    extra_info = extra_info_column(rows)
+    return [_read_row(row, index, rows, data, seen, extra_info) for index, row in enumerate(rows)]
 
 
 def _read_row(
-    row: Mapping[str, Any], index: int, rows: Rows, data: EvalDataConfig, seen: Counter[str]
+    row: Mapping[str, Any], index: int, rows: Rows, data: EvalDataConfig, seen: Counter[str], extra_info: str
 ) -> PromptWithResponses:
     where = rows.where(index)
     responses = row[data.response_key]
@@ -102,7 +103,7 @@ def _read_row(
         key=f"{prompt}#{seen[prompt]}",
         data_source=source,
         ground_truth=_ground_truth(row, where, data),
-        extra_info=row.get("extra_info") or {},
+        extra_info=row.get(extra_info) or {},
         responses=responses,
         where=where,
     )

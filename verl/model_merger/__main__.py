@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     merge.add_argument(
         "--max_shard_size", type=_bytes, default="5GB", help="maximum size of a weight file; default 5GB"
     )
-    merge.add_argument("--allow_unchanged", action="store_true", help="allow a result that equals the base model")
+    merge.add_argument("--allow_unchanged", action="store_true", help="do not compare the result with the base model")
     merge.add_argument("--overwrite", action="store_true", help="replace the weights in a non-empty target_dir")
     merge.add_argument("--adapter_dir", type=Path, help="also write the LoRA adapters there, in peft's format")
 

@@ -43,7 +43,7 @@ def merge(options: MergeOptions) -> Path:
 
     Raises:
         ValueError: If the checkpoint is incomplete, its weights do not match the config, or the result differs from the
-            checkpoint or equals the base model. The target is not changed in this case.
+            checkpoint or lost what was learned by rounding. The target is not changed in this case.
     """
     checkpoint = open_checkpoint(options.local_dir, options.base, options.backend)
     export = _export(checkpoint, options.lora_alpha, options.trust_remote_code, DTYPES[options.dtype])
@@ -66,7 +66,7 @@ def merge(options: MergeOptions) -> Path:
         _check_recorded_files(target, folder, checkpoint)
         write_weights(folder, export.plan, export.tensors(), options.max_shard_bytes)
         if not options.allow_unchanged:
-            _refuse_unchanged(folder, base, export)
+            _check_changed(folder, base, export)
         difference = verify.check_against_checkpoint(folder, export)
     if options.adapter_dir is not None:
         _export_adapter(export, options, base)
@@ -129,7 +129,7 @@ def _already_merged(checkpoint: Checkpoint, export: Export, options: MergeOption
             "overwrite: choose another folder"
         )
     if not options.allow_unchanged:
-        _refuse_unchanged(checkpoint.config_folder, _base_folder(checkpoint, options.base), export)
+        _check_changed(checkpoint.config_folder, _base_folder(checkpoint, options.base), export)
     verify.check_against_checkpoint(checkpoint.config_folder, export)
     logger.info("%s is already a HuggingFace model: verified, nothing written", checkpoint.config_folder)
     return checkpoint.config_folder
@@ -196,23 +196,29 @@ def _base_folder(checkpoint: Checkpoint, named: str | None) -> Path | None:
     return folder
 
 
-def _refuse_unchanged(folder: Path, base: Path | None, export: Export) -> None:
+def _check_changed(folder: Path, base: Path | None, export: Export) -> None:
+    """Warn if training changed nothing. Raises ValueError if the result lost the changes by rounding to --dtype."""
     source = export.source
     if isinstance(source, MergedAdapters) and source.is_untrained():
-        raise ValueError(
-            "all LoRA adapters are zero: they were saved before the first step, or never trained. "
-            "To write the model anyway, use --allow_unchanged"
-        )
+        logger.warning("all LoRA adapters are zero: they were saved before the first step, or never trained")
+        return
     if base is None:
         return
     difference = verify.first_difference(SafetensorsFolder(folder), SafetensorsFolder(base))
-    if difference is None:
+    if difference is not None:
+        logger.info("differs from the base model %s (first difference: %s)", base, difference)
+        return
+    if export.dtype is not None:
         raise ValueError(
             f"the result equals the base model {base}: the trained weights were not saved, or the changes are lost by "
             f"rounding to {export.main_dtype} (use --dtype float32). "
             "To write the model anyway, use --allow_unchanged"
         )
-    logger.info("differs from the base model %s (first difference: %s)", base, difference)
+    logger.warning(
+        "THE RESULT EQUALS THE BASE MODEL %s: training changed no weight. Look at the metrics of the run: rewards that "
+        "are all equal, a learning rate of 0, or skipped updates leave the model as it was",
+        base,
+    )
 
 
 # ---- adapters -------------------------------------------------------------------------------------------------------

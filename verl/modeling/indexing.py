@@ -8,14 +8,17 @@ import torch
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor:
+    def forward(ctx, x: torch.Tensor, index: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         ctx.save_for_backward(index)
-        return x.new_zeros(count, *x.shape[1:]).index_copy_(0, index, x)
+        ctx.row = x.shape[1:]
+        out = x.new_zeros(*shape, *ctx.row)  # returned itself and not as a view: the output of FSDP2 must not be one
+        out.view(-1, *ctx.row).index_copy_(0, index, x)
+        return out
 
     @staticmethod
     def backward(ctx, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (index,) = ctx.saved_tensors
-        return g.index_select(0, index), None, None
+        return g.reshape(-1, *ctx.row).index_select(0, index), None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -45,9 +48,9 @@ class _Repeat(torch.autograd.Function):
         return found, None, None
 
 
-def scatter_rows(x: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor:
-    """x (N, ...) -> (count, ...): row i at index[i], 0 elsewhere. The indices are distinct."""
-    return _Scatter.apply(x, index, count)
+def scatter_rows(x: torch.Tensor, index: torch.Tensor, *shape: int) -> torch.Tensor:
+    """x (N, ...) -> (*shape, ...): row i at index[i] of the flattened shape, 0 elsewhere. The indices are distinct."""
+    return _Scatter.apply(x, index, shape)
 
 
 def gather_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

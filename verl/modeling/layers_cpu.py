@@ -66,15 +66,17 @@ def _normed(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(x or x + branch; its norm; the scale of each row, (N, 1))."""
     flat = x.reshape(-1, x.shape[-1])
-    total = flat if branch is None else torch.empty_like(flat)
-    y, scale = torch.empty_like(flat), flat.new_empty(len(flat), 1)
+    # not views: the output of a layer under FSDP2 must not be one
+    total = x if branch is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    sums, normed, scale = total.reshape(flat.shape), y.view(flat.shape), flat.new_empty(len(flat), 1)
     for rows in _blocks(flat):
-        block = total[rows]
+        block = sums[rows]
         if branch is not None:
             torch.add(flat[rows], branch.view(flat.shape)[rows], out=block)
         scale[rows] = _scale(block, eps)
-        torch.mul(block, scale[rows], out=y[rows]).mul_(weight)
-    return total.view(x.shape), y.view(x.shape), scale
+        torch.mul(block, scale[rows], out=normed[rows]).mul_(weight)
+    return total, y, scale
 
 
 def _norm_gradients(

@@ -108,7 +108,7 @@ class ModelInput:
 
     def scatter(self, values: torch.Tensor) -> torch.Tensor:
         """(S,) values of the selected states -> (b, T), 0 elsewhere."""
-        return scatter_rows(values, self.slots, self.shape[0] * self.shape[1]).view(self.shape)
+        return scatter_rows(values, self.slots, *self.shape)
 
     def to(self, device: torch.device) -> "ModelInput":
         """A copy whose tensors are moved from the host to a device."""

@@ -12,6 +12,7 @@ _HOME = {
     "default_compute_score": "verl.rewards.resolve",
     "register_data_source": "verl.rewards.resolve",
     "resolve_reward_function": "verl.rewards.resolve",
+    "RewardFunction": "verl.rewards.functions",
     "ScoreFunction": "verl.rewards.functions",
     "register_reward": "verl.rewards.functions",
     "RewardError": "verl.rewards.outcome",

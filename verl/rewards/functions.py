@@ -11,17 +11,41 @@ Functions may be `async def`.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol
 
-from verl.registry import Registry, did_you_mean
+from verl.registry import Registry, did_you_mean, location_of
 
-REWARD_FUNCTION_REGISTRY: Registry[Callable] = Registry("reward function")
+
+class RewardFunction(Protocol):
+    """A reward function, for annotations and as base class of reward functions with state.
+
+    A subclass overrides `__call__` with one of the accepted signatures. Where a reward function is expected, the class
+    can be given as well: it is constructed once, with `reward_kwargs`.
+
+    >>> class Rare(RewardFunction):
+    ...     def __init__(self, bonus=0.5):
+    ...         self.bonus, self.seen = bonus, set()
+    ...
+    ...     def __call__(self, sampled_response, reference_answer):
+    ...         new = sampled_response not in self.seen
+    ...         self.seen.add(sampled_response)
+    ...         return float(sampled_response == reference_answer) + self.bonus * new
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> float | Mapping[str, Any] | Sequence[Any]:
+        """Score one response, or a batch. The parameter names decide which (see the module docstring)."""
+        ...
+
+
+REWARD_FUNCTION_REGISTRY: Registry[Callable] = Registry("reward function", builtins_replaceable=True)
 
 _BOUNDED: list[Callable] = []
 _NOT_ACCURACY: list[Callable] = []
+_NEEDS_TRUTH: list[Callable] = []
 
 # form -> (required parameter names, optional parameter names)
 _FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -50,8 +74,12 @@ ACCEPTED_FORMS = (
 )
 
 
-def register_reward(name: str, *, bounded: bool = False, accuracy: bool = True) -> Callable[[Callable], Callable]:
+def register_reward(
+    name: str, *, bounded: bool = False, accuracy: bool = True, needs_ground_truth: bool = False
+) -> Callable[[Callable], Callable]:
     """Register a reward function under `name` (decorator).
+
+    The name of a built-in function may be used: the registered function replaces it.
 
     Args:
         name: Value of `reward.reward_function` that selects the function.
@@ -59,21 +87,48 @@ def register_reward(name: str, *, bounded: bool = False, accuracy: bool = True) 
             called without a timeout.
         accuracy: The score measures correctness, so it is reported as "acc" if the function returns none. Set to False
             for scores on another scale.
+        needs_ground_truth: Data without ground truth is an error before the run. Otherwise the function receives None.
 
     Raises:
         ValueError: If the signature is not one of the accepted forms.
     """
 
     def decorate(func: Callable) -> Callable:
-        _form(func)
+        _form(func.__call__ if is_reward_class(func) else func)
         REWARD_FUNCTION_REGISTRY.register(name, func)
         if bounded:
             _BOUNDED.append(func)
         if not accuracy:
             _NOT_ACCURACY.append(func)
+        if needs_ground_truth:
+            _NEEDS_TRUTH.append(func)
         return func
 
     return decorate
+
+
+def is_reward_class(found: Any) -> bool:
+    """Whether `found` is a subclass of RewardFunction, which is constructed before it is called."""
+    return inspect.isclass(found) and found is not RewardFunction and RewardFunction in found.__mro__
+
+
+def check_registered(name: str | None, modules: Sequence[ModuleType]) -> None:
+    """Check the function that `reward.reward_function=name` selects. modules: those of `imports`.
+
+    Raises:
+        ValueError: One of the modules defines a function of that name without registering it.
+    """
+    registered = dict(REWARD_FUNCTION_REGISTRY.items()).get(name)
+    for module in modules:
+        found = vars(module).get(name)
+        if inspect.isfunction(found) and found.__module__ == module.__name__ and found is not registered:
+            selected = f"{location_of(registered)} is registered" if registered else "nothing is registered"
+            raise ValueError(
+                f"reward.reward_function={name}: {selected} under this name, but {location_of(found)} is not: add "
+                f"@register_reward({name!r}) (from verl.rewards import register_reward) above its def, or set "
+                f"reward.custom_reward_function.path={module.__file__} reward.custom_reward_function.name={name} "
+                "instead of reward.reward_function"
+            )
 
 
 @dataclass(frozen=True)
@@ -130,6 +185,11 @@ class ScoreFunction:
         return any(self.func is known for known in _BOUNDED)
 
     @property
+    def needs_ground_truth(self) -> bool:
+        """Whether data without ground truth is an error (see `register_reward`)."""
+        return any(self.func is known for known in _NEEDS_TRUTH)
+
+    @property
     def is_accuracy(self) -> bool:
         """Whether the score is reported as "acc" if the function returns none."""
         return not any(self.func is known for known in _NOT_ACCURACY)
@@ -144,9 +204,7 @@ class ScoreFunction:
     def where(self) -> str:
         """Name and location for messages: `compute_score() at /path/reward.py:12`."""
         body = inspect.unwrap(_body(self.func))
-        if not inspect.isfunction(body):
-            return f"{self.name}()"
-        return f"{self.name}() at {body.__code__.co_filename}:{body.__code__.co_firstlineno}"
+        return location_of(body) if inspect.isfunction(body) else f"{self.name}()"
 
 
 def _body(func: Callable) -> Callable:
@@ -200,8 +258,8 @@ def _check_kwargs(func: Callable, form: str, kwargs: Mapping[str, Any]) -> None:
 def _wrong_signature(func: Callable, why: str) -> ValueError:
     body = inspect.unwrap(_body(func))
     name = body.__qualname__ if inspect.isroutine(body) else type(func).__name__
-    at = f" at {body.__code__.co_filename}:{body.__code__.co_firstlineno}" if inspect.isfunction(body) else ""
+    at = location_of(body).partition(" at ")[2] if inspect.isfunction(body) else ""
     return ValueError(
         f"reward function with a wrong signature: {why}\n"
-        f"found:\n  {name}{inspect.signature(func)}{at}\naccepted:\n{ACCEPTED_FORMS}"
+        f"found:\n  {name}{inspect.signature(func)}{at and f' at {at}'}\naccepted:\n{ACCEPTED_FORMS}"
     )

@@ -6,7 +6,13 @@ from functools import lru_cache
 from typing import Any
 
 from verl.registry import did_you_mean, load_object
-from verl.rewards.functions import ACCEPTED_FORMS, REWARD_FUNCTION_REGISTRY, ScoreFunction, register_reward
+from verl.rewards.functions import (
+    ACCEPTED_FORMS,
+    REWARD_FUNCTION_REGISTRY,
+    ScoreFunction,
+    is_reward_class,
+    register_reward,
+)
 from verl.rewards.outcome import BadOutcome, read_outcome
 
 # Imported for their side effect: a rule module registers its reward functions when it is imported. The other rule
@@ -14,7 +20,7 @@ from verl.rewards.outcome import BadOutcome, read_outcome
 from verl.rewards.rules import accuracy, formats  # noqa: F401
 from verl.rewards.rules.choice import multiple_choice
 from verl.rewards.rules.gsm8k import gsm8k_strict
-from verl.rewards.rules.maths import math_reward
+from verl.rewards.rules.maths import math_dapo, math_reward
 from verl.rewards.sandbox.code_tests import code_reward
 from verl.rewards.sandbox.pool import Outcome
 
@@ -23,14 +29,16 @@ DEFAULT_FUNCTION_NAME = "compute_score"
 
 # ---- by data source -------------------------------------------------------------------------------------------------
 
-#: data source, or prefix of data sources -> rule. "math" also matches "math_dapo" and "math500", but not "mathvista".
+#: data source, or prefix of data sources -> rule. "aime" also matches "aime2024" and "aime_25", but not "aimed".
 RULES_BY_DATA_SOURCE: dict[str, ScoreFunction] = {
     name: ScoreFunction(rule)
     for rule, names in {
         gsm8k_strict: ["openai/gsm8k", "gsm8k"],
+        math_dapo: ["math", "aime"],
         math_reward: [
-            "math",
-            "aime",
+            "math500",
+            "math_500",
+            "math-500",
             "amc",
             "lighteval/MATH",
             "DigitalLearningGmbH/MATH-lighteval",
@@ -98,7 +106,7 @@ def rule_for(data_source: str) -> ScoreFunction:
     return RULES_BY_DATA_SOURCE[max(matching, key=len)]
 
 
-@register_reward("data_source")
+@register_reward("data_source", needs_ground_truth=True)
 def default_compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Any:
     """Score with the rule of `data_source` (`RULES_BY_DATA_SOURCE`)."""
     rule = rule_for(data_source)
@@ -129,20 +137,25 @@ def resolve_reward_function(
     if path and registered:
         raise ValueError(f"two reward functions: the registered {registered!r} and the file {path!r}; give one of them")
     if path:
-        return ScoreFunction(load_object(path, name or DEFAULT_FUNCTION_NAME), kwargs)
+        return _score_function(load_object(path, name or DEFAULT_FUNCTION_NAME), kwargs)
     if name not in (None, DEFAULT_FUNCTION_NAME):
         raise ValueError(
             f"reward.custom_reward_function.name={name!r} without reward.custom_reward_function.path: expected the "
             f"file that defines it, with a function of one of these forms:\n{ACCEPTED_FORMS}"
         )
     if registered and registered != "data_source":
-        return ScoreFunction(REWARD_FUNCTION_REGISTRY[registered], kwargs)
+        return _score_function(REWARD_FUNCTION_REGISTRY[registered], kwargs)
     if kwargs:
         raise ValueError(
             f"reward_kwargs {sorted(kwargs)} without a reward function: the rules by data source take no parameters; "
             "set reward.custom_reward_function.path, or reward_function"
         )
     return ScoreFunction(default_compute_score, route=rule_for)
+
+
+def _score_function(found: Any, kwargs: dict[str, Any]) -> ScoreFunction:
+    """Return a ScoreFunction of a function, or of an object of a RewardFunction subclass made with `kwargs`."""
+    return ScoreFunction(found(**kwargs)) if is_reward_class(found) else ScoreFunction(found, kwargs)
 
 
 @register_reward("model_score", bounded=True, accuracy=False)

@@ -246,7 +246,8 @@ def _collect_rows(layout: Layout, results: list) -> DataProto | None:
     chunks = [result for result in groups if len(result)] or groups
     out = DataProto.concat(chunks) if len(chunks) > 1 else chunks[0].copy()  # concat copies the memory
     if "metrics" in out.meta_info:
-        out.meta_info["metrics"] = merge_metrics([result.meta_info.get("metrics", {}) for result in groups])
+        metrics = [result.meta_info.get("metrics", {}) for result in groups]
+        out.meta_info["metrics"] = merge_metrics(metrics, keep_pairs=True)  # a step may be several calls
     if "timing" in out.meta_info:
         out.meta_info["timing"] = _slowest([result.meta_info.get("timing", {}) for result in groups])
     return out
@@ -258,7 +259,7 @@ def _collect_metrics(layout: Layout, results: list) -> dict[str, float]:
     return merge_metrics(groups)
 
 
-def merge_metrics(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def merge_metrics(groups: Sequence[Mapping[str, Any]], keep_pairs: bool = False) -> dict[str, Any]:
     """Merge the metrics of the data-parallel groups.
 
     A pair (sum, count) becomes the mean over all groups, total sum / total count, independent of how the rows were
@@ -267,9 +268,10 @@ def merge_metrics(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
     Args:
         groups: For each group, metric name -> number or (sum, count).
+        keep_pairs: Return (total sum, total count) instead of the mean.
 
     Returns:
-        One number per metric.
+        One number per metric, or one pair.
 
     Raises:
         ValueError: A plain number differs between the groups, or a value is neither a number nor a pair.
@@ -280,7 +282,7 @@ def merge_metrics(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         if all(isinstance(v, tuple) and len(v) == 2 for v in found):
             total, count = math.fsum(v[0] for v in found), math.fsum(v[1] for v in found)
             if count:
-                merged[name] = total / count
+                merged[name] = (total, count) if keep_pairs else total / count
         elif all(isinstance(v, Real) for v in found):
             if not all(_equal(v, found[0]) for v in found):
                 raise ValueError(

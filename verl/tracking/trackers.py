@@ -48,6 +48,8 @@ class Tracker(ABC):
 
     #: package that must be installed; None if there is none
     package: ClassVar[str | None] = None
+    #: whether it is called in a thread of its own, so that a slow or hanging service does not delay training
+    background: ClassVar[bool] = True
 
     def __init__(self, run: Run):
         self.run = run
@@ -68,6 +70,8 @@ class Tracker(ABC):
 class ConsoleTracker(Tracker):
     """One log line per step, with the headline metrics."""
 
+    background = False
+
     def __init__(self, run: Run):
         super().__init__(run)
         setup_logging()
@@ -77,9 +81,10 @@ class ConsoleTracker(Tracker):
         logger.info(" | ".join([f"step {step}", *values]))
 
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
-        for row in rows:
-            fields = "; ".join(f"{key}: {short(v) if isinstance(v, float) else v}" for key, v in row.items())
-            logger.info("%s at step %d: %s", name, step, fields)
+        for i, row in enumerate(rows, 1):
+            values = {key: short(v) if isinstance(v, float) else _printable(str(v)) for key, v in row.items()}
+            lines = [f"  {key}: {text}".replace("\n", "\n    ") for key, text in values.items()]
+            logger.info("step %d, %s %d of %d\n%s", step, name, i, len(rows), "\n".join(lines))
 
     def finish(self, failed: bool) -> None:
         pass
@@ -88,9 +93,11 @@ class ConsoleTracker(Tracker):
 class JsonlTracker(Tracker):
     """`metrics.jsonl`: one JSON object per call with "step", "time" and the metrics; samples in `samples.jsonl`.
 
-    A run that resumes from step N moves the lines after N to `metrics.dropped.jsonl`, since it will write these steps
-    again. Values that are not finite are written as null.
+    A run that resumes from step N moves the lines after N, and those that are damaged, to `metrics.dropped.jsonl`,
+    since it will write these steps again. Values that are not finite are written as null.
     """
+
+    background = False
 
     def __init__(self, run: Run):
         super().__init__(run)
@@ -99,24 +106,25 @@ class JsonlTracker(Tracker):
     def _opened(self, path: Path):
         kept, dropped = [], []
         if path.is_file():
-            for line in path.read_text().splitlines(keepends=True):
+            for line in path.read_bytes().splitlines(keepends=True):
                 (kept if self._is_kept(line) else dropped).append(line)
         if dropped:
-            with path.with_suffix(".dropped.jsonl").open("a") as file:
-                file.writelines(line if line.endswith("\n") else f"{line}\n" for line in dropped)
+            with path.with_suffix(".dropped.jsonl").open("ab") as file:
+                file.writelines(line if line.endswith(b"\n") else line + b"\n" for line in dropped)
             draft = path.with_suffix(".draft")
-            draft.write_text("".join(kept))
+            draft.write_bytes(b"".join(kept))
             draft.replace(path)
             logger.info("%s: moved %d lines after step %d to a .dropped file", path, len(dropped), self.run.resume_step)
-        return path.open("a")
+        return path.open("a", encoding="utf-8")
 
-    def _is_kept(self, line: str) -> bool:
-        if not self.run.resume_step:
-            return False
+    def _is_kept(self, line: bytes) -> bool:
+        """Whether a line is of a step up to the checkpoint. A process that was killed leaves a partial last line."""
         try:
-            return json.loads(line)["step"] <= self.run.resume_step
-        except json.JSONDecodeError:
-            return False  # a partial line of a killed process
+            record = json.loads(line)
+        except ValueError:  # no JSON, or no UTF-8
+            return False
+        step = record.get("step") if isinstance(record, dict) else None
+        return isinstance(step, int) and step <= self.run.resume_step and line.endswith(b"\n")
 
     def _write(self, name: str, record: dict[str, Any]) -> None:
         file = self._files[name]
@@ -139,6 +147,7 @@ class TensorboardTracker(Tracker):
     """Event files in `tensorboard/`. A resumed run purges the steps after its checkpoint."""
 
     package = "tensorboard"
+    background = False
 
     def __init__(self, run: Run):
         super().__init__(run)
@@ -187,7 +196,7 @@ class WandbTracker(Tracker):
 
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
         columns = list(rows[0])
-        table = self._wandb.Table(columns=columns, data=[[str(row[c]) for c in columns] for row in rows])
+        table = self._wandb.Table(columns=columns, data=[[_cell(row[c]) for c in columns] for row in rows])
         self._run.log({name: table, "training/global_step": step})
 
     def finish(self, failed: bool) -> None:
@@ -226,7 +235,8 @@ class MlflowTracker(Tracker):
         self._client.log_batch(self._id, metrics=entries)
 
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
-        self._client.log_dict(self._id, {"rows": [dict(row) for row in rows]}, f"{name}/{step}.json")
+        table = {column: [_cell(row[column]) for row in rows] for column in rows[0]}
+        self._client.log_table(self._id, table, f"{name}/step_{step}.json")
 
     def finish(self, failed: bool) -> None:
         self._client.set_terminated(self._id, status="FAILED" if failed else "FINISHED")
@@ -255,11 +265,22 @@ class SwanlabTracker(Tracker):
         self._run.log(dict(metrics), step=step)
 
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
-        texts = [self._swanlab.Text("\n".join(f"{key}: {value}" for key, value in row.items())) for row in rows]
-        self._run.log({name: texts}, step=step)
+        table = self._swanlab.echarts.Table()
+        table.add(list(rows[0]), [[_cell(value) for value in row.values()] for row in rows])
+        self._run.log({name: table}, step=step)
 
     def finish(self, failed: bool) -> None:
         self._run.finish(state="crashed" if failed else "success")
+
+
+def _printable(text: str) -> str:
+    """Escape control characters, with which a response could change the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def _cell(value: Any) -> str | float:
+    """A value of a table: a number, or the text of anything else."""
+    return value if isinstance(value, int | float) else str(value)
 
 
 def _markdown(rows: Rows) -> str:

@@ -1,16 +1,25 @@
-"""Tracking: sends the metrics and samples of a run to several trackers. A failing tracker does not stop training."""
+"""Tracking: sends the metrics and samples of a run to several trackers.
+
+A tracker that fails, hangs or is slow does not stop or delay training: the trackers of services are called in a thread
+each, and their failures are logged and counted.
+"""
 
 import difflib
 import importlib.util
 import logging
 import math
+import queue
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from verl.tracking.trackers import TRACKER_REGISTRY, Rows, Run
+from verl.tracking.trackers import TRACKER_REGISTRY, Rows, Run, Tracker
 from verl.utils.log import setup_logging
 
 __all__ = ["TRACKER_REGISTRY", "Tracking", "check_trackers", "setup_logging"]
@@ -39,6 +48,114 @@ def _installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
+#: seconds that a tracker may take to start, and to send what is left at the end of the run
+START_SECONDS = 120.0
+FINISH_SECONDS = 120.0
+#: seconds after which a call that has not returned is reported
+SLOW_SECONDS = 60.0
+
+
+class _Caller:
+    """Calls one tracker. Failures are logged and counted, not raised.
+
+    Args:
+        name: name of the tracker, for messages.
+        make: constructs the tracker.
+        background: make all calls in a thread, in order.
+
+    Raises:
+        ValueError: the tracker cannot be constructed, or takes longer than START_SECONDS.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Tracker], background: bool):
+        self.name = name
+        self.failures = 0
+        self._calls: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
+        self._since: float | None = None  # start of the running call
+        self._reported = False
+        self._thread: threading.Thread | None = None
+        started: Future[Tracker] = Future()
+        if background:
+            self._thread = threading.Thread(target=self._serve, args=(make, started), name=name, daemon=True)
+            self._thread.start()
+        else:
+            _construct(make, started)
+        try:
+            self.tracker = started.result(START_SECONDS)
+        except TimeoutError:
+            raise ValueError(
+                f"the tracker {name!r} has not started after {START_SECONDS:.0f} s: check its service and the network, "
+                f"or remove {name!r} from trainer.logger"
+            ) from None
+        except Exception as error:
+            raise ValueError(
+                f"the tracker {name!r} cannot start: {type(error).__name__}: {error}. Fix this, or remove {name!r} "
+                "from trainer.logger"
+            ) from error
+
+    def call(self, call: Callable[[Tracker], None]) -> None:
+        """Make a call, now or in the thread."""
+        if self._thread is None:
+            self._make(call)
+            return
+        self._calls.put(call)
+        since = self._since
+        if since is not None and time.monotonic() - since > SLOW_SECONDS and not self._reported:
+            self._reported = True
+            logger.warning(
+                "tracker %s has not responded for %.0f s; training continues, and %d calls are waiting",
+                self.name,
+                time.monotonic() - since,
+                self._calls.qsize(),
+            )
+
+    def close(self) -> None:
+        """Wait until all calls are made, for FINISH_SECONDS at most."""
+        if self._thread is None:
+            return
+        self._calls.put(None)
+        self._thread.join(FINISH_SECONDS)
+        if self._thread.is_alive():
+            logger.warning(
+                "tracker %s did not finish within %.0f s: up to %d calls are lost",
+                self.name,
+                FINISH_SECONDS,
+                self._calls.qsize(),
+            )
+
+    def _serve(self, make: Callable[[], Tracker], started: "Future[Tracker]") -> None:
+        _construct(make, started)
+        while not started.exception() and (call := self._calls.get()) is not None:
+            self._since = time.monotonic()
+            self._make(call)
+            self._since = None
+
+    def _make(self, call: Callable[[Tracker], None]) -> None:
+        try:
+            call(self.tracker)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # including SystemExit, which a tracker must not end a run with
+            self.failures += 1
+            if self.failures == 1:
+                logger.warning(
+                    "tracker %s failed (%s: %s); training continues, further failures are counted",
+                    self.name,
+                    type(error).__name__,
+                    error,
+                    exc_info=True,
+                )
+
+
+def _construct(make: Callable[[], Tracker], started: "Future[Tracker]") -> None:
+    try:
+        started.set_result(make())
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        started.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+
 class Tracking:
     """The trackers of one run.
 
@@ -56,7 +173,7 @@ class Tracking:
         resume_step: step of the checkpoint that the run resumes from; 0 for a new run.
 
     Raises:
-        ValueError: if a tracker is unknown or its package is missing. Errors of a tracker that cannot start are raised.
+        ValueError: if a tracker is unknown, its package is missing, or it cannot start.
     """
 
     def __init__(
@@ -73,8 +190,10 @@ class Tracking:
         folder = Path(default_local_dir)
         folder.mkdir(parents=True, exist_ok=True)
         run = Run(project_name, experiment_name, config, folder, resume_step)
-        self.trackers = {name: TRACKER_REGISTRY[name](run) for name in names}
-        self.failures: Counter[str] = Counter()  # tracker -> failed calls
+        self._finished = False
+        self._callers = [
+            _Caller(name, partial(TRACKER_REGISTRY[name], run), TRACKER_REGISTRY[name].background) for name in names
+        ]
         self.not_finite: Counter[str] = Counter()  # metric -> steps with NaN or infinity
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -94,28 +213,25 @@ class Tracking:
 
     def finish(self, failed: bool = False) -> None:
         """Close the trackers and log a summary of their failures."""
+        if self._finished:
+            return
+        self._finished = True
         self._call_all(lambda tracker: tracker.finish(failed))
+        for caller in self._callers:
+            caller.close()
         for name, count in self.failures.items():
             logger.warning("tracker %s: %d calls failed", name, count)
         for name, count in self.not_finite.items():
             logger.error("%s was not finite in %d steps", name, count)
-        self.trackers = {}
 
-    def _call_all(self, call: Callable[[Any], None]) -> None:
-        """Call every tracker. Trackers may be network services, so a failure is logged and counted, not raised."""
-        for name, tracker in self.trackers.items():
-            try:
-                call(tracker)
-            except Exception as error:
-                self.failures[name] += 1
-                if self.failures[name] == 1:
-                    logger.warning(
-                        "tracker %s failed (%s: %s); training continues, further failures are counted",
-                        name,
-                        type(error).__name__,
-                        error,
-                        exc_info=True,
-                    )
+    def _call_all(self, call: Callable[[Tracker], None]) -> None:
+        for caller in self._callers:
+            caller.call(call)
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """Failed calls of each tracker that has any."""
+        return {caller.name: caller.failures for caller in self._callers if caller.failures}
 
     def __enter__(self) -> "Tracking":
         return self

@@ -14,11 +14,12 @@ from typing import Any
 
 from verl.checkpoints.store import CheckpointStore
 from verl.config import to_flat_dict
-from verl.config.fields import Schema
+from verl.config.fields import Schema, redacted
 from verl.data.files import PromptSource
 from verl.dataflow import HOLD, DataFlow, Pipeline
 from verl.protocol import DataProto
 from verl.single_controller import WorkerGroup
+from verl.tracking.trackers import Rows
 from verl.tracking.tracking import Tracking
 from verl.trainer.checkpointing import Checkpointer
 from verl.trainer.metrics import timing_metrics
@@ -38,6 +39,14 @@ class StepReport:
     metrics: dict[str, float]
     timings: dict[str, float]
     batch: DataProto
+
+
+class StartedRoles(dict[str, WorkerGroup]):
+    """Role -> its worker group, with an error that says what to do if a role has none."""
+
+    def __missing__(self, role: str) -> WorkerGroup:
+        started = f"roles with workers: {', '.join(self)}" if self else "call init_workers() first, or use fit()"
+        raise RuntimeError(f"the role {role!r} has no workers: {started}")
 
 
 class Trainer(ABC):
@@ -68,7 +77,7 @@ class Trainer(ABC):
         self.total_steps: int = trainer.total_training_steps or source.steps_per_epoch * trainer.total_epochs
         self.global_step = 0
         self.ready = False
-        self.roles: dict[str, WorkerGroup] = {}
+        self.roles: dict[str, WorkerGroup] = StartedRoles()
         self.on_step: list[Callable[[StepReport], None]] = []
         self._skipped: dict[str, int] = {}  # metric of a role -> consecutive steps without a single update
         flow = self._checked_flow("build_flow", self.build_flow())
@@ -115,6 +124,14 @@ class Trainer(ABC):
     def step_metrics(self, batch: DataProto) -> dict[str, float]:
         """Metrics of a finished batch, in addition to those of the operators."""
 
+    def step_samples(self, batch: DataProto) -> Rows:
+        """The samples of a finished batch that the trackers get: a table with equal keys in every row."""
+        return ()
+
+    def validation_samples(self) -> Rows:
+        """The samples of the last validation that the trackers get."""
+        return ()
+
     @abstractmethod
     def validate(self) -> dict[str, float]:
         """Metrics of the current weights on the validation data; empty if there is none."""
@@ -147,6 +164,7 @@ class Trainer(ABC):
         """
         trainer = self.config.trainer
         with lock_folder(self.checkpoints.root):
+            self.checkpointer.check_experiment()
             seed_everything(trainer.seed)
             self.announce()
             try:
@@ -162,7 +180,7 @@ class Trainer(ABC):
                     if trainer.val_only or (trainer.val_before_train and self.global_step == 0):
                         metrics = self._validate(tracking)
                     while self.global_step < self.total_steps and not trainer.val_only:
-                        metrics |= self._step(tracking)
+                        metrics |= self._logged_step(tracking)
                 self.checkpointer.wait()
                 return metrics
             except BaseException as error:
@@ -171,9 +189,11 @@ class Trainer(ABC):
             finally:
                 self.shutdown()
 
-    def _step(self, tracking: Tracking) -> dict[str, float]:
-        """One training step: run the flow until it returns a batch, then log, validate and save if due."""
-        trainer = self.config.trainer
+    def step(self) -> StepReport:
+        """Run one training step: the flow, until it returns a batch. For a custom loop, after `init_workers`.
+
+        `fit` calls it, and then logs, validates and saves. Functions in `on_step` are called by `fit` only.
+        """
         self.checkpointer.poll()
         self.global_step += 1
         timings: dict[str, float] = {}
@@ -187,7 +207,14 @@ class Trainer(ABC):
         metrics = dict(batch.meta_info["metrics"]) | self.step_metrics(batch)
         metrics |= timing_metrics(timings, seconds, int(batch.batch["attention_mask"].sum()), self.world_size)
         metrics |= {"training/global_step": self.global_step, "training/epoch": self.source.epoch}
+        return StepReport(self.global_step, self.total_steps, metrics, timings, batch)
+
+    def _logged_step(self, tracking: Tracking) -> dict[str, float]:
+        """One training step; then log, validate and save if due."""
+        trainer, report = self.config.trainer, self.step()
+        metrics = report.metrics
         tracking.log(metrics, self.global_step)
+        tracking.log_samples("train/generations", self.step_samples(report.batch), self.global_step)
         self._check_skipped(metrics)
         if self._is_due(trainer.test_freq):
             metrics |= self._validate(tracking)
@@ -197,13 +224,17 @@ class Trainer(ABC):
                 logger.warning("step %d is not saved: all its updates were skipped", self.global_step)
             else:
                 self.save()
-        report = StepReport(self.global_step, self.total_steps, metrics, timings, batch)
         for callback in self.on_step:
             callback(report)
         return metrics
 
-    def _is_due(self, freq: int) -> bool:
-        return freq > 0 and (self.global_step == self.total_steps or self.global_step % freq == 0)
+    def _is_due(self, freq: int | str) -> bool:
+        """Whether something that happens with this frequency (as trainer.save_freq) happens after this step."""
+        if freq not in (-1, 0) and self.global_step == self.total_steps:
+            return True
+        if freq == "after_each_epoch":
+            freq = self.source.steps_per_epoch
+        return isinstance(freq, int) and freq > 0 and self.global_step % freq == 0
 
     def _check_skipped(self, metrics: dict[str, float]) -> None:
         """End a run that can no longer update a role. Raises FloatingPointError."""
@@ -226,6 +257,7 @@ class Trainer(ABC):
         if metrics:
             metrics["timing_s/testing"] = time.perf_counter() - start
             tracking.log(metrics, self.global_step)
+            tracking.log_samples("val/generations", self.validation_samples(), self.global_step)
             logger.info("[validate] %.2fs", metrics["timing_s/testing"])
         return metrics
 
@@ -235,7 +267,7 @@ class Trainer(ABC):
             trainer.logger,
             trainer.project_name,
             trainer.experiment_name,
-            config=to_flat_dict(self.config),
+            config=redacted(to_flat_dict(self.config)),
             default_local_dir=trainer.default_local_dir,
             resume_step=self.global_step,
         )

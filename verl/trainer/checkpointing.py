@@ -18,7 +18,7 @@ from typing import Any
 
 from verl.checkpoints.store import CheckpointStore
 from verl.config import dump_config, to_flat_dict
-from verl.config.fields import Schema
+from verl.config.fields import Schema, redacted
 from verl.dataflow import Pipeline
 from verl.single_controller import WorkerGroup
 from verl.trainer.saved_state import load_state, save_state
@@ -34,6 +34,8 @@ _FREE_TO_CHANGE = (
     "trainer.total_epochs",
     "trainer.logger",
 )
+#: settings that identify an experiment
+_IDENTITY = ("actor_rollout_ref.model.path", "model.path", "data.train_files", "algorithm.adv_estimator")
 _POLL_INTERVAL = 0.05  # seconds between two looks at a checkpoint that is being written
 _WRITE_TIMEOUT = 3600.0  # seconds after which a write is given up
 
@@ -89,8 +91,13 @@ class Checkpointer:
 
         Roles with checkpoint.async_save write in the background while training continues. The checkpoint is complete
         (it is renamed to its final name, and older ones are deleted) once everything is written.
+
+        Raises:
+            FloatingPointError: weights or optimizer state contain NaN or infinity; earlier checkpoints are unchanged.
         """
         self.wait()
+        for role in self._present_roles():
+            self._require_finite(role, step)
         start, path = time.perf_counter(), self.store.path(step)
         with ExitStack() as stack:
             folder = stack.enter_context(self.store.writing(step))
@@ -98,13 +105,24 @@ class Checkpointer:
                 self.roles[role].save_checkpoint(folder / role)
                 self.tokenizer.save_pretrained(folder / role / "huggingface")
             state = {"global_step": step, "flow": self.pipeline.state_dict(), "rng": rng_state()}
-            save_state(state | {"config": to_flat_dict(self.config)}, folder, "trainer")
-            (folder / "config.yaml").write_text(dump_config(self.config))
+            save_state(state | {"config": redacted(to_flat_dict(self.config))}, folder, "trainer")
+            (folder / "config.yaml").write_text(dump_config(self.config, redact=True))
             self._pending = _Pending(path, start, stack.pop_all())
         self.poll()
         if self._pending is not None:
             logger.info("[save] blocked for %.2fs; writing %s in the background", time.perf_counter() - start, path)
         return path
+
+    def _require_finite(self, role: str, step: int) -> None:
+        """Raise FloatingPointError if weights or optimizer state of a role are not finite."""
+        (broken, *_) = self.roles[role].non_finite_state()
+        if broken:
+            others = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+            raise FloatingPointError(
+                f"step {step} is not saved: the {role} contains NaN or infinity in {broken[0]}{others}, so it can no "
+                "longer be trained. Look at the learning rate, the gradient norm and the KL of the steps before; lower "
+                f"optim.lr or optim.clip_grad of the {role}, or use more warm-up steps; {self.how_to_resume()}"
+            )
 
     def poll(self) -> None:
         """Complete the pending checkpoint if it is written. Raises the error of a role that could not write."""
@@ -148,6 +166,25 @@ class Checkpointer:
             error.add_note(f"the checkpoint that was being written is lost: {second}")
 
     # ---- reading ----------------------------------------------------------------------------------------------------
+
+    def check_experiment(self) -> None:
+        """Raise ValueError if the run has a default name, and the folder has a checkpoint of another experiment.
+
+        Two experiments that are both left without a name share a folder, and the second would resume the first.
+        """
+        trainer, newest = self.config.trainer, self.store.newest()
+        default = Path(type(self.config)().trainer.default_local_dir)
+        if trainer.resume_mode != "auto" or newest is None or self.store.root.absolute() != default.absolute():
+            return
+        saved, now = load_state(newest, "trainer")["config"], redacted(to_flat_dict(self.config))
+        changed = [key for key in _IDENTITY if key in now and key in saved and saved[key] != now[key]]
+        if changed:
+            raise ValueError(
+                f"{newest} is of another experiment ({', '.join(f'{k}: {saved[k]} -> {now[k]}' for k in changed)}), "
+                f"and both have the default name {trainer.experiment_name!r}. Choose a new trainer.experiment_name. To "
+                "continue from this checkpoint with the new settings, set trainer.resume_mode=resume_path and "
+                f"trainer.resume_from_path={newest}. To start from scratch here, set trainer.resume_mode=disable"
+            )
 
     def load(self) -> int:
         """Restore the checkpoint that trainer.resume_mode names.
@@ -197,7 +234,7 @@ class Checkpointer:
 
     def _report_changed_settings(self, saved: Mapping[str, Any]) -> None:
         """Warn of every setting that differs from the config of the checkpoint."""
-        now = to_flat_dict(self.config)
+        now = redacted(to_flat_dict(self.config))
         changed = [k for k in sorted(saved.keys() | now.keys()) if saved.get(k) != now.get(k)]
         words = [f"{k}: {saved.get(k)} -> {now.get(k)}" for k in changed if k not in _FREE_TO_CHANGE]
         if words:

@@ -4,6 +4,9 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from verl.env_check.packages import CORE
+from verl.trainer.torchrun import run_under_launcher
+
 if TYPE_CHECKING:
     from verl.config.fields import Schema
 
@@ -65,7 +68,7 @@ def command_line(
     run: Program,
     dry_run: Program | None = None,
 ) -> int:
-    """Run a command line. Returns the exit status.
+    """Run a command line. Returns the exit status. Under torchrun, rank 0 runs it and the other ranks wait.
 
     Args:
         arguments: None for sys.argv.
@@ -74,8 +77,19 @@ def command_line(
         run: the program; it reports its own errors.
         dry_run: what --dry-run runs instead; None if the program has none.
     """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    return run_under_launcher(lambda: _command(arguments, usage, settings, run, dry_run))
+
+
+def _command(
+    arguments: list[str],
+    usage: str,
+    settings: "Callable[[str | None, list[str]], Schema]",
+    run: Program,
+    dry_run: Program | None,
+) -> int:
     try:
-        path, overrides, flags = split_arguments(sys.argv[1:] if arguments is None else arguments)
+        path, overrides, flags = split_arguments(arguments)
         if flags & {"--help", "-h"}:
             print(usage)
             return 0
@@ -90,6 +104,16 @@ def command_line(
         return print_error(error)
     try:
         return dry_run(path, overrides) if "--dry-run" in flags else run(path, overrides)
+    except ModuleNotFoundError as error:
+        if error.name is None or (name := error.name.partition(".")[0]) not in CORE:
+            raise
+        requirement = f"'{CORE[name][0]}>={CORE[name][1]}'"
+        print(
+            f"error: the package {CORE[name][0]} is not installed: pip install {requirement} "
+            "(`python -m verl.utils.env_check` lists all that is missing)",
+            file=sys.stderr,
+        )
+        return 1
     except KeyboardInterrupt:  # once a run has started, `run` itself says more
         print("\nstopped by SIGINT before the run started", file=sys.stderr)
         return 130

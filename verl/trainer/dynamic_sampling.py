@@ -25,6 +25,7 @@ from verl.data.sequences import concat_sequences
 from verl.dataflow import HOLD, DataFlow, Operator, Stateful
 from verl.protocol import DataProto
 from verl.registry import did_you_mean
+from verl.trainer.metrics import response_lengths
 from verl.trainer.ppo_operators import Prompts
 
 logger = logging.getLogger("verl.trainer")
@@ -201,6 +202,7 @@ class DynamicSampling(Stateful):
             "filter_groups/kept_share": now.groups / now.prompts,
             "filter_groups/prompts_put_back": len(surplus),
             f"filter_groups/{self.metric}_mean": now.metric_sum / now.responses,
+            "filter_groups/response_length_mean": response_lengths(batch).mean().item(),
             **({"filter_groups/filled": filled} if self.fill else {}),
         }
         return batch

@@ -1,31 +1,44 @@
 """Inputs that a trainer loads before any model: tokenizer, datasets, reward manager. `preflight` checks them."""
 
 import functools
-from collections.abc import Sequence
+import logging
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset
 
 from verl.config import schema
-from verl.data.rlhf_dataset import RLHFDataset, load_dataset_class
+from verl.data.collate import PromptCollator, collate_prompts
+from verl.data.files import check_batch_size, row_count
+from verl.data.rlhf_dataset import RLHFDataset, check_ground_truth, create_custom_dataset, load_dataset_class
+from verl.data.sequences import build_sequences
 from verl.data.sft_dataset import SFTDataset
 from verl.data.tokenization import load_tokenizer
+from verl.protocol import DataProto
+from verl.registry import import_module
 from verl.rewards import RewardManager, load_reward_manager
+from verl.rewards.functions import check_registered
 from verl.trainer.launch import Recipe
 from verl.trainer.model_limits import ModelLimits
+from verl.trainer.torchrun import launcher_settings
+
+logger = logging.getLogger("verl.trainer")
 
 
 @dataclass
 class Inputs:
-    """The loaded inputs of a run. reward_manager: None for SFT."""
+    """The loaded inputs of a run. reward_manager: None for SFT. collate: items of a dataset -> a batch of prompts."""
 
     model: schema.ModelConfig
     tokenizer: Any
     train_dataset: Dataset
     val_dataset: Dataset | None
     reward_manager: RewardManager | None = None
+    collate: Callable[[list[dict[str, Any]]], DataProto] = collate_prompts
 
     @functools.cached_property
     def limits(self) -> ModelLimits:
@@ -47,7 +60,7 @@ def load_inputs(
     rewards = reward_manager if reward_manager is not None else load_rewards(config, tokenizer)
     train = train_dataset if train_dataset is not None else load_dataset(config, tokenizer)
     val = val_dataset if val_dataset is not None else load_val_dataset(config, tokenizer)
-    return Inputs(model, tokenizer, train, val, rewards)
+    return Inputs(model, tokenizer, train, val, rewards, PromptCollator(tokenizer, config.data))
 
 
 def load_sft_inputs(
@@ -61,6 +74,8 @@ def load_sft_inputs(
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model)
 
     def load(files: Sequence[str], max_samples: int) -> Dataset:
+        if data.custom_cls.path:
+            return create_custom_dataset(cls, files, tokenizer, data.model_dump(), max_samples)
         return cls(files, tokenizer, data.model_dump() | {"max_samples": max_samples})
 
     train = train_dataset if train_dataset is not None else load(data.train_files, data.train_max_samples)
@@ -71,10 +86,10 @@ def load_sft_inputs(
 
 
 def base_settings(recipe: Recipe, train: Dataset | None, val: Dataset | None) -> dict[str, Any]:
-    """Settings below the user's own: those of the recipe, and the files of datasets that are given as objects."""
+    """Settings below the user's own: of the launcher, of the recipe, and the files of datasets given as objects."""
     given = {"data.train_files": train, "data.val_files": val}
     files = {key: list(d.data_files) for key, d in given.items() if isinstance(d, RLHFDataset)}
-    return recipe.read() | files
+    return launcher_settings() | recipe.read() | files
 
 
 def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
@@ -98,7 +113,10 @@ def dataset_class(config: schema.Config | schema.SFTConfig, default: type[Datase
 
 
 def load_dataset(config: schema.Config, tokenizer: Any) -> Dataset:
-    """The training prompts."""
+    """The training prompts. Raises ValueError before they are tokenized if they do not fill a batch."""
+    if not config.data.custom_cls.path:
+        rows, limit = row_count(config.data.train_files), config.data.train_max_samples
+        check_batch_size(config.data.train_batch_size, rows if limit < 0 else min(rows, limit))
     return _dataset(config, tokenizer, config.data.train_files, config.data.train_max_samples)
 
 
@@ -109,8 +127,10 @@ def load_val_dataset(config: schema.Config, tokenizer: Any) -> Dataset | None:
 
 
 def _dataset(config: schema.Config, tokenizer: Any, files: Sequence[str], max_samples: int) -> Dataset:
-    settings = config.data.model_dump() | {"train_max_samples": max_samples}
-    return dataset_class(config, RLHFDataset)(data_files=list(files), tokenizer=tokenizer, config=settings)
+    cls, settings = dataset_class(config, RLHFDataset), config.data.model_dump()
+    if config.data.custom_cls.path:
+        return create_custom_dataset(cls, files, tokenizer, settings, max_samples)
+    return cls(list(files), tokenizer, settings, max_samples=max_samples)
 
 
 def load_rewards(config: schema.Config, tokenizer: Any) -> RewardManager:
@@ -123,6 +143,7 @@ def load_rewards(config: schema.Config, tokenizer: Any) -> RewardManager:
             "set it to the file that defines the function"
         )
     registered = reward.reward_function
+    check_registered(registered, [import_module(address) for address in config.imports])
     if reward.reward_model.enable and not (registered or function.path):
         registered = "model_score"
     loaded = load_reward_manager(
@@ -148,3 +169,67 @@ def load_rewards(config: schema.Config, tokenizer: Any) -> RewardManager:
             "remove the function, and the score of the model is the reward"
         )
     return loaded
+
+
+# ---- a trial of the reward -------------------------------------------------------------------------------------------
+
+
+def try_rewards(inputs: Inputs, uses_model: bool) -> set[str]:
+    """Score two trial responses to the first prompt: its ground truth and the prompt itself.
+
+    With a reward model, the trial uses reward model scores of 0 and 1; if the reward is the same for both, a warning is
+    logged.
+
+    Args:
+        inputs: the loaded inputs.
+        uses_model: whether a reward model scores the responses.
+
+    Returns:
+        The names of the extra values that the reward function returns.
+
+    Raises:
+        ValueError: the data has no ground truth but the function needs it, or the function fails.
+    """
+    manager = inputs.reward_manager
+    if manager.compute_score.needs_ground_truth:
+        check_ground_truth(inputs.train_dataset, f"the reward function {manager.compute_score.name}")
+    batch = _trial_batch(inputs)
+    if not uses_model:
+        return set(_score_trial(manager, batch)["reward_extra_info"])
+    zeros = torch.zeros(batch.batch["responses"].shape)
+    ones = zeros.clone()
+    ones[:, 0] = 1.0
+    scored = [batch.copy().union(DataProto.from_dict({"rm_scores": scores})) for scores in (zeros, ones)]
+    first, second = (_score_trial(manager, each) for each in scored)
+    if torch.equal(first["reward_tensor"], second["reward_tensor"]):
+        logger.warning(
+            "THE REWARD MODEL'S SCORE HAS NO EFFECT: the reward function %s returned the same for the scores 0 and 1. "
+            "It gets the score as extra_info['rm_score'], and nothing else uses it. Read it in the function, or remove "
+            "the function (then the score is the reward), or set reward.reward_model.enable=false",
+            manager.compute_score.where,
+        )
+    return set(first["reward_extra_info"])
+
+
+def _trial_batch(inputs: Inputs) -> DataProto:
+    tokenizer, item = inputs.tokenizer, inputs.train_dataset[0]
+    prompts = inputs.collate([item, item]).replace(uid=["trial", "trial"])
+    truth = (item.get("reward_model") or {}).get("ground_truth")
+    truth = "" if truth is None else str(truth)
+    right = tokenizer.encode(truth, add_special_tokens=False) or [tokenizer.eos_token_id]
+    prompt_ids = list(prompts.non_tensor_batch["prompt_ids"])
+    columns = build_sequences(prompt_ids, [right, prompt_ids[0]], tokenizer.pad_token_id)
+    return prompts.union(DataProto.from_dict(columns))
+
+
+def _score_trial(manager: RewardManager, batch: DataProto) -> dict[str, Any]:
+    try:
+        return manager(batch, return_dict=True)
+    except Exception as error:
+        stack = traceback.extract_tb(error.__cause__.__traceback__) if error.__cause__ else []
+        for frame in stack[-1:]:
+            error.add_note(f"raised at {frame.filename}:{frame.lineno}: {frame.line}")
+        error.add_note(
+            "found by a trial before training: the ground truth and the prompt of the first row, scored as responses"
+        )
+        raise

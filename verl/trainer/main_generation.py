@@ -10,6 +10,7 @@ from verl.config.schema.offline import GenerationConfig
 from verl.evaluation.generate import GenerationRun, run_command
 from verl.trainer.command_line import command_line
 from verl.trainer.launch import dry_run
+from verl.trainer.torchrun import launcher_settings
 
 __all__ = ["GenerationRun", "main"]
 
@@ -32,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     return command_line(
         arguments,
         HELP,
-        lambda path, overrides: load_config(path, overrides, schema=GenerationConfig),
+        lambda path, overrides: load_config(path, overrides, base=launcher_settings(), schema=GenerationConfig),
         run_command,
         lambda path, overrides: dry_run(lambda: GenerationRun(config_path=path, overrides=overrides)),
     )

@@ -53,9 +53,12 @@ def main(
         from verl.config import load_config
         from verl.config.presets import PRESETS
         from verl.trainer.launch import Recipe, recipe_of
+        from verl.trainer.torchrun import launcher_settings
 
         recipe = recipe_of(trainer) if trainer is not None else Recipe()
-        return load_config(path, overrides, base=recipe.read(), presets=PRESETS, schema=recipe.schema)
+        return load_config(
+            path, overrides, base=launcher_settings() | recipe.read(), presets=PRESETS, schema=recipe.schema
+        )
 
     def build(path: str | None, overrides: list[str]) -> "PPOTrainer":
         from verl.trainer.ppo_trainer import PPOTrainer

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.algorithms.kl import k3
 from verl.algorithms.masked import masked_mean, masked_var
 from verl.protocol import DataProto
 
@@ -22,11 +23,17 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
     }
 
 
+def response_lengths(batch: DataProto) -> torch.Tensor:
+    """Tokens of each response (B,), those of tools included."""
+    columns = batch.tensors
+    return columns["attention_mask"][:, -columns["responses"].shape[1] :].sum(1).float()
+
+
 def data_metrics(batch: DataProto) -> dict[str, float]:
     """Scores, rewards and lengths of a finished training batch; advantages, returns, values, KL if it has them."""
     columns = batch.tensors
     mask, prompt_mask = columns["response_mask"], columns["attention_mask"][:, : columns["prompts"].shape[1]]
-    lengths = columns["attention_mask"][:, -mask.shape[1] :].sum(1).float()
+    lengths = response_lengths(batch)
     metrics = {
         **_spread("critic/score", columns["token_level_scores"].sum(1)),
         **_spread("critic/rewards", columns["token_level_rewards"].sum(1)),
@@ -44,9 +51,8 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
         )
         metrics["critic/vf_explained_var"] = 1 - unexplained.item()
     if {"ref_log_prob", "old_log_probs"} <= columns.keys():
-        # the k3 estimate of KL(policy, reference): never negative, unbiased
-        log_ratio = columns["ref_log_prob"] - columns["old_log_probs"]
-        metrics["actor/ref_kl"] = masked_mean(log_ratio.exp() - log_ratio - 1, mask).item()
+        kl = k3(columns["old_log_probs"] - columns["ref_log_prob"])
+        metrics["actor/ref_kl"] = masked_mean(kl, mask).item()
     return metrics
 
 

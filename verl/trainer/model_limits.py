@@ -1,10 +1,18 @@
 """Limits of a model: its vocabulary and its maximum sequence length."""
 
+import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from verl.config import schema
+from verl.data.tokenization import load_tokenizer
 from verl.rollout.native.model import family_of
+
+logger = logging.getLogger("verl.trainer")
+
+#: share of different tokens above which two vocabularies are taken as those of different tokenizers
+_DIFFERENT_SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -72,3 +80,39 @@ class ModelLimits:
             for architecture in self.architectures:
                 if architecture.endswith(("ForCausalLM", "LMHeadModel")):  # other heads are ignored when it is loaded
                     family_of(architecture)
+
+
+def check_reads_tokens_of(policy: str, tokenizer: Any, model: schema.ModelConfig, role: str, largest_id: int) -> None:
+    """Raise ValueError if a model that gets the token ids of the policy has another tokenizer or too few embeddings.
+
+    Args:
+        policy: path of the policy's model.
+        tokenizer: tokenizer of the policy.
+        model: the model that reads the sequences of the policy.
+        role: its role, for messages.
+        largest_id: the largest token id of the dataset.
+    """
+    if model.path == policy:
+        return
+    advice = f"the {role} reads the token ids of the policy, so use a {role} with the tokenizer of {policy!r}"
+    try:
+        ModelLimits.of(model).check_vocabulary(tokenizer, largest_id)
+    except ValueError as error:
+        raise ValueError(f"{role} {model.path!r}: {error}; {advice}") from error
+    folder = Path(model.path)
+    if folder.is_dir() and not [*folder.glob("*token*"), *folder.glob("vocab*")]:
+        logger.warning("%s %r has no tokenizer to compare with that of the policy: %s", role, model.path, advice)
+        return
+    ours = {index: token for token, index in tokenizer.get_vocab().items()}
+    theirs = load_tokenizer(model.model_copy(update={"tokenizer_path": None})).get_vocab()
+    different = [(token, index) for token, index in theirs.items() if ours.get(index, token) != token]
+    if not different:
+        return
+    token, index = min(different, key=lambda item: item[1])
+    found = (
+        f"{len(different):,} of {len(ours):,} token ids differ: id {index} is {ours[index]!r} for {policy!r} and "
+        f"{token!r} for {model.path!r}"
+    )
+    if len(different) > _DIFFERENT_SHARE * len(ours):
+        raise ValueError(f"the {role} has another tokenizer than the policy: {found}. {advice[0].upper()}{advice[1:]}")
+    logger.warning("the tokenizers of policy and %s differ: %s", role, found)

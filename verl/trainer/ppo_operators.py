@@ -13,12 +13,14 @@ from verl.algorithms.kl import FixedKLController, apply_kl_penalty
 from verl.columns import outside_vocabulary
 from verl.config import schema
 from verl.data.files import PromptSource
-from verl.dataflow import Stateful
+from verl.dataflow.metrics import Total
+from verl.dataflow.operator import Stateful
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.rewards import RewardManager
 from verl.rollout.agent_loop import SINGLE_TURN
-from verl.single_controller import Future, WorkerGroup
+from verl.single_controller.worker_group import Future, WorkerGroup
+from verl.trainer.metrics import response_lengths
 from verl.utils.balance import balanced_partition
 from verl.utils.rng import fork_seed
 
@@ -34,6 +36,8 @@ GENERATED = (
     "weight_version",
     "finish_reason",
 )
+#: counts among the metrics of a reward manager
+_COUNTS = ("reward/failed_rows", "reward/empty_responses")
 #: reserved names of extra reward values: reward_<name> is already another column or metric
 RESERVED_EXTRAS = {"model", "baselines", "failed_rows", "empty_responses", "greedy_mean", "tied_groups"}
 #: what a forward pass over whole sequences reads
@@ -93,8 +97,14 @@ def generate(roles: Roles, sampling: str, with_columns: bool = False) -> Callabl
         inputs.meta_info["sampling"] = sampling
         found = roles["rollout"].generate_sequences(inputs)
         _check_vocabulary(found.batch["responses"], batch.meta_info.get("vocab_size"))
+        lengths = response_lengths(found)
         cut = found.non_tensor_batch["finish_reason"] == "length"
-        found.meta_info["metrics"] |= {"response_length/clip_ratio": float(cut.mean())}
+        found.meta_info["metrics"] |= {
+            "response_length/mean": (lengths.sum().item(), len(found)),
+            "response_length/max": lengths.max().item(),
+            "response_length/min": lengths.min().item(),
+            "response_length/clip_ratio": (int(cut.sum()), len(found)),
+        }
         return found
 
     return gen
@@ -230,15 +240,15 @@ class Reward:
             raise ValueError(
                 f"the reward function returns the value {reserved[0]!r}, which is a reserved name: rename it"
             )
-        metrics = dict(scored["metrics"])
+        metrics = {name: Total(value) if name in _COUNTS else value for name, value in scored["metrics"].items()}
         if self.shuffle_seed is not None:
             order = self._shuffled_rows(batch)
             scores = _at_last_token(scores[order], batch.batch["response_mask"])
             extra = {name: [values[i] for i in order] for name, values in extra.items()}
         for name, values in extra.items():
-            numbers = [float(v) for v in values if isinstance(v, bool | int | float | np.number)]
-            if len(numbers) == len(values) and numbers:
-                metrics[f"reward/{name}"] = sum(numbers) / len(numbers)
+            returned = [v for v in values if v is not None]  # failed samples return none
+            if returned and all(isinstance(v, bool | int | float | np.number) for v in returned):
+                metrics[f"reward/{name}"] = sum(map(float, returned)), len(returned)
         columns = {f"reward_{name}": values for name, values in extra.items()}
         result = DataProto.from_dict({"token_level_scores": scores, "token_level_rewards": scores}, columns)
         result.meta_info["metrics"] = metrics
@@ -261,7 +271,7 @@ def model_scores(roles: Roles) -> Callable[[DataProto], DataProto]:
     def rm(batch: DataProto) -> DataProto:
         chats = ["raw_prompt"] if "raw_prompt" in batch else []
         found = roles["reward"].compute_rm_score(batch.select([*SEQUENCES, "response_mask"], chats, []))
-        found.meta_info["metrics"] = {"reward/rm_score_mean": found.batch["rm_scores"].sum(1).mean().item()}
+        found.meta_info["metrics"] = {"reward/rm_score_mean": (found.batch["rm_scores"].sum().item(), len(found))}
         return found
 
     return rm
@@ -294,7 +304,8 @@ class GreedyBaseline:
         scores = self.manager(responses, return_dict=True)["reward_tensor"].sum(1)
         _, _, group = _groups(batch)
         return DataProto.from_dict(
-            {"reward_baselines": scores[group]}, meta_info={"metrics": {"reward/greedy_mean": scores.mean().item()}}
+            {"reward_baselines": scores[group]},
+            meta_info={"metrics": {"reward/greedy_mean": (scores.sum().item(), len(scores))}},
         )
 
 
@@ -445,6 +456,11 @@ class Update:
 
     def __call__(self, batch: DataProto) -> None:
         step, plan = batch.meta_info["global_step"], self.plan
+        if step < 1:
+            raise ValueError(
+                f"training steps are numbered from 1, found global_step {step}: call trainer.step(), or increment "
+                "trainer.global_step before pipeline.run()"
+            )
         if step <= plan.warmup:
             return
         group = self.roles[self.role]

@@ -10,12 +10,12 @@ from torch.utils.data import Dataset
 
 from verl.config import batch_summary, schema
 from verl.data.files import PromptSource
-from verl.data.rlhf_dataset import collate_prompts
 from verl.dataflow import CONTROLLER, DataFlow
 from verl.protocol import DataProto
 from verl.rewards import RewardManager
 from verl.single_controller import WorkerSpec
 from verl.single_controller.cluster import Cluster
+from verl.tracking.trackers import Rows
 from verl.tracking.tracking import setup_logging
 from verl.trainer.base import Trainer
 from verl.trainer.dynamic_sampling import sample_dynamically
@@ -34,7 +34,7 @@ from verl.trainer.ppo_operators import Prompts, RolloutWeights
 from verl.trainer.preflight import INPUTS, prepare_run, run_checks
 from verl.trainer.roles import placement_words, pools_of, roles_hosted_by_actor, worker_specs
 from verl.trainer.rollout_correction import correct_rollout
-from verl.trainer.samples import dump_generations, generations, write_jsonl
+from verl.trainer.samples import choose_rows, dump_generations, generations, write_jsonl
 
 logger = logging.getLogger("verl.trainer")
 
@@ -97,11 +97,13 @@ class PPOTrainer(Trainer):
         self.reward_manager = inputs.reward_manager
         self.vocab_size = inputs.limits.vocab_size
         self._warned_of_equal_scores = False
+        #: input, output, score, ... of every response of the last validation
+        self.validation_texts: list[dict[str, Any]] = []
         data = run.config.data
         super().__init__(
             run,
             PromptSource(
-                self.train_dataset, data.train_batch_size, seed=data.seed, shuffle=data.shuffle, collate=collate_prompts
+                self.train_dataset, data.train_batch_size, seed=data.seed, shuffle=data.shuffle, collate=inputs.collate
             ),
         )
         imports = tuple(self.config.imports)
@@ -183,7 +185,9 @@ class PPOTrainer(Trainer):
 
     def plan(self) -> str:
         words, trainer = self._summary(), self.config.trainer
-        saving = f"every {trainer.save_freq} steps" if trainer.save_freq > 0 else "never"
+        saving = {"last": "after the last step", "after_each_epoch": "after each epoch", -1: "never", 0: "never"}.get(
+            trainer.save_freq, f"every {trainer.save_freq} steps"
+        )
         further = "; ".join(f"{topic}: {words[topic]}" for topic in words if topic not in ("model", "algorithm"))
         return (
             f"would train {self.total_steps} steps of {self.recipe.name or self.config.algorithm.adv_estimator} from "
@@ -197,8 +201,9 @@ class PPOTrainer(Trainer):
         folder = self.config.trainer.rollout_data_dir
         if folder:
             dump_generations(folder, self.global_step, batch, self.tokenizer)
-        metrics = data_metrics(batch)
-        mismatch = batch.meta_info["metrics"].get("rollout/logprob_gap_max", 0.0)
+        metrics, reported = data_metrics(batch), batch.meta_info["metrics"]
+        metrics |= {name: reported[name] for name in metrics.keys() & reported.keys()}  # of every sample of the step
+        mismatch = reported.get("rollout/logprob_gap_max", 0.0)
         if self.config.actor_rollout_ref.rollout.deterministic and mismatch != 0:
             logger.warning(
                 "step %d: log-probs of rollout and training differ by up to %g although rollout.deterministic is true: "
@@ -215,6 +220,16 @@ class PPOTrainer(Trainer):
             )
         return metrics
 
+    def step_samples(self, batch: DataProto) -> Rows:
+        trainer = self.config.trainer
+        rows = choose_rows(len(batch), trainer.log_samples, trainer.seed + self.global_step)
+        return generations(batch, self.tokenizer, rows)
+
+    def validation_samples(self) -> Rows:
+        # the same prompts in every validation
+        trainer, texts = self.config.trainer, self.validation_texts
+        return [texts[i] for i in choose_rows(len(texts), trainer.log_val_generations, trainer.seed)]
+
     def validate(self) -> dict[str, float]:
         """Generate and score responses to every validation prompt: val-core/<source>/acc/mean@N and related metrics."""
         if self.val_dataset is None:
@@ -225,7 +240,8 @@ class PPOTrainer(Trainer):
         size = self.config.data.val_batch_size or len(self.val_dataset)
         for start in range(0, len(self.val_dataset), size):
             rows = range(start, min(start + size, len(self.val_dataset)))
-            prompts = collate_prompts([self.val_dataset[i] for i in rows]).replace(uid=[f"val:{i}" for i in rows])
+            items = [self.val_dataset[i] for i in rows]
+            prompts = self.run.inputs.collate(items).replace(uid=[f"val:{i}" for i in rows])
             prompts.meta_info["vocab_size"] = self.vocab_size
             scored.append(self.validation.run(prompts))
             texts += generations(scored[-1], self.tokenizer)
@@ -234,5 +250,5 @@ class PPOTrainer(Trainer):
         folder = self.config.trainer.validation_data_dir
         if folder:
             write_jsonl(Path(folder) / f"{self.global_step}.jsonl", texts)
-        self.validation_samples = texts
+        self.validation_texts = texts
         return validation_metrics(sources, uids, variables, predictions(scored))

@@ -3,21 +3,18 @@
     run = prepare_run(...)             # SETTINGS: all problems at once; then CONFIG, one by one
     run.inputs = load_inputs(...)
     run_checks(run, INPUTS)            # of tokenizer, datasets and rewards
-    ...                                # the trainer compiles its flow
-    run_checks(run, FLOW)
+    run_checks(run, FLOW)              # after the trainer has compiled its flow
 
 No weights are loaded before the last check has passed. `--dry-run` on any command runs the list and stops. A new check
 is one function of a `Run` and one line in `CHECKS`.
 """
 
 import logging
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils.data import Dataset
 
 from verl.algorithms.advantages import get_adv_estimator_fn
@@ -40,31 +37,29 @@ from verl.config.fields import Schema
 from verl.config.presets import PRESETS
 from verl.config.schema.offline import EvalConfig, GenerationConfig
 from verl.config.supported import settings_without_effect
-from verl.data.rlhf_dataset import RLHFDataset, check_dataset, collate_prompts
-from verl.data.sequences import build_sequences
+from verl.data.rlhf_dataset import RLHFDataset, check_dataset
 from verl.data.sft_dataset import SFTDataset
 from verl.engines.base import ENGINES
 from verl.engines.loading import check_kernels, check_model
-from verl.protocol import DataProto
 from verl.registry import did_you_mean, import_module
-from verl.rewards import RewardManager
 from verl.rollout.agent_loop import AGENT_LOOPS
 from verl.rollout.base import ROLLOUT_ENGINES
 from verl.single_controller.cluster import CLUSTERS, Cluster, make_cluster
 from verl.tracking.tracking import check_trackers
-from verl.trainer.inputs import Inputs, base_settings, dataset_class
+from verl.trainer.inputs import Inputs, base_settings, dataset_class, try_rewards
 from verl.trainer.launch import Recipe
+from verl.trainer.model_limits import check_reads_tokens_of
 from verl.trainer.ppo_flow import needs_critic
 from verl.trainer.roles import pools_of, roles_of
 from verl.trainer.rollout_correction import check_correction
+from verl.trainer.torchrun import check_launcher
 from verl.trainer.unused_settings import unused_settings
 from verl.utils.device import resolve_device
 
 logger = logging.getLogger("verl.trainer")
 
 SETTINGS, CONFIG, INPUTS, FLOW = "settings", "config", "inputs", "flow"
-"""When a check runs: while the settings are read; with the settings and the imported modules; with what is loaded; with
-the compiled flow."""
+"""When a check runs: while settings are read; with settings and imported modules; with inputs; with the flow."""
 
 _ACTOR = "actor_rollout_ref.actor"
 _TRAINING = (schema.Config, schema.SFTConfig)
@@ -266,7 +261,7 @@ def required_settings(run: Run) -> None:
 def group_size(run: Run) -> None:
     """Estimators that compare the responses to one prompt have several of them."""
     name, n = run.config.algorithm.adv_estimator, run.config.actor_rollout_ref.rollout.n
-    least = get_adv_estimator_fn(name).min_group_size
+    least = getattr(get_adv_estimator_fn(name), "min_group_size", 1)
     if n < least:
         raise ValueError(
             f"algorithm.adv_estimator={name} compares the responses to one prompt: actor_rollout_ref.rollout.n must be "
@@ -288,20 +283,15 @@ def model_configs(run: Run) -> None:
     """The config of each model exists and accepts the overrides; LoRA finds its modules."""
     config = run.config
     if not isinstance(config, schema.Config):
-        check_model_section(config.model, "causal_lm")
+        check_model(config.model, "causal_lm")
         return
     policy, critic, reward = config.actor_rollout_ref.model, config.critic.model, config.reward.reward_model
-    check_model_section(policy, "causal_lm")
+    check_model(policy, "causal_lm")
     if "critic" in roles_of(config):
-        check_model_section(critic, "value")
+        check_model(critic, "value")
     if reward.enable:
         section = schema.ModelConfig(path=reward.model_path, trust_remote_code=reward.trust_remote_code)
         check_model(section, "reward")
-
-
-def check_model_section(model: schema.ModelConfig, kind: str) -> None:
-    """Raise ValueError for a `model` section whose model cannot be built. kind: as in `EngineSpec`."""
-    check_model(model, kind)
 
 
 def kernels(run: Run) -> None:
@@ -339,8 +329,12 @@ def micro_batch_losses(run: Run) -> None:
 def saved(run: Run) -> None:
     """Warn if the run saves nothing."""
     trainer = run.config.trainer
-    if trainer.save_freq <= 0 and not trainer.val_only:
-        logger.warning("the trained model will not be saved: trainer.save_freq is %d", trainer.save_freq)
+    if trainer.save_freq in (-1, 0) and not trainer.val_only:
+        logger.warning(
+            "the trained model will not be saved, because trainer.save_freq is %d: trainer.save_freq=last saves it "
+            "after the last step",
+            trainer.save_freq,
+        )
 
 
 def unused(run: Run) -> None:
@@ -359,14 +353,14 @@ def items(run: Run) -> None:
     """The first item of each dataset has the required keys."""
     for dataset in (run.inputs.train_dataset, run.inputs.val_dataset):
         if dataset is not None:
-            check_dataset(dataset)
+            check_dataset(dataset, run.inputs.collate)
 
 
 def validation_data(run: Run) -> None:
     """If validation is requested, there is validation data."""
     trainer = run.config.trainer
     setting = "trainer.val_only=true" if trainer.val_only else f"trainer.test_freq={trainer.test_freq}"
-    if run.inputs.val_dataset is None and (trainer.val_only or trainer.test_freq > 0):
+    if run.inputs.val_dataset is None and (trainer.val_only or trainer.test_freq not in (-1, 0)):
         raise ValueError(f"{setting} requests validation, but data.val_files is empty: set it, or remove {setting}")
 
 
@@ -379,12 +373,14 @@ def model_fits(run: Run) -> None:
             limits.check_vocabulary(inputs.tokenizer, dataset.largest_token_id)
             limits.check_sequence_length(dataset.longest_row, "data.max_length")
         return
-    if isinstance(dataset, RLHFDataset):
+    if isinstance(dataset, RLHFDataset) and dataset.is_tokenized:
         largest, longest = dataset.largest_token_id, dataset.longest_prompt
     else:
-        prompt = collate_prompts([dataset[0]]).non_tensor_batch["prompt_ids"][0]
+        prompt = inputs.collate([dataset[0]]).non_tensor_batch["prompt_ids"][0]
         largest, longest = max(prompt), len(prompt)
     limits.check_vocabulary(inputs.tokenizer, largest)
+    if "critic" in roles_of(config):
+        check_reads_tokens_of(limits.path, inputs.tokenizer, config.critic.model, "critic", largest)
     limits.check_engine(config.actor_rollout_ref.rollout.name)
     limits.check_response_length(
         longest,
@@ -394,59 +390,15 @@ def model_fits(run: Run) -> None:
     )
 
 
+def reward_function(run: Run) -> None:
+    """The data has what the reward function needs, and the function scores two trial responses to the first prompt."""
+    run.reward_values = try_rewards(run.inputs, uses_model=run.config.reward.reward_model.enable)
+
+
 def recipe_inputs(run: Run) -> None:
     """The loaded data is valid for the recipe."""
     if run.recipe.check_inputs is not None:
         run.recipe.check_inputs(run.config, run.inputs)
-
-
-def reward_function(run: Run) -> None:
-    """The reward function scores two trial responses to the first prompt: its ground truth and the prompt itself.
-
-    A function that fails does so here instead of after the first generated batch. With a reward model, the trial uses
-    reward model scores of 0 and 1; if the reward is the same for both, a warning is logged.
-    """
-    inputs, manager = run.inputs, run.inputs.reward_manager
-    batch = _trial_batch(inputs.train_dataset, inputs.tokenizer)
-    if not run.config.reward.reward_model.enable:
-        run.reward_values = set(_score_trial(manager, batch)["reward_extra_info"])
-        return
-    zeros = torch.zeros(batch.batch["responses"].shape)
-    ones = zeros.clone()
-    ones[:, 0] = 1.0
-    scored = [batch.union(DataProto.from_dict({"rm_scores": scores})) for scores in (zeros, ones)]
-    first, second = (_score_trial(manager, each) for each in scored)
-    if torch.equal(first["reward_tensor"], second["reward_tensor"]):
-        logger.warning(
-            "THE REWARD MODEL'S SCORE HAS NO EFFECT: the reward function %s returned the same for the scores 0 and 1. "
-            "It gets the score as extra_info['rm_score'], and nothing else uses it. Read it in the function, or remove "
-            "the function (then the score is the reward), or set reward.reward_model.enable=false",
-            manager.compute_score.where,
-        )
-    run.reward_values = set(first["reward_extra_info"])
-
-
-def _trial_batch(dataset: Dataset, tokenizer: Any) -> DataProto:
-    item = dataset[0]
-    prompts = collate_prompts([item, item]).replace(uid=["trial", "trial"])
-    truth = str((item.get("reward_model") or {}).get("ground_truth", ""))
-    right = tokenizer.encode(truth, add_special_tokens=False) or [tokenizer.eos_token_id]
-    prompt_ids = list(prompts.non_tensor_batch["prompt_ids"])
-    columns = build_sequences(prompt_ids, [right, prompt_ids[0]], tokenizer.pad_token_id)
-    return prompts.union(DataProto.from_dict(columns))
-
-
-def _score_trial(manager: RewardManager, batch: DataProto) -> dict[str, Any]:
-    try:
-        return manager(batch, return_dict=True)
-    except Exception as error:
-        stack = traceback.extract_tb(error.__cause__.__traceback__) if error.__cause__ else []
-        for frame in stack[-1:]:
-            error.add_note(f"raised at {frame.filename}:{frame.lineno}: {frame.line}")
-        error.add_note(
-            "found by a trial before training: the ground truth and the prompt of the first row, scored as responses"
-        )
-        raise
 
 
 # ---- the compiled flow ----------------------------------------------------------------------------------------------
@@ -474,6 +426,7 @@ CHECKS: tuple[Check, ...] = (
     Check("recipe settings", SETTINGS, recipe_settings, Schema),
     Check("imports", SETTINGS, imports, Schema),
     Check("registered engines", SETTINGS, registered_engines, Schema),
+    Check("launcher", CONFIG, lambda run: check_launcher(run.config.trainer)),
     Check("trackers", CONFIG, lambda run: check_trackers(run.config.trainer.logger)),
     Check("output folders", CONFIG, output_folders),
     Check("critic", CONFIG, lambda run: check_critic(run.config, needs_critic(run.config)), schema.Config),

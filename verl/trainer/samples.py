@@ -1,33 +1,56 @@
 """Prompts, responses and scores as text, for inspection."""
 
 import json
-from collections.abc import Iterable, Mapping
+import random
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from verl.algorithms.masked import masked_mean
 from verl.checkpoints.atomic import atomic_write
 from verl.protocol import DataProto
 
 
-def generations(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
-    """Return prompt, response and score of every sample, as text."""
-    columns = batch.tensors
+def generations(batch: DataProto, tokenizer: Any, rows: Sequence[int] | None = None) -> list[dict[str, Any]]:
+    """Return prompt, response and score of samples, as text.
+
+    Args:
+        batch: scored samples. Columns that it lacks (such as advantages in a validation) give no field.
+        tokenizer: decodes prompts and responses.
+        rows: indices of the samples; None: all.
+
+    Returns:
+        One mapping per sample: input, output, gts (the ground truth), score, every value that the reward function
+        returned beside the score, advantage (mean over the response tokens), length (tokens), finish_reason,
+        data_source and uid. All have the same keys.
+    """
+    columns, objects = batch.tensors, batch.non_tensor_batch
     width = columns["prompts"].shape[1]
-    scores = columns["token_level_scores"].sum(1).tolist()
     samples = []
-    for i, mask in enumerate(columns["attention_mask"].bool()):
-        objects = {name: values[i] for name, values in batch.non_tensor_batch.items()}
-        samples.append(
-            {
-                "input": tokenizer.decode(columns["prompts"][i][mask[:width]], skip_special_tokens=True),
-                "output": tokenizer.decode(columns["responses"][i][mask[width:]], skip_special_tokens=True),
-                "gts": (objects.get("reward_model") or {}).get("ground_truth"),
-                "score": scores[i],
-                "data_source": objects.get("data_source"),
-                "uid": str(objects.get("uid")),
-            }
-        )
+    for i in range(len(batch)) if rows is None else rows:
+        mask = columns["attention_mask"][i].bool()
+        sample = {
+            "input": tokenizer.decode(columns["prompts"][i][mask[:width]], skip_special_tokens=True),
+            "output": tokenizer.decode(columns["responses"][i][mask[width:]], skip_special_tokens=True),
+            "gts": (objects["reward_model"][i] or {}).get("ground_truth") if "reward_model" in objects else None,
+            "score": columns["token_level_scores"][i].sum().item(),
+        }
+        sample |= {
+            name.removeprefix("reward_"): values[i]
+            for name, values in objects.items()
+            if name.startswith("reward_") and name != "reward_model"
+        }
+        if "advantages" in columns:
+            sample["advantage"] = masked_mean(columns["advantages"][i], columns["response_mask"][i]).item()
+        sample["length"] = int(mask[width:].sum())
+        sample |= {name: objects[name][i] for name in ("finish_reason", "data_source", "uid") if name in objects}
+        samples.append(sample)
     return samples
+
+
+def choose_rows(count: int, wanted: int, seed: int) -> list[int]:
+    """Choose `wanted` of `count` rows at random, in ascending order; the same ones for the same seed."""
+    return sorted(random.Random(seed).sample(range(count), min(wanted, count)))
 
 
 def dump_generations(folder: str | Path, step: int, batch: DataProto, tokenizer: Any) -> None:

@@ -61,7 +61,7 @@ class _Writer:
         if isinstance(value, np.ndarray):
             return self._array(value, where)
         if isinstance(value, DataProto):
-            return {"$batch": self.encode(value.to("cpu").__getstate__(), where)}
+            return {"$batch": self.encode(value.copy().to("cpu").__getstate__(), where)}
         raise ValueError(
             f"{where}: a {type(value).__name__} cannot be saved: supported are numbers, str, bytes, None, "
             "lists, tuples, dicts, tensors, arrays and batches"

@@ -26,6 +26,7 @@ from verl.trainer.command_line import command_line
 from verl.trainer.inputs import load_sft_inputs
 from verl.trainer.launch import Recipe, dry_run, run
 from verl.trainer.preflight import INPUTS, prepare_run, run_checks
+from verl.trainer.torchrun import launcher_settings
 from verl.workers.sft import SFTWorker
 
 logger = logging.getLogger("verl.trainer")
@@ -160,7 +161,10 @@ def main(arguments: list[str] | None = None) -> int:
     def check(path: str | None, overrides: list[str]) -> int:
         return dry_run(lambda: SFTTrainer(config_path=path, overrides=overrides))
 
-    return command_line(arguments, HELP, lambda *given: load_config(*given, schema=schema.SFTConfig), start, check)
+    def settings(path: str | None, overrides: list[str]) -> schema.SFTConfig:
+        return load_config(path, overrides, base=launcher_settings(), schema=schema.SFTConfig)
+
+    return command_line(arguments, HELP, settings, start, check)
 
 
 if __name__ == "__main__":

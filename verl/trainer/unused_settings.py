@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY
 from verl.algorithms.binding import parameter_names
-from verl.algorithms.policy_losses import POLICY_LOSS_REGISTRY
+from verl.algorithms.policy_losses import FIXED_AGG_MODE, POLICY_LOSS_REGISTRY
 from verl.config import differences, schema
 from verl.config.fields import derived_fields
 from verl.registry import Registry
@@ -33,6 +33,9 @@ def _unused(config: schema.Config, given: list[str]) -> Iterator[tuple[str, str]
     for key in (*_in_section(given, _ACTOR), *_in_section(given, _ACTOR + ".policy_loss")):
         if _name(key) in others:
             yield key, f"actor.policy_loss.loss_mode={loss}"
+    mode = config.actor_rollout_ref.actor.loss_agg_mode
+    if loss in FIXED_AGG_MODE and mode not in (None, "seq-mean-token-mean"):
+        yield f"{_ACTOR}.loss_agg_mode", f"actor.policy_loss.loss_mode={loss}, which is always seq-mean-token-mean"
     for kind in ("rollout_is", "rollout_rs"):
         if correction.model_dump()[kind] is None:
             for key in _in_section(given, _CORRECTION):

@@ -6,8 +6,9 @@
     describe_exit(process.wait())      # "was killed by SIGKILL ..."
 
 Shared by the workers of `verl.single_controller.local` and the reward functions of `verl.rewards.sandbox`. Children are
-fresh interpreters, not forks: the threads, locks and CUDA context of a trainer do not survive a fork. The pools differ
-in what they send, in their deadlines and in which errors end the pool; that is in their own modules.
+fresh interpreters, not forks of this process: the threads, locks and CUDA context of a trainer do not survive a fork.
+`verl.utils.fork_server` has a second kind of child, forked from a process that has none of these. The pools differ in
+what they send, in their deadlines and in which errors end the pool; that is in their own modules.
 """
 
 import faulthandler
@@ -16,14 +17,72 @@ import signal
 import subprocess
 import sys
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 _SIGNAL_NAMES = {s.value: s.name for s in signal.Signals}
-_STACK_SIGNAL = signal.SIGUSR1
+STACK_SIGNAL = signal.SIGUSR1  # blocked in a child until `dump_stacks_on_request`
 
 
-class PythonProcess:
+class ChildProcess(ABC):
+    """A Python process in a session and process group of its own. Subclasses start it and know its exit status.
+
+    Args:
+        stacks: Whether the child gets a file for its stacks (see `dump_stacks_on_request`).
+    """
+
+    pid: int
+
+    def __init__(self, stacks: bool):
+        self._stacks = tempfile.TemporaryFile() if stacks else None  # noqa: SIM115
+
+    @property
+    def stack_descriptors(self) -> list[int]:
+        """The descriptor of the file for the stacks, if there is one."""
+        return [] if self._stacks is None else [self._stacks.fileno()]
+
+    def poll(self) -> int | None:
+        """The exit status (negative: the signal that killed it); None while the process runs."""
+        return self.wait(0)
+
+    @abstractmethod
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Wait up to `timeout` seconds for the process to end; returns what `poll` returns then."""
+
+    def exit_message(self) -> str | None:
+        """How the process ended, as a sentence; None while it runs."""
+        status = self.poll()
+        return None if status is None else f"process {self.pid} {describe_exit(status)}"
+
+    def kill(self) -> None:
+        """Kill the process and everything that it started, also after the process itself has ended."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def request_stacks(self) -> None:
+        """Ask the process to write the stacks of all its threads, which takes a moment."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, STACK_SIGNAL)
+
+    def read_stacks(self) -> str:
+        """The stacks written so far."""
+        self._stacks.seek(0)
+        return self._stacks.read().decode(errors="replace").strip() or "(no stacks: the process did not respond)"
+
+    def close(self) -> None:
+        """Wait for a killed process and release its resources."""
+        self.wait()
+        self.close_stacks()
+
+    def close_stacks(self) -> None:
+        """Close the file for the stacks."""
+        if self._stacks is not None:
+            self._stacks.close()
+
+
+class PythonProcess(ChildProcess):
     """`python -m MODULE FD...` in a new session and process group.
 
     Ctrl-C reaches this process only, which then ends its children. The child has the import path of this process
@@ -37,14 +96,14 @@ class PythonProcess:
     """
 
     def __init__(self, module: str, inherited: Sequence[int], env: Mapping[str, str], *, stacks: bool = False):
-        self._stacks = tempfile.TemporaryFile() if stacks else None  # noqa: SIM115
-        descriptors = [*inherited, *([self._stacks.fileno()] if stacks else [])]
+        super().__init__(stacks)
+        descriptors = [*inherited, *self.stack_descriptors]
         # Inherited by the child: the signal would end it before it is ready to write its stacks.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {_STACK_SIGNAL} if stacks else ())
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {STACK_SIGNAL} if stacks else ())
         try:
             self._popen = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, *map(str, descriptors)],
-                env={**env, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)},
+                env={**env, "PYTHONPATH": import_path()},
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -53,35 +112,17 @@ class PythonProcess:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.pid = self._popen.pid
 
-    def poll(self) -> int | None:
-        """The exit status (negative: the signal that killed it); None while the process runs."""
-        return self._popen.poll()
-
     def wait(self, timeout: float | None = None) -> int | None:
-        """Wait up to `timeout` seconds for the process to end; returns what `poll` returns then."""
         with suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout)
         return self._popen.returncode
 
-    def kill(self) -> None:
-        """Kill the process and everything that it started, also after the process itself has ended."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
 
-    def request_stacks(self) -> None:
-        """Ask the process to write the stacks of all its threads, which takes a moment."""
-        self._popen.send_signal(_STACK_SIGNAL)
-
-    def read_stacks(self) -> str:
-        """The stacks written so far."""
-        self._stacks.seek(0)
-        return self._stacks.read().decode(errors="replace").strip() or "(no stacks: the process did not respond)"
-
-    def close(self) -> None:
-        """Wait for a killed process and release its resources."""
-        self._popen.wait()
-        if self._stacks is not None:
-            self._stacks.close()
+def import_path() -> str:
+    """PYTHONPATH of a child that imports what this process imports."""
+    paths = [path or os.curdir for path in sys.path]
+    # Other relative entries are names for the import hooks of packages, which the child has too.
+    return os.pathsep.join(os.path.abspath(path) for path in paths if os.path.isabs(path) or os.path.exists(path))
 
 
 def describe_exit(status: int) -> str:
@@ -97,5 +138,5 @@ def describe_exit(status: int) -> str:
 def dump_stacks_on_request(descriptor: int) -> None:
     """In a child: let `PythonProcess.request_stacks` write to `descriptor`, also while the child runs C code."""
     faulthandler.enable()
-    faulthandler.register(_STACK_SIGNAL, file=descriptor, all_threads=True)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {_STACK_SIGNAL})
+    faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {STACK_SIGNAL})

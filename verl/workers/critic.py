@@ -11,7 +11,7 @@ from verl.algorithms.masked import LossAggregation
 from verl.config import schema
 from verl.engines.base import Objective
 from verl.protocol import DataProto
-from verl.single_controller import Dispatch, register
+from verl.single_controller.dispatch import Dispatch, register
 from verl.workers.engine_worker import EngineWorker, aggregation, micro_batching
 
 
@@ -60,7 +60,7 @@ class CriticWorker(EngineWorker):
         with self.update_pass(batch, "critic") as update:
             for mini in update.mini_batches:
                 mask = mini.batch["response_mask"]
-                agg = aggregation(config.loss_agg_mode, mask, self.engine, config.loss_scale_factor)
+                agg = aggregation(config.loss_agg_mode or "token-mean", mask, self.engine, config.loss_scale_factor)
                 objective = value_objective(config.cliprange_value, config.value_loss_coef, agg)
                 update.add(self.engine.train_batch(mini, objective, micro))
         return update.finish()

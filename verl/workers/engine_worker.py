@@ -12,7 +12,8 @@ from verl.config import schema
 from verl.engines.base import EngineSpec, MicroBatching, TrainEngine, make_engine
 from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
-from verl.single_controller import Coordinates, Dispatch, Worker, register
+from verl.single_controller.dispatch import Coordinates, Dispatch, register
+from verl.single_controller.worker import Worker
 from verl.utils.device import resolve_device
 
 
@@ -89,6 +90,11 @@ class EngineWorker(Worker):
             yield update
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def non_finite_state(self) -> list[str]:
+        """Names of the trained weights and optimizer state that contain NaN or infinity."""
+        return self.engine.non_finite_state()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str | Path) -> None:

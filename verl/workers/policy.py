@@ -4,15 +4,16 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from verl.algorithms.actor_loss import actor_loss
 from verl.algorithms.masked import LossAggregation
-from verl.algorithms.policy_losses import actor_loss, get_policy_loss_fn
+from verl.algorithms.policy_losses import get_policy_loss_fn
 from verl.config import schema
 from verl.engines.base import MicroBatching, Objective, TrainEngine
 from verl.protocol import DataProto
 from verl.rollout.base import RolloutEnv
 from verl.rollout.stop_strings import StopStrings
 from verl.rollout.weight_sync import CollectiveSync, SyncReport, TransferGroup
-from verl.single_controller import Dispatch, register
+from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import free_port
 from verl.utils.device import peak_memory, resolve_device, resolve_dtype
 from verl.workers.engine_worker import EngineWorker, aggregation, micro_batching
@@ -144,7 +145,7 @@ class ActorWorker(RolloutMethods, EngineWorker):
             assert only_one or not old_is_current, "after the first update the current policy is not the old one"
             for mini in update.mini_batches:
                 mask = mini.batch["response_mask"]
-                agg = aggregation(actor.loss_agg_mode, mask, self.engine, actor.loss_scale_factor)
+                agg = aggregation(actor.loss_agg_mode or "token-mean", mask, self.engine, actor.loss_scale_factor)
                 objective = policy_objective(actor.policy_loss.loss_mode, settings, agg, old_is_current)
                 update.add(self.engine.train_batch(mini, objective, micro, self.config.rollout.temperature))
         metrics = update.finish()

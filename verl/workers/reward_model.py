@@ -9,7 +9,7 @@ from verl.data.chat import DialogueReader
 from verl.data.sequences import build_sequences
 from verl.data.tokenization import load_tokenizer
 from verl.protocol import DataProto
-from verl.single_controller import Dispatch, register
+from verl.single_controller.dispatch import Dispatch, register
 from verl.workers.engine_worker import EngineWorker, micro_batching
 
 

@@ -38,7 +38,8 @@ from verl.rollout.weight_sync import (
     TransferGroup,
     receive_collective,
 )
-from verl.single_controller import Coordinates, Dispatch, Worker, register
+from verl.single_controller.dispatch import Coordinates, Dispatch, register
+from verl.single_controller.worker import Worker
 from verl.utils.device import resolve_device, resolve_dtype
 from verl.utils.rng import fork_seed
 

@@ -7,7 +7,7 @@ from verl.algorithms.masked import LossAggregation
 from verl.config import schema
 from verl.engines.base import Objective
 from verl.protocol import DataProto
-from verl.single_controller import Dispatch, register
+from verl.single_controller.dispatch import Dispatch, register
 from verl.workers.engine_worker import EngineWorker, aggregation, micro_batching
 
 

@@ -17,7 +17,7 @@ exec "${PYTHON:-python}" -m verl.trainer.sft_trainer \
     data.response_key=extra_info \
     data.response_dict_keys='[answer]' \
     data.train_batch_size=256 \
-    data.max_length=1024 \
+    data.max_length=2048 \
     model.path="$MODEL" \
     optim.lr=1e-5 \
     trainer.project_name=gsm8k-sft \

@@ -69,7 +69,9 @@ class ActorConfig(Section):
     tau_pos: float = field(1.0, "sapo: temperature for positive advantages", gt=0)
     tau_neg: float = field(1.05, "sapo: temperature for other advantages", gt=0)
     policy_loss: PolicyLossConfig = section(PolicyLossConfig, "the policy loss")
-    loss_agg_mode: LossAggregation = field("token-mean", "how token losses are aggregated")
+    loss_agg_mode: LossAggregation | None = field(
+        None, "how token losses are aggregated; null: the published mode of the policy loss (most: token-mean)"
+    )
     loss_scale_factor: float | None = field(
         None, "divisor of seq-mean-token-sum-norm; null: the maximum response length", gt=0
     )
@@ -139,8 +141,8 @@ class CriticConfig(Section):
     data_loader_seed: int = field(42, "seed of that shuffle", default_from="${trainer.seed}", ge=0)
     cliprange_value: float = field(0.5, "clip range of the value around the old value", gt=0)
     value_loss_coef: float = field(1.0, "coefficient of the value loss", gt=0)
-    loss_agg_mode: LossAggregation = field(
-        "token-mean", "how token losses are aggregated", default_from=_ACTOR + "loss_agg_mode}"
+    loss_agg_mode: LossAggregation | None = field(
+        None, "how token losses are aggregated; null: token-mean", default_from=_ACTOR + "loss_agg_mode}"
     )
     loss_scale_factor: float | None = field(
         None, "divisor of seq-mean-token-sum-norm", default_from=_ACTOR + "loss_scale_factor}", gt=0

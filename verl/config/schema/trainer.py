@@ -1,8 +1,12 @@
 """The `trainer`, `placement` and `ray_kwargs` sections: the run and where it is executed."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge
 
 from verl.config.fields import FilePath, Section, StrList, field
+
+_Steps = Annotated[int, Ge(-1)]
 
 
 class RunConfig(Section):
@@ -25,8 +29,12 @@ class RunConfig(Section):
     n_gpus_per_node: int = field(1, "processes per host, one per GPU (or CPU rank)", ge=1)
     val_before_train: bool = field(True, "validate before the first step")
     val_only: bool = field(False, "validate and stop")
-    test_freq: int = field(-1, "validate every N steps; -1: never", ge=-1)
-    save_freq: int = field(-1, "save a checkpoint every N steps; -1: never", ge=-1)
+    test_freq: _Steps | Literal["after_each_epoch"] = field(
+        -1, "validate every N steps, and after the last one; -1: never"
+    )
+    save_freq: _Steps | Literal["after_each_epoch", "last"] = field(
+        "last", "save a checkpoint every N steps, and after the last one; last: only then; -1: never"
+    )
     max_skipped_steps: int = field(
         5, "stop after this many steps without an update because of non-finite gradients; 0: never", ge=0
     )
@@ -46,8 +54,8 @@ class TrainerConfig(RunConfig):
     worker_timeout: float = field(3600.0, "seconds after which a worker call is reported as hanging", gt=0)
     worker_env: dict[str, str] = field({}, "environment variables of the workers, such as NCCL_SOCKET_IFNAME")
     overlap: bool = field(False, "run independent operators of different resource pools concurrently")
-    log_samples: int = field(0, "number of responses to print from time to time", ge=0)
-    log_val_generations: int = field(0, "number of validation responses sent to the trackers", ge=0)
+    log_samples: int = field(0, "number of samples of each step sent to the trackers, drawn at random", ge=0)
+    log_val_generations: int = field(0, "number of validation samples sent to the trackers", ge=0)
     rollout_data_dir: FilePath | None = field(None, "folder for the responses of each step (JSONL)")
     validation_data_dir: FilePath | None = field(None, "folder for the responses of each validation (JSONL)")
 

@@ -1,4 +1,8 @@
-"""`accuracy_reward`: compares the final answer of a response with a short reference, a number or words."""
+r"""`accuracy_reward`: compares the final answer of a response with that of a short reference, a number or words.
+
+The final answer of a text is the content of `<answer>...</answer>` at its end; otherwise of the last `\boxed{...}`, or
+what follows the last "answer is", "answer:" or "####" on the same line, whichever comes later.
+"""
 
 import re
 from typing import Any
@@ -8,28 +12,39 @@ from verl.rewards.rules import gsm8k
 
 _SAID = re.compile(r"(?:answer\s*(?:is|:|=)|####)\s*:?", re.IGNORECASE)
 _TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>\s*$", re.DOTALL | re.IGNORECASE)
+_BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
+_BOX_TAIL = 10_000  # characters at the end of a text that are searched for a box
+_UNIT = re.compile(r"([^\s%]+)(?:\s*%|\s+[^0-9]+)")
+_TEXT = re.compile(r"\\text(?:bf)?\{([^{}]*)\}")
 
 
-@register_reward("accuracy_reward", bounded=True)
+@register_reward("accuracy_reward", bounded=True, needs_ground_truth=True)
 def accuracy_reward(sampled_response: str, reference_answer: Any) -> float:
-    """Return 1.0 if the final answer (see `final_answer`) equals the reference, otherwise 0.0.
+    """Return 1.0 if the final answer of the response equals that of the reference, otherwise 0.0 (see `final_answer`).
 
-    A numeric reference is compared as a number (1,000 equals 1000.0) with the last number of the final answer. Any
-    other reference is compared as text, ignoring case, surrounding whitespace and closing punctuation. A reference with
-    leading zeros ("007") is text.
+    - A number is compared as a number: 1,000 equals 1000.0; there is no tolerance. If the response states no final
+      answer, its last number counts: "I have 5 and 42 apples" matches the reference 42, but not 5.
+    - A number with a unit ("42 apples") equals the number alone and the same text.
+    - Other references are compared as text, ignoring case, surrounding whitespace, emphasis and closing punctuation. A
+      number with leading zeros ("007") is text.
 
     Raises:
-        ValueError: If the reference is empty.
+        ValueError: If the reference, or its final answer, is empty.
     """
-    if reference_answer is None or not str(reference_answer).strip():
+    given = "" if reference_answer is None else str(reference_answer).strip()
+    reference = final_answer(given).strip()
+    if not _plain(reference):
         raise ValueError(f"accuracy_reward: the reference answer is empty: {reference_answer!r}")
-    reference = str(reference_answer).strip()
     final = final_answer(sampled_response)
-    if _plain(reference) in (_plain(final), _plain(sampled_response)):
+    if {_plain(given), _plain(reference)} & {_plain(final), _plain(sampled_response)}:
         return 1.0
-    number = None if re.match(r"-?0[0-9]", reference) else gsm8k.parse_number(reference)
-    if number is None:
+    if re.match(r"-?0[0-9]", reference):
         return 0.0
+    number = gsm8k.parse_number(_plain(reference))
+    if number is None:
+        unit = _UNIT.fullmatch(_plain(reference))
+        number = gsm8k.parse_number(unit[1]) if unit else None
+        return float(number is not None and gsm8k.parse_number(_plain(final)) == number)
     answer = gsm8k.extract(sampled_response, "strict")
     if answer is None:
         answer = gsm8k.extract(final, "flexible")
@@ -37,18 +52,30 @@ def accuracy_reward(sampled_response: str, reference_answer: Any) -> float:
 
 
 def final_answer(text: str) -> str:
-    """Return the final answer stated in a text; the whole text if none is stated.
-
-    The final answer is the content of `<answer>...</answer>` at the end, or what follows the last "answer is",
-    "answer:" or "####" on the same line.
-    """
+    """Return the final answer stated in a text (see the module docstring); the whole text if none is stated."""
     tagged = _TAGGED.search(text, max(0, text.rfind("<answer>")))
     if tagged:
         return tagged[1].strip()
-    ends = [found.end() for found in _SAID.finditer(text)]
-    return text[ends[-1] :].strip().partition("\n")[0] if ends else text
+    begin = max((found.end() for found in _SAID.finditer(text)), default=0)
+    boxed = last_boxed(text[begin:])
+    if boxed is not None:
+        return boxed
+    return text[begin:].strip().partition("\n")[0] if begin else text
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return the content of the last closed `\boxed{...}`, or None."""
+    text, open_braces, last = text[-_BOX_TAIL:], [], None
+    for mark in _BRACES.finditer(text):
+        if mark["box"] or mark["open"]:
+            open_braces.append(mark)
+        elif mark["close"] and open_braces:
+            opened = open_braces.pop()
+            if opened["box"] and (last is None or opened.end() > last[0]):
+                last = (opened.end(), mark.start())
+    return None if last is None else text[slice(*last)]
 
 
 def _plain(text: str) -> str:
-    """Normalize case, whitespace, emphasis and closing punctuation."""
-    return " ".join(text.casefold().split()).strip("*_`'\" ").rstrip(".!?,;: ")
+    """Normalize case, whitespace, emphasis, math delimiters and closing punctuation."""
+    return " ".join(_TEXT.sub(r"\1", text).casefold().split()).strip("*_`'\"$ ").rstrip(".!?,;:*_`'\"$ ")

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.rewards.functions import register_reward
-from verl.rewards.rules.accuracy import final_answer
-from verl.rewards.rules.maths import last_boxed
+from verl.rewards.rules.accuracy import final_answer, last_boxed
 
 _DEFAULT_COUNT = 10  # A to J, the maximum of common benchmarks
 _MARKS = r"[^A-Za-z\n]{0,6}"  # between words; bounded, so that matching time stays linear
@@ -21,7 +20,7 @@ _CUE = re.compile(
 _LISTED = re.compile(r"\(([A-Z])\)|^[ \t*_\"']{0,6}([A-Z])(?=[*_\"']{0,6}(?:[.):]|[ \t]{0,6}$))", re.MULTILINE)
 
 
-@register_reward("multiple_choice", bounded=True)
+@register_reward("multiple_choice", bounded=True, needs_ground_truth=True)
 def multiple_choice(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def _score(solution_str: str, ground_truth: Any, method: str, format_score: floa
     return {"score": score, "acc": float(correct), "pred": "" if answer is None else str(answer)}
 
 
-@register_reward("gsm8k", bounded=True)
+@register_reward("gsm8k", bounded=True, needs_ground_truth=True)
 def gsm8k_strict(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, *, format_score: float = 0.0
 ) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def gsm8k_strict(
     return _score(solution_str, ground_truth, "strict", format_score)
 
 
-@register_reward("gsm8k_flexible", bounded=True)
+@register_reward("gsm8k_flexible", bounded=True, needs_ground_truth=True)
 def gsm8k_flexible(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, *, format_score: float = 0.0
 ) -> dict[str, Any]:

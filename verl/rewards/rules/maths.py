@@ -16,7 +16,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from verl.rewards.functions import register_reward
-from verl.rewards.rules.accuracy import final_answer
+from verl.rewards.rules.accuracy import final_answer, last_boxed
 from verl.rewards.sandbox.pool import Call, Limits, address_of, shared_pool
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,6 @@ _TAIL = 2000  # characters at the end of a response without a box that are searc
 _LONGEST = 1000  # characters of a boxed answer; longer ones are wrong
 _LIMITS = Limits(wall_seconds=5.0, cpu_seconds=5.0, memory_bytes=1 << 30)
 
-_BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
 _LAYOUT = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;:]|\\displaystyle|\\?\$")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\{([^{}]*)\}")
 # A ground truth in words. math-verify reads letters as a product of variables, so that "even" equals "neve". Up to
@@ -45,7 +44,7 @@ _CHEAP = re.compile(
 )
 
 
-@register_reward("math", bounded=True)
+@register_reward("math", bounded=True, needs_ground_truth=True)
 def math_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, Any]:
     """Return 1.0 if the final answer is equivalent to the ground truth, otherwise 0.0; with "acc" and "pred".
 
@@ -59,17 +58,14 @@ def math_reward(data_source: str, solution_str: str, ground_truth: Any, extra_in
     return {"score": correct, "acc": correct, "pred": answer[:_LONGEST]}
 
 
-def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last closed `\boxed{...}`, or None."""
-    text, open_braces, last = text[-10 * _LONGEST :], [], None
-    for mark in _BRACES.finditer(text):
-        if mark["box"] or mark["open"]:
-            open_braces.append(mark)
-        elif mark["close"] and open_braces:
-            opened = open_braces.pop()
-            if opened["box"] and (last is None or opened.end() > last[0]):
-                last = (opened.end(), mark.start())
-    return None if last is None else text[slice(*last)]
+@register_reward("math_dapo", bounded=True, needs_ground_truth=True)
+def math_dapo(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, Any]:
+    """Return 1.0 if the final answer is equivalent to the ground truth, otherwise -1.0; "acc" is 1.0 or 0.0.
+
+    The reward of DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.1). The answers are compared as in `math`.
+    """
+    result = math_reward(data_source, solution_str, ground_truth)
+    return {**result, "score": 2.0 * result["acc"] - 1.0}
 
 
 def final_of(solution_str: str) -> tuple[str, bool]:

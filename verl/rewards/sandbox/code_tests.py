@@ -32,7 +32,7 @@ with open("results", "w") as results:
 """
 
 
-@register_reward("code", bounded=True)
+@register_reward("code", bounded=True, needs_ground_truth=True)
 def code_reward(
     data_source: str,
     solution_str: str,

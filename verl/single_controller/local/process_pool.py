@@ -13,6 +13,7 @@ After any of these failures the state of the workers is unknown, so the pool sto
 
 import atexit
 import concurrent.futures
+import logging
 import os
 import resource
 import selectors
@@ -32,8 +33,13 @@ from verl.single_controller.local.transport import Kind, Message, Parcel, receiv
 from verl.single_controller.placement import visible_devices
 from verl.single_controller.worker import RankEnv, WorkerSpec, free_port
 from verl.single_controller.worker_group import Failure, Future, WorkerDied, WorkerError, WorkerTimeout, first_error
-from verl.utils.subprocess_pool import PythonProcess, describe_exit
+from verl.utils.fork_server import ForkServerError, server_for
+from verl.utils.subprocess_pool import ChildProcess, PythonProcess
 
+logger = logging.getLogger(__name__)
+
+_WORKER_MODULE = "verl.single_controller.local.worker_main"
+_LIBRARIES = ("tensordict", "transformers.models.auto.modeling_auto", "transformers.modeling_utils")  # used by workers
 _POLL_SECONDS = 0.1  # between two checks of exits and deadlines
 _SETTLE_SECONDS = 0.25  # after a failure, to collect others: the first one is the cause
 _SHUTDOWN_SECONDS = 5.0  # for a process to end by itself after STOP
@@ -44,7 +50,7 @@ class _Rank:
     """The process of one rank, and the connection to it."""
 
     rank: int
-    process: PythonProcess
+    process: ChildProcess
     connection: socket.socket
     exit_reported: bool = False
 
@@ -107,9 +113,10 @@ class ProcessPool:
         port = free_port()
         rank_envs = [RankEnv(rank, n, rank, n, master_port=port) for rank in range(n)]
         environments = [_environment(rank_env, devices, env or {}) for rank_env in rank_envs]
+        preload = _modules(specs) if _can_fork(devices) else None
         started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(
-            target=self._monitor, args=(environments, started), name="worker monitor", daemon=True
+            target=self._monitor, args=(environments, preload, started), name="worker monitor", daemon=True
         )
         self._thread.start()
         atexit.register(self.stop)
@@ -167,11 +174,13 @@ class ProcessPool:
 
     # ---- the monitor thread -----------------------------------------------------------------------------------------
 
-    def _monitor(self, environments: list[dict[str, str]], started: concurrent.futures.Future) -> None:
+    def _monitor(
+        self, environments: list[dict[str, str]], preload: list[str] | None, started: concurrent.futures.Future
+    ) -> None:
         """Start the processes, watch them, and end them when no role is left or one of them has failed."""
         try:
             for rank, env in enumerate(environments):
-                self._ranks.append(_start_rank(rank, self._lifeline, env))
+                self._ranks.append(self._start_rank(rank, env, preload))
                 self._selector.register(self._ranks[-1].connection, selectors.EVENT_READ, self._ranks[-1])
             started.set_result(None)
             while self.roles and self._fatal is None:
@@ -182,6 +191,22 @@ class ProcessPool:
             self._fatal = WorkerError.of(error, "(monitor of the processes)", "", 0)
         finally:
             self._close()
+
+    def _start_rank(self, rank: int, env: dict[str, str], preload: list[str] | None) -> _Rank:
+        """Start a process: forked from a server that has imported `preload`; None for a fresh interpreter."""
+        parent_end, child_end = socket.socketpair()
+        with child_end:
+            inherited = (child_end.fileno(), self._lifeline)
+            process: ChildProcess | None = None
+            if preload is not None:
+                try:
+                    server = server_for(env)
+                    process = server.start(
+                        _WORKER_MODULE, inherited, env, stacks=True, preload=preload, cancelled=lambda: not self.roles
+                    )
+                except ForkServerError as error:
+                    logger.warning("each worker process imports its libraries itself, which takes seconds: %s", error)
+            return _Rank(rank, process or PythonProcess(_WORKER_MODULE, inherited, env, stacks=True), parent_end)
 
     def _poll(self) -> None:
         for key, _ in self._selector.select(_POLL_SECONDS):
@@ -214,10 +239,9 @@ class ProcessPool:
 
     def _check_exits(self) -> None:
         for rank in self._ranks:
-            status = rank.process.poll()
-            if status is not None and not rank.exit_reported:
+            message = None if rank.exit_reported else rank.process.exit_message()
+            if message is not None:
                 rank.exit_reported = True
-                message = f"process {rank.process.pid} {describe_exit(status)}"
                 self._add_failure(0, time.monotonic(), WorkerDied(message, *self._current_call(rank.rank), rank.rank))
 
     def _current_call(self, rank: int) -> tuple[str, str]:
@@ -291,7 +315,8 @@ class ProcessPool:
             with suppress(OSError):  # the process has ended
                 send(rank.connection, Kind.STOP, 0, None)
         for rank in self._ranks:
-            rank.process.wait(max(deadline - time.monotonic(), 0))
+            with suppress(ChildProcessError):  # its fork server has ended
+                rank.process.wait(max(deadline - time.monotonic(), 0))
 
 
 def _raise_open_files_limit() -> None:
@@ -311,9 +336,12 @@ def _environment(rank_env: RankEnv, devices: Sequence[int] | None, env: Mapping[
     return env
 
 
-def _start_rank(rank: int, lifeline: int, env: dict[str, str]) -> _Rank:
-    parent_end, child_end = socket.socketpair()
-    with child_end:
-        inherited = (child_end.fileno(), lifeline)
-        process = PythonProcess("verl.single_controller.local.worker_main", inherited, env, stacks=True)
-    return _Rank(rank, process, parent_end)
+def _can_fork(devices: Sequence[int] | None) -> bool:
+    """Whether processes may be forked: not those that use a GPU, whose driver does not survive a fork."""
+    return sys.platform == "linux" and devices is None and not torch.accelerator.is_available()
+
+
+def _modules(specs: Mapping[str, WorkerSpec]) -> list[str]:
+    """Modules that the workers need. Those of users are imported by each process, as they may start threads."""
+    modules = {spec.cls.__module__ for spec in specs.values() if isinstance(spec.cls, type)}
+    return [*_LIBRARIES, *sorted(name for name in modules if name.startswith("verl."))]

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Install this project with what it can use, into the active Python environment (PYTHON selects another one).
+#
+#   bash scripts/install_vllm_sglang_mcore.sh
+#   USE_MEGATRON=0 bash scripts/install_vllm_sglang_mcore.sh
+#
+# The name is that of the script in other instructions. Rollout engines of this version are `native` and `hf`, training
+# engines `fsdp` and `fsdp2`: they are part of the project. vLLM, SGLang and Megatron-LM have no engine here, so they are
+# not installed, and USE_MEGATRON=1 is refused. For a virtual environment with the CPU build of torch, see
+# scripts/setup_venv.sh.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-python}
+extras=${EXTRAS:-ray,lora,track,plot}
+
+if [ "${USE_MEGATRON:-0}" != 0 ]; then
+    echo "error: USE_MEGATRON=${USE_MEGATRON}: this version has no Megatron-LM engine: use USE_MEGATRON=0 and strategy=fsdp" >&2
+    exit 1
+fi
+echo "Not installed, because this version has no engine that uses them: vllm, sglang, megatron-core, flash-attn"
+
+if nvidia-smi -L >/dev/null 2>&1; then
+    extras="$extras,liger" # Liger kernels need a GPU
+fi
+echo "Installing the project with the extras $extras"
+"$python" -m pip install --quiet --editable ".[$extras]"
+"$python" -m verl.utils.env_check

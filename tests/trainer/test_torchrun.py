@@ -1,0 +1,153 @@
+"""Training commands under torchrun: one run, with as many ranks as torchrun announced."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from verl.single_controller.worker import free_port
+from verl.trainer import sft_trainer
+from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.trainer.torchrun import Torchrun, launcher_settings
+
+MPI = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
+TORCHRUN = MPI | {
+    "LOCAL_WORLD_SIZE": "2",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RESTART_COUNT": "3",
+}
+
+
+@pytest.fixture
+def announce(monkeypatch):
+    """Set the environment of one rank."""
+
+    def set_variables(**env: str) -> None:
+        for name, value in (MPI | {"RANK": "0", "LOCAL_RANK": "0"} | env).items():
+            monkeypatch.setenv(name, value)
+
+    return set_variables
+
+
+@pytest.fixture
+def command(tiny, tmp_path) -> list[str]:
+    return [
+        f"model.path={tiny / 'model'}",
+        f"data.train_files={tiny / 'train.jsonl'}",
+        "data.train_batch_size=8",
+        "trainer.total_training_steps=2",
+        "trainer.logger=[jsonl]",
+        "trainer.save_freq=2",
+        "optim.lr=1e-3",
+        "checkpoint.save_contents=[model,hf_model]",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+    ]
+
+
+def test_the_group_is_read_from_the_variables_of_torchrun():
+    assert Torchrun.announced(TORCHRUN) == Torchrun(1, 4, 2, "10.0.0.7", 29500, agent_store=True, restarts=3)
+    assert Torchrun.announced(MPI) == Torchrun(1, 4, 4, "10.0.0.7", 29500)
+    for name in MPI:  # a scheduler that sets only some of them starts one process
+        assert Torchrun.announced({key: value for key, value in TORCHRUN.items() if key != name}) is None
+
+
+@pytest.mark.parametrize("outcome", [0, 3, RuntimeError("failed"), KeyboardInterrupt()])
+def test_every_rank_ends_with_the_status_of_rank_0(outcome, announce):
+    announce()
+    ran = []
+
+    def command() -> int:
+        ran.append((launcher_settings(), "WORLD_SIZE" in os.environ))
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        ranks = [pool.submit(Torchrun(rank, 3, 3, "127.0.0.1", port).run, command) for rank in range(3)]
+    expected = {RuntimeError: 1, KeyboardInterrupt: 130}.get(type(outcome), outcome)
+    assert [rank.result() for rank in ranks[1:]] == [expected, expected]
+    if isinstance(outcome, BaseException):
+        assert ranks[0].exception() is outcome
+    else:
+        assert ranks[0].result() == outcome
+    assert ran == [({"trainer.n_gpus_per_node": 3}, False)]
+    assert launcher_settings() == {}
+
+
+def test_a_rank_that_loses_rank_0_ends(capsys):
+    from torch.distributed import TCPStore
+
+    port = free_port()
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(Torchrun(1, 2, 2, "127.0.0.1", port).run, lambda: 0)
+        time.sleep(0.5)
+        del store  # its process has ended
+        assert waiting.result(timeout=30) == 1
+    assert "error: rank 1 lost rank 0" in capsys.readouterr().err
+
+
+def test_another_number_of_ranks_is_refused_with_both(command, announce, capsys):
+    announce(WORLD_SIZE="1")
+    assert sft_trainer.main([*command, "trainer.n_gpus_per_node=2"]) == 1
+    shown = capsys.readouterr().err
+    assert "torchrun started 1 ranks (WORLD_SIZE=1), but trainer.n_gpus_per_node is 2" in shown
+
+
+def test_several_nodes_are_refused_once(command, announce, capsys):
+    announce(LOCAL_WORLD_SIZE="2")
+    assert sft_trainer.main(command) == 1
+    shown = capsys.readouterr().err
+    assert "4 ranks on several nodes (2 on this one)" in shown and "docs/multinode.md" in shown
+    announce(LOCAL_WORLD_SIZE="2", RANK="3")
+    assert sft_trainer.main(command) == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_a_script_that_torchrun_starts_several_times_is_refused(settings, announce):
+    announce(WORLD_SIZE="2")
+    with pytest.raises(ValueError, match=r"torchrun started this script 2 times.*trainer\.n_gpus_per_node=2"):
+        LocalPPOTrainer(overrides=settings)
+
+
+def test_one_announced_rank_trains_in_this_process(command, announce, tmp_path):
+    announce(WORLD_SIZE="1", MASTER_PORT=str(free_port()))
+    assert sft_trainer.main(command) == 0
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["sft", "ppo"])
+def test_torchrun_gives_the_results_of_the_launcher_of_the_package(program, command, settings, tmp_path):
+    module = {"sft": "verl.trainer.sft_trainer", "ppo": "verl.trainer.main_ppo"}[program]
+    if program == "ppo":
+        command = [*settings, "algorithm.adv_estimator=grpo", "trainer.total_training_steps=2", "trainer.save_freq=2"]
+        command.append("actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]")
+    runs = {}
+    for name, start in (
+        ("torchrun", ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", module]),
+        ("own", [module, "trainer.n_gpus_per_node=2"]),
+    ):
+        folder = tmp_path / name
+        done = subprocess.run(
+            [sys.executable, "-m", *start, *command, f"trainer.default_local_dir={folder}"],
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
+        assert done.returncode == 0, done.stderr
+        metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        weights = load_file(folder / "global_step_2" / "actor" / "huggingface" / "model.safetensors")
+        runs[name] = [{k: v for k, v in step.items() if k != "time" and "second" not in k} for step in metrics], weights
+    for ours, theirs in zip(runs["own"][0], runs["torchrun"][0], strict=True):
+        untimed = [key for key in ours if "time" not in key and "timing" not in key and "perf" not in key]
+        assert {key: ours[key] for key in untimed} == {key: theirs[key] for key in untimed}
+    for name, tensor in runs["own"][1].items():
+        assert torch.equal(tensor, runs["torchrun"][1][name]), name

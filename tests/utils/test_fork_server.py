@@ -1,0 +1,198 @@
+"""Processes forked from a server: what they have in common with fresh interpreters, how they end, and who ends them."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from pathlib import Path
+
+import psutil
+import pytest
+
+from verl.utils import fork_server
+from verl.utils.fork_server import ForkServer, ForkServerError, server_for, server_pids
+from verl.utils.subprocess_pool import PythonProcess
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+EVALUATOR = "tests.utils.evaluator"
+ENV = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", "OF_THE_TEST": "1"}
+
+
+@contextmanager
+def evaluator(start, **options):
+    """The connection to an evaluator, and its process."""
+    ours, theirs = Pipe()
+    with theirs:
+        process = start(EVALUATOR, [theirs.fileno()], **options)
+    yield ours, process
+    ours.close()
+    process.kill()
+    process.close()
+
+
+def ask(connection, expression: str):
+    connection.send(expression)
+    assert connection.poll(20), f"no reply to {expression}"
+    return connection.recv()
+
+
+@pytest.fixture(scope="module")
+def server():
+    return server_for(ENV)
+
+
+@pytest.mark.parametrize("stacks", [False, True])
+def test_a_fork_has_what_a_fresh_interpreter_has(server, stacks, tmp_path, monkeypatch):
+    """Environment, folder, arguments, descriptors and so on; the folder has changed since the server started."""
+    monkeypatch.chdir(tmp_path)
+    env = {**ENV, "RANK": "1", "OMP_NUM_THREADS": "3"}
+    with evaluator(PythonProcess, env=env, stacks=stacks) as (connection, _):
+        fresh = ask(connection, "facts()")
+    with evaluator(server.start, env=env, stacks=stacks) as (connection, process):
+        forked = ask(connection, "facts()")
+        assert ask(connection, "os.getpid()") == process.pid and ask(connection, "os.getppid()") == server.pid
+    assert forked == fresh
+    assert forked["folder"] == str(tmp_path) and forked["environment"].items() >= env.items()
+
+
+def test_forks_share_the_server_and_not_the_random_states(server):
+    assert server_for({**ENV, "RANK": "1", "VERL_LOGGING_LEVEL": "DEBUG", "PYTEST_CURRENT_TEST": "x"}) is server
+    draws = set()
+    for _ in range(2):
+        with evaluator(server.start, env=ENV, preload=["random"]) as (connection, _):
+            assert ask(connection, "os.getppid()") == server.pid
+            draws.add(ask(connection, "sys.modules['random'].random()"))
+    assert len({*draws, random.random()}) == 3
+
+
+@pytest.mark.parametrize(
+    "change", [{"OF_THE_TEST": "2"}, {"HF_HOME": "/models"}, {"CUDA_VISIBLE_DEVICES": ""}, {"PYTHONHASHSEED": "7"}]
+)
+def test_another_environment_has_another_server(server, change, monkeypatch):
+    monkeypatch.setattr(fork_server, "_servers", dict(fork_server._servers))
+    other = server_for(ENV | change)
+    assert other is not server and other is server_for(ENV | change) and server is server_for(ENV)
+    other.close()
+
+
+def test_idle_servers_are_ended(monkeypatch):
+    monkeypatch.setattr(fork_server, "_servers", {})
+    servers = [server_for(ENV | {"NUMBER": str(n)}) for n in range(2)]
+    with evaluator(servers[0].start, env=ENV):
+        servers += [server_for(ENV | {"NUMBER": str(n)}) for n in range(2, 6)]
+        assert [server.is_alive() for server in servers] == [True, False, True, True, True, True]
+        assert server_pids() == {server.pid for server in servers} - {servers[1].pid}
+    for server in servers:
+        if server.is_alive():
+            server.close()
+
+
+ENDS = [
+    ("sys.exit(3)", 3, "exited with status 3"),
+    ("1 / 0", 1, "exited with status 1"),
+    ("os.abort()", -signal.SIGABRT, "was killed by SIGABRT"),
+    ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, "was killed by SIGTERM"),
+    ("os.close(int(sys.argv[1])) or atexit.register(print, 'at exit')", 1, "exited with status 1"),
+]
+
+
+@pytest.mark.parametrize("expression, status, message", ENDS)
+def test_exit_statuses(server, expression, status, message, capfd):
+    with evaluator(server.start, env=ENV) as (connection, process):
+        assert process.poll() is None and process.wait(0.05) is None and process.exit_message() is None
+        connection.send(expression)
+        assert process.wait(20) == status == process.poll()
+        assert process.exit_message() == f"process {process.pid} {message}"
+        assert not psutil.pid_exists(process.pid), "a zombie"
+    out, err = capfd.readouterr()
+    assert ("at exit" in out) == ("atexit" in expression) and ("ZeroDivisionError" in err) == (expression == "1 / 0")
+
+
+def test_output_goes_where_that_of_the_parent_goes_now(server, capfd):
+    with evaluator(server.start, env=ENV) as (connection, process):
+        connection.close()
+        assert process.wait(20) == 0
+    assert capfd.readouterr().out == "done\n"
+
+
+def test_kill_ends_what_a_process_has_started(server):
+    with evaluator(server.start, env=ENV) as (connection, process):
+        child = ask(connection, "subprocess.Popen(['sleep', '1000']).pid")
+        process.kill()
+        assert process.wait(20) == -signal.SIGKILL
+        assert gone(child)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ends soon."""
+    deadline = time.monotonic() + 5
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_a_dead_server_is_reported_and_replaced(monkeypatch):
+    monkeypatch.setattr(fork_server, "_servers", {})
+    server = server_for(ENV)
+    with evaluator(server.start, env=ENV) as (connection, process):
+        os.kill(server.pid, signal.SIGKILL)
+        found = f"the fork server (process {server.pid}) was killed by SIGKILL"
+        with pytest.raises(ChildProcessError, match=f"process {process.pid} was lost: the fork server"):
+            process.wait(20)
+        assert process.exit_message().startswith(f"process {process.pid} was lost: {found}")
+        assert ask(connection, "1 + 1") == 2, "the pool kills it"
+    with pytest.raises(ForkServerError) as error:
+        server.start(EVALUATOR, [], ENV)
+    assert str(error.value).startswith(found)
+    other = server_for(ENV)
+    assert other is not server and other.is_alive()
+    other.close()
+
+
+@pytest.mark.parametrize(
+    "module, reason",
+    [
+        ("tests.utils.starts_a_thread", "RuntimeError: expected one thread after the import of tests.utils.*, found 2"),
+        ("no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+    ],
+)
+def test_a_server_that_cannot_fork_says_why(module, reason):
+    server = ForkServer(ENV)
+    for _ in range(2):
+        with pytest.raises(ForkServerError, match=rf"the fork server \(process {server.pid}\): {reason}"):
+            server.start(EVALUATOR, [], ENV, preload=[module])
+    server.close()
+
+
+def test_a_start_can_be_cancelled(tmp_path, monkeypatch):
+    """While the server imports a module that takes long."""
+    (tmp_path / "slow_to_import.py").write_text("import time; time.sleep(1000)")
+    monkeypatch.syspath_prepend(tmp_path)
+    server, start = ForkServer(ENV), time.monotonic()
+    with pytest.raises(InterruptedError, match="cancelled"):
+        server.start(EVALUATOR, [], ENV, preload=["slow_to_import"], cancelled=lambda: time.monotonic() - start > 0.2)
+    assert not server.is_alive()
+
+
+PARENT = f"""
+import os, signal
+from verl.utils.fork_server import server_for
+server = server_for(os.environ)
+reader, writer = os.pipe()
+process = server.start("{EVALUATOR}", [reader, writer], os.environ)  # it reads no end of file
+print(server.pid, process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_server_and_processes_end_with_the_parent():
+    env = {**ENV, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", PARENT], env=env, stdout=subprocess.PIPE, timeout=60)
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2 and all(gone(pid) for pid in pids)

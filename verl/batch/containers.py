@@ -1,0 +1,304 @@
+"""The containers of a batch and what concerns its columns and facts; `rows.py` has what concerns its rows."""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from verl.batch.padding import DataProtoConfig
+from verl.columns import DataProtoValidationError, check_layout
+from verl.registry import did_you_mean
+from verl.utils.equality import same
+
+# facts that every operator adds to: merged, while other facts are replaced
+MERGED_FACTS = ("metrics", "timing")
+
+
+class Containers:
+    """Tensor columns, object columns and facts of one batch. See `DataProto`."""
+
+    def __init__(
+        self,
+        batch: TensorDictBase | Mapping[str, torch.Tensor] | None = None,
+        non_tensor_batch: Mapping[str, Any] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+    ):
+        tensors = dict(batch.items()) if batch is not None else {}
+        for name, value in tensors.items():
+            if not isinstance(value, torch.Tensor) or value.dim() == 0:
+                found = "a tensor without dimensions" if isinstance(value, torch.Tensor) else type(value).__name__
+                raise DataProtoValidationError(
+                    f"column {name!r}: expected a tensor with one row per entry, found {found}"
+                )
+        objects = {name: _object_column(name, values) for name, values in (non_tensor_batch or {}).items()}
+        if twice := tensors.keys() & objects.keys():
+            raise DataProtoValidationError(f"the columns {sorted(twice)} are given both as tensors and as objects")
+        lengths = {name: values.shape[0] for name, values in (tensors | objects).items()}
+        if len(set(lengths.values())) > 1:
+            raise DataProtoValidationError(f"the columns of one batch need the same number of rows, found {lengths}")
+        # an empty TensorDict keeps its number of rows: select([]) of 4 rows has 4 rows
+        bare = batch.batch_size[0] if isinstance(batch, TensorDictBase) and batch.batch_size else 0
+        self.batch: TensorDict = TensorDict(tensors, batch_size=[next(iter(lengths.values()), bare)])
+        self.non_tensor_batch: dict[str, np.ndarray] = objects
+        self.meta_info: dict[str, Any] = dict(meta_info or {})
+
+    # ---- construction -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        non_tensors: Mapping[str, Any] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+        num_batch_dims: int = 1,
+        auto_padding: bool = False,
+    ) -> Self:
+        """Make a batch from tensor columns (first dimension B) and columns of B objects.
+
+        Args:
+            tensors: tensor columns.
+            non_tensors: object columns.
+            meta_info: facts about the whole batch.
+            num_batch_dims: 1; a batch has one batch dimension.
+            auto_padding: let `chunk` split a number of rows that the number of chunks does not divide.
+        """
+        if num_batch_dims != 1:
+            raise DataProtoValidationError(
+                f"num_batch_dims: expected 1, found {num_batch_dims}; fold_batch_dim groups the rows of a batch"
+            )
+        facts = {**(meta_info or {}), **({DataProtoConfig.auto_padding_key: True} if auto_padding else {})}
+        return cls(tensors, non_tensors, facts)
+
+    @classmethod
+    def from_single_dict(
+        cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None, auto_padding: bool = False
+    ) -> Self:
+        """Make a batch from one mapping: tensors are tensor columns, everything else (arrays, lists) object columns."""
+        tensors = {k: v for k, v in data.items() if isinstance(v, torch.Tensor)}
+        objects = {k: v for k, v in data.items() if k not in tensors}
+        return cls.from_dict(tensors, objects, meta_info, auto_padding=auto_padding)
+
+    @classmethod
+    def _build(
+        cls, rows: int, tensors: Mapping[str, torch.Tensor], objects: Mapping[str, Any], facts: Mapping[str, Any]
+    ) -> Self:
+        """Make a batch that has `rows` rows even if it has no columns."""
+        return cls(tensors or TensorDict({}, batch_size=[rows]), objects, facts)
+
+    def _become(self, other: "Containers") -> Self:
+        """Take over the containers of a batch that nobody else uses."""
+        self.batch, self.non_tensor_batch, self.meta_info = other.batch, other.non_tensor_batch, other.meta_info
+        return self
+
+    # ---- facts ------------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return self.batch.batch_size[0]
+
+    def __repr__(self) -> str:
+        tensors = [f"{k} {tuple(v.shape)} {str(v.dtype).removeprefix('torch.')}" for k, v in self.tensors.items()]
+        columns = tensors + [f"{k} object" for k in self.non_tensor_batch]
+        return f"DataProto({len(self)} rows; {', '.join(columns) or 'no columns'}; meta_info {list(self.meta_info)})"
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensor columns as a plain dict."""
+        return dict(self.batch.items())
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of all columns, tensors first."""
+        return (*self.tensors, *self.non_tensor_batch)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.non_tensor_batch or name in self.tensors
+
+    def column(self, name: str) -> torch.Tensor | np.ndarray:
+        """Return a column of either kind. Raises DataProtoValidationError if there is none of that name."""
+        columns = self.tensors | self.non_tensor_batch
+        _require([name], columns, "column")
+        return columns[name]
+
+    def copy(self) -> Self:
+        """Return the same columns in new containers. Also validates containers that were edited in place."""
+        return type(self)(self.batch, self.non_tensor_batch, self.meta_info)
+
+    def nbytes(self) -> int:
+        """Bytes of the tensor columns."""
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+    # ---- columns ----------------------------------------------------------------------------------------------------
+
+    def union(self, other: "Containers") -> Self:
+        """Add the columns and facts of `other` to this batch, in place, and return it.
+
+        A column of both must have equal contents (NaN equals NaN): two writers of one column would otherwise silently
+        give a wrong result. A fact of both is taken from `other`; `metrics` and `timing` are merged. A batch without
+        rows and columns can be joined with any other.
+
+        Raises:
+            DataProtoValidationError: if rows or contents differ, or a known column has the wrong shape or dtype. The
+                batch is then unchanged.
+        """
+        mine, theirs = self.tensors | self.non_tensor_batch, other.tensors | other.non_tensor_batch
+        if len(self) != len(other) and (mine or len(self)) and (theirs or len(other)):
+            raise DataProtoValidationError(
+                f"union of {len(self)} rows with {len(other)} rows: expected the same number of rows"
+            )
+        for name in mine.keys() & theirs.keys():
+            if not same(mine[name], theirs[name]):
+                raise DataProtoValidationError(
+                    f"column {name!r} is in both batches with different contents: rename one, or drop the old one first"
+                )
+        objects = self.non_tensor_batch | other.non_tensor_batch
+        facts = _join_facts(self.meta_info, other.meta_info)
+        joined = self._build(max(len(self), len(other)), self.tensors | other.tensors, objects, facts)
+        check_layout(joined)
+        return self._become(joined)
+
+    def replace(self, **columns: Any) -> Self:
+        """Return a new batch with some columns replaced or added (tensors: tensor columns, others: object columns)."""
+        return self.drop([name for name in columns if name in self]).union(type(self).from_single_dict(columns))
+
+    def select(
+        self,
+        batch_keys: str | Sequence[str] | None = None,
+        non_tensor_batch_keys: str | Sequence[str] | None = None,
+        meta_info_keys: str | Sequence[str] | None = None,
+        deepcopy: bool = False,
+    ) -> Self:
+        """Return only the named tensor columns, object columns and facts; None keeps all of that kind.
+
+        Args:
+            batch_keys: tensor columns.
+            non_tensor_batch_keys: object columns.
+            meta_info_keys: facts.
+            deepcopy: copy the objects and the facts, not only their containers.
+
+        Raises:
+            DataProtoValidationError: if a name is unknown.
+        """
+        chosen = {
+            "tensor column": (batch_keys, self.tensors),
+            "object column": (non_tensor_batch_keys, self.non_tensor_batch),
+            "fact in meta_info": (meta_info_keys, self.meta_info),
+        }
+        tensors, objects, facts = (_chosen(names, present, kind) for kind, (names, present) in chosen.items())
+        if deepcopy:
+            objects, facts = copy.deepcopy(objects), copy.deepcopy(facts)
+        return self._build(len(self), tensors, objects, facts)
+
+    def drop(self, names: str | Sequence[str]) -> Self:
+        """Return the batch without the named columns, of either kind. An unknown name is an error."""
+        dropped = set(_names(names))
+        _require(dropped, self.columns, "column")
+        return self.select(
+            [k for k in self.tensors if k not in dropped], [k for k in self.non_tensor_batch if k not in dropped]
+        )
+
+    def pop(
+        self,
+        batch_keys: str | Sequence[str] | None = (),
+        non_tensor_batch_keys: str | Sequence[str] | None = (),
+        meta_info_keys: str | Sequence[str] | None = (),
+    ) -> Self:
+        """Remove the named columns and facts from this batch, in place, and return them as a new batch."""
+        taken = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
+        rest = self.drop(taken.columns)
+        self._become(rest)
+        self.meta_info = {k: v for k, v in self.meta_info.items() if k not in taken.meta_info}
+        return taken
+
+    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> Self:
+        """Rename columns of this batch, in place, and return it."""
+        old, new = _names(old_keys), _names(new_keys)
+        if len(old) != len(new) or len(set(old)) != len(old):
+            raise DataProtoValidationError(f"rename: expected one new name for each old one, found {old} and {new}")
+        _require(old, self.columns, "column")
+        names = dict(zip(old, new))
+        after = [names.get(k, k) for k in self.columns]
+        if len(set(after)) != len(after):
+            raise DataProtoValidationError(f"rename of {old} to {new} would give two columns the same name")
+        tensors = {names.get(k, k): v for k, v in self.tensors.items()}
+        objects = {names.get(k, k): v for k, v in self.non_tensor_batch.items()}
+        return self._become(self._build(len(self), tensors, objects, self.meta_info))
+
+    def check_consistency(self) -> None:
+        """Raise DataProtoValidationError if containers that were edited in place no longer form a batch."""
+        self.copy()
+
+
+# ---- helpers --------------------------------------------------------------------------------------------------------
+
+
+def _object_column(name: str, values: Any) -> np.ndarray:
+    """Return a (B,) object array, also if all values are lists of one length (numpy would make a matrix)."""
+    if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
+        return values
+    if not isinstance(values, np.ndarray | list | tuple) or (isinstance(values, np.ndarray) and values.ndim == 0):
+        raise DataProtoValidationError(
+            f"column {name!r}: expected a tensor, an array or a list with one entry per row, "
+            f"found {type(values).__name__}"
+        )
+    column = np.empty(len(values), dtype=object)
+    for i, value in enumerate(values):
+        column[i] = value
+    return column
+
+
+def _names(names: str | Iterable[str]) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)
+
+
+def _require(names: Iterable[str], present: Iterable[str], kind: str) -> None:
+    for name in names:
+        if name not in present:
+            raise DataProtoValidationError(f"the batch has no {kind} {name!r}: {did_you_mean(name, present)}")
+
+
+def _chosen(names: str | Sequence[str] | None, present: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Return the entries of `present` in `names`; None: all of them."""
+    if names is None:
+        return dict(present)
+    wanted = _names(names)
+    _require(wanted, present, kind)
+    return {name: present[name] for name in wanted}
+
+
+def _join_facts(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Join the facts of two batches; `theirs` takes precedence, MERGED_FACTS are merged."""
+    joined = {**mine, **theirs}
+    for name in MERGED_FACTS:
+        if name in mine and name in theirs:
+            for facts in (mine[name], theirs[name]):
+                if not isinstance(facts, Mapping):
+                    raise DataProtoValidationError(
+                        f"meta_info[{name!r}]: expected a dict, found {type(facts).__name__}; reduce the list "
+                        "that concat returns, one entry per batch, first"
+                    )
+            joined[name] = {**mine[name], **theirs[name]}
+    return joined
+
+
+def concat_facts(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Concatenate facts: equal ones once, MERGED_FACTS as name -> list of the values of all batches."""
+    joined: dict[str, Any] = {}
+    for facts in batches:
+        for name, value in facts.items():
+            if name in MERGED_FACTS:
+                for part in value if isinstance(value, list) else [value]:
+                    _append_values(joined.setdefault(name, {}), part)
+            elif not same(joined.setdefault(name, value), value):
+                raise DataProtoValidationError(
+                    f"concat: meta_info[{name!r}] is {joined[name]!r} in one batch and {value!r} in another"
+                )
+    return joined
+
+
+def _append_values(lists: dict[str, list], values: Mapping[str, Any]) -> None:
+    """Append each value to the list of its name; a list, as an earlier concat made it, is appended value by value."""
+    for name, value in values.items():
+        lists.setdefault(name, []).extend(value if isinstance(value, list) else [value])
