@@ -1,6 +1,7 @@
 """docs/migrate_from_*.md: every setting on the pages loads, and TRL's names lead to the keys of the page."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,9 @@ import pytest
 from verl.config import ConfigError, check_supported, load_config, to_flat_dict
 from verl.config import trl as trl_names
 from verl.config.fields import fields_of
+from verl.config.presets import PRESETS
 from verl.config.schema import Config, SFTConfig
+from verl.trainer.command_line import split_arguments
 
 DOCS = Path(__file__).parents[2] / "docs"
 VERL, TRL = ((DOCS / f"migrate_from_{name}.md").read_text() for name in ("verl", "trl"))
@@ -23,6 +26,14 @@ def rows(page: str, title: str) -> list[list[str]]:
 
 def codes(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
+
+
+def test_the_command_of_the_trl_page_is_valid():
+    (command,) = re.findall(r"```bash\n(.*?)```", TRL, re.DOTALL)
+    python, module, *arguments = shlex.split(command.replace("\\\n", " "))[1:]
+    assert (python, module) == ("-m", "verl.trainer.main_ppo")
+    path, overrides, _ = split_arguments(arguments)
+    assert load_config(path, overrides, presets=PRESETS).actor_rollout_ref.rollout.n == 8
 
 
 TABLES = {"GRPOConfig": (Config, trl_names.RL), "SFTConfig": (SFTConfig, trl_names.SFT)}
