@@ -7,6 +7,7 @@ written with or without a leading `--` or `+`.
 import sys
 from typing import TYPE_CHECKING
 
+from verl.compat.hook import published_names
 from verl.trainer.command_line import command_line
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ def main(
 
     return command_line(arguments, HELP.format(program=program), settings, start, check)
 
+
+__getattr__ = published_names("verl.trainer.main_ppo")
 
 if __name__ == "__main__":
     sys.exit(main())
