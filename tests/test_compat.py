@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from verl.compat import MOVED
+from verl.compat import MOVED, PUBLISHED
+from verl.compat.published import ANY
 
 NEEDS_TRITON = ("_triton", "triton_kernels", "cuda", "paged")
 
@@ -36,6 +37,100 @@ def test_an_unknown_path_is_still_an_import_error():
 
 
 def test_the_hook_imports_nothing_itself():
-    code = "import sys, verl; print([m for m in sys.modules if m.startswith('verl.') and m != 'verl.compat'])"
+    code = (
+        "import sys, verl; print([m for m in sys.modules if m.startswith('verl.') and not m.startswith('verl.compat')])"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert found.strip() == "[]"
+
+
+# ---- names of public verl -------------------------------------------------------------------------------------------
+
+NEEDS_RAY = ".ray.group"
+
+
+@pytest.mark.parametrize("module", PUBLISHED)
+def test_every_published_name_is_found_or_explained(module):
+    for name, target in PUBLISHED[module].items():
+        wanted = "anything" if name == ANY else name
+        code = f"from {module} import {wanted} as found"
+        if " " in target:
+            with pytest.raises(
+                ImportError, match=rf"^{module}\.{wanted} of public verl does not exist here: "
+            ) as error:
+                exec(code, {})
+            assert str(error.value).endswith(target)
+        elif NEEDS_RAY not in target:
+            scope = {}
+            exec(code, scope)
+            assert scope["found"] is not None
+            home, _, attribute = target.partition(":")
+            assert home.startswith("verl.") and (not attribute or scope["found"] == _get(home, attribute))
+
+
+def _get(home: str, attribute: str):
+    found = importlib.import_module(home)
+    for part in attribute.split("."):
+        found = getattr(found, part)
+    return found
+
+
+#: what public recipes and examples import most often, as they write it
+PUBLIC_IMPORTS = """
+from verl import DataProto
+from verl.protocol import DataProtoItem, DataProtoConfig, pad_dataproto_to_divisor, unpad_dataproto, collate_fn
+from verl.trainer.ppo.core_algos import agg_loss, AdvantageEstimator, register_adv_est, register_policy_loss
+from verl.trainer.ppo.core_algos import kl_penalty, compute_policy_loss, compute_policy_loss_vanilla
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer, apply_kl_penalty, compute_advantage, compute_response_mask
+from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
+from verl.trainer.ppo.metric_utils import reduce_metrics
+from verl.trainer.ppo.utils import need_critic, need_reference_policy, need_reward_model
+from verl.trainer.ppo.reward import load_reward_manager, compute_reward
+from verl.utils.reward_score import default_compute_score, gsm8k, math_dapo
+from verl.utils.reward_score.math import compute_score, last_boxed_only_string, remove_boxed
+from verl.workers.reward_manager import register, get_reward_manager_cls, NaiveRewardManager, DAPORewardManager
+from verl.workers.reward_manager import BatchRewardManager, PrimeRewardManager, AbstractRewardManager
+from verl.workers.reward_manager.abstract import AbstractRewardManager
+from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
+from verl.utils.dataset.sft_dataset import SFTDataset
+from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
+from verl.utils import hf_tokenizer, hf_processor
+from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.fs import copy_to_local, copy_local_path_from_hdfs
+from verl.utils.hdfs_io import copy, makedirs, exists
+from verl.utils.metric import reduce_metrics
+from verl.utils import torch_functional as verl_F
+import verl.utils.torch_functional as verl_F
+from verl.utils.torch_functional import masked_mean, masked_whiten, masked_sum, logprobs_from_logits, postprocess_data
+from verl.utils.torch_functional import entropy_from_logits, pad_sequence_to_length, get_response_mask
+from verl.utils.device import get_device_name, get_device_id, is_cuda_available, is_npu_available, get_torch_device
+from verl.utils.tracking import Tracking
+from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance, karmarkar_karp
+from verl.utils.model import compute_position_id_with_mask
+from verl.utils.py_functional import append_to_dict
+from verl.utils.debug import marked_timer
+from verl.utils.profiler import marked_timer
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import register, Dispatch, Execute
+"""
+
+
+@pytest.mark.parametrize("line", PUBLIC_IMPORTS.strip().splitlines())
+def test_imports_of_public_scripts(line):
+    exec(line, {})
+
+
+def test_a_name_that_public_verl_does_not_have_is_an_ordinary_import_error():
+    with pytest.raises(ImportError, match=r"cannot import name 'nothing' from 'verl\.utils\.metric'"):
+        exec("from verl.utils.metric import nothing", {})
+    with pytest.raises(ImportError, match=r"cannot import name 'nothing' from 'verl\.protocol'"):
+        exec("from verl.protocol import nothing", {})
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("verl.utils.metric.nothing")
+
+
+def test_core_algos_of_both_paths_are_one_module():
+    assert importlib.import_module("verl.trainer.ppo.core_algos") is importlib.import_module(
+        "verl.algorithms.core_algos"
+    )

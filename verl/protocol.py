@@ -27,6 +27,7 @@ from verl.batch.serialization import (
     union_tensor_dict,
 )
 from verl.columns import DataProtoValidationError
+from verl.compat.hook import published_names
 
 __all__ = [
     "MERGED_FACTS",
@@ -267,3 +268,6 @@ def all_gather_data_proto(data: DataProto, process_group: torch.distributed.Proc
     torch.distributed.all_gather_object(chunks, data.copy().to("cpu").select(meta_info_keys=[]), group=process_group)
     gathered = DataProto.concat(chunks).to(device)
     data.batch, data.non_tensor_batch = gathered.batch, gathered.non_tensor_batch
+
+
+__getattr__ = published_names(__name__)

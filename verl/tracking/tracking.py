@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from verl.compat.hook import published_names
 from verl.tracking.trackers import TRACKER_REGISTRY, Rows, Run, Tracker
 from verl.utils.log import setup_logging
 
@@ -247,3 +248,6 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError) as error:
         raise ValueError(f"metric {name!r}: expected a number, found {value!r}") from error
+
+
+__getattr__ = published_names(__name__)

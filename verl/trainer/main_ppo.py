@@ -7,6 +7,7 @@ written with or without a leading `--` or `+`.
 import sys
 from typing import TYPE_CHECKING
 
+from verl.compat.hook import published_names
 from verl.trainer.command_line import USER_ERRORS, command_line, print_error
 
 if TYPE_CHECKING:
@@ -97,6 +98,8 @@ def _wrong_settings(path: str | None, overrides: list[str]) -> int:
         return print_error(error)
     return 0
 
+
+__getattr__ = published_names("verl.trainer.main_ppo")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,5 +1,6 @@
 """RayPPOTrainer: PPOTrainer on a Ray cluster (docs/multinode.md)."""
 
+from verl.compat.hook import published_names
 from verl.trainer.ppo_trainer import PPOTrainer
 
 
@@ -10,3 +11,6 @@ class RayPPOTrainer(PPOTrainer):
     """
 
     backend = "ray"
+
+
+__getattr__ = published_names(__name__)

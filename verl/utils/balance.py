@@ -4,6 +4,8 @@ import heapq
 from bisect import bisect_left
 from collections.abc import Sequence
 
+from verl.compat.hook import published_names
+
 
 def balanced_partition(lengths: Sequence[int], k: int, equal_size: bool = True) -> list[list[int]]:
     """Partition samples into `k` groups of nearly equal total length.
@@ -127,3 +129,45 @@ def token_budget_micro_batches(lengths: Sequence[int], max_tokens: int, at_least
         halves = balanced_partition([lengths[i] for i in heaviest], 2, equal_size=False)
         bins += [[heaviest[j] for j in half] for half in halves]
     return sorted(sorted(rows) for rows in bins)
+
+
+# ---- names of public verl -------------------------------------------------------------------------------------------
+
+
+def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
+    """`balanced_partition` with public verl's arguments."""
+    return balanced_partition(seqlen_list, k_partitions, equal_size)
+
+
+karmarkar_karp = get_seqlen_balanced_partitions
+
+
+def log_seqlen_unbalance(seqlen_list: Sequence[int], partitions: Sequence[Sequence[int]], prefix: str) -> dict:
+    """Metrics of the tokens per group: of consecutive groups of equal size (before), and of `partitions` (balanced)."""
+    size = -(-len(seqlen_list) // len(partitions))
+    before = [sum(seqlen_list[i : i + size]) for i in range(0, len(seqlen_list), size)]
+    after = [sum(seqlen_list[i] for i in group) for group in partitions]
+    return {
+        f"{prefix}/min": min(before),
+        f"{prefix}/max": max(before),
+        f"{prefix}/minmax_diff": max(before) - min(before),
+        f"{prefix}/balanced_min": min(after),
+        f"{prefix}/balanced_max": max(after),
+        f"{prefix}/mean": sum(after) / len(after),
+    }
+
+
+def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
+    """Return the inverse of a permutation."""
+    inverse = [0] * len(idx_map)
+    for i, index in enumerate(idx_map):
+        inverse[index] = i
+    return inverse
+
+
+def ceildiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+__getattr__ = published_names(__name__)

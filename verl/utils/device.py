@@ -2,6 +2,7 @@
 
 import resource
 import sys
+from types import ModuleType
 
 import psutil
 import torch
@@ -89,3 +90,34 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
         metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(device) / _GIB
         metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved(device) / _GIB
     return metrics
+
+
+# ---- names of public verl -------------------------------------------------------------------------------------------
+
+
+def get_device_name() -> str:
+    """`cuda` if a GPU is available, otherwise `cpu`."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def get_device_id() -> int | str:
+    """Index of the current GPU; `cpu` without one."""
+    return torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+
+
+def get_torch_device() -> ModuleType:
+    """`torch.cuda` if a GPU is available, otherwise `torch.cpu`."""
+    return torch.cuda if torch.cuda.is_available() else torch.cpu
+
+
+def get_nccl_backend() -> str:
+    """The backend of process groups: `nccl` with a GPU, otherwise `gloo`."""
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def __getattr__(name: str) -> bool:
+    if name == "is_cuda_available":  # asked at use, not at import
+        return torch.cuda.is_available()
+    if name == "is_npu_available":
+        return False
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

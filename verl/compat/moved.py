@@ -1,16 +1,4 @@
-"""Module paths of earlier releases: `import verl.engines.hf` returns `verl.engines.torch_engine`.
-
-One import hook resolves the table below at the first import of an old path. Old and new path are the same module
-object, so classes keep their identity and pickles of earlier releases load.
-"""
-
-import importlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
-import sys
-from collections.abc import Sequence
-from types import ModuleType
+"""Module paths of earlier releases and of public verl whose module has another path here."""
 
 #: old module path -> new module path
 MOVED = {
@@ -126,45 +114,11 @@ MOVED = {
     "verl.algorithms.losses": "verl.algorithms.kl",
     "verl.data.chat_segments": "verl.data.chat",
     "verl.data.dialogues": "verl.data.chat",
+    # modules of public verl that exist here under another path
+    "verl.trainer.ppo.core_algos": "verl.algorithms.core_algos",
+    "verl.trainer.ppo.rollout_corr_helper": "verl.algorithms.rollout_correction",
+    "verl.utils.torch_functional": "verl.algorithms.torch_functional",
+    "verl.utils.seqlen_balancing": "verl.utils.balance",
+    "verl.single_controller.base.decorator": "verl.single_controller.dispatch",
+    "verl.utils.fs": "verl.utils.hdfs_io",
 }
-
-#: packages that no longer exist but are the parents of moved modules
-_PARENTS = {path.rpartition(".")[0] for path in MOVED}
-
-
-class _Loader(importlib.abc.Loader):
-    def __init__(self, target: str):
-        self.target = target
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        module = importlib.import_module(self.target)
-        self._spec = module.__spec__
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import system has set the spec of the old path
-
-
-class _EmptyPackage(importlib.abc.Loader):
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
-        return None
-
-    def exec_module(self, module: ModuleType) -> None:
-        return None
-
-
-class MovedModules(importlib.abc.MetaPathFinder):
-    """Finds the modules of `MOVED` by their old paths. The last finder, so that existing files take precedence."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname in MOVED:
-            return importlib.util.spec_from_loader(fullname, _Loader(MOVED[fullname]))
-        if fullname in _PARENTS:
-            return importlib.util.spec_from_loader(fullname, _EmptyPackage(), is_package=True)
-        return None
-
-
-if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
-    sys.meta_path.append(MovedModules())

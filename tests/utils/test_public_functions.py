@@ -1,0 +1,184 @@
+"""Functions that exist for scripts of public verl: tensors, files, metrics, timers, tokenizers, scores, batches."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from verl import DataProto
+from verl.algorithms import torch_functional as functional
+from verl.rewards import public_scores
+from verl.trainer import batch_functions
+from verl.utils import balance, device, hdfs_io, py_functional
+
+
+def test_masked_statistics_with_an_axis():
+    values, mask = torch.tensor([[1.0, 2, 9], [4, 9, 9]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    assert functional.masked_sum(values, mask, axis=-1).tolist() == [3, 4]
+    assert functional.masked_mean(values, mask, axis=-1).tolist() == [1.5, 4]
+    assert functional.masked_mean(values, mask).item() == pytest.approx(7 / 3)
+    assert functional.clip_by_value(values, torch.tensor(2.0), 4).tolist() == [[2, 2, 4], [4, 4, 4]]
+
+
+def test_masks_and_positions():
+    ids = torch.tensor([[5, 2, 7, 2], [5, 6, 7, 8], [3, 2, 2, 2]])
+    assert functional.get_response_mask(ids).tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0]]
+    assert functional.get_response_mask(ids, [2, 3], torch.bool).tolist()[2] == [True, False, False, False]
+    assert functional.compute_position_id_with_mask(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])).tolist() == [
+        [0, 0, 0, 1],
+        [0, 1, 2, 2],
+    ]
+
+
+def test_log_probs():
+    logits, labels = torch.tensor([[[0.0, math.log(3)]]]), torch.tensor([[1]])
+    assert functional.logprobs_from_logits(logits, labels).item() == pytest.approx(math.log(0.75))
+    assert functional.entropy_from_logits(logits).item() == pytest.approx(0.562335, abs=1e-6)
+
+
+def test_padding():
+    ids = torch.tensor([[1, 2, 3]])
+    assert functional.pad_sequence_to_length(ids, 5, 0).tolist() == [[1, 2, 3, 0, 0]]
+    assert functional.pad_sequence_to_length(ids, 5, 9, left_pad=True).tolist() == [[9, 9, 1, 2, 3]]
+    assert functional.pad_sequence_to_length(ids, 2, 0) is not None and ids.tolist() == [[1, 2, 3]]
+    assert functional.pad_2d_list_to_length([[1], [2, 3]], 0, 3).tolist() == [[1, 0, 0], [2, 3, 0]]
+
+
+@pytest.mark.parametrize(("how", "kept"), [("left", [3, 4, 5]), ("right", [1, 2, 3]), ("middle", [1, 4, 5])])
+def test_truncation(how, kept):
+    ids = torch.tensor([[1, 2, 3, 4, 5]])
+    found, mask = functional.postprocess_data(ids, torch.ones_like(ids), 3, 0, truncation=how)
+    assert found.tolist() == [kept] and mask.tolist() == [[1, 1, 1]]
+    padded, mask = functional.postprocess_data(ids, torch.ones_like(ids), 6, 7)
+    assert padded.tolist() == [[7, 1, 2, 3, 4, 5]] and mask.tolist() == [[0, 1, 1, 1, 1, 1]]
+    with pytest.raises(ValueError, match="expected at most 3 tokens, found 5"):
+        functional.postprocess_data(ids, torch.ones_like(ids), 3, 0)
+
+
+def test_dicts_metrics_and_timers():
+    lists = {"a": [1]}
+    py_functional.append_to_dict(lists, {"a": 2, "b": 3})
+    py_functional.append_to_dict(lists, {"b": 4}, prefix="actor/")
+    assert lists == {"a": [1, 2], "b": [3], "actor/b": [4]}
+    reduced = py_functional.reduce_metrics({"loss": [1.0, 3.0], "len/max": [1, 5], "len/min": [2, 1], "lr": 0.5})
+    assert reduced == {"loss": 2.0, "len/max": 5, "len/min": 1, "lr": 0.5}
+    with pytest.raises(ValueError, match="'a' is 1 in one dict and 2 in the other"):
+        py_functional.union_two_dict({"a": 1}, {"a": 2})
+    timing = {}
+    for _ in range(2):
+        with py_functional.marked_timer("gen", timing, color="red"):
+            pass
+    assert set(timing) == {"gen"} and timing["gen"] > 0
+
+
+def test_balanced_groups():
+    lengths = [8, 1, 1, 6]
+    groups = balance.get_seqlen_balanced_partitions(lengths, k_partitions=2, equal_size=True)
+    assert sorted(i for group in groups for i in group) == [0, 1, 2, 3]
+    assert balance.log_seqlen_unbalance(lengths, groups, "seqlen") == {
+        "seqlen/min": 7,
+        "seqlen/max": 9,
+        "seqlen/minmax_diff": 2,
+        "seqlen/balanced_min": 7,
+        "seqlen/balanced_max": 9,
+        "seqlen/mean": 8,
+    }
+    assert balance.get_reverse_idx([2, 0, 1]) == [1, 2, 0] and balance.ceildiv(7, 2) == 4
+
+
+def test_devices():
+    available = torch.cuda.is_available()
+    assert device.is_cuda_available is available and device.is_npu_available is False
+    assert device.get_device_name() == ("cuda" if available else "cpu")
+    assert device.get_torch_device() is (torch.cuda if available else torch.cpu)
+
+
+def test_local_files(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.txt").write_text("1")
+    hdfs_io.makedirs(tmp_path / "b" / "c")
+    assert hdfs_io.copy(str(tmp_path / "a"), str(tmp_path / "b" / "c")) and hdfs_io.exists(
+        tmp_path / "b" / "c" / "x.txt"
+    )
+    hdfs_io.copy(str(tmp_path / "a" / "x.txt"), str(tmp_path / "y.txt"))
+    assert (tmp_path / "y.txt").read_text() == "1"
+    assert hdfs_io.copy_to_local("Qwen/Qwen3-8B", use_shm=True) == "Qwen/Qwen3-8B"
+
+
+def test_hdfs_through_the_command(tmp_path, monkeypatch):
+    with pytest.raises(OSError, match=r"hdfs://n/f: .* need the command `hdfs`, which is not on PATH"):
+        monkeypatch.setenv("PATH", str(tmp_path))
+        hdfs_io.exists("hdfs://n/f")
+    command = tmp_path / "hdfs"
+    command.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/log\n[ "$2" = -get ] && echo data > "$4"\nexit 0\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    for _ in range(2):  # the second time, the file is there
+        local = hdfs_io.copy_to_local("hdfs://n/model/f.bin", cache_dir=str(tmp_path / "cache"))
+        assert local.endswith("/f.bin") and Path(local).read_text() == "data\n"
+    hdfs_io.copy("y.txt", "hdfs://n/out")
+    calls = (tmp_path / "log").read_text().splitlines()
+    assert len(calls) == 2 and calls[1] == "dfs -put -f y.txt hdfs://n/out"
+    command.write_text("#!/bin/sh\necho no such folder >&2\nexit 1\n")
+    with pytest.raises(OSError, match="exit status 1: no such folder"):
+        hdfs_io.makedirs("hdfs://n/out")
+
+
+def test_scores():
+    assert public_scores.gsm8k_score("so 6*7=42\n#### 42", "42") == 1.0
+    assert public_scores.gsm8k_score("#### 41", "42", format_score=0.1) == 0.1
+    assert public_scores.gsm8k_score("forty", "42", format_score=0.1) == 0.0
+    assert public_scores.gsm8k_number("#### 1,000") == "1000"
+    assert public_scores.math_score(r"so \boxed{\frac{1}{2}}", "1/2") == 1.0
+    assert public_scores.last_box(r"a \boxed{x^{2}} b") == r"\boxed{x^{2}}"
+    assert public_scores.inside_box(r"\boxed{x^{2}}") == "x^{2}"
+
+
+# ---- batches --------------------------------------------------------------------------------------------------------
+
+
+def batch() -> DataProto:
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    return DataProto.from_dict(
+        {
+            "prompts": torch.ones(2, 2, dtype=torch.long),
+            "responses": torch.ones(2, 3, dtype=torch.long),
+            "attention_mask": torch.cat([torch.tensor([[0, 1], [1, 1]]), mask], 1),
+            "token_level_scores": torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]),
+            "old_log_probs": torch.full((2, 3), -1.0),
+            "ref_log_prob": torch.full((2, 3), -1.5),
+        },
+        {"uid": ["a", "a"]},
+    )
+
+
+def test_the_steps_of_a_trainer():
+    from verl.algorithms.core_algos import AdvantageEstimator, FixedKLController
+
+    data = batch()
+    data.batch["response_mask"] = batch_functions.compute_response_mask(data)
+    assert data.batch["response_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
+    same, metrics = batch_functions.apply_kl_penalty(data, FixedKLController(0.2))
+    assert same is data and metrics == {"actor/reward_kl_penalty": 0.5, "actor/reward_kl_penalty_coeff": 0.2}
+    expected = [[-0.1, 0.9, 0.0], [-0.1, -0.1, -0.1]]
+    assert np.allclose(data.batch["token_level_rewards"].tolist(), expected)
+    batch_functions.compute_advantage(data, AdvantageEstimator.GRPO, norm_adv_by_std_in_grpo=False)
+    # rewards 0.8 and -0.3, less their mean 0.25
+    assert np.allclose(data.batch["advantages"].tolist(), [[0.55, 0.55, 0], [-0.55, -0.55, -0.55]])
+    assert data.batch["returns"].shape == (2, 3)
+    found = batch_functions.compute_data_metrics(data, use_critic=False)
+    assert found["critic/score/mean"] == 0.5 and found["response_length/mean"] == 2.5
+
+
+def test_timings_and_throughput():
+    timing = {"gen": 2.0, "adv": 1.0, "step": 4.0}
+    found = batch_functions.compute_timing_metrics(batch(), timing)
+    assert found["timing_s/step"] == 4.0
+    assert found["timing_per_token_ms/gen"] == 2000 / 5 and found["timing_per_token_ms/adv"] == 1000 / 8
+    assert batch_functions.compute_throughout_metrics(batch(), timing, n_gpus=2) == {
+        "perf/total_num_tokens": 8,
+        "perf/time_per_step": 4.0,
+        "perf/throughput": 1.0,
+    }

@@ -1,0 +1,81 @@
+"""The import hook that resolves the paths of `moved` and the names of `published`."""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from verl.compat.moved import MOVED
+from verl.compat.published import ANY, PUBLISHED
+
+#: packages that exist only as the parents of old or published modules
+_PARENTS = {path[:dot] for path in (*MOVED, *PUBLISHED) for dot, letter in enumerate(path) if letter == "."}
+
+
+def published_names(module: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module: it looks up names that public verl has in the module of that path.
+
+    A name that exists elsewhere is imported from there. One that cannot exist here raises an ImportError that says what
+    to use instead.
+    """
+    names = PUBLISHED[module]
+
+    def find(name: str) -> Any:
+        target = names.get(name) or (names.get(ANY) if not name.startswith("__") else None)
+        if target is None:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        if " " in target:
+            raise ImportError(f"{module}.{name} of public verl does not exist here: {target}", name=module)
+        home, _, attribute = target.partition(":")
+        found = importlib.import_module(home)
+        return operator.attrgetter(attribute)(found) if attribute else found
+
+    return find
+
+
+class _Moved(importlib.abc.Loader):
+    """Gives the old path the module object of the new one."""
+
+    def __init__(self, target: str):
+        self.target = target
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self.target)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # the import system has set the spec of the old path
+
+
+class _Published(importlib.abc.Loader):
+    """Makes an empty package that looks its names up in `PUBLISHED`."""
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__name__ in PUBLISHED:
+            module.__getattr__ = published_names(module.__name__)
+
+
+class MovedModules(importlib.abc.MetaPathFinder):
+    """Finds the modules of both tables. The last finder, so that existing files take precedence."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname in MOVED:
+            return importlib.util.spec_from_loader(fullname, _Moved(MOVED[fullname]))
+        if fullname in PUBLISHED or fullname in _PARENTS:
+            return importlib.util.spec_from_loader(fullname, _Published(), is_package=True)
+        return None
+
+
+if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
+    sys.meta_path.append(MovedModules())

@@ -1,0 +1,269 @@
+"""Names that scripts for public verl import, by module.
+
+The value is `module:name` (or a module) that has it here, or the sentence that the ImportError ends with.
+"""
+
+ANY = "*"
+"""Entry of a module for all names that it does not list."""
+
+_WORKERS = (
+    "workers are created from the configuration. Subclass verl.workers.policy.ActorWorker, "
+    "verl.workers.critic.CriticWorker or verl.workers.engine_worker.EngineWorker instead"
+)
+_ENGINE = "the training engine is chosen by actor_rollout_ref.actor.strategy; see verl.engines.base.TrainEngine"
+_ROLES = (
+    "roles and their devices come from the configuration (section placement); a flow gets other roles from worker_specs"
+)
+_PLACEMENT = "devices are assigned by the configuration (section placement), or by verl.single_controller.ResourcePool"
+_ROLLOUT = "rollout engines implement verl.rollout.base.RolloutEngine and are chosen by actor_rollout_ref.rollout.name"
+_CONFIG = "the sections of the configuration are typed objects already: use config.actor_rollout_ref.actor directly"
+_FSDP = "sharding and offloading are settings of actor_rollout_ref.actor.fsdp_config"
+_SEQUENCE_PARALLEL = "sequence parallelism is the setting actor.ulysses_sequence_parallel_size"
+_PROFILER = "profilers are not supported: trainer.logger records the seconds of every operator as timing_s/*"
+_MEGATRON = "the Megatron engine is not supported: use actor.strategy=fsdp"
+
+_TRAINER = "verl.trainer.batch_functions:"
+_FUNCTIONAL = "verl.utils.py_functional:"
+_FUNCTIONS = "verl.algorithms.torch_functional:"
+_RULES = "verl.rewards.public_scores:"
+
+#: functions for timing, under several paths
+_TIMERS = {
+    "marked_timer": _FUNCTIONAL + "marked_timer",
+    "simple_timer": _FUNCTIONAL + "marked_timer",
+    "_timer": _FUNCTIONAL + "marked_timer",
+    ANY: _PROFILER,
+}
+
+PUBLISHED: dict[str, dict[str, str]] = {
+    # ---- modules that exist here and lack some names
+    "verl.protocol": {
+        "DataProtoFuture": "a method called with blocking=False returns verl.single_controller.Future",
+        "BatchData": "use DataProto",
+    },
+    "verl.utils": {
+        "hf_tokenizer": "verl.utils.tokenizer:hf_tokenizer",
+        "hf_processor": "verl.utils.tokenizer:hf_processor",
+        "torch_functional": "verl.algorithms.torch_functional",
+    },
+    "verl.utils.balance": {
+        "rearrange_micro_batches": "verl.utils.balance.token_budget_micro_batches returns the rows of each micro-batch",
+        "restore_dynamic_batch": "training engines return rows in the order of the batch",
+        "prepare_dynamic_batch": "verl.utils.balance.token_budget_micro_batches returns the rows of each micro-batch",
+    },
+    "verl.tracking.tracking": {
+        "ValidationGenerationsLogger": "set trainer.log_val_generations, which every tracker supports",
+    },
+    "verl.single_controller.ray": {
+        "RayWorkerGroup": "verl.single_controller.ray.group:RayWorkerGroup",
+        "RayResourcePool": _PLACEMENT,
+        "RayClassWithInitArgs": "describe a worker with verl.single_controller.WorkerSpec",
+        "ResourcePoolManager": _PLACEMENT,
+        "SubRayResourcePool": _PLACEMENT,
+        "create_colocated_worker_cls": "verl.single_controller.ray.group.colocate starts several workers in one actor",
+        "create_colocated_worker_cls_fused": "verl.single_controller.ray.group.colocate does the same",
+        "split_resource_pool": _PLACEMENT,
+        "merge_resource_pool": _PLACEMENT,
+    },
+    "verl.trainer.ray_trainer": {
+        "ResourcePoolManager": _PLACEMENT,
+        "Role": _ROLES,
+    },
+    "verl.trainer.main_ppo": {
+        "run_ppo": "call verl.trainer.main_ppo.main, or build a verl.trainer.ray_trainer.RayPPOTrainer",
+        "TaskRunner": "build a verl.trainer.ray_trainer.RayPPOTrainer and call fit()",
+        "create_rl_dataset": "verl.data.rlhf_dataset.RLHFDataset, or data.custom_cls for a custom one",
+        "create_rl_sampler": "data.shuffle and data.seed define the order of the prompts",
+    },
+    # ---- trainer
+    "verl.trainer.ppo.ray_trainer": {
+        "RayPPOTrainer": "verl.trainer.ray_trainer:RayPPOTrainer",
+        "AdvantageEstimator": "verl.algorithms.core_algos:AdvantageEstimator",
+        "apply_kl_penalty": _TRAINER + "apply_kl_penalty",
+        "compute_advantage": _TRAINER + "compute_advantage",
+        "compute_response_mask": _TRAINER + "compute_response_mask",
+        "compute_data_metrics": _TRAINER + "compute_data_metrics",
+        "compute_timing_metrics": _TRAINER + "compute_timing_metrics",
+        "compute_throughout_metrics": _TRAINER + "compute_throughout_metrics",
+        "reduce_metrics": _FUNCTIONAL + "reduce_metrics",
+        "core_algos": "verl.algorithms.core_algos",
+        "ResourcePoolManager": _PLACEMENT,
+        "Role": _ROLES,
+        "WorkerType": _WORKERS,
+    },
+    "verl.trainer.ppo.metric_utils": {
+        "compute_data_metrics": _TRAINER + "compute_data_metrics",
+        "compute_timing_metrics": _TRAINER + "compute_timing_metrics",
+        "compute_throughout_metrics": _TRAINER + "compute_throughout_metrics",
+        "reduce_metrics": _FUNCTIONAL + "reduce_metrics",
+        "process_validation_metrics": "verl.trainer.metrics.validation_metrics takes the batches of a validation",
+        "bootstrap_metric": "verl.evaluation.statistics.bootstrap_means and bootstrap_intervals",
+        "calc_maj_val": "verl.trainer.metrics.validation_metrics reports maj@N",
+    },
+    "verl.trainer.ppo.utils": {
+        "need_critic": "verl.trainer.ppo_flow:needs_critic",
+        "need_reference_policy": "verl.trainer.ppo_flow:needs_reference",
+        "need_reward_model": _TRAINER + "need_reward_model",
+        "Role": _ROLES,
+        "WorkerType": _WORKERS,
+        "need_teacher_policy": "distillation is not supported",
+    },
+    "verl.trainer.ppo.reward": {
+        "load_reward_manager": "verl.rewards.managers:load_reward_manager",
+        "compute_reward": _TRAINER + "compute_reward",
+        "get_custom_reward_fn": "verl.rewards.resolve.resolve_reward_function takes path and name of the function",
+        "compute_reward_async": "reward functions run concurrently in processes of their own: call compute_reward",
+    },
+    "verl.trainer.config": {ANY: _CONFIG},
+    # ---- rewards
+    "verl.utils.reward_score": {
+        "default_compute_score": "verl.rewards.resolve:default_compute_score",
+        "_default_compute_score": "verl.rewards.resolve:default_compute_score",
+    },
+    "verl.utils.reward_score.gsm8k": {
+        "compute_score": _RULES + "gsm8k_score",
+        "extract_solution": _RULES + "gsm8k_number",
+    },
+    "verl.utils.reward_score.math": {
+        "compute_score": _RULES + "math_score",
+        "is_equiv": _RULES + "math_equal",
+        "last_boxed_only_string": _RULES + "last_box",
+        "remove_boxed": _RULES + "inside_box",
+    },
+    "verl.utils.reward_score.math_reward": {
+        "compute_score": _RULES + "math_score",
+        "is_equiv": _RULES + "math_equal",
+        "last_boxed_only_string": _RULES + "last_box",
+        "remove_boxed": _RULES + "inside_box",
+    },
+    "verl.utils.reward_score.math_verify": {"compute_score": _RULES + "math_score"},
+    "verl.utils.reward_score.math_dapo": {
+        "compute_score": _RULES + "math_dapo_score",
+        "last_boxed_only_string": _RULES + "last_box",
+        "remove_boxed": _RULES + "inside_box",
+    },
+    "verl.utils.reward_score.prime_math": {"compute_score": _RULES + "math_score"},
+    "verl.utils.reward_score.prime_code": {"compute_score": _RULES + "code_score"},
+    "verl.utils.reward_score.sandbox_fusion": {
+        ANY: "programs are run by verl.rewards.sandbox.code_tests on this machine",
+    },
+    "verl.workers.reward_manager": {
+        "register": "verl.rewards.managers:register_reward_manager",
+        "get_reward_manager_cls": "verl.rewards.managers:REWARD_MANAGER_REGISTRY.__getitem__",
+        "AbstractRewardManager": "verl.rewards.managers:RewardManager",
+        "NaiveRewardManager": "verl.rewards.managers:NaiveRewardManager",
+        "BatchRewardManager": "verl.rewards.managers:BatchRewardManager",
+        "DAPORewardManager": "verl.rewards.managers:DAPORewardManager",
+        "PrimeRewardManager": "verl.rewards.managers:PrimeRewardManager",
+    },
+    "verl.workers.reward_manager.abstract": {
+        "AbstractRewardManager": "verl.rewards.managers:RewardManager",
+        "RawRewardFn": "verl.rewards.functions:ScoreFunction",
+    },
+    "verl.workers.reward_manager.registry": {
+        "register": "verl.rewards.managers:register_reward_manager",
+        "get_reward_manager_cls": "verl.rewards.managers:REWARD_MANAGER_REGISTRY.__getitem__",
+        "REWARD_MANAGER_REGISTRY": "verl.rewards.managers:REWARD_MANAGER_REGISTRY",
+    },
+    "verl.workers.reward_manager.naive": {"NaiveRewardManager": "verl.rewards.managers:NaiveRewardManager"},
+    "verl.workers.reward_manager.dapo": {"DAPORewardManager": "verl.rewards.managers:DAPORewardManager"},
+    "verl.workers.reward_manager.batch": {"BatchRewardManager": "verl.rewards.managers:BatchRewardManager"},
+    "verl.workers.reward_manager.prime": {"PrimeRewardManager": "verl.rewards.managers:PrimeRewardManager"},
+    # ---- data
+    "verl.utils.dataset": {
+        "RLHFDataset": "verl.data.rlhf_dataset:RLHFDataset",
+        "SFTDataset": "verl.data.sft_dataset:SFTDataset",
+        "RMDataset": "reward models are trained outside this project",
+    },
+    "verl.utils.dataset.rl_dataset": {
+        "RLHFDataset": "verl.data.rlhf_dataset:RLHFDataset",
+        "collate_fn": "verl.data.rlhf_dataset:collate_prompts",
+        "get_dataset_class": "verl.data.rlhf_dataset:load_dataset_class",
+    },
+    "verl.utils.dataset.sft_dataset": {"SFTDataset": "verl.data.sft_dataset:SFTDataset"},
+    "verl.utils.dataset.multiturn_sft_dataset": {"MultiTurnSFTDataset": "verl.data.sft_dataset:SFTDataset"},
+    # ---- utils
+    "verl.utils.metric": {
+        "reduce_metrics": _FUNCTIONAL + "reduce_metrics",
+        "Metric": "return a pair (sum, count) from a loss, or a number",
+        "AggregationType": "return a pair (sum, count) from a loss, or a number",
+    },
+    "verl.utils.metric.utils": {"reduce_metrics": _FUNCTIONAL + "reduce_metrics"},
+    "verl.utils.model": {
+        "compute_position_id_with_mask": _FUNCTIONS + "compute_position_id_with_mask",
+        ANY: "models are loaded by verl.engines.loading",
+    },
+    "verl.utils.config": {ANY: _CONFIG},
+    "verl.utils.debug": _TIMERS,
+    "verl.utils.profiler": _TIMERS,
+    "verl.utils.profiler.performance": _TIMERS,
+    "verl.utils.debug.performance": _TIMERS,
+    "verl.utils.import_utils": {
+        "load_extern_type": "verl.registry:load_object",
+        "load_extern_object": "verl.registry:load_object",
+        ANY: "optional packages are imported where they are used",
+    },
+    "verl.utils.logger": {"LocalLogger": "trainer.logger selects the trackers", ANY: "use logging.getLogger"},
+    "verl.utils.logging_utils": {"set_basic_config": "verl.utils.log:setup_logging"},
+    "verl.utils.flops_counter": {ANY: "trainer.logger records tokens per second as perf/throughput"},
+    "verl.utils.checkpoint": {ANY: "checkpoints are written by verl.checkpoints.store"},
+    "verl.utils.checkpoint.checkpoint_manager": {ANY: "checkpoints are written by verl.checkpoints.store"},
+    "verl.utils.checkpoint.fsdp_checkpoint_manager": {ANY: "checkpoints are written by verl.checkpoints.store"},
+    "verl.utils.fsdp_utils": {ANY: _FSDP},
+    "verl.utils.ulysses": {ANY: _SEQUENCE_PARALLEL},
+    "verl.utils.megatron_utils": {ANY: _MEGATRON},
+    "verl.utils.ray_utils": {ANY: "Ray is used by verl.single_controller.ray only"},
+    "verl.utils.rollout_trace": {ANY: "traces of agent loops are not recorded; trainer.rollout_data_dir saves samples"},
+    "verl.utils.memory_utils": {ANY: "perf/max_memory_allocated_gb is recorded at every step"},
+    "verl.utils.distributed": {ANY: "process groups are made by the training engine (verl.engines.parallel)"},
+    "verl.utils.npu_utils": {ANY: "NPUs are not supported"},
+    "verl.utils.attention_utils": {ANY: "padding is removed by verl.modeling.packing"},
+    # ---- workers
+    "verl.single_controller.base": {
+        "Worker": "verl.single_controller.worker:Worker",
+        "WorkerGroup": "verl.single_controller.worker_group:WorkerGroup",
+        "ResourcePool": "verl.single_controller.placement:ResourcePool",
+        "ClassWithInitArgs": "describe a worker with verl.single_controller.WorkerSpec",
+    },
+    "verl.single_controller.base.worker": {
+        "Worker": "verl.single_controller.worker:Worker",
+        ANY: "the coordinates of a rank are self.env of a verl.single_controller.Worker",
+    },
+    "verl.single_controller.base.worker_group": {
+        "WorkerGroup": "verl.single_controller.worker_group:WorkerGroup",
+        "ResourcePool": "verl.single_controller.placement:ResourcePool",
+    },
+    "verl.single_controller.ray.base": {
+        "RayWorkerGroup": "verl.single_controller.ray.group:RayWorkerGroup",
+        ANY: _PLACEMENT,
+    },
+    "verl.workers.config": {
+        "ActorConfig": "verl.config.schema:ActorConfig",
+        "CriticConfig": "verl.config.schema:CriticConfig",
+        "RolloutConfig": "verl.config.schema:RolloutConfig",
+        ANY: _CONFIG,
+    },
+    "verl.workers.fsdp_workers": {ANY: _WORKERS},
+    "verl.workers.megatron_workers": {ANY: _MEGATRON},
+    "verl.workers.engine_workers": {ANY: _WORKERS},
+    "verl.workers.actor": {ANY: _WORKERS},
+    "verl.workers.actor.dp_actor": {ANY: _WORKERS},
+    "verl.workers.actor.megatron_actor": {ANY: _MEGATRON},
+    "verl.workers.engine": {ANY: _ENGINE},
+    "verl.workers.sharding_manager": {ANY: "weights are sent to the rollout engine by verl.rollout.weight_sync"},
+    "verl.workers.sharding_manager.fsdp_ulysses": {ANY: _SEQUENCE_PARALLEL},
+    "verl.workers.rollout_base": {ANY: _ROLLOUT},
+    "verl.workers.utils": {ANY: "losses are in verl.algorithms, batches with padding in verl.data.sequences"},
+    "verl.workers.utils.losses": {ANY: "losses are in verl.algorithms"},
+    "verl.workers.utils.padding": {ANY: "padding is removed and restored by verl.modeling.packing"},
+    "verl.models.transformers.monkey_patch": {ANY: "models are changed by verl.modeling where settings ask for it"},
+    "verl.third_party.vllm": {ANY: _ROLLOUT},
+    "verl.experimental.agent_loop": {ANY: "agent loops are in verl.rollout.agent_loop (register_agent_loop)"},
+    "verl.experimental.agent_loop.agent_loop": {ANY: "agent loops are in verl.rollout.agent_loop"},
+    "verl.experimental.reward_loop": {ANY: "reward managers are in verl.rewards.managers"},
+    "verl.experimental.dataset.sampler": {ANY: "data.shuffle and data.seed define the order of the prompts"},
+    "verl.tools.base_tool": {ANY: "tools are not supported: write an agent loop (verl.rollout.agent_loop)"},
+    "verl.tools.schemas": {ANY: "tools are not supported: write an agent loop (verl.rollout.agent_loop)"},
+    "verl.interactions.base": {ANY: "interactions are not supported: write an agent loop (verl.rollout.agent_loop)"},
+    "verl.base_config": {"BaseConfig": _CONFIG},
+}

@@ -1,0 +1,57 @@
+"""Score functions with the arguments of public verl's `verl.utils.reward_score.*`: (solution_str, ground_truth)."""
+
+from typing import Any
+
+from verl.rewards.resolve import default_compute_score
+from verl.rewards.rules import gsm8k
+from verl.rewards.rules.maths import is_equivalent, last_boxed
+
+
+def gsm8k_number(solution_str: str, method: str = "strict") -> str | None:
+    """The number that a GSM8K response ends with, as text; None if there is none. method: strict or flexible."""
+    found = gsm8k.extract(solution_str, method)
+    return None if found is None else str(found)
+
+
+def gsm8k_score(
+    solution_str: str, ground_truth: str, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+) -> float:
+    """`score` if the response ends with the number of the reference, `format_score` if with another, else 0."""
+    found = gsm8k.extract(solution_str, method)
+    if found is None:
+        return 0.0
+    return score if found == gsm8k.parse_number(ground_truth) else format_score
+
+
+def math_score(solution_str: str, ground_truth: str, **kwargs: Any) -> float:
+    """1 if the final answer equals the reference, else 0."""
+    return float(is_equivalent(solution_str, ground_truth))
+
+
+def math_equal(str1: str, str2: str, verbose: bool = False) -> bool:
+    """Whether two mathematical expressions are equal."""
+    return is_equivalent(f"\\boxed{{{str1}}}", str2)
+
+
+def math_dapo_score(solution_str: str, ground_truth: str, **kwargs: Any) -> Any:
+    """The score of the data source `math_dapo`."""
+    return default_compute_score("math_dapo", solution_str, ground_truth)
+
+
+def code_score(completion: str, test_cases: Any, continuous: bool = False) -> Any:
+    """The score of the data source `codecontests`: the response's program against its tests."""
+    return default_compute_score("codecontests", completion, test_cases)
+
+
+def last_box(string: str) -> str | None:
+    """The last \\boxed{...} of a text, with its braces; None if there is none."""
+    inner = last_boxed(string)
+    return None if inner is None else f"\\boxed{{{inner}}}"
+
+
+def inside_box(s: str) -> str:
+    """The contents of \\boxed{...}."""
+    inner = last_boxed(s)
+    if inner is None:
+        raise ValueError(f"expected \\boxed{{...}}, found {s!r}")
+    return inner

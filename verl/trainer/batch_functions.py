@@ -1,0 +1,102 @@
+"""What public verl's trainer computes on a batch, under its names and with its arguments. Batches change in place."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from verl.algorithms import kl
+from verl.algorithms.advantages import get_adv_estimator_fn
+from verl.algorithms.binding import bind_arguments
+from verl.config import schema
+from verl.protocol import DataProto
+from verl.trainer.metrics import data_metrics
+
+
+def compute_response_mask(data: DataProto) -> torch.Tensor:
+    """Return (B, T): the attention mask of the responses."""
+    return data.batch["attention_mask"][:, -data.batch["responses"].shape[-1] :]
+
+
+def apply_kl_penalty(
+    data: DataProto, kl_ctrl: kl.FixedKLController, kl_penalty: str = "kl"
+) -> tuple[DataProto, dict[str, float]]:
+    """Write token_level_rewards: the scores less the KL to the reference, and update the controller.
+
+    Args:
+        data: token_level_scores, old_log_probs, ref_log_prob and response_mask, (B, T).
+        kl_ctrl: has the coefficient as `value`.
+        kl_penalty: a kind of `verl.algorithms.kl.kl_penalty`.
+
+    Returns:
+        The batch, and the metrics of the penalty.
+    """
+    columns = [data.batch[k] for k in ("token_level_scores", "old_log_probs", "ref_log_prob", "response_mask")]
+    coefficient = kl_ctrl.value
+    rewards, current = kl.apply_kl_penalty(*columns, kl_coef=coefficient, kl_penalty_kind=kl_penalty)
+    kl_ctrl.update(current_kl=current, n_steps=len(data))
+    data.batch["token_level_rewards"] = rewards
+    return data, {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": coefficient}
+
+
+def compute_advantage(
+    data: DataProto,
+    adv_estimator: str,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    num_repeat: int = 1,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Mapping[str, Any] | None = None,
+) -> DataProto:
+    """Write advantages and returns by the registered estimator, and return the batch.
+
+    `num_repeat` has no effect: groups are the rows with the same `uid`. Further settings are taken from `config`.
+    """
+    if "response_mask" not in data:
+        data.batch["response_mask"] = compute_response_mask(data)
+    estimator = get_adv_estimator_fn(adv_estimator)
+    given = {"gamma": gamma, "lam": lam, "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
+    arguments = bind_arguments(estimator, data.tensors | data.non_tensor_batch, {**(config or {}), **given})
+    data.batch["advantages"], data.batch["returns"] = estimator(**arguments)
+    return data
+
+
+def compute_reward(data: DataProto, reward_fn: Callable) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return the token rewards (B, T) of a reward manager and what else it reports."""
+    result = reward_fn(data, return_dict=True)
+    return result["reward_tensor"], result.get("reward_extra_info", {})
+
+
+def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
+    """`data_metrics`; without a critic, the columns of a critic are not reported."""
+    return data_metrics(batch if use_critic else batch.drop([k for k in ("values",) if k in batch]))
+
+
+def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of each phase, and milliseconds per token: of the responses for `gen`, of the sequences for others."""
+    tokens = {"gen": int(compute_response_mask(batch).sum())}
+    whole = int(batch.batch["attention_mask"].sum())
+    phases = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
+    return {
+        **{f"timing_s/{name}": seconds for name, seconds in timing_raw.items()},
+        **{
+            f"timing_per_token_ms/{name}": timing_raw[name] * 1000 / max(1, tokens.get(name, whole))
+            for name in phases
+            if name in timing_raw
+        },
+    }
+
+
+def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
+    """Tokens of the step, its seconds (`timing_raw["step"]`), and tokens per second of one GPU."""
+    tokens, seconds = int(batch.batch["attention_mask"].sum()), timing_raw["step"]
+    return {
+        "perf/total_num_tokens": tokens,
+        "perf/time_per_step": seconds,
+        "perf/throughput": tokens / (seconds * n_gpus),
+    }
+
+
+def need_reward_model(config: schema.Config) -> bool:
+    """Whether a reward model scores the responses."""
+    return config.reward.reward_model.enable

@@ -1,0 +1,47 @@
+"""Functions on dicts, metrics and timers under the names of public verl."""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+
+def append_to_dict(data: dict[str, list], new_data: Mapping[str, Any], prefix: str = "") -> None:
+    """Append each value of `new_data` to the list of its name, with the prefix, in place."""
+    for name, value in new_data.items():
+        data.setdefault(f"{prefix}{name}", []).append(value)
+
+
+def union_two_dict(dict1: dict, dict2: Mapping) -> dict:
+    """Add the entries of the second dict to the first, in place, and return it. ValueError if a value differs."""
+    for name, value in dict2.items():
+        if name in dict1 and dict1[name] != value:
+            raise ValueError(f"union: {name!r} is {dict1[name]!r} in one dict and {value!r} in the other")
+        dict1[name] = value
+    return dict1
+
+
+def rename_dict(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the dict with a prefix before every name, unless the name has it."""
+    return {name if name.startswith(prefix) else f"{prefix}{name}": value for name, value in data.items()}
+
+
+def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Reduce lists of metrics to numbers: the maximum or minimum if "max" or "min" is in the name, else the mean."""
+
+    def reduce(name: str, values: Any) -> Any:
+        return np.max(values) if "max" in name else np.min(values) if "min" in name else np.mean(values)
+
+    return {name: reduce(name, values) for name, values in metrics.items()}
+
+
+@contextmanager
+def marked_timer(name: str, timing_raw: dict[str, float], *args: Any, **kwargs: Any) -> Iterator[None]:
+    """Add the seconds of the block to `timing_raw[name]`. Other arguments mark ranges in a profiler and are ignored."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        timing_raw[name] = timing_raw.get(name, 0.0) + time.perf_counter() - start
