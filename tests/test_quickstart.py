@@ -2,19 +2,19 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.programs import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "examples" / "quickstart" / "run.py"
 
 
 def quickstart(out: Path, *more: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(SCRIPT), "--out", str(out), *more]
-    return subprocess.run(command, capture_output=True, text=True, cwd=out.parent, timeout=280)
+    return run_python(str(SCRIPT), "--out", str(out), *more, cwd=out.parent, timeout=280)
 
 
 def moving_means(out: Path) -> tuple[float, float]:

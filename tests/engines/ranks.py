@@ -2,12 +2,10 @@
 
 import copy
 import dataclasses
-import faulthandler
 import functools
-import multiprocessing
-import multiprocessing.connection
 import os
-import signal
+import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -27,6 +25,8 @@ from verl.engines.sharding import FSDP2
 from verl.engines.torch_engine import TorchEngine
 from verl.protocol import DataProto
 from verl.single_controller.worker import free_port
+from verl.utils.fork_server import ForkedProcess, server_for
+from verl.utils.subprocess_pool import dump_stacks_on_request
 from verl.workers.critic import value_objective
 from verl.workers.engine_worker import aggregation
 from verl.workers.policy import policy_objective
@@ -42,6 +42,7 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 ROWS = 8
+PRELOAD = ("transformers.models.qwen2.modeling_qwen2", "peft")
 LONGEST = 120.0  # seconds that ranks may take: a hang ends with their stacks, well before pytest's own limit
 UNEVEN = MicroBatching(tokens=18)  # gives the ranks different numbers of micro-batches
 OPTIMIZER = schema.OptimConfig(lr=1e-2, lr_scheduler_type="cosine", total_training_steps=9)
@@ -171,11 +172,13 @@ def assert_same(ranks: list[dict[str, Any]], expected: dict[str, Any], atol: flo
         assert torch.equal(rank["outputs"], by_share[rank["dp_rank"]]["outputs"])
 
 
-def _on_rank(rank: int, world: int, port: int, out: str, function: Callable) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    stacks = Path(out, f"stacks{rank}.txt").open("w")  # noqa: SIM115  kept open for a signal
-    faulthandler.register(signal.SIGUSR1, stacks)
+def main() -> None:
+    """In the process of a rank: run the function that the file of the first argument contains."""
+    request, stacks = map(int, sys.argv[1:])
+    dump_stacks_on_request(stacks)
+    with os.fdopen(request, "rb") as file:
+        out, function = pickle.load(file)
+    rank = os.environ["RANK"]
     try:
         result = function()
     except BaseException:
@@ -185,14 +188,29 @@ def _on_rank(rank: int, world: int, port: int, out: str, function: Callable) -> 
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+    os._exit(0)  # the end of an interpreter takes longer than most of the functions
 
 
-def _stacks(processes: list, out: Path) -> str:
-    """Where each thread of processes that hang stands."""
-    for process in processes:
-        os.kill(process.pid, signal.SIGUSR1)
-    time.sleep(1)  # for them to be written
-    return "\n".join(f"{path.stem}:\n{path.read_text()}" for path in sorted(out.glob("stacks*.txt")))
+def _start(rank: int, world: int, port: int, request: bytes) -> ForkedProcess:
+    variables = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    env = {**os.environ, **{name: str(value) for name, value in variables.items()}, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryFile() as file:
+        file.write(request)
+        file.seek(0)
+        return server_for(env).start("tests.engines.ranks", [file.fileno()], env, stacks=True, preload=PRELOAD)
+
+
+def _wait(processes: list[ForkedProcess]) -> str:
+    """Until all have ended or one has failed. Returns where each thread stands when they take longer than LONGEST."""
+    limit = time.monotonic() + LONGEST
+    while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
+        if time.monotonic() > limit:
+            for process in processes:
+                process.request_stacks()
+            time.sleep(1)  # for them to be written
+            return "\n".join(f"rank {rank}:\n{process.read_stacks()}" for rank, process in enumerate(processes))
+        time.sleep(0.01)
+    return ""
 
 
 def run_on_ranks(world: int, function: Callable, *args: Any, **kwargs: Any) -> list[Any]:
@@ -201,29 +219,21 @@ def run_on_ranks(world: int, function: Callable, *args: Any, **kwargs: Any) -> l
     Raises AssertionError with the traceback of the ranks that fail, or with the stacks of all when they have not ended
     within LONGEST. The processes are forked from a server that has imported what they need.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.engines.ranks", "transformers.models.qwen2.modeling_qwen2", "peft"])
     with tempfile.TemporaryDirectory() as out:
-        port, call = free_port(), functools.partial(function, *args, **kwargs)
-        processes = [
-            context.Process(target=_on_rank, args=(rank, world, port, out, call), daemon=True) for rank in range(world)
-        ]
-        for process in processes:
-            process.start()
-        limit = time.monotonic() + LONGEST
-        while (alive := [p for p in processes if p.is_alive()]) and not any(p.exitcode for p in processes):
-            if not multiprocessing.connection.wait([p.sentinel for p in alive], limit - time.monotonic()):
-                stacks = _stacks(alive, Path(out))
-                break
-        else:
-            stacks = ""
-        for process in processes:
-            if process.is_alive():
+        request, port = pickle.dumps((out, functools.partial(function, *args, **kwargs))), free_port()
+        processes = [_start(rank, world, port, request) for rank in range(world)]
+        try:
+            stacks = _wait(processes)
+        finally:
+            ends = [process.exit_message() for process in processes]
+            for process in processes:
                 process.kill()
-            process.join()
+                process.close()
         assert not stacks, f"not done after {LONGEST:.0f} s:\n{stacks}"
         errors = [path.read_text() for path in sorted(Path(out).glob("error*.txt"))]
-        assert not errors and not any(p.exitcode for p in processes), "\n".join(errors) or "a process died"
+        assert not errors and all(end is not None and end.endswith("status 0") for end in ends), (
+            "\n".join(errors) or ends
+        )
         return [torch.load(Path(out, f"rank{rank}.pt"), weights_only=False) for rank in range(world)]
 
 

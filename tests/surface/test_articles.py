@@ -2,15 +2,13 @@
 
 import json
 import logging
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import verl
+from tests.programs import run_python
 from verl.trainer.local_trainer import LocalPPOTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,14 +90,7 @@ def workplace(tiny, tmp_path):
 
 
 def run(folder: Path, *command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = run_python(*command, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

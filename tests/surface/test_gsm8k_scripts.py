@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import run_python
 from verl.registry import import_module
 from verl.trainer.main_ppo import main
 
@@ -68,7 +69,10 @@ def prepared(tmp_path_factory) -> dict[str, Path]:
     rows = REAL if REAL.is_dir() else own_rows(folder)
     preprocess = import_module(str(ROOT / "examples" / "data_preprocess" / "gsm8k.py"))
     preprocess.main(["--local_dir", str(rows), "--save_dir", str(folder / "data")])
-    run(sys.executable, "examples/quickstart/make_tiny_model.py", "--like", "qwen2", "--out", folder / "model")
+    made = run_python(
+        "examples/quickstart/make_tiny_model.py", "--like", "qwen2", "--out", str(folder / "model"), cwd=ROOT
+    )
+    assert made.returncode == 0, made.stderr
     return {"MODEL": folder / "model", "DATA": folder / "data"}
 
 

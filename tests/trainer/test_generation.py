@@ -4,8 +4,6 @@ import datetime
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.programs import run_python
 from verl.checkpoints.atomic import atomic_write
 from verl.config import load_config
 from verl.config.schema.offline import GenerationConfig
@@ -170,9 +169,7 @@ def test_kill_9_and_resume_give_the_file_of_an_uninterrupted_run(keys, tmp_path,
     """Killed while a shard is written, after two flushes of the settings and two of each of seven shards."""
     single = [*keys, "data.batch_size=1"]
     expected = GenerationRun(overrides=[*single, f"data.output_path={tmp_path / 'whole.parquet'}"]).run().read_bytes()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", KILLED, *single]
-    killed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    killed = run_python("-c", KILLED, *single, cwd=ROOT)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     left = sorted(path.name for path in tmp_path.glob("out.parquet*/*/*"))
     assert left == [".part-00007.jsonl.draft", *(f"part-0000{i}.jsonl" for i in range(7)), "settings.json"]

@@ -67,7 +67,11 @@ def prompts_for(case: str) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("case", "precision"),
-    [*((case, p) for case in families.CASES for p in ("fp32", "bf16")), ("qwen2", "bf16 weights")],
+    [
+        *((case, "bf16") for case in families.CASES),
+        *(("qwen2", p) for p in ("fp32", "bf16 weights")),
+        *(pytest.param(case, "fp32", marks=pytest.mark.slow) for case in families.CASES if case != "qwen2"),
+    ],
 )
 def test_log_probs_are_bit_equal(case, precision):
     trained, prompts = engine(case, precision), prompts_for(case)
