@@ -24,18 +24,18 @@ interpreter() {  # the first Python that is recent enough, starting with $PYTHON
 
 install_torch() {
     if [ -n "${TORCH:-}" ]; then
-        pip install "$TORCH"
+        pip install --quiet "$TORCH"
     elif nvidia-smi -L >/dev/null 2>&1 || [ "$(uname -s)" = Darwin ]; then
-        pip install "torch==$torch_version"
+        pip install --quiet "torch==$torch_version"
     # some indexes list the CPU build by version; otherwise uv knows where the CPU builds are
     elif pip install --quiet "torch==$torch_version+cpu" 2>/dev/null; then
         :
-    elif pip install --quiet uv && "$venv/bin/uv" pip install --python "$venv/bin/python" --torch-backend=cpu "torch==$torch_version"; then
+    elif pip install --quiet uv && "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --torch-backend=cpu "torch==$torch_version"; then
         :
     else
         echo "WARNING: no CPU build of torch $torch_version found; installing the default build. It works without a GPU," >&2
         echo "WARNING: but includes several gigabytes of CUDA packages." >&2
-        pip install "torch==$torch_version"
+        pip install --quiet "torch==$torch_version"
     fi
 }
 
@@ -54,7 +54,7 @@ fi
 constraint=$(mktemp)
 trap 'rm -f "$constraint"' EXIT
 if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
-    echo "Installing torch"
+    echo "Installing torch (200 MB for a CPU, several gigabytes with CUDA)"
     install_torch
 fi
 # later installs must not replace the installed torch

@@ -55,20 +55,14 @@ class Registry(Generic[T]):
             return lambda decorated: self.register(name, decorated)
         if not isinstance(name, str) or not name:
             raise ValueError(f"{self.kind} name: expected a non-empty string, found {name!r}")
-<<<<<<< HEAD
         known = self._entries.get(name)
         if known is not None and not _same_definition(known, obj):
             if not (self._builtins_replaceable and _is_builtin(known) and not _is_builtin(obj)):
                 taken = f"{self.kind} {name!r} is already registered as {_described(known)}"
-                raise ValueError(f"{taken}: choose another name")
+                raise ValueError(
+                    f"{taken}: choose another name, or replace it by item assignment: registry[{name!r}] = ..."
+                )
             logger.info("%s %r: %s is replaced by %s", self.kind, name, location_of(known), location_of(obj))
-=======
-        if name in self._entries and not _same_definition(self._entries[name], obj):
-            raise ValueError(
-                f"{self.kind} {name!r} is already registered as {_described(self._entries[name])}: choose another "
-                f"name, or replace it by item assignment: registry[{name!r}] = ..."
-            )
->>>>>>> wD
         self._entries[name] = obj
         return obj
 

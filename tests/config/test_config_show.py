@@ -20,7 +20,7 @@ CHANGES = [
     "critic.ppo_epochs=2",
     "critic.optim.betas=[0.8,0.9]",
     "trainer.experiment_name=012",
-    "trainer.logger=[console,jsonl]",
+    "trainer.logger=[console,wandb]",
     "reward.reward_kwargs.overlong_buffer.len=3",
 ]
 
@@ -42,7 +42,7 @@ def test_only_the_differences_are_written():
         },
         "critic": {"ppo_epochs": 2, "optim": {"betas": [0.8, 0.9]}},
         "reward": {"reward_kwargs": {"overlong_buffer": {"len": 3}}},
-        "trainer": {"experiment_name": "012", "logger": ["console", "jsonl"]},
+        "trainer": {"experiment_name": "012", "logger": ["console", "wandb"]},
     }
     assert dump_config(Config()) == "{}\n"
 

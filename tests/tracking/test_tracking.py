@@ -312,3 +312,9 @@ def test_services_work_offline_and_resume_as_the_same_run(tmp_path, name):
         assert sorted(rows) == [(step, step / 10, ids[0]) for step in (1, 2, 3, 4)]
     else:
         assert len([path for path in (tmp_path / name).iterdir() if ids[0] in path.name and path.is_dir()]) == 2
+
+
+def test_a_tracker_with_two_names_runs_once(tmp_path):
+    with Tracking(["jsonl", "console", "file"], "p", "e", {}, tmp_path) as tracking:
+        tracking.log({"loss": 1.0}, 1)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1

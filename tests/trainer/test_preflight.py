@@ -323,3 +323,48 @@ def test_an_uncaught_error_of_the_configuration_has_no_traceback(settings, monke
     assert shown.startswith("error: 1 problem in the configuration:") and "Traceback" not in shown
     sys.excepthook(KeyError, KeyError("x"), None)
     assert "KeyError" in capsys.readouterr().err
+
+
+CUSTOM = """
+from verl.algorithms import agg_loss, register_adv_est, register_policy_loss
+
+@register_adv_est("scaled")
+def scaled(token_level_rewards, response_mask, *, factor, offset=0.0):
+    advantages = (factor * token_level_rewards.sum(1, keepdim=True) + offset) * response_mask
+    return advantages, advantages
+
+@register_policy_loss("weighted")
+def weighted(log_prob, advantages, response_mask, loss_agg_mode, *, weight=1.0):
+    return agg_loss(-weight * advantages * log_prob.exp(), response_mask, loss_agg_mode), {}
+"""
+
+
+def test_settings_of_custom_functions(settings, tmp_path):
+    (tmp_path / "custom.py").write_text(CUSTOM)
+    loss = "actor_rollout_ref.actor.policy_loss"
+    chosen = [*settings, f"imports=[{tmp_path / 'custom.py'}]", "algorithm.adv_estimator=scaled"]
+    chosen += [f"{loss}.loss_mode=weighted", "trainer.total_training_steps=1", "trainer.resume_mode=disable"]
+    chosen += ["actor_rollout_ref.actor.optim.clip_grad=1e9"]
+
+    def train(*further: str) -> tuple[float, float]:
+        """Mean advantage per unit of score, and the gradient norm."""
+        reports = []
+        trainer = LocalPPOTrainer(overrides=[*chosen, *further])
+        trainer.on_step.append(reports.append)
+        trainer.fit()
+        batch = reports[0].batch
+        scores = batch.batch["token_level_scores"].sum(1)
+        row = int(scores.argmax())
+        return float(batch.batch["advantages"][row, 0] / scores[row]), reports[0].metrics["actor/grad_norm"]
+
+    ratio, norm = train("algorithm.adv_kwargs.factor=2")
+    assert ratio == pytest.approx(2)
+    tripled, triple_norm = train("algorithm.adv_kwargs.factor=2", f"{loss}.loss_kwargs.weight=3")
+    assert tripled == pytest.approx(2) and triple_norm == pytest.approx(3 * norm, rel=1e-4) and norm > 0
+    for further, message in (
+        ([], r"adv_estimator=scaled needs the setting 'factor': set algorithm\.adv_kwargs\.factor"),
+        (["algorithm.adv_kwargs={factor: 1, ofset: 2}"], r"kwargs\.ofset: .* no such setting: did you mean 'offset'"),
+        (["algorithm.adv_kwargs.factor=1", f"{loss}.loss_kwargs.wait=2"], r"loss_kwargs\.wait: .* known: weight"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LocalPPOTrainer(overrides=[*chosen, *further])

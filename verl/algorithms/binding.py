@@ -123,6 +123,24 @@ def missing_settings(fn: Callable, settings: Mapping[str, Any]) -> tuple[str, ..
     )
 
 
+def check_settings(name: str, fn: Callable, settings: Mapping[str, Any], key: str, extra: Mapping[str, Any]) -> None:
+    """Raise ValueError if `fn` lacks a required setting, or has no parameter for an extra one.
+
+    Args:
+        name: names `fn` in messages.
+        fn: the function that gets the settings.
+        settings: all settings, the extra ones included.
+        key: configuration key of the extra ones.
+        extra: those that the user added for this function.
+    """
+    if missing := missing_settings(fn, settings):
+        raise ValueError(f"{name} needs the setting {missing[0]!r}: set {key}.{missing[0]}")
+    keywords = {p.name for p in _named_parameters(fn) if p.kind is p.KEYWORD_ONLY or p.default is not p.empty}
+    unknown = [] if "config" in parameter_names(fn) else sorted(extra.keys() - keywords)
+    if unknown:
+        raise ValueError(f"{key}.{unknown[0]}: {name} has no such setting: {did_you_mean(unknown[0], keywords)}")
+
+
 def parameter_names(fn: Callable) -> set[str]:
     """Return the names of all parameters of `fn`."""
     return {parameter.name for parameter in _named_parameters(fn)}

@@ -17,6 +17,15 @@ Named = list[tuple[str, Setting]]
 """(key, setting) pairs in which a key may occur twice, under two of its names."""
 
 
+_ACTOR = "actor_rollout_ref.actor"
+_FREE_SETTINGS = {
+    "algorithm": "algorithm.adv_kwargs",
+    _ACTOR: f"{_ACTOR}.policy_loss.loss_kwargs",
+    f"{_ACTOR}.policy_loss": f"{_ACTOR}.policy_loss.loss_kwargs",
+}
+"""Section -> the field for settings that a custom estimator or loss has beside those of the schema."""
+
+
 class Reader:
     """Reads layers for one schema; later layers win.
 
@@ -208,6 +217,8 @@ class Reader:
         near = nearest_key(given.key, [*known, *aliases.names()]) if key == given.key else nearest_key(key, known)
         if near:
             return f"unknown key; did you mean {near}?"
+        if extra := _FREE_SETTINGS.get(key.rpartition(".")[0]):
+            return f"unknown key; a setting of a custom function goes into {extra}: {extra}.{names[-1]}=..."
         section = next((name for name in _sections_above(key) if name in sections_of(self.schema)), "")
         where = f"keys of {section}" if section else "top-level keys"
         return f"unknown key ({where}: {self._keys_below(section)})"

@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from omegaconf import OmegaConf
@@ -77,10 +77,12 @@ def tokenize_rows(
     read: Callable[[Mapping[str, Any], int], Example],
     texts_of: Callable[[Example], list[str]],
     encode: Callable[[list[Example], Callable[[int], str]], Sequence[Encoded]],
+    only: Collection[int] | None = None,
 ) -> Iterator[tuple[int, Encoded]]:
     """Tokenize the first `count` rows in chunks, and check on a sample of them that the tokenizer loses no text.
 
     Args:
+        only: numbers of the rows to tokenize; None: all of the first `count`.
         read: (row, its number) -> example; raises ValueError for an invalid row.
         texts_of: example -> its texts.
         encode: (examples, name of example i in errors) -> their token ids.
@@ -89,7 +91,7 @@ def tokenize_rows(
         The number of a row and its token ids.
     """
     stride = max(count // ROUND_TRIPS, 1)
-    remaining = itertools.islice(enumerate(rows), count)
+    remaining = itertools.islice(enumerate(rows), count) if only is None else ((i, rows[i]) for i in sorted(only))
     while chunk := list(itertools.islice(remaining, CHUNK)):
         indices = [index for index, _ in chunk]
         examples = [read(row, index) for index, row in chunk]

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,12 +85,20 @@ class SFTDataset(Dataset):
         data_files: one path or several: .parquet, .jsonl, .json.
         tokenizer: a Hugging Face tokenizer. A missing pad token is set.
         config: the `data` section (`schema.SFTDataConfig`), or a mapping with some of its keys.
+        needed: number of rows -> the rows that a short run reads; the others are tokenized when they are read. Ignored
+            if `truncation` may drop rows.
 
     Raises:
         ValueError: invalid files, rows, tokenizer or settings; the message names file and row.
     """
 
-    def __init__(self, data_files: str | Path | Sequence[str | Path], tokenizer: Any, config: DatasetConfig = None):
+    def __init__(
+        self,
+        data_files: str | Path | Sequence[str | Path],
+        tokenizer: Any,
+        config: DatasetConfig = None,
+        needed: Callable[[int], Collection[int] | None] | None = None,
+    ):
         self.data_files = [str(path) for path in file_list(data_files)]
         self.tokenizer = tokenizer
         self.config, self.chat_template = read_data_section(config, schema.SFTConfig)
@@ -98,18 +106,22 @@ class SFTDataset(Dataset):
         prepare_tokenizer(tokenizer)
         self._columns = _find_columns(self.rows, self.config)
         start = time.perf_counter()
-        self._kept: list[int] = []  # item -> row
+        self._kept: list[int] = []  # entry of the tables -> row
         self._ids = TokenTable()
         self._mask = TokenTable("b")
-        self._tokenize()
-        logger.info("tokenized %s examples in %.1f s", f"{len(self):,}", time.perf_counter() - start)
+        self._count = rows_to_use(self.rows, self.config.train_max_samples)
+        rows = needed(self._count) if needed is not None and self.config.truncation == "error" else None
+        self._tokenize(rows)
+        # row -> entry of the tables, if only some rows are tokenized
+        self._entries = None if rows is None else {row: entry for entry, row in enumerate(self._kept)}
+        logger.info("tokenized %s examples in %.1f s", f"{len(self._kept):,}", time.perf_counter() - start)
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._kept) if self._entries is None else self._count
 
     @property
     def largest_token_id(self) -> int:
-        """The largest token id of all examples: the model's vocabulary must contain it."""
+        """The largest token id of the tokenized examples: the model's vocabulary must contain it."""
         return self._ids.largest
 
     @property
@@ -118,26 +130,45 @@ class SFTDataset(Dataset):
         return self._ids.longest
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        ids, mask = self._ids[item], self._mask[item]
+        entry = item if self._entries is None else self._entry(item)
+        ids, mask = self._ids[entry], self._mask[entry]
         first = mask.index(1)
         return {
             "prompt_ids": ids[:first],
             "response_ids": ids[first:],
             "response_mask": mask[first:],
-            "index": self._kept[item],
+            "index": self._kept[entry],
         }
 
-    def _tokenize(self) -> None:
+    def _entry(self, row: int) -> int:
+        """The entry of a row, which is tokenized now if it was not needed so far."""
+        if not 0 <= row < self._count:
+            raise IndexError(f"item {row} of {self._count}")
+        if row not in self._entries:
+            self._tokenize([row])
+            self._entries[row] = len(self._kept) - 1
+        return self._entries[row]
+
+    def _tokenize(self, rows: Collection[int] | None) -> None:
+        """Add the given rows to the tables; None: all rows."""
         overlong = {}  # row -> tokens
-        count = rows_to_use(self.rows, self.config.train_max_samples)
         tokenized = tokenize_rows(
-            self.tokenizer, self.rows, count, read=self._example, texts_of=_texts_of, encode=self._encode
+            self.tokenizer,
+            self.rows,
+            self._count,
+            read=self._example,
+            texts_of=_texts_of,
+            encode=self._encode,
+            only=rows,
         )
         for index, (ids, mask) in tokenized:
             if len(ids) > self.config.max_length:
                 overlong[index] = len(ids)
             self._keep(index, ids, mask)
-        self._report(overlong, count)
+        self._report(overlong, self._count if rows is None else len(rows))
+        if rows is not None and (missing := {*rows} - {*self._kept}):
+            where = self.rows.where(min(missing))
+            raise ValueError(f"{where}: no token of the example is in the loss; remove the row")
 
     def _keep(self, index: int, ids: list[int], mask: list[int]) -> None:
         """Add an example, truncated to max_length; drop it if no token is left in the loss."""

@@ -118,7 +118,7 @@ def check_registered(name: str | None, modules: Sequence[ModuleType]) -> None:
     Raises:
         ValueError: One of the modules defines a function of that name without registering it.
     """
-    registered = dict(REWARD_FUNCTION_REGISTRY.items()).get(name)
+    registered = REWARD_FUNCTION_REGISTRY.get(name)
     for module in modules:
         found = vars(module).get(name)
         if inspect.isfunction(found) and found.__module__ == module.__name__ and found is not registered:

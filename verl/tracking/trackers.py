@@ -294,6 +294,7 @@ def _markdown(rows: Rows) -> str:
 TRACKER_REGISTRY: dict[str, type[Tracker]] = {
     "console": ConsoleTracker,
     "jsonl": JsonlTracker,
+    "file": JsonlTracker,  # the name in scripts of the public verl
     "tensorboard": TensorboardTracker,
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,

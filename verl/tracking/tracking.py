@@ -185,8 +185,10 @@ class Tracking:
         default_local_dir: str | Path,
         resume_step: int = 0,
     ):
-        names = [backends] if isinstance(backends, str) else list(dict.fromkeys(backends))
+        names = [backends] if isinstance(backends, str) else list(backends)
         check_trackers(names)
+        names = list({TRACKER_REGISTRY[name]: name for name in names}.values())  # each once, also by another name
+        names = list({TRACKER_REGISTRY[name]: name for name in names}.values())  # a tracker with two names runs once
         folder = Path(default_local_dir)
         folder.mkdir(parents=True, exist_ok=True)
         run = Run(project_name, experiment_name, config, folder, resume_step)

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from verl.config import schema
 from verl.data.collate import PromptCollator, collate_prompts
-from verl.data.files import check_batch_size, row_count
+from verl.data.files import ResumableSampler, check_batch_size, row_count
 from verl.data.rlhf_dataset import RLHFDataset, check_ground_truth, create_custom_dataset, load_dataset_class
 from verl.data.sequences import build_sequences
 from verl.data.sft_dataset import SFTDataset
@@ -74,16 +74,28 @@ def load_sft_inputs(
     data, cls = config.data, dataset_class(config, SFTDataset)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model)
 
-    def load(files: Sequence[str], max_samples: int) -> Dataset:
+    def load(files: Sequence[str], max_samples: int, **further: Any) -> Dataset:
         if data.custom_cls.path:
             return create_custom_dataset(cls, files, tokenizer, data.model_dump(), max_samples)
-        return cls(files, tokenizer, data.model_dump() | {"max_samples": max_samples})
+        return cls(files, tokenizer, data.model_dump() | {"max_samples": max_samples}, **further)
 
-    train = train_dataset if train_dataset is not None else load(data.train_files, data.train_max_samples)
+    train = train_dataset
+    if train is None:
+        further = {"needed": functools.partial(_rows_of_run, config)} if cls is SFTDataset else {}
+        train = load(data.train_files, data.train_max_samples, **further)
     val = val_dataset
     if val is None and data.val_files:
         val = load(data.val_files, data.val_max_samples)
     return Inputs(config.model, tokenizer, train, val)
+
+
+def _rows_of_run(config: schema.SFTConfig, count: int) -> set[int] | None:
+    """The rows that a run reads which ends within the first epoch; None for a longer run, which reads all."""
+    data, steps = config.data, config.trainer.total_training_steps
+    if steps is None or steps * data.train_batch_size >= count:
+        return None
+    sampler = ResumableSampler(count, data.train_batch_size, seed=data.seed, shuffle=data.shuffle)
+    return {row for _ in range(steps) for row in sampler.next_batch()[1]}
 
 
 def base_settings(recipe: Recipe, train: Dataset | None, val: Dataset | None) -> dict[str, Any]:

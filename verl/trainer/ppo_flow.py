@@ -12,7 +12,6 @@ further ones.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.binding import optional_columns, reads_all_columns, required_columns
@@ -50,14 +49,9 @@ from verl.trainer.ppo_operators import (
 PROMPTS = ("prompt_ids", "uid")
 
 
-def estimator_settings(algorithm: schema.AlgorithmConfig) -> dict[str, Any]:
-    """The settings that an advantage estimator can use by name: the `algorithm` section."""
-    return algorithm.model_dump()
-
-
 def estimator_columns(algorithm: schema.AlgorithmConfig) -> tuple[str, ...]:
     """The columns that the configured estimator reads."""
-    return required_columns(get_adv_estimator_fn(algorithm.adv_estimator), estimator_settings(algorithm))
+    return required_columns(get_adv_estimator_fn(algorithm.adv_estimator), algorithm.settings)
 
 
 def needs_critic(config: schema.Config) -> bool:
@@ -75,7 +69,7 @@ def loss_columns(config: schema.Config) -> tuple[str, ...]:
     """The columns that the actor's loss reads, including ref_log_prob for a KL loss."""
     actor = config.actor_rollout_ref.actor
     loss = get_policy_loss_fn(actor.policy_loss.loss_mode)
-    settings = {**actor.model_dump(), **actor.policy_loss.model_dump(), "loss_agg_mode": actor.loss_agg_mode}
+    settings = {**actor.loss_settings, "loss_agg_mode": actor.loss_agg_mode}
     # what a loss calls by other names than the batch does; the current log-probs come from the model
     columns = {"old_log_prob": "old_log_probs", "rollout_log_prob": "rollout_log_probs", "log_prob": "response_mask"}
     required = tuple(columns.get(name, name) for name in required_columns(loss, settings))

@@ -391,7 +391,7 @@ class KLInReward(Stateful):
 def advantage(algorithm: schema.AlgorithmConfig) -> Callable[[DataProto], DataProto]:
     """Advantages and returns of the configured estimator, whose parameters are bound by name."""
     estimator = get_adv_estimator_fn(algorithm.adv_estimator)
-    settings = algorithm.model_dump()
+    settings = algorithm.settings
 
     def adv(batch: DataProto) -> DataProto:
         columns = {**batch.non_tensor_batch, **batch.tensors}

@@ -18,7 +18,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from verl.algorithms.advantages import get_adv_estimator_fn
-from verl.algorithms.binding import missing_settings, parameter_names
+from verl.algorithms.binding import check_settings, parameter_names
 from verl.algorithms.policy_losses import SELECTS_PER_MICRO_BATCH, get_policy_loss_fn
 from verl.checkpoints.atomic import check_folder
 from verl.config import (
@@ -243,13 +243,11 @@ def required_settings(run: Run) -> None:
     """Estimator and loss are registered and have a value for every required setting; the loss can be aggregated."""
     actor, algorithm = run.config.actor_rollout_ref.actor, run.config.algorithm
     estimator = get_adv_estimator_fn(algorithm.adv_estimator)
-    if missing := missing_settings(estimator, algorithm.model_dump()):
-        name = f"algorithm.adv_estimator={algorithm.adv_estimator}"
-        raise ValueError(f"{name} needs the setting {missing[0]!r}: set it in the section algorithm")
+    name = f"algorithm.adv_estimator={algorithm.adv_estimator}"
+    check_settings(name, estimator, algorithm.settings, "algorithm.adv_kwargs", algorithm.adv_kwargs)
     loss, name = get_policy_loss_fn(actor.policy_loss.loss_mode), f"policy_loss.loss_mode={actor.policy_loss.loss_mode}"
-    settings = {**actor.model_dump(), **actor.policy_loss.model_dump(), **algorithm.rollout_correction.model_dump()}
-    if missing := missing_settings(loss, settings):
-        raise ValueError(f"{name} needs the setting {missing[0]!r}: set it in the section {_ACTOR}")
+    settings = {**actor.loss_settings, **algorithm.rollout_correction.model_dump()}
+    check_settings(name, loss, settings, f"{_ACTOR}.policy_loss.loss_kwargs", actor.policy_loss.loss_kwargs)
     if not {"log_prob", "loss_agg_mode"} <= (found := parameter_names(loss)) and "columns" not in found:
         raise ValueError(
             f"{name}: expected the parameters log_prob and loss_agg_mode, found {sorted(found)} (**kwargs receives "

@@ -135,7 +135,7 @@ class ActorWorker(RolloutMethods, EngineWorker):
         Without the column old_log_probs, the rows must be one mini-batch: the current policy is the old policy.
         """
         actor = self.config.actor
-        settings = {**self.correction.model_dump(), **actor.model_dump(), **actor.policy_loss.model_dump()}
+        settings = {**self.correction.model_dump(), **actor.loss_settings}
         micro = micro_batching(
             actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
         )

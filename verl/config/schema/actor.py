@@ -1,6 +1,6 @@
 """The `actor`, `ref` and `critic` sections."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from verl.config.fields import Section, field, section
 from verl.config.schema.algorithm import KLEstimator
@@ -31,6 +31,7 @@ class PolicyLossConfig(Section):
     ppo_kl_coef: float | None = field(None, "kl_cov: coefficient of the penalty; null: the published value", ge=0)
     sppo_eta: float | None = field(None, "sppo: target log-ratio per unit of advantage; null: 1", gt=0)
     dro_beta: float | None = field(None, "dro: coefficient of the quadratic term (required by this loss)", gt=0)
+    loss_kwargs: dict[str, Any] = field({}, "further settings of a custom loss: its keyword-only parameters")
 
 
 class ActorConfig(Section):
@@ -85,6 +86,11 @@ class ActorConfig(Section):
     optim: OptimConfig = section(OptimConfig, "optimizer")
     fsdp_config: EngineConfig = section(EngineConfig, "precision, sharding and offloading")
     checkpoint: ActorCheckpointConfig = section(ActorCheckpointConfig, "contents of a checkpoint")
+
+    @property
+    def loss_settings(self) -> dict[str, Any]:
+        """The settings that the policy loss gets, without those of `algorithm.rollout_correction`."""
+        return {**self.model_dump(), **self.policy_loss.model_dump(), **self.policy_loss.loss_kwargs}
 
 
 class RefConfig(Section):

@@ -1,6 +1,6 @@
 """The `algorithm` section: from scores to advantages."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from verl.config.fields import Section, StrList, field, section
 
@@ -75,3 +75,9 @@ class AlgorithmConfig(Section):
     use_pf_ppo: bool = field(False, "resample the batch by reward")
     pf_ppo: PFPPOConfig = section(PFPPOConfig, "how the batch is resampled")
     shuffle_rewards: bool = field(False, "negative control: permute the rewards of the batch")
+    adv_kwargs: dict[str, Any] = field({}, "further settings of a custom estimator: its keyword-only parameters")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that the estimator gets."""
+        return {**self.model_dump(), **self.adv_kwargs}

@@ -21,7 +21,10 @@ class RunConfig(Section):
         "folder of checkpoints and logs",
         default_from="checkpoints/${trainer.project_name}/${trainer.experiment_name}",
     )
-    logger: StrList = field(["console"], "trackers: console, jsonl, tensorboard, wandb, mlflow, swanlab")
+    logger: StrList = field(
+        ["console", "jsonl"],
+        "trackers: console, jsonl (files in default_local_dir), tensorboard, wandb, mlflow, swanlab",
+    )
     seed: int = field(42, "seed of all random number generators", ge=0)
     device: Literal["auto", "cpu", "cuda"] = field("auto", "auto: a GPU if there is one")
     backend: Literal["local", "ray"] = field("local", "executor: processes of this host, or a Ray cluster")
