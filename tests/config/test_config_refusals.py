@@ -51,6 +51,7 @@ VALUES = {
     f"{ACTOR}use_kl_loss=maybe": "found 'maybe' (str), expected bool",
     f"{ACTOR}loss_agg_mode=mean": "expected one of token-mean, token-sum",
     "trainer.device=cud": "expected one of auto, cpu, cuda; did you mean cuda?",
+    "trainer.device=npu": "found 'npu' (str), expected one of auto, cpu, cuda",
     f"{ACTOR}checkpoint.save_contents=[modle]": "expected list[one of model, optimizer, extra, hf_model]; did you",
     "trainer.total_training_steps=0": "found 0, expected int >= 1 or null",
     "critic.optim.betas=[0.9]": "expected list[float] of length 2",

@@ -224,6 +224,48 @@ def test_the_complete_configuration_of_upstream_loads_from_a_file(tmp_path, capl
     assert config.critic.optim.lr == 1e-5
 
 
+OLDER = """
+actor_rollout_ref:
+  model: {external_lib: null}
+  ref: {model: null}
+  rollout: {load_format: dummy_dtensor, skip_rollout: false, multi_turn: {interaction_config_path: null}}
+critic:
+  optim: {min_lr_ratio: null, warmup_style: constant}
+  model:
+    external_lib: "${oc.select:actor_rollout_ref.model.external_lib,null}"
+    tokenizer_path: "${oc.select:actor_rollout_ref.model.path,'~/models/x'}"
+    fsdp_config: {wrap_policy: {min_num_params: 0}, param_offload: true}
+data: {sampler: {class_path: null, class_name: null}, datagen: {path: null, name: null}}
+reward_model:
+  enable: false
+  strategy: fsdp
+  model:
+    input_tokenizer: "${actor_rollout_ref.model.path}"
+    external_lib: "${actor_rollout_ref.model.external_lib}"
+    use_shm: false
+    fsdp_config: {_target_: a.B, wrap_policy: {min_num_params: 0}, param_offload: false, forward_prefetch: false}
+  micro_batch_size: null
+  max_length: null
+  use_dynamic_bsz: "${critic.use_dynamic_bsz}"
+  forward_max_token_len_per_gpu: "${critic.forward_max_token_len_per_gpu}"
+  launch_reward_fn_async: false
+  profiler: {tool_config: "${oc.select:actor_rollout_ref.actor.profiler.tool_config,null}"}
+  ulysses_sequence_parallel_size: 1
+algorithm: {filter_groups: {metric: null}}
+trainer: {use_legacy_worker_impl: auto}
+"""
+
+
+def test_sections_of_older_releases_at_their_defaults(tmp_path):
+    file = tmp_path / "old.yaml"
+    file.write_text(OLDER)
+    config = load_config(file)
+    check_supported(config)
+    assert config.critic.fsdp.param_offload is True
+    assert config.algorithm.filter_groups.metric == "reward"
+    assert config.imports == []
+
+
 IGNORED = """
 actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=4096
 actor_rollout_ref.rollout.update_weights_bucket_megabytes=1024

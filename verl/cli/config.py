@@ -11,6 +11,7 @@ from verl.config.errors import nearest_key
 from verl.config.fields import Schema, fields_of
 from verl.config.schema.offline import EvalConfig, GenerationConfig
 from verl.config.schema.sft import SFTConfig
+from verl.config.upstream import upstream_key
 
 SCHEMAS: dict[str, type[Schema]] = {
     "ppo": Config,
@@ -52,6 +53,10 @@ def _nothing_found(table: str, of: str, words: list[str]) -> str:
     key = schema.aliases.resolve(word)
     if key != word:
         return f"{message}: it is an alias of {key}"
+    known = upstream_key(key, schema.upstream)
+    if known:
+        what = "has no effect here" if known.ignored else "is not supported"
+        return f"{message}: it {what}: {known.instead}"
     near = nearest_key(word, [*fields_of(schema), *schema.aliases.names()])
     return f"{message}: did you mean {near}?" if near else message
 

@@ -20,6 +20,7 @@ MOVED = {
     "verl.trainer.evaluation_report": "verl.evaluation.report",
     "verl.trainer.generation_flow": "verl.evaluation.generate",
     "verl.trainer.runtime_env": "verl.single_controller.ray.runtime_env",
+    "verl.algorithms.presets": "verl.config.presets",
     "verl.config.tree": "verl.config.schema",
     "verl.config.tree_actor": "verl.config.schema",
     "verl.config.tree_data": "verl.config.schema",

@@ -148,6 +148,14 @@ _COMPUTED = {
     )
 }
 
+#: keys that do not accept null, and that are null in the configuration of some release of upstream
+NULL_IS_DEFAULT = {
+    "algorithm.filter_groups.metric",
+    _ARR + "actor.optim.min_lr_ratio",
+    "critic.optim.min_lr_ratio",
+    "optim.min_lr_ratio",
+}
+
 RL = Aliases(_SHORT, _DEPRECATED, _COMPUTED)
 
 

@@ -224,7 +224,7 @@ def _nearest_choice(found: Any, key: str, schema: type[Schema]) -> str:
     choices = fields_of(schema)[key].choices()
     given = found if isinstance(found, list) else [found]
     wrong = next((item for item in given if isinstance(item, str) and item not in choices), "")
-    near = difflib.get_close_matches(wrong, choices, n=1)
+    near = difflib.get_close_matches(wrong, choices, n=1, cutoff=0.7)
     return f"; did you mean {near[0]}?" if near else ""
 
 

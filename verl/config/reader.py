@@ -7,6 +7,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.config.aliases import NULL_IS_DEFAULT
 from verl.config.errors import Problem, format_value, nearest_key
 from verl.config.fields import ConfigField, Schema, fields_of, flatten, sections_of, unflatten
 from verl.config.sources import REMOVED, Layer, Setting, has_interpolation
@@ -47,13 +48,18 @@ class Reader:
         """Key of the schema -> resolved value with its origin."""
         layers = [self._known(self._renamed(layer)) for layer in self.layers]
         resolved = self._resolver(layers)
-        agreed = [self._agreed((key, value) for key, given in layer if (value := resolved(given))) for layer in layers]
+        found = [[(key, value) for key, given in layer if (value := resolved(given))] for layer in layers]
+        agreed = [self._agreed((key, given) for key, given in layer if not self._unset(key, given)) for layer in found]
         merged = self._merged(agreed)
         computed = [self._computed(layer, merged) for layer in agreed]
         merged = self._merged(computed)
         self.source_of = {key: index for index, layer in enumerate(computed) for key in layer}
         self.notes += ignored_notes(self._ignored, self.schema.upstream)
         return {key: self._as_string(key, given) for key, given in merged.items() if self._in_schema(key, given)}
+
+    def _unset(self, key: str, given: Setting) -> bool:
+        """Whether a null means the default: under an older name, and for keys that a release of upstream sets to it."""
+        return given.value is None and (self.schema.aliases.is_deprecated(given.key) or key in NULL_IS_DEFAULT)
 
     def _merged(self, layers: list[Layer]) -> Layer:
         """Later layers win. A free mapping that is set to null or {}, and `~key`, drop the earlier keys below them."""
@@ -150,7 +156,8 @@ class Reader:
         """
         if not any(has_interpolation(given.value) for layer in layers for _, given in layer):
             return lambda given: given
-        values = {key: _plain(found) for key, found in fields_of(self.schema).items()}
+        nulls = [key for layer in self.layers for key, given in layer.items() if given.value is None]
+        values = dict.fromkeys(nulls) | {key: _plain(found) for key, found in fields_of(self.schema).items()}
         for layer in [list(self._ignored.items()), *layers]:
             layer = [(key, given) for key, given in layer if given.value != REMOVED]
             values |= {key: given.value for key, given in layer}

@@ -9,6 +9,7 @@ from typing import Any
 import jinja2
 
 from verl.config import schema
+from verl.modeling.huggingface import model_source
 
 logger = logging.getLogger("verl.data")
 
@@ -331,7 +332,7 @@ def load_tokenizer(model: schema.ModelConfig) -> Any:
     """
     from transformers import AutoTokenizer
 
-    path = model.tokenizer_path or model.path
+    path = model_source(model.tokenizer_path or model.path)
     if not Path(path).is_dir():
         _check_hub(path)
     try:

@@ -1,6 +1,9 @@
 """HuggingFace configs and weights, read strictly: unknown overrides, missing and unused weights are errors."""
 
+import functools
+import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,11 +30,41 @@ _HEADS = (
 _CONSTANTS = ("inv_freq", "cos_cached", "sin_cached", "position_ids", "masked_bias")
 
 
+def model_source(path: str) -> str:
+    """What transformers loads a model or tokenizer from: the path itself, or a folder downloaded from ModelScope.
+
+    Args:
+        path: a folder, or an id of a hub. With VERL_USE_MODELSCOPE=True, an id is one of ModelScope.
+
+    Raises:
+        ImportError: modelscope is not installed.
+        ValueError: ModelScope has no such model, or cannot be reached.
+    """
+    if os.environ.get("VERL_USE_MODELSCOPE", "").lower() not in ("true", "1") or Path(path).expanduser().is_dir():
+        return path
+    return _from_modelscope(path)
+
+
+@functools.cache
+def _from_modelscope(name: str) -> str:
+    try:
+        from modelscope import snapshot_download
+    except ImportError as error:
+        raise ImportError(
+            f"VERL_USE_MODELSCOPE is set and {name!r} is not a folder, so it is loaded from ModelScope: "
+            "pip install modelscope, or unset the variable"
+        ) from error
+    try:
+        return str(snapshot_download(name))
+    except Exception as error:  # errors of its own, of requests and of the file system
+        raise ValueError(f"cannot load {name!r} from ModelScope: {type(error).__name__}: {error}") from error
+
+
 def read_config(path: str, overrides: Mapping[str, Any], trust_remote_code: bool = False) -> Any:
     """The HuggingFace config of a model.
 
     Args:
-        path: of a local folder, or the name of a hub model.
+        path: as in `model_source`.
         overrides: attributes to set (`model.override_config`).
         trust_remote_code: whether code that comes with the model may run.
 
@@ -44,7 +77,7 @@ def read_config(path: str, overrides: Mapping[str, Any], trust_remote_code: bool
 
     disable_progress_bar()
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(model_source(path), trust_remote_code=trust_remote_code)
     except OSError as error:
         raise ValueError(f"no HuggingFace model at {path!r}: {error}") from error
     known = config.to_dict()
@@ -89,7 +122,12 @@ def load_pretrained(
     logging.set_verbosity_error()  # its table of missing keys is replaced by the error below
     try:
         module, report = auto.from_pretrained(
-            path, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **build
+            model_source(path),
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **build,
         )
     finally:
         logging.set_verbosity(verbosity)

@@ -18,6 +18,7 @@ from verl.data.rlhf_dataset import RLHFDataset, check_ground_truth, create_custo
 from verl.data.sequences import build_sequences
 from verl.data.sft_dataset import SFTDataset
 from verl.data.tokenization import load_tokenizer
+from verl.modeling.huggingface import model_source
 from verl.protocol import DataProto
 from verl.registry import import_module
 from verl.rewards import RewardManager, load_reward_manager
@@ -109,7 +110,7 @@ def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
     config."""
     from transformers import AutoConfig, GenerationConfig
 
-    ids = [tokenizer.eos_token_id]
+    ids, model_path = [tokenizer.eos_token_id], model_source(model_path)
     if (Path(model_path) / "generation_config.json").is_file() or not Path(model_path).is_dir():
         found = GenerationConfig.from_pretrained(model_path).eos_token_id
     else:

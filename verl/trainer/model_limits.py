@@ -7,6 +7,7 @@ from typing import Any
 
 from verl.config import schema
 from verl.data.tokenization import load_tokenizer
+from verl.modeling.huggingface import model_source
 from verl.rollout.native.model import family_of
 
 logger = logging.getLogger("verl.trainer")
@@ -36,7 +37,8 @@ class ModelLimits:
         """The limits of the model that a `model` section names."""
         from transformers import AutoConfig
 
-        hf = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).get_text_config()
+        source = model_source(model.path)
+        hf = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code).get_text_config()
         positions = {**hf.to_dict(), **model.override_config}.get("max_position_embeddings")
         return cls(model.path, hf.vocab_size, positions, tuple(hf.architectures or ()))
 
@@ -99,7 +101,7 @@ def check_reads_tokens_of(policy: str, tokenizer: Any, model: schema.ModelConfig
         ModelLimits.of(model).check_vocabulary(tokenizer, largest_id)
     except ValueError as error:
         raise ValueError(f"{role} {model.path!r}: {error}; {advice}") from error
-    folder = Path(model.path)
+    folder = Path(model_source(model.path))
     if folder.is_dir() and not [*folder.glob("*token*"), *folder.glob("vocab*")]:
         logger.warning("%s %r has no tokenizer to compare with that of the policy: %s", role, model.path, advice)
         return
