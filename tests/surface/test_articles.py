@@ -148,7 +148,10 @@ def test_the_command_line_of_a_yaml_file(workplace):
     shown = run(workplace, "-m", "verl.cli.train", "--config", "ppo_config.yaml", *few)
     assert "12 prompts x 1 sample = 12 responses per step" in shown
     expected = ["prompts", "repeat", "gen", "sleep_rollout", "reward", "old_log_prob", "ref", "values", "kl", "adv"]
-    assert phases(shown) == [*expected, "update_critic", "update_actor", "sync_weights"] * 2
+    step = [*expected, "update_critic", "update_actor", "sync_weights"]
+    assert phases(shown) == [*step, *step, "save"]  # the article sets no save_freq: the model is saved at the end
+    (actor,) = workplace.glob("checkpoints/*/*/global_step_2/actor/huggingface")
+    assert (actor / "model.safetensors").is_file()
     lines = next(workplace.rglob("metrics.jsonl")).read_text().splitlines()
     assert [json.loads(line)["reward/acc"] for line in lines] == [0.0, 0.0]  # a random model
 

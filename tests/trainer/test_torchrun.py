@@ -2,11 +2,13 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -151,3 +153,30 @@ def test_torchrun_gives_the_results_of_the_launcher_of_the_package(program, comm
         assert {key: ours[key] for key in untimed} == {key: theirs[key] for key in untimed}
     for name, tensor in runs["own"][1].items():
         assert torch.equal(tensor, runs["torchrun"][1][name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", ["torchrun", "waiting rank", "worker"])
+def test_nothing_is_left_of_a_run_that_is_stopped(stopped, command, tmp_path):
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    further = ["trainer.total_training_steps=100000", "trainer.total_epochs=100000", "trainer.save_freq=2"]
+    with (tmp_path / "log").open("w") as log:
+        run = psutil.Popen([*start, "-m", "verl.trainer.sft_trainer", *command, *further], stdout=log, stderr=log)
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 200
+    while not (metrics.is_file() and len(metrics.read_text().splitlines()) > 4):
+        assert run.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+        time.sleep(0.3)
+    processes = run.children(recursive=True)
+    if stopped == "torchrun":
+        run.send_signal(signal.SIGINT)
+    else:
+        module = "sft_trainer" if stopped == "waiting rank" else "worker_main"
+        found = [p for p in processes if any(module in word for word in p.cmdline())]
+        next(process for process in found if process.environ().get("RANK") == "1").kill()
+    assert run.wait(60) != 0
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not alive
+    shown = (tmp_path / "log").read_text()
+    expected = {"torchrun": "stopped by SIGINT in step", "worker": "was killed by SIGKILL"}
+    assert expected.get(stopped, "stopped by SIGTERM in step") in shown
+    assert "global_step_" in shown
