@@ -97,7 +97,14 @@ MOVED = {
     "verl.single_controller.data_plane": "verl.single_controller.remote_batch",
     "verl.single_controller.remote_tensor": "verl.single_controller.remote_batch",
     "verl.single_controller.pickling": "verl.single_controller.remote_batch",
-    "verl.rewards.load": "verl.rewards.managers",
+    # paths of the public verl
+    "verl.workers.reward_manager": "verl.rewards.public_managers",
+    "verl.workers.reward_manager.abstract": "verl.rewards.public_managers",
+    "verl.workers.reward_manager.registry": "verl.rewards.public_managers",
+    "verl.experimental.reward_loop.reward_manager": "verl.rewards.public_managers",
+    "verl.experimental.reward_loop.reward_manager.base": "verl.rewards.public_managers",
+    "verl.experimental.reward_loop.reward_manager.registry": "verl.rewards.public_managers",
+    "verl.utils.reward_score": "verl.rewards.resolve",
     "verl.rewards.sources": "verl.rewards.resolve",
     "verl.rewards.model_score": "verl.rewards.resolve",
     "verl.model_merger.source": "verl.model_merger.sources",
@@ -129,16 +136,18 @@ MOVED = {
 }
 
 #: packages that no longer exist but are the parents of moved modules
-_PARENTS = {path.rpartition(".")[0] for path in MOVED}
+_PARENTS = {".".join(path.split(".")[:depth]) for path in MOVED for depth in range(1, path.count(".") + 1)}
 
 
 class _Loader(importlib.abc.Loader):
-    def __init__(self, target: str):
-        self.target = target
+    def __init__(self, target: str, is_parent: bool):
+        self.target, self.is_parent = target, is_parent
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         module = importlib.import_module(self.target)
         self._spec = module.__spec__
+        if self.is_parent and "__path__" not in vars(module):
+            module.__path__ = []  # so that the old paths below it are searched for
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -160,7 +169,7 @@ class MovedModules(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname in MOVED:
-            return importlib.util.spec_from_loader(fullname, _Loader(MOVED[fullname]))
+            return importlib.util.spec_from_loader(fullname, _Loader(MOVED[fullname], fullname in _PARENTS))
         if fullname in _PARENTS:
             return importlib.util.spec_from_loader(fullname, _EmptyPackage(), is_package=True)
         return None

@@ -12,13 +12,12 @@ from verl.config import batch_summary, schema
 from verl.data.files import PromptSource
 from verl.dataflow import CONTROLLER, DataFlow
 from verl.protocol import DataProto
-from verl.rewards import RewardManager
 from verl.single_controller import WorkerSpec
 from verl.single_controller.cluster import Cluster
 from verl.tracking.tracking import setup_logging
 from verl.trainer.base import Trainer
 from verl.trainer.dynamic_sampling import sample_dynamically
-from verl.trainer.inputs import load_inputs, stop_token_ids
+from verl.trainer.inputs import given_rewards, load_inputs, stop_token_ids
 from verl.trainer.launch import Recipe
 from verl.trainer.metrics import data_metrics, joined, numeric_columns, predictions, validation_metrics
 from verl.trainer.ppo_flow import (
@@ -45,6 +44,9 @@ class PPOTrainer(Trainer):
     Args:
         config: a Config, or None to read config_path and overrides ("key=value").
         train_dataset, val_dataset, reward_manager, tokenizer: made from the configuration if None.
+        reward_fn: the reward as an object: a reward manager, also one of the public verl, or a reward function of any
+            form, such as `reward_fn(batch)`, which returns scores (B, T). `reward_manager` is the same argument.
+        val_reward_fn: the same, for validation; None: the reward of training.
         cluster: where the workers run; None: chosen by trainer.backend and the number of processes.
     """
 
@@ -62,11 +64,15 @@ class PPOTrainer(Trainer):
         overrides: Sequence[str] = (),
         train_dataset: Dataset | None = None,
         val_dataset: Dataset | None = None,
-        reward_manager: RewardManager | None = None,
+        reward_manager: Any = None,
+        reward_fn: Any = None,
+        val_reward_fn: Any = None,
         tokenizer: Any = None,
         cluster: Cluster | None = None,
     ):
         setup_logging()
+        if reward_manager is not None and reward_fn is not None:
+            raise ValueError("reward_manager and reward_fn are the same argument: give one of them")
         run = prepare_run(
             config,
             config_path,
@@ -77,10 +83,14 @@ class PPOTrainer(Trainer):
             cluster=cluster,
             backend=self.backend,
         )
-        inputs = run.inputs = load_inputs(run.config, train_dataset, val_dataset, reward_manager, tokenizer)
+        inputs = run.inputs = load_inputs(
+            run.config, train_dataset, val_dataset, reward_fn if reward_manager is None else reward_manager, tokenizer
+        )
         run_checks(run, INPUTS)
         self.train_dataset, self.val_dataset = inputs.train_dataset, inputs.val_dataset
-        self.reward_manager = inputs.reward_manager
+        self.reward_manager = self.val_reward_manager = inputs.reward_manager
+        if val_reward_fn is not None:
+            self.val_reward_manager = given_rewards(run.config, inputs.tokenizer, val_reward_fn)
         self.vocab_size = inputs.limits.vocab_size
         self._warned_of_equal_scores = False
         data = run.config.data
@@ -95,7 +105,7 @@ class PPOTrainer(Trainer):
         self.pools = pools_of(self.config, list(self.specs))
         if self.config.trainer.overlap:
             self.pipeline.processes_of = self.processes_of
-        self.validation = build_validation_flow(self.config, self.roles, self.reward_manager).compile(
+        self.validation = build_validation_flow(self.config, self.roles, self.val_reward_manager).compile(
             inputs=("prompt_ids", "uid", "data_source", "reward_model")
         )
 
