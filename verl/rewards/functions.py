@@ -146,6 +146,8 @@ class ScoreFunction:
     Attributes:
         func: The user's function.
         kwargs: Values of its other parameters (`reward_kwargs`).
+        source: For an object of a RewardFunction subclass: the class and the arguments that it was made with, so that
+            another process can make its own.
         route: For a function that dispatches by data source (`default_compute_score`): maps a data source to the
             function that scores it, so that errors and timeouts refer to the function that actually runs.
         form: "sample", "plugin", "batch", "columns (batch)" or "columns (data)".
@@ -155,6 +157,7 @@ class ScoreFunction:
     func: Callable
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     route: Callable[[str], "ScoreFunction"] | None = None
+    source: tuple[type, Mapping[str, Any]] | None = None
     form: str = field(init=False)
     is_async: bool = field(init=False)
     _takes: tuple[bool, ...] = field(init=False, repr=False)
@@ -202,6 +205,11 @@ class ScoreFunction:
     def needs_ground_truth(self) -> bool:
         """Whether data without ground truth is an error (see `register_reward`)."""
         return any(self.func is known for known in _NEEDS_TRUTH)
+
+    @property
+    def is_builtin(self) -> bool:
+        """Whether this package defines the function."""
+        return str(getattr(_body(self.func), "__module__", "")).startswith("verl.")
 
     @property
     def is_accuracy(self) -> bool:

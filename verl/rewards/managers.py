@@ -26,7 +26,7 @@ from verl.registry import Registry, did_you_mean
 from verl.rewards.functions import ScoreFunction
 from verl.rewards.outcome import BadOutcome, RewardError, Sample, read_outcome, split_outcome
 from verl.rewards.responses import prompt_texts, read_responses
-from verl.rewards.sandbox.calls import call_samples
+from verl.rewards.sandbox.calls import Isolation, call_samples
 from verl.rewards.sandbox.pool import Outcome, ProcessPool, address_of
 
 logger = logging.getLogger(__name__)
@@ -84,6 +84,10 @@ class RewardManager(ABC):
             logs the first error and counts the samples in `reward/failed_rows`.
         failure_score: Score of a failed sample with on_error="count".
         max_concurrency: Maximum number of concurrent calls of an `async def` function.
+        isolation: "process": functions that are not built-in are called in one worker process, which keeps their state
+            between calls, and is killed if a call takes too long or too much memory, or ends it. "none": they are
+            called in this process, with breakpoints.
+        memory_limit_mb: Memory of the worker process in MiB; None: half of the machine's memory.
 
     Raises:
         ValueError: For an invalid argument, or a function whose form the manager does not support.
@@ -103,6 +107,8 @@ class RewardManager(ABC):
         on_error: str = "raise",
         failure_score: float = 0.0,
         max_concurrency: int = 64,
+        isolation: str = "none",
+        memory_limit_mb: int | None = None,
     ):
         if on_error not in ("raise", "count"):
             raise ValueError(f"reward manager: on_error: expected 'raise' or 'count', found {on_error!r}")
@@ -123,6 +129,7 @@ class RewardManager(ABC):
         self.num_examine, self.reward_fn_key = num_examine, reward_fn_key
         self.timeout, self.max_concurrency = timeout, max_concurrency
         self.on_error, self.failure_score = on_error, float(failure_score)
+        self.isolation = Isolation(isolation, memory_limit_mb)
 
     @abstractmethod
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
@@ -173,7 +180,9 @@ class NaiveRewardManager(RewardManager):
         functions = {source: self.compute_score.for_data_source(source) for source in by_source}
         for source, indices in by_source.items():
             function, selected = functions[source], [samples[i] for i in indices]
-            for k, outcome in call_samples(function, selected, self.timeout, self.pool, self.max_concurrency):
+            pool, memory = self.pool or self.isolation.pool_for(function), self.isolation.memory_bytes
+            calls = call_samples(function, selected, self.timeout, pool, self.max_concurrency, memory)
+            for k, outcome in calls:
                 yield indices[k], function, outcome
 
     def shape(self, scores: list[float], extras: list[dict[str, Any]], lengths: list[int]) -> list[float]:
@@ -234,7 +243,9 @@ class BatchRewardManager(NaiveRewardManager):
             number=0,
             total=len(samples),
         )
-        ((_, outcome),) = call_samples(self.compute_score, [batch], self.timeout, self.pool, self.max_concurrency)
+        pool, memory = self.pool or self.isolation.pool_for(self.compute_score), self.isolation.memory_bytes
+        calls = call_samples(self.compute_score, [batch], self.timeout, pool, self.max_concurrency, memory)
+        ((_, outcome),) = calls
         for i, of_sample in enumerate(split_outcome(outcome, len(samples))):
             yield i, self.compute_score, of_sample
 

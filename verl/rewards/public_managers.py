@@ -13,11 +13,11 @@ A function returns rewards as `__call__` does, or one number per sample, which i
 """
 
 import asyncio
+import functools
 import inspect
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,8 @@ from verl.rewards.functions import COLUMN_FORMS, ScoreFunction
 from verl.rewards.managers import REWARD_MANAGER_REGISTRY, RewardManager, register  # noqa: F401 (of the public verl)
 from verl.rewards.outcome import BadOutcome, RewardError, read_outcome
 from verl.rewards.responses import reward_positions
-from verl.rewards.sandbox.pool import Outcome, late
+from verl.rewards.sandbox.calls import Isolation, remote_call
+from verl.rewards.sandbox.pool import Limits, Outcome, ProcessPool, late
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,8 @@ class ColumnsRewardManager(RewardManager):
         tokenizer: Decodes the responses.
         compute_score: A function or callable object with the parameter `batch` or `data`.
         scores_with: The reward function that a manager calls; for messages. Default: `compute_score`.
-        **kwargs: Arguments of RewardManager. `timeout` and `on_error` do not apply: there is one call per batch.
+        **kwargs: Arguments of RewardManager. There is one call per batch, so `on_error` does not apply, and `timeout`
+            is for a whole batch, in a worker process.
     """
 
     forms = COLUMN_FORMS
@@ -84,6 +86,13 @@ class ColumnsRewardManager(RewardManager):
         function = self._call
         name = "batch" if function.form == "columns (batch)" else "data"
         keywords = {name: data.copy(), **({"return_dict": True} if function.takes("return_dict") else {})}
+        pool = self.isolation.pool_for(function)
+        if pool is not None:
+            limits = Limits(self.timeout, resident_bytes=self.isolation.memory_bytes)
+            outcome = pool.run(remote_call(function, {**keywords, **function.kwargs}), limits)
+            if outcome.failure is not None:
+                raise self._error(outcome.failure) from outcome.cause
+            return outcome.value
         try:
             return function.func(**keywords, **function.kwargs)
         except Exception as error:  # any error of a user's function
@@ -235,7 +244,8 @@ def get_reward_manager_cls(name: str) -> type:
 
 # ---- construction ---------------------------------------------------------------------------------------------------
 
-_SHARED = ("timeout", "on_error", "failure_score", "max_concurrency")  # arguments of RewardManager from the settings
+# Arguments of RewardManager that come from the settings.
+_SHARED = ("timeout", "on_error", "failure_score", "max_concurrency", "isolation", "memory_limit_mb")
 
 
 def create_public_manager(
@@ -269,7 +279,10 @@ def create_public_manager(
     own = {name: _with_attributes(value) for name, value in kwargs.items() if name not in _SHARED}
     if "overlong_buffer_cfg" in parameters and "overlong_buffer" in own:  # its name in the public verl
         own["overlong_buffer_cfg"] = own.pop("overlong_buffer")
-    compute_score = partial(function.func, **function.kwargs) if function.kwargs else function.func
+    common = {"num_examine": num_examine, "reward_fn_key": reward_fn_key, **shared}
+    compute_score = _called_by_manager(
+        function, Isolation(kwargs.get("isolation", "none"), kwargs.get("memory_limit_mb")), kwargs.get("timeout")
+    )
     given = {"tokenizer": tokenizer, "compute_score": compute_score}
     if single:
         given |= {"config": OmegaConf.create(dict(config or {})), "reward_router_address": None}
@@ -284,10 +297,40 @@ def create_public_manager(
             f"reward manager {cls.__name__}{inspect.signature(cls)} cannot be constructed: {error}. Passed: "
             f"{', '.join([*passed, *own])} (the last ones from reward.reward_kwargs)"
         ) from error
-    common = {"num_examine": num_examine, "reward_fn_key": reward_fn_key, **shared}
     if single:
         return SingleRewardManager(tokenizer, function, manager=manager, **common)
     return ColumnsRewardManager(tokenizer, manager, scores_with=function, **common)
+
+
+class IsolatedFunction:
+    """A reward function that a manager of the public verl calls, in a worker process. Picklable as the function itself.
+
+    Raises:
+        RewardError: The function failed, or exceeded a limit.
+    """
+
+    def __init__(self, function: ScoreFunction, pool: ProcessPool, limits: Limits):
+        self._function, self._pool, self._limits = function, pool, limits
+        functools.update_wrapper(self, function.func)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        keywords = inspect.signature(self._function.func).bind(*args, **self._function.kwargs, **kwargs).arguments
+        more = keywords.pop("kwargs", {})
+        outcome = self._pool.run(remote_call(self._function, {**keywords, **more}), self._limits)
+        if outcome.failure is not None:
+            raise RewardError(f"reward function {self._function.where} {outcome.failure}") from outcome.cause
+        return outcome.value
+
+    def __reduce__(self) -> tuple:
+        return functools.partial, (self._function.func,), None
+
+
+def _called_by_manager(function: ScoreFunction, isolation: Isolation, timeout: float | None) -> Callable:
+    """The function as a manager calls it. An async function is called in this process, in the manager's event loop."""
+    pool = None if function.is_async else isolation.pool_for(function)
+    if pool is not None:
+        return IsolatedFunction(function, pool, Limits(timeout, resident_bytes=isolation.memory_bytes))
+    return functools.partial(function.func, **function.kwargs) if function.kwargs else function.func
 
 
 def _with_attributes(value: Any) -> Any:

@@ -157,7 +157,9 @@ def as_score_function(found: Any, kwargs: Mapping[str, Any] | None = None) -> Sc
     """Return a ScoreFunction of a function, or of an object of a RewardFunction subclass made with `kwargs`."""
     if isinstance(found, ScoreFunction):
         return found
-    return ScoreFunction(found(**(kwargs or {}))) if is_reward_class(found) else ScoreFunction(found, kwargs or {})
+    if is_reward_class(found):
+        return ScoreFunction(found(**(kwargs or {})), source=(found, dict(kwargs or {})))
+    return ScoreFunction(found, kwargs or {})
 
 
 @register_reward("model_score", bounded=True, accuracy=False)

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import re
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from verl.protocol import DataProto
 from verl.registry import import_module
 from verl.rewards import RewardManager, as_reward_manager, load_reward_manager
 from verl.rewards.functions import check_registered
+from verl.rewards.sandbox.pool import WorkerError
 from verl.trainer.launch import Recipe
 from verl.trainer.model_limits import ModelLimits
 
@@ -139,7 +141,8 @@ def given_rewards(config: schema.Config, tokenizer: Any, given: Any) -> RewardMa
 
 
 def _limits_of(reward: schema.RewardConfig) -> dict[str, Any]:
-    return {"on_error": reward.on_error, "failure_score": reward.failure_score, "timeout": reward.timeout}
+    names = ("on_error", "failure_score", "timeout", "isolation", "memory_limit_mb")
+    return {name: reward[name] for name in names}
 
 
 def load_rewards(config: schema.Config, tokenizer: Any) -> RewardManager:
@@ -231,9 +234,13 @@ def _score_trial(manager: RewardManager, batch: DataProto) -> dict[str, Any]:
     try:
         return manager(batch, return_dict=True)
     except Exception as error:
-        stack = traceback.extract_tb(error.__cause__.__traceback__) if error.__cause__ else []
-        for frame in stack[-1:]:
-            error.add_note(f"raised at {frame.filename}:{frame.lineno}: {frame.line}")
+        cause = error.__cause__
+        stack = traceback.extract_tb(cause.__traceback__) if cause is not None else []
+        lines = [(frame.filename, frame.lineno, frame.line) for frame in stack]
+        if isinstance(cause, WorkerError):
+            lines = re.findall(r'File "(.+)", line (\d+), in .*\n +(.*)', str(cause))
+        for filename, number, line in lines[-1:]:
+            error.add_note(f"raised at {filename}:{number}: {line}")
         error.add_note(
             "found by a trial before training: the ground truth and the prompt of the first row, scored as responses"
         )

@@ -93,6 +93,10 @@ class PPOTrainer(Trainer):
             self.val_reward_manager = given_rewards(run.config, inputs.tokenizer, val_reward_fn)
         self.vocab_size = inputs.limits.vocab_size
         self._warned_of_equal_scores = False
+        trainer = run.config.trainer
+        self._rollout_data_dir, self._validation_data_dir = (
+            folder and run.working_dir / folder for folder in (trainer.rollout_data_dir, trainer.validation_data_dir)
+        )
         data = run.config.data
         super().__init__(
             run,
@@ -189,7 +193,7 @@ class PPOTrainer(Trainer):
     # ---- metrics ----------------------------------------------------------------------------------------------------
 
     def step_metrics(self, batch: DataProto) -> dict[str, float]:
-        folder = self.config.trainer.rollout_data_dir
+        folder = self._rollout_data_dir
         if folder:
             dump_generations(folder, self.global_step, batch, self.tokenizer)
         metrics = data_metrics(batch)
@@ -227,8 +231,8 @@ class PPOTrainer(Trainer):
             texts += generations(scored[-1], self.tokenizer)
         variables = numeric_columns(scored)
         sources, uids = (joined(scored, name) for name in ("data_source", "uid"))
-        folder = self.config.trainer.validation_data_dir
+        folder = self._validation_data_dir
         if folder:
-            write_jsonl(Path(folder) / f"{self.global_step}.jsonl", texts)
+            write_jsonl(folder / f"{self.global_step}.jsonl", texts)
         self.validation_samples = texts
         return validation_metrics(sources, uids, variables, predictions(scored))
