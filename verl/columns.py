@@ -141,7 +141,8 @@ def check_layout(batch: "DataProto") -> None:
             _fail(name, "a column of objects, one per row", f"a tensor of shape {tuple(value.shape)}")
         shape = shapes[column.dims]
         if value.dim() != len(shape) or any(s is not None and s != v for s, v in zip(shape, value.shape)):
-            _fail(name, f"shape {_spell(column.dims, shape, tensors)}", f"shape {tuple(value.shape)}")
+            hint = one_token_short(tuple(value.shape), shape) if column.dims == "B T" else ""
+            _fail(name, f"shape {_spell(column.dims, shape, tensors)}", f"shape {tuple(value.shape)}{hint}")
         if value.dtype not in DTYPES[column.dtype]:
             allowed = " or ".join(str(d).removeprefix("torch.") for d in DTYPES[column.dtype])
             _fail(name, f"dtype {allowed}", str(value.dtype).removeprefix("torch."))
@@ -165,6 +166,13 @@ def _sizes(tensors: dict[str, torch.Tensor], rows: int) -> dict[str, int]:
     if "P" in sizes and "T" in sizes:
         sizes["P+T"] = sizes["P"] + sizes["T"]
     return sizes
+
+
+def one_token_short(found: tuple[int, ...], expected: tuple[int | None, ...]) -> str:
+    """The end of an error about a (B, T) column of width T - 1, as articles about shifted log-probs print it."""
+    if len(found) != 2 or expected[1] is None or found[1] != expected[1] - 1:
+        return ""
+    return ": position t is that of response token t, the last one included: do not drop a column ([:, :-1], [:, 1:])"
 
 
 def _spell(dims: str, shape: tuple[int | None, ...], tensors: dict[str, torch.Tensor]) -> str:

@@ -8,6 +8,7 @@ from verl.config import load_config, unsupported
 from verl.config.presets import PRESETS
 from verl.registry import load_object
 from verl.rewards.functions import REWARD_FUNCTION_REGISTRY
+from verl.trainer.local_trainer import LocalPPOTrainer
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -41,3 +42,15 @@ def test_similarity():
     assert REWARD_FUNCTION_REGISTRY["similarity"] is similarity
     assert similarity("abcd", "abcd") == 1.0 and similarity("", "abcd") == 0.0
     assert similarity("abxx", "abcd") == 0.5  # 2 x 2 letters that agree / (4 + 4)
+
+
+def test_the_reward_file_that_the_articles_name(settings):
+    own = [setting for setting in settings if "custom_reward_function" not in setting]
+    flags = ["--custom_reward_function.path=./examples/reward_fn/custom_reward_fn.py"]
+    flags += ["--custom_reward_function.name=compute_score", "--reward_model.reward_manager=naive"]
+    trainer = LocalPPOTrainer(overrides=[*own, *(flag.removeprefix("--") for flag in flags)])
+    function = trainer.reward_manager.compute_score
+    texts = {"#### 72": 1.0, "so 1,072 and 72.0": 1.0, "71": 0.0, "none": 0.0}
+    for text, score in texts.items():
+        for truth in ("72", "48/2 = 24\n#### 72"):
+            assert function.func("openai/gsm8k", text, truth, None) == score

@@ -41,6 +41,7 @@ def run_settings(tiny: Path, run: Path) -> list[str]:
         "actor_rollout_ref.actor.optim.lr=1e-3",
         "critic.optim.lr=1e-3",
         f"reward.custom_reward_function.path={tiny / 'reward.py'}",
+        "reward.isolation=none",  # the default starts a process; test_isolated_rewards.py covers it
         f"trainer.default_local_dir={run}",
         "trainer.logger=[jsonl]",
         "trainer.val_before_train=false",

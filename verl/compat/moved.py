@@ -86,7 +86,6 @@ MOVED = {
     "verl.single_controller.data_plane": "verl.single_controller.remote_batch",
     "verl.single_controller.remote_tensor": "verl.single_controller.remote_batch",
     "verl.single_controller.pickling": "verl.single_controller.remote_batch",
-    "verl.rewards.load": "verl.rewards.managers",
     "verl.rewards.sources": "verl.rewards.resolve",
     "verl.rewards.model_score": "verl.rewards.resolve",
     "verl.model_merger.source": "verl.model_merger.sources",

@@ -25,6 +25,7 @@ _MEGATRON = "the Megatron engine is not supported: use actor.strategy=fsdp"
 _TRAINER = "verl.trainer.batch_functions:"
 _FUNCTIONAL = "verl.utils.py_functional:"
 _FUNCTIONS = "verl.algorithms.torch_functional:"
+_MANAGERS = "verl.rewards.public_managers:"
 _RULES = "verl.rewards.public_scores:"
 
 #: functions for timing, under several paths
@@ -109,7 +110,7 @@ PUBLISHED: dict[str, dict[str, str]] = {
         "need_teacher_policy": "distillation is not supported",
     },
     "verl.trainer.ppo.reward": {
-        "load_reward_manager": "verl.rewards.managers:load_reward_manager",
+        "load_reward_manager": "verl.rewards.load:load_reward_manager",
         "compute_reward": _TRAINER + "compute_reward",
         "get_custom_reward_fn": "verl.rewards.resolve.resolve_reward_function takes path and name of the function",
         "compute_reward_async": "reward functions run concurrently in processes of their own: call compute_reward",
@@ -148,27 +149,37 @@ PUBLISHED: dict[str, dict[str, str]] = {
         ANY: "programs are run by verl.rewards.sandbox.code_tests on this machine",
     },
     "verl.workers.reward_manager": {
-        "register": "verl.rewards.managers:register_reward_manager",
-        "get_reward_manager_cls": "verl.rewards.managers:REWARD_MANAGER_REGISTRY.__getitem__",
-        "AbstractRewardManager": "verl.rewards.managers:RewardManager",
+        "register": _MANAGERS + "register",
+        "get_reward_manager_cls": _MANAGERS + "get_reward_manager_cls",
+        "AbstractRewardManager": _MANAGERS + "AbstractRewardManager",
         "NaiveRewardManager": "verl.rewards.managers:NaiveRewardManager",
         "BatchRewardManager": "verl.rewards.managers:BatchRewardManager",
         "DAPORewardManager": "verl.rewards.managers:DAPORewardManager",
         "PrimeRewardManager": "verl.rewards.managers:PrimeRewardManager",
     },
     "verl.workers.reward_manager.abstract": {
-        "AbstractRewardManager": "verl.rewards.managers:RewardManager",
+        "AbstractRewardManager": _MANAGERS + "AbstractRewardManager",
         "RawRewardFn": "verl.rewards.functions:ScoreFunction",
     },
     "verl.workers.reward_manager.registry": {
-        "register": "verl.rewards.managers:register_reward_manager",
-        "get_reward_manager_cls": "verl.rewards.managers:REWARD_MANAGER_REGISTRY.__getitem__",
+        "register": _MANAGERS + "register",
+        "get_reward_manager_cls": _MANAGERS + "get_reward_manager_cls",
         "REWARD_MANAGER_REGISTRY": "verl.rewards.managers:REWARD_MANAGER_REGISTRY",
     },
     "verl.workers.reward_manager.naive": {"NaiveRewardManager": "verl.rewards.managers:NaiveRewardManager"},
     "verl.workers.reward_manager.dapo": {"DAPORewardManager": "verl.rewards.managers:DAPORewardManager"},
     "verl.workers.reward_manager.batch": {"BatchRewardManager": "verl.rewards.managers:BatchRewardManager"},
     "verl.workers.reward_manager.prime": {"PrimeRewardManager": "verl.rewards.managers:PrimeRewardManager"},
+    "verl.experimental.reward_loop.reward_manager": {
+        "register": _MANAGERS + "register",
+        "get_reward_manager_cls": _MANAGERS + "get_reward_manager_cls",
+        "RewardManagerBase": _MANAGERS + "RewardManagerBase",
+    },
+    "verl.experimental.reward_loop.reward_manager.base": {"RewardManagerBase": _MANAGERS + "RewardManagerBase"},
+    "verl.experimental.reward_loop.reward_manager.registry": {
+        "register": _MANAGERS + "register",
+        "get_reward_manager_cls": _MANAGERS + "get_reward_manager_cls",
+    },
     # ---- data
     "verl.utils.dataset": {
         "RLHFDataset": "verl.data.rlhf_dataset:RLHFDataset",
@@ -177,7 +188,7 @@ PUBLISHED: dict[str, dict[str, str]] = {
     },
     "verl.utils.dataset.rl_dataset": {
         "RLHFDataset": "verl.data.rlhf_dataset:RLHFDataset",
-        "collate_fn": "verl.data.rlhf_dataset:collate_prompts",
+        "collate_fn": "verl.data.collate:collate_fn",
         "get_dataset_class": "verl.data.rlhf_dataset:load_dataset_class",
     },
     "verl.utils.dataset.sft_dataset": {"SFTDataset": "verl.data.sft_dataset:SFTDataset"},

@@ -20,7 +20,8 @@ _HOME = {
     "RewardManager": "verl.rewards.managers",
     "register_reward_manager": "verl.rewards.managers",
     "register": "verl.rewards.managers",
-    "load_reward_manager": "verl.rewards.managers",
+    "load_reward_manager": "verl.rewards.load",
+    "as_reward_manager": "verl.rewards.load",
 }
 
 __all__ = [*_HOME]

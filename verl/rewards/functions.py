@@ -1,12 +1,14 @@
 """Reward functions: the accepted signatures, the registry, and `ScoreFunction`, one interface to all of them.
 
-Three forms are accepted. The parameter names decide which form a function has, before it is called:
+Four forms are accepted. The parameter names decide which form a function has, before it is called:
 
 - sample: `compute_score(data_source, solution_str, ground_truth, extra_info)`, called once per response
 - plugin: `f(sampled_response, reference_answer)`, called once per response
 - batch:  `compute_score(data_sources, solution_strs, ground_truths, extra_infos)`, lists of equal length
+- columns: `reward_fn(batch)` or `reward_fn(data)`, called with the whole batch, a DataProto
 
-A function returns a number, a bool, or a dict with "score" and further values. The batch form returns a list of those.
+A function returns a number, a bool, or a dict with "score" and further values. The batch form returns a list of those,
+the columns form what `verl.rewards.public_managers` describes.
 Functions may be `async def`.
 """
 
@@ -52,12 +54,17 @@ _FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "sample": (("data_source", "solution_str", "ground_truth"), ("extra_info",)),
     "plugin": (("sampled_response", "reference_answer"), ()),
     "batch": (("data_sources", "solution_strs", "ground_truths"), ("extra_infos",)),
+    "columns (batch)": (("batch",), ()),
+    "columns (data)": (("data",), ()),
 }
+COLUMN_FORMS = ("columns (batch)", "columns (data)")
 # The parameter names that identify a form; the others may be received through **kwargs.
 _IDENTIFYING = {
     "sample": {"solution_str", "ground_truth"},
     "plugin": {"sampled_response", "reference_answer"},
     "batch": {"solution_strs", "ground_truths"},
+    "columns (batch)": {"batch"},
+    "columns (data)": {"data"},
 }
 
 
@@ -70,6 +77,7 @@ ACCEPTED_FORMS = (
     "  compute_score(data_source, solution_str, ground_truth, extra_info)  one response (extra_info is optional)\n"
     "  f(sampled_response, reference_answer)  one response, plugin form\n"
     "  compute_score(data_sources, solution_strs, ground_truths, extra_infos)  lists, with reward_manager=batch only\n"
+    "  reward_fn(batch)  the whole batch, a DataProto; returns scores (B, T) or one per response\n"
     "  other parameters need a default or a value in reward_kwargs; **kwargs and async def are supported"
 )
 
@@ -138,15 +146,18 @@ class ScoreFunction:
     Attributes:
         func: The user's function.
         kwargs: Values of its other parameters (`reward_kwargs`).
+        source: For an object of a RewardFunction subclass: the class and the arguments that it was made with, so that
+            another process can make its own.
         route: For a function that dispatches by data source (`default_compute_score`): maps a data source to the
             function that scores it, so that errors and timeouts refer to the function that actually runs.
-        form: "sample", "plugin" or "batch".
+        form: "sample", "plugin", "batch", "columns (batch)" or "columns (data)".
         is_async: Whether the function is `async def`.
     """
 
     func: Callable
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     route: Callable[[str], "ScoreFunction"] | None = None
+    source: tuple[type, Mapping[str, Any]] | None = None
     form: str = field(init=False)
     is_async: bool = field(init=False)
     _takes: tuple[bool, ...] = field(init=False, repr=False)
@@ -158,6 +169,10 @@ class ScoreFunction:
         object.__setattr__(self, "form", form)
         object.__setattr__(self, "is_async", inspect.iscoroutinefunction(_body(self.func)))
         object.__setattr__(self, "_takes", tuple(n for n in _names(form) if takes_any or n in parameters))
+
+    def takes(self, name: str) -> bool:
+        """Whether the function has a parameter of this name."""
+        return name in _parameters(self.func)[0]
 
     def __call__(self, *, data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any = None) -> Any:
         """Call the function and return its result. For the batch form each argument is a list."""
@@ -177,6 +192,8 @@ class ScoreFunction:
     @property
     def takes_extra_info(self) -> bool:
         """Whether the function receives extra_info, which also carries `response_length` and `rm_score`."""
+        if self.form in COLUMN_FORMS:
+            return True
         return self.form != "plugin" and _names(self.form)[-1] in self._takes
 
     @property
@@ -188,6 +205,11 @@ class ScoreFunction:
     def needs_ground_truth(self) -> bool:
         """Whether data without ground truth is an error (see `register_reward`)."""
         return any(self.func is known for known in _NEEDS_TRUTH)
+
+    @property
+    def is_builtin(self) -> bool:
+        """Whether this package defines the function."""
+        return str(getattr(_body(self.func), "__module__", "")).startswith("verl.")
 
     @property
     def is_accuracy(self) -> bool:

@@ -22,31 +22,52 @@ from typing import Any
 import torch
 
 from verl.protocol import DataProto
-from verl.registry import Registry, did_you_mean, load_object
+from verl.registry import Registry, did_you_mean
 from verl.rewards.functions import ScoreFunction
 from verl.rewards.outcome import BadOutcome, RewardError, Sample, read_outcome, split_outcome
-from verl.rewards.resolve import resolve_reward_function
 from verl.rewards.responses import prompt_texts, read_responses
-from verl.rewards.sandbox.calls import call_samples
+from verl.rewards.sandbox.calls import Isolation, call_samples
 from verl.rewards.sandbox.pool import Outcome, ProcessPool, address_of
 
 logger = logging.getLogger(__name__)
 
-REWARD_MANAGER_REGISTRY: Registry[type["RewardManager"]] = Registry("reward manager")
+REWARD_MANAGER_REGISTRY: Registry[type] = Registry("reward manager", builtins_replaceable=True)
 
 
 def register_reward_manager(name: str) -> Callable[[type], type]:
-    """Register a RewardManager subclass under `name`, the value of `reward.reward_manager.name` (class decorator)."""
+    """Register a class under `name`, the value of `reward.reward_manager.name` (class decorator).
+
+    The class is a subclass of RewardManager, or a manager written for the public verl (`is_public_manager`). It may
+    take the name of a built-in manager, which it replaces.
+    """
 
     def decorate(manager: type) -> type:
-        if not (isinstance(manager, type) and issubclass(manager, RewardManager)):
-            raise ValueError(f"reward manager {name!r}: expected a subclass of RewardManager, found {manager!r}")
+        check_manager(name, manager)
         return REWARD_MANAGER_REGISTRY.register(name, manager)
 
     return decorate
 
 
 register = register_reward_manager
+
+
+def check_manager(name: str, found: Any) -> None:
+    """Raise ValueError if `found` is no reward manager."""
+    if not (inspect.isclass(found) and issubclass(found, RewardManager)) and not is_public_manager(found):
+        raise ValueError(
+            f"reward manager {name!r}: expected a subclass of RewardManager, or a class with the method "
+            f"__call__(self, data, return_dict=False) or async run_single(self, data), found {found!r}"
+        )
+
+
+def is_public_manager(found: Any) -> bool:
+    """Whether a class is a manager of the public verl: it has `__call__(data, return_dict)` or `run_single(data)`."""
+    if not inspect.isclass(found) or issubclass(found, RewardManager):
+        return False
+    if inspect.isfunction(inspect.getattr_static(found, "run_single", None)):
+        return True
+    call = inspect.getattr_static(found, "__call__", None)
+    return inspect.isfunction(call) and "data" in inspect.signature(call).parameters
 
 
 class RewardManager(ABC):
@@ -63,6 +84,10 @@ class RewardManager(ABC):
             logs the first error and counts the samples in `reward/failed_rows`.
         failure_score: Score of a failed sample with on_error="count".
         max_concurrency: Maximum number of concurrent calls of an `async def` function.
+        isolation: "process": functions that are not built-in are called in one worker process, which keeps their state
+            between calls, and is killed if a call takes too long or too much memory, or ends it. "none": they are
+            called in this process, with breakpoints.
+        memory_limit_mb: Memory of the worker process in MiB; None: half of the machine's memory.
 
     Raises:
         ValueError: For an invalid argument, or a function whose form the manager does not support.
@@ -82,6 +107,8 @@ class RewardManager(ABC):
         on_error: str = "raise",
         failure_score: float = 0.0,
         max_concurrency: int = 64,
+        isolation: str = "none",
+        memory_limit_mb: int | None = None,
     ):
         if on_error not in ("raise", "count"):
             raise ValueError(f"reward manager: on_error: expected 'raise' or 'count', found {on_error!r}")
@@ -102,6 +129,7 @@ class RewardManager(ABC):
         self.num_examine, self.reward_fn_key = num_examine, reward_fn_key
         self.timeout, self.max_concurrency = timeout, max_concurrency
         self.on_error, self.failure_score = on_error, float(failure_score)
+        self.isolation = Isolation(isolation, memory_limit_mb)
 
     @abstractmethod
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
@@ -152,7 +180,9 @@ class NaiveRewardManager(RewardManager):
         functions = {source: self.compute_score.for_data_source(source) for source in by_source}
         for source, indices in by_source.items():
             function, selected = functions[source], [samples[i] for i in indices]
-            for k, outcome in call_samples(function, selected, self.timeout, self.pool, self.max_concurrency):
+            pool, memory = self.pool or self.isolation.pool_for(function), self.isolation.memory_bytes
+            calls = call_samples(function, selected, self.timeout, pool, self.max_concurrency, memory)
+            for k, outcome in calls:
                 yield indices[k], function, outcome
 
     def shape(self, scores: list[float], extras: list[dict[str, Any]], lengths: list[int]) -> list[float]:
@@ -213,7 +243,9 @@ class BatchRewardManager(NaiveRewardManager):
             number=0,
             total=len(samples),
         )
-        ((_, outcome),) = call_samples(self.compute_score, [batch], self.timeout, self.pool, self.max_concurrency)
+        pool, memory = self.pool or self.isolation.pool_for(self.compute_score), self.isolation.memory_bytes
+        calls = call_samples(self.compute_score, [batch], self.timeout, pool, self.max_concurrency, memory)
+        ((_, outcome),) = calls
         for i, of_sample in enumerate(split_outcome(outcome, len(samples))):
             yield i, self.compute_score, of_sample
 
@@ -299,68 +331,3 @@ class PrimeRewardManager(NaiveRewardManager):
         super().__init__(tokenizer, compute_score, **kwargs)
         address_of(self.compute_score.func)
         self.pool = ProcessPool(min(16, os.cpu_count() or 1) if num_processes is None else num_processes)
-
-
-# ---- from configuration ---------------------------------------------------------------------------------------------
-
-# Arguments that `load_reward_manager` passes itself.
-_PASSED = {"self", "tokenizer", "compute_score", "num_examine", "reward_fn_key"}
-
-
-def load_reward_manager(
-    tokenizer: Any,
-    *,
-    manager: str = "naive",
-    manager_path: str | None = None,
-    function_path: str | None = None,
-    function_name: str | None = None,
-    registered_function: str | None = None,
-    reward_kwargs: Mapping[str, Any] | None = None,
-    manager_kwargs: Mapping[str, Any] | None = None,
-    num_examine: int = 0,
-    reward_fn_key: str = "data_source",
-) -> RewardManager:
-    """Create the reward manager of a run from plain configuration values.
-
-    Args:
-        tokenizer: Decodes the responses.
-        manager: Name in REWARD_MANAGER_REGISTRY, or the name of a class in `manager_path`.
-        manager_path: File or module of a custom manager.
-        function_path: See `resolve_reward_function`, as for the next three.
-        function_name: Name of the function in `function_path`.
-        registered_function: Name in REWARD_FUNCTION_REGISTRY.
-        reward_kwargs: Values of the function's other parameters.
-        manager_kwargs: Values of the manager's other parameters (timeout, on_error, max_resp_len, ...).
-        num_examine: Number of samples per data source that are printed at each call.
-        reward_fn_key: The column with the data source of a sample.
-
-    Raises:
-        ValueError: For an unknown name, an unsupported signature, or a parameter that the manager does not have.
-    """
-    found = load_object(manager_path, manager) if manager_path else REWARD_MANAGER_REGISTRY[manager]
-    if not (inspect.isclass(found) and issubclass(found, RewardManager)):
-        raise ValueError(f"reward manager {manager!r}: expected a subclass of RewardManager, found {found!r}")
-    kwargs = dict(manager_kwargs or {})
-    accepted, takes_any = _constructor_parameters(found)
-    for name in kwargs:
-        if name not in accepted and not takes_any:
-            raise ValueError(
-                f"reward manager {manager!r} has no parameter {name!r}: {did_you_mean(name, accepted)}. A custom "
-                "manager takes **kwargs and passes them to RewardManager.__init__"
-            )
-    function = resolve_reward_function(function_path, function_name, registered_function, reward_kwargs)
-    passed = {"num_examine": num_examine, "reward_fn_key": reward_fn_key}
-    return found(tokenizer=tokenizer, compute_score=function, **passed, **kwargs)
-
-
-def _constructor_parameters(manager: type) -> tuple[set[str], bool]:
-    """Return the parameter names of a manager and its base classes, and whether it accepts any name."""
-    names: set[str] = set()
-    for cls in manager.__mro__:
-        if "__init__" not in vars(cls):
-            continue
-        parameters = inspect.signature(cls.__init__).parameters
-        names |= {n for n, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
-        if all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
-            return names - _PASSED, False
-    return names - _PASSED, True

@@ -137,14 +137,14 @@ def resolve_reward_function(
     if path and registered:
         raise ValueError(f"two reward functions: the registered {registered!r} and the file {path!r}; give one of them")
     if path:
-        return _score_function(load_object(path, name or DEFAULT_FUNCTION_NAME), kwargs)
+        return as_score_function(load_object(path, name or DEFAULT_FUNCTION_NAME), kwargs)
     if name not in (None, DEFAULT_FUNCTION_NAME):
         raise ValueError(
             f"reward.custom_reward_function.name={name!r} without reward.custom_reward_function.path: expected the "
             f"file that defines it, with a function of one of these forms:\n{ACCEPTED_FORMS}"
         )
     if registered and registered != "data_source":
-        return _score_function(REWARD_FUNCTION_REGISTRY[registered], kwargs)
+        return as_score_function(REWARD_FUNCTION_REGISTRY[registered], kwargs)
     if kwargs:
         raise ValueError(
             f"reward_kwargs {sorted(kwargs)} without a reward function: the rules by data source take no parameters; "
@@ -153,9 +153,13 @@ def resolve_reward_function(
     return ScoreFunction(default_compute_score, route=rule_for)
 
 
-def _score_function(found: Any, kwargs: dict[str, Any]) -> ScoreFunction:
+def as_score_function(found: Any, kwargs: Mapping[str, Any] | None = None) -> ScoreFunction:
     """Return a ScoreFunction of a function, or of an object of a RewardFunction subclass made with `kwargs`."""
-    return ScoreFunction(found(**kwargs)) if is_reward_class(found) else ScoreFunction(found, kwargs)
+    if isinstance(found, ScoreFunction):
+        return found
+    if is_reward_class(found):
+        return ScoreFunction(found(**(kwargs or {})), source=(found, dict(kwargs or {})))
+    return ScoreFunction(found, kwargs or {})
 
 
 @register_reward("model_score", bounded=True, accuracy=False)

@@ -58,12 +58,10 @@ def read_responses(data: DataProto, tokenizer: Any, reward_fn_key: str) -> Respo
         raise DataProtoValidationError("column 'responses': expected at least one token position, found width 0")
     present = data.column("attention_mask").cpu()[:, -width:].bool()
     sampled = present & data.column("response_mask").cpu().bool() if "response_mask" in data else present
-    lengths = present.sum(1)
+    positions, lengths = reward_positions(data)
     flat, ends = responses[present].tolist(), lengths.cumsum(0).tolist()
     ids = [flat[end - length : end] for end, length in zip(ends, lengths.tolist())]
     texts = decode_all(tokenizer, ids)
-    steps = torch.arange(1, width + 1)
-    positions = (sampled * steps).amax(1).sub(1).clamp(min=0)
     return ResponseBatch(
         samples=_samples(data, texts, lengths.tolist(), reward_fn_key),
         lengths=lengths,
@@ -71,6 +69,18 @@ def read_responses(data: DataProto, tokenizer: Any, reward_fn_key: str) -> Respo
         empty=int((~sampled.any(1)).sum()),
         width=width,
     )
+
+
+def reward_positions(data: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the reward of each response is placed, and its length.
+
+    Returns:
+        (B,) int64, the index of the last token sampled by the policy (0 if there is none); (B,) int64, lengths.
+    """
+    width = data.column("responses").shape[1]
+    present = data.column("attention_mask").cpu()[:, -width:].bool()
+    sampled = present & data.column("response_mask").cpu().bool() if "response_mask" in data else present
+    return (sampled * torch.arange(1, width + 1)).amax(1).sub(1).clamp(min=0), present.sum(1)
 
 
 def prompt_texts(data: DataProto, tokenizer: Any, indices: list[int]) -> list[str]:

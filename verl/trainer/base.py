@@ -84,7 +84,8 @@ class Trainer(ABC):
         self.pipeline: Pipeline = self._checked_flow("finish_flow", self.finish_flow(flow)).compile()
         run.columns = {column for operator in self.pipeline.operators for column in operator.writes}
         run_checks(run, FLOW)
-        self.checkpoints = CheckpointStore(Path(trainer.default_local_dir), keep=None)
+        self.folder = run.working_dir / trainer.default_local_dir
+        self.checkpoints = CheckpointStore(self.folder, keep=None)
         self.checkpointer = Checkpointer(
             self.checkpoints,
             self.config,
@@ -268,7 +269,7 @@ class Trainer(ABC):
             trainer.project_name,
             trainer.experiment_name,
             config=redacted(to_flat_dict(self.config)),
-            default_local_dir=trainer.default_local_dir,
+            default_local_dir=self.folder,
             resume_step=self.global_step,
         )
 

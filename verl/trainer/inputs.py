@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import re
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ from verl.data.tokenization import load_tokenizer
 from verl.modeling.huggingface import model_source
 from verl.protocol import DataProto
 from verl.registry import import_module
-from verl.rewards import RewardManager, load_reward_manager
+from verl.rewards import RewardManager, as_reward_manager, load_reward_manager
 from verl.rewards.functions import check_registered
+from verl.rewards.sandbox.pool import WorkerError
 from verl.trainer.launch import Recipe
 from verl.trainer.model_limits import ModelLimits
 from verl.trainer.torchrun import launcher_settings
@@ -50,15 +52,16 @@ def load_inputs(
     config: schema.Config,
     train_dataset: Dataset | None = None,
     val_dataset: Dataset | None = None,
-    reward_manager: RewardManager | None = None,
+    reward_manager: Any = None,
     tokenizer: Any = None,
 ) -> Inputs:
-    """Load the inputs that are not given as objects."""
+    """Load the inputs that are not given as objects. reward_manager: see `given_rewards`."""
     model = config.actor_rollout_ref.model
     if tokenizer is None and isinstance(train_dataset, RLHFDataset):
         tokenizer = train_dataset.tokenizer
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(model)
-    rewards = reward_manager if reward_manager is not None else load_rewards(config, tokenizer)
+    given = reward_manager is not None
+    rewards = given_rewards(config, tokenizer, reward_manager) if given else load_rewards(config, tokenizer)
     train = train_dataset if train_dataset is not None else load_dataset(config, tokenizer)
     val = val_dataset if val_dataset is not None else load_val_dataset(config, tokenizer)
     return Inputs(model, tokenizer, train, val, rewards, PromptCollator(tokenizer, config.data))
@@ -146,6 +149,16 @@ def _dataset(config: schema.Config, tokenizer: Any, files: Sequence[str], max_sa
     return cls(list(files), tokenizer, settings, max_samples=max_samples)
 
 
+def given_rewards(config: schema.Config, tokenizer: Any, given: Any) -> RewardManager:
+    """The reward that a trainer was given as an object: a reward manager, or a reward function of any form."""
+    return as_reward_manager(given, tokenizer, reward_fn_key=config.data.reward_fn_key, **_limits_of(config.reward))
+
+
+def _limits_of(reward: schema.RewardConfig) -> dict[str, Any]:
+    names = ("on_error", "failure_score", "timeout", "isolation", "memory_limit_mb")
+    return {name: reward[name] for name in names}
+
+
 def load_rewards(config: schema.Config, tokenizer: Any) -> RewardManager:
     """The reward manager that the `reward` section describes."""
     reward = config.reward
@@ -167,13 +180,9 @@ def load_rewards(config: schema.Config, tokenizer: Any) -> RewardManager:
         function_name=function.name if function.path else None,
         registered_function=registered,
         reward_kwargs=function.reward_kwargs,
-        manager_kwargs={
-            **reward.reward_kwargs,
-            "on_error": reward.on_error,
-            "failure_score": reward.failure_score,
-            "timeout": reward.timeout,
-        },
+        manager_kwargs={**reward.reward_kwargs, **_limits_of(reward)},
         reward_fn_key=config.data.reward_fn_key,
+        config=config.model_dump(),
     )
     if reward.reward_model.enable and not loaded.compute_score.takes_extra_info:
         raise ValueError(
@@ -239,9 +248,13 @@ def _score_trial(manager: RewardManager, batch: DataProto) -> dict[str, Any]:
     try:
         return manager(batch, return_dict=True)
     except Exception as error:
-        stack = traceback.extract_tb(error.__cause__.__traceback__) if error.__cause__ else []
-        for frame in stack[-1:]:
-            error.add_note(f"raised at {frame.filename}:{frame.lineno}: {frame.line}")
+        cause = error.__cause__
+        stack = traceback.extract_tb(cause.__traceback__) if cause is not None else []
+        lines = [(frame.filename, frame.lineno, frame.line) for frame in stack]
+        if isinstance(cause, WorkerError):
+            lines = re.findall(r'File "(.+)", line (\d+), in .*\n +(.*)', str(cause))
+        for filename, number, line in lines[-1:]:
+            error.add_note(f"raised at {filename}:{number}: {line}")
         error.add_note(
             "found by a trial before training: the ground truth and the prompt of the first row, scored as responses"
         )

@@ -12,14 +12,13 @@ from verl.config import batch_summary, schema
 from verl.data.files import PromptSource
 from verl.dataflow import CONTROLLER, DataFlow
 from verl.protocol import DataProto
-from verl.rewards import RewardManager
 from verl.single_controller import WorkerSpec
 from verl.single_controller.cluster import Cluster
 from verl.tracking.trackers import Rows
 from verl.tracking.tracking import setup_logging
 from verl.trainer.base import Trainer
 from verl.trainer.dynamic_sampling import sample_dynamically
-from verl.trainer.inputs import load_inputs, stop_token_ids
+from verl.trainer.inputs import given_rewards, load_inputs, stop_token_ids
 from verl.trainer.launch import Recipe, print_config_errors_plainly, recipe_of
 from verl.trainer.metrics import data_metrics, joined, numeric_columns, predictions, validation_metrics
 from verl.trainer.ppo_flow import (
@@ -53,6 +52,9 @@ class PPOTrainer(Trainer):
     Args:
         config: a Config, or None to read config_path and overrides ("key=value").
         train_dataset, val_dataset, reward_manager, tokenizer: made from the configuration if None.
+        reward_fn: the reward as an object: a reward manager, also one of the public verl, or a reward function of any
+            form, such as `reward_fn(batch)`, which returns scores (B, T). `reward_manager` is the same argument.
+        val_reward_fn: the same, for validation; None: the reward of training.
         cluster: where the workers run; None: chosen by trainer.backend and the number of processes.
         use_critic, use_reference_policy, use_rm: like the config keys of these names, above the file; None: not set.
     """
@@ -71,7 +73,9 @@ class PPOTrainer(Trainer):
         overrides: Sequence[str] = (),
         train_dataset: Dataset | None = None,
         val_dataset: Dataset | None = None,
-        reward_manager: RewardManager | None = None,
+        reward_manager: Any = None,
+        reward_fn: Any = None,
+        val_reward_fn: Any = None,
         tokenizer: Any = None,
         cluster: Cluster | None = None,
         use_critic: bool | None = None,
@@ -80,6 +84,8 @@ class PPOTrainer(Trainer):
     ):
         setup_logging()
         print_config_errors_plainly()
+        if reward_manager is not None and reward_fn is not None:
+            raise ValueError("reward_manager and reward_fn are the same argument: give one of them")
         used = {"use_critic": use_critic, "use_reference_policy": use_reference_policy, "use_rm": use_rm}
         run = prepare_run(
             config,
@@ -91,14 +97,22 @@ class PPOTrainer(Trainer):
             cluster=cluster,
             backend=self.backend,
         )
-        inputs = run.inputs = load_inputs(run.config, train_dataset, val_dataset, reward_manager, tokenizer)
+        inputs = run.inputs = load_inputs(
+            run.config, train_dataset, val_dataset, reward_fn if reward_manager is None else reward_manager, tokenizer
+        )
         run_checks(run, INPUTS)
         self.train_dataset, self.val_dataset = inputs.train_dataset, inputs.val_dataset
-        self.reward_manager = inputs.reward_manager
+        self.reward_manager = self.val_reward_manager = inputs.reward_manager
+        if val_reward_fn is not None:
+            self.val_reward_manager = given_rewards(run.config, inputs.tokenizer, val_reward_fn)
         self.vocab_size = inputs.limits.vocab_size
         self._warned_of_equal_scores = False
         #: input, output, score, ... of every response of the last validation
         self.validation_texts: list[dict[str, Any]] = []
+        trainer = run.config.trainer
+        self._rollout_data_dir, self._validation_data_dir = (
+            folder and run.working_dir / folder for folder in (trainer.rollout_data_dir, trainer.validation_data_dir)
+        )
         data = run.config.data
         super().__init__(
             run,
@@ -111,7 +125,7 @@ class PPOTrainer(Trainer):
         self.pools = pools_of(self.config, list(self.specs))
         if self.config.trainer.overlap:
             self.pipeline.processes_of = self.processes_of
-        self.validation = build_validation_flow(self.config, self.roles, self.reward_manager).compile(
+        self.validation = build_validation_flow(self.config, self.roles, self.val_reward_manager).compile(
             inputs=("prompt_ids", "uid", "data_source", "reward_model")
         )
 
@@ -198,7 +212,7 @@ class PPOTrainer(Trainer):
     # ---- metrics ----------------------------------------------------------------------------------------------------
 
     def step_metrics(self, batch: DataProto) -> dict[str, float]:
-        folder = self.config.trainer.rollout_data_dir
+        folder = self._rollout_data_dir
         if folder:
             dump_generations(folder, self.global_step, batch, self.tokenizer)
         metrics, reported = data_metrics(batch), batch.meta_info["metrics"]
@@ -247,8 +261,8 @@ class PPOTrainer(Trainer):
             texts += generations(scored[-1], self.tokenizer)
         variables = numeric_columns(scored)
         sources, uids = (joined(scored, name) for name in ("data_source", "uid"))
-        folder = self.config.trainer.validation_data_dir
+        folder = self._validation_data_dir
         if folder:
-            write_jsonl(Path(folder) / f"{self.global_step}.jsonl", texts)
+            write_jsonl(folder / f"{self.global_step}.jsonl", texts)
         self.validation_texts = texts
         return validation_metrics(sources, uids, variables, predictions(scored))

@@ -79,6 +79,7 @@ class Run:
         reward_values: names of the values that the reward function returned in its trial call.
         columns: columns that the operators write; set from stage FLOW on.
         passed: names of the checks that have passed.
+        working_dir: where the run started; relative paths refer to it, also if user code changes the directory.
     """
 
     config: Schema
@@ -90,6 +91,7 @@ class Run:
     reward_values: set[str] = field(default_factory=set)
     columns: set[str] = field(default_factory=set)
     passed: list[str] = field(default_factory=list)
+    working_dir: Path = field(default_factory=Path.cwd)
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,19 @@ depends on the function and on the thread:
 - main thread: direct calls under an alarm signal, with normal tracebacks and breakpoints. The alarm does not interrupt
   library code that never returns to Python; the manager `prime` kills it.
 - another thread, where signals are not available, or if a pool is given: worker processes
-- `async def`: all samples in one event loop, with a timeout each
+- `async def`: all samples in one event loop, with a timeout each, in this process or in a worker process
 """
 
 import asyncio
+import logging
+import pickle
 import queue
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import cache
+from typing import Any
 
 from verl.rewards.functions import ScoreFunction
 from verl.rewards.outcome import Sample
@@ -24,13 +29,49 @@ from verl.rewards.sandbox.pool import (
     Limits,
     Outcome,
     ProcessPool,
+    WorkerError,
     address_of,
     alarm,
     late,
+    machine_memory,
     shared_pool,
 )
+from verl.rewards.sandbox.worker import find_function
+
+logger = logging.getLogger("verl.rewards")
 
 _GRACE_SECONDS = 2.0  # for an event loop to report a timeout itself
+
+
+class Isolation:
+    """Where custom functions are called: in one worker process, which keeps their state between calls, or in this one.
+
+    Args:
+        mode: "process" or "none".
+        memory_limit_mb: Resident memory of the worker process in MiB; None: half of the machine's memory.
+    """
+
+    def __init__(self, mode: str, memory_limit_mb: int | None):
+        if mode not in ("process", "none"):
+            raise ValueError(f"reward manager: isolation: expected 'process' or 'none', found {mode!r}")
+        self.mode = mode
+        self.memory_bytes = memory_limit_mb << 20 if memory_limit_mb else machine_memory() // 2
+        self._pool = ProcessPool(1)
+        self._can_be_sent: dict[int, bool] = {}
+
+    def pool_for(self, function: ScoreFunction) -> ProcessPool | None:
+        """The pool in which `function` is called; None: it is called in this process."""
+        if self.mode == "none" or function.is_builtin or function.bounded:
+            return None
+        key = id(function.func)
+        if key not in self._can_be_sent:
+            try:
+                remote_call(function, {})
+                self._can_be_sent[key] = True
+            except ValueError as error:
+                self._can_be_sent[key] = False
+                logger.info("the reward function %s is called in the trainer's process: %s", function.where, error)
+        return self._pool if self._can_be_sent[key] else None
 
 
 def call_samples(
@@ -39,6 +80,7 @@ def call_samples(
     timeout: float | None,
     pool: ProcessPool | None,
     concurrency: int,
+    memory_bytes: int | None = None,
 ) -> Iterator[tuple[int, Outcome]]:
     """Call `function` on every sample; yields (index, outcome) in order of completion.
 
@@ -48,14 +90,17 @@ def call_samples(
         timeout: Seconds per call; None for no timeout.
         pool: Run the calls in these worker processes.
         concurrency: Maximum number of concurrent calls of an async function.
+        memory_bytes: Resident memory of a worker process.
     """
+    if pool is not None and function.is_async:
+        return _call_async_in(pool, function, samples, timeout, concurrency, memory_bytes)
     if pool is None and function.is_async:
         return _call_async(function, samples, timeout, concurrency)
     if pool is None and (timeout is None or function.bounded):
         return _call_here(function, samples, None)
     if pool is None and threading.current_thread() is threading.main_thread():
         return _call_here(function, samples, timeout)
-    return _call_in(pool or shared_pool(), function, samples, timeout)
+    return _call_in(pool or shared_pool(), function, samples, Limits(timeout, resident_bytes=memory_bytes))
 
 
 def arguments(function: ScoreFunction, sample: Sample) -> dict:
@@ -84,10 +129,10 @@ def _call_here(
 
 
 def _call_in(
-    pool: ProcessPool, function: ScoreFunction, samples: Sequence[Sample], timeout: float | None
+    pool: ProcessPool, function: ScoreFunction, samples: Sequence[Sample], limits: Limits
 ) -> Iterator[tuple[int, Outcome]]:
     try:
-        address = address_of(function.func)
+        calls = [remote_call(function, arguments(function, sample)) for sample in samples]
     except ValueError as error:
         if threading.current_thread() is threading.main_thread():
             raise
@@ -95,8 +140,75 @@ def _call_in(
             "a reward function with a timeout that is called outside of the main thread runs in a separate process: "
             f"{error}. To disable the timeout: timeout=null"
         ) from error
-    calls = [Call(address, arguments(function, sample)) for sample in samples]
-    return pool.map(calls, Limits(wall_seconds=timeout))
+    return pool.map(calls, limits)
+
+
+def remote_call(function: ScoreFunction, keywords: dict[str, Any]) -> Call:
+    """The call of a function in a worker process. Raises ValueError if the function has no address."""
+    if function.source is None:
+        return Call(address_of(function.func), keywords)
+    cls, made_with = function.source
+    spec = (address_of(cls), tuple(sorted(made_with.items())))
+    return Call(address_of(call_object), {"spec": pickle.dumps(spec), "keywords": keywords})
+
+
+def call_object(spec: bytes, keywords: dict[str, Any]) -> Any:
+    """In a worker process: call the object of a class, which is made once."""
+    return _object(spec)(**keywords)
+
+
+@cache
+def _object(spec: bytes) -> Any:
+    address, made_with = pickle.loads(spec)
+    return find_function(*address)(**dict(made_with))
+
+
+def _call_async_in(
+    pool: ProcessPool,
+    function: ScoreFunction,
+    samples: Sequence[Sample],
+    timeout: float | None,
+    concurrency: int,
+    memory_bytes: int | None,
+) -> Iterator[tuple[int, Outcome]]:
+    """Run all samples in an event loop of one worker process, which ends with all of them if one of them ends it."""
+    rounds = -(-len(samples) // concurrency) + 1
+    # The loop reports its own timeouts; the limit is for one that does not respond.
+    seconds = None if timeout is None else (timeout + _GRACE_SECONDS) * max(rounds, len(samples))
+    call = Call(
+        address_of(run_async),
+        {
+            "spec": remote_call(function, {}),
+            "kwargs": dict(function.kwargs),
+            "samples": list(samples),
+            "timeout": timeout,
+            "concurrency": concurrency,
+        },
+    )
+    outcome = pool.run(call, Limits(seconds, resident_bytes=memory_bytes))
+    if outcome.failure is not None:
+        yield from ((index, outcome) for index in range(len(samples)))
+        return
+    for index, value, failure, trace, over_limit in outcome.value:
+        cause = WorkerError(f"in another process\n\n{trace}") if trace else None
+        yield index, Outcome(value, failure, cause, over_limit)
+
+
+def run_async(
+    spec: Call, kwargs: dict[str, Any], samples: list[Sample], timeout: float | None, concurrency: int
+) -> list[tuple]:
+    """In a worker process: call an async function on all samples.
+
+    Returns:
+        (index, value, failure, stack, over_limit) of each call.
+    """
+    func = _object(spec.arguments["spec"]) if "spec" in spec.arguments else find_function(*spec.address)
+    function = ScoreFunction(func, kwargs)
+    found = []
+    for index, outcome in _call_async(function, samples, timeout, concurrency):
+        trace = "".join(traceback.format_exception(outcome.cause)) if outcome.cause is not None else ""
+        found.append((index, outcome.value, outcome.failure, trace[-20000:], outcome.over_limit))
+    return found
 
 
 def _call_async(

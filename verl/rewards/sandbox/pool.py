@@ -28,10 +28,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from verl.utils.subprocess_pool import PythonProcess, describe_exit
 
+_MEMORY_CHECK_SECONDS = 0.5
 START_SECONDS = 300.0  # for a worker to start and import the file of the function: a shared disk can be slow at first
 
 
@@ -50,13 +52,16 @@ class Limits:
     Attributes:
         wall_seconds: Elapsed time. The worker is killed when it is over.
         cpu_seconds: CPU time of all threads, rounded up.
-        memory_bytes: Memory in addition to what the worker used before the call (Linux only).
+        memory_bytes: Memory in addition to what the worker used before the call (Linux only). The call raises
+            MemoryError.
+        resident_bytes: Resident memory of the worker (Linux only), checked every half second. The worker is killed.
         output_bytes: Output that is kept. The rest is dropped, and the output says so.
     """
 
     wall_seconds: float | None = None
     cpu_seconds: float | None = None
     memory_bytes: int | None = None
+    resident_bytes: int | None = None
     output_bytes: int = 1 << 16
 
 
@@ -97,13 +102,19 @@ def address_of(func: Callable) -> tuple[str, str, str]:
         ValueError: The function has no address: a lambda, an inner function, a callable object, or a function of
             `__main__` (a worker that imports the main script would run it again).
     """
-    module, name = (func.__module__, func.__qualname__) if inspect.isfunction(func) else ("__main__", "")
+    found = inspect.isfunction(func) or inspect.isclass(func)
+    module, name = (func.__module__, func.__qualname__) if found else ("__main__", "")
     if module == "__main__" or vars(sys.modules[module]).get(name) is not func:
         raise ValueError(
             f"{func!r} cannot be called in another process: expected a top-level function of a module or of a file "
             "(given by path and name), not a lambda, an inner function, a callable object or a function of __main__"
         )
     return module, inspect.getfile(func), name
+
+
+def machine_memory() -> int:
+    """Bytes of memory of the machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def late(seconds: float, cause: BaseException | None = None) -> Outcome:
@@ -164,10 +175,10 @@ def interrupt_after(seconds: float, call: Callable[[], Any]) -> Any:
 class _Worker:
     """A worker process, idle or running one call. `deadline`: when the current phase of the call is over time."""
 
-    def __init__(self) -> None:
+    def __init__(self, shares_cores: bool) -> None:
         self.connection, theirs = Pipe()
         # Many workers share the cores: one thread each, unless the user sets another number.
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        environment = {**({"OMP_NUM_THREADS": "1"} if shares_cores else {}), **os.environ}
         with theirs:
             self.process = PythonProcess("verl.rewards.sandbox.worker", [theirs.fileno()], environment)
         self.position = -1
@@ -202,6 +213,23 @@ class _Worker:
         if self._phase == "start":
             return Outcome(failure=f"could not be loaded in another process within {START_SECONDS:g} s")
         return late(self._limits.wall_seconds)
+
+    @property
+    def limits_memory(self) -> bool:
+        return self._limits.resident_bytes is not None
+
+    def memory_outcome(self) -> Outcome | None:
+        """The outcome of a call whose worker uses more memory than it may; None if it does not."""
+        limit = self._limits.resident_bytes
+        if limit is None or sys.platform != "linux":
+            return None
+        try:
+            pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        except (OSError, IndexError):  # it has ended
+            return None
+        if pages * os.sysconf("SC_PAGE_SIZE") <= limit:
+            return None
+        return Outcome(failure=f"used more than {limit >> 20:,} MiB of memory and was stopped", over_limit=True)
 
     def exit_outcome(self) -> Outcome:
         """The outcome of a call whose process ended."""
@@ -323,7 +351,7 @@ class ProcessPool:
             wait_for_one = False
             try:
                 # A worker that was killed from outside while it was idle is replaced.
-                worker = slot if slot is not None and slot.process.poll() is None else _Worker()
+                worker = slot if slot is not None and slot.process.poll() is None else _Worker(self.size > 1)
             except OSError:
                 self._slots.put(None)
                 raise
@@ -339,6 +367,8 @@ class ProcessPool:
         """Wait until a worker sends a message, ends or reaches its deadline; yield the calls that are finished."""
         nearest = min((w.deadline for w in busy.values()), default=0.0)
         timeout = None if nearest == math.inf else max(nearest - time.monotonic(), 0.0)
+        if any(worker.limits_memory for worker in busy.values()):
+            timeout = _MEMORY_CHECK_SECONDS if timeout is None else min(timeout, _MEMORY_CHECK_SECONDS)
         for connection in wait(list(busy), timeout):
             worker = busy[connection]
             try:
@@ -351,6 +381,11 @@ class ProcessPool:
         for worker in [w for w in busy.values() if w.deadline <= time.monotonic()]:
             self._release(busy, worker, alive=False)
             yield worker.position, worker.deadline_outcome()
+        for worker in list(busy.values()):
+            outcome = worker.memory_outcome()
+            if outcome is not None:
+                self._release(busy, worker, alive=False)
+                yield worker.position, outcome
 
 
 _shared: dict[int, ProcessPool] = {}

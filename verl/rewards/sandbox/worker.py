@@ -121,7 +121,18 @@ def exit_with_parent(parent: int) -> None:
     os._exit(1)
 
 
+def no_breakpoint(*args: object, **kwargs: object) -> None:
+    """`breakpoint()` in a worker, which has no terminal."""
+    raise RuntimeError(
+        "breakpoint() needs a terminal, which this worker process does not have: set reward.isolation=none and "
+        "reward.timeout=null, so that the reward function is called in the trainer's process"
+    )
+
+
 def main() -> None:
+    sys.breakpointhook = no_breakpoint
+    with contextlib.suppress(OSError):  # if the machine runs out of memory, this process ends, not the trainer
+        Path("/proc/self/oom_score_adj").write_text("1000")
     connection = Connection(int(sys.argv[1]))
     threading.Thread(target=exit_with_parent, args=(os.getppid(),), daemon=True).start()
     connection.send_bytes(pickle.dumps(("ready",)))

@@ -1,0 +1,174 @@
+"""Reward managers in the form of the public verl, and functions of the whole batch."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from tests.rewards.test_reward_managers import SAMPLES, WIDTH, make_batch, tokenizer  # noqa: F401 (a fixture)
+from verl.registry import import_module
+from verl.rewards import RewardError, as_reward_manager, load_reward_manager, register_reward_manager
+
+EXAMPLE = "examples/reward_fn/public_reward_manager.py"
+
+SINGLE = """
+import inspect
+
+from verl import DataProto
+from verl.experimental.reward_loop.reward_manager import register
+from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
+
+
+@register("judge")
+class Judge(RewardManagerBase):
+    def __init__(self, config, tokenizer, compute_score, reward_router_address=None, reward_model_tokenizer=None):
+        super().__init__(config, tokenizer)
+        self.compute_score = compute_score
+        self.is_async = inspect.iscoroutinefunction(compute_score)
+        self.limit = config.data.max_response_length
+
+    async def run_single(self, data: DataProto) -> dict:
+        assert len(data) == 1, "one sample"
+        item = data[0]
+        response_ids = item.batch["responses"]
+        length = int(item.batch["attention_mask"][-response_ids.shape[-1] :].sum())
+        text = await self.loop.run_in_executor(None, lambda: self.tokenizer.decode(response_ids[:length]))
+        keywords = {
+            "data_source": item.non_tensor_batch["data_source"],
+            "solution_str": text,
+            "ground_truth": item.non_tensor_batch["reward_model"]["ground_truth"],
+            "extra_info": item.non_tensor_batch.get("extra_info", {}),
+        }
+        score = await self.compute_score(**keywords) if self.is_async else self.compute_score(**keywords)
+        return {"reward_score": score, "reward_extra_info": {"acc": score, "short": length < self.limit}}
+"""
+
+
+@pytest.fixture
+def judge(tmp_path):
+    path = tmp_path / "judge.py"
+    path.write_text(SINGLE)
+    return str(path)
+
+
+def load(tokenizer, function="compute_score", **kwargs):  # noqa: F811
+    return load_reward_manager(
+        tokenizer,
+        function_path=SAMPLES,
+        function_name=function,
+        config={"data": {"max_response_length": 3}},
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize("by_path", [False, True])
+def test_a_manager_that_is_called_with_the_batch(tokenizer, by_path):  # noqa: F811
+    import_module(EXAMPLE)
+    names = {"manager": "BriefRewardManager", "manager_path": EXAMPLE} if by_path else {"manager": "brief"}
+    scored = load(tokenizer, **names, manager_kwargs={"limit": 2, "timeout": 5.0, "on_error": "raise"})
+    batch = make_batch(["abc", "cd", "a", ""], truths=["abc", "cd", "b", "c"])
+    expected = torch.zeros(4, WIDTH)
+    expected[0, 2], expected[1, 1] = 0.5, 1.0
+    result = scored(batch, return_dict=True)
+    assert torch.equal(result["reward_tensor"], expected) and torch.equal(scored(batch), expected)
+    assert result["reward_extra_info"] == {"brief": [False, True, True, True]}
+    assert result["metrics"] == {"reward/failed_rows": 0.0, "reward/empty_responses": 1.0}
+    assert scored.compute_score.name == "compute_score"
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_manager_that_scores_single_samples(tokenizer, judge, kind, tmp_path):  # noqa: F811
+    function = "compute_score(data_source, solution_str, ground_truth, extra_info=None)"
+    (tmp_path / "score.py").write_text(f"{kind} {function}:\n    return float(solution_str == ground_truth)\n")
+    scored = load_reward_manager(
+        tokenizer,
+        function_path=str(tmp_path / "score.py"),
+        manager="Judge",
+        manager_path=judge,
+        config={"data": {"max_response_length": 3}},
+    )
+    batch = make_batch(["abc", "cd", "a"], truths=["abc", "x", "a"])
+    result = scored(batch, return_dict=True)
+    assert result["reward_tensor"].nonzero().tolist() == [[0, 2], [2, 0]]
+    assert result["reward_extra_info"] == {"acc": [1.0, 0.0, 1.0], "short": [False, True, True]}
+
+
+def test_a_single_sample_that_fails_is_named_or_counted(tokenizer, judge):  # noqa: F811
+    import_module(judge)
+    batch = make_batch(["a", "ab", "d"])
+    with pytest.raises(RewardError, match=r"Judge\.run_single raised KeyError: 'no such thing as b'\n  sample 1 of 3"):
+        load(tokenizer, "raises_on_b", manager="judge")(batch)
+    counted = load(tokenizer, "raises_on_b", manager="judge", manager_kwargs={"on_error": "count", "failure_score": -1})
+    result = counted(batch, return_dict=True)
+    assert result["reward_tensor"].sum(1).tolist() == [1.0, -1.0, 1.0]
+    assert result["metrics"]["reward/failed_rows"] == 1.0
+    assert asyncio.run(asyncio.to_thread(counted, batch)).sum() == 1.0
+
+
+def test_parameters_of_the_constructor(tokenizer):  # noqa: F811
+    class Manager:
+        def __init__(self, tokenizer, num_examine, compute_score, overlong_buffer_cfg=None, max_resp_len=None):
+            self.buffer, self.limit = overlong_buffer_cfg, max_resp_len
+
+        def __call__(self, data, return_dict=False):
+            return torch.full(data.batch["responses"].shape, float(self.buffer.len + self.limit))
+
+    register_reward_manager("mine")(Manager)
+    kwargs = {"overlong_buffer": {"enable": True, "len": 3}, "max_resp_len": 4}
+    assert (load(tokenizer, manager="mine", manager_kwargs=kwargs)(make_batch(["a"])) == 7.0).all()
+    with pytest.raises(ValueError, match=r"Manager\(tokenizer.*cannot be constructed: .*'limits'.*reward_kwargs"):
+        load(tokenizer, manager="mine", manager_kwargs={"limits": 1})
+    with pytest.raises(ValueError, match="expected a subclass of RewardManager, or a class with the method"):
+        register_reward_manager("other")(dict)
+
+
+def per_token(batch):
+    return batch.batch["response_mask"] * 0.5
+
+
+def per_sample(data):
+    return [float(row) for row in range(len(data))]
+
+
+def test_functions_of_the_whole_batch(tokenizer, tmp_path):  # noqa: F811
+    batch = make_batch(["abc", "a"])
+    assert as_reward_manager(per_token, tokenizer)(batch).sum(1).tolist() == [1.5, 0.5]
+    assert as_reward_manager(per_sample, tokenizer)(batch).nonzero().tolist() == [[1, 0]]
+    path = tmp_path / "reward.py"
+    path.write_text("def reward_fn(batch):\n    return batch.batch['response_mask'].float()\n")
+    scored = load_reward_manager(tokenizer, function_path=str(path), function_name="reward_fn")
+    assert scored(batch).sum(1).tolist() == [3.0, 1.0]
+    assert scored.compute_score.name == "reward_fn" and not scored.compute_score.needs_ground_truth
+
+
+def test_whatever_is_a_reward_can_be_given(tokenizer, judge):  # noqa: F811
+    batch = make_batch(["abc", "a"], truths=["abc", "b"])
+    public = import_module(EXAMPLE).BriefRewardManager(tokenizer, 0, import_module(SAMPLES).compute_score)
+    for given in (public, import_module(SAMPLES).compute_score, import_module(SAMPLES).batch, load(tokenizer)):
+        assert as_reward_manager(given, tokenizer)(batch).nonzero().tolist() == [[0, 2]]
+    for value in (7, "reward.py", lambda x: 1.0):
+        with pytest.raises(ValueError, match=r"must be callable|wrong signature"):
+            as_reward_manager(value, tokenizer)
+
+
+@pytest.mark.parametrize(
+    "returned, message",
+    [
+        (torch.zeros(2, WIDTH - 1), r"shape \(2, 5\): expected \(B=2, T=6\), or \(2,\): .* do not drop a column"),
+        (torch.zeros(3, WIDTH), r"shape \(3, 6\): expected \(B=2, T=6\)"),
+        (np.full((2, WIDTH), np.nan), "returned nan for sample 0, token 0: expected finite numbers"),
+        ({"rewards": 1}, "a dict without 'reward_tensor': it has 'rewards'"),
+        ("1.0", r"returned str: expected a tensor of shape \(B=2, T=6\)"),
+        ({"reward_tensor": torch.zeros(2, 6), "reward_extra_info": {"k": [1]}}, r"1 values of reward_extra_info\['k'"),
+        (KeyError("k"), "raised KeyError: 'k'"),
+    ],
+)
+def test_what_a_function_must_not_return(tokenizer, returned, message):  # noqa: F811
+    def reward_fn(batch):
+        if isinstance(returned, Exception):
+            raise returned
+        return returned
+
+    with pytest.raises(RewardError, match=rf"reward_fn\(\) at .*test_public_managers.py:\d+ .*{message}"):
+        as_reward_manager(reward_fn, tokenizer)(make_batch(["abc", "a"]), return_dict=True)

@@ -1,0 +1,97 @@
+"""Rewards of a run: given as objects, functions of the whole batch, isolated functions, data without ground truth."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl.rewards import RewardError
+from verl.trainer.local_trainer import LocalPPOTrainer
+
+
+def steps(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_function_of_the_batch_is_the_reward(settings, tmp_path):
+    validated = []
+
+    def reward_fn(batch):
+        return torch.where(batch.batch["response_mask"] == 1, 0.25, 0.0)
+
+    def val_reward_fn(data):
+        validated.append(len(data))
+        return torch.ones(len(data))
+
+    few = [*settings, "trainer.total_training_steps=1", "trainer.test_freq=1"]
+    trainer = LocalPPOTrainer(overrides=few, reward_fn=reward_fn, val_reward_fn=val_reward_fn)
+    trainer.fit()
+    step = dict(item for line in steps(tmp_path / "run") for item in line.items())
+    assert step["critic/score/mean"] == pytest.approx(0.25 * step["response_length/mean"])
+    assert validated == [6]
+    assert [value for name, value in step.items() if name.startswith("val-core/jsonl/reward/mean")] == [1.0]
+
+
+def test_scores_of_width_t_minus_1_are_explained(settings):
+    def reward_fn(batch):
+        return torch.zeros(batch.batch["responses"].shape)[:, :-1]
+
+    with pytest.raises(RewardError, match=r"reward_fn\(\) at .*: position t is that of response token t, the last one"):
+        LocalPPOTrainer(overrides=settings, reward_fn=reward_fn)
+
+
+def test_two_rewards_are_refused(settings):
+    with pytest.raises(ValueError, match="reward_manager and reward_fn are the same argument"):
+        LocalPPOTrainer(overrides=settings, reward_fn=len, reward_manager=len)
+
+
+def test_prompts_alone_are_enough_for_a_function_that_compares_nothing(settings, tmp_path):
+    rows = [json.dumps({"prompt": f"{letter}="}) + "\n" for letter in "abcdefgh"]
+    (tmp_path / "prompts.jsonl").write_text("".join(rows))
+    few = [f"data.train_files={tmp_path / 'prompts.jsonl'}", "trainer.total_training_steps=1", "data.val_files=[]"]
+    LocalPPOTrainer(overrides=[*settings, *few]).fit()
+    assert 0 <= steps(tmp_path / "run")[0]["critic/score/mean"] <= 1
+
+
+DEADLY = """
+import os
+
+calls = 0
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    global calls
+    calls += 1
+    os.chdir("/")
+    if calls == {dies}:
+        os._exit(5)
+    return float(calls)
+"""
+
+
+def run_with(settings, tmp_path, monkeypatch, dies: int, *more: str) -> list[dict]:
+    """Two steps in tmp_path, with a relative run folder, as a user starts them."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "deadly.py").write_text(DEADLY.format(dies=dies))
+    own = [setting for setting in settings if "isolation" not in setting and "default_local_dir" not in setting]
+    few = ["trainer.total_training_steps=2", "trainer.save_freq=2", "trainer.default_local_dir=out", "data.val_files=[]"]
+    LocalPPOTrainer(overrides=[*own, *few, "reward.custom_reward_function.path=deadly.py", *more]).fit()
+    return steps(tmp_path / "out")
+
+
+def test_a_reward_that_ends_its_process_is_an_error_of_the_run(settings, tmp_path, monkeypatch):
+    with pytest.raises(RewardError, match=r"compute_score\(\) at .*deadly.py:\d+ ended its process.* with status 5"):
+        run_with(settings, tmp_path, monkeypatch, 12)
+
+
+def test_a_run_goes_on_where_failed_rewards_are_counted(settings, tmp_path, monkeypatch):
+    found = run_with(settings, tmp_path, monkeypatch, 12, "reward.on_error=count")
+    assert [step["reward/failed_rows"] for step in found] == [0.0, 1.0]  # 2 calls of the trial, 8 in the first step
+    assert (tmp_path / "out" / "global_step_2" / "actor").is_dir()
+
+
+def test_a_reward_in_the_process_of_the_trainer_does_not_move_the_run(settings, tmp_path, monkeypatch):
+    found = run_with(settings, tmp_path, monkeypatch, -1, "reward.isolation=none")
+    assert [step["critic/score/mean"] for step in found] == [6.5, 14.5]  # calls 3 to 10, 11 to 18
+    assert (tmp_path / "out" / "global_step_2" / "actor").is_dir()

@@ -1,0 +1,113 @@
+"""The reward manager of a run, from plain configuration values or from an object given in Python."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from verl.registry import did_you_mean, load_object
+from verl.rewards.functions import COLUMN_FORMS
+from verl.rewards.managers import (
+    REWARD_MANAGER_REGISTRY,
+    BatchRewardManager,
+    NaiveRewardManager,
+    RewardManager,
+    check_manager,
+    is_public_manager,
+)
+from verl.rewards.public_managers import ColumnsRewardManager, SingleRewardManager, create_public_manager
+from verl.rewards.resolve import as_score_function, default_compute_score, resolve_reward_function
+
+# Arguments that `load_reward_manager` passes itself.
+_PASSED = {"self", "tokenizer", "compute_score", "num_examine", "reward_fn_key"}
+
+
+def load_reward_manager(
+    tokenizer: Any,
+    *,
+    manager: str = "naive",
+    manager_path: str | None = None,
+    function_path: str | None = None,
+    function_name: str | None = None,
+    registered_function: str | None = None,
+    reward_kwargs: Mapping[str, Any] | None = None,
+    manager_kwargs: Mapping[str, Any] | None = None,
+    num_examine: int = 0,
+    reward_fn_key: str = "data_source",
+    config: Mapping[str, Any] | None = None,
+) -> RewardManager:
+    """Create the reward manager of a run from plain configuration values.
+
+    Args:
+        tokenizer: Decodes the responses.
+        manager: Name in REWARD_MANAGER_REGISTRY, or the name of a class in `manager_path`.
+        manager_path: File or module of a custom manager.
+        function_path: See `resolve_reward_function`, as for the next three.
+        function_name: Name of the function in `function_path`.
+        registered_function: Name in REWARD_FUNCTION_REGISTRY.
+        reward_kwargs: Values of the function's other parameters.
+        manager_kwargs: Values of the manager's other parameters (timeout, on_error, max_resp_len, ...).
+        num_examine: Number of samples per data source that are printed at each call.
+        reward_fn_key: The column with the data source of a sample.
+        config: The settings of the run, for managers of the public verl with the parameter `config`.
+
+    Raises:
+        ValueError: For an unknown name, an unsupported signature, or a parameter that the manager does not have.
+    """
+    found = load_object(manager_path, manager) if manager_path else REWARD_MANAGER_REGISTRY[manager]
+    check_manager(manager, found)
+    kwargs = dict(manager_kwargs or {})
+    function = resolve_reward_function(function_path, function_name, registered_function, reward_kwargs)
+    if is_public_manager(found):
+        return create_public_manager(
+            found,
+            tokenizer,
+            function,
+            num_examine=num_examine,
+            reward_fn_key=reward_fn_key,
+            kwargs=kwargs,
+            config=config,
+        )
+    if function.form in COLUMN_FORMS and found is NaiveRewardManager:  # the default manager
+        found = ColumnsRewardManager
+    accepted, takes_any = _constructor_parameters(found)
+    for name in kwargs:
+        if name not in accepted and not takes_any:
+            raise ValueError(
+                f"reward manager {manager!r} has no parameter {name!r}: {did_you_mean(name, accepted)}. A custom "
+                "manager takes **kwargs and passes them to RewardManager.__init__"
+            )
+    passed = {"num_examine": num_examine, "reward_fn_key": reward_fn_key}
+    return found(tokenizer=tokenizer, compute_score=function, **passed, **kwargs)
+
+
+def _constructor_parameters(manager: type) -> tuple[set[str], bool]:
+    """Return the parameter names of a manager and its base classes, and whether it accepts any name."""
+    names: set[str] = set()
+    for cls in manager.__mro__:
+        if "__init__" not in vars(cls):
+            continue
+        parameters = inspect.signature(cls.__init__).parameters
+        names |= {n for n, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+        if all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+            return names - _PASSED, False
+    return names - _PASSED, True
+
+
+def as_reward_manager(given: Any, tokenizer: Any, **kwargs: Any) -> RewardManager:
+    """A reward given in Python as `reward_fn=`: a RewardManager, a manager of the public verl, or a reward function.
+
+    Args:
+        given: The object. It may also be a function of the whole batch that returns scores (B, T) or (B,).
+        tokenizer: Decodes the responses.
+        **kwargs: Arguments of RewardManager.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    if isinstance(given, RewardManager):
+        return given
+    if is_public_manager(type(given)) and inspect.isfunction(inspect.getattr_static(type(given), "run_single", None)):
+        return SingleRewardManager(tokenizer, default_compute_score, manager=given, **kwargs)
+    function = as_score_function(given)
+    by_form = {"batch": BatchRewardManager, **dict.fromkeys(COLUMN_FORMS, ColumnsRewardManager)}
+    return by_form.get(function.form, NaiveRewardManager)(tokenizer, function, **kwargs)

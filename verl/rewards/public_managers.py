@@ -1,0 +1,337 @@
+"""Rewards of the whole batch: functions `reward_fn(batch)`, and reward managers written for the public verl.
+
+A manager of the public verl is any class with one of these methods:
+
+- `__call__(self, data, return_dict=False)`: returns the rewards (B, T), or {"reward_tensor": (B, T),
+  "reward_extra_info": {name: B values}}. Its constructor takes (tokenizer, num_examine, compute_score, reward_fn_key,
+  and further parameters, the values of `reward.reward_kwargs`).
+- `async def run_single(self, data)`: returns {"reward_score": number, "reward_extra_info": {name: value}} for a batch
+  of one sample. Its constructor takes (config, tokenizer, compute_score, reward_router_address,
+  reward_model_tokenizer). The samples of a batch are scored concurrently.
+
+A function returns rewards as `__call__` does, or one number per sample, which is placed at its last token.
+"""
+
+import asyncio
+import functools
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+
+from verl.columns import one_token_short
+from verl.protocol import DataProto
+from verl.rewards.functions import COLUMN_FORMS, ScoreFunction
+from verl.rewards.managers import REWARD_MANAGER_REGISTRY, RewardManager, register  # noqa: F401 (of the public verl)
+from verl.rewards.outcome import BadOutcome, RewardError, read_outcome
+from verl.rewards.responses import reward_positions
+from verl.rewards.sandbox.calls import Isolation, remote_call
+from verl.rewards.sandbox.pool import Limits, Outcome, ProcessPool, late
+
+logger = logging.getLogger(__name__)
+
+
+class ColumnsRewardManager(RewardManager):
+    """Calls a function of the whole batch, or a manager of the public verl, and checks what it returns.
+
+    Args:
+        tokenizer: Decodes the responses.
+        compute_score: A function or callable object with the parameter `batch` or `data`.
+        scores_with: The reward function that a manager calls; for messages. Default: `compute_score`.
+        **kwargs: Arguments of RewardManager. There is one call per batch, so `on_error` does not apply, and `timeout`
+            is for a whole batch, in a worker process.
+    """
+
+    forms = COLUMN_FORMS
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        compute_score: Callable | ScoreFunction,
+        *,
+        scores_with: ScoreFunction | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(tokenizer, compute_score, **kwargs)
+        self._call = self.compute_score
+        if scores_with is not None:
+            self.compute_score = scores_with
+        if self.on_error == "count":
+            logger.warning("reward.on_error=count has no effect: %s scores whole batches", self._call.where)
+
+    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
+        returned = self._returned(data)
+        extra: Mapping[str, Any] = {}
+        if isinstance(returned, Mapping):
+            if "reward_tensor" not in returned:
+                raise self._error(f"returned a dict without 'reward_tensor': it has {', '.join(map(repr, returned))}")
+            returned, extra = returned["reward_tensor"], returned.get("reward_extra_info") or {}
+        rewards = self._rewards(data, returned)
+        if not return_dict:
+            return rewards
+        empty = float((data.column("attention_mask")[:, -rewards.shape[1] :].sum(1) == 0).sum())
+        return {
+            "reward_tensor": rewards,
+            "reward_extra_info": {name: self._values(name, extra[name], len(data)) for name in extra},
+            "metrics": {"reward/failed_rows": 0.0, "reward/empty_responses": empty},
+        }
+
+    def _returned(self, data: DataProto) -> Any:
+        """What the function returns for the batch, of which it gets a copy: it may change it."""
+        function = self._call
+        name = "batch" if function.form == "columns (batch)" else "data"
+        keywords = {name: data.copy(), **({"return_dict": True} if function.takes("return_dict") else {})}
+        pool = self.isolation.pool_for(function)
+        if pool is not None:
+            limits = Limits(self.timeout, resident_bytes=self.isolation.memory_bytes)
+            outcome = pool.run(remote_call(function, {**keywords, **function.kwargs}), limits)
+            if outcome.failure is not None:
+                raise self._error(outcome.failure) from outcome.cause
+            return outcome.value
+        try:
+            return function.func(**keywords, **function.kwargs)
+        except Exception as error:  # any error of a user's function
+            raise self._error(f"raised {type(error).__name__}: {error}") from error
+
+    def _rewards(self, data: DataProto, returned: Any) -> torch.Tensor:
+        """Rewards (B, T) float32 from scores (B, T) or (B,)."""
+        width = data.column("responses").shape[1]
+        try:
+            scores = torch.as_tensor(np.asarray(returned) if isinstance(returned, list) else returned).float().cpu()
+        except (TypeError, ValueError, RuntimeError):
+            found = f"returned {type(returned).__name__}: expected a tensor of shape (B={len(data)}, T={width})"
+            raise self._error(found) from None
+        if scores.shape == (len(data),):
+            rewards = torch.zeros(len(data), width)
+            rewards[torch.arange(len(data)), reward_positions(data)[0]] = scores
+        elif scores.shape == (len(data), width):
+            rewards = scores
+        else:
+            hint = one_token_short(tuple(scores.shape), (len(data), width))
+            raise self._error(
+                f"returned scores of shape {tuple(scores.shape)}: expected (B={len(data)}, T={width}), or "
+                f"({len(data)},){hint}"
+            )
+        if not rewards.isfinite().all():
+            row, token = rewards.isfinite().logical_not().nonzero()[0].tolist()
+            found = f"returned {rewards[row, token]} for sample {row}, token {token}"
+            raise self._error(f"{found}: expected finite numbers")
+        return rewards
+
+    def _values(self, name: str, values: Any, count: int) -> list[Any]:
+        values = values.tolist() if isinstance(values, torch.Tensor | np.ndarray) else list(values)
+        if len(values) != count:
+            raise self._error(
+                f"returned {len(values)} values of reward_extra_info[{name!r}]: expected one for each of the {count} "
+                "samples"
+            )
+        return values
+
+    def _error(self, what: str) -> RewardError:
+        return RewardError(f"reward function {self._call.where} {what}")
+
+
+class SingleRewardManager(RewardManager):
+    """Calls `run_single` of a manager of the public verl once per sample, concurrently in one event loop.
+
+    Args:
+        tokenizer: Decodes the responses.
+        compute_score: The reward function that the manager calls.
+        manager: The object with `run_single`.
+        **kwargs: Arguments of RewardManager.
+    """
+
+    def __init__(self, tokenizer: Any, compute_score: Callable | ScoreFunction, *, manager: Any, **kwargs: Any):
+        super().__init__(tokenizer, compute_score, **kwargs)
+        self.manager = manager
+
+    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
+        rewards, extras, failed = torch.zeros(data.column("responses").shape), [], 0
+        positions, lengths = reward_positions(data)
+        for i, outcome in enumerate(self._outcomes(data)):
+            try:
+                score, extra = read_outcome(outcome)
+            except BadOutcome as bad:
+                where = f"{type(self.manager).__name__}.run_single"
+                error = RewardError(f"reward manager {where} {bad}\n  sample {i} of {len(data)}")
+                if self.on_error == "raise":
+                    raise error from bad.__cause__
+                failed += 1
+                if failed == 1:
+                    logger.error("%s", error, exc_info=bad.__cause__)
+                score, extra = self.failure_score, {"acc": 0.0}
+            rewards[i, positions[i]] = score
+            extras.append(extra)
+        if not return_dict:
+            return rewards
+        names = dict.fromkeys(name for extra in extras for name in extra)
+        return {
+            "reward_tensor": rewards,
+            "reward_extra_info": {name: [extra.get(name) for extra in extras] for name in names},
+            "metrics": {"reward/failed_rows": float(failed), "reward/empty_responses": float((lengths == 0).sum())},
+        }
+
+    def _outcomes(self, data: DataProto) -> list[Outcome]:
+        """Score all samples in an event loop in a thread, since the caller may be inside a loop."""
+        found: list[Outcome] = []
+        thread = threading.Thread(target=lambda: found.extend(asyncio.run(self._gather(data))), name="reward manager")
+        thread.start()
+        thread.join()
+        return found
+
+    async def _gather(self, data: DataProto) -> list[Outcome]:
+        slots = asyncio.Semaphore(self.max_concurrency)
+
+        async def score(row: int) -> Outcome:
+            async with slots:
+                try:
+                    async with asyncio.timeout(self.timeout) as deadline:
+                        return _outcome_of(await self.manager.run_single(data[row : row + 1].copy()))
+                except (Exception, SystemExit) as error:  # any error of a user's manager is an error of this sample
+                    timed_out = isinstance(error, TimeoutError) and deadline.expired()
+                    return late(self.timeout, error) if timed_out else Outcome.raised(error)
+
+        return await asyncio.gather(*map(score, range(len(data))))
+
+
+def _outcome_of(returned: Any) -> Outcome:
+    """{"reward_score": number, "reward_extra_info": {...}} as the outcome of a reward function."""
+    if not isinstance(returned, Mapping) or "reward_score" not in returned:
+        return Outcome(failure=f"returned {returned!r:.200}: expected a dict with 'reward_score'")
+    extra = {name: value for name, value in (returned.get("reward_extra_info") or {}).items() if name != "score"}
+    return Outcome({**extra, "score": returned["reward_score"]})
+
+
+# ---- names of the public verl ---------------------------------------------------------------------------------------
+
+
+class AbstractRewardManager:
+    """Base class of the public verl's managers with `__call__(data, return_dict)`. It does nothing."""
+
+
+class RewardManagerBase:
+    """Base class of the public verl's managers with `run_single(data)`.
+
+    Args:
+        config: The settings of the run, with attribute access.
+        tokenizer: Decodes the responses.
+        compute_score: The reward function.
+    """
+
+    def __init__(self, config: Any, tokenizer: Any, compute_score: Any = None, **kwargs: Any):
+        self.config, self.tokenizer, self.compute_score = config, tokenizer, compute_score
+        self.init_class(config, tokenizer)
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The running event loop."""
+        return asyncio.get_running_loop()
+
+    @classmethod
+    def init_class(cls, config: Any, tokenizer: Any) -> None:
+        """Override to initialize state that all instances share."""
+
+
+def get_reward_manager_cls(name: str) -> type:
+    """The class that is registered under `name`."""
+    return REWARD_MANAGER_REGISTRY[name]
+
+
+# ---- construction ---------------------------------------------------------------------------------------------------
+
+# Arguments of RewardManager that come from the settings.
+_SHARED = ("timeout", "on_error", "failure_score", "max_concurrency", "isolation", "memory_limit_mb")
+
+
+def create_public_manager(
+    cls: type,
+    tokenizer: Any,
+    function: ScoreFunction,
+    *,
+    num_examine: int,
+    reward_fn_key: str,
+    kwargs: Mapping[str, Any],
+    config: Mapping[str, Any] | None,
+) -> RewardManager:
+    """Construct a manager of the public verl and adapt it.
+
+    Args:
+        cls: Its class.
+        tokenizer: Decodes the responses.
+        function: The reward function that it calls as `compute_score`.
+        num_examine: Number of samples per data source that are printed at each call.
+        reward_fn_key: The column with the data source of a sample.
+        kwargs: `reward.reward_kwargs`, and the settings shared by all managers. Mappings get attribute access.
+        config: The settings of the run, for constructors with the parameter `config`.
+
+    Raises:
+        ValueError: The constructor does not accept the arguments.
+    """
+    parameters = inspect.signature(cls).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    single = inspect.isfunction(inspect.getattr_static(cls, "run_single", None))
+    shared = {name: kwargs[name] for name in _SHARED if name in kwargs}
+    own = {name: _with_attributes(value) for name, value in kwargs.items() if name not in _SHARED}
+    if "overlong_buffer_cfg" in parameters and "overlong_buffer" in own:  # its name in the public verl
+        own["overlong_buffer_cfg"] = own.pop("overlong_buffer")
+    common = {"num_examine": num_examine, "reward_fn_key": reward_fn_key, **shared}
+    compute_score = _called_by_manager(
+        function, Isolation(kwargs.get("isolation", "none"), kwargs.get("memory_limit_mb")), kwargs.get("timeout")
+    )
+    given = {"tokenizer": tokenizer, "compute_score": compute_score}
+    if single:
+        given |= {"config": OmegaConf.create(dict(config or {})), "reward_router_address": None}
+        given |= {"reward_model_tokenizer": None}
+    given |= {"num_examine": num_examine, "reward_fn_key": reward_fn_key}
+    always = {"tokenizer", "compute_score", *({"config"} if single else {"num_examine", "reward_fn_key"})}
+    passed = {name: v for name, v in given.items() if name in parameters or (takes_any and name in always)}
+    try:
+        manager = cls(**passed, **own)
+    except TypeError as error:
+        raise ValueError(
+            f"reward manager {cls.__name__}{inspect.signature(cls)} cannot be constructed: {error}. Passed: "
+            f"{', '.join([*passed, *own])} (the last ones from reward.reward_kwargs)"
+        ) from error
+    if single:
+        return SingleRewardManager(tokenizer, function, manager=manager, **common)
+    return ColumnsRewardManager(tokenizer, manager, scores_with=function, **common)
+
+
+class IsolatedFunction:
+    """A reward function that a manager of the public verl calls, in a worker process. Picklable as the function itself.
+
+    Raises:
+        RewardError: The function failed, or exceeded a limit.
+    """
+
+    def __init__(self, function: ScoreFunction, pool: ProcessPool, limits: Limits):
+        self._function, self._pool, self._limits = function, pool, limits
+        functools.update_wrapper(self, function.func)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        keywords = inspect.signature(self._function.func).bind(*args, **self._function.kwargs, **kwargs).arguments
+        more = keywords.pop("kwargs", {})
+        outcome = self._pool.run(remote_call(self._function, {**keywords, **more}), self._limits)
+        if outcome.failure is not None:
+            raise RewardError(f"reward function {self._function.where} {outcome.failure}") from outcome.cause
+        return outcome.value
+
+    def __reduce__(self) -> tuple:
+        return functools.partial, (self._function.func,), None
+
+
+def _called_by_manager(function: ScoreFunction, isolation: Isolation, timeout: float | None) -> Callable:
+    """The function as a manager calls it. An async function is called in this process, in the manager's event loop."""
+    pool = None if function.is_async else isolation.pool_for(function)
+    if pool is not None:
+        return IsolatedFunction(function, pool, Limits(timeout, resident_bytes=isolation.memory_bytes))
+    return functools.partial(function.func, **function.kwargs) if function.kwargs else function.func
+
+
+def _with_attributes(value: Any) -> Any:
+    return OmegaConf.create(dict(value)) if isinstance(value, Mapping) else value
