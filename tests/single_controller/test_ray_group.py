@@ -52,7 +52,7 @@ def test_calls_and_batches_by_reference(one_node):
 
         out = actor.rows(large(8))
         assert type(out.batch["x"]) is RemoteTensor and type(out.batch["rank"]) is torch.Tensor
-        reversed_rows = out.reorder([7, 6, 5, 4, 3, 2, 1, 0]).drop(["rank"])
+        reversed_rows = out.copy().reorder([7, 6, 5, 4, 3, 2, 1, 0]).drop(["rank"])
         again = critic.rows(
             reversed_rows.union(DataProto.from_dict({"y": torch.ones(8)}))
         )  # each row goes to the other rank

@@ -45,7 +45,7 @@ def test_rows_are_selected_and_concatenated_without_being_fetched():
     order = [4, 0, 2, 1, 3]
     many = batch.reorder(order).repeat(2).union(DataProto.from_dict({"y": torch.zeros(10)}))
     columns.check(many)
-    some = many.rename("x", "z").select(["z"]).pad_to_divisor(4)[0].chunk(4)[1]
+    some = many.copy().rename("x", "z").select(["z"]).pad_to_divisor(4)[0].chunk(4)[1]
     picked = many[torch.arange(10) % 3 == 0]
     assert a.fetched == b.fetched == []
     assert type(some.batch["z"]) is RemoteTensor

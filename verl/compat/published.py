@@ -41,6 +41,7 @@ PUBLISHED: dict[str, dict[str, str]] = {
     "verl.protocol": {
         "DataProtoFuture": "a method called with blocking=False returns verl.single_controller.Future",
         "BatchData": "use DataProto",
+        "_padding_size_key": "Dispatch.DP_COMPUTE_PROTO adds and removes the rows itself",
     },
     "verl.utils": {
         "hf_tokenizer": "verl.utils.tokenizer:hf_tokenizer",
@@ -66,6 +67,7 @@ PUBLISHED: dict[str, dict[str, str]] = {
         "split_resource_pool": _PLACEMENT,
         "merge_resource_pool": _PLACEMENT,
     },
+    "verl.trainer.local_trainer": {"LocalTrainer": "verl.trainer.local_trainer:LocalPPOTrainer"},
     "verl.trainer.ray_trainer": {
         "ResourcePoolManager": _PLACEMENT,
         "Role": _ROLES,
@@ -246,6 +248,7 @@ PUBLISHED: dict[str, dict[str, str]] = {
     },
     "verl.single_controller.ray.base": {
         "RayWorkerGroup": "verl.single_controller.ray.group:RayWorkerGroup",
+        "func_generator": "verl.single_controller.WorkerGroup.call dispatches, executes and collects",
         ANY: _PLACEMENT,
     },
     "verl.workers.config": {

@@ -1,5 +1,6 @@
 """LocalPPOTrainer: PPOTrainer on this host, without Ray, in one process or several."""
 
+from verl.compat.hook import published_names
 from verl.trainer.ppo_trainer import PPOTrainer
 
 
@@ -10,3 +11,6 @@ class LocalPPOTrainer(PPOTrainer):
     """
 
     backend = "local"
+
+
+__getattr__ = published_names(__name__)
