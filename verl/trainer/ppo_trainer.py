@@ -109,10 +109,6 @@ class PPOTrainer(Trainer):
         self._warned_of_equal_scores = False
         #: input, output, score, ... of every response of the last validation
         self.validation_texts: list[dict[str, Any]] = []
-        trainer = run.config.trainer
-        self._rollout_data_dir, self._validation_data_dir = (
-            folder and run.working_dir / folder for folder in (trainer.rollout_data_dir, trainer.validation_data_dir)
-        )
         data = run.config.data
         super().__init__(
             run,
@@ -212,9 +208,9 @@ class PPOTrainer(Trainer):
     # ---- metrics ----------------------------------------------------------------------------------------------------
 
     def step_metrics(self, batch: DataProto) -> dict[str, float]:
-        folder = self._rollout_data_dir
+        folder = self.config.trainer.rollout_data_dir
         if folder:
-            dump_generations(folder, self.global_step, batch, self.tokenizer)
+            dump_generations(self.run.working_dir / folder, self.global_step, batch, self.tokenizer)
         metrics, reported = data_metrics(batch), batch.meta_info["metrics"]
         metrics |= {name: reported[name] for name in metrics.keys() & reported.keys()}  # of every sample of the step
         mismatch = reported.get("rollout/logprob_gap_max", 0.0)
@@ -261,8 +257,8 @@ class PPOTrainer(Trainer):
             texts += generations(scored[-1], self.tokenizer)
         variables = numeric_columns(scored)
         sources, uids = (joined(scored, name) for name in ("data_source", "uid"))
-        folder = self._validation_data_dir
+        folder = self.config.trainer.validation_data_dir
         if folder:
-            write_jsonl(folder / f"{self.global_step}.jsonl", texts)
+            write_jsonl(self.run.working_dir / folder / f"{self.global_step}.jsonl", texts)
         self.validation_texts = texts
         return validation_metrics(sources, uids, variables, predictions(scored))
