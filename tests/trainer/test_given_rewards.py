@@ -75,8 +75,8 @@ def run_with(settings, tmp_path, monkeypatch, dies: int, *more: str) -> list[dic
     monkeypatch.chdir(tmp_path)
     (tmp_path / "deadly.py").write_text(DEADLY.format(dies=dies))
     own = [setting for setting in settings if "isolation" not in setting and "default_local_dir" not in setting]
-    few = ["trainer.total_training_steps=2", "trainer.save_freq=2", "trainer.default_local_dir=out"]
-    few += ["data.val_files=[]"]
+    few = ["trainer.total_training_steps=2", "trainer.save_freq=2", "data.val_files=[]"]
+    few += ["trainer.default_local_dir=out"]
     LocalPPOTrainer(overrides=[*own, *few, "reward.custom_reward_function.path=deadly.py", *more]).fit()
     return steps(tmp_path / "out")
 
