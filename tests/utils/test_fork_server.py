@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import verl
 from verl.utils import fork_server
 from verl.utils.fork_server import ForkServer, ForkServerError, server_for, server_pids
 from verl.utils.subprocess_pool import PythonProcess
@@ -77,6 +79,24 @@ def test_another_environment_has_another_server(server, change, monkeypatch):
     other = server_for(ENV | change)
     assert other is not server and other is server_for(ENV | change) and server is server_for(ENV)
     other.close()
+
+
+def test_the_package_reads_no_variable_when_it_is_imported():
+    """So that processes of one server may differ in VERL_ variables."""
+    files = [*Path(verl.__file__).parent.rglob("*.py")]
+    reads = re.compile(r"^(?!def |class |async def )\S.*(os\.environ|getenv)", re.MULTILINE)
+    assert len(files) > 150 and [path for path in files if reads.search(path.read_text())] == []
+
+
+def test_a_closed_output_is_refused():
+    kept = os.dup(1)
+    os.close(1)
+    try:
+        with pytest.raises(ForkServerError, match="file descriptor 1 is closed"):
+            server_for(ENV)
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def test_idle_servers_are_ended(monkeypatch):

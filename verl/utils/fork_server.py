@@ -182,7 +182,7 @@ class ForkServer:
                 if not self.processes:
                     self.close()
                 raise
-            except (EOFError, OSError):
+            except (EOFError, ConnectionError):
                 reply = self.exit_message()
             self._refusal = reply if isinstance(reply, str) else None
             if self._refusal is not None:
@@ -209,7 +209,16 @@ _servers_lock = threading.Lock()
 
 
 def server_for(env: Mapping[str, str]) -> ForkServer:
-    """The server for processes with these environment variables. It is started if there is none, or if it has ended."""
+    """The server for processes with these environment variables. It is started if there is none, or if it has ended.
+
+    Raises:
+        ForkServerError: This process has closed its standard output or error, which children would share.
+    """
+    for descriptor in (1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError as error:
+            raise ForkServerError(f"file descriptor {descriptor} is closed") from error
     key = (os.getpid(), sys.executable, import_path(), _inherited(), *sorted(_without_late(env).items()))
     with _servers_lock:
         server = _servers.pop(key, None)
@@ -288,7 +297,7 @@ class _Server:
                     continue
                 try:
                     request, descriptors = _receive(self._control)
-                except (EOFError, OSError):  # the parent has ended
+                except (EOFError, ConnectionError):  # the parent has ended
                     for pid in self._children:
                         with suppress(ProcessLookupError):
                             os.killpg(pid, signal.SIGKILL)
