@@ -154,11 +154,12 @@ def test_state_in_the_middle_of_held_groups():
     assert straight.asked[1:] == resumed.asked
 
 
-def test_reward_as_the_metric():
-    run = Scripted({0, 2, 3}.__contains__, metric="reward")
+@pytest.mark.parametrize("metric", ["reward", "score", "seq_reward", "seq_final_reward"])
+def test_reward_as_the_metric(metric):
+    run = Scripted({0, 2, 3}.__contains__, metric=metric)
     batch = run.step()
     assert numbers_of(batch) == [0, 0, 2, 2, 3, 3]
-    assert batch.meta_info["metrics"]["filter_groups/reward_mean"] == 2 * 3 / 8
+    assert batch.meta_info["metrics"][f"filter_groups/{metric}_mean"] == 2 * 3 / 8
 
 
 def test_giving_up_says_what_was_found_and_what_to_do():
@@ -203,6 +204,9 @@ def test_settings_that_do_not_fit():
     with pytest.raises(ValueError, match=r"gen_batch_size.*has no effect"):
         load_config(overrides=["data.gen_batch_size=12"])
     enabled = ["algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=2", "data.train_batch_size=8"]
+    after_kl = ["algorithm.filter_groups.metric=seq_final_reward", "algorithm.use_kl_in_reward=true"]
+    with pytest.raises(ValueError, match=r"found seq_final_reward, .* after the KL penalty, .*: use seq_reward"):
+        load_config(overrides=[*enabled, *after_kl])
     with pytest.raises(ValueError, match=r"max_num_gen_batches.*found 2.*6 prompts.*train_batch_size=8"):
         load_config(overrides=[*enabled, "data.gen_batch_size=3", "algorithm.filter_groups.max_num_gen_batches=2"])
 

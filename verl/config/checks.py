@@ -191,6 +191,12 @@ def _groups(config: Config) -> Iterator[Problem]:
             _ROLLOUT + "n",
             f"found {n}, but algorithm.filter_groups drops zero-variance groups: use 2 or more",
         )
+    if enabled and config.algorithm.filter_groups.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
+        yield Problem(
+            "algorithm.filter_groups.metric",
+            "found seq_final_reward, the reward after the KL penalty, but groups are filtered before the penalty is "
+            "computed: use seq_reward",
+        )
     size, limit = config.data.gen_batch_size, config.algorithm.filter_groups.max_num_gen_batches
     most = limit * (size or config.data.train_batch_size)
     if enabled and limit and most < config.data.train_batch_size:

@@ -30,6 +30,9 @@ from verl.trainer.ppo_operators import Prompts
 
 logger = logging.getLogger("verl.trainer")
 
+#: names of the summed reward; the first is ours, the others are those of public verl
+_SUMMED_REWARD = ("reward", "score", "seq_reward", "seq_final_reward")
+
 
 class PromptQueue(Prompts):
     """A source of prompts that takes prompts back and returns them before new ones.
@@ -97,7 +100,8 @@ class DynamicSampling(Stateful):
 
     Args:
         queue: the source of prompts.
-        metric: "reward", the summed reward of a response, or a number that the reward function returns.
+        metric: "reward" (or "score", "seq_reward", "seq_final_reward"), the summed reward of a response, or a number
+            that the reward function returns.
         num_groups: groups of a training batch.
         pass_size: prompts of a full pass, such as the first of a step. Later passes request what is missing, divided
             by the share of groups kept so far.
@@ -148,12 +152,12 @@ class DynamicSampling(Stateful):
 
     def _values(self, batch: DataProto) -> np.ndarray:
         """The metric of every row, (B,) float64. Raises ValueError if it is missing or not numeric."""
-        if self.metric == "reward":
+        if self.metric in _SUMMED_REWARD:
             return batch.batch["token_level_rewards"].sum(1).double().numpy()
         column = f"reward_{self.metric}"
         if column not in batch:
             given = [name.removeprefix("reward_") for name in batch.non_tensor_batch if name.startswith("reward_")]
-            known = ["reward", *(name for name in given if name != "model")]
+            known = [*_SUMMED_REWARD, *(name for name in given if name != "model")]
             raise ValueError(
                 f"algorithm.filter_groups.metric={self.metric}: the reward function does not return it: "
                 f"{did_you_mean(self.metric, known)}"

@@ -23,7 +23,11 @@ class FilterGroupsConfig(Section):
     """`algorithm.filter_groups`: dynamic sampling (DAPO) drops zero-variance groups and samples new ones."""
 
     enable: bool = field(False, "drop zero-variance groups and sample others")
-    metric: str = field("reward", "what is compared in a group: reward, or a value that the reward function returns")
+    metric: str = field(
+        "reward",
+        "what is compared in a group: reward (or score, seq_reward, seq_final_reward), or a value that the reward "
+        "function returns",
+    )
     max_num_gen_batches: int = field(0, "maximum number of generations per step; 0: no limit", ge=0)
     at_limit: Literal["error", "fill"] = field(
         "error", "at that limit: stop the run, or fill the batch with zero-variance groups (no gradient)"
