@@ -1,8 +1,8 @@
 """The process of one rank: constructs the workers and runs the calls that arrive through a socket.
 
 Started by `process_pool` as `python -m verl.single_controller.local.worker_main SOCKET LIFELINE STACKS`, or forked with
-these arguments: three inherited file descriptors. LIFELINE is a pipe to which nothing is written: end of file means that
-the parent has ended. On SIGUSR1 the stacks of all threads are written to STACKS.
+these arguments: three inherited file descriptors. LIFELINE is a pipe to which nothing is written: end of file means
+that the parent has ended. On SIGUSR1 the stacks of all threads are written to STACKS.
 """
 
 import os
