@@ -2,6 +2,7 @@
 
 import atexit  # noqa: F401  for expressions
 import os
+import resource
 import signal
 import subprocess  # noqa: F401  for expressions
 import sys
@@ -28,6 +29,7 @@ def facts() -> dict:
         "descriptors": sorted(Path(f"/proc/self/fd/{n}").resolve().name.split(":")[0] for n in own_descriptors()),
         "inheritable": [os.get_inheritable(n) for n in (0, 1, 2)],
         "output": (sys.stdout.line_buffering, sys.stdout.encoding, sys.stderr.line_buffering),
+        "open files": resource.getrlimit(resource.RLIMIT_NOFILE),
         "main thread": threading.current_thread() is threading.main_thread(),
     }
 

@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -49,15 +50,19 @@ def server():
 
 @pytest.mark.parametrize("stacks", [False, True])
 def test_a_fork_has_what_a_fresh_interpreter_has(server, stacks, tmp_path, monkeypatch):
-    """Environment, folder, arguments, descriptors and so on; the folder has changed since the server started."""
+    """Environment, folder, arguments, descriptors and so on; folder and limit have changed since the server started."""
     monkeypatch.chdir(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+    assert server_for(ENV) is server
     env = {**ENV, "RANK": "1", "OMP_NUM_THREADS": "3"}
     with evaluator(PythonProcess, env=env, stacks=stacks) as (connection, _):
         fresh = ask(connection, "facts()")
     with evaluator(server.start, env=env, stacks=stacks) as (connection, process):
         forked = ask(connection, "facts()")
         assert ask(connection, "os.getpid()") == process.pid and ask(connection, "os.getppid()") == server.pid
-    assert forked == fresh
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert forked == fresh and forked["open files"] == (soft - 1, hard)
     assert forked["folder"] == str(tmp_path) and forked["environment"].items() >= env.items()
 
 

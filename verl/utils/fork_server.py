@@ -154,6 +154,7 @@ class ForkServer:
         descriptors = [process._status_writer, folder, 1, 2, *inherited, *process.stack_descriptors]
         modules = [*preload, module]
         request = {"modules": modules, "env": {**env, "PYTHONPATH": import_path()}, "stacks": stacks}
+        request["open_files"] = resource.getrlimit(resource.RLIMIT_NOFILE)
         try:
             process.pid = self._ask(request, descriptors, cancelled)
         except BaseException:
@@ -245,7 +246,8 @@ def _inherited() -> tuple:
     """What a child process has from its parent, in addition to what a request contains."""
     status = Path("/proc/self/status").read_text()
     umask = status.partition("Umask:")[2].split(maxsplit=1)[0]
-    limits = [resource.getrlimit(getattr(resource, name)) for name in sorted(dir(resource)) if name[:6] == "RLIMIT"]
+    names = {name for name in dir(resource) if name.startswith("RLIMIT_")} - {"RLIMIT_NOFILE", "RLIMIT_OFILE"}
+    limits = [resource.getrlimit(getattr(resource, name)) for name in sorted(names)]
     return umask, tuple(sorted(os.sched_getaffinity(0))), os.getpriority(os.PRIO_PROCESS, 0), tuple(limits)
 
 
@@ -324,6 +326,7 @@ class _Server:
             os.close(child_ready)
             os.close(status_pipe)
             self._close()
+            resource.setrlimit(resource.RLIMIT_NOFILE, request["open_files"])
             _become(module, for_child, request["env"], request["stacks"])
             return module
         os.close(child_ready)
