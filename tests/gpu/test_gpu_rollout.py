@@ -18,7 +18,6 @@ from verl.rollout.base import (
     make_requests,
     run_coroutine,
 )
-from verl.rollout.native.cuda_decoder import CudaDecoder
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.model import read_decoder
 from verl.rollout.sampling import draw
@@ -117,6 +116,8 @@ def test_rows_are_what_they_are_alone_whatever_the_blocks(small, case):
 
 
 def test_garbage_collection_does_not_disturb_a_capture(small, monkeypatch):
+    from verl.rollout.native.cuda_decoder import CudaDecoder  # needs triton
+
     requests = make_requests([[1, 2, 3]] * 3, SamplingParams(8, (), temperature=0))
     threshold, step, held = gc.get_threshold(), CudaDecoder._step, []
 
