@@ -286,6 +286,15 @@ def test_an_estimator_and_an_algorithm_name_of_one_source_must_agree(tmp_path):
         load_config(overrides=[f"{ESTIMATOR}=grpo", "algorithm.name=ppo"], presets=PRESETS)
 
 
+def test_an_own_estimator_and_any_loss_change_the_algorithm_of_the_same_source(caplog):
+    loss = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    given = ["algorithm.name=ppo", f"{ESTIMATOR}=mine", f"{loss}=gspo"]
+    with caplog.at_level(logging.WARNING, "verl.config"):
+        config = load_config(overrides=given, presets=PRESETS)
+    assert config.algorithm.adv_estimator == "mine" and config.actor_rollout_ref.actor.policy_loss.loss_mode == "gspo"
+    assert "replaces gae, which algorithm.name: ppo" in caplog.text
+
+
 def test_an_error_names_the_key_as_it_was_written(tmp_path):
     with pytest.raises(ConfigError) as error:
         load(tmp_path, "algorithm:\n  clip_range: wide\n")

@@ -174,7 +174,7 @@ def test_what_is_not_supported_is_refused_with_what_to_use(complaint, override, 
     shown = complaint(override)
     assert message in shown
     if "is not supported yet" in shown:
-        assert f"(override {override!r})" in shown  # in the words of the user
+        assert f"(override {override!r}" in shown  # in the words of the user
 
 
 def test_a_local_trainer_does_not_stand_in_for_ray(settings):

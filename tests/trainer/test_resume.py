@@ -130,12 +130,15 @@ def test_a_role_that_the_checkpoint_does_not_have(settings):
         LocalPPOTrainer(overrides=[*chosen, "algorithm.adv_estimator=gae", "trainer.total_training_steps=2"]).fit()
 
 
+KL = ["actor_rollout_ref.actor.use_kl_loss=true"]  # as with algorithm.name=grpo
+
+
 def test_a_run_without_a_name_does_not_resume_another_experiment(settings, tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plain = [s for s in settings if not s.startswith("trainer.default_local_dir")]
     plain += ["trainer.save_freq=1", "trainer.total_training_steps=1"]
     LocalPPOTrainer(overrides=[*plain, "algorithm.name=grpo"]).fit()
-    other = LocalPPOTrainer(overrides=[*plain, "algorithm.name=grpo", "algorithm.adv_estimator=rloo"])
+    other = LocalPPOTrainer(overrides=[*plain, "algorithm.adv_estimator=rloo", *KL])
     message = r"gsm8k/global_step_1 is of another experiment \(algorithm.adv_estimator: grpo -> rloo\), and both have "
     with pytest.raises(ValueError, match=message):
         other.fit()
@@ -144,14 +147,14 @@ def test_a_run_without_a_name_does_not_resume_another_experiment(settings, tiny,
         same.fit()
         assert same.global_step == 2
     named = LocalPPOTrainer(
-        overrides=[*plain, "algorithm.name=grpo", "algorithm.adv_estimator=rloo", "trainer.experiment_name=mine"]
+        overrides=[*plain, "algorithm.adv_estimator=rloo", *KL, "trainer.experiment_name=mine"]
     )
     named.fit()
     resumed = LocalPPOTrainer(
         overrides=[
             *plain,
-            "algorithm.name=grpo",
             "algorithm.adv_estimator=rloo",
+            *KL,
             "trainer.total_training_steps=3",
             "trainer.resume_mode=resume_path",
             "trainer.resume_from_path=checkpoints/verl_examples/gsm8k/global_step_1",

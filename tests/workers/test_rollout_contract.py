@@ -58,7 +58,7 @@ def test_what_follows_the_contract_passes():
     assert torch.equal(found.batch["rollout_log_probs"], torch.tensor([[-0.1, -0.2, -0.3], [-0.5, 0, 0]]))
     assert found.non_tensor_batch["finish_reason"].tolist() == ["stop", "length"]
     assert found.batch["weight_version"].tolist() == [0, 3]
-    assert found.meta_info["metrics"]["response_length/clip_ratio"] == 0.5
+    assert found.meta_info["metrics"]["response_length/clip_ratio"] == (1, 2)  # sum, count
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_loop_that_adds_too_many_tokens_is_truncated():
     assert found.batch["responses"].tolist() == [[5, 6, 7, 8]] * 2
     assert found.batch["response_mask"].tolist() == [[1, 1, 1, 0]] * 2
     assert found.non_tensor_batch["finish_reason"].tolist() == ["length"] * 2
-    assert found.meta_info["metrics"]["response_length/clip_ratio"] == 1.0
+    assert found.meta_info["metrics"]["response_length/clip_ratio"] == (2, 2)
 
 
 def test_a_sampling_key_that_the_engine_does_not_support_is_refused(monkeypatch):

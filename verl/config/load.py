@@ -131,8 +131,9 @@ def agree_with_preset(
 ) -> Layer:
     """Resolve settings that disagree with the preset of `algorithm.name`.
 
-    An estimator or loss is another algorithm: the later of two sources wins, and within one source it is a problem.
-    Other settings are kept; those of an earlier source are named in a note.
+    An estimator or loss is another algorithm: the later of two sources wins. Within one source it changes the preset,
+    except that the estimator of another preset is a problem. Other settings are kept; those of an earlier source are
+    named in a note.
 
     Args:
         given: dotted key -> setting.
@@ -155,7 +156,7 @@ def agree_with_preset(
         elif age < 0:
             notes.append(f"{chosen} replaces {found} by {wanted}")
             del result[key]
-        elif age > 0:
+        elif age > 0 or not _is_preset_value(key, given[key].value, presets):
             notes.append(f"{found} replaces {wanted}, which {chosen} sets")
         else:
             what = f"{given[key].value!r} disagrees with {chosen}, which sets {wanted!r}: remove one of them"
@@ -163,6 +164,11 @@ def agree_with_preset(
     if kept:
         notes.append(f"{chosen} does not change settings that you gave: {'; '.join(kept)}")
     return result
+
+
+def _is_preset_value(key: str, value: Any, presets: Presets) -> bool:
+    """Whether a preset has this estimator. Losses are combined freely with presets."""
+    return key == "algorithm.adv_estimator" and any(preset.get(key) == value for preset in presets.values())
 
 
 def apply_preset(given: Mapping[str, Any], presets: Presets, schema: type[Schema] = Config) -> dict[str, Any]:

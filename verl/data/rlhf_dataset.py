@@ -300,7 +300,13 @@ def load_dataset_class(path: str | None, name: str | None) -> type[Dataset]:
 
 
 def create_custom_dataset(
-    cls: type[Dataset], data_files: Sequence[str], tokenizer: Any, settings: Mapping[str, Any], max_samples: int
+    cls: type[Dataset],
+    data_files: Sequence[str],
+    tokenizer: Any,
+    settings: Mapping[str, Any],
+    max_samples: int,
+    *,
+    schema: str = "ppo",
 ) -> Dataset:
     """Create a dataset as `cls(data_files=..., tokenizer=..., config=...)`, as the public verl does.
 
@@ -311,8 +317,9 @@ def create_custom_dataset(
         settings: the `data` section; it becomes `config`, with attribute access, `get` and the keys of the public verl
             that are not supported, at their defaults.
         max_samples: number of rows to use; -1: all.
+        schema: whose keys these are, "ppo" or "sft".
     """
-    defaults = {key.partition("data.")[2]: v for key, v in upstream_defaults().items() if key.startswith("data.")}
+    defaults = {key.partition("data.")[2]: v for key, v in upstream_defaults(schema).items() if key.startswith("data.")}
     public = {k: None if str(v).startswith("${") else v for k, v in defaults.items() if "." not in k}
     config = OmegaConf.create({**public, **settings, "train_max_samples": max_samples})
     parameters = inspect.signature(cls).parameters

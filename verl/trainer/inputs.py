@@ -79,7 +79,7 @@ def load_sft_inputs(
 
     def load(files: Sequence[str], max_samples: int, **further: Any) -> Dataset:
         if data.custom_cls.path:
-            return create_custom_dataset(cls, files, tokenizer, data.model_dump(), max_samples)
+            return create_custom_dataset(cls, files, tokenizer, data.model_dump(), max_samples, schema="sft")
         return cls(files, tokenizer, data.model_dump() | {"max_samples": max_samples}, **further)
 
     train = train_dataset
