@@ -442,6 +442,6 @@ def whiten_comparable(advantages: torch.Tensor, grouped: GroupedRewards) -> torc
     return torch.where(mask, masked_whiten(advantages, mask), 0)
 
 
-# names of the vectorized variants of upstream verl; here every estimator is vectorized
+# names of the vectorized variants of public verl; here every estimator is vectorized
 ADV_ESTIMATOR_REGISTRY.register("grpo_vectorized", grpo)
 ADV_ESTIMATOR_REGISTRY.register("rloo_vectorized", rloo)

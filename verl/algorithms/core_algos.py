@@ -1,4 +1,4 @@
-"""The functions of upstream verl's `core_algos`, with its argument order. Each calls a function of this package.
+"""The functions of public verl's `core_algos`, with its argument order. Each calls a function of this package.
 
 Advantage functions return (advantages, returns), both zero outside the response mask. Policy losses
 (`compute_policy_loss_gspo`) return (loss, metrics) and read their settings from `config`, a mapping or an object in the
@@ -86,7 +86,7 @@ __all__ = [
 
 
 class AdvantageEstimator(StrEnum):
-    """The estimators of upstream verl. Every string that is registered is valid as well."""
+    """The estimators of public verl. Every string that is registered is valid as well."""
 
     GAE = "gae"
     GRPO = "grpo"
@@ -105,7 +105,7 @@ class AdvantageEstimator(StrEnum):
 
 
 def _upstream(fn: Callable, required: str, **defaults: Any) -> Callable:
-    """Return `fn` with upstream's parameters, in upstream's order.
+    """Return `fn` with public verl's parameters, in public verl's order.
 
     `index` is passed as `uid`; parameters that `fn` does not have (`epsilon`, `config`) are accepted and ignored.
 
@@ -127,7 +127,7 @@ def _upstream(fn: Callable, required: str, **defaults: Any) -> Callable:
         return fn(**{name: value for name, value in given.items() if name in accepted})
 
     compute.__signature__ = signature
-    compute.__doc__ = f"`{fn.__module__.removeprefix('verl.algorithms.')}.{fn.__name__}` with upstream's arguments."
+    compute.__doc__ = f"`{fn.__module__.removeprefix('verl.algorithms.')}.{fn.__name__}` with public verl's arguments."
     return compute
 
 
@@ -302,7 +302,7 @@ def _aggregation(mode: str, response_mask: torch.Tensor, counts: Mapping[str, An
 
 
 def _policy_loss(fn: Callable) -> Callable:
-    """Return the policy loss `fn` with upstream's parameters."""
+    """Return the policy loss `fn` with public verl's parameters."""
     parameters = inspect.signature(fn).parameters
     names = {name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY} - {"rollout_is_weights", "generator"}
 
@@ -325,7 +325,7 @@ def _policy_loss(fn: Callable) -> Callable:
         return loss * dp_size, merge_metrics([metrics])
 
     compute.__name__ = compute.__qualname__ = f"compute_policy_loss_{fn.__name__}"
-    compute.__doc__ = f"`{fn.__module__.removeprefix('verl.algorithms.')}.{fn.__name__}` with upstream's arguments."
+    compute.__doc__ = f"`{fn.__module__.removeprefix('verl.algorithms.')}.{fn.__name__}` with public verl's arguments."
     return compute
 
 

@@ -54,7 +54,7 @@ class RLHFDataset(Dataset):
     `dataset[i]` is a dict: prompt_ids (list of int), raw_prompt (messages or text), data_source, ability, reward_model,
     extra_info, index (the row's number in the files), and the other columns of the row.
 
-    A subclass may override `__getitem__`, and as in the public verl `_build_messages` (the prompt of a row),
+    A subclass may override `__getitem__`, and as in public verl `_build_messages` (the prompt of a row),
     `_read_files_and_tokenize` (sets `self.dataframe`, a sequence of dicts) and `maybe_filter_out_long_prompts` (selects
     rows of it).
 
@@ -302,13 +302,13 @@ def load_dataset_class(path: str | None, name: str | None) -> type[Dataset]:
 def create_custom_dataset(
     cls: type[Dataset], data_files: Sequence[str], tokenizer: Any, settings: Mapping[str, Any], max_samples: int
 ) -> Dataset:
-    """Create a dataset as `cls(data_files=..., tokenizer=..., config=...)`, as the public verl does.
+    """Create a dataset as `cls(data_files=..., tokenizer=..., config=...)`, as public verl does.
 
     Args:
         cls: the class. `processor=None` and `max_samples` are passed if its constructor has such parameters.
         data_files: paths.
         tokenizer: a Hugging Face tokenizer.
-        settings: the `data` section; it becomes `config`, with attribute access, `get` and the keys of the public verl
+        settings: the `data` section; it becomes `config`, with attribute access, `get` and the keys of public verl
             that are not supported, at their defaults.
         max_samples: number of rows to use; -1: all.
     """

@@ -37,7 +37,7 @@ REWARD_MANAGER_REGISTRY: Registry[type] = Registry("reward manager", builtins_re
 def register_reward_manager(name: str) -> Callable[[type], type]:
     """Register a class under `name`, the value of `reward.reward_manager.name` (class decorator).
 
-    The class is a subclass of RewardManager, or a manager written for the public verl (`is_public_manager`). It may
+    The class is a subclass of RewardManager, or a manager written for public verl (`is_public_manager`). It may
     take the name of a built-in manager, which it replaces.
     """
 
@@ -61,7 +61,7 @@ def check_manager(name: str, found: Any) -> None:
 
 
 def is_public_manager(found: Any) -> bool:
-    """Whether a class is a manager of the public verl: it has `__call__(data, return_dict)` or `run_single(data)`."""
+    """Whether a class is a manager of public verl: it has `__call__(data, return_dict)` or `run_single(data)`."""
     if not inspect.isclass(found) or issubclass(found, RewardManager):
         return False
     if inspect.isfunction(inspect.getattr_static(found, "run_single", None)):

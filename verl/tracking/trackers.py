@@ -294,7 +294,7 @@ def _markdown(rows: Rows) -> str:
 TRACKER_REGISTRY: dict[str, type[Tracker]] = {
     "console": ConsoleTracker,
     "jsonl": JsonlTracker,
-    "file": JsonlTracker,  # the name in scripts of the public verl
+    "file": JsonlTracker,  # the name in scripts of public verl
     "tensorboard": TensorboardTracker,
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,
