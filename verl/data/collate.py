@@ -1,4 +1,4 @@
-"""From items of a dataset to a batch of prompts."""
+"""Collate functions: items of a dataset -> a batch of prompts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -104,11 +104,11 @@ class RLHFDataset(Dataset):
 
     @property
     def is_tokenized(self) -> bool:
-        """Whether all prompts are tokenized. False for a subclass with rows and items of its own."""
+        """Whether all prompts are tokenized. False for a subclass with custom rows and items."""
         return self.dataframe is self._tokenized
 
     def maybe_filter_out_long_prompts(self, dataframe: Sequence[Mapping[str, Any]]) -> Rows:
-        """Check and tokenize all rows. Return those to use: without the overlong ones if they are to be dropped."""
+        """Check and tokenize all rows. Returns the rows to use, without overlong prompts if these are filtered."""
         start = time.perf_counter()
         rows = dataframe if isinstance(dataframe, Rows) else Rows([RowTable(dataframe)])
         _check_columns(rows, self.config)
@@ -329,7 +329,7 @@ def check_ground_truth(dataset: Dataset, function: str) -> None:
         raise ValueError(
             f"{rows.names}: no ground truth to score against, which {function} needs: expected a column 'reward_model' "
             '({"style": "rule", "ground_truth": ...}) or a column \'answer\'; found '
-            f"{', '.join(rows.columns)}. Add one, or use a reward that needs none: a function of your own "
+            f"{', '.join(rows.columns)}. Add one, or use a reward that needs none: a custom function "
             "(reward.custom_reward_function.path), a reward model (reward.reward_model.enable=true), or "
             "reward.reward_function=format"
         )

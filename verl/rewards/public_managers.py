@@ -43,8 +43,8 @@ class ColumnsRewardManager(RewardManager):
         tokenizer: Decodes the responses.
         compute_score: A function or callable object with the parameter `batch` or `data`.
         scores_with: The reward function that a manager calls; for messages. Default: `compute_score`.
-        **kwargs: Arguments of RewardManager. There is one call per batch, so `on_error` does not apply, and `timeout`
-            is for a whole batch, in a worker process.
+        **kwargs: Arguments of RewardManager. There is one call per batch: `on_error` does not apply, and `timeout`
+            limits the whole batch, in a worker process.
     """
 
     forms = COLUMN_FORMS
@@ -82,7 +82,7 @@ class ColumnsRewardManager(RewardManager):
         }
 
     def _returned(self, data: DataProto) -> Any:
-        """What the function returns for the batch, of which it gets a copy: it may change it."""
+        """Return what the function returns for a copy of the batch, which it may change."""
         function = self._call
         name = "batch" if function.form == "columns (batch)" else "data"
         keywords = {name: data.copy(), **({"return_dict": True} if function.takes("return_dict") else {})}
@@ -211,7 +211,7 @@ def _outcome_of(returned: Any) -> Outcome:
 
 
 class AbstractRewardManager:
-    """Base class of public verl's managers with `__call__(data, return_dict)`. It does nothing."""
+    """Base class of public verl's managers with `__call__(data, return_dict)`. It has no methods."""
 
 
 class RewardManagerBase:
@@ -303,7 +303,7 @@ def create_public_manager(
 
 
 class IsolatedFunction:
-    """A reward function that a manager of public verl calls, in a worker process. Picklable as the function itself.
+    """A reward function that a manager of public verl calls, in a worker process. Picklable if the function is.
 
     Raises:
         RewardError: The function failed, or exceeded a limit.
