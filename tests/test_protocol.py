@@ -172,7 +172,7 @@ def test_select_keeps_what_is_named():
         (lambda b: b.select(["fliat"]), "no tensor column 'fliat': did you mean 'flat'"),
         (lambda b: b.select(["name"]), "no tensor column 'name': known: flag, flat, wide"),
         (lambda b: b.select([], ["nome"]), "no object column 'nome': did you mean 'name'"),
-        (lambda b: b.select([], [], ["temprature"]), "no fact in meta_info 'temprature': did you mean 'temperature'"),
+        (lambda b: b.select([], [], ["temprature"]), "no meta_info entry 'temprature': did you mean 'temperature'"),
         (lambda b: b.pop(["wise"]), "no tensor column 'wise': did you mean 'wide'"),
         (lambda b: b.drop(["idz"]), "no column 'idz': did you mean 'ids'"),
         (lambda b: b.rename("flot", "x"), "no column 'flot': did you mean 'flat'"),
@@ -433,7 +433,7 @@ def test_make_iterator_shuffles_by_seed_alone():
 
 
 def test_make_iterator_refuses_at_the_call():
-    with pytest.raises(DataProtoValidationError, match="mini-batches of 3 rows do not divide a batch of 4 rows"):
+    with pytest.raises(DataProtoValidationError, match="mini_batch_size=3 does not divide the 4 rows of the batch"):
         numbered(4).make_iterator(3)
 
 

@@ -129,7 +129,7 @@ def test_tensordict_and_back():
     assert back.columns == whole.columns and back.meta_info == whole.meta_info
     assert torch.equal(back.batch["wide"], whole.batch["wide"])
     assert back.non_tensor_batch["ids"].tolist() == whole.non_tensor_batch["ids"].tolist()
-    with pytest.raises(DataProtoValidationError, match=r"\['x'\] are both columns and facts"):
+    with pytest.raises(DataProtoValidationError, match=r"\['x'\] are both columns and entries of meta_info"):
         batch_of(3, x=1).to_tensordict()
 
 

@@ -169,7 +169,7 @@ def _sizes(tensors: dict[str, torch.Tensor], rows: int) -> dict[str, int]:
 
 
 def one_token_short(found: tuple[int, ...], expected: tuple[int | None, ...]) -> str:
-    """The end of an error about a (B, T) column of width T - 1, as articles about shifted log-probs print it."""
+    """Hint for a (B, T) column of width T - 1, as shifted log-probs have it; empty for other shapes."""
     if len(found) != 2 or expected[1] is None or found[1] != expected[1] - 1:
         return ""
     return ": position t is that of response token t, the last one included: do not drop a column ([:, :-1], [:, 1:])"

@@ -53,7 +53,7 @@ class DataProto(Rows, Containers):
     """A batch of B rows.
 
     It has three containers: `batch` (a TensorDict: tensor columns with the same first dimension), `non_tensor_batch`
-    (columns of Python objects, one per row) and `meta_info` (facts about the whole batch).
+    (columns of Python objects, one per row) and `meta_info` (metadata of the whole batch).
 
         batch = DataProto.from_dict({"responses": ids}, {"uid": ["a", "b"]}, {"temperature": 1.0})
         batch.union(DataProto.from_dict({"advantages": advantages}))
@@ -61,14 +61,14 @@ class DataProto(Rows, Containers):
         batch[0].batch["responses"]  # one row: a tensor of shape (T,)
 
     `union`, `rename`, `reorder`, `pop`, `padding` and `to` change the batch in place. Every other operation returns a
-    new DataProto with new containers: a column or fact set in one batch never appears in another; call `copy` before
+    new DataProto with new containers: a column or entry set in one batch never appears in another; call `copy` before
     an in-place operation if the old batch is still needed. The columns are shared where nothing has to be computed
     (`select`, `union`, slices), like views in torch: set a new column instead of writing into an existing one.
 
     Args:
         batch: tensor columns, each of shape (B, ...); a TensorDict or any mapping.
         non_tensor_batch: object columns, each an array, list or tuple of B entries; stored as (B,) object arrays.
-        meta_info: facts about the whole batch (temperature, metrics, ...); not split with the rows.
+        meta_info: metadata of the whole batch (temperature, metrics, ...); not split with the rows.
 
     Raises:
         DataProtoValidationError: if the numbers of rows differ, a name is used twice, or a column is neither a tensor
@@ -111,7 +111,7 @@ class DataProto(Rows, Containers):
     def from_tensordict(
         cls, tensor_dict: TensorDictBase, meta_info: Mapping[str, Any] | None = None, num_batch_dims: int = 1
     ) -> Self:
-        """Make a batch from a TensorDict: stacks of non-tensors are object columns, single non-tensors are facts."""
+        """Make a batch from a TensorDict: stacks of non-tensors are object columns, single non-tensors are metadata."""
         tensors, objects, facts = {}, {}, dict(meta_info or {})
         for name in tuple(tensor_dict.keys()):
             value = tensor_dict.get(name)
@@ -124,9 +124,9 @@ class DataProto(Rows, Containers):
         return cls.from_dict(tensors, objects, facts, num_batch_dims)
 
     def to_tensordict(self) -> TensorDict:
-        """Return a TensorDict with the tensors, the object columns as NonTensorStack and the facts as NonTensorData."""
+        """Return a TensorDict: the tensors, the object columns (NonTensorStack) and the metadata (NonTensorData)."""
         if twice := [name for name in self.meta_info if name in self]:
-            raise DataProtoValidationError(f"{twice} are both columns and facts in meta_info: rename one of them")
+            raise DataProtoValidationError(f"{twice} are both columns and entries of meta_info: rename one of them")
         objects = {
             name: NonTensorStack.from_list([NonTensorData(entry) for entry in column])
             for name, column in self.non_tensor_batch.items()
@@ -145,7 +145,7 @@ class DataProto(Rows, Containers):
         )
 
     def get_data_info(self) -> str:
-        """Return one line per column and fact: shape, dtype and device, or type."""
+        """Return one line per column and meta_info entry: shape, dtype and device, or type."""
         lines = ["batch"]
         lines += [f"  {name}: {tuple(v.shape)} ({v.dtype}) {v.device}" for name, v in self.tensors.items()]
         lines += ["non_tensor_batch"]
@@ -255,7 +255,7 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
 
 
 def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
-    """Make a batch from rows that were taken from batches with the same columns. Facts are not kept."""
+    """Make a batch from rows that were taken from batches with the same columns. Metadata is not kept."""
     items = list(x)
     names = {k: [item.non_tensor_batch[k] for item in items] for k in items[0].non_tensor_batch}
     return DataProto(torch.stack([item.batch for item in items]), names)

@@ -37,7 +37,7 @@ class Registry(Generic[T]):
     """
 
     def __init__(self, kind: str, *, builtins_replaceable: bool = False):
-        """builtins_replaceable: a user's object may take the name of one of this package, which logs one line."""
+        """builtins_replaceable: a custom object may replace the built-in one of its name; a log line names both."""
         self.kind = kind
         self._builtins_replaceable = builtins_replaceable
         self._entries: dict[str, T] = {}
@@ -123,7 +123,7 @@ def _is_builtin(obj: Any) -> bool:
 
 
 def location_of(obj: Any) -> str:
-    """An object in messages; of a function, with its location: `compute_score() at /path/reward.py:12`."""
+    """Describe an object for messages; a function with its location: `compute_score() at /path/reward.py:12`."""
     body = inspect.unwrap(obj) if callable(obj) else obj
     if not isinstance(body, FunctionType):
         return _described(obj)

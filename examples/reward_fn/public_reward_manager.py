@@ -1,4 +1,4 @@
-"""A reward manager in the form of the public verl. It runs here unchanged.
+"""A reward manager in the form of public verl. It runs here unchanged.
 
 python -m verl.trainer.main_ppo ... imports='[examples/reward_fn/public_reward_manager.py]' \\
     reward_model.reward_manager=brief +reward_model.reward_kwargs.limit=64

@@ -1,4 +1,4 @@
-"""The functions of upstream verl's `core_algos`, and custom losses and estimators that were written for it."""
+"""The functions of public verl's `core_algos`, and custom losses and estimators that were written for it."""
 
 import inspect
 

@@ -147,7 +147,7 @@ def test_pf_ppo_draws_by_score(method, allowed):
 
 def test_pf_ppo_refuses_an_unknown_method():
     batch = DataProto.from_dict({"token_level_scores": torch.zeros(2, 1)})
-    with pytest.raises(ValueError, match="no reweight_method is called 'max': did you mean 'max_min'"):
+    with pytest.raises(ValueError, match="unknown reweight_method 'max': did you mean 'max_min'"):
         core_algos.compute_pf_ppo_reweight_data(batch, "max")
 
 

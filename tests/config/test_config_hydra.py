@@ -64,7 +64,7 @@ def test_a_configuration_that_is_not_there_or_not_supported(folder):
     for arguments, message in {
         ("--config-name=ppo_megatron_trainer",): "selects the engine megatron, which is not supported yet: use ppo_tr",
         (f"--config-path={folder}", "--config-name=nothing"): f"there is no nothing.yaml in {folder}",
-        (f"--config-path={folder}",): "name the file with --config-name",
+        (f"--config-path={folder}",): "set --config-name to the name of the file",
     }.items():
         with pytest.raises(ConfigError, match=message):
             split_arguments(list(arguments))

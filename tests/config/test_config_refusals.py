@@ -68,7 +68,7 @@ VALUES = {
     "data.seed=${trainer.sed}": "did you mean trainer.seed?",
     "trainer.project_name=${oc.env:VERL_SURELY_NOT_SET}": "VERL_SURELY_NOT_SET",
     "algorithm.name=gsp": "there is no algorithm 'gsp'",
-    "algorithm.name=dpo": "'dpo' is not a setting of this command: run python -m recipe.dpo.main_dpo",
+    "algorithm.name=dpo": "'dpo' is not an algorithm of this command: run python -m recipe.dpo.main_dpo",
     # not supported
     f"{ROLLOUT}multi_turn.enable=true": "true is not supported: multi-turn rollouts and tools are not supported; "
     "remove the key (accepted: false)",

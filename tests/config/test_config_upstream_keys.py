@@ -1,4 +1,4 @@
-"""Keys of upstream verl: those used most, every key of its default configuration, and those not supported here."""
+"""Keys of public verl: those used most, every key of its default configuration, and those not supported here."""
 
 import logging
 
@@ -149,7 +149,7 @@ def test_no_field_is_listed_as_unsupported():
 
 
 def test_every_upstream_default_is_accepted():
-    """All of upstream's default configuration at once, interpolations and its one key without a default included."""
+    """All of public verl's default configuration at once, interpolations and its one key without a default included."""
     config = load_config(base=UPSTREAM)
     assert config.critic.optim.lr == 1e-5
     assert config.actor_rollout_ref.rollout.name == "native"

@@ -1,4 +1,4 @@
-"""Datasets written for the public verl: their constructor, config, hooks and items work unchanged."""
+"""Datasets written for public verl: their constructor, config, hooks and items work unchanged."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from verl.config.schema import DataConfig
 from verl.data.collate import PromptCollator, collate_fn
 from verl.data.rlhf_dataset import RLHFDataset, create_custom_dataset, load_dataset_class
 
-# As recipes write them. `verl.utils.dataset.rl_dataset` is where the public verl has the class.
+# As recipes write them. `verl.utils.dataset.rl_dataset` is where public verl has the class.
 PUBLIC = '''
 import torch
 from torch.utils.data import Dataset

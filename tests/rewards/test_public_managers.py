@@ -1,4 +1,4 @@
-"""Reward managers in the form of the public verl, and functions of the whole batch."""
+"""Reward managers in the form of public verl, and functions of the whole batch."""
 
 import asyncio
 

@@ -139,7 +139,7 @@ def test_a_run_without_a_name_does_not_resume_another_experiment(settings, tiny,
     plain += ["trainer.save_freq=1", "trainer.total_training_steps=1"]
     LocalPPOTrainer(overrides=[*plain, "algorithm.name=grpo"]).fit()
     other = LocalPPOTrainer(overrides=[*plain, "algorithm.adv_estimator=rloo", *KL])
-    message = r"gsm8k/global_step_1 is of another experiment \(algorithm.adv_estimator: grpo -> rloo\), and both have "
+    message = r"gsm8k/global_step_1 belongs to another experiment \(algorithm.adv_estimator: grpo -> rloo\), and both "
     with pytest.raises(ValueError, match=message):
         other.fit()
     for further in (["trainer.total_training_steps=2"], ["trainer.total_training_steps=2", "algorithm.gamma=0.9"]):

@@ -1,4 +1,4 @@
-"""Training commands under torchrun: one run, with as many ranks as torchrun announced."""
+"""Training commands under torchrun: one run, with as many ranks as torchrun started."""
 
 import json
 import os
@@ -53,10 +53,10 @@ def command(tiny, tmp_path) -> list[str]:
 
 
 def test_the_group_is_read_from_the_variables_of_torchrun():
-    assert Torchrun.announced(TORCHRUN) == Torchrun(1, 4, 2, "10.0.0.7", 29500, agent_store=True, restarts=3)
-    assert Torchrun.announced(MPI) == Torchrun(1, 4, 4, "10.0.0.7", 29500)
+    assert Torchrun.from_env(TORCHRUN) == Torchrun(1, 4, 2, "10.0.0.7", 29500, agent_store=True, restarts=3)
+    assert Torchrun.from_env(MPI) == Torchrun(1, 4, 4, "10.0.0.7", 29500)
     for name in MPI:  # a scheduler that sets only some of them starts one process
-        assert Torchrun.announced({key: value for key, value in TORCHRUN.items() if key != name}) is None
+        assert Torchrun.from_env({key: value for key, value in TORCHRUN.items() if key != name}) is None
 
 
 @pytest.mark.parametrize("outcome", [0, 3, RuntimeError("failed"), KeyboardInterrupt()])

@@ -6,7 +6,7 @@
 - `kl`: KL, entropy, value and SFT losses; `preference`: DPO, SPPO, reward models
 - `rollout_correction`: training-inference mismatch
 - `binding`: finds the arguments of a function by the names of its parameters
-- `core_algos`: the functions of upstream verl
+- `core_algos`: the functions of public verl
 """
 
 from verl.algorithms import off_policy_losses, preference, prime, token_baselines

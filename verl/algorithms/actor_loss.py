@@ -1,4 +1,4 @@
-"""The whole loss of the actor: policy loss, entropy bonus and KL."""
+"""The loss of the actor: policy loss, entropy bonus and KL."""
 
 import inspect
 from collections.abc import Mapping
@@ -29,13 +29,13 @@ def actor_loss(
         loss_mode: name of a registered policy loss.
         settings: the actor's configuration as a flat mapping, from which the loss gets its keyword parameters;
             entropy_coeff, use_kl_loss, kl_loss_coef and kl_loss_type are read here. If loss_agg_mode is None, the
-            policy loss is aggregated as its own default says.
+            default of the policy loss is used.
         agg: counts of the whole mini-batch, which divide every term.
         old_is_current: there is no column old_log_probs, since the current policy is the old one. The metrics of the
             old policy are then reported here.
 
     Raises:
-        ValueError: the policy loss returns something else than a scalar and metrics.
+        ValueError: the policy loss does not return a scalar and metrics.
     """
     mask = columns["response_mask"]
     old = outputs["log_probs"].detach() if old_is_current else columns["old_log_probs"]
@@ -90,7 +90,7 @@ def custom_loss_config(settings: Mapping[str, Any], agg: LossAggregation) -> dic
 
 
 def _checked_result(loss_mode: str, result: Any, mask: torch.Tensor) -> LossAndMetrics:
-    """Return the loss and metrics of a policy loss; raise ValueError with its name if the result is something else.
+    """Return the loss and metrics of a policy loss. Raises ValueError with its name if the result is not of this form.
 
     Losses for older releases of public verl return four tensors instead: loss, clipped fraction, KL to the old policy
     and the fraction bounded by the dual clip.

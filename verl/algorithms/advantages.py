@@ -40,7 +40,7 @@ def register_adv_est(name: str | Enum, *, min_group_size: int = 1) -> Callable[[
     """Decorator that registers an advantage estimator.
 
     Args:
-        name: the value of `algorithm.adv_estimator`; a member of `AdvantageEstimator` is its value.
+        name: the value of `algorithm.adv_estimator`, or a member of `AdvantageEstimator`.
         min_group_size: the fewest responses per prompt that the estimator needs. Stored as the attribute
             `min_group_size` of the function; a check at start-up compares it with `rollout.n`.
     """
@@ -442,6 +442,6 @@ def whiten_comparable(advantages: torch.Tensor, grouped: GroupedRewards) -> torc
     return torch.where(mask, masked_whiten(advantages, mask), 0)
 
 
-# names of the vectorized variants of upstream verl; here every estimator is vectorized
+# names of the vectorized variants of public verl; here every estimator is vectorized
 ADV_ESTIMATOR_REGISTRY.register("grpo_vectorized", grpo)
 ADV_ESTIMATOR_REGISTRY.register("rloo_vectorized", rloo)

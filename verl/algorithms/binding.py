@@ -14,7 +14,7 @@ from typing import Any
 
 from verl.registry import did_you_mean
 
-# parameter names of upstream verl -> column
+# parameter names of public verl -> column
 ALIASES = {"index": "uid"}
 # parameters that receive all settings, or all columns
 ALL_AT_ONCE = ("config", "columns")

@@ -1,4 +1,4 @@
-"""The functions of upstream verl's `core_algos`, with its argument order. Each calls a function of this package.
+"""The functions of public verl's `core_algos`, with its argument order. Each calls a function of this package.
 
 Advantage functions return (advantages, returns), both zero outside the response mask. Policy losses
 (`compute_policy_loss_gspo`) return (loss, metrics) and read their settings from `config`, a mapping or an object in the
@@ -86,7 +86,7 @@ __all__ = [
 
 
 class AdvantageEstimator(StrEnum):
-    """The estimators of upstream verl. Every string that is registered is valid as well."""
+    """The estimators of public verl. Every string that is registered is valid as well."""
 
     GAE = "gae"
     GRPO = "grpo"
@@ -104,8 +104,8 @@ class AdvantageEstimator(StrEnum):
     GDPO = "gdpo"
 
 
-def _upstream(fn: Callable, required: str, **defaults: Any) -> Callable:
-    """Return `fn` with upstream's parameters, in upstream's order.
+def _with_public_signature(fn: Callable, required: str, **defaults: Any) -> Callable:
+    """Return `fn` with public verl's parameters, in public verl's order.
 
     `index` is passed as `uid`; parameters that `fn` does not have (`epsilon`, `config`) are accepted and ignored.
 
@@ -127,7 +127,7 @@ def _upstream(fn: Callable, required: str, **defaults: Any) -> Callable:
         return fn(**{name: value for name, value in given.items() if name in accepted})
 
     compute.__signature__ = signature
-    compute.__doc__ = f"`{fn.__module__.removeprefix('verl.algorithms.')}.{fn.__name__}` with upstream's arguments."
+    compute.__doc__ = f"`{fn.__module__.removeprefix('verl.algorithms.')}.{fn.__name__}` with public verl's arguments."
     return compute
 
 
@@ -135,29 +135,33 @@ _OUTCOME = "token_level_rewards response_mask index"
 _TOKENS = f"{_OUTCOME} old_log_probs sum_pi_squared"
 _TOKEN_DEFAULTS = {"rollout_is_weights": None, "handle_zero_tail": True, "epsilon": 1e-8, "config": None}
 
-compute_gae_advantage_return = _upstream(_advantages.gae, "token_level_rewards values response_mask gamma lam")
-compute_grpo_outcome_advantage = _upstream(
+compute_gae_advantage_return = _with_public_signature(
+    _advantages.gae, "token_level_rewards values response_mask gamma lam"
+)
+compute_grpo_outcome_advantage = _with_public_signature(
     _advantages.grpo, _OUTCOME, epsilon=1e-6, norm_adv_by_std_in_grpo=True, config=None
 )
 compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
-compute_rloo_outcome_advantage = _upstream(_advantages.rloo, _OUTCOME, epsilon=1e-6, config=None)
+compute_rloo_outcome_advantage = _with_public_signature(_advantages.rloo, _OUTCOME, epsilon=1e-6, config=None)
 compute_rloo_vectorized_outcome_advantage = compute_rloo_outcome_advantage
-compute_opo_outcome_advantage = _upstream(_advantages.opo, _OUTCOME, epsilon=1e-6, config=None)
+compute_opo_outcome_advantage = _with_public_signature(_advantages.opo, _OUTCOME, epsilon=1e-6, config=None)
 # `alpha` is always computed from the batch
-compute_gpg_outcome_advantage = _upstream(_advantages.gpg, _OUTCOME, epsilon=1e-6, f_norm=1.0, alpha=1.0, config=None)
-compute_reinforce_plus_plus_baseline_outcome_advantage = _upstream(
+compute_gpg_outcome_advantage = _with_public_signature(
+    _advantages.gpg, _OUTCOME, epsilon=1e-6, f_norm=1.0, alpha=1.0, config=None
+)
+compute_reinforce_plus_plus_baseline_outcome_advantage = _with_public_signature(
     _advantages.reinforce_plus_plus_baseline, _OUTCOME, epsilon=1e-6, config=None
 )
-compute_remax_outcome_advantage = _upstream(
+compute_remax_outcome_advantage = _with_public_signature(
     _advantages.remax, "token_level_rewards reward_baselines response_mask", config=None
 )
-compute_optimal_token_baseline_advantage = _upstream(
+compute_optimal_token_baseline_advantage = _with_public_signature(
     _token_baselines.optimal_token_baseline, _TOKENS, **_TOKEN_DEFAULTS
 )
-compute_multi_turn_optimal_token_baseline_advantage = _upstream(
+compute_multi_turn_optimal_token_baseline_advantage = _with_public_signature(
     _token_baselines.tir_optimal_token_baseline, _TOKENS, **_TOKEN_DEFAULTS
 )
-compute_policy_loss_reinforce = _upstream(
+compute_policy_loss_reinforce = _with_public_signature(
     _off_policy_losses.reinforce,
     "old_log_prob log_prob advantages response_mask",
     loss_agg_mode="seq-mean-token-sum",
@@ -221,7 +225,7 @@ def compute_value_loss(
 
 
 def kl_penalty_forward(logprob, ref_logprob, kl_penalty):
-    """`kl.kl_penalty` without a trailing `+`, which concerns the gradient only."""
+    """`kl.kl_penalty` without a trailing `+`, which changes only the gradient."""
     return _kl.kl_penalty(logprob, ref_logprob, kl_penalty.removesuffix("+"))
 
 
@@ -261,9 +265,7 @@ def compute_pf_ppo_reweight_data(data, reweight_method="pow", weight_pow=2.0):
         weights = torch.where(best, 1.0, 0.4)
     else:
         known = ("pow", "max_min", "max_random")
-        raise ValueError(
-            f"no reweight_method is called {reweight_method!r}: {did_you_mean(str(reweight_method), known)}"
-        )
+        raise ValueError(f"unknown reweight_method {reweight_method!r}: {did_you_mean(str(reweight_method), known)}")
     drawn = torch.multinomial(weights.clamp(min=1e-8), len(scores), replacement=True)  # all weights may be 0
     return data.select_idxs(drawn)
 
@@ -276,7 +278,7 @@ def _setting(config: Any, name: str) -> Any:
 
 
 def _settings(config: Any, names: set[str]) -> dict[str, Any]:
-    """The values of `names` in the config of an actor and its sections; those that are missing or None are left out."""
+    """The values of `names` in the config of an actor and its sections; those that are missing or None are omitted."""
     policy = _setting(config, "policy_loss")
     sections = [config, policy, *(_setting(section, "rollout_correction") for section in (policy, config))]
     found = {name: [_setting(section, name) for section in sections if section is not None] for name in names}
@@ -302,7 +304,7 @@ def _aggregation(mode: str, response_mask: torch.Tensor, counts: Mapping[str, An
 
 
 def _policy_loss(fn: Callable) -> Callable:
-    """Return the policy loss `fn` with upstream's parameters."""
+    """Return the policy loss `fn` with public verl's parameters."""
     parameters = inspect.signature(fn).parameters
     names = {name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY} - {"rollout_is_weights", "generator"}
 
@@ -325,7 +327,7 @@ def _policy_loss(fn: Callable) -> Callable:
         return loss * dp_size, merge_metrics([metrics])
 
     compute.__name__ = compute.__qualname__ = f"compute_policy_loss_{fn.__name__}"
-    compute.__doc__ = f"`{fn.__module__.removeprefix('verl.algorithms.')}.{fn.__name__}` with upstream's arguments."
+    compute.__doc__ = f"`{fn.__module__.removeprefix('verl.algorithms.')}.{fn.__name__}` with public verl's arguments."
     return compute
 
 

@@ -80,7 +80,7 @@ def compute_policy_loss(
         L = max(-A rho, -A clip(rho, 1 - low, 1 + high));  where A < 0, at most -A c
 
     The clip removes the gradient of a token whose ratio has moved past the bound in the direction of its advantage. The
-    dual clip limits the loss of a single token with a huge ratio. `cliprange_high > cliprange_low` is clip-higher
+    dual clip limits the loss of a single token with a large ratio. `cliprange_high > cliprange_low` is clip-higher
     (DAPO, arXiv 2503.14476). Assumes that `old_log_prob` is that of the sampling policy or close to it.
 
     Training calls this function for the loss `vanilla`, so editing or replacing it changes the training.

@@ -8,7 +8,7 @@ precision, older weights. With x_t = log pi_train(t) - log pi_rollout(t):
 - veto: a response with a token that is almost impossible under pi_train is masked
 - metrics of the mismatch
 
-Bounds on a ratio are bounds on pi_train / pi_rollout. (Some releases of upstream verl compare the *inverse* ratio with
+Bounds on a ratio are bounds on pi_train / pi_rollout. (Some releases of public verl compare the *inverse* ratio with
 the bounds of the k1 rejections; bounds "lo_hi" tuned there are "1/hi_1/lo" here.)
 
 Rejection changes the mask of the *loss*. Compute advantages with the mask before rejection: the reward is on the last

@@ -1,4 +1,4 @@
-"""The containers of a batch and what concerns its columns and facts; `rows.py` has what concerns its rows."""
+"""The containers of a batch, and operations on columns and metadata; `rows.py` has the operations on rows."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,12 +13,12 @@ from verl.columns import DataProtoValidationError, check_layout
 from verl.registry import did_you_mean
 from verl.utils.equality import same
 
-# facts that every operator adds to: merged, while other facts are replaced
+# entries of meta_info that every operator adds to: merged, while other entries are replaced
 MERGED_FACTS = ("metrics", "timing")
 
 
 class Containers:
-    """Tensor columns, object columns and facts of one batch. See `DataProto`."""
+    """Tensor columns, object columns and metadata of one batch. See `DataProto`."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Containers:
         Args:
             tensors: tensor columns.
             non_tensors: object columns.
-            meta_info: facts about the whole batch.
+            meta_info: metadata of the whole batch.
             num_batch_dims: 1; a batch has one batch dimension.
             auto_padding: let `chunk` split a number of rows that the number of chunks does not divide.
         """
@@ -89,11 +89,11 @@ class Containers:
         return cls(tensors or TensorDict({}, batch_size=[rows]), objects, facts)
 
     def _become(self, other: "Containers") -> Self:
-        """Take over the containers of a batch that nobody else uses."""
+        """Take over the containers of a batch that is not used elsewhere."""
         self.batch, self.non_tensor_batch, self.meta_info = other.batch, other.non_tensor_batch, other.meta_info
         return self
 
-    # ---- facts ------------------------------------------------------------------------------------------------------
+    # ---- metadata ---------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return self.batch.batch_size[0]
@@ -133,10 +133,10 @@ class Containers:
     # ---- columns ----------------------------------------------------------------------------------------------------
 
     def union(self, other: "Containers") -> Self:
-        """Add the columns and facts of `other` to this batch, in place, and return it.
+        """Add the columns and metadata of `other` to this batch, in place, and return it.
 
         A column of both must have equal contents (NaN equals NaN): two writers of one column would otherwise silently
-        give a wrong result. A fact of both is taken from `other`; `metrics` and `timing` are merged. A batch without
+        give a wrong result. Metadata of `other` takes precedence; `metrics` and `timing` are merged. A batch without
         rows and columns can be joined with any other.
 
         Raises:
@@ -170,13 +170,13 @@ class Containers:
         meta_info_keys: str | Sequence[str] | None = None,
         deepcopy: bool = False,
     ) -> Self:
-        """Return only the named tensor columns, object columns and facts; None keeps all of that kind.
+        """Return only the named tensor columns, object columns and meta_info entries; None keeps all of that kind.
 
         Args:
             batch_keys: tensor columns.
             non_tensor_batch_keys: object columns.
-            meta_info_keys: facts.
-            deepcopy: copy the objects and the facts, not only their containers.
+            meta_info_keys: entries of meta_info.
+            deepcopy: copy the objects and the metadata, not only their containers.
 
         Raises:
             DataProtoValidationError: if a name is unknown.
@@ -184,7 +184,7 @@ class Containers:
         chosen = {
             "tensor column": (batch_keys, self.tensors),
             "object column": (non_tensor_batch_keys, self.non_tensor_batch),
-            "fact in meta_info": (meta_info_keys, self.meta_info),
+            "meta_info entry": (meta_info_keys, self.meta_info),
         }
         tensors, objects, facts = (_chosen(names, present, kind) for kind, (names, present) in chosen.items())
         if deepcopy:
@@ -205,7 +205,7 @@ class Containers:
         non_tensor_batch_keys: str | Sequence[str] | None = (),
         meta_info_keys: str | Sequence[str] | None = (),
     ) -> Self:
-        """Remove the named columns and facts from this batch, in place, and return them as a new batch."""
+        """Remove the named columns and meta_info entries from this batch, in place, and return them as a new batch."""
         taken = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
         rest = self.drop(taken.columns)
         self._become(rest)
@@ -269,7 +269,7 @@ def _chosen(names: str | Sequence[str] | None, present: Mapping[str, Any], kind:
 
 
 def _join_facts(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Join the facts of two batches; `theirs` takes precedence, MERGED_FACTS are merged."""
+    """Join the metadata of two batches; `theirs` takes precedence, MERGED_FACTS are merged."""
     joined = {**mine, **theirs}
     for name in MERGED_FACTS:
         if name in mine and name in theirs:
@@ -284,7 +284,7 @@ def _join_facts(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str,
 
 
 def concat_facts(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Concatenate facts: equal ones once, MERGED_FACTS as name -> list of the values of all batches."""
+    """Concatenate metadata: equal entries once, MERGED_FACTS as name -> list of the values of all batches."""
     joined: dict[str, Any] = {}
     for facts in batches:
         for name, value in facts.items():

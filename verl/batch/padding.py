@@ -26,5 +26,5 @@ class DataProtoConfig(metaclass=_AutoPadding):
 
     Attributes:
         auto_padding: let `chunk` split a number of rows that the number of chunks does not divide.
-        auto_padding_key: the fact in `meta_info` that does the same for one batch.
+        auto_padding_key: the `meta_info` entry that does the same for one batch.
     """

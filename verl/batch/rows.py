@@ -19,7 +19,7 @@ class DataProtoItem:
     Attributes:
         batch: the row of every tensor column, without the batch dimension: `item.batch["responses"]` has shape (T,).
         non_tensor_batch: the entry of every object column.
-        meta_info: the facts of the batch.
+        meta_info: the metadata of the batch.
     """
 
     batch: TensorDict = field(default_factory=lambda: TensorDict({}, batch_size=[]))
@@ -54,7 +54,7 @@ class Rows:
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
         """Rows start:end:step."""
         item = slice(start, end, step)
-        if step is not None and step < 0:  # torch has no slices of a negative step
+        if step is not None and step < 0:  # torch does not support slices with a negative step
             return self._take(np.arange(*item.indices(len(self))))
         tensors = {k: v[item] for k, v in self.tensors.items()}
         objects = {k: v[item] for k, v in self.non_tensor_batch.items()}
@@ -80,7 +80,7 @@ class Rows:
         order = _row_index(indices, len(self)).reshape(-1)
         if not np.array_equal(np.sort(order), np.arange(len(self))):
             raise DataProtoValidationError(
-                f"reorder needs each index of the {len(self)} rows exactly once; batch[indices] chooses rows"
+                f"reorder: expected each index of the {len(self)} rows exactly once; select rows with batch[indices]"
             )
         return self._become(self._take(order))
 
@@ -198,7 +198,7 @@ class Rows:
         _require_positive("mini_batch_size", mini_batch_size)
         if len(self) % mini_batch_size:
             raise DataProtoValidationError(
-                f"mini-batches of {mini_batch_size} rows do not divide a batch of {len(self)} rows"
+                f"mini_batch_size={mini_batch_size} does not divide the {len(self)} rows of the batch: use a divisor"
             )
         options = dict(dataloader_kwargs or {})
         shuffle = bool(options.pop("shuffle", shuffle))

@@ -18,9 +18,9 @@ _PARENTS = {path[:dot] for path in (*MOVED, *PUBLISHED) for dot, letter in enume
 
 
 def published_names(module: str) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module: it looks up names that public verl has in the module of that path.
+    """Return the `__getattr__` of a module: it resolves names that public verl has in the module of that path.
 
-    A name that exists elsewhere is imported from there. One that cannot exist here raises an ImportError that says what
+    A name that exists elsewhere is imported from there. One that is not supported raises an ImportError that says what
     to use instead.
     """
     names = PUBLISHED[module]
@@ -39,7 +39,7 @@ def published_names(module: str) -> Callable[[str], Any]:
 
 
 class _Moved(importlib.abc.Loader):
-    """Gives the old path the module object of the new one."""
+    """Loads the module object of the new path under the old path."""
 
     def __init__(self, target: str):
         self.target = target
@@ -54,7 +54,7 @@ class _Moved(importlib.abc.Loader):
 
 
 class _Published(importlib.abc.Loader):
-    """Makes an empty package that looks its names up in `PUBLISHED`."""
+    """Creates an empty package that resolves its names in `PUBLISHED`."""
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
         return None

@@ -1,6 +1,6 @@
 """Names that scripts for public verl import, by module.
 
-The value is `module:name` (or a module) that has it here, or the sentence that the ImportError ends with.
+The value is the `module:name` (or module) that replaces it, or the end of the ImportError: what to use instead.
 """
 
 ANY = "*"
@@ -41,7 +41,7 @@ PUBLISHED: dict[str, dict[str, str]] = {
     "verl.protocol": {
         "DataProtoFuture": "a method called with blocking=False returns verl.single_controller.Future",
         "BatchData": "use DataProto",
-        "_padding_size_key": "Dispatch.DP_COMPUTE_PROTO adds and removes the rows itself",
+        "_padding_size_key": "Dispatch.DP_COMPUTE_PROTO adds and removes padding rows",
     },
     "verl.utils": {
         "hf_tokenizer": "verl.utils.tokenizer:hf_tokenizer",
@@ -115,7 +115,7 @@ PUBLISHED: dict[str, dict[str, str]] = {
         "load_reward_manager": "verl.rewards.load:load_reward_manager",
         "compute_reward": _TRAINER + "compute_reward",
         "get_custom_reward_fn": "verl.rewards.resolve.resolve_reward_function takes path and name of the function",
-        "compute_reward_async": "reward functions run concurrently in processes of their own: call compute_reward",
+        "compute_reward_async": "reward functions run concurrently in worker processes: call compute_reward",
     },
     "verl.trainer.config": {ANY: _CONFIG},
     # ---- rewards
@@ -186,7 +186,7 @@ PUBLISHED: dict[str, dict[str, str]] = {
     "verl.utils.dataset": {
         "RLHFDataset": "verl.data.rlhf_dataset:RLHFDataset",
         "SFTDataset": "verl.data.sft_dataset:SFTDataset",
-        "RMDataset": "reward models are trained outside this project",
+        "RMDataset": "training of reward models is not supported",
     },
     "verl.utils.dataset.rl_dataset": {
         "RLHFDataset": "verl.data.rlhf_dataset:RLHFDataset",
@@ -240,7 +240,7 @@ PUBLISHED: dict[str, dict[str, str]] = {
     },
     "verl.single_controller.base.worker": {
         "Worker": "verl.single_controller.worker:Worker",
-        ANY: "the coordinates of a rank are self.env of a verl.single_controller.Worker",
+        ANY: "use self.env of verl.single_controller.Worker for rank and world size",
     },
     "verl.single_controller.base.worker_group": {
         "WorkerGroup": "verl.single_controller.worker_group:WorkerGroup",
@@ -270,7 +270,7 @@ PUBLISHED: dict[str, dict[str, str]] = {
     "verl.workers.utils": {ANY: "losses are in verl.algorithms, batches with padding in verl.data.sequences"},
     "verl.workers.utils.losses": {ANY: "losses are in verl.algorithms"},
     "verl.workers.utils.padding": {ANY: "padding is removed and restored by verl.modeling.packing"},
-    "verl.models.transformers.monkey_patch": {ANY: "models are changed by verl.modeling where settings ask for it"},
+    "verl.models.transformers.monkey_patch": {ANY: "verl.modeling modifies models as the configuration requires"},
     "verl.third_party.vllm": {ANY: _ROLLOUT},
     "verl.experimental.agent_loop": {ANY: "agent loops are in verl.rollout.agent_loop (register_agent_loop)"},
     "verl.experimental.agent_loop.agent_loop": {ANY: "agent loops are in verl.rollout.agent_loop"},

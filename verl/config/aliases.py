@@ -148,7 +148,7 @@ _COMPUTED = {
     )
 }
 
-#: keys that do not accept null, and that are null in the configuration of some release of upstream
+#: keys that do not accept null, and that are null in the configuration of some release of public verl
 NULL_IS_DEFAULT = {
     "algorithm.filter_groups.metric",
     _ARR + "actor.optim.min_lr_ratio",

@@ -138,7 +138,7 @@ def _worker_env(config: Config) -> Iterator[Problem]:
 
 
 def _run_name(trainer: RunConfig) -> Iterator[Problem]:
-    """Names are parts of the default folder of the run, which they must not lead out of."""
+    """Names are components of the default folder of the run and must not contain `..` or be absolute."""
     for key, name in (("project_name", trainer.project_name), ("experiment_name", trainer.experiment_name)):
         path = PurePath(name)
         if not name.strip() or path.is_absolute() or ".." in path.parts:

@@ -56,7 +56,7 @@ def format_value(value: object) -> str:
 
 
 def nearest_key(wanted: str, known: Iterable[str]) -> str | None:
-    """The known key that `wanted` is most likely a typo of, or None: no suggestion is better than a wrong one.
+    """The known key that `wanted` is most likely a typo of, or None if no key is close.
 
     A key with the same ending is preferred, then the most similar one. If several keys have the same ending
     (train_batch_size, val_batch_size for batch_size), the first one in `known` is returned.

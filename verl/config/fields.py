@@ -129,7 +129,7 @@ class Schema(Section):
 
     Attributes:
         aliases: other names of its fields.
-        upstream: the section of upstream_keys.yaml that lists the upstream keys this schema does not have.
+        upstream: the section of upstream_keys.yaml that lists the keys of public verl that this schema does not have.
     """
 
     aliases: ClassVar[Aliases] = Aliases()

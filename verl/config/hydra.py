@@ -1,8 +1,8 @@
-"""Hydra's forms on the command line and in files: a configuration by name, groups, defaults lists.
+"""Hydra's syntax on the command line and in files: configurations by name, config groups, defaults lists.
 
-Upstream's own configurations and group options are the defaults of this schema, so they need no file. Another name is a
-file: `--config-path DIR --config-name NAME` is DIR/NAME.yaml, and the option OPTION of a group is
-DIR/GROUP/OPTION.yaml. An option that selects something that is not supported is refused by name.
+The built-in configurations and group options of public verl are the defaults of this schema, so they need no file. Any
+other name is a file: `--config-path DIR --config-name NAME` is DIR/NAME.yaml, and the option OPTION of a group is
+DIR/GROUP/OPTION.yaml. An option that selects a feature that is not supported is an error.
 """
 
 import re
@@ -23,7 +23,7 @@ def find_config(name: str | None, directories: list[str]) -> Path | None:
     """The file of `--config-name`, from `--config-path` and `--config-dir`.
 
     Returns:
-        The file; None for a configuration of upstream that this schema has as its defaults.
+        The file; None for a configuration of public verl, whose values are the defaults of this schema.
 
     Raises:
         ConfigError: there is no such configuration, or it selects an engine that is not supported.
@@ -33,7 +33,7 @@ def find_config(name: str | None, directories: list[str]) -> Path | None:
     if found or (wanted.removesuffix(".yaml") in upstream_configs() and name):
         return found
     if name is None:
-        what = "there is no ppo_trainer.yaml in it: name the file with --config-name"
+        what = "the folder has no ppo_trainer.yaml: set --config-name to the name of the file"
     elif engine := _engine_of(wanted):
         what = f"{wanted!r} selects the engine {engine}, which is not supported yet: use ppo_trainer"
     else:
@@ -43,7 +43,7 @@ def find_config(name: str | None, directories: list[str]) -> Path | None:
 
 
 def read_file(path: str | Path) -> list[Layer]:
-    """The settings of a YAML file and of the files in its defaults list, the lowest first.
+    """The settings of a YAML file and of the files in its defaults list, lowest precedence first.
 
     Raises:
         ConfigError: a file cannot be read, or the list selects something that is not supported.
@@ -70,7 +70,7 @@ def select_groups(overrides: Layer, path: str | Path | None) -> tuple[list[Layer
 
     Args:
         overrides: the command line.
-        path: the configuration file; groups of its folder are known too.
+        path: the configuration file; its folder is searched for groups.
 
     Returns:
         The settings of the selected files, the other overrides, and a problem for each option that is not supported.
@@ -109,7 +109,7 @@ def _entries(listed: list[Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _selected(group: str, option: str, package: str, directories: list[Path], given: Setting) -> list[Layer]:
-    """The settings of an option of a group; none if it is what this schema has as its defaults."""
+    """The settings of an option of a group; none if its values are the defaults of this schema."""
     file = _find(f"{group}/{option}" if group else option, directories)
     if file is not None:
         header = _PACKAGE.search(file.read_text(encoding="utf-8"))

@@ -3,8 +3,8 @@
     defaults  <  preset of algorithm.name  <  base  <  YAML file  <  overrides
 
 Values keep their origin (sources.py). Aliases are translated, interpolations resolved and unknown keys found
-(reader.py); unsupported upstream keys are reported (upstream.py). The rest is validated by the schema and compared
-across fields (checks.py). All problems are raised in one `ConfigError`, before a model is loaded.
+(reader.py); keys of public verl without a field are reported (upstream.py). The rest is validated by the schema and
+compared across fields (checks.py). All problems are raised in one `ConfigError`, before a model is loaded.
 """
 
 import difflib
@@ -29,7 +29,7 @@ T = TypeVar("T", bound=Schema)
 Check = Callable[[Any], Iterable[Problem]]
 Presets = Mapping[str, Mapping[str, Any]]
 
-#: keys of a preset that make it another algorithm if they are changed
+#: keys of a preset that define its algorithm
 _IDENTITY = ("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode")
 #: algorithms that are not presets -> their command
 _OTHER_COMMANDS = {
@@ -131,7 +131,7 @@ def agree_with_preset(
 ) -> Layer:
     """Resolve settings that disagree with the preset of `algorithm.name`.
 
-    An estimator or loss is another algorithm: the later of two sources wins. Within one source it changes the preset,
+    Another estimator or loss is another algorithm: the later of two sources wins. Within one source it changes the preset,
     except that the estimator of another preset is a problem. Other settings are kept; those of an earlier source are
     named in a note.
 
@@ -181,7 +181,7 @@ def apply_preset(given: Mapping[str, Any], presets: Presets, schema: type[Schema
     if name is None:
         return dict(given)
     if name not in presets and name in _OTHER_COMMANDS:
-        raise ValueError(f"{name!r} is not a setting of this command: run {_OTHER_COMMANDS[name]}")
+        raise ValueError(f"{name!r} is not an algorithm of this command: run {_OTHER_COMMANDS[name]}")
     if name not in presets:
         raise ValueError(f"there is no algorithm {name!r}: {did_you_mean(str(name), presets)}")
     derived = derived_fields(schema)
@@ -195,7 +195,7 @@ def dump_config(config: Schema, *, everything: bool = False, redact: bool = Fals
     Args:
         config: the configuration.
         everything: all fields, not only those that differ from their defaults.
-        redact: without the values of environment variables, which may be secrets.
+        redact: omit the values of environment variables, which may be secrets.
     """
     chosen = to_flat_dict(config) if everything else differences(config)
     chosen = redacted(chosen) if redact else chosen
@@ -235,7 +235,7 @@ def _nearest_choice(found: Any, key: str, schema: type[Schema]) -> str:
 
 
 def _located(problem: Problem, given: Layer) -> Problem:
-    """The problem with the place where its key was set, under the name that the user wrote."""
+    """Return the problem with the location and the spelling of its key."""
     found = given.get(problem.key)
     if found is None or problem.where:
         return problem

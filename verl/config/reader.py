@@ -1,4 +1,4 @@
-"""Layers of settings -> one value per field: aliases, unknown keys, unsupported upstream keys, interpolations."""
+"""Layers of settings -> one value per field: aliases, unknown keys, unsupported keys of public verl, interpolations."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -24,7 +24,7 @@ _FREE_SETTINGS = {
     _ACTOR: f"{_ACTOR}.policy_loss.loss_kwargs",
     f"{_ACTOR}.policy_loss": f"{_ACTOR}.policy_loss.loss_kwargs",
 }
-"""Section -> the field for settings that a custom estimator or loss has beside those of the schema."""
+"""Section -> the field for the additional settings of a custom estimator or loss."""
 
 
 class Reader:
@@ -58,7 +58,7 @@ class Reader:
         return {key: self._as_string(key, given) for key, given in merged.items() if self._in_schema(key, given)}
 
     def _unset(self, key: str, given: Setting) -> bool:
-        """Whether a null means the default: under an older name, and for keys that a release of upstream sets to it."""
+        """Whether null means the default: for older names, and for keys that are null in a release of public verl."""
         return given.value is None and (self.schema.aliases.is_deprecated(given.key) or key in NULL_IS_DEFAULT)
 
     def _merged(self, layers: list[Layer]) -> Layer:
@@ -73,7 +73,7 @@ class Reader:
         return {key: given for key, given in merged.items() if given.value != REMOVED}
 
     def _known(self, named: Named) -> Named:
-        """Drop unknown keys, each of which is a problem, and keys without an effect, which are noted."""
+        """Drop unknown keys (one problem each) and keys without effect (listed in a note)."""
         known = []
         for key, given in named:
             removed_section = given.value == REMOVED and key in sections_of(self.schema)
@@ -189,7 +189,7 @@ class Reader:
     # ----------------------------------------------------------------------------------------- keys without a field
 
     def _in_schema(self, key: str, given: Setting) -> bool:
-        """Whether the schema has this key. Otherwise it is an unsupported upstream key, whose value is checked."""
+        """Whether the schema has this key. Otherwise it is a key of public verl, whose value is checked."""
         if self._field_of(key):
             return True
         values = flatten({key: given.value}) if isinstance(given.value, Mapping) else {key: given.value}
@@ -225,7 +225,7 @@ class Reader:
         if near:
             return f"unknown key; did you mean {near}?"
         if extra := _FREE_SETTINGS.get(key.rpartition(".")[0]):
-            return f"unknown key; a setting of a custom function goes into {extra}: {extra}.{names[-1]}=..."
+            return f"unknown key; set a parameter of a custom function as {extra}.{names[-1]}=..."
         section = next((name for name in _sections_above(key) if name in sections_of(self.schema)), "")
         where = f"keys of {section}" if section else "top-level keys"
         return f"unknown key ({where}: {self._keys_below(section)})"
@@ -243,9 +243,9 @@ class Reader:
 
 
 def ignored_notes(ignored: Layer, schema: str | None) -> list[str]:
-    """One note that names the keys without an effect whose value is not upstream's default.
+    """Return one note that lists the keys without effect whose value is not public verl's default.
 
-    More than three keys of one section are counted, and so are the type annotations `_target_`.
+    More than three keys of one section are listed as the section and their number, and so are all `_target_` keys.
     """
     names: dict[str, list[str]] = {}
     for key, given in ignored.items():

@@ -20,7 +20,7 @@ REMOVED = "<removed>"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 without its surprises: 1e-6 is a float; 010, 0x10 and 1:30 are no numbers; dates are text; no key twice.
+    """YAML 1.1 with other scalars: 1e-6 is a float; 010, 0x10, 1:30 and dates are strings. Duplicate keys are errors.
 
     A string that holds a decimal number is converted by a numeric field, so 010 is 10.
     """

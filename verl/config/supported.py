@@ -36,7 +36,7 @@ REGISTERED_KINDS: dict[str, str] = {
 """End of a key -> the kind of object that is registered under its value."""
 
 BUILT_IN: dict[str, tuple[str, ...]] = {"rollout.name": ("hf", "native"), "strategy": ("fsdp", "fsdp2")}
-"""End of a key -> the names that are registered without `imports`."""
+"""Last part of a key -> the names that are registered without `imports`."""
 
 _OTHER_REGISTERED_KINDS = (
     "tensor_model_parallel_size",

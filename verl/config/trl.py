@@ -1,6 +1,6 @@
-"""Names that users of other trainers type -> our keys, for suggestions: TRL's arguments, and short names.
+"""Config keys for TRL's arguments and for common short names, suggested in errors about unknown keys.
 
-docs/migrate_from_trl.md has TRL's arguments with notes.
+docs/migrate_from_trl.md lists TRL's arguments with notes.
 """
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
@@ -104,7 +104,7 @@ _SHORT = {
 
 
 def key_of(name: str, schema: str | None) -> str | None:
-    """Our key for an argument of TRL, or a short name; None if it is neither.
+    """Return the config key for an argument of TRL or a short name; None if it is neither.
 
     Args:
         name: the last part of an unknown key.

@@ -1,9 +1,9 @@
-"""Keys of upstream verl that this project does not support: what is accepted, and what to do instead.
+"""Keys of public verl that this project does not support: what is accepted, and what to do instead.
 
 Scripts often set a key to its default. That is accepted and has no effect. A key that no result depends on, such as the
 buffer size of a weight transfer, is accepted with any value and named in a note. Every other value is an error, because
-a silently ignored setting can waste weeks. The keys are data: upstream_keys.yaml, parsed when the first unknown key is
-met.
+a setting that is silently ignored invalidates an experiment. The keys are listed in upstream_keys.yaml, which is parsed
+when the first unknown key is found.
 """
 
 import functools
@@ -28,11 +28,11 @@ _OFF = (None, False, [], {})
 
 @dataclass(frozen=True)
 class UpstreamKey:
-    """A key of upstream that is not supported.
+    """A key of public verl that is not supported.
 
     Attributes:
-        accepted: the values that are accepted and have no effect: of an ignored key, upstream's default.
-        instead: what to do instead; of an ignored key, why no result depends on it.
+        accepted: the values that are accepted and have no effect: of an ignored key, public verl's default.
+        instead: the fix; for an ignored key, why no result depends on it.
         ignored: every value is accepted; one that is not in `accepted` is named in a note.
     """
 
@@ -41,7 +41,7 @@ class UpstreamKey:
     ignored: bool = False
 
     def accepts(self, value: Any) -> bool:
-        """Whether `value` may be given."""
+        """Whether a key with this value is accepted."""
         return self.ignored or self.is_default(value)
 
     def is_default(self, value: Any) -> bool:
@@ -53,12 +53,14 @@ _TYPE_ANNOTATION = UpstreamKey((), "a type annotation of another implementation"
 
 
 def upstream_key(key: str, schema: str | None) -> UpstreamKey | None:
-    """The entry of the unsupported upstream key `key`, or of the nearest listed section above it; None if there is
-    none.
+    """Return the entry of `key`, a key of public verl that is not supported, or of the nearest listed section above it.
 
     Args:
         key: dotted key.
         schema: the section of upstream_keys.yaml to look in, such as "ppo"; None: no key is known.
+
+    Returns:
+        The entry; None if neither the key nor a section above it is listed.
     """
     if schema is None:
         return None
@@ -91,24 +93,24 @@ def ignored_key(key: str, schema: str | None, *, has_field: bool) -> UpstreamKey
 
 
 def upstream_defaults(schema: str = "ppo") -> dict[str, Any]:
-    """Dotted key -> upstream's default, of every key of upstream, supported or not."""
+    """Dotted key -> public verl's default, of every key of public verl, supported or not."""
     content = _content()[schema]
     return {key: value for name, entry in content.items() for key, value in _defaults(name, entry).items()}
 
 
 def upstream_engines(key: str) -> list[str]:
-    """Engine names that upstream accepts for a key such as `actor_rollout_ref.rollout.name` and this project does
+    """Engine names that public verl accepts for a key such as `actor_rollout_ref.rollout.name` and this project does
     not."""
     return next((names for end, names in _content()["engines"].items() if key.endswith(end)), [])
 
 
 def upstream_groups() -> dict[str, list[str]]:
-    """Hydra group -> its options that mean the defaults of our schema."""
+    """Hydra group -> its options whose values are the defaults of this schema."""
     return _content()["groups"]
 
 
 def upstream_configs() -> list[str]:
-    """Names of upstream's configurations that mean the defaults of our schema."""
+    """Names of public verl's configurations whose values are the defaults of this schema."""
     return _content()["configs"]
 
 

@@ -1,4 +1,4 @@
-"""From items of a dataset to a batch of prompts."""
+"""Collate functions: items of a dataset -> a batch of prompts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -116,7 +116,7 @@ def _as_list(ids: Sequence[int] | np.ndarray | Tensor) -> list[int]:
 def collate_fn(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Items of one form -> a dict of columns: tensors are stacked, other values become object arrays.
 
-    The default collate function of the public verl, for programs that call it. The trainers use `PromptCollator`.
+    The default collate function of public verl, for programs that call it. The trainers use `PromptCollator`.
     """
     columns: dict[str, Any] = {}
     for key in items[0]:

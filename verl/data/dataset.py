@@ -82,7 +82,7 @@ def tokenize_rows(
     """Tokenize the first `count` rows in chunks, and check on a sample of them that the tokenizer loses no text.
 
     Args:
-        only: numbers of the rows to tokenize; None: all of the first `count`.
+        only: indices of the rows to tokenize; None: all of the first `count`.
         read: (row, its number) -> example; raises ValueError for an invalid row.
         texts_of: example -> its texts.
         encode: (examples, name of example i in errors) -> their token ids.

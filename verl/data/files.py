@@ -118,7 +118,7 @@ class _JsonFile:
 
 
 class RowTable:
-    """Rows that are in memory: a sequence of dicts, such as a Hugging Face dataset, in the form of a file."""
+    """Rows in memory (a sequence of dicts, such as a Hugging Face dataset) with the interface of a file."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]]):
         self.path, self._rows = Path("dataframe"), rows
@@ -170,7 +170,7 @@ class Rows(Sequence):
             yield from file
 
     def select(self, indices: Sequence[int]) -> "SelectedRows":
-        """The rows with these numbers."""
+        """The rows with these indices."""
         return SelectedRows(self, indices)
 
     def filter(self, function: Callable[[dict[str, Any]], bool], **kwargs: Any) -> "SelectedRows":
@@ -230,7 +230,7 @@ class SelectedRows(Rows):
 
 
 def row_count(files: str | Path | Sequence[str | Path]) -> int:
-    """The number of rows of data files. Of parquet files, only the metadata is read."""
+    """The number of rows of data files. For parquet files, only the metadata is read."""
     parquet = all(path.suffix.lower() == ".parquet" and path.is_file() for path in file_list(files))
     return sum(pq.read_metadata(path).num_rows for path in file_list(files)) if parquet else len(read_rows(files))
 
@@ -285,7 +285,7 @@ def read_rows(files: str | Path | Sequence[str | Path]) -> Rows:
 
 
 def extra_info_column(rows: Rows) -> str:
-    """The column with the `extra_info` of a row: `extra_info`, or `extro_info`, a spelling that occurs in articles."""
+    """The column with the `extra_info` of a row: `extra_info`, or its misspelling `extro_info`."""
     if "extro_info" not in rows.columns:
         return "extra_info"
     if "extra_info" in rows.columns:

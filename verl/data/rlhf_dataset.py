@@ -54,7 +54,7 @@ class RLHFDataset(Dataset):
     `dataset[i]` is a dict: prompt_ids (list of int), raw_prompt (messages or text), data_source, ability, reward_model,
     extra_info, index (the row's number in the files), and the other columns of the row.
 
-    A subclass may override `__getitem__`, and as in the public verl `_build_messages` (the prompt of a row),
+    A subclass may override `__getitem__`, and as in public verl `_build_messages` (the prompt of a row),
     `_read_files_and_tokenize` (sets `self.dataframe`, a sequence of dicts) and `maybe_filter_out_long_prompts` (selects
     rows of it).
 
@@ -104,11 +104,11 @@ class RLHFDataset(Dataset):
 
     @property
     def is_tokenized(self) -> bool:
-        """Whether all prompts are tokenized. False for a subclass with rows and items of its own."""
+        """Whether all prompts are tokenized. False for a subclass with custom rows and items."""
         return self.dataframe is self._tokenized
 
     def maybe_filter_out_long_prompts(self, dataframe: Sequence[Mapping[str, Any]]) -> Rows:
-        """Check and tokenize all rows. Return those to use: without the overlong ones if they are to be dropped."""
+        """Check and tokenize all rows. Returns the rows to use, without overlong prompts if these are filtered."""
         start = time.perf_counter()
         rows = dataframe if isinstance(dataframe, Rows) else Rows([RowTable(dataframe)])
         _check_columns(rows, self.config)
@@ -308,13 +308,13 @@ def create_custom_dataset(
     *,
     schema: str = "ppo",
 ) -> Dataset:
-    """Create a dataset as `cls(data_files=..., tokenizer=..., config=...)`, as the public verl does.
+    """Create a dataset as `cls(data_files=..., tokenizer=..., config=...)`, as public verl does.
 
     Args:
         cls: the class. `processor=None` and `max_samples` are passed if its constructor has such parameters.
         data_files: paths.
         tokenizer: a Hugging Face tokenizer.
-        settings: the `data` section; it becomes `config`, with attribute access, `get` and the keys of the public verl
+        settings: the `data` section; it becomes `config`, with attribute access, `get` and the keys of public verl
             that are not supported, at their defaults.
         max_samples: number of rows to use; -1: all.
         schema: whose keys these are, "ppo" or "sft".
@@ -336,7 +336,7 @@ def check_ground_truth(dataset: Dataset, function: str) -> None:
         raise ValueError(
             f"{rows.names}: no ground truth to score against, which {function} needs: expected a column 'reward_model' "
             '({"style": "rule", "ground_truth": ...}) or a column \'answer\'; found '
-            f"{', '.join(rows.columns)}. Add one, or use a reward that needs none: a function of your own "
+            f"{', '.join(rows.columns)}. Add one, or use a reward that needs none: a custom function "
             "(reward.custom_reward_function.path), a reward model (reward.reward_model.enable=true), or "
             "reward.reward_function=format"
         )

@@ -38,7 +38,7 @@ logger = logging.getLogger("verl.data")
 
 _PROMPT_COLUMNS = ("prompt", "question")
 _RESPONSE_COLUMNS = ("response", "answer")
-#: columns that change how a public trainer renders a chat -> what to do here
+#: columns with which public verl renders a chat differently -> the fix
 _NOT_RENDERED = {
     "tools": "write the tool definitions into the system message, or remove the column to train without them",
     "enable_thinking": "remove it and set data.apply_chat_template_kwargs.enable_thinking for all rows",
@@ -141,7 +141,7 @@ class SFTDataset(Dataset):
         }
 
     def _entry(self, row: int) -> int:
-        """The entry of a row, which is tokenized now if it was not needed so far."""
+        """The entry of a row. A row that is not tokenized yet is tokenized now."""
         if not 0 <= row < self._count:
             raise IndexError(f"item {row} of {self._count}")
         if row not in self._entries:

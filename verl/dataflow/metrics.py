@@ -1,4 +1,4 @@
-"""Metrics that operators report in `meta_info["metrics"]`, and how those of several passes become one number.
+"""Metrics that operators report in `meta_info["metrics"]`, and how those of several passes are merged.
 
 A metric is a number, a pair (sum, count), or a `Total`. With an operator that holds the batch (dynamic sampling), a
 training step is several passes; its metrics describe all of them:

@@ -19,7 +19,7 @@ DISK_GIB = 10.0
 SHARED_MEMORY_GIB = 1.0
 OPEN_FILES = 65536
 
-#: names of interfaces that do not lead to another host start with one of these
+#: prefixes of interface names that do not connect to another host
 _VIRTUAL = (
     *("lo", "docker", "br-", "veth", "dummy", "ifb", "virbr", "vnet", "cni", "flannel", "cali", "cilium", "lxc"),
     *("podman", "tun", "tap", "sit", "gre", "erspan", "ip6", "ip_vti", "teql", "kube", "nodelocaldns", "wg"),

@@ -215,8 +215,8 @@ def _check_changed(folder: Path, base: Path | None, export: Export) -> None:
             "To write the model anyway, use --allow_unchanged"
         )
     logger.warning(
-        "THE RESULT EQUALS THE BASE MODEL %s: training changed no weight. Look at the metrics of the run: rewards that "
-        "are all equal, a learning rate of 0, or skipped updates leave the model as it was",
+        "THE RESULT EQUALS THE BASE MODEL %s: training changed no weight. Check the metrics of the run: rewards that "
+        "are all equal, a learning rate of 0, or skipped updates leave the model unchanged",
         base,
     )
 

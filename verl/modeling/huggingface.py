@@ -31,7 +31,7 @@ _CONSTANTS = ("inv_freq", "cos_cached", "sin_cached", "position_ids", "masked_bi
 
 
 def model_source(path: str) -> str:
-    """What transformers loads a model or tokenizer from: the path itself, or a folder downloaded from ModelScope.
+    """Return the source of a model or tokenizer: the path itself, or a folder downloaded from ModelScope.
 
     Args:
         path: a folder, or an id of a hub. With VERL_USE_MODELSCOPE=True, an id is one of ModelScope.
@@ -56,7 +56,7 @@ def _from_modelscope(name: str) -> str:
         ) from error
     try:
         return str(snapshot_download(name))
-    except Exception as error:  # errors of its own, of requests and of the file system
+    except Exception as error:  # errors of modelscope, of requests and of the file system
         raise ValueError(f"cannot load {name!r} from ModelScope: {type(error).__name__}: {error}") from error
 
 
@@ -90,7 +90,7 @@ def read_config(path: str, overrides: Mapping[str, Any], trust_remote_code: bool
             raise ValueError(f"override_config: the model's configuration has no {name!r}: {did_you_mean(name, known)}")
         try:
             setattr(config, name, value)
-        except Exception as error:  # strict dataclasses raise an error of their own, remote code any
+        except Exception as error:  # strict dataclasses raise a separate error type, remote code any
             reason = " ".join(str(error).split())
             raise ValueError(f"override_config.{name}: {type(config).__name__} rejects {value!r}: {reason}") from error
     return config

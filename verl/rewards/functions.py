@@ -25,8 +25,8 @@ from verl.registry import Registry, did_you_mean, location_of
 class RewardFunction(Protocol):
     """A reward function, for annotations and as base class of reward functions with state.
 
-    A subclass overrides `__call__` with one of the accepted signatures. Where a reward function is expected, the class
-    can be given as well: it is constructed once, with `reward_kwargs`.
+    A subclass overrides `__call__` with one of the accepted signatures. The class is also accepted in place of a reward
+    function: it is constructed once, with `reward_kwargs`.
 
     >>> class Rare(RewardFunction):
     ...     def __init__(self, bonus=0.5):
@@ -146,8 +146,8 @@ class ScoreFunction:
     Attributes:
         func: The user's function.
         kwargs: Values of its other parameters (`reward_kwargs`).
-        source: For an object of a RewardFunction subclass: the class and the arguments that it was made with, so that
-            another process can make its own.
+        source: For an object of a RewardFunction subclass: the class and its constructor arguments, from which another
+            process constructs its own object.
         route: For a function that dispatches by data source (`default_compute_score`): maps a data source to the
             function that scores it, so that errors and timeouts refer to the function that actually runs.
         form: "sample", "plugin", "batch", "columns (batch)" or "columns (data)".

@@ -48,7 +48,7 @@ def load_reward_manager(
         manager_kwargs: Values of the manager's other parameters (timeout, on_error, max_resp_len, ...).
         num_examine: Number of samples per data source that are printed at each call.
         reward_fn_key: The column with the data source of a sample.
-        config: The settings of the run, for managers of the public verl with the parameter `config`.
+        config: The settings of the run, for managers of public verl with the parameter `config`.
 
     Raises:
         ValueError: For an unknown name, an unsupported signature, or a parameter that the manager does not have.
@@ -94,7 +94,7 @@ def _constructor_parameters(manager: type) -> tuple[set[str], bool]:
 
 
 def as_reward_manager(given: Any, tokenizer: Any, **kwargs: Any) -> RewardManager:
-    """A reward given in Python as `reward_fn=`: a RewardManager, a manager of the public verl, or a reward function.
+    """A reward given in Python as `reward_fn=`: a RewardManager, a manager of public verl, or a reward function.
 
     Args:
         given: The object. It may also be a function of the whole batch that returns scores (B, T) or (B,).

@@ -37,7 +37,7 @@ REWARD_MANAGER_REGISTRY: Registry[type] = Registry("reward manager", builtins_re
 def register_reward_manager(name: str) -> Callable[[type], type]:
     """Register a class under `name`, the value of `reward.reward_manager.name` (class decorator).
 
-    The class is a subclass of RewardManager, or a manager written for the public verl (`is_public_manager`). It may
+    The class is a subclass of RewardManager, or a manager written for public verl (`is_public_manager`). It may
     take the name of a built-in manager, which it replaces.
     """
 
@@ -52,7 +52,7 @@ register = register_reward_manager
 
 
 def check_manager(name: str, found: Any) -> None:
-    """Raise ValueError if `found` is no reward manager."""
+    """Raise ValueError if `found` is not a reward manager."""
     if not (inspect.isclass(found) and issubclass(found, RewardManager)) and not is_public_manager(found):
         raise ValueError(
             f"reward manager {name!r}: expected a subclass of RewardManager, or a class with the method "
@@ -61,7 +61,7 @@ def check_manager(name: str, found: Any) -> None:
 
 
 def is_public_manager(found: Any) -> bool:
-    """Whether a class is a manager of the public verl: it has `__call__(data, return_dict)` or `run_single(data)`."""
+    """Whether a class is a manager of public verl: it has `__call__(data, return_dict)` or `run_single(data)`."""
     if not inspect.isclass(found) or issubclass(found, RewardManager):
         return False
     if inspect.isfunction(inspect.getattr_static(found, "run_single", None)):
@@ -84,10 +84,10 @@ class RewardManager(ABC):
             logs the first error and counts the samples in `reward/failed_rows`.
         failure_score: Score of a failed sample with on_error="count".
         max_concurrency: Maximum number of concurrent calls of an `async def` function.
-        isolation: "process": functions that are not built-in are called in one worker process, which keeps their state
-            between calls, and is killed if a call takes too long or too much memory, or ends it. "none": they are
-            called in this process, with breakpoints.
-        memory_limit_mb: Memory of the worker process in MiB; None: half of the machine's memory.
+        isolation: "process": custom functions are called in one worker process, which keeps their state between calls.
+            It is killed and restarted if a call exceeds its timeout or the memory limit. "none": they are called in
+            this process, where breakpoints work.
+        memory_limit_mb: Memory limit of the worker process in MiB; None: half of the memory of the host.
 
     Raises:
         ValueError: For an invalid argument, or a function whose form the manager does not support.

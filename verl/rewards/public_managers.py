@@ -1,6 +1,6 @@
-"""Rewards of the whole batch: functions `reward_fn(batch)`, and reward managers written for the public verl.
+"""Rewards of the whole batch: functions `reward_fn(batch)`, and reward managers written for public verl.
 
-A manager of the public verl is any class with one of these methods:
+A manager of public verl is any class with one of these methods:
 
 - `__call__(self, data, return_dict=False)`: returns the rewards (B, T), or {"reward_tensor": (B, T),
   "reward_extra_info": {name: B values}}. Its constructor takes (tokenizer, num_examine, compute_score, reward_fn_key,
@@ -27,7 +27,7 @@ from omegaconf import OmegaConf
 from verl.columns import one_token_short
 from verl.protocol import DataProto
 from verl.rewards.functions import COLUMN_FORMS, ScoreFunction
-from verl.rewards.managers import REWARD_MANAGER_REGISTRY, RewardManager, register  # noqa: F401 (of the public verl)
+from verl.rewards.managers import REWARD_MANAGER_REGISTRY, RewardManager, register  # noqa: F401 (of public verl)
 from verl.rewards.outcome import BadOutcome, RewardError, read_outcome
 from verl.rewards.responses import reward_positions
 from verl.rewards.sandbox.calls import Isolation, remote_call
@@ -37,14 +37,14 @@ logger = logging.getLogger(__name__)
 
 
 class ColumnsRewardManager(RewardManager):
-    """Calls a function of the whole batch, or a manager of the public verl, and checks what it returns.
+    """Calls a function of the whole batch, or a manager of public verl, and checks what it returns.
 
     Args:
         tokenizer: Decodes the responses.
         compute_score: A function or callable object with the parameter `batch` or `data`.
         scores_with: The reward function that a manager calls; for messages. Default: `compute_score`.
-        **kwargs: Arguments of RewardManager. There is one call per batch, so `on_error` does not apply, and `timeout`
-            is for a whole batch, in a worker process.
+        **kwargs: Arguments of RewardManager. There is one call per batch: `on_error` does not apply, and `timeout`
+            limits the whole batch, in a worker process.
     """
 
     forms = COLUMN_FORMS
@@ -82,7 +82,7 @@ class ColumnsRewardManager(RewardManager):
         }
 
     def _returned(self, data: DataProto) -> Any:
-        """What the function returns for the batch, of which it gets a copy: it may change it."""
+        """Return what the function returns for a copy of the batch, which it may change."""
         function = self._call
         name = "batch" if function.form == "columns (batch)" else "data"
         keywords = {name: data.copy(), **({"return_dict": True} if function.takes("return_dict") else {})}
@@ -137,7 +137,7 @@ class ColumnsRewardManager(RewardManager):
 
 
 class SingleRewardManager(RewardManager):
-    """Calls `run_single` of a manager of the public verl once per sample, concurrently in one event loop.
+    """Calls `run_single` of a manager of public verl once per sample, concurrently in one event loop.
 
     Args:
         tokenizer: Decodes the responses.
@@ -207,15 +207,15 @@ def _outcome_of(returned: Any) -> Outcome:
     return Outcome({**extra, "score": returned["reward_score"]})
 
 
-# ---- names of the public verl ---------------------------------------------------------------------------------------
+# ---- names of public verl ---------------------------------------------------------------------------------------
 
 
 class AbstractRewardManager:
-    """Base class of the public verl's managers with `__call__(data, return_dict)`. It does nothing."""
+    """Base class of public verl's managers with `__call__(data, return_dict)`. It has no methods."""
 
 
 class RewardManagerBase:
-    """Base class of the public verl's managers with `run_single(data)`.
+    """Base class of public verl's managers with `run_single(data)`.
 
     Args:
         config: The settings of the run, with attribute access.
@@ -258,7 +258,7 @@ def create_public_manager(
     kwargs: Mapping[str, Any],
     config: Mapping[str, Any] | None,
 ) -> RewardManager:
-    """Construct a manager of the public verl and adapt it.
+    """Construct a manager of public verl and adapt it.
 
     Args:
         cls: Its class.
@@ -277,7 +277,7 @@ def create_public_manager(
     single = inspect.isfunction(inspect.getattr_static(cls, "run_single", None))
     shared = {name: kwargs[name] for name in _SHARED if name in kwargs}
     own = {name: _with_attributes(value) for name, value in kwargs.items() if name not in _SHARED}
-    if "overlong_buffer_cfg" in parameters and "overlong_buffer" in own:  # its name in the public verl
+    if "overlong_buffer_cfg" in parameters and "overlong_buffer" in own:  # its name in public verl
         own["overlong_buffer_cfg"] = own.pop("overlong_buffer")
     common = {"num_examine": num_examine, "reward_fn_key": reward_fn_key, **shared}
     compute_score = _called_by_manager(
@@ -303,7 +303,7 @@ def create_public_manager(
 
 
 class IsolatedFunction:
-    """A reward function that a manager of the public verl calls, in a worker process. Picklable as the function itself.
+    """A reward function that a manager of public verl calls, in a worker process. Picklable if the function is.
 
     Raises:
         RewardError: The function failed, or exceeded a limit.

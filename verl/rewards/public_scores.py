@@ -8,7 +8,7 @@ from verl.rewards.rules.maths import is_equivalent, last_boxed
 
 
 def gsm8k_number(solution_str: str, method: str = "strict") -> str | None:
-    """The number that a GSM8K response ends with, as text; None if there is none. method: strict or flexible."""
+    """The final number of a GSM8K response, as text; None if there is none. method: strict or flexible."""
     found = gsm8k.extract(solution_str, method)
     return None if found is None else str(found)
 
@@ -16,7 +16,7 @@ def gsm8k_number(solution_str: str, method: str = "strict") -> str | None:
 def gsm8k_score(
     solution_str: str, ground_truth: str, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """`score` if the response ends with the number of the reference, `format_score` if with another, else 0."""
+    """`score` if the final number of the response equals the reference, `format_score` if it differs, 0 without one."""
     found = gsm8k.extract(solution_str, method)
     if found is None:
         return 0.0

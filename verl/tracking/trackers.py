@@ -48,7 +48,7 @@ class Tracker(ABC):
 
     #: package that must be installed; None if there is none
     package: ClassVar[str | None] = None
-    #: whether it is called in a thread of its own, so that a slow or hanging service does not delay training
+    #: whether it is called in a separate thread, so that a slow or hanging service does not delay training
     background: ClassVar[bool] = True
 
     def __init__(self, run: Run):
@@ -274,12 +274,12 @@ class SwanlabTracker(Tracker):
 
 
 def _printable(text: str) -> str:
-    """Escape control characters, with which a response could change the terminal."""
+    """Escape control characters, which could change the state of the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def _cell(value: Any) -> str | float:
-    """A value of a table: a number, or the text of anything else."""
+    """The value of a table cell: a number as it is, anything else as text."""
     return value if isinstance(value, int | float) else str(value)
 
 
@@ -294,7 +294,7 @@ def _markdown(rows: Rows) -> str:
 TRACKER_REGISTRY: dict[str, type[Tracker]] = {
     "console": ConsoleTracker,
     "jsonl": JsonlTracker,
-    "file": JsonlTracker,  # the name in scripts of the public verl
+    "file": JsonlTracker,  # the name in scripts of public verl
     "tensorboard": TensorboardTracker,
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,

@@ -1,7 +1,7 @@
 """Tracking: sends the metrics and samples of a run to several trackers.
 
-A tracker that fails, hangs or is slow does not stop or delay training: the trackers of services are called in a thread
-each, and their failures are logged and counted.
+A tracker that fails, hangs or is slow does not stop or delay training: trackers of services are each called in a
+separate thread, and failures are logged and counted.
 """
 
 import difflib
@@ -49,7 +49,7 @@ def _installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-#: seconds that a tracker may take to start, and to send what is left at the end of the run
+#: seconds that a tracker may take to start, and to make the remaining calls at the end of the run
 START_SECONDS = 120.0
 FINISH_SECONDS = 120.0
 #: seconds after which a call that has not returned is reported
@@ -136,7 +136,7 @@ class _Caller:
             call(self.tracker)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # including SystemExit, which a tracker must not end a run with
+        except BaseException as error:  # including SystemExit: a tracker must not end the run
             self.failures += 1
             if self.failures == 1:
                 logger.warning(
@@ -188,7 +188,6 @@ class Tracking:
     ):
         names = [backends] if isinstance(backends, str) else list(backends)
         check_trackers(names)
-        names = list({TRACKER_REGISTRY[name]: name for name in names}.values())  # each once, also by another name
         names = list({TRACKER_REGISTRY[name]: name for name in names}.values())  # a tracker with two names runs once
         folder = Path(default_local_dir)
         folder.mkdir(parents=True, exist_ok=True)

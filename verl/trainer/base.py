@@ -42,7 +42,7 @@ class StepReport:
 
 
 class StartedRoles(dict[str, WorkerGroup]):
-    """Role -> its worker group, with an error that says what to do if a role has none."""
+    """Role -> worker group. A missing role is an error with the fix."""
 
     def __missing__(self, role: str) -> WorkerGroup:
         started = f"roles with workers: {', '.join(self)}" if self else "call init_workers() first, or use fit()"
@@ -126,11 +126,11 @@ class Trainer(ABC):
         """Metrics of a finished batch, in addition to those of the operators."""
 
     def step_samples(self, batch: DataProto) -> Rows:
-        """The samples of a finished batch that the trackers get: a table with equal keys in every row."""
+        """Return samples of a finished batch for the trackers: a table with equal keys in every row."""
         return ()
 
     def validation_samples(self) -> Rows:
-        """The samples of the last validation that the trackers get."""
+        """Return samples of the last validation for the trackers."""
         return ()
 
     @abstractmethod
@@ -230,7 +230,7 @@ class Trainer(ABC):
         return metrics
 
     def _is_due(self, freq: int | str) -> bool:
-        """Whether something that happens with this frequency (as trainer.save_freq) happens after this step."""
+        """Whether an action with this frequency, such as `trainer.save_freq`, is due after this step."""
         if freq not in (-1, 0) and self.global_step == self.total_steps:
             return True
         if freq == "after_each_epoch":

@@ -1,4 +1,4 @@
-"""What public verl's trainer computes on a batch, under its names and with its arguments. Batches change in place."""
+"""Batch functions of public verl's trainer, with its names and arguments. They change batches in place."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,14 +14,14 @@ from verl.trainer.metrics import data_metrics
 
 
 def compute_response_mask(data: DataProto) -> torch.Tensor:
-    """Return (B, T): the attention mask of the responses."""
+    """Return the attention mask of the responses, (B, T)."""
     return data.batch["attention_mask"][:, -data.batch["responses"].shape[-1] :]
 
 
 def apply_kl_penalty(
     data: DataProto, kl_ctrl: kl.FixedKLController, kl_penalty: str = "kl"
 ) -> tuple[DataProto, dict[str, float]]:
-    """Write token_level_rewards: the scores less the KL to the reference, and update the controller.
+    """Write token_level_rewards, the scores minus the KL penalty, and update the controller.
 
     Args:
         data: token_level_scores, old_log_probs, ref_log_prob and response_mask, (B, T).
@@ -50,7 +50,7 @@ def compute_advantage(
 ) -> DataProto:
     """Write advantages and returns by the registered estimator, and return the batch.
 
-    `num_repeat` has no effect: groups are the rows with the same `uid`. Further settings are taken from `config`.
+    `num_repeat` has no effect: groups are the samples with the same `uid`. Other settings are read from `config`.
     """
     if "response_mask" not in data:
         data.batch["response_mask"] = compute_response_mask(data)
@@ -62,7 +62,7 @@ def compute_advantage(
 
 
 def compute_reward(data: DataProto, reward_fn: Callable) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return the token rewards (B, T) of a reward manager and what else it reports."""
+    """Return the token rewards (B, T) of a reward manager, and its extra values."""
     result = reward_fn(data, return_dict=True)
     return result["reward_tensor"], result.get("reward_extra_info", {})
 

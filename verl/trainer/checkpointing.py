@@ -120,7 +120,7 @@ class Checkpointer:
             others = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
             raise FloatingPointError(
                 f"step {step} is not saved: the {role} contains NaN or infinity in {broken[0]}{others}, so it can no "
-                "longer be trained. Look at the learning rate, the gradient norm and the KL of the steps before; lower "
+                "longer be trained. Check the learning rate, the gradient norm and the KL of the previous steps; lower "
                 f"optim.lr or optim.clip_grad of the {role}, or use more warm-up steps; {self.how_to_resume()}"
             )
 
@@ -170,7 +170,7 @@ class Checkpointer:
     def check_experiment(self) -> None:
         """Raise ValueError if the run has a default name, and the folder has a checkpoint of another experiment.
 
-        Two experiments that are both left without a name share a folder, and the second would resume the first.
+        Two experiments with the default name share a folder, and the second would resume from the first.
         """
         trainer, newest = self.config.trainer, self.store.newest()
         default = Path(type(self.config)().trainer.default_local_dir)
@@ -180,7 +180,8 @@ class Checkpointer:
         changed = [key for key in _IDENTITY if key in now and key in saved and saved[key] != now[key]]
         if changed:
             raise ValueError(
-                f"{newest} is of another experiment ({', '.join(f'{k}: {saved[k]} -> {now[k]}' for k in changed)}), "
+                f"{newest} belongs to another experiment "
+                f"({', '.join(f'{k}: {saved[k]} -> {now[k]}' for k in changed)}), "
                 f"and both have the default name {trainer.experiment_name!r}. Choose a new trainer.experiment_name. To "
                 "continue from this checkpoint with the new settings, set trainer.resume_mode=resume_path and "
                 f"trainer.resume_from_path={newest}. To start from scratch here, set trainer.resume_mode=disable"

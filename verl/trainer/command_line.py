@@ -53,7 +53,7 @@ def split_arguments(arguments: list[str]) -> tuple[str | None, list[str], set[st
 
 
 def _hydra_config(options: dict[str, str]) -> str | None:
-    """The file that Hydra's options name; None for a configuration that this project has as its defaults."""
+    """The file that Hydra's options name; None for a configuration whose values are the defaults of the schema."""
     from verl.config.hydra import find_config
 
     directories = [options[name] for name in ("--config-path", "--config-dir") if name in options]

@@ -93,7 +93,7 @@ def load_sft_inputs(
 
 
 def _rows_of_run(config: schema.SFTConfig, count: int) -> set[int] | None:
-    """The rows that a run reads which ends within the first epoch; None for a longer run, which reads all."""
+    """Return the rows that a run of less than one epoch reads; None for a longer run."""
     data, steps = config.data, config.trainer.total_training_steps
     if steps is None or steps * data.train_batch_size >= count:
         return None
@@ -102,7 +102,7 @@ def _rows_of_run(config: schema.SFTConfig, count: int) -> set[int] | None:
 
 
 def base_settings(recipe: Recipe, train: Dataset | None, val: Dataset | None) -> dict[str, Any]:
-    """Settings below the user's own: of the launcher, of the recipe, and the files of datasets given as objects."""
+    """Settings that user settings override: of torchrun, of the recipe, and the files of datasets given as objects."""
     given = {"data.train_files": train, "data.val_files": val}
     files = {key: list(d.data_files) for key, d in given.items() if isinstance(d, RLHFDataset)}
     return launcher_settings() | recipe.read() | files
@@ -150,7 +150,7 @@ def _dataset(config: schema.Config, tokenizer: Any, files: Sequence[str], max_sa
 
 
 def given_rewards(config: schema.Config, tokenizer: Any, given: Any) -> RewardManager:
-    """The reward that a trainer was given as an object: a reward manager, or a reward function of any form."""
+    """Return the reward manager for an object passed to a trainer: a manager, or a reward function of any form."""
     return as_reward_manager(given, tokenizer, reward_fn_key=config.data.reward_fn_key, **_limits_of(config.reward))
 
 

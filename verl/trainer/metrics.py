@@ -24,7 +24,7 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
 
 
 def response_lengths(batch: DataProto) -> torch.Tensor:
-    """Tokens of each response (B,), those of tools included."""
+    """Length of each response in tokens, tool output included: (B,) float32."""
     columns = batch.tensors
     return columns["attention_mask"][:, -columns["responses"].shape[1] :].sum(1).float()
 

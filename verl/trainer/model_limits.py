@@ -12,7 +12,7 @@ from verl.rollout.native.model import family_of
 
 logger = logging.getLogger("verl.trainer")
 
-#: share of different tokens above which two vocabularies are taken as those of different tokenizers
+#: fraction of differing tokens above which two vocabularies belong to different tokenizers
 _DIFFERENT_SHARE = 0.01
 
 
@@ -85,7 +85,7 @@ class ModelLimits:
 
 
 def check_reads_tokens_of(policy: str, tokenizer: Any, model: schema.ModelConfig, role: str, largest_id: int) -> None:
-    """Raise ValueError if a model that gets the token ids of the policy has another tokenizer or too few embeddings.
+    """Raise ValueError if a model that reads the token ids of the policy has another tokenizer or too few embeddings.
 
     Args:
         policy: path of the policy's model.

@@ -52,11 +52,11 @@ class PPOTrainer(Trainer):
     Args:
         config: a Config, or None to read config_path and overrides ("key=value").
         train_dataset, val_dataset, reward_manager, tokenizer: made from the configuration if None.
-        reward_fn: the reward as an object: a reward manager, also one of the public verl, or a reward function of any
+        reward_fn: the reward as an object: a reward manager (one for public verl as well), or a reward function of any
             form, such as `reward_fn(batch)`, which returns scores (B, T). `reward_manager` is the same argument.
         val_reward_fn: the same, for validation; None: the reward of training.
         cluster: where the workers run; None: chosen by trainer.backend and the number of processes.
-        use_critic, use_reference_policy, use_rm: like the config keys of these names, above the file; None: not set.
+        use_critic, use_reference_policy, use_rm: override the config keys of these names; None: not set.
     """
 
     saved_roles = ("actor", "critic")

@@ -15,13 +15,13 @@ def generations(batch: DataProto, tokenizer: Any, rows: Sequence[int] | None = N
     """Return prompt, response and score of samples, as text.
 
     Args:
-        batch: scored samples. Columns that it lacks (such as advantages in a validation) give no field.
+        batch: scored samples. A missing column (such as advantages in validation) gives no field.
         tokenizer: decodes prompts and responses.
         rows: indices of the samples; None: all.
 
     Returns:
         One mapping per sample: input, output, gts (the ground truth), score, every value that the reward function
-        returned beside the score, advantage (mean over the response tokens), length (tokens), finish_reason,
+        returned in addition to the score, advantage (mean over the response tokens), length (tokens), finish_reason,
         data_source and uid. All have the same keys.
     """
     columns, objects = batch.tensors, batch.non_tensor_batch

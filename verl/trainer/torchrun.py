@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node=4 -m verl.trainer.sft_trainer key=value ...
 
-Rank 0 is the controller. It starts one worker process per announced rank, as it does without torchrun, so the results
+Rank 0 is the controller. It starts one worker process per torchrun rank, as it does without torchrun, so the results
 are the same. The waiting ranks load no model and use no GPU. If a rank is killed, torchrun ends the others.
 """
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from verl.config.schema.offline import OfflineTrainerConfig
     from verl.config.schema.trainer import RunConfig
 
-_ANNOUNCEMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_FURTHER = (
+_REQUIRED_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_OPTIONAL_VARIABLES = (
     *("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
 )
@@ -34,7 +34,7 @@ _ranks: ContextVar[int | None] = ContextVar("ranks of torchrun", default=None)
 
 @dataclass(frozen=True)
 class Torchrun:
-    """The group of processes that a launcher announces in the environment.
+    """The processes that torchrun started, read from its environment variables.
 
     Attributes:
         rank: rank of this process.
@@ -55,9 +55,9 @@ class Torchrun:
     restarts: int = 0
 
     @classmethod
-    def announced(cls, env: Mapping[str, str]) -> "Torchrun | None":
-        """The group in the variables of torchrun; None if one of them is missing."""
-        if any(name not in env for name in _ANNOUNCEMENT):
+    def from_env(cls, env: Mapping[str, str]) -> "Torchrun | None":
+        """Read the variables of torchrun; None if a required one is missing."""
+        if any(name not in env for name in _REQUIRED_VARIABLES):
             return None
         return cls(
             rank=int(env["RANK"]),
@@ -85,10 +85,10 @@ class Torchrun:
         return self._lead_and_report(command) if self.rank == 0 else self._wait()
 
     def _lead(self, command: Callable[[], int]) -> int:
-        """Run the command with the announced number of ranks, hidden from the processes that it starts."""
+        """Run the command with the number of torchrun ranks. Child processes do not get the variables of torchrun."""
         for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
             del os.environ[name]
-        for name in (*_ANNOUNCEMENT, *_FURTHER):
+        for name in (*_REQUIRED_VARIABLES, *_OPTIONAL_VARIABLES):
             os.environ.pop(name, None)
         token = _ranks.set(self.world_size)
         try:
@@ -113,7 +113,7 @@ class Torchrun:
             deadline = time.monotonic() + (0 if self.agent_store else _READ_SECONDS)
             while time.monotonic() < deadline and store.add(self._key("read"), 0) < self.world_size - 1:
                 time.sleep(_POLL_SECONDS / 10)
-        except RuntimeError as error:  # the launcher has ended: no rank waits any more
+        except RuntimeError as error:  # torchrun has ended: no rank is waiting
             print(f"the exit status {status} did not reach the other ranks: {error}", file=sys.stderr)
 
     def _wait(self) -> int:
@@ -142,28 +142,28 @@ class Torchrun:
 
 def run_under_launcher(command: Callable[[], int]) -> int:
     """Run a command: on rank 0 only if torchrun started this process. Returns its exit status."""
-    group = Torchrun.announced(os.environ)
+    group = Torchrun.from_env(os.environ)
     return command() if group is None else group.run(command)
 
 
 def launcher_settings() -> dict[str, Any]:
-    """Settings below the user's own: the number of ranks that torchrun announced."""
+    """Settings that user settings override: the number of ranks that torchrun started."""
     ranks = _ranks.get()
     return {} if ranks is None else {"trainer.n_gpus_per_node": ranks}
 
 
 def check_launcher(trainer: "RunConfig | OfflineTrainerConfig") -> None:
-    """Raise ValueError if torchrun started another number of ranks, or a script of which each rank is a whole run."""
-    ranks, group = _ranks.get(), Torchrun.announced(os.environ)
+    """Raise ValueError if torchrun started another number of ranks, or a script instead of a command of the package."""
+    ranks, group = _ranks.get(), Torchrun.from_env(os.environ)
     if ranks is None and group is not None and group.world_size > 1:
         raise ValueError(
-            f"torchrun started this script {group.world_size} times, and each would be a whole run: start it once with "
-            f"`python` and trainer.n_gpus_per_node={group.world_size}; the trainer starts the ranks. (Under torchrun "
-            "run a command of the package, such as `torchrun -m verl.trainer.sft_trainer`)"
+            f"torchrun started this script {group.world_size} times, and each process would train alone: start it once "
+            f"with `python` and trainer.n_gpus_per_node={group.world_size}; the trainer starts the ranks. (Under "
+            "torchrun, run a command of the package, such as `torchrun -m verl.trainer.sft_trainer`)"
         )
     if ranks is not None and ranks != trainer.n_gpus_per_node * trainer.nnodes:
         raise ValueError(
             f"torchrun started {ranks} ranks (WORLD_SIZE={ranks}), but trainer.n_gpus_per_node is "
-            f"{trainer.n_gpus_per_node} and trainer.nnodes is {trainer.nnodes}: remove these keys, or start as many "
-            "ranks as they say (--nproc_per_node)"
+            f"{trainer.n_gpus_per_node} and trainer.nnodes is {trainer.nnodes}: remove these keys, or set "
+            "--nproc_per_node to the product of the two"
         )

@@ -116,7 +116,7 @@ def get_nccl_backend() -> str:
 
 
 def __getattr__(name: str) -> bool:
-    if name == "is_cuda_available":  # asked at use, not at import
+    if name == "is_cuda_available":  # evaluated at use, not at import
         return torch.cuda.is_available()
     if name == "is_npu_available":
         return False

@@ -1,19 +1,19 @@
-"""Python processes that start in milliseconds: forks of a process that has already imported what they need.
+"""Python processes that start in milliseconds: forks of a process that has already imported their modules.
 
     server = server_for(env)
     process = server.start("verl.single_controller.local.worker_main", [theirs.fileno()], env, preload=["transformers"])
 
 A `ForkedProcess` has the interface of `PythonProcess`. The server is a child of this process. It imports modules and
-forks; it has one thread, holds no lock and uses no device. It ends with this process, however this process ends, and
-kills its children then. The children share the memory of the libraries.
+forks; it has one thread, holds no lock and uses no device. It exits when this process ends for any reason, and kills
+its children. The children share the memory of the libraries.
 
-A child starts as a fresh interpreter does: environment, working directory, output, `sys.argv`, `__main__`, signals and
-unseeded random generators. It also ends as one: threads are joined and atexit handlers run. Three things differ:
+A child starts with the state of a fresh interpreter: environment, working directory, output, `sys.argv`, `__main__`,
+signals and unseeded random generators. At its end, threads are joined and atexit handlers run. The differences are:
 
 - A module that reads environment variables when it is imported has read those of the server. Processes therefore share
-  a server only if they differ in nothing but `_LATE_VARIABLES`.
+  a server only if their environments are equal except for `_LATE_VARIABLES`.
 - The children of a server have the same hash seed.
-- The BLAS of numpy has one thread. A server with OPENBLAS_NUM_THREADS above 1 has several threads, and refuses to fork.
+- The BLAS of numpy has one thread. A server with OPENBLAS_NUM_THREADS above 1 has several threads and cannot fork.
 
 Linux only.
 """
@@ -205,7 +205,7 @@ class ForkServer:
         self._socket.close()
 
 
-_servers: dict[tuple, ForkServer] = {}  # the one used last is the last
+_servers: dict[tuple, ForkServer] = {}  # least recently used first
 _servers_lock = threading.Lock()
 
 
@@ -225,7 +225,7 @@ def server_for(env: Mapping[str, str]) -> ForkServer:
         server = _servers.pop(key, None)
         if server is None or not server.is_alive():
             server = ForkServer(env)
-        idle = [other for other, its in _servers.items() if other[0] == os.getpid() and not its.processes]
+        idle = [other for other, unused in _servers.items() if other[0] == os.getpid() and not unused.processes]
         for other in idle[: max(len(idle) - _MAX_IDLE_SERVERS, 0)]:
             _servers.pop(other).close()
         _servers[key] = server
@@ -243,7 +243,7 @@ def _without_late(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _inherited() -> tuple:
-    """What a child process has from its parent, in addition to what a request contains."""
+    """State that a child process inherits from its parent and that a request does not contain."""
     status = Path("/proc/self/status").read_text()
     umask = status.partition("Umask:")[2].split(maxsplit=1)[0]
     names = {name for name in dir(resource) if name.startswith("RLIMIT_")} - {"RLIMIT_NOFILE", "RLIMIT_OFILE"}
@@ -309,7 +309,7 @@ class _Server:
                     return module
 
     def _start(self, request: dict[str, Any], descriptors: list[int]) -> ModuleType | None:
-        """Fork a child and reply with its process id, or with the reason why not. Returns the module in the child."""
+        """Fork a child and reply with its process id, or with an error. Returns the module in the child."""
         status_pipe, *for_child = descriptors
         try:
             module = _import(request["modules"])
@@ -395,13 +395,13 @@ def _become(module: ModuleType, descriptors: Sequence[int], env: Mapping[str, st
 
 
 def _num_threads(env: Mapping[str, str]) -> int:
-    """Threads of an operation, as OpenMP reads OMP_NUM_THREADS: a list has one number per nesting level."""
+    """Number of threads that OMP_NUM_THREADS sets; of a list, with one number per nesting level, the first."""
     number = env.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(number) if number.isdigit() and int(number) > 0 else len(os.sched_getaffinity(0))
 
 
 def main() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, {STACK_SIGNAL})  # a child that handles it must not get it before
+    signal.pthread_sigmask(signal.SIG_BLOCK, {STACK_SIGNAL})  # blocked until the child has a handler
     module = _Server(socket.socket(fileno=int(sys.argv[1]))).serve()
     module.main()
 

@@ -1,4 +1,4 @@
-"""Files by local path or, where the command `hdfs` is installed, by hdfs:// address."""
+"""File operations on local paths and, with the command `hdfs`, on hdfs:// addresses."""
 
 import hashlib
 import shutil

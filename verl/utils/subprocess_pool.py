@@ -26,7 +26,7 @@ STACK_SIGNAL = signal.SIGUSR1  # blocked in a child until `dump_stacks_on_reques
 
 
 class ChildProcess(ABC):
-    """A Python process in a session and process group of its own. Subclasses start it and know its exit status.
+    """A Python process in a separate session and process group. Subclasses start it and report its exit status.
 
     Args:
         stacks: Whether the child gets a file for its stacks (see `dump_stacks_on_request`).

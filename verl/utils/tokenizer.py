@@ -29,7 +29,7 @@ def set_pad_token_id(tokenizer: Any) -> None:
 
 
 def hf_processor(name_or_path: str, **kwargs: Any) -> Any:
-    """Load the processor of a multimodal model; None for a model of text alone."""
+    """Load the processor of a multimodal model; None for a text-only model."""
     from transformers import AutoProcessor, ProcessorMixin
 
     try:

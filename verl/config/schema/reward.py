@@ -63,10 +63,10 @@ class RewardConfig(Section):
     sandbox_fusion: SandboxConfig = section(SandboxConfig, "a service that runs generated code")
     timeout: float | None = field(300.0, "seconds to score one response; null: no limit", gt=0)
     isolation: Literal["process", "none"] = field(
-        "process", "call custom reward functions in a worker process that can be killed, or (none) in the trainer's"
+        "process", "where custom reward functions run. process: a worker process that can be killed; none: the trainer"
     )
     memory_limit_mb: int | None = field(
-        None, "memory of that worker process in MiB; null: half of the machine's memory", ge=1
+        None, "memory limit of the reward worker process in MiB; null: half of the memory of the host", ge=1
     )
     on_error: Literal["raise", "count"] = field(
         "raise", "when a response cannot be scored: stop the run, or count it and use failure_score"

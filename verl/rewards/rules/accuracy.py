@@ -1,4 +1,4 @@
-r"""`accuracy_reward`: compares the final answer of a response with that of a short reference, a number or words.
+r"""`accuracy_reward`: compares the final answer of a response with that of a short reference, a number or text.
 
 The final answer of a text is the content of `<answer>...</answer>` at its end; otherwise of the last `\boxed{...}`, or
 what follows the last "answer is", "answer:" or "####" on the same line, whichever comes later.

@@ -48,7 +48,7 @@ class Isolation:
 
     Args:
         mode: "process" or "none".
-        memory_limit_mb: Resident memory of the worker process in MiB; None: half of the machine's memory.
+        memory_limit_mb: Limit of the resident memory of the worker process, MiB; None: half of the host memory.
     """
 
     def __init__(self, mode: str, memory_limit_mb: int | None):
@@ -90,7 +90,7 @@ def call_samples(
         timeout: Seconds per call; None for no timeout.
         pool: Run the calls in these worker processes.
         concurrency: Maximum number of concurrent calls of an async function.
-        memory_bytes: Resident memory of a worker process.
+        memory_bytes: Limit of the resident memory of a worker process.
     """
     if pool is not None and function.is_async:
         return _call_async_in(pool, function, samples, timeout, concurrency, memory_bytes)
@@ -153,7 +153,7 @@ def remote_call(function: ScoreFunction, keywords: dict[str, Any]) -> Call:
 
 
 def call_object(spec: bytes, keywords: dict[str, Any]) -> Any:
-    """In a worker process: call the object of a class, which is made once."""
+    """In a worker process: call the object of a class, which is constructed once."""
     return _object(spec)(**keywords)
 
 
@@ -171,9 +171,9 @@ def _call_async_in(
     concurrency: int,
     memory_bytes: int | None,
 ) -> Iterator[tuple[int, Outcome]]:
-    """Run all samples in an event loop of one worker process, which ends with all of them if one of them ends it."""
+    """Run all samples in an event loop of one worker process. If a call ends the process, all samples fail."""
     rounds = -(-len(samples) // concurrency) + 1
-    # The loop reports its own timeouts; the limit is for one that does not respond.
+    # The event loop enforces the timeout of each call; this limit is for a loop that is blocked.
     seconds = None if timeout is None else (timeout + _GRACE_SECONDS) * max(rounds, len(samples))
     call = Call(
         address_of(run_async),

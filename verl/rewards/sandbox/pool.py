@@ -54,7 +54,7 @@ class Limits:
         cpu_seconds: CPU time of all threads, rounded up.
         memory_bytes: Memory in addition to what the worker used before the call (Linux only). The call raises
             MemoryError.
-        resident_bytes: Resident memory of the worker (Linux only), checked every half second. The worker is killed.
+        resident_bytes: Resident memory of the worker (Linux only), checked every half second. A worker above is killed.
         output_bytes: Output that is kept. The rest is dropped, and the output says so.
     """
 
@@ -113,7 +113,7 @@ def address_of(func: Callable) -> tuple[str, str, str]:
 
 
 def machine_memory() -> int:
-    """Bytes of memory of the machine."""
+    """Physical memory of the host in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -219,7 +219,7 @@ class _Worker:
         return self._limits.resident_bytes is not None
 
     def memory_outcome(self) -> Outcome | None:
-        """The outcome of a call whose worker uses more memory than it may; None if it does not."""
+        """The outcome of a call whose worker exceeds its memory limit; None if it does not."""
         limit = self._limits.resident_bytes
         if limit is None or sys.platform != "linux":
             return None
