@@ -131,9 +131,9 @@ def agree_with_preset(
 ) -> Layer:
     """Resolve settings that disagree with the preset of `algorithm.name`.
 
-    Another estimator or loss is another algorithm: the later of two sources wins. Within one source it changes the preset,
-    except that the estimator of another preset is a problem. Other settings are kept; those of an earlier source are
-    named in a note.
+    Another estimator or loss is another algorithm: the later of two sources wins. Within one source it changes the
+    preset, except that the estimator of another preset is a problem. Other settings are kept; those of an earlier
+    source are named in a note.
 
     Args:
         given: dotted key -> setting.
