@@ -135,7 +135,7 @@ def test_a_run_without_a_name_does_not_resume_another_experiment(settings, tiny,
     plain = [s for s in settings if not s.startswith("trainer.default_local_dir")]
     plain += ["trainer.save_freq=1", "trainer.total_training_steps=1"]
     LocalPPOTrainer(overrides=[*plain, "algorithm.name=grpo"]).fit()
-    other = LocalPPOTrainer(overrides=[*plain, "algorithm.name=grpo", "algorithm.adv_estimator=rloo"])
+    other = LocalPPOTrainer(overrides=[*plain, "algorithm.adv_estimator=rloo"])
     message = r"gsm8k/global_step_1 belongs to another experiment \(algorithm.adv_estimator: grpo -> rloo\), and both "
     with pytest.raises(ValueError, match=message):
         other.fit()
@@ -143,14 +143,11 @@ def test_a_run_without_a_name_does_not_resume_another_experiment(settings, tiny,
         same = LocalPPOTrainer(overrides=[*plain, "algorithm.name=grpo", *further])
         same.fit()
         assert same.global_step == 2
-    named = LocalPPOTrainer(
-        overrides=[*plain, "algorithm.name=grpo", "algorithm.adv_estimator=rloo", "trainer.experiment_name=mine"]
-    )
+    named = LocalPPOTrainer(overrides=[*plain, "algorithm.adv_estimator=rloo", "trainer.experiment_name=mine"])
     named.fit()
     resumed = LocalPPOTrainer(
         overrides=[
             *plain,
-            "algorithm.name=grpo",
             "algorithm.adv_estimator=rloo",
             "trainer.total_training_steps=3",
             "trainer.resume_mode=resume_path",
