@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Install this project with what it can use, into the active Python environment (PYTHON selects another one).
+# Install this project and the extras that it supports into the active Python environment (PYTHON selects another one).
 #
 #   bash scripts/install_vllm_sglang_mcore.sh
 #   USE_MEGATRON=0 bash scripts/install_vllm_sglang_mcore.sh
 #
-# The name is that of the script in other instructions. Rollout engines of this version are `native` and `hf`, training
+# The script has the same name in public verl. Rollout engines of this version are `native` and `hf`, training
 # engines `fsdp` and `fsdp2`: they are part of the project. vLLM, SGLang and Megatron-LM have no engine here, so they are
-# not installed, and USE_MEGATRON=1 is refused. For a virtual environment with the CPU build of torch, see
+# not installed, and USE_MEGATRON=1 is an error. For a virtual environment with the CPU build of torch, see
 # scripts/setup_venv.sh.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -15,7 +15,7 @@ python=${PYTHON:-python}
 extras=${EXTRAS:-ray,lora,track,plot}
 
 if [ "${USE_MEGATRON:-0}" != 0 ]; then
-    echo "error: USE_MEGATRON=${USE_MEGATRON}: this version has no Megatron-LM engine: use USE_MEGATRON=0 and strategy=fsdp" >&2
+    echo "error: USE_MEGATRON=${USE_MEGATRON}: expected 0, because this version has no Megatron-LM engine: use USE_MEGATRON=0 and strategy=fsdp" >&2
     exit 1
 fi
 echo "Not installed, because this version has no engine that uses them: vllm, sglang, megatron-core, flash-attn"

@@ -4,7 +4,7 @@
 #   python examples/data_preprocess/gsm8k.py --local_dir FOLDER_WITH_JSONL --save_dir data/gsm8k
 #   MODEL=Qwen/Qwen2-7B-Instruct DATA=data/gsm8k bash examples/ppo_trainer/run_qwen2-7b_seq_balance.sh [key=value ...]
 #
-# Responses differ in length, so three settings share the work evenly:
+# Responses differ in length. Three settings balance the work:
 #   use_remove_padding    sequences are packed: no computation on padding
 #   balance_batch         every rank gets samples with about the same number of tokens
 #   use_dynamic_bsz       a micro-batch is filled up to a number of tokens instead of a number of samples

@@ -113,7 +113,7 @@ def test_the_short_form_of_the_local_trainer(tmp_path):
     assert config.reward.reward_model.enable is True
 
 
-ARTICLE_STAGE_1 = """
+STAGE_1_YAML = """
 trainer:
   backend: fsdp
 actor_rollout:
@@ -125,7 +125,7 @@ actor_rollout:
 
 
 def test_fsdp_config_of_the_short_form_is_the_actors(tmp_path):
-    config = load(tmp_path, ARTICLE_STAGE_1)
+    config = load(tmp_path, STAGE_1_YAML)
     assert config.actor_rollout_ref.actor.strategy == "fsdp"
     assert config.actor_rollout_ref.actor.fsdp_config.param_offload is True
     assert config.actor_rollout_ref.ref.fsdp_config.param_offload is False

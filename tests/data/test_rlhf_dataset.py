@@ -24,7 +24,7 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 # ---- what comes out -------------------------------------------------------------------------------------------------
 
 
-def test_the_form_that_articles_print(write, chat_tokenizer):
+def test_the_form_of_published_examples(write, chat_tokenizer):
     path = write("a.jsonl", [{"prompt": "How many?", "answer": "4"}, {"prompt": "And now?", "answer": 5}])
     dataset = RLHFDataset(data_files=[path], tokenizer=chat_tokenizer, config={"max_prompt_length": 512})
     assert len(dataset) == 2

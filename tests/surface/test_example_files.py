@@ -44,7 +44,7 @@ def test_similarity():
     assert similarity("abxx", "abcd") == 0.5  # 2 x 2 letters that agree / (4 + 4)
 
 
-def test_the_reward_file_that_the_articles_name(settings):
+def test_the_example_reward_file(settings):
     own = [setting for setting in settings if "custom_reward_function" not in setting]
     flags = ["--custom_reward_function.path=./examples/reward_fn/custom_reward_fn.py"]
     flags += ["--custom_reward_function.name=compute_score", "--reward_model.reward_manager=naive"]

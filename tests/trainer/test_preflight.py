@@ -267,7 +267,7 @@ def test_the_names_known_before_the_registries_are_loaded_are_the_registered_one
         assert not set(upstream_engines(key)) & set(registry)
 
 
-# ------------------------------------------------------------------------------------------- what an article asks for
+# ---- flows and settings of published examples -----------------------------------------------------------------------
 
 
 def test_keyword_arguments_for_roles_are_settings(settings):

@@ -1,4 +1,4 @@
-"""What the articles print works as it is printed: the flow in ten lines, the local trainer, the YAML command line."""
+"""Published snippets run unchanged: the flow in ten lines, the local trainer, the YAML command line."""
 
 import json
 import logging
@@ -83,7 +83,7 @@ engine:
 
 @pytest.fixture
 def workplace(tiny, tmp_path):
-    """A folder with ./model and train.jsonl (24 rows of prompt and answer), as the articles assume."""
+    """A folder with ./model and train.jsonl (24 rows of prompt and answer), as the snippets expect."""
     (tmp_path / "model").symlink_to(tiny / "model")
     (tmp_path / "train.jsonl").symlink_to(tiny / "train.jsonl")
     return tmp_path
@@ -149,7 +149,7 @@ def test_the_command_line_of_a_yaml_file(workplace):
     assert "12 prompts x 1 sample = 12 responses per step" in shown
     expected = ["prompts", "repeat", "gen", "sleep_rollout", "reward", "old_log_prob", "ref", "values", "kl", "adv"]
     step = [*expected, "update_critic", "update_actor", "sync_weights"]
-    assert phases(shown) == [*step, *step, "save"]  # the article sets no save_freq: the model is saved at the end
+    assert phases(shown) == [*step, *step, "save"]  # the snippet sets no save_freq: the model is saved at the end
     (actor,) = workplace.glob("checkpoints/*/*/global_step_2/actor/huggingface")
     assert (actor / "model.safetensors").is_file()
     lines = next(workplace.rglob("metrics.jsonl")).read_text().splitlines()
