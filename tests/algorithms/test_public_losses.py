@@ -9,8 +9,10 @@ import torch
 
 from verl import DataProto
 from verl.algorithms import POLICY_LOSS_REGISTRY, LossAggregation, core_algos, merge_metrics, policy_losses
-from verl.algorithms.actor_loss import actor_loss
+from verl.algorithms.actor_loss import actor_loss, custom_loss_config
+from verl.algorithms.binding import Settings
 from verl.algorithms.core_algos import AdvantageEstimator
+from verl.config import schema
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]])
 PUBLIC = ("vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dro", "dppo_tv", "dppo_kl")
@@ -249,3 +251,14 @@ def test_the_registry_is_used_like_a_dict(registry):
         core_algos.register_policy_loss("vanilla")(constant)
     registry.clear()
     assert len(registry) == 0
+
+
+def test_the_section_policy_loss_of_the_config_of_a_custom_loss():
+    section = {"loss_mode": "mine", "clip_cov_ratio": 0.5, "loss_kwargs": {"my_coef": 2.5}}
+    actor = schema.ActorConfig(policy_loss=section)
+    config = Settings(custom_loss_config(actor.loss_settings, LossAggregation("token-mean", 1, 1)))
+    assert (config.policy_loss.my_coef, config.policy_loss.get("my_coef", 1.0), config.my_coef) == (2.5, 2.5, 2.5)
+    assert (config.policy_loss.clip_cov_ratio, config.policy_loss.ppo_kl_coef) == (0.5, 0.1)
+    given = schema.ActorConfig(policy_loss={"ppo_kl_coef": 1.0})
+    again = custom_loss_config(given.loss_settings, LossAggregation("token-mean", 1, 1))
+    assert again["policy_loss"]["ppo_kl_coef"] == 1.0

@@ -1,5 +1,7 @@
 """Invalid settings: one table of everything that `load_config` refuses, and how the problems are reported."""
 
+import re
+
 import pytest
 
 from verl.config import (
@@ -288,3 +290,20 @@ def test_engines_that_are_not_registered(override, message):
     end = next(end for end in REGISTERED if matches(problem.key, end))
     name = override.partition("=")[2]
     assert check_registered(config, REGISTERED | {end: [*REGISTERED[end], name]}) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.reward_function=a", "did you mean reward_function?"),
+        ("data.reward_function=a", "did you mean reward_function?"),
+        ("foo.use_rm=true", "unknown key"),
+        ("model.imports=[a]", "unknown key"),
+        ("data.suffix=a", "custom function or class as data.custom_cls.kwargs.suffix=..."),
+        ("algorithm.my_temperature=1", "as algorithm.adv_kwargs.my_temperature=..."),
+        ("actor_rollout_ref.actor.policy_loss.tau_x=1", "as actor_rollout_ref.actor.policy_loss.loss_kwargs.tau_x=..."),
+    ],
+)
+def test_a_key_in_the_wrong_section(override, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(overrides=[override])

@@ -99,7 +99,8 @@ def public(tmp_path, write, char_tokenizer):
     char_tokenizer.chat_template = TEMPLATE
 
     def create(name, max_samples=-1, **settings):
-        section = DataConfig(**{"custom_cls": {"path": str(path), "name": name}, **settings})
+        own = settings.pop("kwargs", {})
+        section = DataConfig(**{"custom_cls": {"path": str(path), "name": name, "kwargs": own}, **settings})
         cls = load_dataset_class(str(path), name)
         return create_custom_dataset(cls, [rows], char_tokenizer, section.model_dump(), max_samples)
 
@@ -111,6 +112,7 @@ def test_a_dataset_of_its_own(public, char_tokenizer):
     assert (dataset.max_prompt_length, dataset.image_key, dataset.mine) == (5, "images", 7)
     assert dataset.enable_thinking is False and dataset.cls_name == "Plain" and dataset.processor is None
     assert (len(dataset), len(public("Plain", max_samples=2))) == (4, 2)
+    assert (dataset.mine, public("Plain", kwargs={"mine": 9}).mine) == (7, 9)
     batch = PromptCollator(char_tokenizer, DataConfig())([dataset[0], dataset[3]])
     assert list(batch.non_tensor_batch["prompt_ids"]) == [char_tokenizer("ab=")["input_ids"]] * 2
     assert batch.non_tensor_batch["reward_model"][1]["ground_truth"] == "3"

@@ -86,7 +86,10 @@ def custom_loss_config(settings: Mapping[str, Any], agg: LossAggregation) -> dic
         "loss_scale_factor": agg.scale_factor,
     }
     resolved = {name: value for name, value in defaults.items() if settings.get(name) is None}
-    return {**settings, **resolved, "loss_agg_mode": agg, "global_batch_info": counts}
+    of_loss = dict(settings.get("policy_loss") or {})
+    if of_loss.get("ppo_kl_coef") is None:
+        of_loss["ppo_kl_coef"] = 0.1
+    return {**settings, **resolved, "policy_loss": of_loss, "loss_agg_mode": agg, "global_batch_info": counts}
 
 
 def _checked_result(loss_mode: str, result: Any, mask: torch.Tensor) -> LossAndMetrics:

@@ -25,6 +25,7 @@ _MEGATRON = "the Megatron engine is not supported: use actor.strategy=fsdp"
 _TRAINER = "verl.trainer.batch_functions:"
 _FUNCTIONAL = "verl.utils.py_functional:"
 _FUNCTIONS = "verl.algorithms.torch_functional:"
+_SCHEMA = "verl.config.schema:"
 _MANAGERS = "verl.rewards.public_managers:"
 _RULES = "verl.rewards.public_scores:"
 
@@ -117,7 +118,15 @@ PUBLISHED: dict[str, dict[str, str]] = {
         "get_custom_reward_fn": "verl.rewards.resolve.resolve_reward_function takes path and name of the function",
         "compute_reward_async": "reward functions run concurrently in worker processes: call compute_reward",
     },
-    "verl.trainer.config": {ANY: _CONFIG},
+    "verl.trainer.config": {
+        "AlgoConfig": _SCHEMA + "AlgorithmConfig",
+        "KLControlConfig": _SCHEMA + "KLControlConfig",
+        "FilterGroupsConfig": _SCHEMA + "FilterGroupsConfig",
+        "PFPPOConfig": _SCHEMA + "PFPPOConfig",
+        "RolloutCorrectionConfig": _SCHEMA + "RolloutCorrectionConfig",
+        "CheckpointConfig": _SCHEMA + "CheckpointConfig",
+        ANY: _CONFIG,
+    },
     # ---- rewards
     "verl.utils.reward_score": {
         "default_compute_score": "verl.rewards.resolve:default_compute_score",
@@ -255,6 +264,13 @@ PUBLISHED: dict[str, dict[str, str]] = {
         "ActorConfig": "verl.config.schema:ActorConfig",
         "CriticConfig": "verl.config.schema:CriticConfig",
         "RolloutConfig": "verl.config.schema:RolloutConfig",
+        "FSDPActorConfig": "verl.config.schema:ActorConfig",
+        "FSDPCriticConfig": "verl.config.schema:CriticConfig",
+        "FSDPEngineConfig": _SCHEMA + "EngineConfig",
+        "FSDPOptimizerConfig": _SCHEMA + "OptimConfig",
+        "HFModelConfig": _SCHEMA + "ModelConfig",
+        "OptimizerConfig": _SCHEMA + "OptimConfig",
+        "PolicyLossConfig": _SCHEMA + "PolicyLossConfig",
         ANY: _CONFIG,
     },
     "verl.workers.fsdp_workers": {ANY: _WORKERS},
@@ -279,5 +295,5 @@ PUBLISHED: dict[str, dict[str, str]] = {
     "verl.tools.base_tool": {ANY: "tools are not supported: write an agent loop (verl.rollout.agent_loop)"},
     "verl.tools.schemas": {ANY: "tools are not supported: write an agent loop (verl.rollout.agent_loop)"},
     "verl.interactions.base": {ANY: "interactions are not supported: write an agent loop (verl.rollout.agent_loop)"},
-    "verl.base_config": {"BaseConfig": _CONFIG},
+    "verl.base_config": {"BaseConfig": "verl.config.fields:Section"},
 }

@@ -82,7 +82,7 @@ def nearest_key(wanted: str, known: Iterable[str]) -> str | None:
         tail
         for tail in difflib.get_close_matches(wanted, tails, n=5, cutoff=0.7)
         if _similarity(last, tail.split(".")[-1]) >= 0.7
-        and (not above or _similarity(above, tail.split(".")[-2]) >= 0.6)
+        and (not above or (_similarity(above, tail.split(".")[-2]) >= 0.6 if "." in tail else tail == last))
     ]
     return tails[near[0]] if near else None
 

@@ -23,6 +23,8 @@ _FREE_SETTINGS = {
     "algorithm": "algorithm.adv_kwargs",
     _ACTOR: f"{_ACTOR}.policy_loss.loss_kwargs",
     f"{_ACTOR}.policy_loss": f"{_ACTOR}.policy_loss.loss_kwargs",
+    "data": "data.custom_cls.kwargs",
+    "data.custom_cls": "data.custom_cls.kwargs",
 }
 """Section -> the field for the additional settings of a custom estimator or loss."""
 
@@ -225,7 +227,7 @@ class Reader:
         if near:
             return f"unknown key; did you mean {near}?"
         if extra := _FREE_SETTINGS.get(key.rpartition(".")[0]):
-            return f"unknown key; set a parameter of a custom function as {extra}.{names[-1]}=..."
+            return f"unknown key; set a parameter of a custom function or class as {extra}.{names[-1]}=..."
         section = next((name for name in _sections_above(key) if name in sections_of(self.schema)), "")
         where = f"keys of {section}" if section else "top-level keys"
         return f"unknown key ({where}: {self._keys_below(section)})"

@@ -54,6 +54,9 @@ def read_data_section(config: DatasetConfig, schema: type[Schema]) -> tuple[Any,
     if OmegaConf.is_config(config):
         config = OmegaConf.to_container(config, resolve=True)
     given = dict(config) if isinstance(config, Mapping) else {key: config.get(key, None) for key in keys}
+    for own in (given.get("custom_cls") or {}).get("kwargs") or {}:  # settings of a subclass
+        if own not in section.model_fields:
+            given.pop(own, None)
     max_samples = given.pop("max_samples", None)
     templates = [given.pop(key, None) for key in ("chat_template", "custom_chat_template")]
     if max_samples is not None:

@@ -321,7 +321,8 @@ def create_custom_dataset(
     """
     defaults = {key.partition("data.")[2]: v for key, v in upstream_defaults(schema).items() if key.startswith("data.")}
     public = {k: None if str(v).startswith("${") else v for k, v in defaults.items() if "." not in k}
-    config = OmegaConf.create({**public, **settings, "train_max_samples": max_samples})
+    own = settings["custom_cls"]["kwargs"]
+    config = OmegaConf.create({**public, **settings, **own, "train_max_samples": max_samples})
     parameters = inspect.signature(cls).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     more = {"processor": None, "max_samples": max_samples}

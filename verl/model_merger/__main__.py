@@ -79,7 +79,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command. Returns 0 on success, 1 after an error or if `test` found differences."""
     given = parser().parse_args([_underscores(word) for word in (sys.argv[1:] if arguments is None else arguments)])
     # imported after parsing, so that --help and invalid arguments return immediately
-    from verl.model_merger.merge import MergeOptions, compare, merge
+    try:
+        from verl.model_merger.merge import MergeOptions, compare, merge
+    except ModuleNotFoundError as error:
+        from verl.trainer.command_line import print_missing_package
+
+        return print_missing_package(error)
     from verl.utils.log import setup_logging
 
     setup_logging()

@@ -105,18 +105,22 @@ def _command(
     try:
         return dry_run(path, overrides) if "--dry-run" in flags else run(path, overrides)
     except ModuleNotFoundError as error:
-        if error.name is None or (name := error.name.partition(".")[0]) not in CORE:
-            raise
-        requirement = f"'{CORE[name][0]}>={CORE[name][1]}'"
-        print(
-            f"error: the package {CORE[name][0]} is not installed: pip install {requirement} "
-            "(`python -m verl.utils.env_check` lists all that is missing)",
-            file=sys.stderr,
-        )
-        return 1
+        return print_missing_package(error)
     except KeyboardInterrupt:  # once a run has started, `run` itself says more
         print("\nstopped by SIGINT before the run started", file=sys.stderr)
         return 130
+
+
+def print_missing_package(error: ModuleNotFoundError) -> int:
+    """Print which package to install. Returns the exit status. Any other error is raised again."""
+    if error.name is None or (name := error.name.partition(".")[0]) not in CORE:
+        raise error
+    print(
+        f"error: the package {CORE[name][0]} is not installed: pip install '{CORE[name][0]}>={CORE[name][1]}' "
+        "(`python -m verl.utils.env_check` lists all that is missing)",
+        file=sys.stderr,
+    )
+    return 1
 
 
 def print_error(error: Exception) -> int:

@@ -90,7 +90,8 @@ class ActorConfig(Section):
     @property
     def loss_settings(self) -> dict[str, Any]:
         """The settings that the policy loss gets, without those of `algorithm.rollout_correction`."""
-        return {**self.model_dump(), **self.policy_loss.model_dump(), **self.policy_loss.loss_kwargs}
+        of_loss = {**self.policy_loss.model_dump(), **self.policy_loss.loss_kwargs}
+        return {**self.model_dump(), **of_loss, "policy_loss": of_loss}
 
 
 class RefConfig(Section):

@@ -14,6 +14,12 @@ class CustomClassConfig(Section):
     name: str | None = field(None, "name of the class")
 
 
+class DatasetClassConfig(CustomClassConfig):
+    """`data.custom_cls`: a custom dataset class."""
+
+    kwargs: dict[str, Any] = field({}, "further settings of the class: keys of its `config`")
+
+
 class DataConfig(Section):
     """`data`: prompts for training and validation. A dataset class receives this section."""
 
@@ -34,5 +40,5 @@ class DataConfig(Section):
     shuffle: bool = field(True, "shuffle the training rows in every epoch")
     seed: int = field(42, "shuffle seed", default_from="${trainer.seed}", ge=0)
     validation_shuffle: bool = field(False, "shuffle the validation rows")
-    custom_cls: CustomClassConfig = section(CustomClassConfig, "custom dataset class that replaces RLHFDataset")
+    custom_cls: DatasetClassConfig = section(DatasetClassConfig, "custom dataset class that replaces RLHFDataset")
     apply_chat_template_kwargs: dict[str, Any] = field({}, "arguments of the chat template, such as enable_thinking")

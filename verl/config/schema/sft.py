@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal
 
 from verl.config.aliases import SFT
 from verl.config.fields import FilePath, FilePaths, Schema, Section, StrList, field, section
-from verl.config.schema.data import CustomClassConfig, PromptFormat
+from verl.config.schema.data import DatasetClassConfig, PromptFormat
 from verl.config.schema.model import CheckpointConfig, CheckpointContents, EngineConfig, ModelConfig, OptimConfig
 from verl.config.schema.trainer import RunConfig
 
@@ -32,7 +32,7 @@ class SFTDataConfig(Section):
     truncation: Literal["error", "left", "right"] = field("error", "how to truncate overlong examples")
     shuffle: bool = field(True, "shuffle the training rows in every epoch")
     seed: int = field(1, "shuffle seed", default_from="${trainer.seed}", ge=0)
-    custom_cls: CustomClassConfig = section(CustomClassConfig, "custom dataset class that replaces SFTDataset")
+    custom_cls: DatasetClassConfig = section(DatasetClassConfig, "custom dataset class that replaces SFTDataset")
     apply_chat_template_kwargs: dict[str, Any] = field({}, "arguments of the chat template")
 
 
