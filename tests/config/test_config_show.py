@@ -115,6 +115,7 @@ def test_example_files(monkeypatch):
 def test_values_of_environment_variables_are_not_saved():
     given = {"trainer.worker_env": {"HF_TOKEN": "s3cret"}, "trainer.seed": 7}
     given["ray_kwargs.ray_init"] = {"num_cpus": 4, "runtime_env": {"env_vars": {"API_KEY": "s3cret"}, "pip": ["a"]}}
+    given["reward.custom_reward_function.reward_kwargs"] = {"api_key": "s3cret", "hf_token": "s3cret", "scale": 2}
     config = Config.model_validate(unflatten(given))
     assert "s3cret" not in dump_config(config, redact=True) + str(redacted(to_flat_dict(config)))
     saved = yaml.safe_load(dump_config(config, redact=True))
@@ -122,4 +123,8 @@ def test_values_of_environment_variables_are_not_saved():
     assert saved["ray_kwargs"]["ray_init"]["num_cpus"] == 4
     assert saved["ray_kwargs"]["ray_init"]["runtime_env"] == {"env_vars": {"API_KEY": "<not saved>"}, "pip": ["a"]}
     assert redacted(to_flat_dict(config)).keys() == to_flat_dict(config).keys()
+    kwargs = saved["reward"]["custom_reward_function"]["reward_kwargs"]
+    assert kwargs == {"api_key": "<not saved>", "hf_token": "<not saved>", "scale": 2}
     assert "s3cret" in dump_config(config)
+    with pytest.raises(ValueError, match=r"reward_kwargs\.api_key.*was not saved with the configuration"):
+        load_config(overrides=["reward.custom_reward_function.reward_kwargs.api_key=<not saved>"])

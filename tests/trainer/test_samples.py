@@ -3,10 +3,11 @@
 import json
 import logging
 
+import numpy as np
 import pytest
 
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.samples import choose_rows
+from verl.trainer.samples import choose_rows, generations, plain
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -89,3 +90,22 @@ def test_rows_are_chosen_at_random_and_reproducibly():
     assert chosen == [choose_rows(100, 3, seed) for seed in range(400)]
     assert all(len(set(rows)) == 3 and rows == sorted(rows) for rows in chosen)
     assert {row for rows in chosen for row in rows} == set(range(100))
+
+
+def test_values_of_a_reward_function_as_json():
+    circular: list = []
+    circular.append(circular)
+    values = [np.float32(1.5), np.bool_(True), 3, "a\ud800", (1, 2), {(1, 2): 3}, circular, float("nan"), object]
+    values.append(10**400)
+    found = [plain(value) for value in values]
+    assert found[:5] == [1.5, True, 3, "a\\ud800", (1, 2)] and found[5] == "{(1, 2): 3}" and found[7] == "nan"
+    text = json.dumps(found, ensure_ascii=False).encode().decode()
+    assert "[[...]]" in text and "<class 'object'>" in text and found[9] == 10**400
+
+
+def test_values_with_the_name_of_a_field_keep_the_field(run):
+    trainer, batches, *_ = run
+    batch = batches[0].replace(reward_output=["mine"] * 8, reward_length=[99] * 8)
+    (sample,) = generations(batch, trainer.tokenizer, [0])
+    plain_one = generations(batches[0], trainer.tokenizer, [0])[0]
+    assert sample == plain_one | {"reward_output": "mine", "reward_length": 99}

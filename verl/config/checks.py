@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 
 from verl.checkpoints.store import CheckpointError, step_of_saved
 from verl.config.errors import Problem, format_value
-from verl.config.fields import REDACTED, Schema, flatten
+from verl.config.fields import Schema, flatten, not_saved, to_flat_dict
 from verl.config.schema.data import DataConfig
 from verl.config.schema.ppo import Config
 from verl.config.schema.sft import SFTConfig, SFTDataConfig, SFTTrainerConfig
@@ -35,10 +35,10 @@ def check_combinations(config: Schema) -> list[Problem]:
             checks = (
                 _batches, _ranks, _worker_env, _sampling, _groups, _kl, _losses, _rewards, _kernels, _deterministic
             )  # fmt: skip
-            problems += [*_run_name(config.trainer), *_resume(config.trainer)]
+            problems += [*_secrets(config), *_run_name(config.trainer), *_resume(config.trainer)]
             problems += [problem for check in checks for problem in check(config)]
         case SFTConfig():
-            problems += [*_run_name(config.trainer), *_resume(config.trainer)]
+            problems += [*_secrets(config), *_run_name(config.trainer), *_resume(config.trainer)]
             problems += [*_custom_class(config.data), *_sft_ranks(config)]
     return problems
 
@@ -129,12 +129,11 @@ _SET_FOR_WORKERS |= {"CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
 def _worker_env(config: Config) -> Iterator[Problem]:
     for name in _SET_FOR_WORKERS & config.trainer.worker_env.keys():
         yield Problem(f"trainer.worker_env.{name}", "is set for each worker from its rank: remove it")
-    for name, value in config.trainer.worker_env.items():
-        if value == REDACTED:
-            yield Problem(
-                f"trainer.worker_env.{name}",
-                "its value was not saved with the configuration, since it may be a secret: set it again",
-            )
+
+
+def _secrets(config: Schema) -> Iterator[Problem]:
+    for key in not_saved(to_flat_dict(config)):
+        yield Problem(key, "its value was not saved with the configuration, since it may be a secret: set it again")
 
 
 def _run_name(trainer: RunConfig) -> Iterator[Problem]:

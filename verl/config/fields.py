@@ -280,10 +280,15 @@ def to_flat_dict(config: Schema) -> dict[str, Any]:
 REDACTED = "<not saved>"
 #: settings of environment variables, which may be secrets
 _ENVIRONMENTS = {"worker_env", "env_vars"}
+#: names of secrets among free settings, such as `reward_kwargs`
+_SECRET = re.compile(r"(.*_)?(api_?key|access_key|key_id|secret|password|passwd|credentials?|auth|token)", re.I)
 
 
 def redacted(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields without the values of environment variables: for trackers, checkpoints and comparing two runs."""
+    """The fields without environment variables and other free settings that are secrets by their names.
+
+    For trackers, checkpoints and comparing two runs.
+    """
     return {key: _redacted(key.rpartition(".")[2], value) for key, value in flat.items()}
 
 
@@ -292,7 +297,22 @@ def _redacted(name: str, value: Any) -> Any:
         return value
     if name in _ENVIRONMENTS:
         return dict.fromkeys(value, REDACTED)
-    return {key: _redacted(key, item) for key, item in value.items()}
+    return {key: REDACTED if _is_secret(key, item) else _redacted(key, item) for key, item in value.items()}
+
+
+def _is_secret(name: Any, value: Any) -> bool:
+    return isinstance(value, str) and _SECRET.fullmatch(str(name)) is not None
+
+
+def not_saved(flat: Mapping[str, Any]) -> list[str]:
+    """The keys whose values `redacted` has removed."""
+    found = []
+    for key, value in flat.items():
+        if value == REDACTED:
+            found.append(str(key))
+        elif isinstance(value, Mapping):
+            found += [f"{key}.{inner}" for inner in not_saved(value)]
+    return found
 
 
 def differences(config: Schema) -> dict[str, Any]:

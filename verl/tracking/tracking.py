@@ -151,9 +151,9 @@ class _Caller:
 def _construct(make: Callable[[], Tracker], started: "Future[Tracker]") -> None:
     try:
         started.set_result(make())
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise
         started.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
 
@@ -206,12 +206,12 @@ class Tracking:
             if name not in self.not_finite:
                 logger.error("step %d: %s is %s", step, name, value)
         self.not_finite.update(broken.keys())
-        self._call_all(lambda tracker: tracker.log(numbers, step))
+        self._call_all(lambda tracker: tracker.log(dict(numbers), step))
 
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
         """Log a table of samples: a list of rows with equal keys."""
         if rows:
-            self._call_all(lambda tracker: tracker.log_samples(name, rows, step))
+            self._call_all(lambda tracker: tracker.log_samples(name, [dict(row) for row in rows], step))
 
     def finish(self, failed: bool = False) -> None:
         """Close the trackers and log a summary of their failures."""

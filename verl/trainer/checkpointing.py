@@ -35,7 +35,14 @@ _FREE_TO_CHANGE = (
     "trainer.logger",
 )
 #: settings that identify an experiment
-_IDENTITY = ("actor_rollout_ref.model.path", "model.path", "data.train_files", "algorithm.adv_estimator")
+_IDENTITY = (
+    "actor_rollout_ref.model.path",
+    "model.path",
+    "data.train_files",
+    "algorithm.adv_estimator",
+    "reward.custom_reward_function.path",
+    "reward.reward_function",
+)
 _POLL_INTERVAL = 0.05  # seconds between two looks at a checkpoint that is being written
 _WRITE_TIMEOUT = 3600.0  # seconds after which a write is given up
 

@@ -1,14 +1,20 @@
 """Prompts, responses and scores as text, for inspection."""
 
 import json
+import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from verl.algorithms.masked import masked_mean
 from verl.checkpoints.atomic import atomic_write
 from verl.protocol import DataProto
+
+#: fields of a sample; a value of the reward function with one of these names gets the prefix `reward_`
+_FIELDS = {"input", "output", "gts", "score", "advantage", "length", "finish_reason", "data_source", "uid", "step"}
 
 
 def generations(batch: DataProto, tokenizer: Any, rows: Sequence[int] | None = None) -> list[dict[str, Any]]:
@@ -29,16 +35,17 @@ def generations(batch: DataProto, tokenizer: Any, rows: Sequence[int] | None = N
     samples = []
     for i in range(len(batch)) if rows is None else rows:
         mask = columns["attention_mask"][i].bool()
+        extras = {
+            name.removeprefix("reward_"): plain(values[i])
+            for name, values in objects.items()
+            if name.startswith("reward_") and name != "reward_model"
+        }
         sample = {
             "input": tokenizer.decode(columns["prompts"][i][mask[:width]], skip_special_tokens=True),
             "output": tokenizer.decode(columns["responses"][i][mask[width:]], skip_special_tokens=True),
-            "gts": (objects["reward_model"][i] or {}).get("ground_truth") if "reward_model" in objects else None,
+            "gts": plain((objects["reward_model"][i] or {}).get("ground_truth")) if "reward_model" in objects else None,
             "score": columns["token_level_scores"][i].sum().item(),
-        }
-        sample |= {
-            name.removeprefix("reward_"): values[i]
-            for name, values in objects.items()
-            if name.startswith("reward_") and name != "reward_model"
+            **{f"reward_{name}" if name in _FIELDS else name: value for name, value in extras.items()},
         }
         if "advantages" in columns:
             sample["advantage"] = masked_mean(columns["advantages"][i], columns["response_mask"][i]).item()
@@ -46,6 +53,20 @@ def generations(batch: DataProto, tokenizer: Any, rows: Sequence[int] | None = N
         sample |= {name: objects[name][i] for name in ("finish_reason", "data_source", "uid") if name in objects}
         samples.append(sample)
     return samples
+
+
+def plain(value: Any) -> Any:
+    """A value of a reward function as JSON: numbers, text, lists and mappings; anything else as text."""
+    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError):
+        return repr(value).encode("utf-8", "backslashreplace").decode()
+    return value
 
 
 def choose_rows(count: int, wanted: int, seed: int) -> list[int]:
