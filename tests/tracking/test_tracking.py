@@ -270,6 +270,10 @@ def test_names_and_packages_are_checked_before_anything_starts(tmp_path, monkeyp
     with pytest.raises(ValueError, match="no tracker is called 'tensorbord': did you mean 'tensorboard'"):
         check_trackers(["console", "tensorbord"])
 
+    monkeypatch.setitem(TRACKER_REGISTRY, "plain", dict)
+    with pytest.raises(ValueError, match=r"tracker 'plain': expected a subclass of .*Tracker, found <class 'dict'>"):
+        check_trackers(["plain"])
+
     class Service(Flaky):
         package = "metrics_service"
 

@@ -35,6 +35,11 @@ def check_trackers(names: Sequence[str]) -> None:
             near = difflib.get_close_matches(name, TRACKER_REGISTRY, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(f"no tracker is called {name!r}: {hint}known: {', '.join(TRACKER_REGISTRY)}")
+        if not (isinstance(TRACKER_REGISTRY[name], type) and issubclass(TRACKER_REGISTRY[name], Tracker)):
+            raise ValueError(
+                f"tracker {name!r}: expected a subclass of verl.tracking.trackers.Tracker, found "
+                f"{TRACKER_REGISTRY[name]!r}"
+            )
         package = TRACKER_REGISTRY[name].package
         if package is not None and not _installed(package):
             raise ValueError(
