@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import sys
 import threading
 import time
 
@@ -117,3 +118,27 @@ def exits_on_b(data_source, solution_str, ground_truth, extra_info=None):
 
 async def exits_on_b_async(data_source, solution_str, ground_truth, extra_info=None):
     return exits_on_b(data_source, solution_str, ground_truth)
+
+
+def forks(x):
+    """Return in the parent and end somehow in the child."""
+    child = os.fork()
+    if child == 0:
+        if x == 1:
+            sys.exit(0)
+        if x == 2:
+            time.sleep(60)
+        return -1
+    if x == 2:
+        os._exit(3)
+    os.waitpid(child, 0)
+    return x
+
+
+class HasNoMessage(Exception):
+    def __str__(self):
+        raise RuntimeError("this exception has no message")
+
+
+def raises_without_message(x):
+    raise HasNoMessage

@@ -67,6 +67,37 @@ def test_a_call_that_ends_its_process_is_reported_with_the_exit_status(pool):
     assert outcome.failure == "ended its process, which exited with status 7" and outcome.over_limit
 
 
+@pytest.mark.parametrize("x", [0, 1])
+def test_the_fork_of_a_worker_does_not_reply(pool, x):
+    calls = [call("forks", x), call("inverse", 2), call("inverse", 4), call("inverse", 8)]
+    assert [pool.run(one, Limits(wall_seconds=10)).value for one in calls] == [x, 0.5, 0.25, 0.125]
+
+
+def test_the_exit_of_a_worker_is_noticed_while_a_fork_of_it_lives(pool):
+    begun = time.monotonic()
+    outcome = pool.run(call("forks", 2), Limits(wall_seconds=30))
+    assert outcome.failure == "ended its process, which exited with status 3" and outcome.over_limit
+    assert time.monotonic() - begun < 10
+
+
+def test_a_reply_to_another_call_fails_this_call_and_ends_the_worker():
+    pool = ProcessPool(1)
+    before = pool.run(call("which_process"), Limits()).value[0]
+    worker = pool._slots.get()
+    send = worker._send
+    worker._send = lambda: (send(), setattr(worker, "number", worker.number + 1))
+    pool._slots.put(worker)
+    assert "another call" in pool.run(call("inverse", 2), Limits(wall_seconds=10)).failure
+    assert not _alive(before)
+    assert pool.run(call("inverse", 4), Limits()).value == 0.25
+    pool.close()
+
+
+def test_an_exception_whose_str_fails_is_described_by_its_type(pool):
+    outcome = pool.run(call("raises_without_message"), Limits(wall_seconds=10))
+    assert outcome.failure == "raised HasNoMessage (its __str__ fails)" and not outcome.over_limit
+
+
 def test_calls_keep_their_positions_and_one_hanging_call_stops_no_other(pool):
     calls = [call("inverse", x) if x != 3 else call("sleep") for x in range(1, 9)]
     outcomes = dict(pool.map(calls, Limits(wall_seconds=0.5)))

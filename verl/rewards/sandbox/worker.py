@@ -1,8 +1,9 @@
 """The worker process of `ProcessPool`: runs calls under limits until its parent ends.
 
 Started as `python -m verl.rewards.sandbox.worker FD`, where FD is its end of the connection. It sends ("ready",), reads
-pickled (address, limits, pickled arguments), and replies with ("called",) when the function is loaded and the call
-starts, and then with ("value", pickled value, output) or ("error", type, message, traceback, output).
+pickled (number, address, limits, pickled arguments), and replies with ("called", number) when the function is loaded
+and the call starts, and then with ("value", number, pickled value, output) or ("error", number, description, traceback,
+output). A fork of the worker, made by the function, never replies.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from verl.registry import import_module
-from verl.rewards.sandbox.pool import Limits
+from verl.rewards.sandbox.pool import Limits, describe_error
 
 
 @cache
@@ -90,28 +91,33 @@ def limited(limits: Limits):
             resource.setrlimit(kind, limit)
 
 
-def run_call(connection: Connection, address: tuple[str, str, str], limits: Limits, arguments: bytes) -> tuple:
-    """Run one call and return the message with its result."""
+def run_call(
+    reply: Callable[..., None], number: int, address: tuple[str, str, str], limits: Limits, arguments: bytes
+) -> None:
+    """Run one call and reply with its result."""
     output = BoundedOutput(limits.output_bytes)
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             function, keywords = find_function(*address), pickle.loads(arguments)
-            connection.send_bytes(pickle.dumps(("called",)))
+            reply("called", number)
             with limited(limits):
                 value = function(**keywords)
                 if inspect.iscoroutine(value):
                     value = asyncio.run(value)
-            return "value", _pickled(value), output.text()
+            result = "value", number, _pickled(value), output.text()
     except BaseException as error:  # including SystemExit: sys.exit() in user code does not end the worker
         trace = "".join(traceback.format_exception(error))
-        return "error", type(error).__name__, str(error)[:2000], trace[-20000:], output.text()
+        result = "error", number, describe_error(error), trace[-20000:], output.text()
+    reply(*result)
 
 
 def _pickled(value: object) -> bytes:
     try:
         return pickle.dumps(value)
     except Exception as error:  # pickling runs code of the value's class, which can raise anything
-        raise TypeError(f"returned a {type(value).__name__} that cannot be sent to another process: {error}") from error
+        raise TypeError(
+            f"returned a {type(value).__name__} that cannot be sent to another process: {describe_error(error)}"
+        ) from error
 
 
 def exit_with_parent(parent: int) -> None:
@@ -133,13 +139,20 @@ def main() -> None:
     sys.breakpointhook = no_breakpoint
     with contextlib.suppress(OSError):  # if the machine runs out of memory, this process ends, not the trainer
         Path("/proc/self/oom_score_adj").write_text("1000")
-    connection = Connection(int(sys.argv[1]))
+    connection, worker = Connection(int(sys.argv[1])), os.getpid()
+
+    def reply(*message: object) -> None:
+        # A function that forks returns twice. The fork has the same connection, and its reply would be taken for the
+        # result of the next call.
+        if os.getpid() != worker:
+            os._exit(0)
+        connection.send_bytes(pickle.dumps(message))
+
     threading.Thread(target=exit_with_parent, args=(os.getppid(),), daemon=True).start()
-    connection.send_bytes(pickle.dumps(("ready",)))
+    reply("ready", 0)
     with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
         while True:
-            job = pickle.loads(connection.recv_bytes())
-            connection.send_bytes(pickle.dumps(run_call(connection, *job)))
+            run_call(reply, *pickle.loads(connection.recv_bytes()))
 
 
 if __name__ == "__main__":
