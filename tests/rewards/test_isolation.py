@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from verl.registry import import_module
+from verl.rewards.functions import ScoreFunction
+from verl.rewards.outcome import Sample
+from verl.rewards.sandbox.calls import call_samples
 from verl.rewards.sandbox.pool import Call, DeadlineExceeded, Limits, ProcessPool, address_of, interrupt_after
 
 SAMPLES = import_module(str(Path(__file__).with_name("sample_rewards.py")))
@@ -96,6 +99,20 @@ def test_a_reply_to_another_call_fails_this_call_and_ends_the_worker():
 def test_an_exception_whose_str_fails_is_described_by_its_type(pool):
     outcome = pool.run(call("raises_without_message"), Limits(wall_seconds=10))
     assert outcome.failure == "raised HasNoMessage (its __str__ fails)" and not outcome.over_limit
+
+
+@pytest.mark.parametrize("timeout", [None, 20.0])
+def test_whatever_an_async_function_raises_is_the_outcome_of_its_sample(timeout):
+    names = {"cancel": "CancelledError", "ctrl-c": "KeyboardInterrupt", "exit": "SystemExit", "str": "HasNoMessage"}
+    texts = ["a", *names, *(f"+{name}" for name in names), "b"]
+    samples = [Sample("", text, "", {}, number, len(texts)) for number, text in enumerate(texts)]
+    function = ScoreFunction(SAMPLES.raises_any)
+    begun = time.monotonic()
+    found = dict(call_samples(function, samples, timeout, None, concurrency=4))
+    assert found.pop(0).value == found.pop(len(texts) - 1).value == 1.0
+    for index, name in enumerate([*names.values(), *names.values()], start=1):
+        assert found[index].failure.startswith(f"raised {name}"), texts[index]
+    assert time.monotonic() - begun < 10
 
 
 def test_calls_keep_their_positions_and_one_hanging_call_stops_no_other(pool):
