@@ -146,7 +146,11 @@ def _call_in(
 def remote_call(function: ScoreFunction, keywords: dict[str, Any]) -> Call:
     """The call of a function in a worker process. Raises ValueError if the function has no address."""
     if function.source is None:
-        return Call(address_of(function.func), keywords)
+        # A sum finds its registered terms by name: the worker imports the files that register them.
+        imports = tuple(
+            address_of(term.source[0] if term.source else term.func) for term in function.terms if not term.is_builtin
+        )
+        return Call(address_of(function.func), keywords, imports)
     cls, made_with = function.source
     spec = (address_of(cls), tuple(sorted(made_with.items())))
     return Call(address_of(call_object), {"spec": pickle.dumps(spec), "keywords": keywords})

@@ -67,10 +67,17 @@ class Limits:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of the function at `address` (see `address_of`) with keyword arguments."""
+    """A call of the function at `address` (see `address_of`) with keyword arguments.
+
+    Attributes:
+        address: The function.
+        arguments: Its keyword arguments.
+        imports: Addresses of functions that are loaded before the call.
+    """
 
     address: tuple[str, str, str]
     arguments: Mapping[str, Any]
+    imports: tuple[tuple[str, str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -350,7 +357,7 @@ class ProcessPool:
                     position, call = pending.popleft()
                     busy[worker.connection] = worker
                     try:
-                        job = (call.address, limits, pickle.dumps(dict(call.arguments)))
+                        job = ((*call.imports, call.address), limits, pickle.dumps(dict(call.arguments)))
                     except Exception as error:  # pickling runs code of the arguments' classes, which can raise anything
                         self._release(busy, worker)
                         failure = "has arguments that cannot be sent to another process"

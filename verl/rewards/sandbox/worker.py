@@ -1,9 +1,9 @@
 """The worker process of `ProcessPool`: runs calls under limits until its parent ends.
 
-Started as `python -m verl.rewards.sandbox.worker FD`, where FD is its end of the connection. It sends ("ready",), reads
-pickled (number, address, limits, pickled arguments), and replies with ("called", number) when the function is loaded
-and the call starts, and then with ("value", number, pickled value, output) or ("error", number, description, traceback,
-output). A fork of the worker, made by the function, never replies.
+Started as `python -m verl.rewards.sandbox.worker FD`, where FD is its end of the connection. It sends ("ready", 0),
+reads pickled (number, addresses, limits, pickled arguments), loads the functions at all addresses and calls the last
+one. It replies with ("called", number) when the call starts, and then with ("value", number, pickled value, output) or
+("error", number, description, traceback, output). A fork of the worker, made by the function, never replies.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -92,13 +92,18 @@ def limited(limits: Limits):
 
 
 def run_call(
-    reply: Callable[..., None], number: int, address: tuple[str, str, str], limits: Limits, arguments: bytes
+    reply: Callable[..., None],
+    number: int,
+    addresses: Sequence[tuple[str, str, str]],
+    limits: Limits,
+    arguments: bytes,
 ) -> None:
     """Run one call and reply with its result."""
     output = BoundedOutput(limits.output_bytes)
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            function, keywords = find_function(*address), pickle.loads(arguments)
+            *_, function = [find_function(*address) for address in addresses]
+            keywords = pickle.loads(arguments)
             reply("called", number)
             with limited(limits):
                 value = function(**keywords)
