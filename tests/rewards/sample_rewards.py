@@ -1,11 +1,15 @@
 """Reward functions as users write them, good and bad: loaded by path, also in worker processes."""
 
 import asyncio
+import logging
 import os
 import re
+import subprocess
 import sys
 import threading
 import time
+
+LOGGER = logging.getLogger("sample rewards")
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -153,3 +157,13 @@ async def raises_any(data_source, solution_str, ground_truth):
     if solution_str in kinds:
         raise kinds[solution_str]
     return 1.0
+
+
+def logs(x):
+    """Write in all ways, with a handler that is created at the first call."""
+    if not LOGGER.handlers:
+        LOGGER.addHandler(logging.StreamHandler())
+    LOGGER.warning("logged %s", x)
+    sys.stdout.buffer.write(b"bytes %d\n" % x)
+    subprocess.run(["true"], stdout=sys.stdout, check=True)
+    return sys.stdout.encoding

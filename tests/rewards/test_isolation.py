@@ -58,6 +58,14 @@ def test_output_is_shown_here_up_to_its_limit(pool, capsys):
     assert shown.count("a") < 40 and "71 more characters of output were dropped" in shown
 
 
+def test_a_log_handler_writes_to_the_output_of_each_call(capsys):
+    pool = ProcessPool(1)
+    for x in (1, 2):
+        assert pool.run(call("logs", x), Limits()).value == "utf-8"
+        assert capsys.readouterr().out == f"logged {x}\nbytes {x}\n"
+    pool.close()
+
+
 def test_an_exception_comes_back_with_its_traceback(pool):
     outcome = pool.run(call("inverse", 0), Limits())
     assert outcome.failure == "raised ZeroDivisionError: division by zero" and not outcome.over_limit

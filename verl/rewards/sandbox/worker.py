@@ -45,14 +45,31 @@ def _parent_exists(module: str) -> bool:
 
 
 class BoundedOutput(io.TextIOBase):
-    """A text stream that keeps the first `limit` characters and counts the others."""
+    """A text stream that keeps the first `limit` characters of each call and counts the others.
 
-    def __init__(self, limit: int):
+    The stream is the same for all calls, since the handlers of `logging` keep the one with which they were created.
+    Subprocesses that inherit it write to the stdout of the worker.
+    """
+
+    encoding, errors = "utf-8", "replace"
+
+    def __init__(self) -> None:
+        self.buffer = _TextBytes(self)
+        self.begin(0)
+
+    def begin(self, limit: int) -> None:
+        """Discard the text and keep up to `limit` characters from here on."""
         self._chunks: list[str] = []
         self._remaining, self._dropped = limit, 0
 
     def writable(self) -> bool:
         return True
+
+    def fileno(self) -> int:
+        return 1
+
+    def close(self) -> None:
+        """Do nothing: the next call writes to the same stream."""
 
     def write(self, text: str) -> int:
         kept = text[: self._remaining]
@@ -65,6 +82,23 @@ class BoundedOutput(io.TextIOBase):
     def text(self) -> str:
         note = f"\n[{self._dropped} more characters of output were dropped]\n" if self._dropped else ""
         return "".join(self._chunks) + note
+
+
+class _TextBytes(io.RawIOBase):
+    """The `buffer` of a text stream."""
+
+    def __init__(self, text: io.TextIOBase):
+        self._text = text
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: bytes) -> int:
+        self._text.write(bytes(data).decode(errors="replace"))
+        return len(data)
+
+
+_OUTPUT = BoundedOutput()
 
 
 @contextlib.contextmanager
@@ -99,9 +133,9 @@ def run_call(
     arguments: bytes,
 ) -> None:
     """Run one call and reply with its result."""
-    output = BoundedOutput(limits.output_bytes)
+    _OUTPUT.begin(limits.output_bytes)
     try:
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        with contextlib.redirect_stdout(_OUTPUT), contextlib.redirect_stderr(_OUTPUT):
             *_, function = [find_function(*address) for address in addresses]
             keywords = pickle.loads(arguments)
             reply("called", number)
@@ -109,10 +143,10 @@ def run_call(
                 value = function(**keywords)
                 if inspect.iscoroutine(value):
                     value = asyncio.run(value)
-            result = "value", number, _pickled(value), output.text()
+            result = "value", number, _pickled(value), _OUTPUT.text()
     except BaseException as error:  # including SystemExit: sys.exit() in user code does not end the worker
         trace = "".join(traceback.format_exception(error))
-        result = "error", number, describe_error(error), trace[-20000:], output.text()
+        result = "error", number, describe_error(error), trace[-20000:], _OUTPUT.text()
     reply(*result)
 
 
