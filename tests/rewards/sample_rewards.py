@@ -1,10 +1,15 @@
 """Reward functions as users write them, good and bad: loaded by path, also in worker processes."""
 
 import asyncio
+import logging
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
+
+LOGGER = logging.getLogger("sample rewards")
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -117,3 +122,48 @@ def exits_on_b(data_source, solution_str, ground_truth, extra_info=None):
 
 async def exits_on_b_async(data_source, solution_str, ground_truth, extra_info=None):
     return exits_on_b(data_source, solution_str, ground_truth)
+
+
+def forks(x):
+    """Return in the parent and end somehow in the child."""
+    child = os.fork()
+    if child == 0:
+        if x == 1:
+            sys.exit(0)
+        if x == 2:
+            time.sleep(60)
+        return -1
+    if x == 2:
+        os._exit(3)
+    os.waitpid(child, 0)
+    return x
+
+
+class HasNoMessage(Exception):
+    def __str__(self):
+        raise RuntimeError("this exception has no message")
+
+
+def raises_without_message(x):
+    raise HasNoMessage
+
+
+async def raises_any(data_source, solution_str, ground_truth):
+    """Raise what the response names; a name with a + raises it in a task of its own."""
+    kinds = {"cancel": asyncio.CancelledError, "ctrl-c": KeyboardInterrupt, "exit": SystemExit, "str": HasNoMessage}
+    if solution_str.startswith("+"):
+        return await asyncio.create_task(raises_any(data_source, solution_str[1:], ground_truth))
+    await asyncio.sleep(0)
+    if solution_str in kinds:
+        raise kinds[solution_str]
+    return 1.0
+
+
+def logs(x):
+    """Write in all ways, with a handler that is created at the first call."""
+    if not LOGGER.handlers:
+        LOGGER.addHandler(logging.StreamHandler())
+    LOGGER.warning("logged %s", x)
+    sys.stdout.buffer.write(b"bytes %d\n" % x)
+    subprocess.run(["true"], stdout=sys.stdout, check=True)
+    return sys.stdout.encoding

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.rewards.test_reward_managers import make_batch, tokenizer  # noqa: F401 (a fixture)
-from verl.rewards import RewardError, as_reward_manager, load_reward_manager
+from verl.registry import import_module
+from verl.rewards import RewardError, as_reward_manager, load_reward_manager, resolve_reward_function
 from verl.rewards.sandbox.calls import Isolation
 
 REWARDS = '''
@@ -176,3 +177,27 @@ def test_builtin_functions_and_other_modes(tokenizer):  # noqa: F811
     assert scored.isolation.pool_for(scored.compute_score) is None
     with pytest.raises(ValueError, match="isolation: expected 'process' or 'none', found 'thread'"):
         Isolation("thread", None)
+
+
+def test_a_weighted_sum_with_a_custom_term_is_called_in_the_worker(tokenizer, tmp_path):  # noqa: F811
+    file = tmp_path / "terms.py"
+    file.write_text(
+        "import os\n\nfrom verl import RewardFunction\nfrom verl.rewards import register_reward\n\n\n"
+        "def by_path(data_source, solution_str, ground_truth):\n    return os.getpid()\n\n\n"
+        "@register_reward('by_name')\n"
+        "def named(sampled_response, reference_answer):\n    return os.getpid()\n\n\n"
+        "@register_reward('by_class')\nclass Named(RewardFunction):\n"
+        "    def __call__(self, sampled_response, reference_answer):\n        return os.getpid()\n"
+    )
+    import_module(str(file))
+    terms = [{"name": "by_path", "path": str(file)}, {"name": "by_name"}, {"name": "by_class"}, {"name": "format"}]
+    scored = load_reward_manager(
+        tokenizer,
+        registered_function="weighted",
+        reward_kwargs={"rewards": terms},
+        manager_kwargs={"isolation": "process", "timeout": 20.0},
+    )
+    values = scored(make_batch(["1"]), return_dict=True)["reward_extra_info"]
+    assert values["by_path"] == values["by_name"] == values["by_class"] != [os.getpid()]
+    builtin = resolve_reward_function(registered="weighted", reward_kwargs={"rewards": [{"name": "format"}]})
+    assert Isolation("process", None).pool_for(builtin) is None

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from verl.registry import import_module
+from verl.rewards.functions import ScoreFunction
+from verl.rewards.outcome import Sample
+from verl.rewards.sandbox.calls import call_samples
 from verl.rewards.sandbox.pool import Call, DeadlineExceeded, Limits, ProcessPool, address_of, interrupt_after
 
 SAMPLES = import_module(str(Path(__file__).with_name("sample_rewards.py")))
@@ -55,6 +58,14 @@ def test_output_is_shown_here_up_to_its_limit(pool, capsys):
     assert shown.count("a") < 40 and "71 more characters of output were dropped" in shown
 
 
+def test_a_log_handler_writes_to_the_output_of_each_call(capsys):
+    pool = ProcessPool(1)
+    for x in (1, 2):
+        assert pool.run(call("logs", x), Limits()).value == "utf-8"
+        assert capsys.readouterr().out == f"logged {x}\nbytes {x}\n"
+    pool.close()
+
+
 def test_an_exception_comes_back_with_its_traceback(pool):
     outcome = pool.run(call("inverse", 0), Limits())
     assert outcome.failure == "raised ZeroDivisionError: division by zero" and not outcome.over_limit
@@ -65,6 +76,51 @@ def test_a_call_that_ends_its_process_is_reported_with_the_exit_status(pool):
     arguments = {"data_source": "", "solution_str": "b", "ground_truth": ""}
     outcome = pool.run(Call(address_of(SAMPLES.dies_on_b), arguments), Limits())
     assert outcome.failure == "ended its process, which exited with status 7" and outcome.over_limit
+
+
+@pytest.mark.parametrize("x", [0, 1])
+def test_the_fork_of_a_worker_does_not_reply(pool, x):
+    calls = [call("forks", x), call("inverse", 2), call("inverse", 4), call("inverse", 8)]
+    assert [pool.run(one, Limits(wall_seconds=10)).value for one in calls] == [x, 0.5, 0.25, 0.125]
+
+
+def test_the_exit_of_a_worker_is_noticed_while_a_fork_of_it_lives(pool):
+    begun = time.monotonic()
+    outcome = pool.run(call("forks", 2), Limits(wall_seconds=30))
+    assert outcome.failure == "ended its process, which exited with status 3" and outcome.over_limit
+    assert time.monotonic() - begun < 10
+
+
+def test_a_reply_to_another_call_fails_this_call_and_ends_the_worker():
+    pool = ProcessPool(1)
+    before = pool.run(call("which_process"), Limits()).value[0]
+    worker = pool._slots.get()
+    send = worker._send
+    worker._send = lambda: (send(), setattr(worker, "number", worker.number + 1))
+    pool._slots.put(worker)
+    assert "another call" in pool.run(call("inverse", 2), Limits(wall_seconds=10)).failure
+    assert not _alive(before)
+    assert pool.run(call("inverse", 4), Limits()).value == 0.25
+    pool.close()
+
+
+def test_an_exception_whose_str_fails_is_described_by_its_type(pool):
+    outcome = pool.run(call("raises_without_message"), Limits(wall_seconds=10))
+    assert outcome.failure == "raised HasNoMessage (its __str__ fails)" and not outcome.over_limit
+
+
+@pytest.mark.parametrize("timeout", [None, 20.0])
+def test_whatever_an_async_function_raises_is_the_outcome_of_its_sample(timeout):
+    names = {"cancel": "CancelledError", "ctrl-c": "KeyboardInterrupt", "exit": "SystemExit", "str": "HasNoMessage"}
+    texts = ["a", *names, *(f"+{name}" for name in names), "b"]
+    samples = [Sample("", text, "", {}, number, len(texts)) for number, text in enumerate(texts)]
+    function = ScoreFunction(SAMPLES.raises_any)
+    begun = time.monotonic()
+    found = dict(call_samples(function, samples, timeout, None, concurrency=4))
+    assert found.pop(0).value == found.pop(len(texts) - 1).value == 1.0
+    for index, name in enumerate([*names.values(), *names.values()], start=1):
+        assert found[index].failure.startswith(f"raised {name}"), texts[index]
+    assert time.monotonic() - begun < 10
 
 
 def test_calls_keep_their_positions_and_one_hanging_call_stops_no_other(pool):

@@ -106,6 +106,21 @@ def test_a_single_sample_that_fails_is_named_or_counted(tokenizer, judge):  # no
     assert asyncio.run(asyncio.to_thread(counted, batch)).sum() == 1.0
 
 
+@pytest.mark.parametrize("text", ["cancel", "ctrl-c", "str"])
+def test_whatever_run_single_raises_is_the_outcome_of_its_sample(tokenizer, judge, text):  # noqa: F811
+    import_module(judge)
+    raises_any = import_module(SAMPLES).raises_any
+
+    async def compute_score(data_source, solution_str, ground_truth, extra_info):
+        return await raises_any("", text if solution_str == "b" else "a", "")
+
+    scored = load(tokenizer, "raises_any", manager="judge", manager_kwargs={"on_error": "count", "failure_score": -1})
+    scored.manager.compute_score = compute_score
+    result = scored(make_batch(["a", "b", "a"]), return_dict=True)
+    assert result["reward_tensor"].sum(1).tolist() == [1.0, -1.0, 1.0]
+    assert result["metrics"]["reward/failed_rows"] == 1.0
+
+
 def test_parameters_of_the_constructor(tokenizer):  # noqa: F811
     class Manager:
         def __init__(self, tokenizer, num_examine, compute_score, overlong_buffer_cfg=None, max_resp_len=None):

@@ -22,8 +22,7 @@ def resolve(**arguments):
 
 
 def weighted(*rewards):
-    function = resolve_reward_function(registered="weighted", reward_kwargs={"rewards": list(rewards)})
-    return lambda: function(data_source="gsm8k", solution_str="7", ground_truth="7", extra_info={})
+    return resolve(registered="weighted", reward_kwargs={"rewards": list(rewards)})
 
 
 def manager(name="naive", function="compute_score", **kwargs):

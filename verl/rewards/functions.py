@@ -150,6 +150,7 @@ class ScoreFunction:
             process constructs its own object.
         route: For a function that dispatches by data source (`default_compute_score`): maps a data source to the
             function that scores it, so that errors and timeouts refer to the function that actually runs.
+        terms: For a weighted sum: the functions that it calls.
         form: "sample", "plugin", "batch", "columns (batch)" or "columns (data)".
         is_async: Whether the function is `async def`.
     """
@@ -158,6 +159,7 @@ class ScoreFunction:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     route: Callable[[str], "ScoreFunction"] | None = None
     source: tuple[type, Mapping[str, Any]] | None = None
+    terms: tuple["ScoreFunction", ...] = ()
     form: str = field(init=False)
     is_async: bool = field(init=False)
     _takes: tuple[bool, ...] = field(init=False, repr=False)
@@ -208,8 +210,9 @@ class ScoreFunction:
 
     @property
     def is_builtin(self) -> bool:
-        """Whether this package defines the function."""
-        return str(getattr(_body(self.func), "__module__", "")).startswith("verl.")
+        """Whether this package defines the function, and all functions that it sums."""
+        own = str(getattr(_body(self.func), "__module__", "")).startswith("verl.")
+        return own and all(term.is_builtin for term in self.terms)
 
     @property
     def is_accuracy(self) -> bool:

@@ -31,7 +31,7 @@ from verl.rewards.managers import REWARD_MANAGER_REGISTRY, RewardManager, regist
 from verl.rewards.outcome import BadOutcome, RewardError, read_outcome
 from verl.rewards.responses import reward_positions
 from verl.rewards.sandbox.calls import Isolation, remote_call
-from verl.rewards.sandbox.pool import Limits, Outcome, ProcessPool, late
+from verl.rewards.sandbox.pool import Limits, Outcome, ProcessPool, describe_error, late
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class ColumnsRewardManager(RewardManager):
         try:
             return function.func(**keywords, **function.kwargs)
         except Exception as error:  # any error of a user's function
-            raise self._error(f"raised {type(error).__name__}: {error}") from error
+            raise self._error(f"raised {describe_error(error)}") from error
 
     def _rewards(self, data: DataProto, returned: Any) -> torch.Tensor:
         """Rewards (B, T) float32 from scores (B, T) or (B,)."""
@@ -182,6 +182,9 @@ class SingleRewardManager(RewardManager):
         thread = threading.Thread(target=lambda: found.extend(asyncio.run(self._gather(data))), name="reward manager")
         thread.start()
         thread.join()
+        if len(found) != len(data):
+            where = f"{type(self.manager).__name__}.run_single"
+            raise RewardError(f"reward manager {where} ended its event loop: see the traceback of its thread above")
         return found
 
     async def _gather(self, data: DataProto) -> list[Outcome]:
@@ -192,7 +195,7 @@ class SingleRewardManager(RewardManager):
                 try:
                     async with asyncio.timeout(self.timeout) as deadline:
                         return _outcome_of(await self.manager.run_single(data[row : row + 1].copy()))
-                except (Exception, SystemExit) as error:  # any error of a user's manager is an error of this sample
+                except BaseException as error:  # whatever a user's manager raises is an error of this sample
                     timed_out = isinstance(error, TimeoutError) and deadline.expired()
                     return late(self.timeout, error) if timed_out else Outcome.raised(error)
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -144,7 +145,10 @@ def resolve_reward_function(
             f"file that defines it, with a function of one of these forms:\n{ACCEPTED_FORMS}"
         )
     if registered and registered != "data_source":
-        return as_score_function(REWARD_FUNCTION_REGISTRY[registered], kwargs)
+        found = as_score_function(REWARD_FUNCTION_REGISTRY[registered], kwargs)
+        if found.func is weighted_sum:
+            return replace(found, terms=tuple(term for *_, term in _parsed_terms(kwargs["rewards"])))
+        return found
     if kwargs:
         raise ValueError(
             f"reward_kwargs {sorted(kwargs)} without a reward function: the rules by data source take no parameters; "
@@ -199,7 +203,7 @@ def weighted_sum(
         is the accuracy.
     """
     total, values = 0.0, {}
-    for index, (label, weight, term) in enumerate(_terms(json.dumps(list(map(dict, rewards))))):
+    for index, (label, weight, term) in enumerate(_parsed_terms(rewards)):
         function = term.for_data_source(data_source)
         returned = function(
             data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
@@ -213,6 +217,10 @@ def weighted_sum(
             values |= {"acc": score, **extra}
         values[label] = score
     return {"score": total, **values}
+
+
+def _parsed_terms(rewards: Sequence[Mapping[str, Any]]) -> list[tuple[str, float, ScoreFunction]]:
+    return _terms(json.dumps(list(map(dict, rewards))))
 
 
 @lru_cache(maxsize=64)

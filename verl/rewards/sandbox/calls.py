@@ -17,7 +17,7 @@ import queue
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cache
 from typing import Any
 
@@ -146,7 +146,11 @@ def _call_in(
 def remote_call(function: ScoreFunction, keywords: dict[str, Any]) -> Call:
     """The call of a function in a worker process. Raises ValueError if the function has no address."""
     if function.source is None:
-        return Call(address_of(function.func), keywords)
+        # A sum finds its registered terms by name: the worker imports the files that register them.
+        imports = tuple(
+            address_of(term.source[0] if term.source else term.func) for term in function.terms if not term.is_builtin
+        )
+        return Call(address_of(function.func), keywords, imports)
     cls, made_with = function.source
     spec = (address_of(cls), tuple(sorted(made_with.items())))
     return Call(address_of(call_object), {"spec": pickle.dumps(spec), "keywords": keywords})
@@ -255,6 +259,8 @@ class _Loop:
         self._loop = asyncio.new_event_loop()
         self._slots = asyncio.Semaphore(concurrency)
         self._tasks = [self._loop.create_task(self._score(i), name=str(i)) for i in todo]
+        for task in self._tasks:
+            task.add_done_callback(self._report)
         threading.Thread(target=self._run, name="reward functions", daemon=True).start()
 
     def blocking_sample(self) -> int | None:
@@ -269,16 +275,24 @@ class _Loop:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(asyncio.wait(self._tasks))
+        while not all(task.done() for task in self._tasks):
+            # These two, raised in a task that a user's function created, also end the loop. The function that awaits
+            # the task gets them too.
+            with suppress(KeyboardInterrupt, SystemExit):
+                self._loop.run_until_complete(asyncio.wait(self._tasks))
         self._loop.close()
 
-    async def _score(self, index: int) -> None:
+    def _report(self, task: asyncio.Task) -> None:
+        """Put the outcome of a task that has ended, in whatever way, into the results."""
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        self.results.put((int(task.get_name()), Outcome.raised(error) if error is not None else task.result()))
+
+    async def _score(self, index: int) -> Outcome:
         async with self._slots:
             try:
                 async with asyncio.timeout(self._timeout) as deadline:
                     keywords = arguments(self._function, self._samples[index])
-                    outcome = Outcome(await self._function.func(**keywords))
-            except (Exception, SystemExit) as error:  # any error of a user's function is an error of this sample
+                    return Outcome(await self._function.func(**keywords))
+            except BaseException as error:  # whatever a user's function raises is an error of this sample
                 timed_out = isinstance(error, TimeoutError) and deadline.expired()
-                outcome = late(self._timeout, error) if timed_out else Outcome.raised(error)
-        self.results.put((index, outcome))
+                return late(self._timeout, error) if timed_out else Outcome.raised(error)

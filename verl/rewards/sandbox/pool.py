@@ -33,7 +33,7 @@ from typing import Any
 
 from verl.utils.subprocess_pool import PythonProcess, describe_exit
 
-_MEMORY_CHECK_SECONDS = 0.5
+_CHECK_SECONDS = 0.5  # between checks of the memory and the exit of a worker
 START_SECONDS = 300.0  # for a worker to start and import the file of the function: a shared disk can be slow at first
 
 
@@ -67,10 +67,17 @@ class Limits:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of the function at `address` (see `address_of`) with keyword arguments."""
+    """A call of the function at `address` (see `address_of`) with keyword arguments.
+
+    Attributes:
+        address: The function.
+        arguments: Its keyword arguments.
+        imports: Addresses of functions that are loaded before the call.
+    """
 
     address: tuple[str, str, str]
     arguments: Mapping[str, Any]
+    imports: tuple[tuple[str, str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,15 @@ class Outcome:
     @classmethod
     def raised(cls, error: BaseException) -> "Outcome":
         """The outcome of a call that raised `error` in this process."""
-        return cls(failure=f"raised {type(error).__name__}: {str(error)[:2000]}", cause=error)
+        return cls(failure=f"raised {describe_error(error)}", cause=error)
+
+
+def describe_error(error: BaseException) -> str:
+    """The type and message of an exception; the type alone if its `__str__` fails."""
+    try:
+        return f"{type(error).__name__}: {str(error)[:2000]}"
+    except Exception:  # user code
+        return f"{type(error).__name__} (its __str__ fails)"
 
 
 def address_of(func: Callable) -> tuple[str, str, str]:
@@ -172,6 +187,10 @@ def interrupt_after(seconds: float, call: Callable[[], Any]) -> Any:
 # ---- worker processes ---------------------------------------------------------------------------------------------
 
 
+class _WrongReply(Exception):
+    """A worker replied to another call than its current one."""
+
+
 class _Worker:
     """A worker process, idle or running one call. `deadline`: when the current phase of the call is over time."""
 
@@ -183,18 +202,27 @@ class _Worker:
             self.process = PythonProcess("verl.rewards.sandbox.worker", [theirs.fileno()], environment)
         self.position = -1
         self.deadline = math.inf
+        self.number = 0  # of the current call
         self._ready = False
 
-    def start_call(self, position: int, job: bytes, limits: Limits) -> None:
-        """Run a pickled call. A worker that is still starting receives it when it is ready."""
-        self.position, self._job, self._limits = position, job, limits
+    def start_call(self, position: int, job: tuple, limits: Limits) -> None:
+        """Run a call. A worker that is still starting receives it when it is ready."""
+        self.number += 1
+        self.position, self._job, self._limits = position, pickle.dumps((self.number, *job)), limits
         self._phase, self.deadline = "start", time.monotonic() + START_SECONDS
         if self._ready:
             self._send()
 
     def read_message(self) -> Outcome | None:
-        """Read one message; the outcome if it ends the call. EOFError or ConnectionResetError: the process ended."""
-        kind, *content = pickle.loads(self.connection.recv_bytes())
+        """Read one message; the outcome if it ends the call.
+
+        Raises:
+            EOFError, ConnectionResetError: The process ended.
+            _WrongReply: The message belongs to another call.
+        """
+        kind, number, *content = pickle.loads(self.connection.recv_bytes())
+        if kind != "ready" and number != self.number:
+            raise _WrongReply
         if kind == "ready":
             self._ready = True
             self._send()
@@ -214,9 +242,9 @@ class _Worker:
             return Outcome(failure=f"could not be loaded in another process within {START_SECONDS:g} s")
         return late(self._limits.wall_seconds)
 
-    @property
-    def limits_memory(self) -> bool:
-        return self._limits.resident_bytes is not None
+    def has_ended(self) -> bool:
+        """Whether the process has ended without a further message. A fork of it keeps the connection open."""
+        return self.process.poll() is not None and not self.connection.poll()
 
     def memory_outcome(self) -> Outcome | None:
         """The outcome of a call whose worker exceeds its memory limit; None if it does not."""
@@ -263,13 +291,13 @@ def _value_outcome(value: bytes, output: str) -> Outcome:
         return Outcome(failure="returned a value that cannot be read outside of its process", cause=error)
 
 
-def _error_outcome(limits: Limits, kind: str, message: str, trace: str, output: str) -> Outcome:
+def _error_outcome(limits: Limits, description: str, trace: str, output: str) -> Outcome:
     _print(output)
     cause = WorkerError(f"in another process\n\n{trace}")
-    if kind == "MemoryError" and limits.memory_bytes is not None:
+    if description.startswith("MemoryError:") and limits.memory_bytes is not None:
         phrase = f"used more than {limits.memory_bytes >> 20} MiB of memory"
         return Outcome(failure=phrase, cause=cause, over_limit=True)
-    return Outcome(failure=f"raised {kind}: {message}", cause=cause)
+    return Outcome(failure=f"raised {description}", cause=cause)
 
 
 def _print(output: str) -> None:
@@ -329,7 +357,7 @@ class ProcessPool:
                     position, call = pending.popleft()
                     busy[worker.connection] = worker
                     try:
-                        job = pickle.dumps((call.address, limits, pickle.dumps(dict(call.arguments))))
+                        job = ((*call.imports, call.address), limits, pickle.dumps(dict(call.arguments)))
                     except Exception as error:  # pickling runs code of the arguments' classes, which can raise anything
                         self._release(busy, worker)
                         failure = "has arguments that cannot be sent to another process"
@@ -367,14 +395,16 @@ class ProcessPool:
         """Wait until a worker sends a message, ends or reaches its deadline; yield the calls that are finished."""
         nearest = min((w.deadline for w in busy.values()), default=0.0)
         timeout = None if nearest == math.inf else max(nearest - time.monotonic(), 0.0)
-        if any(worker.limits_memory for worker in busy.values()):
-            timeout = _MEMORY_CHECK_SECONDS if timeout is None else min(timeout, _MEMORY_CHECK_SECONDS)
+        timeout = _CHECK_SECONDS if timeout is None else min(timeout, _CHECK_SECONDS)
         for connection in wait(list(busy), timeout):
             worker = busy[connection]
             try:
                 outcome, alive = worker.read_message(), True
             except (EOFError, ConnectionResetError):
                 outcome, alive = worker.exit_outcome(), False
+            except _WrongReply:
+                failure = "shares its worker process with another call, which replied in its place"
+                outcome, alive = Outcome(failure=f"{failure}: does a function fork this process?"), False
             if outcome is not None:
                 self._release(busy, worker, alive)
                 yield worker.position, outcome
@@ -382,7 +412,7 @@ class ProcessPool:
             self._release(busy, worker, alive=False)
             yield worker.position, worker.deadline_outcome()
         for worker in list(busy.values()):
-            outcome = worker.memory_outcome()
+            outcome = worker.exit_outcome() if worker.has_ended() else worker.memory_outcome()
             if outcome is not None:
                 self._release(busy, worker, alive=False)
                 yield worker.position, outcome

@@ -1,8 +1,9 @@
 """The worker process of `ProcessPool`: runs calls under limits until its parent ends.
 
-Started as `python -m verl.rewards.sandbox.worker FD`, where FD is its end of the connection. It sends ("ready",), reads
-pickled (address, limits, pickled arguments), and replies with ("called",) when the function is loaded and the call
-starts, and then with ("value", pickled value, output) or ("error", type, message, traceback, output).
+Started as `python -m verl.rewards.sandbox.worker FD`, where FD is its end of the connection. It sends ("ready", 0),
+reads pickled (number, addresses, limits, pickled arguments), loads the functions at all addresses and calls the last
+one. It replies with ("called", number) when the call starts, and then with ("value", number, pickled value, output) or
+("error", number, description, traceback, output). A fork of the worker, made by the function, never replies.
 """
 
 import asyncio
@@ -19,13 +20,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from verl.registry import import_module
-from verl.rewards.sandbox.pool import Limits
+from verl.rewards.sandbox.pool import Limits, describe_error
 
 
 @cache
@@ -44,14 +45,31 @@ def _parent_exists(module: str) -> bool:
 
 
 class BoundedOutput(io.TextIOBase):
-    """A text stream that keeps the first `limit` characters and counts the others."""
+    """A text stream that keeps the first `limit` characters of each call and counts the others.
 
-    def __init__(self, limit: int):
+    The stream is the same for all calls, since the handlers of `logging` keep the one with which they were created.
+    Subprocesses that inherit it write to the stdout of the worker.
+    """
+
+    encoding, errors = "utf-8", "replace"
+
+    def __init__(self) -> None:
+        self.buffer = _TextBytes(self)
+        self.begin(0)
+
+    def begin(self, limit: int) -> None:
+        """Discard the text and keep up to `limit` characters from here on."""
         self._chunks: list[str] = []
         self._remaining, self._dropped = limit, 0
 
     def writable(self) -> bool:
         return True
+
+    def fileno(self) -> int:
+        return 1
+
+    def close(self) -> None:
+        """Do nothing: the next call writes to the same stream."""
 
     def write(self, text: str) -> int:
         kept = text[: self._remaining]
@@ -64,6 +82,23 @@ class BoundedOutput(io.TextIOBase):
     def text(self) -> str:
         note = f"\n[{self._dropped} more characters of output were dropped]\n" if self._dropped else ""
         return "".join(self._chunks) + note
+
+
+class _TextBytes(io.RawIOBase):
+    """The `buffer` of a text stream."""
+
+    def __init__(self, text: io.TextIOBase):
+        self._text = text
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: bytes) -> int:
+        self._text.write(bytes(data).decode(errors="replace"))
+        return len(data)
+
+
+_OUTPUT = BoundedOutput()
 
 
 @contextlib.contextmanager
@@ -90,28 +125,38 @@ def limited(limits: Limits):
             resource.setrlimit(kind, limit)
 
 
-def run_call(connection: Connection, address: tuple[str, str, str], limits: Limits, arguments: bytes) -> tuple:
-    """Run one call and return the message with its result."""
-    output = BoundedOutput(limits.output_bytes)
+def run_call(
+    reply: Callable[..., None],
+    number: int,
+    addresses: Sequence[tuple[str, str, str]],
+    limits: Limits,
+    arguments: bytes,
+) -> None:
+    """Run one call and reply with its result."""
+    _OUTPUT.begin(limits.output_bytes)
     try:
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            function, keywords = find_function(*address), pickle.loads(arguments)
-            connection.send_bytes(pickle.dumps(("called",)))
+        with contextlib.redirect_stdout(_OUTPUT), contextlib.redirect_stderr(_OUTPUT):
+            *_, function = [find_function(*address) for address in addresses]
+            keywords = pickle.loads(arguments)
+            reply("called", number)
             with limited(limits):
                 value = function(**keywords)
                 if inspect.iscoroutine(value):
                     value = asyncio.run(value)
-            return "value", _pickled(value), output.text()
+            result = "value", number, _pickled(value), _OUTPUT.text()
     except BaseException as error:  # including SystemExit: sys.exit() in user code does not end the worker
         trace = "".join(traceback.format_exception(error))
-        return "error", type(error).__name__, str(error)[:2000], trace[-20000:], output.text()
+        result = "error", number, describe_error(error), trace[-20000:], _OUTPUT.text()
+    reply(*result)
 
 
 def _pickled(value: object) -> bytes:
     try:
         return pickle.dumps(value)
     except Exception as error:  # pickling runs code of the value's class, which can raise anything
-        raise TypeError(f"returned a {type(value).__name__} that cannot be sent to another process: {error}") from error
+        raise TypeError(
+            f"returned a {type(value).__name__} that cannot be sent to another process: {describe_error(error)}"
+        ) from error
 
 
 def exit_with_parent(parent: int) -> None:
@@ -133,13 +178,20 @@ def main() -> None:
     sys.breakpointhook = no_breakpoint
     with contextlib.suppress(OSError):  # if the machine runs out of memory, this process ends, not the trainer
         Path("/proc/self/oom_score_adj").write_text("1000")
-    connection = Connection(int(sys.argv[1]))
+    connection, worker = Connection(int(sys.argv[1])), os.getpid()
+
+    def reply(*message: object) -> None:
+        # A function that forks returns twice. The fork has the same connection, and its reply would be taken for the
+        # result of the next call.
+        if os.getpid() != worker:
+            os._exit(0)
+        connection.send_bytes(pickle.dumps(message))
+
     threading.Thread(target=exit_with_parent, args=(os.getppid(),), daemon=True).start()
-    connection.send_bytes(pickle.dumps(("ready",)))
+    reply("ready", 0)
     with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
         while True:
-            job = pickle.loads(connection.recv_bytes())
-            connection.send_bytes(pickle.dumps(run_call(connection, *job)))
+            run_call(reply, *pickle.loads(connection.recv_bytes()))
 
 
 if __name__ == "__main__":
