@@ -317,8 +317,8 @@ def _added(op: Operator, current: DataProto, given: OperatorInput | None, result
     _require_written(op, result)
     _require_any_column(result)
     but = (
-        f"returned only {list(result.columns)}: do not change the batch in place, or declare the columns as `writes` and "
-        "return them; to reorder, rename or remove columns, declare no `writes` and return the batch"
+        f"returned only {list(result.columns)}: do not change the batch in place, or declare the columns as `writes` "
+        "and return them; to reorder, rename or remove columns, declare no `writes` and return the batch"
     )
     _require_untouched(given, but, result.columns)
     if undeclared := [c for c in result.columns if c in columns.COLUMNS and c not in (*op.writes, *current.columns)]:
