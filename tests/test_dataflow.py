@@ -178,6 +178,36 @@ def test_a_result_without_columns_is_an_error():
         run_one(lambda b: DataProto(meta_info={"metrics": {"loss": 1.0}}))
 
 
+@pytest.mark.parametrize(
+    "change, columns",
+    [
+        (lambda batch: batch.reorder(torch.tensor([2, 1, 0])), r"\['x', 'uid'\]"),
+        (lambda batch: batch.union(DataProto.from_dict({"v": torch.ones(3)})), r"\['v'\]"),
+        (lambda batch: batch.rename("x", "x2"), r"\['x', 'x2'\]"),
+        (lambda batch: batch.pop(["x"]), r"\['x'\]"),
+    ],
+    ids=["reorder", "union", "rename", "pop"],
+)
+@pytest.mark.parametrize("writes", [("y",), ()], ids=["writes", "mapping"])
+def test_columns_that_are_added_do_not_go_with_a_batch_changed_in_place(change, columns, writes):
+    """The added rows would not belong to those of the batch, or the change would be lost."""
+
+    def adds(batch):
+        change(batch)
+        return {"y": torch.arange(3.0)}
+
+    with pytest.raises(DataProtoValidationError, match=rf"'op': it changed the columns {columns} .* only \['y'\]"):
+        run_one(adds, writes=writes)
+
+
+def test_a_column_set_in_place_and_returned_is_written():
+    def doubles(batch):
+        batch.batch["x"] = batch.batch["x"] * 2
+        return batch
+
+    assert run_one(doubles, writes=("x",)).batch["x"].tolist() == [0.0, 2.0, 4.0]
+
+
 def test_a_column_set_in_place_must_be_returned():
     def sets(batch):
         batch.batch["y"] = torch.ones(3)

@@ -1,8 +1,11 @@
 """Hydra's forms: --config-path and --config-name, groups, defaults lists, interpolations."""
 
+import re
+
 import pytest
 
 from verl.config import ConfigError, load_config
+from verl.config.hydra import read_file
 from verl.config.schema import SFTConfig
 from verl.trainer.command_line import split_arguments
 from verl.trainer.main_ppo import main
@@ -147,3 +150,19 @@ def test_a_defaults_list_that_selects_what_is_not_supported(tmp_path):
     assert "model_engine=megatron selects the engine megatron" in refused(file)[0]
     file.write_text("data: {seed: 1}\ndefaults:\n  - nothing\n")
     assert refused(file)[0].startswith("defaults (main.yaml line 2): nothing is not known")
+
+
+def test_files_that_include_themselves(tmp_path):
+    (tmp_path / "a.yaml").write_text("defaults: [b, _self_]\n")
+    (tmp_path / "b.yaml").write_text("defaults: [c]\n")
+    (tmp_path / "c.yaml").write_text("defaults: [b]\n")
+    (tmp_path / "self.yaml").write_text("defaults: [self]\n")
+    (tmp_path / "twice.yaml").write_text("defaults: [one, one, two]\n")
+    (tmp_path / "one.yaml").write_text("data: {seed: 1}\n")
+    (tmp_path / "two.yaml").write_text("defaults: [one]\n")
+    b, c = tmp_path / "b.yaml", tmp_path / "c.yaml"
+    with pytest.raises(ConfigError, match=re.escape(f"a file includes itself: {b} -> {c} -> {b}")):
+        read_file(tmp_path / "a.yaml")
+    with pytest.raises(ConfigError, match=r"self\.yaml -> .*self\.yaml$"):
+        read_file(tmp_path / "self.yaml")
+    assert len(read_file(tmp_path / "twice.yaml")) == 5

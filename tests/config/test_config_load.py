@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from verl.config import Config, ConfigError, Problem, load_config, to_flat_dict
 from verl.config.fields import derived_fields, fields_of
+from verl.config.sources import read_overrides, read_yaml
 
 
 def load(*overrides, **kwargs):
@@ -237,3 +238,23 @@ def test_loading_is_fast_and_needs_no_torch():
     ).stdout.split()
     assert torch == "False"
     assert float(seconds) < 1.5  # 0.3 on an idle core
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (b"a: &x {b: *x}", "is not valid YAML: an anchor contains itself"),
+        (b"a: &x [*x]", "is not valid YAML: an anchor contains itself"),
+        (b"\x80\x02\xff", "is not a text file in UTF-8"),
+        (b"data: \x00", "is not valid YAML"),
+    ],
+)
+def test_files_that_cannot_be_read(content, reason, tmp_path):
+    (tmp_path / "run.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=f"run.yaml {reason}"):
+        read_yaml(tmp_path / "run.yaml")
+
+
+def test_an_override_with_an_anchor_that_contains_itself():
+    _, (problem,) = read_overrides(["data.train_files=&x [*x]"])
+    assert "an anchor contains itself" in problem.what

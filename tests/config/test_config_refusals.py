@@ -84,6 +84,13 @@ VALUES = {
     "model_engine=megatron": "selects the engine megatron, which is not supported yet: use dp",
     "data.mm_processor_kwargs.x=1": "only text is supported",
     f"{ROLLOUT}mtp.enable=true": "remove the key",
+    f"{ROLLOUT}over_sample_rate=0.5": "0.5 is not supported: a rollout waits for every response; remove the key",
+    "reward.reward_model.rollout.prompt_length=16": "16 is not supported: the reward model reads the whole prompt and",
+    "reward.reward_model.rollout.response_length=16": "(accepted: 2048)",
+    "reward.reward_model.rollout.max_model_len=16": "the reward model reads the whole prompt and response",
+    "reward.reward_model.rollout.dtype=float16": "'float16' (str) is not supported: use reward.reward_model.fsdp.dtype",
+    "reward_model.rollout.prompt_length=16": "(accepted: null, 2048)",
+    "reward_model.rollout.max_model_len=16": "the reward model reads the whole prompt and response",
 }
 
 COMBINATIONS = [
@@ -93,6 +100,8 @@ COMBINATIONS = [
         "128",
     ),
     (["data.train_batch_size=7", f"{ACTOR}ppo_mini_batch_size=8"], "use a mini-batch of 7, or a batch of 8"),
+    (["data.train_batch_size=100000007"], "256: use a mini-batch of 1, or a batch of 100000000 or 100000256"),
+    (["data.train_batch_size=99999999999999999999"], "use a mini-batch of 123 or 271"),
     (["data.train_batch_size=64", "critic.ppo_mini_batch_size=48"], "critic.ppo_mini_batch_size=48: use a mini-batch"),
     ([f"{ROLLOUT}temperature=0"], "found 0.0, expected float > 0"),
     ([f"{ROLLOUT}val_kwargs.do_sample=true"], "found 0.0 with do_sample=true"),

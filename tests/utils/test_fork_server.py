@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import Pipe
 from pathlib import Path
@@ -106,6 +107,7 @@ def test_a_closed_output_is_refused():
 
 def test_idle_servers_are_ended(monkeypatch):
     monkeypatch.setattr(fork_server, "_servers", {})
+    monkeypatch.setattr(fork_server, "_HANDED_OUT_SECONDS", 0.0)
     servers = [server_for(ENV | {"NUMBER": str(n)}) for n in range(2)]
     with evaluator(servers[0].start, env=ENV):
         servers += [server_for(ENV | {"NUMBER": str(n)}) for n in range(2, 6)]
@@ -114,6 +116,36 @@ def test_idle_servers_are_ended(monkeypatch):
     for server in servers:
         if server.is_alive():
             server.close()
+
+
+def test_servers_that_start_a_process_are_not_idle(tmp_path, monkeypatch):
+    """While their first request is in flight, and while it is about to be sent."""
+    (tmp_path / "waits_for_a_file.py").write_text(
+        f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.02)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(fork_server, "_servers", {})
+    monkeypatch.setattr(fork_server, "_MAX_IDLE_SERVERS", 0)
+    first, second = (server_for(ENV | {"NUMBER": str(n)}) for n in range(2))
+    assert first.is_alive(), "just handed out"
+    monkeypatch.setattr(fork_server, "_HANDED_OUT_SECONDS", 0.0)
+    ours, theirs = Pipe()
+    with ThreadPoolExecutor(1) as executor:
+        started = executor.submit(first.start, EVALUATOR, [theirs.fileno()], ENV, preload=["waits_for_a_file"])
+        while first.is_idle():
+            time.sleep(0.01)
+        assert server_for(ENV | {"NUMBER": "0"}) is first and not second.is_alive()
+        third = server_for(ENV | {"NUMBER": "2"})
+        (tmp_path / "go").touch()
+        process = started.result(20)
+    assert first.is_alive() and not first.is_idle()
+    process.kill()
+    process.close()
+    ours.close()
+    theirs.close()
+    assert first.is_idle()
+    first.close()
+    third.close()
 
 
 ENDS = [
@@ -180,18 +212,23 @@ def test_a_dead_server_is_reported_and_replaced(monkeypatch):
     other.close()
 
 
-@pytest.mark.parametrize(
-    "module, reason",
-    [
-        ("tests.utils.starts_a_thread", "RuntimeError: expected one thread after the import of tests.utils.*, found 2"),
-        ("no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
-    ],
-)
-def test_a_server_that_cannot_fork_says_why(module, reason):
+def refusal(server, module: str) -> str:
+    with pytest.raises(ForkServerError) as error:
+        server.start(EVALUATOR, [], ENV, preload=[module])
+    return str(error.value).removeprefix(f"the fork server (process {server.pid}): ")
+
+
+def test_a_server_that_cannot_fork_says_why():
+    """A module that cannot be imported refuses its own request only; a thread refuses every later one."""
     server = ForkServer(ENV)
     for _ in range(2):
-        with pytest.raises(ForkServerError, match=rf"the fork server \(process {server.pid}\): {reason}"):
-            server.start(EVALUATOR, [], ENV, preload=[module])
+        assert refusal(server, "no_such_module") == "ModuleNotFoundError: No module named 'no_such_module'"
+    with evaluator(server.start, env=ENV) as (connection, _):
+        assert ask(connection, "os.getppid()") == server.pid
+    for module in ("tests.utils.starts_a_thread", "random"):
+        found = refusal(server, module)
+        assert found.startswith("RuntimeError: expected one thread after the import of tests.utils.starts_a_thread")
+        assert found.endswith("found 2")
     server.close()
 
 

@@ -25,6 +25,7 @@ _TEMPLATES = "custom_chat_template"
 #: found next to the config of a checkpoint whose weights are not merged
 _CHECKPOINT = ("shards", "lora_adapter", "model_world_size_*")
 _FILES = ("data.train_files", "data.val_files", "data.path")
+_CANDIDATES = 10_000  # numbers tried for a hint
 
 
 def check_combinations(config: Schema) -> list[Problem]:
@@ -149,11 +150,11 @@ def _run_name(trainer: RunConfig) -> Iterator[Problem]:
 
 
 def _divisors_near(number: int, wanted: int) -> str:
-    """The nearest divisors of a number below and above `wanted`."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    below = [d for d in divisors if d < wanted][-1:]
-    above = [d for d in divisors if d > wanted][:1]
-    return " or ".join(str(d) for d in (*below, *above))
+    """The nearest divisors of a number below and above `wanted`, among the `_CANDIDATES` numbers around it."""
+    lower = range(min(wanted - 1, number), max(wanted - 1 - _CANDIDATES // 2, 0), -1)
+    upper = range(wanted + 1, min(wanted + _CANDIDATES // 2, number) + 1)
+    nearest = [next((d for d in candidates if number % d == 0), None) for candidates in (lower, upper)]
+    return " or ".join(str(d) for d in nearest if d) or f"1 or {number}"
 
 
 def _sampling(config: Config) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.errors import ConfigError, Problem
-from verl.config.sources import REMOVED, Layer, Setting, read_yaml
+from verl.config.sources import REMOVED, Layer, Setting, read_text, read_yaml
 from verl.config.upstream import upstream_configs, upstream_engines, upstream_groups
 
 _PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
@@ -42,12 +42,20 @@ def find_config(name: str | None, directories: list[str]) -> Path | None:
     raise ConfigError([Problem("--config-name" if name else "--config-path", what)])
 
 
-def read_file(path: str | Path) -> list[Layer]:
+def read_file(path: str | Path, included_by: tuple[Path, ...] = ()) -> list[Layer]:
     """The settings of a YAML file and of the files in its defaults list, lowest precedence first.
 
+    Args:
+        path: the file.
+        included_by: the files whose defaults lists led to this one, outermost first.
+
     Raises:
-        ConfigError: a file cannot be read, or the list selects something that is not supported.
+        ConfigError: a file cannot be read or includes itself, or the list selects something that is not supported.
     """
+    chain = (*included_by, Path(path).expanduser().resolve())
+    if chain[-1] in included_by:
+        what = f"a file includes itself: {' -> '.join(map(str, chain[included_by.index(chain[-1]) :]))}"
+        raise ConfigError([Problem("defaults", what)])
     layer = read_yaml(path)
     listed = layer.pop("defaults", None)
     if listed is None or not isinstance(listed.value, list):
@@ -61,7 +69,7 @@ def read_file(path: str | Path) -> list[Layer]:
             layers.append(layer)
             has_self = True
         else:
-            layers += _selected(group, option, package, directories, listed)
+            layers += _selected(group, option, package, directories, listed, chain)
     return layers if has_self else [*layers, layer]
 
 
@@ -108,16 +116,18 @@ def _entries(listed: list[Any]) -> Iterator[tuple[str, str, str]]:
                     yield group.strip("/"), name.strip("/"), package or where
 
 
-def _selected(group: str, option: str, package: str, directories: list[Path], given: Setting) -> list[Layer]:
+def _selected(
+    group: str, option: str, package: str, directories: list[Path], given: Setting, chain: tuple[Path, ...] = ()
+) -> list[Layer]:
     """The settings of an option of a group; none if its values are the defaults of this schema."""
     file = _find(f"{group}/{option}" if group else option, directories)
     if file is not None:
-        header = _PACKAGE.search(file.read_text(encoding="utf-8"))
+        header = _PACKAGE.search(read_text(file))
         location = package or (header[1] if header else group.replace("/", "."))
         prefix = "" if location in ("", "_global_") else f"{location}."
         return [
             {prefix + key: replace(setting, key=prefix + key) for key, setting in layer.items()}
-            for layer in read_file(file)
+            for layer in read_file(file, chain)
         ]
     builtin = upstream_groups().get(group, []) if group else upstream_configs()
     if option in builtin:

@@ -47,9 +47,17 @@ for _tag, _pattern in _NUMBERS.items():
 
 
 def _read(text: str) -> Any:
-    """The value of a YAML document. Interpolations are checked for their syntax and not resolved."""
-    value = yaml.load(text, _Loader)
-    return OmegaConf.to_container(OmegaConf.create({"value": value}), resolve=False)["value"]
+    """The value of a YAML document. Interpolations are checked for their syntax and not resolved.
+
+    Raises:
+        yaml.YAMLError: the text is not valid, or an anchor contains itself.
+        OmegaConfBaseException: an interpolation is not valid.
+    """
+    try:
+        value = yaml.load(text, _Loader)
+        return OmegaConf.to_container(OmegaConf.create({"value": value}), resolve=False)["value"]
+    except RecursionError as error:
+        raise yaml.YAMLError("an anchor contains itself, or sections are nested too deeply") from error
 
 
 @dataclass(frozen=True)
@@ -76,12 +84,20 @@ class Setting:
 Layer = dict[str, Setting]
 
 
+def read_text(file: Path) -> str:
+    """The text of a configuration file. Raises ConfigError if it is not a text file in UTF-8."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError([Problem(_FILE, f"{file} is not a text file in UTF-8: {error}")]) from error
+
+
 def read_yaml(path: str | Path) -> Layer:
     """The settings of a YAML file, interpolations unresolved. Raises ConfigError if the file cannot be read."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise ConfigError([Problem(_FILE, f"there is no file {str(path)!r} (looked at {file.resolve()})")])
-    text = file.read_text(encoding="utf-8")
+    text = read_text(file)
     try:
         content = _read(text)
         marks = yaml.compose(text, Loader=yaml.SafeLoader)

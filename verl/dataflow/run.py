@@ -260,7 +260,7 @@ def advance(
         if result is None:
             after = _unchanged(op, current, given)
         elif adds and current is not None:
-            after = _added(op, _with_facts(op, current, given), as_batch(result))
+            after = _added(op, _with_facts(op, current, given), given, as_batch(result))
         else:
             after = _replaced(op, given, result)
         columns.check_contents(after)
@@ -280,11 +280,7 @@ def _unchanged(op: Operator, current: DataProto | None, given: OperatorInput | N
     if op.writes or current is None:
         expected = f"the columns {list(op.writes)}" if op.writes else "a batch"
         raise DataProtoValidationError(f"expected {expected}, found None")
-    if touched := given.changed_columns():
-        raise DataProtoValidationError(
-            f"it changed the columns {touched} of the batch but returned None: return the batch, or declare the "
-            "columns as `writes` and return them"
-        )
+    _require_untouched(given, "returned None: return the batch, or declare the columns as `writes` and return them")
     return _with_facts(op, current, given)
 
 
@@ -304,7 +300,14 @@ def _replaced(op: Operator, given: OperatorInput | None, result: Any) -> DataPro
     return DataProto(meta_info=facts).union(result)  # which checks the columns too
 
 
-def _added(op: Operator, current: DataProto, result: DataProto) -> DataProto:
+def _require_untouched(given: OperatorInput | None, but: str, returned: Iterable[str] = ()) -> None:
+    """Raise DataProtoValidationError if the operator changed columns of its input in place and did not return them."""
+    touched = [] if given is None else [c for c in given.changed_columns() if c not in returned]
+    if touched:
+        raise DataProtoValidationError(f"it changed the columns {touched} of the batch but {but}")
+
+
+def _added(op: Operator, current: DataProto, given: OperatorInput | None, result: DataProto) -> DataProto:
     """The batch with the columns of `result`.
 
     Columns declared in `writes` may be overwritten (rescaled rewards); any other column that is returned must equal the
@@ -313,6 +316,11 @@ def _added(op: Operator, current: DataProto, result: DataProto) -> DataProto:
     """
     _require_written(op, result)
     _require_any_column(result)
+    but = (
+        f"returned only {list(result.columns)}: do not change the batch in place, or declare the columns as `writes` "
+        "and return them; to reorder, rename or remove columns, declare no `writes` and return the batch"
+    )
+    _require_untouched(given, but, result.columns)
     if undeclared := [c for c in result.columns if c in columns.COLUMNS and c not in (*op.writes, *current.columns)]:
         raise DataProtoValidationError(
             f"it returned {undeclared}, which it does not declare: add them to its `writes`, or do not return them"

@@ -42,6 +42,7 @@ from verl.utils.subprocess_pool import STACK_SIGNAL, ChildProcess, PythonProcess
 
 START_SECONDS = 300.0  # for the server to import the libraries: a shared disk can be slow at first
 _MAX_IDLE_SERVERS = 3
+_HANDED_OUT_SECONDS = 10.0  # between `server_for` and `start`, at most: the server is not idle yet
 
 # Variables that no module reads when it is imported. The server has OMP_NUM_THREADS=1, its children their own number.
 _LATE_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -107,6 +108,8 @@ class ForkServer:
 
     def __init__(self, env: Mapping[str, str]):
         self.processes: weakref.WeakSet[ForkedProcess] = weakref.WeakSet()
+        self.handed_out = time.monotonic()  # by `server_for`, last
+        self._requests: set[ForkedProcess] = set()  # in flight
         self._lock = threading.Lock()
         self._refusal: str | None = None
         self._socket, theirs = socket.socketpair()
@@ -118,6 +121,12 @@ class ForkServer:
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
+
+    def is_idle(self) -> bool:
+        """Whether the server has no process, is not starting one, and is not about to for who has just asked for it."""
+        # The order matters: a process is added before its request is removed.
+        recent = time.monotonic() - self.handed_out < _HANDED_OUT_SECONDS
+        return not (recent or self._requests or self.processes)
 
     def exit_message(self) -> str:
         """How the server ended, as a sentence."""
@@ -155,40 +164,47 @@ class ForkServer:
         modules = [*preload, module]
         request = {"modules": modules, "env": {**env, "PYTHONPATH": import_path()}, "stacks": stacks}
         request["open_files"] = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._requests.add(process)
         try:
             process.pid = self._ask(request, descriptors, cancelled)
+            self.processes.add(process)
         except BaseException:
             os.close(process._status_reader)
             process.close_stacks()
             raise
         finally:
+            self._requests.discard(process)
             os.close(folder)
             os.close(process._status_writer)
-        self.processes.add(process)
         return process
 
     def _ask(self, request: dict[str, Any], descriptors: Sequence[int], cancelled: Callable[[], bool]) -> int:
-        """The process id that the server replies with. After an error every request is refused."""
+        """The process id that the server replies with.
+
+        If the server cannot fork or has not replied, every later request is refused. If it could not import a module,
+        only this request is.
+        """
         with self._lock:
             if self._refusal is not None:
                 raise ForkServerError(self._refusal)
             self._refusal = f"a request to the fork server (process {self.pid}) was interrupted"
+            fatal = True
             try:
                 _send(self._socket, request, descriptors)
                 self._wait_for_reply(cancelled)
-                reply, _ = _receive(self._socket)
+                (pid, error, fatal), _ = _receive(self._socket)
             except TimeoutError:
-                reply = f"the fork server (process {self.pid}) did not reply within {START_SECONDS:g} s"
+                error = f"the fork server (process {self.pid}) did not reply within {START_SECONDS:g} s"
             except InterruptedError:
                 if not self.processes:
                     self.close()
                 raise
             except (EOFError, ConnectionError):
-                reply = self.exit_message()
-            self._refusal = reply if isinstance(reply, str) else None
-            if self._refusal is not None:
-                raise ForkServerError(self._refusal)
-            return reply
+                error = self.exit_message()
+            self._refusal = error if fatal else None
+            if error is not None:
+                raise ForkServerError(error)
+            return pid
 
     def _wait_for_reply(self, cancelled: Callable[[], bool]) -> None:
         deadline = time.monotonic() + START_SECONDS
@@ -225,7 +241,8 @@ def server_for(env: Mapping[str, str]) -> ForkServer:
         server = _servers.pop(key, None)
         if server is None or not server.is_alive():
             server = ForkServer(env)
-        idle = [other for other, unused in _servers.items() if other[0] == os.getpid() and not unused.processes]
+        server.handed_out = time.monotonic()
+        idle = [other for other, unused in _servers.items() if other[0] == os.getpid() and unused.is_idle()]
         for other in idle[: max(len(idle) - _MAX_IDLE_SERVERS, 0)]:
             _servers.pop(other).close()
         _servers[key] = server
@@ -281,7 +298,10 @@ def _read(source: socket.socket, size: int) -> bytes:
 
 
 class _Server:
-    """Forks a child for each request, and reports the exit status of each."""
+    """Forks a child for each request, and reports the exit status of each.
+
+    The reply to a request is (process id or None, error or None, whether the error is that of every later request).
+    """
 
     def __init__(self, control: socket.socket):
         self._control = control
@@ -311,14 +331,18 @@ class _Server:
     def _start(self, request: dict[str, Any], descriptors: list[int]) -> ModuleType | None:
         """Fork a child and reply with its process id, or with an error. Returns the module in the child."""
         status_pipe, *for_child = descriptors
+        imported = False
         try:
             module = _import(request["modules"])
+            imported = True
+            _require_one_thread(request["modules"])
             ready, child_ready = os.pipe()
             pid = os.fork()
         except BaseException as error:  # modules can raise anything, SystemExit included
             for descriptor in descriptors:
                 os.close(descriptor)
-            _send(self._control, f"the fork server (process {os.getpid()}): {type(error).__name__}: {error}")
+            message = f"the fork server (process {os.getpid()}): {type(error).__name__}: {error}"
+            _send(self._control, (None, message, imported))
             return None
         if pid == 0:
             os.setsid()
@@ -337,7 +361,7 @@ class _Server:
         process = os.pidfd_open(pid)
         self._children[pid] = process, status_pipe
         self._selector.register(process, selectors.EVENT_READ, pid)
-        _send(self._control, pid)
+        _send(self._control, (pid, None, False))
         return None
 
     def _report_exit(self, pid: int) -> None:
@@ -359,17 +383,22 @@ class _Server:
 
 
 def _import(modules: Sequence[str]) -> ModuleType:
-    """Import modules; the last one. Raises RuntimeError if this process cannot be forked afterwards."""
+    """Import modules; the last one. Raises what they raise."""
     if any(name not in sys.modules for name in modules):
+        importlib.invalidate_caches()  # folders may have changed since the server read them
         for name in modules:
             importlib.import_module(name)
-        os.close(os.pidfd_open(os.getpid()))  # OSError: an old system
         gc.collect()
         gc.freeze()  # the collector does not write to the objects, so that children share their memory
+    return sys.modules[modules[-1]]
+
+
+def _require_one_thread(modules: Sequence[str]) -> None:
+    """Raise RuntimeError if this process cannot be forked."""
+    os.close(os.pidfd_open(os.getpid()))  # OSError: an old system
     num_threads = len(os.listdir("/proc/self/task"))
     if num_threads > 1:
         raise RuntimeError(f"expected one thread after the import of {', '.join(modules)}, found {num_threads}")
-    return sys.modules[modules[-1]]
 
 
 def _become(module: ModuleType, descriptors: Sequence[int], env: Mapping[str, str], stacks: bool) -> None:
