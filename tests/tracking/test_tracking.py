@@ -219,6 +219,18 @@ def test_a_slow_tracker_gets_every_call_in_order(tmp_path, blocked, caplog):
     assert first.startswith("tracker blocked failed (SystemExit: 3)") and last == "tracker blocked: 1 calls failed"
 
 
+def test_an_interrupt_that_a_service_raises_is_its_failure(tmp_path, monkeypatch, blocked, caplog):
+    def interrupt(self, metrics, step):
+        blocked.calls.append(step)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(blocked, "log", interrupt)
+    with caplog.at_level(logging.WARNING), tracking(tmp_path, "blocked") as run:
+        for step in range(1, 4):
+            run.log({"loss": 1.0}, step)
+    assert blocked.calls == [1, 2, 3] and caplog.messages[-1] == "tracker blocked: 3 calls failed"
+
+
 def test_a_tracker_that_cannot_start_is_named(tmp_path, monkeypatch, blocked):
     def wait(self, run):
         blocked.gate.wait(20)

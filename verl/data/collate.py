@@ -89,19 +89,15 @@ _PROMPT_FORMS = (*_TOKEN_KEYS, "attention_mask", "position_ids", "dummy_tensor")
 
 
 def _prompt_ids(item: Mapping[str, Any], position: int) -> list[int]:
-    if "prompt_ids" in item:
-        ids = _as_list(item["prompt_ids"])
-    elif "raw_prompt_ids" in item:
-        ids = _as_list(item["raw_prompt_ids"])
-    elif "input_ids" in item:
-        ids = _as_list(item["input_ids"])
-        if "attention_mask" in item:
-            ids = [i for i, real in zip(ids, _as_list(item["attention_mask"])) if real]
-    else:
+    form = next((key for key in _TOKEN_KEYS if key in item), None)
+    if form is None:
         raise ValueError(
             f"dataset item {position} of the batch has no prompt token ids: expected 'prompt_ids', 'raw_prompt_ids', "
             f"'input_ids' (with 'attention_mask' if padded) or 'raw_prompt'; found {', '.join(map(str, item))}"
         )
+    ids = _as_list(item[form])
+    if form == "input_ids" and "attention_mask" in item:
+        ids = [i for i, real in zip(ids, _as_list(item["attention_mask"])) if real]
     if not ids or not all(isinstance(i, int) for i in ids):
         raise ValueError(
             f"dataset item {position} of the batch: expected a non-empty list of token ids, found {ids!r:.80}"

@@ -13,6 +13,7 @@ from verl.rewards.managers import (
     RewardManager,
     check_manager,
     is_public_manager,
+    scores_single_samples,
 )
 from verl.rewards.public_managers import ColumnsRewardManager, SingleRewardManager, create_public_manager
 from verl.rewards.resolve import as_score_function, default_compute_score, resolve_reward_function
@@ -106,7 +107,7 @@ def as_reward_manager(given: Any, tokenizer: Any, **kwargs: Any) -> RewardManage
     """
     if isinstance(given, RewardManager):
         return given
-    if is_public_manager(type(given)) and inspect.isfunction(inspect.getattr_static(type(given), "run_single", None)):
+    if is_public_manager(type(given)) and scores_single_samples(type(given)):
         return SingleRewardManager(tokenizer, default_compute_score, manager=given, **kwargs)
     function = as_score_function(given)
     by_form = {"batch": BatchRewardManager, **dict.fromkeys(COLUMN_FORMS, ColumnsRewardManager)}

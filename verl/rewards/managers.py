@@ -60,11 +60,16 @@ def check_manager(name: str, found: Any) -> None:
         )
 
 
+def scores_single_samples(cls: Any) -> bool:
+    """Whether a class has the method `run_single` of public verl's managers."""
+    return inspect.isfunction(inspect.getattr_static(cls, "run_single", None))
+
+
 def is_public_manager(found: Any) -> bool:
     """Whether a class is a manager of public verl: it has `__call__(data, return_dict)` or `run_single(data)`."""
     if not inspect.isclass(found) or issubclass(found, RewardManager):
         return False
-    if inspect.isfunction(inspect.getattr_static(found, "run_single", None)):
+    if scores_single_samples(found):
         return True
     call = inspect.getattr_static(found, "__call__", None)
     return inspect.isfunction(call) and "data" in inspect.signature(call).parameters

@@ -27,7 +27,12 @@ from omegaconf import OmegaConf
 from verl.columns import one_token_short
 from verl.protocol import DataProto
 from verl.rewards.functions import COLUMN_FORMS, ScoreFunction
-from verl.rewards.managers import REWARD_MANAGER_REGISTRY, RewardManager, register  # noqa: F401 (of public verl)
+from verl.rewards.managers import (
+    REWARD_MANAGER_REGISTRY,
+    RewardManager,
+    register,  # noqa: F401 (a name of public verl)
+    scores_single_samples,
+)
 from verl.rewards.outcome import BadOutcome, RewardError, read_outcome
 from verl.rewards.responses import reward_positions
 from verl.rewards.sandbox.calls import Isolation, remote_call
@@ -277,7 +282,7 @@ def create_public_manager(
     """
     parameters = inspect.signature(cls).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    single = inspect.isfunction(inspect.getattr_static(cls, "run_single", None))
+    single = scores_single_samples(cls)
     shared = {name: kwargs[name] for name in _SHARED if name in kwargs}
     own = {name: _with_attributes(value) for name, value in kwargs.items() if name not in _SHARED}
     if "overlong_buffer_cfg" in parameters and "overlong_buffer" in own:  # its name in public verl

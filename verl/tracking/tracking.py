@@ -139,9 +139,9 @@ class _Caller:
     def _make(self, call: Callable[[Tracker], None]) -> None:
         try:
             call(self.tracker)
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:  # including SystemExit: a tracker must not end the run
+            if _is_of_user(error):
+                raise
             self.failures += 1
             if self.failures == 1:
                 logger.warning(
@@ -153,11 +153,16 @@ class _Caller:
                 )
 
 
+def _is_of_user(error: BaseException) -> bool:
+    """Whether an error is Ctrl-C, which Python delivers to the main thread only."""
+    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+
+
 def _construct(make: Callable[[], Tracker], started: "Future[Tracker]") -> None:
     try:
         started.set_result(make())
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+        if _is_of_user(error):
             raise
         started.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 

@@ -10,7 +10,8 @@ from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.binding import bind_arguments
 from verl.config import schema
 from verl.protocol import DataProto
-from verl.trainer.metrics import data_metrics
+from verl.trainer.metrics import data_metrics, timing_metrics
+from verl.trainer.ppo_operators import KLInReward
 
 
 def compute_response_mask(data: DataProto) -> torch.Tensor:
@@ -31,12 +32,9 @@ def apply_kl_penalty(
     Returns:
         The batch, and the metrics of the penalty.
     """
-    columns = [data.batch[k] for k in ("token_level_scores", "old_log_probs", "ref_log_prob", "response_mask")]
-    coefficient = kl_ctrl.value
-    rewards, current = kl.apply_kl_penalty(*columns, kl_coef=coefficient, kl_penalty_kind=kl_penalty)
-    kl_ctrl.update(current_kl=current, n_steps=len(data))
-    data.batch["token_level_rewards"] = rewards
-    return data, {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": coefficient}
+    penalized = KLInReward(kl_ctrl, kl_penalty)(data.replace(token_level_rewards=data.batch["token_level_scores"]))
+    data.batch["token_level_rewards"] = penalized.batch["token_level_rewards"]
+    return data, penalized.meta_info["metrics"]
 
 
 def compute_advantage(
@@ -89,12 +87,8 @@ def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) ->
 
 def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
     """Tokens of the step, its seconds (`timing_raw["step"]`), and tokens per second of one GPU."""
-    tokens, seconds = int(batch.batch["attention_mask"].sum()), timing_raw["step"]
-    return {
-        "perf/total_num_tokens": tokens,
-        "perf/time_per_step": seconds,
-        "perf/throughput": tokens / (seconds * n_gpus),
-    }
+    metrics = timing_metrics({}, timing_raw["step"], int(batch.batch["attention_mask"].sum()), n_gpus)
+    return {name: value for name, value in metrics.items() if name.startswith("perf/")}
 
 
 def need_reward_model(config: schema.Config) -> bool:

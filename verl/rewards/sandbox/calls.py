@@ -16,7 +16,7 @@ import pickle
 import queue
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from functools import cache
 from typing import Any
@@ -132,7 +132,8 @@ def _call_in(
     pool: ProcessPool, function: ScoreFunction, samples: Sequence[Sample], limits: Limits
 ) -> Iterator[tuple[int, Outcome]]:
     try:
-        calls = [remote_call(function, arguments(function, sample)) for sample in samples]
+        make = _remote_caller(function)
+        calls = [make(arguments(function, sample)) for sample in samples]
     except ValueError as error:
         if threading.current_thread() is threading.main_thread():
             raise
@@ -145,15 +146,21 @@ def _call_in(
 
 def remote_call(function: ScoreFunction, keywords: dict[str, Any]) -> Call:
     """The call of a function in a worker process. Raises ValueError if the function has no address."""
+    return _remote_caller(function)(keywords)
+
+
+def _remote_caller(function: ScoreFunction) -> Callable[[dict[str, Any]], Call]:
+    """A function that makes the call for some keyword arguments; what all calls share is computed once."""
     if function.source is None:
         # A sum finds its registered terms by name: the worker imports the files that register them.
         imports = tuple(
             address_of(term.source[0] if term.source else term.func) for term in function.terms if not term.is_builtin
         )
-        return Call(address_of(function.func), keywords, imports)
+        address = address_of(function.func)
+        return lambda keywords: Call(address, keywords, imports)
     cls, made_with = function.source
-    spec = (address_of(cls), tuple(sorted(made_with.items())))
-    return Call(address_of(call_object), {"spec": pickle.dumps(spec), "keywords": keywords})
+    address, spec = address_of(call_object), pickle.dumps((address_of(cls), tuple(sorted(made_with.items()))))
+    return lambda keywords: Call(address, {"spec": spec, "keywords": keywords})
 
 
 def call_object(spec: bytes, keywords: dict[str, Any]) -> Any:
