@@ -1,6 +1,7 @@
 """Reward functions as users write them, good and bad: loaded by path, also in worker processes."""
 
 import asyncio
+import ctypes
 import logging
 import os
 import re
@@ -157,6 +158,31 @@ async def raises_any(data_source, solution_str, ground_truth):
     if solution_str in kinds:
         raise kinds[solution_str]
     return 1.0
+
+
+def acts(x, log):
+    """Append x to a file and do what it names."""
+    with open(log, "a") as file:
+        file.write(f"{x}\n")
+    print("output of", x)
+    if x == "exit":
+        os._exit(7)
+    if x == "segfault":
+        ctypes.string_at(0)
+    if x == "hang":
+        time.sleep(1000)
+    if x == "raise":
+        raise KeyError(x)
+    if x == "slow":
+        time.sleep(0.3)
+    if x == "fork" and os.fork() == 0:
+        return "fork"
+    return x
+
+
+def naps(x):
+    time.sleep(0.1)
+    return os.getpid()
 
 
 def logs(x):

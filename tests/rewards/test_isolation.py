@@ -13,8 +13,9 @@ import pytest
 from verl.registry import import_module
 from verl.rewards.functions import ScoreFunction
 from verl.rewards.outcome import Sample
+from verl.rewards.sandbox.alarm import DeadlineExceeded, alarm
 from verl.rewards.sandbox.calls import call_samples
-from verl.rewards.sandbox.pool import Call, DeadlineExceeded, Limits, ProcessPool, address_of, interrupt_after
+from verl.rewards.sandbox.pool import Call, Limits, ProcessPool, _Worker, address_of
 
 SAMPLES = import_module(str(Path(__file__).with_name("sample_rewards.py")))
 
@@ -96,7 +97,7 @@ def test_a_reply_to_another_call_fails_this_call_and_ends_the_worker():
     before = pool.run(call("which_process"), Limits()).value[0]
     worker = pool._slots.get()
     send = worker._send
-    worker._send = lambda: (send(), setattr(worker, "number", worker.number + 1))
+    worker._send = lambda: (send(), setattr(worker, "_number", worker._number + 1))
     pool._slots.put(worker)
     assert "another call" in pool.run(call("inverse", 2), Limits(wall_seconds=10)).failure
     assert not _alive(before)
@@ -128,6 +129,45 @@ def test_calls_keep_their_positions_and_one_hanging_call_stops_no_other(pool):
     outcomes = dict(pool.map(calls, Limits(wall_seconds=0.5)))
     assert "did not end" in outcomes.pop(2).failure
     assert {i: o.value for i, o in outcomes.items()} == {i: 1 / (i + 1) for i in range(8) if i != 2}
+
+
+def test_calls_that_share_a_message_have_their_own_limits_and_failures(tmp_path, monkeypatch, capsys):
+    """400 calls in a few messages. Each call runs once, whatever the others of its message do."""
+    names = [str(x) for x in range(400)]
+    failures = {
+        30: ("exit", "ended its process, which exited with status 7"),
+        31: ("segfault", "ended its process, which was killed by SIGSEGV"),
+        60: ("hang", "did not end within 0.8 s"),
+        200: ("raise", "raised KeyError: 'raise'"),
+    }
+    for position, (name, _) in failures.items():
+        names[position] = name
+    names[100], names[300:305] = "fork", ["slow"] * 5  # 1.5 s together
+    messages, start = [], _Worker.start_calls
+    monkeypatch.setattr(
+        _Worker, "start_calls", lambda worker, *given: (messages.append(len(given[0])), start(worker, *given))
+    )
+    pool, log = ProcessPool(1), tmp_path / "log"
+    calls = [Call(address_of(SAMPLES.acts), {"x": name, "log": str(log)}) for name in names]
+    found = dict(pool.map(calls, Limits(wall_seconds=0.8)))
+    pool.close()
+    assert sorted(found) == list(range(400))
+    for position, name in enumerate(names):
+        failure = failures.get(position, (None, None))[1]
+        if failure is None:
+            assert found[position].value == name
+        else:
+            assert failure in found[position].failure
+    assert log.read_text().split() == names
+    kept = [name for name in names if name not in ("exit", "segfault", "hang")]
+    assert capsys.readouterr().out.splitlines() == [f"output of {name}" for name in kept]
+    assert messages[:2] == [1, 8] and len(messages) < 20 and sum(messages) > 400
+
+
+def test_slow_calls_are_spread_over_the_workers(pool):
+    list(pool.map([call("naps")] * 2, Limits()))  # starts both workers
+    pids = [outcome.value for _, outcome in pool.map([call("naps")] * 12, Limits())]
+    assert min(pids.count(pid) for pid in set(pids)) >= 5 and len(set(pids)) == 2
 
 
 def test_a_worker_that_was_ended_while_idle_is_replaced():
@@ -187,9 +227,10 @@ def test_the_alarm_interrupts_and_leaves_no_trace():
     before = signal.signal(signal.SIGALRM, handler)
     signal.setitimer(signal.ITIMER_REAL, 50.0)
     try:
-        with pytest.raises(DeadlineExceeded):
-            interrupt_after(0.2, lambda: time.sleep(1000))
-        assert interrupt_after(5.0, lambda: 7) == 7
+        with alarm() as interrupt:
+            with pytest.raises(DeadlineExceeded):
+                interrupt(0.2, lambda: time.sleep(1000))
+            assert interrupt(5.0, lambda: 7) == 7
         assert 45 < signal.getitimer(signal.ITIMER_REAL)[0] < 50
         assert signal.getsignal(signal.SIGALRM) is handler
     finally:

@@ -23,15 +23,14 @@ from typing import Any
 
 from verl.rewards.functions import ScoreFunction
 from verl.rewards.outcome import Sample
+from verl.rewards.sandbox.alarm import DeadlineExceeded, alarm
 from verl.rewards.sandbox.pool import (
     Call,
-    DeadlineExceeded,
     Limits,
     Outcome,
     ProcessPool,
     WorkerError,
     address_of,
-    alarm,
     late,
     machine_memory,
     shared_pool,

@@ -7,9 +7,6 @@
 
 `verl.rewards.sandbox.worker` is the program of the worker processes. A worker is a fresh interpreter (see
 `verl.utils.subprocess_pool`), so it finds a function by its address, and the return value must be picklable.
-
-`interrupt_after` needs no process: it interrupts a function in the main thread with an alarm, which is enough for
-functions that are only slow.
 """
 
 import atexit
@@ -19,6 +16,7 @@ import math
 import os
 import pickle
 import queue
+import select
 import signal
 import sys
 import threading
@@ -34,11 +32,9 @@ from typing import Any
 from verl.utils.subprocess_pool import PythonProcess, describe_exit
 
 _CHECK_SECONDS = 0.5  # between checks of the memory and the exit of a worker
+_MESSAGE_SECONDS = 0.05  # of work that a worker receives in one message
+_MESSAGE_BYTES = 1 << 22  # of arguments in one message
 START_SECONDS = 300.0  # for a worker to start and import the file of the function: a shared disk can be slow at first
-
-
-class DeadlineExceeded(BaseException):
-    """The alarm of `interrupt_after`. Not an Exception, so that `except Exception` in user code does not catch it."""
 
 
 class WorkerError(RuntimeError):
@@ -137,62 +133,19 @@ def late(seconds: float, cause: BaseException | None = None) -> Outcome:
     return Outcome(failure=f"did not end within {seconds:g} s and was stopped", cause=cause, over_limit=True)
 
 
-# ---- alarms in this process ---------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def alarm() -> Iterator[Callable[[float, Callable[[], Any]], Any]]:
-    """Yield a function `interrupt(seconds, call)`, which runs `call()` and raises DeadlineExceeded after `seconds`.
-
-    Main thread only, since Python delivers signals there. The signal handler is set once for any number of calls. At
-    the end a previous alarm is restored, with its remaining time.
-    """
-    limit: float | None = None  # of the running call
-
-    def ring(signum, frame):
-        if limit is not None:
-            raise DeadlineExceeded(f"not done after {limit:g} s")
-
-    def interrupt(seconds: float, call: Callable[[], Any]) -> Any:
-        nonlocal limit
-        limit = seconds
-        try:
-            # Repeated every second: a bare `except:` in user code swallows one alarm, not all of them.
-            signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
-            try:
-                return call()
-            finally:
-                limit = None
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-
-    start = time.monotonic()
-    handler = signal.signal(signal.SIGALRM, ring)
-    remaining, interval = signal.setitimer(signal.ITIMER_REAL, 0)
-    try:
-        yield interrupt
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        if remaining:
-            signal.setitimer(signal.ITIMER_REAL, max(remaining - (time.monotonic() - start), 1e-3), interval)
-
-
-def interrupt_after(seconds: float, call: Callable[[], Any]) -> Any:
-    """Run one call under an `alarm`."""
-    with alarm() as interrupt:
-        return interrupt(seconds, call)
-
-
-# ---- worker processes ---------------------------------------------------------------------------------------------
-
-
 class _WrongReply(Exception):
     """A worker replied to another call than its current one."""
 
 
 class _Worker:
-    """A worker process, idle or running one call. `deadline`: when the current phase of the call is over time."""
+    """A worker process, idle or running calls one after the other.
+
+    Attributes:
+        positions: Positions of the calls without an outcome; the first one is running.
+        calls: Number of calls of the message.
+        deadline: When the current phase of the running call is over time.
+        seconds: Elapsed time from the start of the first call to the last outcome.
+    """
 
     def __init__(self, shares_cores: bool) -> None:
         self.connection, theirs = Pipe()
@@ -200,41 +153,64 @@ class _Worker:
         environment = {**({"OMP_NUM_THREADS": "1"} if shares_cores else {}), **os.environ}
         with theirs:
             self.process = PythonProcess("verl.rewards.sandbox.worker", [theirs.fileno()], environment)
-        self.position = -1
+        self.positions: deque[int] = deque()
         self.deadline = math.inf
-        self.number = 0  # of the current call
+        self.seconds = 0.0
+        self.checked = time.monotonic()  # when its exit and memory were checked last
+        self._number = 0  # of the running call
         self._ready = False
+        self._readable = select.poll()
+        self._readable.register(self.connection, select.POLLIN)
 
-    def start_call(self, position: int, job: tuple, limits: Limits) -> None:
-        """Run a call. A worker that is still starting receives it when it is ready."""
-        self.number += 1
-        self.position, self._job, self._limits = position, pickle.dumps((self.number, *job)), limits
-        self._phase, self.deadline = "start", time.monotonic() + START_SECONDS
+    def start_calls(self, positions: Sequence[int], jobs: Sequence[tuple], limits: Limits) -> None:
+        """Run calls. A worker that is still starting receives them when it is ready.
+
+        Args:
+            positions: Positions of the calls.
+            jobs: (addresses, pickled arguments) of each call.
+            limits: Limits of each call.
+        """
+        self.positions, self.calls, self._limits = deque(positions), len(positions), limits
+        self._number += 1
+        self._message = pickle.dumps((self._number, limits, jobs))
+        self._phase, self.seconds = "start", 0.0
+        self._start_clock()
         if self._ready:
             self._send()
 
+    def has_message(self) -> bool:
+        """Whether there is something to read: a message, or the end of the connection."""
+        return bool(self._readable.poll(0))
+
     def read_message(self) -> Outcome | None:
-        """Read one message; the outcome if it ends the call.
+        """Read one message; the outcome of the running call if the message has it.
 
         Raises:
             EOFError, ConnectionResetError: The process ended.
             _WrongReply: The message belongs to another call.
         """
         kind, number, *content = pickle.loads(self.connection.recv_bytes())
-        if kind != "ready" and number != self.number:
-            raise _WrongReply
         if kind == "ready":
             self._ready = True
             self._send()
-        elif kind == "called":
-            self._phase = "call"
-            seconds = self._limits.wall_seconds
-            self.deadline = math.inf if seconds is None else time.monotonic() + seconds
-        elif kind == "value":
-            return _value_outcome(*content)
+            return None
+        if number != self._number:
+            raise _WrongReply
+        if kind == "called":
+            self._phase, self._begun = "call", time.monotonic()
+            self._start_clock()
+            return None
+        self._number += 1
+        self._start_clock()
+        return _value_outcome(*content) if kind == "value" else _error_outcome(self._limits, *content)
+
+    def _start_clock(self) -> None:
+        now = time.monotonic()
+        if self._phase == "start":
+            self.deadline = now + START_SECONDS
         else:
-            return _error_outcome(self._limits, *content)
-        return None
+            self.seconds = now - self._begun
+            self.deadline = math.inf if self._limits.wall_seconds is None else now + self._limits.wall_seconds
 
     def deadline_outcome(self) -> Outcome:
         """The outcome of a call that was stopped at its deadline."""
@@ -244,7 +220,7 @@ class _Worker:
 
     def has_ended(self) -> bool:
         """Whether the process has ended without a further message. A fork of it keeps the connection open."""
-        return self.process.poll() is not None and not self.connection.poll()
+        return self.process.poll() is not None and not self.has_message()
 
     def memory_outcome(self) -> Outcome | None:
         """The outcome of a call whose worker exceeds its memory limit; None if it does not."""
@@ -280,7 +256,7 @@ class _Worker:
     def _send(self) -> None:
         # If the worker has just ended, reading its next message reports that.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self.connection.send_bytes(self._job)
+            self.connection.send_bytes(self._message)
 
 
 def _value_outcome(value: bytes, output: str) -> Outcome:
@@ -303,6 +279,28 @@ def _error_outcome(limits: Limits, description: str, trace: str, output: str) ->
 def _print(output: str) -> None:
     if output:
         sys.stdout.write(output)
+
+
+class _Pace:
+    """Number of calls in a message: as many as a worker runs in `_MESSAGE_SECONDS`.
+
+    The first message has one call. The rest is shared between the workers in several messages each, so that a slow call
+    delays few others.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._shares = 1 if workers == 1 else 2 * workers
+        self._calls, self._seconds = 0, 0.0
+
+    def calls(self, pending: int) -> int:
+        """Calls of the next message when `pending` are left."""
+        fitting = _MESSAGE_SECONDS * self._calls / max(self._seconds, 1e-9)
+        return max(1, int(min(fitting, 8 * self._calls, pending / self._shares)))
+
+    def record(self, calls: int, seconds: float) -> None:
+        """Take the measured time of a message into account."""
+        self._calls += calls
+        self._seconds += seconds
 
 
 class ProcessPool:
@@ -349,73 +347,111 @@ class ProcessPool:
         Yields:
             (position in `calls`, outcome), in the order in which the calls finish.
         """
-        pending = deque(enumerate(calls))
-        busy: dict[Connection, _Worker] = {}
+        return _Run(self, calls, limits).outcomes()
+
+    def acquire(self, wait_for_one: bool) -> _Worker | None:
+        """A free worker, started if necessary; None if all are busy."""
         try:
-            while pending or busy:
-                for worker in self._acquire(len(pending), wait_for_one=not busy):
-                    position, call = pending.popleft()
-                    busy[worker.connection] = worker
-                    try:
-                        job = ((*call.imports, call.address), limits, pickle.dumps(dict(call.arguments)))
-                    except Exception as error:  # pickling runs code of the arguments' classes, which can raise anything
-                        self._release(busy, worker)
-                        failure = "has arguments that cannot be sent to another process"
-                        yield position, Outcome(failure=failure, cause=error)
-                        continue
-                    worker.start_call(position, job, limits)
-                yield from self._poll(busy)
-        finally:
-            for worker in list(busy.values()):
-                self._release(busy, worker, alive=False)
+            slot = self._slots.get(block=wait_for_one)
+        except queue.Empty:
+            return None
+        try:
+            # A worker that was killed from outside while it was idle is replaced.
+            return slot if slot is not None and slot.process.poll() is None else _Worker(self.size > 1)
+        except OSError:
+            self._slots.put(None)
+            raise
 
-    def _acquire(self, wanted: int, wait_for_one: bool) -> Iterator[_Worker]:
-        """Up to `wanted` free workers, started if necessary."""
-        for _ in range(wanted):
-            try:
-                slot = self._slots.get(block=wait_for_one)
-            except queue.Empty:
-                return
-            wait_for_one = False
-            try:
-                # A worker that was killed from outside while it was idle is replaced.
-                worker = slot if slot is not None and slot.process.poll() is None else _Worker(self.size > 1)
-            except OSError:
-                self._slots.put(None)
-                raise
-            yield worker
-
-    def _release(self, busy: dict[Connection, _Worker], worker: _Worker, alive: bool = True) -> None:
-        del busy[worker.connection]
+    def release(self, worker: _Worker, alive: bool) -> None:
+        """Return a worker to the pool. alive: whether it can be used again; otherwise it is killed."""
         if not alive:
             worker.kill()
         self._slots.put(worker if alive else None)
 
-    def _poll(self, busy: dict[Connection, _Worker]) -> Iterator[tuple[int, Outcome]]:
-        """Wait until a worker sends a message, ends or reaches its deadline; yield the calls that are finished."""
-        nearest = min((w.deadline for w in busy.values()), default=0.0)
-        timeout = None if nearest == math.inf else max(nearest - time.monotonic(), 0.0)
-        timeout = _CHECK_SECONDS if timeout is None else min(timeout, _CHECK_SECONDS)
-        for connection in wait(list(busy), timeout):
-            worker = busy[connection]
+
+class _Run:
+    """The calls of one `ProcessPool.map`: those that are pending, and the workers that run the others."""
+
+    def __init__(self, pool: ProcessPool, calls: Sequence[Call], limits: Limits):
+        self._pool, self._calls, self._limits = pool, calls, limits
+        self._pending, self._pace = deque(range(len(calls))), _Pace(pool.size)
+        self._busy: dict[Connection, _Worker] = {}
+
+    def outcomes(self) -> Iterator[tuple[int, Outcome]]:
+        """Run all calls; yield (position, outcome)."""
+        try:
+            while self._pending or self._busy:
+                while self._pending and (worker := self._pool.acquire(wait_for_one=not self._busy)):
+                    self._busy[worker.connection] = worker
+                    yield from self._start(worker)
+                yield from self._poll()
+        finally:
+            for worker in list(self._busy.values()):
+                self._release(worker, alive=False)
+
+    def _start(self, worker: _Worker) -> Iterator[tuple[int, Outcome]]:
+        """Start the next pending calls on a worker; yield those that cannot be sent."""
+        positions, jobs, size = [], [], 0
+        wanted = self._pace.calls(len(self._pending))
+        while self._pending and len(jobs) < wanted and size < _MESSAGE_BYTES:
+            position = self._pending.popleft()
+            call = self._calls[position]
             try:
-                outcome, alive = worker.read_message(), True
-            except (EOFError, ConnectionResetError):
-                outcome, alive = worker.exit_outcome(), False
-            except _WrongReply:
-                failure = "shares its worker process with another call, which replied in its place"
-                outcome, alive = Outcome(failure=f"{failure}: does a function fork this process?"), False
+                keywords = pickle.dumps(dict(call.arguments))
+            except Exception as error:  # pickling runs code of the arguments' classes, which can raise anything
+                failure = "has arguments that cannot be sent to another process"
+                yield position, Outcome(failure=failure, cause=error)
+                continue
+            positions.append(position)
+            jobs.append(((*call.imports, call.address), keywords))
+            size += len(keywords)
+        if jobs:
+            worker.start_calls(positions, jobs, self._limits)
+        else:
+            self._release(worker)
+
+    def _poll(self) -> Iterator[tuple[int, Outcome]]:
+        """Wait until a worker sends a message, ends or reaches its deadline; yield the calls that are finished."""
+        nearest = min((w.deadline for w in self._busy.values()), default=0.0)
+        for connection in wait(list(self._busy), min(max(nearest - time.monotonic(), 0.0), _CHECK_SECONDS)):
+            yield from self._read(self._busy[connection])
+        now = time.monotonic()
+        for worker in [w for w in self._busy.values() if not w.has_message()]:
+            outcome = worker.deadline_outcome() if worker.deadline <= now else None
+            if outcome is None and now - worker.checked >= _CHECK_SECONDS:
+                worker.checked = now
+                outcome = worker.exit_outcome() if worker.has_ended() else worker.memory_outcome()
             if outcome is not None:
-                self._release(busy, worker, alive)
-                yield worker.position, outcome
-        for worker in [w for w in busy.values() if w.deadline <= time.monotonic()]:
-            self._release(busy, worker, alive=False)
-            yield worker.position, worker.deadline_outcome()
-        for worker in list(busy.values()):
-            outcome = worker.exit_outcome() if worker.has_ended() else worker.memory_outcome()
-            if outcome is not None:
-                self._release(busy, worker, alive=False)
-                yield worker.position, outcome
+                yield from self._stop(worker, outcome)
+
+    def _read(self, worker: _Worker) -> Iterator[tuple[int, Outcome]]:
+        """Read the messages of a worker; yield the calls that are finished."""
+        try:
+            while worker.positions and worker.has_message():
+                outcome = worker.read_message()
+                if outcome is None:
+                    continue
+                position = worker.positions.popleft()
+                if not worker.positions:  # released first, since the caller may not ask for more
+                    self._pace.record(worker.calls, worker.seconds)
+                    self._release(worker)
+                yield position, outcome
+        except (EOFError, ConnectionResetError):
+            yield from self._stop(worker, worker.exit_outcome())
+        except _WrongReply:
+            failure = "shares its worker process with another call, which replied in its place"
+            yield from self._stop(worker, Outcome(failure=f"{failure}: does a function fork this process?"))
+
+    def _stop(self, worker: _Worker, outcome: Outcome) -> Iterator[tuple[int, Outcome]]:
+        """End a worker with the outcome of its running call. Its other calls are sent again."""
+        self._release(worker, alive=False)
+        position, *others = worker.positions
+        self._pending.extendleft(reversed(others))
+        yield position, outcome
+
+    def _release(self, worker: _Worker, alive: bool = True) -> None:
+        del self._busy[worker.connection]
+        self._pool.release(worker, alive)
 
 
 _shared: dict[int, ProcessPool] = {}

@@ -1,9 +1,11 @@
 """The worker process of `ProcessPool`: runs calls under limits until its parent ends.
 
-Started as `python -m verl.rewards.sandbox.worker FD`, where FD is its end of the connection. It sends ("ready", 0),
-reads pickled (number, addresses, limits, pickled arguments), loads the functions at all addresses and calls the last
-one. It replies with ("called", number) when the call starts, and then with ("value", number, pickled value, output) or
-("error", number, description, traceback, output). A fork of the worker, made by the function, never replies.
+Started as `python -m verl.rewards.sandbox.worker FD`, where FD is its end of the connection. It sends ("ready", 0) and
+reads messages: pickled (number, limits, calls), where a call is (addresses, pickled arguments). The calls are numbered
+from `number` on and run in order: the functions at all addresses are loaded and the last one is called. The worker
+replies with ("called", number) when the first call starts, and with ("value", number, pickled value, output) or
+("error", number, description, traceback, output) at the end of each. A fork of the worker, made by a function, never
+replies.
 """
 
 import asyncio
@@ -126,31 +128,59 @@ def limited(limits: Limits):
 
 
 def run_call(
-    reply: Callable[..., None],
-    number: int,
-    addresses: Sequence[tuple[str, str, str]],
-    limits: Limits,
-    arguments: bytes,
-) -> None:
-    """Run one call and reply with its result."""
+    called: Callable[[], None], addresses: Sequence[tuple[str, str, str]], limits: Limits, arguments: bytes
+) -> tuple:
+    """Run one call.
+
+    Args:
+        called: Called when everything is loaded.
+        addresses: The functions to load; the last one is called.
+        limits: Limits of the call.
+        arguments: Its pickled keyword arguments.
+
+    Returns:
+        ("value", pickled value, output) or ("error", description, traceback, output).
+    """
     _OUTPUT.begin(limits.output_bytes)
     try:
         with contextlib.redirect_stdout(_OUTPUT), contextlib.redirect_stderr(_OUTPUT):
             *_, function = [find_function(*address) for address in addresses]
             keywords = pickle.loads(arguments)
-            reply("called", number)
+            called()
             with limited(limits):
                 value = function(**keywords)
                 if inspect.iscoroutine(value):
                     value = asyncio.run(value)
-            result = "value", number, _pickled(value), _OUTPUT.text()
+            return "value", pickled(value), _OUTPUT.text()
     except BaseException as error:  # including SystemExit: sys.exit() in user code does not end the worker
         trace = "".join(traceback.format_exception(error))
-        result = "error", number, describe_error(error), trace[-20000:], _OUTPUT.text()
-    reply(*result)
+        return "error", describe_error(error), trace[-20000:], _OUTPUT.text()
 
 
-def _pickled(value: object) -> bytes:
+def run_calls(reply: Callable[..., None], number: int, limits: Limits, jobs: Sequence[tuple]) -> None:
+    """Run the calls of a message one after the other and reply with the result of each as soon as it is known.
+
+    Args:
+        reply: Sends a message.
+        number: Number of the first call; the others follow.
+        limits: Limits of each call.
+        jobs: (addresses, pickled arguments) of each call.
+    """
+    this, is_called = number, False
+
+    def called() -> None:
+        nonlocal is_called
+        if not is_called:
+            is_called = True
+            reply("called", this)
+
+    for this, (addresses, arguments) in enumerate(jobs, start=number):
+        kind, *content = run_call(called, addresses, limits, arguments)
+        reply(kind, this, *content)
+
+
+def pickled(value: object) -> bytes:
+    """The pickled return value of a function. Raises TypeError that names its type if it cannot be pickled."""
     try:
         return pickle.dumps(value)
     except Exception as error:  # pickling runs code of the value's class, which can raise anything
@@ -191,7 +221,7 @@ def main() -> None:
     reply("ready", 0)
     with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
         while True:
-            run_call(reply, *pickle.loads(connection.recv_bytes()))
+            run_calls(reply, *pickle.loads(connection.recv_bytes()))
 
 
 if __name__ == "__main__":
