@@ -18,7 +18,6 @@ def test_the_three_kinds_of_file_hold_the_same_rows(write, name):
     assert list(rows) == ROWS
     assert [rows[i] for i in range(5)] == ROWS
     assert rows.columns == ("prompt", "answer", "extra")
-    assert rows.file_type(0) == name.split(".")[1]
 
 
 def test_several_files_are_one_sequence_and_rows_keep_their_place(write):

@@ -290,6 +290,11 @@ def concat_facts(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for name, value in facts.items():
             if name in MERGED_FACTS:
                 for part in value if isinstance(value, list) else [value]:
+                    if not isinstance(part, Mapping):
+                        raise DataProtoValidationError(
+                            f"concat: meta_info[{name!r}]: expected a dict or a list of dicts in every batch, found "
+                            f"{type(part).__name__}: {part!r:.80}"
+                        )
                     _append_values(joined.setdefault(name, {}), part)
             elif not same(joined.setdefault(name, value), value):
                 raise DataProtoValidationError(

@@ -21,6 +21,7 @@ from verl.protocol import DataProto
 
 logger = logging.getLogger("verl.data")
 
+DEFAULT_SOURCE = "default"  # data source of the rows of a file that names none
 _CHUNK = 1024  # rows converted from Arrow to Python objects at a time
 
 
@@ -197,11 +198,6 @@ class Rows(Sequence):
             return pa.concat_tables(tables, promote_options="permissive")
         except pa.ArrowException as error:
             raise ValueError(f"{self.names}: columns of the same name have different types: {error}") from error
-
-    def file_type(self, row: int) -> str:
-        """The type of the file that a row comes from: "parquet", "jsonl" or "json"."""
-        path = self._locate(row)[0].path
-        return path.suffix.lower().lstrip(".") or path.name
 
 
 class SelectedRows(Rows):

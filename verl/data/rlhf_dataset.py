@@ -23,7 +23,7 @@ from verl.data.dataset import (
     rows_to_use,
     tokenize_rows,
 )
-from verl.data.files import Rows, RowTable, extra_info_column, file_list, read_rows
+from verl.data.files import DEFAULT_SOURCE, Rows, RowTable, extra_info_column, file_list, read_rows
 from verl.data.tokenization import (
     TokenTable,
     encode_prompts,
@@ -39,6 +39,7 @@ logger = logging.getLogger("verl.data")
 
 Prompt = str | list[dict[str, Any]]
 
+_ANSWER = schema.DataConfig().answer_key
 _NO_TRUTH = {"style": "none", "ground_truth": None}
 _MEDIA_COLUMNS = ("images", "videos", "audios")
 
@@ -47,9 +48,9 @@ class RLHFDataset(Dataset):
     """Prompts of data files; one item per usable row.
 
     A row has a prompt (column `prompt_key`: chat messages or text) and what its reward needs: the columns
-    `data_source, reward_model {"style", "ground_truth"}, ability, extra_info`, or only `answer`. Text becomes one user
-    message if the tokenizer has a chat template, and stays plain text otherwise; `prompt_format` ("chat" or "text")
-    overrides that. A number in `answer` becomes text.
+    `data_source, reward_model {"style", "ground_truth"}, ability, extra_info`, or only `answer` (column `answer_key`).
+    Text becomes one user message if the tokenizer has a chat template, and stays plain text otherwise; `prompt_format`
+    ("chat" or "text") overrides that. A number in `answer` becomes text.
 
     `dataset[i]` is a dict: prompt_ids (list of int), raw_prompt (messages or text), data_source, ability, reward_model,
     extra_info, index (the row's number in the files), and the other columns of the row.
@@ -143,20 +144,20 @@ class RLHFDataset(Dataset):
             "prompt_ids": self._prompt_ids[item],
             "data_source": self._data_source(row, self.dataframe, item),
             "ability": row.get("ability") or "",
-            "reward_model": _reward_model(row, where),
+            "reward_model": _reward_model(row, where, self.config.answer_key),
             "extra_info": row.get(self._extra_info) or {},
             "index": self.dataframe.number(item),
             "raw_prompt": self._prompt(row, where),
         }
 
     def _data_source(self, row: Mapping[str, Any], rows: Rows, index: int) -> str:
-        """The row's own source; otherwise the column that selects the reward; otherwise the file type ("jsonl")."""
+        """The row's own source; otherwise the column that selects the reward; otherwise "default"."""
         for key in ("data_source", self.config.reward_fn_key):
             if key in row:
                 if not isinstance(row[key], str) or not row[key]:
                     raise ValueError(f"{rows.where(index)}: expected a name in column {key!r}, found {row[key]!r}")
                 return row[key]
-        return rows.file_type(index)
+        return DEFAULT_SOURCE
 
     def _prompt(self, row: Mapping[str, Any], where: str) -> Prompt:
         """Messages if the prompt goes through the chat template, otherwise text."""
@@ -192,7 +193,7 @@ class RLHFDataset(Dataset):
         """The prompt of a row. Raises ValueError if the row cannot be used."""
         where = rows.where(index)
         refuse_media(row, _MEDIA_COLUMNS, where)
-        _reward_model(row, where)
+        _reward_model(row, where, self.config.answer_key)
         self._data_source(row, rows, index)
         return self._prompt(row, where)
 
@@ -230,6 +231,11 @@ def _check_columns(rows: Rows, config: schema.DataConfig) -> None:
             f"{rows.names}: no column {config.prompt_key!r} for the prompt (data.prompt_key): "
             f"{did_you_mean(config.prompt_key, rows.columns)}"
         )
+    if config.answer_key != _ANSWER and config.answer_key not in rows.columns:
+        raise ValueError(
+            f"{rows.names}: no column {config.answer_key!r} for the ground truth (data.answer_key): "
+            f"{did_you_mean(config.answer_key, rows.columns)}"
+        )
     if config.reward_fn_key != "data_source" and config.reward_fn_key not in rows.columns:
         raise ValueError(
             f"{rows.names}: no column {config.reward_fn_key!r} to select the reward by (data.reward_fn_key): "
@@ -247,17 +253,17 @@ def _other_columns(rows: Rows, config: schema.DataConfig) -> list[str]:
     return [name for name in others if name not in reserved]
 
 
-def _reward_model(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _reward_model(row: Mapping[str, Any], where: str, answer_key: str) -> dict[str, Any]:
     """The `reward_model` entry of a row. Raises ValueError if a row of a file with ground truths has none."""
-    if "reward_model" not in row and "answer" not in row:
+    if "reward_model" not in row and answer_key not in row:
         return dict(_NO_TRUTH)
-    if "reward_model" in row:
+    if "reward_model" in row and answer_key == _ANSWER:  # another column was chosen by the user
         given, column = row["reward_model"], "reward_model"
         if not isinstance(given, Mapping):
             raise ValueError(f'{where}: expected reward_model {{"ground_truth": ...}}, found {given!r}')
         reward_model = {"style": "rule", "ground_truth": None} | {k: v for k, v in given.items() if v is not None}
     else:
-        answer, column = row["answer"], "answer"
+        answer, column = row.get(answer_key), answer_key
         is_number = isinstance(answer, int | float) and not isinstance(answer, bool) and answer == answer
         reward_model = {"style": "rule", "ground_truth": str(answer) if is_number else answer}
     truth = reward_model["ground_truth"]
@@ -265,7 +271,7 @@ def _reward_model(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     if isinstance(truth, str) and not truth.strip():
         missing = True
     if reward_model["style"] == "rule" and missing:
-        raise ValueError(f"{where}: the ground truth (column {column!r}) is missing: found {row[column]!r}")
+        raise ValueError(f"{where}: the ground truth (column {column!r}) is missing: found {row.get(column)!r}")
     return reward_model
 
 
@@ -336,7 +342,7 @@ def check_ground_truth(dataset: Dataset, function: str) -> None:
         rows = dataset.dataframe
         raise ValueError(
             f"{rows.names}: no ground truth to score against, which {function} needs: expected a column 'reward_model' "
-            '({"style": "rule", "ground_truth": ...}) or a column \'answer\'; found '
+            '({"style": "rule", "ground_truth": ...}) or a column \'answer\' (data.answer_key); found '
             f"{', '.join(rows.columns)}. Add one, or use a reward that needs none: a custom function "
             "(reward.custom_reward_function.path), a reward model (reward.reward_model.enable=true), or "
             "reward.reward_function=format"

@@ -26,7 +26,7 @@ class Pipeline:
         timings: the seconds of each operator in the last run.
         spans: when each operator of the last run started and ended, by `time.perf_counter`.
         seconds: the wall time of the last run; less than the sum of `timings` if operators overlapped.
-        observer: called as (operator name, seconds, batch) after each operator.
+        observer: called as (operator name, seconds, batch) after each operator; batch: a shallow copy.
         processes_of: maps `Operator.on` to the processes that run it. Independent operators of different processes
             overlap. None (the attribute or its result): the thread that calls `run`.
     """
@@ -58,6 +58,21 @@ class Pipeline:
             (merged by `verl.dataflow.metrics`).
         """
         start = time.perf_counter()
+        try:
+            current, result = self._run_operators(batch)
+        except BaseException:
+            self._held = []  # the next run starts a new batch
+            raise
+        self.seconds = time.perf_counter() - start
+        self._held.append(current.reports)
+        if result is HOLD:
+            return HOLD
+        metrics, timing = self._take_reports()
+        current.batch.meta_info |= {"metrics": metrics, "timing": timing | self.timings}
+        return current.batch
+
+    def _run_operators(self, batch: DataProto | Mapping[str, Any] | None) -> tuple[PipelineRun, Any]:
+        """Run the operators until one returns HOLD. Returns the run and what the last operator returned."""
         current = PipelineRun(
             self.operators, self._dependencies, self._processes(), self._checked_input(batch), self.observer
         )
@@ -71,16 +86,9 @@ class Pipeline:
                     result = op.func() if given is None else op.func(given.batch)
                 except Exception as error:
                     current.annotate(i, error)
-                    self._held = []
                     raise
                 current.end(i, given, result, (began, time.perf_counter()))
-        self.seconds = time.perf_counter() - start
-        self._held.append(current.reports)
-        if result is HOLD:
-            return HOLD
-        metrics, timing = self._take_reports()
-        current.batch.meta_info |= {"metrics": metrics, "timing": timing | self.timings}
-        return current.batch
+        return current, result
 
     def _take_reports(self) -> tuple[dict[str, float], dict[str, float]]:
         """The metrics and finer timings of the runs since the last batch, in the order of the operators."""

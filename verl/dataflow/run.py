@@ -23,7 +23,7 @@ Span = tuple[float, float]
 """When an operator started and ended, by `time.perf_counter`."""
 
 Observer = Callable[[str, float, DataProto | None], None]
-"""Called as (operator name, seconds, batch) after each operator."""
+"""Called as (operator name, seconds, shallow copy of the batch) after each operator."""
 
 Reports = dict[str, dict[str, Any]]
 """What an operator reported: its metrics and its finer timings."""
@@ -123,7 +123,7 @@ class PipelineRun:
             self.reports[i] = reports, len(self.batch)
             self._record_writers(i, before, replaced=isinstance(result, DataProto) and not op.writes)
         if self._observer is not None:
-            self._observer(op.name, span[1] - span[0], self.batch)
+            self._observer(op.name, span[1] - span[0], None if self.batch is None else self.batch.copy())
 
     def _record_writers(self, i: int, before: Iterable[str], replaced: bool) -> None:
         """Update which operator wrote each column of the batch, and which one dropped a column."""

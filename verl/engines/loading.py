@@ -114,7 +114,23 @@ def load_module(spec: ModelSpec) -> nn.Module:
     else:
         module = _from_pretrained(auto, spec, hf, build)
     module = module.to(spec.device)
+    if not spec.random_init:
+        _check_finite(module, spec.section.path)
     return add_adapters(module, spec.section) if spec.section.has_adapters else module
+
+
+@torch.no_grad()
+def _check_finite(module: nn.Module, path: str) -> None:
+    """Raise ValueError if a parameter has NaN or infinite values. One pass over the weights, no copy."""
+    named = [(name, p) for name, p in module.named_parameters() if p.numel()]
+    largest = torch.stack([torch.linalg.vector_norm(p, float("inf")).float() for _, p in named])
+    broken = [name for (name, _), finite in zip(named, largest.isfinite().tolist()) if not finite]
+    if broken:
+        raise ValueError(
+            f"model.path={path}: expected finite weights, found NaN or infinite values in {len(broken)} of "
+            f"{len(named)} parameters, the first is {broken[0]}: the files are damaged, or were saved from a diverged "
+            "run. Use an earlier checkpoint, or download the model again"
+        )
 
 
 def empty_module(spec: ModelSpec) -> nn.Module:

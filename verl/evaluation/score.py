@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from verl.config.schema.offline import EvalConfig, EvalDataConfig, EvalRewardConfig
-from verl.data.files import Rows, extra_info_column, read_rows
+from verl.data.files import DEFAULT_SOURCE, Rows, extra_info_column, read_rows
 from verl.dataflow import DataFlow, Operator
 from verl.protocol import DataProto
 from verl.registry import did_you_mean
@@ -93,7 +93,7 @@ def _read_row(
     responses = [responses] if isinstance(responses, str) else responses
     if not isinstance(responses, list) or not responses or not all(isinstance(text, str) for text in responses):
         raise ValueError(f"{where}: expected a list of texts in column {data.response_key!r}, found {responses!r:.80}")
-    source = row.get(data.data_source_key, rows.file_type(index))
+    source = row.get(data.data_source_key, DEFAULT_SOURCE)
     if not isinstance(source, str) or not source:
         raise ValueError(f"{where}: expected a name in column {data.data_source_key!r}, found {source!r}")
     prompt = json.dumps([source, row[data.prompt_key]], sort_keys=True, default=str)

@@ -218,6 +218,13 @@ class NaiveRewardManager(RewardManager):
                         logger.error("%s", error, exc_info=bad.__cause__)
         if failed:
             logger.error("%d of %d samples failed to score; assigned %g", failed, len(samples), self.failure_score)
+            if (lowest := min(scores)) < self.failure_score:
+                logger.warning(
+                    "reward.failure_score=%g is above the lowest score of this batch, so a sample that fails is "
+                    "preferred to a wrong one: set reward.failure_score=%g",
+                    self.failure_score,
+                    lowest,
+                )
         return scores, extras, failed
 
     def _print_examples(self, data: DataProto, samples: Sequence[Sample], scores: Sequence[float]) -> None:

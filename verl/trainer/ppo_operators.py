@@ -246,9 +246,10 @@ class Reward:
             scores = _at_last_token(scores[order], batch.batch["response_mask"])
             extra = {name: [values[i] for i in order] for name, values in extra.items()}
         for name, values in extra.items():
-            returned = [v for v in values if v is not None]  # failed samples return none
-            if returned and all(isinstance(v, bool | int | float | np.number) for v in returned):
-                metrics[f"reward/{name}"] = sum(map(float, returned)), len(returned)
+            # per value, so that the mean over several passes does not depend on which samples were in which pass
+            figures = [float(v) for v in values if isinstance(v, bool | int | float | np.number)]
+            if figures:
+                metrics[f"reward/{name}"] = sum(figures), len(figures)
         columns = {f"reward_{name}": values for name, values in extra.items()}
         result = DataProto.from_dict({"token_level_scores": scores, "token_level_rewards": scores}, columns)
         result.meta_info["metrics"] = metrics

@@ -34,8 +34,9 @@ from verl.rewards.sandbox.pool import (
     late,
     machine_memory,
     shared_pool,
+    value_outcome,
 )
-from verl.rewards.sandbox.worker import find_function
+from verl.rewards.sandbox.worker import find_function, pickled
 
 logger = logging.getLogger("verl.rewards")
 
@@ -200,8 +201,11 @@ def _call_async_in(
         yield from ((index, outcome) for index in range(len(samples)))
         return
     for index, value, failure, trace, over_limit in outcome.value:
-        cause = WorkerError(f"in another process\n\n{trace}") if trace else None
-        yield index, Outcome(value, failure, cause, over_limit)
+        if failure is None:
+            yield index, value_outcome(value)
+        else:
+            cause = WorkerError(f"in another process\n\n{trace}") if trace else None
+            yield index, Outcome(None, failure, cause, over_limit)
 
 
 def run_async(
@@ -210,14 +214,20 @@ def run_async(
     """In a worker process: call an async function on all samples.
 
     Returns:
-        (index, value, failure, stack, over_limit) of each call.
+        (index, pickled value, failure, stack, over_limit) of each call.
     """
     func = _object(spec.arguments["spec"]) if "spec" in spec.arguments else find_function(*spec.address)
     function = ScoreFunction(func, kwargs)
     found = []
     for index, outcome in _call_async(function, samples, timeout, concurrency):
+        value = b""
+        if outcome.failure is None:
+            try:
+                value = pickled(outcome.value)
+            except TypeError as error:
+                outcome = Outcome.raised(error)
         trace = "".join(traceback.format_exception(outcome.cause)) if outcome.cause is not None else ""
-        found.append((index, outcome.value, outcome.failure, trace[-20000:], outcome.over_limit))
+        found.append((index, value, outcome.failure, trace[-20000:], outcome.over_limit))
     return found
 
 
