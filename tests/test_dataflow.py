@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from verl import HOLD, DataFlow, DataProto, DataProtoValidationError, Operator
+from verl.dataflow.metrics import Total
 
 
 def numbers(rows: int = 3) -> DataProto:
@@ -353,6 +354,40 @@ def test_timings_observer_and_log(caplog):
         "[end] 0.00s",
     ]
     assert {r.name for r in caplog.records} == {"verl.dataflow"} and {r.levelname for r in caplog.records} == {"INFO"}
+
+
+def test_an_observer_gets_a_copy():
+    pipeline = DataFlow([Operator("one", keep), Operator("two", keep)]).compile()
+    pipeline.observer = lambda name, seconds, batch: batch.batch.update(z=torch.ones(3), x=torch.zeros(3))
+    assert pipeline.run(numbers()).columns == ("x", "uid") and pipeline.run(numbers()).batch["x"].sum() == 3
+
+
+@pytest.mark.parametrize("broken", ["function", "result", "observer"])
+def test_a_run_after_an_error_reports_its_own_metrics_only(broken):
+    runs = iter(["hold", broken, "ends"])
+
+    def op(batch):
+        now = next(runs)
+        if now == "function":
+            raise KeyError("broken")
+        batch.meta_info["metrics"] = {"runs": Total(1)}
+        return 3 if now == "result" else None
+
+    def gather(batch):
+        return HOLD if gathered.append(1) or len(gathered) == 1 else batch
+
+    def observer(name, seconds, batch):
+        if broken == "observer" and len(gathered) == 2:
+            raise KeyError("broken")
+
+    gathered = []
+    pipeline = DataFlow([op, gather]).compile()
+    pipeline.observer = observer
+    assert pipeline.run(numbers()) is HOLD
+    with pytest.raises((KeyError, DataProtoValidationError)):
+        pipeline.run(numbers())
+    gathered.append(1)
+    assert pipeline.run(numbers()).meta_info["metrics"] == {"runs": 1}
 
 
 def test_operators_may_report_finer_timings():

@@ -40,14 +40,17 @@ def test_import_verl_is_light():
     assert HEAVY & set(json.loads(python(program))) == set()
 
 
-def test_errors_of_the_configuration_are_printed_without_loading_torch():
+def test_errors_of_the_configuration_and_missing_packages_are_printed_without_loading_torch():
     program = (
         "import json, sys; from verl.trainer.main_ppo import main;"
         "status = main(['data.train_batchsize=3', 'algorithm.name=grpo', 'actor_rollout_ref.rollout.name=vllm']);"
-        "print(json.dumps([status, 'torch' in sys.modules]))"
+        "print(json.dumps([status, 'torch' in sys.modules]));"
+        "sys.modules['torch'] = None;"  # as if it were not installed
+        "from verl.trainer import fsdp_sft_trainer; fsdp_sft_trainer.main(['model.path=x'])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert json.loads(done.stdout) == [1, False]
+    assert done.stderr.splitlines()[-1].startswith("error: the package torch is not installed: pip install 'torch>=")
     assert "did you mean data.train_batch_size?" in done.stderr and "'vllm' is not supported yet" in done.stderr
 
 

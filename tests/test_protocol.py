@@ -405,6 +405,11 @@ def test_concat_of_facts():
     assert joined.meta_info["metrics"] == {"a": [1, 2]}
     listed = DataProto.concat([piece(metrics=[{"a": 1}, {"a": 2}]), piece()])
     assert listed.meta_info["metrics"] == {"a": [1, 2]}
+    for odd in (None, 0.5, [{"a": 1}, 2]):
+        with pytest.raises(
+            DataProtoValidationError, match=r"meta_info\['metrics'\]: expected a dict or a list of dicts"
+        ):
+            DataProto.concat([piece(metrics={"a": 1}), piece(metrics=odd)])
     with pytest.raises(DataProtoValidationError, match=r"meta_info\['t'\] is 1.0 in one batch and 0.5 in another"):
         DataProto.concat([piece(t=1.0), piece(t=0.5)])
     with pytest.raises(DataProtoValidationError, match="concat: expected at least one batch"):

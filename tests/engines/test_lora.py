@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.engines.ranks import (
@@ -38,6 +38,18 @@ CONTENTS = ("model", "optimizer", "extra")
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> str:
     return save_model(qwen2(), tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("adapters", [LORA, {}])
+def test_non_finite_weights_are_refused_at_load(tmp_path, adapters):
+    path = save_model(qwen2(), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][0, 1] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"NaN or infinite values in 1 of \d+ parameters, the first is model.layers.1.mlp"
+    ):
+        load_module(resolve_model(make_spec(path, **adapters)))
 
 
 def by_hand(base: dict[str, torch.Tensor], adapter: Path, scale: float) -> dict[str, torch.Tensor]:

@@ -36,6 +36,12 @@ def raises_on_b(data_source, solution_str, ground_truth, extra_info=None):
     return 1.0
 
 
+def fails_or_minus_one(data_source, solution_str, ground_truth):
+    if "b" in solution_str:
+        raise KeyError("b")
+    return -1.0
+
+
 def gives(data_source, solution_str, ground_truth, extra_info):
     """Returns whatever the row carries."""
     return extra_info["gives"]

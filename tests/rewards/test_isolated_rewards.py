@@ -10,6 +10,8 @@ import torch
 from tests.rewards.test_reward_managers import make_batch, tokenizer  # noqa: F401 (a fixture)
 from verl.registry import import_module
 from verl.rewards import RewardError, as_reward_manager, load_reward_manager, resolve_reward_function
+from verl.rewards.functions import ScoreFunction
+from verl.rewards.resolve import RULES_BY_DATA_SOURCE
 from verl.rewards.sandbox.calls import Isolation
 
 REWARDS = '''
@@ -38,6 +40,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "e":
         hoard = np.ones(1 << 26)
         ctypes.PyDLL(None).sleep(60)
+    if solution_str == "ee" and os.fork() == 0:
+        hoard = np.ones(1 << 25)
+        ctypes.PyDLL(None).sleep(60)
+    if solution_str == "ee":
+        os.wait()
     if solution_str == "f":
         os.chdir("/")
         print("moved to", os.getcwd())
@@ -59,7 +66,11 @@ async def judge(data_source, solution_str, ground_truth):
         os._exit(3)
     if solution_str == "b":
         raise KeyError("b")
-    return {"score": 1.0, "pid": os.getpid()}
+    return {"score": 1.0, "pid": os.getpid(), "extra": (lambda: 1) if solution_str == "c" else 1}
+
+
+def of_source(data_source, solution_str, ground_truth):
+    return os.getpid()
 
 
 def lists(data_sources, solution_strs, ground_truths):
@@ -106,6 +117,7 @@ def test_what_ends_or_blocks_its_process_fails_its_sample_only(tokenizer, path, 
         ("b", r"compute_score\(\) at .*reward.py:\d+ ended its process, which was killed by SIGSEGV"),
         ("d", r"raised RuntimeError: breakpoint\(\) needs a terminal.*: set reward.isolation=none"),
         ("e", r"used more than 256 MiB of memory and was stopped"),
+        ("ee", r"used more than 256 MiB of memory and was stopped"),  # by a child process
     ],
 )
 def test_the_error_says_what_happened(tokenizer, path, text, message):  # noqa: F811
@@ -143,7 +155,7 @@ def test_a_function_of_the_batch_is_isolated(tokenizer, path):  # noqa: F811
 
 def test_async_functions(tokenizer, path):  # noqa: F811
     scored = load(tokenizer, path, "judge", on_error="count")
-    assert scored(make_batch(["0", "b", "1"])).sum(1).tolist() == [1.0, 0.0, 1.0]
+    assert scored(make_batch(["0", "b", "1", "c"])).sum(1).tolist() == [1.0, 0.0, 1.0, 0.0]
     assert asyncio.run(asyncio.to_thread(scored, make_batch(["0", "b"]))).sum() == 1.0
     with pytest.raises(RewardError, match="ended its process, which exited with status 3"):
         load(tokenizer, path, "judge")(make_batch(["0", "a"]))
@@ -170,6 +182,17 @@ def test_a_function_that_cannot_be_sent_is_called_here_and_logged(tokenizer, cap
     assert pids == [os.getpid()] * 2
     (line,) = caplog.messages
     assert "inner() at " in line and "is called in the trainer's process: " in line and "top-level function" in line
+
+
+def test_the_rule_of_a_data_source_is_called_in_the_worker(tokenizer, path, monkeypatch):  # noqa: F811
+    """On its own, in a weighted sum of built-in functions, and by a manager of public verl."""
+    monkeypatch.setitem(RULES_BY_DATA_SOURCE, "own/rule", ScoreFunction(import_module(path).of_source))
+    terms = {"registered_function": "weighted", "reward_kwargs": {"rewards": [{"name": "data_source"}]}}
+    manager = {"manager_path": "examples/reward_fn/public_reward_manager.py", "manager": "BriefRewardManager"}
+    for chosen in ({}, terms, manager):
+        scored = load_reward_manager(tokenizer, **chosen, manager_kwargs={"isolation": "process", "timeout": 20.0})
+        (pid,) = scored(make_batch(["1"], sources=["own/rule"])).sum(1).tolist()
+        assert pid not in (0, os.getpid())
 
 
 def test_builtin_functions_and_other_modes(tokenizer):  # noqa: F811

@@ -197,6 +197,14 @@ def test_counted_samples_get_the_failure_score(tokenizer, manager, caplog):
     assert result["metrics"]["reward/failed_rows"] == 2.0
     assert caplog.text.count("no such thing as b") >= 1 and "in raises_on_b" in caplog.text
     assert "2 of 4 samples failed to score" in caplog.text
+    assert "failure_score" not in caplog.text
+
+
+def test_a_failure_score_above_the_score_of_a_wrong_response_is_logged(tokenizer, caplog):
+    scored = manager_for(tokenizer, "fails_or_minus_one", on_error="count")
+    assert scored(make_batch(["a", "b"])).sum(1).tolist() == [-1.0, 0.0]
+    assert "reward.failure_score=0 is above the lowest score of this batch" in caplog.text
+    assert "set reward.failure_score=-1" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,33 @@ from pathlib import Path
 import pytest
 import torch
 
+from verl.dataflow.metrics import merge_passes
+from verl.protocol import DataProto
 from verl.rewards import RewardError
 from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.trainer.ppo_operators import Reward
 
 
 def steps(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_returned_value_is_reported_over_the_samples_for_which_it_is_a_number():
+    """However the samples are divided into the passes of dynamic sampling."""
+
+    def metric(*passes):
+        reports = []
+        for values in passes:
+            scores = torch.zeros(len(values), 1)
+            extra = {"reward_extra_info": {"distance": values}, "metrics": {}}
+            scored = Reward(lambda batch, return_dict, s=scores, e=extra: {"reward_tensor": s, **e})(DataProto())
+            reports.append((scored.meta_info["metrics"], len(values)))
+        return merge_passes(reports)
+
+    assert metric([1.0, 3, "far", None, True]) == {"reward/distance": 5 / 3}
+    assert metric([1.0, 3], ["far", None, True]) == {"reward/distance": 5 / 3}
+    assert metric([1.0, 3, True], ["far", None]) == {"reward/distance": 5 / 3}
+    assert metric(["far", None], ["near"]) == {}
 
 
 def test_a_function_of_the_batch_is_the_reward(settings, tmp_path):

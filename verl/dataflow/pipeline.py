@@ -58,21 +58,7 @@ class Pipeline:
             (merged by `verl.dataflow.metrics`).
         """
         start = time.perf_counter()
-        try:
-            current, result = self._run_operators(batch)
-        except BaseException:
-            self._held = []  # the next run starts a new batch
-            raise
-        self.seconds = time.perf_counter() - start
-        self._held.append(current.reports)
-        if result is HOLD:
-            return HOLD
-        metrics, timing = self._take_reports()
-        current.batch.meta_info |= {"metrics": metrics, "timing": timing | self.timings}
-        return current.batch
-
-    def _run_operators(self, batch: DataProto | Mapping[str, Any] | None) -> tuple[PipelineRun, Any]:
-        """Run the operators until one returns HOLD. Returns the run and what the last operator returned."""
+        held, self._held = self._held, []  # after an error, the next run starts a new batch
         current = PipelineRun(
             self.operators, self._dependencies, self._processes(), self._checked_input(batch), self.observer
         )
@@ -88,7 +74,13 @@ class Pipeline:
                     current.annotate(i, error)
                     raise
                 current.end(i, given, result, (began, time.perf_counter()))
-        return current, result
+        self.seconds = time.perf_counter() - start
+        self._held = [*held, current.reports]
+        if result is HOLD:
+            return HOLD
+        metrics, timing = self._take_reports()
+        current.batch.meta_info |= {"metrics": metrics, "timing": timing | self.timings}
+        return current.batch
 
     def _take_reports(self) -> tuple[dict[str, float], dict[str, float]]:
         """The metrics and finer timings of the runs since the last batch, in the order of the operators."""

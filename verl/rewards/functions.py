@@ -151,6 +151,8 @@ class ScoreFunction:
         route: For a function that dispatches by data source (`default_compute_score`): maps a data source to the
             function that scores it, so that errors and timeouts refer to the function that actually runs.
         terms: For a weighted sum: the functions that it calls.
+        rules: For a function that dispatches by data source, or a weighted sum with one: the custom rules that it may
+            call, by data source.
         form: "sample", "plugin", "batch", "columns (batch)" or "columns (data)".
         is_async: Whether the function is `async def`.
     """
@@ -160,6 +162,7 @@ class ScoreFunction:
     route: Callable[[str], "ScoreFunction"] | None = None
     source: tuple[type, Mapping[str, Any]] | None = None
     terms: tuple["ScoreFunction", ...] = ()
+    rules: Mapping[str, "ScoreFunction"] = field(default_factory=dict)
     form: str = field(init=False)
     is_async: bool = field(init=False)
     _takes: tuple[bool, ...] = field(init=False, repr=False)
@@ -210,9 +213,9 @@ class ScoreFunction:
 
     @property
     def is_builtin(self) -> bool:
-        """Whether this package defines the function, and all functions that it sums."""
+        """Whether this package defines the function, and all functions that it calls."""
         own = str(getattr(_body(self.func), "__module__", "")).startswith("verl.")
-        return own and all(term.is_builtin for term in self.terms)
+        return own and not self.rules and all(term.is_builtin for term in self.terms)
 
     @property
     def is_accuracy(self) -> bool:

@@ -107,6 +107,10 @@ def rule_for(data_source: str) -> ScoreFunction:
     return RULES_BY_DATA_SOURCE[max(matching, key=len)]
 
 
+def _custom_rules() -> dict[str, ScoreFunction]:
+    return {name: rule for name, rule in RULES_BY_DATA_SOURCE.items() if not rule.is_builtin}
+
+
 @register_reward("data_source", needs_ground_truth=True)
 def default_compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Any:
     """Score with the rule of `data_source` (`RULES_BY_DATA_SOURCE`)."""
@@ -147,14 +151,15 @@ def resolve_reward_function(
     if registered and registered != "data_source":
         found = as_score_function(REWARD_FUNCTION_REGISTRY[registered], kwargs)
         if found.func is weighted_sum:
-            return replace(found, terms=tuple(term for *_, term in _parsed_terms(kwargs["rewards"])))
+            terms = tuple(term for *_, term in _parsed_terms(kwargs["rewards"]))
+            return replace(found, terms=terms, rules=_custom_rules() if any(term.route for term in terms) else {})
         return found
     if kwargs:
         raise ValueError(
             f"reward_kwargs {sorted(kwargs)} without a reward function: the rules by data source take no parameters; "
             "set reward.custom_reward_function.path, or reward_function"
         )
-    return ScoreFunction(default_compute_score, route=rule_for)
+    return ScoreFunction(default_compute_score, route=rule_for, rules=_custom_rules())
 
 
 def as_score_function(found: Any, kwargs: Mapping[str, Any] | None = None) -> ScoreFunction:

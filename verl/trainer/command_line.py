@@ -113,7 +113,7 @@ def _command(
 
 def print_missing_package(error: ModuleNotFoundError) -> int:
     """Print which package to install. Returns the exit status. Any other error is raised again."""
-    if error.name is None or (name := error.name.partition(".")[0]) not in CORE:
+    if (name := _module_name(error)) not in CORE:
         raise error
     print(
         f"error: the package {CORE[name][0]} is not installed: pip install '{CORE[name][0]}>={CORE[name][1]}' "
@@ -123,8 +123,14 @@ def print_missing_package(error: ModuleNotFoundError) -> int:
     return 1
 
 
+def _module_name(error: ModuleNotFoundError) -> str:
+    return (error.name or "").partition(".")[0]
+
+
 def print_error(error: Exception) -> int:
     """Print an error with its notes and without a traceback. Returns the exit status of a failed command."""
+    if isinstance(error, ModuleNotFoundError) and _module_name(error) in CORE:
+        return print_missing_package(error)
     notes = vars(error).get("__notes__", [])
     print("\n  ".join([f"error: {error}", *notes]), file=sys.stderr)
     return 1

@@ -2,9 +2,10 @@
 
 import sys
 
-from verl.trainer.sft_trainer import SFTTrainer, main
+from verl.trainer import sft_trainer
+from verl.trainer.sft_trainer import main
 
-__all__ = ["SFTTrainer", "main"]
+__getattr__ = sft_trainer.__getattr__
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -157,7 +157,12 @@ def _remote_caller(function: ScoreFunction) -> Callable[[dict[str, Any]], Call]:
             address_of(term.source[0] if term.source else term.func) for term in function.terms if not term.is_builtin
         )
         address = address_of(function.func)
-        return lambda keywords: Call(address, keywords, imports)
+        if not function.rules:
+            return lambda keywords: Call(address, keywords, imports)
+        rules = pickle.dumps([(name, address_of(rule.func), rule.kwargs) for name, rule in function.rules.items()])
+        return lambda keywords: Call(
+            address_of(call_with_rules), {"rules": rules, "address": address, "keywords": keywords}, imports
+        )
     cls, made_with = function.source
     address, spec = address_of(call_object), pickle.dumps((address_of(cls), tuple(sorted(made_with.items()))))
     return lambda keywords: Call(address, {"spec": spec, "keywords": keywords})
@@ -166,6 +171,20 @@ def _remote_caller(function: ScoreFunction) -> Callable[[dict[str, Any]], Call]:
 def call_object(spec: bytes, keywords: dict[str, Any]) -> Any:
     """In a worker process: call the object of a class, which is constructed once."""
     return _object(spec)(**keywords)
+
+
+def call_with_rules(rules: bytes, address: tuple[str, str, str], keywords: dict[str, Any]) -> Any:
+    """In a worker process: call a function that may call custom rules by data source."""
+    _register(rules)
+    return find_function(*address)(**keywords)
+
+
+@cache
+def _register(rules: bytes) -> None:
+    from verl.rewards.resolve import register_data_source  # loads all built-in rules
+
+    for name, address, kwargs in pickle.loads(rules):
+        register_data_source(name, ScoreFunction(find_function(*address), kwargs))
 
 
 @cache

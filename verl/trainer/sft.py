@@ -1,0 +1,133 @@
+"""Supervised fine-tuning (SFT) on the same loop: samples -> update."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from verl.algorithms.masked import masked_mean
+from verl.config import schema
+from verl.data.files import PromptSource
+from verl.data.sft_dataset import collate_sft
+from verl.dataflow import DataFlow, Operator, Stateful
+from verl.protocol import DataProto
+from verl.single_controller import WorkerSpec
+from verl.single_controller.cluster import Cluster
+from verl.single_controller.placement import ResourcePool
+from verl.tracking.tracking import setup_logging
+from verl.trainer.base import Trainer
+from verl.trainer.inputs import load_sft_inputs
+from verl.trainer.launch import Recipe
+from verl.trainer.preflight import INPUTS, prepare_run, run_checks
+from verl.workers.sft import SFTWorker
+
+logger = logging.getLogger("verl.trainer")
+
+
+class _Samples(Stateful):
+    """The source of training samples."""
+
+    def __init__(self, source: PromptSource):
+        self.source = source
+
+    def __call__(self) -> DataProto:
+        return self.source()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.source.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.source.load_state_dict(state)
+
+
+class SFTTrainer(Trainer):
+    """Supervised fine-tuning (SFT) on the responses of a dataset, on one host.
+
+    Args:
+        config: an SFTConfig, or None to read config_path and overrides.
+        train_dataset, val_dataset, tokenizer: made from the configuration if None.
+        cluster: where the workers run; None: this process, or processes of this host.
+    """
+
+    saved_roles = ("actor",)
+
+    def __init__(
+        self,
+        config: schema.SFTConfig | None = None,
+        *,
+        config_path: str | Path | None = None,
+        overrides: Sequence[str] = (),
+        train_dataset: Dataset | None = None,
+        val_dataset: Dataset | None = None,
+        tokenizer: Any = None,
+        cluster: Cluster | None = None,
+    ):
+        setup_logging()
+        run = prepare_run(
+            config,
+            config_path,
+            overrides,
+            recipe=Recipe(schema=schema.SFTConfig),
+            train_dataset=train_dataset,
+            val_dataset=val_dataset,
+            cluster=cluster,
+            backend="local",
+        )
+        inputs = run.inputs = load_sft_inputs(run.config, train_dataset, val_dataset, tokenizer)
+        run_checks(run, INPUTS)
+        self.train_dataset, self.val_dataset = inputs.train_dataset, inputs.val_dataset
+        pad_token_id = inputs.tokenizer.pad_token_id
+        self.collate: Callable[[list], DataProto] = lambda items: collate_sft(items, pad_token_id)
+        data = run.config.data
+        super().__init__(
+            run,
+            PromptSource(
+                self.train_dataset, data.train_batch_size, seed=data.seed, shuffle=data.shuffle, collate=self.collate
+            ),
+        )
+
+    def init_workers(self) -> None:
+        pool = ResourcePool("actor", (self.config.trainer.n_gpus_per_node,))
+        spec = WorkerSpec(
+            SFTWorker,
+            {"config": self.config, "total_training_steps": self.total_steps},
+            imports=tuple(self.config.imports),
+        )
+        self.roles.update(self.cluster.start({"actor": [("actor", pool)]}, {"actor": spec}))
+
+    def build_flow(self) -> DataFlow:
+        def update(batch: DataProto) -> None:
+            batch.meta_info["metrics"] = self.roles["actor"].update(batch)
+
+        reads = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
+        return DataFlow(
+            [Operator("rows", _Samples(self.source), writes=reads), Operator("update", update, reads=reads)]
+        )
+
+    def announce(self) -> None:
+        logger.info("model: %s", self.config.model.path)
+        logger.info("data: %s; steps: %d", self.source.describe(), self.total_steps)
+
+    def plan(self) -> str:
+        return (
+            f"would train {self.total_steps} steps of SFT from {self.config.model.path} with {self.world_size} "
+            f"process{'es' * (self.world_size > 1)}; data: {self.source.describe()}; checkpoints in "
+            f"{self.config.trainer.default_local_dir}"
+        )
+
+    def step_metrics(self, batch: DataProto) -> dict[str, float]:
+        return {"train/tokens": float(batch.batch["response_mask"].sum())}
+
+    def checkpoints_to_keep(self) -> dict[str, int | None]:
+        return {"actor": self.config.trainer.max_ckpt_to_keep}
+
+    def validate(self) -> dict[str, float]:
+        """val/loss: mean negative log-likelihood of the response tokens of the validation data."""
+        if self.val_dataset is None:
+            return {}
+        batch = self.collate([self.val_dataset[i] for i in range(len(self.val_dataset))])
+        inputs = batch.select(["input_ids", "attention_mask", "position_ids", "responses"], [])
+        log_probs = self.roles["actor"].compute_log_prob(inputs).batch["old_log_probs"]
+        return {"val/loss": -masked_mean(log_probs, batch.batch["response_mask"]).item()}
