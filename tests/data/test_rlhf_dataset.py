@@ -41,15 +41,15 @@ def test_the_form_of_published_examples(write, chat_tokenizer):
 def test_the_column_of_the_ground_truth_can_be_named(write, char_tokenizer):
     rows = [{"prompt": "a=", "solution": 7, "reward_model": {"style": "rule", "ground_truth": "8"}}]
     path = write("a.jsonl", rows)
-    for key, truth in ({}, "8"), ({"answer_key": "solution"}, "7"):
+    for key, truth in ({}, "8"), ({"ground_truth_key": "solution"}, "7"):
         assert RLHFDataset(path, char_tokenizer, config=key)[0]["reward_model"]["ground_truth"] == truth
     with pytest.raises(
-        ValueError, match=r"no column 'solutoin' for the ground truth \(data.answer_key\): did you mean"
+        ValueError, match=r"no column 'solutoin' for the ground truth \(data.ground_truth_key\): did you mean"
     ):
-        RLHFDataset(path, char_tokenizer, config={"answer_key": "solutoin"})
+        RLHFDataset(path, char_tokenizer, config={"ground_truth_key": "solutoin"})
     several = write("b.jsonl", [*rows, {"prompt": "b=", "reward_model": {"ground_truth": "8"}}])
     with pytest.raises(ValueError, match=r"line 2: the ground truth \(column 'solution'\) is missing"):
-        RLHFDataset(several, char_tokenizer, config={"answer_key": "solution"})
+        RLHFDataset(several, char_tokenizer, config={"ground_truth_key": "solution"})
 
 
 def test_columns_of_a_chat_file_travel_along(write, chat_tokenizer):

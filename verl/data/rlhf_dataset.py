@@ -39,7 +39,7 @@ logger = logging.getLogger("verl.data")
 
 Prompt = str | list[dict[str, Any]]
 
-_ANSWER = schema.DataConfig().answer_key
+_GROUND_TRUTH_KEY = schema.DataConfig().ground_truth_key
 _NO_TRUTH = {"style": "none", "ground_truth": None}
 _MEDIA_COLUMNS = ("images", "videos", "audios")
 
@@ -48,9 +48,9 @@ class RLHFDataset(Dataset):
     """Prompts of data files; one item per usable row.
 
     A row has a prompt (column `prompt_key`: chat messages or text) and what its reward needs: the columns
-    `data_source, reward_model {"style", "ground_truth"}, ability, extra_info`, or only `answer` (column `answer_key`).
-    Text becomes one user message if the tokenizer has a chat template, and stays plain text otherwise; `prompt_format`
-    ("chat" or "text") overrides that. A number in `answer` becomes text.
+    `data_source, reward_model {"style", "ground_truth"}, ability, extra_info`, or only `answer` (the column
+    `ground_truth_key`). Text becomes one user message if the tokenizer has a chat template, and stays plain text
+    otherwise; `prompt_format` ("chat" or "text") overrides that. A number in `answer` becomes text.
 
     `dataset[i]` is a dict: prompt_ids (list of int), raw_prompt (messages or text), data_source, ability, reward_model,
     extra_info, index (the row's number in the files), and the other columns of the row.
@@ -144,7 +144,7 @@ class RLHFDataset(Dataset):
             "prompt_ids": self._prompt_ids[item],
             "data_source": self._data_source(row, self.dataframe, item),
             "ability": row.get("ability") or "",
-            "reward_model": _reward_model(row, where, self.config.answer_key),
+            "reward_model": _reward_model(row, where, self.config.ground_truth_key),
             "extra_info": row.get(self._extra_info) or {},
             "index": self.dataframe.number(item),
             "raw_prompt": self._prompt(row, where),
@@ -193,7 +193,7 @@ class RLHFDataset(Dataset):
         """The prompt of a row. Raises ValueError if the row cannot be used."""
         where = rows.where(index)
         refuse_media(row, _MEDIA_COLUMNS, where)
-        _reward_model(row, where, self.config.answer_key)
+        _reward_model(row, where, self.config.ground_truth_key)
         self._data_source(row, rows, index)
         return self._prompt(row, where)
 
@@ -231,10 +231,10 @@ def _check_columns(rows: Rows, config: schema.DataConfig) -> None:
             f"{rows.names}: no column {config.prompt_key!r} for the prompt (data.prompt_key): "
             f"{did_you_mean(config.prompt_key, rows.columns)}"
         )
-    if config.answer_key != _ANSWER and config.answer_key not in rows.columns:
+    if config.ground_truth_key != _GROUND_TRUTH_KEY and config.ground_truth_key not in rows.columns:
         raise ValueError(
-            f"{rows.names}: no column {config.answer_key!r} for the ground truth (data.answer_key): "
-            f"{did_you_mean(config.answer_key, rows.columns)}"
+            f"{rows.names}: no column {config.ground_truth_key!r} for the ground truth (data.ground_truth_key): "
+            f"{did_you_mean(config.ground_truth_key, rows.columns)}"
         )
     if config.reward_fn_key != "data_source" and config.reward_fn_key not in rows.columns:
         raise ValueError(
@@ -253,17 +253,17 @@ def _other_columns(rows: Rows, config: schema.DataConfig) -> list[str]:
     return [name for name in others if name not in reserved]
 
 
-def _reward_model(row: Mapping[str, Any], where: str, answer_key: str) -> dict[str, Any]:
+def _reward_model(row: Mapping[str, Any], where: str, ground_truth_key: str) -> dict[str, Any]:
     """The `reward_model` entry of a row. Raises ValueError if a row of a file with ground truths has none."""
-    if "reward_model" not in row and answer_key not in row:
+    if "reward_model" not in row and ground_truth_key not in row:
         return dict(_NO_TRUTH)
-    if "reward_model" in row and answer_key == _ANSWER:  # another column was chosen by the user
+    if "reward_model" in row and ground_truth_key == _GROUND_TRUTH_KEY:  # another column was chosen by the user
         given, column = row["reward_model"], "reward_model"
         if not isinstance(given, Mapping):
             raise ValueError(f'{where}: expected reward_model {{"ground_truth": ...}}, found {given!r}')
         reward_model = {"style": "rule", "ground_truth": None} | {k: v for k, v in given.items() if v is not None}
     else:
-        answer, column = row.get(answer_key), answer_key
+        answer, column = row.get(ground_truth_key), ground_truth_key
         is_number = isinstance(answer, int | float) and not isinstance(answer, bool) and answer == answer
         reward_model = {"style": "rule", "ground_truth": str(answer) if is_number else answer}
     truth = reward_model["ground_truth"]
@@ -342,7 +342,7 @@ def check_ground_truth(dataset: Dataset, function: str) -> None:
         rows = dataset.dataframe
         raise ValueError(
             f"{rows.names}: no ground truth to score against, which {function} needs: expected a column 'reward_model' "
-            '({"style": "rule", "ground_truth": ...}) or a column \'answer\' (data.answer_key); found '
+            '({"style": "rule", "ground_truth": ...}) or a column \'answer\' (data.ground_truth_key); found '
             f"{', '.join(rows.columns)}. Add one, or use a reward that needs none: a custom function "
             "(reward.custom_reward_function.path), a reward model (reward.reward_model.enable=true), or "
             "reward.reward_function=format"

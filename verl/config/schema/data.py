@@ -32,7 +32,7 @@ class DataConfig(Section):
     val_batch_size: int | None = field(None, "prompts per validation batch; null: all at once", ge=1)
     prompt_key: str = field("prompt", "column of the prompt: chat messages or text")
     prompt_format: PromptFormat = field("auto", "chat messages or plain text; auto: detect")
-    answer_key: str = field("answer", "column of the ground truth; if changed, it replaces the column reward_model")
+    ground_truth_key: str = field("answer", "column of the ground truth; if set, reward_model is not read")
     reward_fn_key: str = field("data_source", "column that selects the reward function")
     max_prompt_length: int = field(512, "maximum prompt length in tokens", ge=1)
     max_response_length: int = field(512, "maximum response length in tokens", ge=1)

@@ -231,7 +231,7 @@ class _Worker:
         limit = self._limits.resident_bytes
         if limit is None or sys.platform != "linux":
             return None
-        if _tree_memory(self.process.pid) <= limit or _tree_memory(self.process.pid, exact=True) <= limit:
+        if _resident_memory(self.process.pid) <= limit or _resident_memory(self.process.pid, shared_once=True) <= limit:
             return None
         return Outcome(failure=f"used more than {limit >> 20:,} MiB of memory and was stopped", over_limit=True)
 
@@ -259,17 +259,17 @@ class _Worker:
             self.connection.send_bytes(self._message)
 
 
-def _tree_memory(pid: int, exact: bool = False) -> int:
+def _resident_memory(pid: int, shared_once: bool = False) -> int:
     """Resident memory of a process and its descendants in bytes (Linux). A process that has ended has none.
 
     Args:
-        exact: Count a page that several of them share once, not in each. Takes milliseconds per GiB.
+        shared_once: Count a page that several of them share once, not in each. Takes milliseconds per GiB.
     """
     found, pids = 0, [pid]
     while pids:
         folder = Path(f"/proc/{pids.pop()}")
         with contextlib.suppress(OSError, IndexError, ValueError):
-            if exact:
+            if shared_once:
                 lines = (folder / "smaps_rollup").read_text().splitlines()
                 found += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
             else:
