@@ -63,9 +63,9 @@ class TensorParallel:
         """Join the columns of all ranks: (B, N) -> (B, size N)."""
         if self.size == 1:
             return x
-        every = x.new_empty(self.size, *x.shape)
-        dist.all_gather_into_tensor(every, x.contiguous(), group=self.group)
-        return every.transpose(0, 1).reshape(len(x), -1)
+        every = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(every, x, group=self.group)
+        return torch.cat(every, 1)
 
     def broadcast(self, x: torch.Tensor) -> None:
         """Overwrite x with that of rank 0."""
