@@ -74,7 +74,8 @@ def answer(engine: NativeRollout) -> dict:
         engine.abort(["1", "2"])
         return await asyncio.gather(*tasks)
 
-    answers["turns"] = sum(run_coroutine(gather_coroutines([turns(i) for i in range(len(PROMPTS))])), [])
+    conversations = run_coroutine(gather_coroutines([turns(i) for i in range(len(PROMPTS))]))
+    answers["turns"] = [completion for both in conversations for completion in both]
     answers["aborted"] = run_coroutine(aborted())
     return answers
 
@@ -89,7 +90,9 @@ def on_rank(paths: list[Path]) -> list:
                 found.append(answer(engine))
         else:
             engine.follow()
-            found.append({"cache": engine._cache.keys.shape, "parameters": sum(p.numel() for p in engine.module.parameters())})
+            found.append(
+                {"cache": engine._cache.keys.shape, "parameters": sum(p.numel() for p in engine.module.parameters())}
+            )
     return found
 
 
