@@ -2,8 +2,8 @@
 
     python tests/gpu/run_tp.py [--out FILE.json] [--device cpu] [--only exact]
 
-exact  float32, the width of Qwen2.5-7B with 2 layers and 8192 tokens: greedy and sampled tokens, stop strings, agent-loop requests and
-       an abort, with and without CUDA graphs, must be equal; log-probs to 1e-4.
+exact  float32, the width of Qwen2.5-7B with 2 layers and 8192 tokens: greedy and sampled tokens, stop strings,
+       agent-loop requests and an abort, with and without CUDA graphs, must be equal; log-probs to 1e-4.
 speed  bf16, the shape of Qwen2.5-7B with random weights, 128 prompts of 128 tokens, 256 tokens each: tokens per second,
        memory per GPU, and the difference of log-probs while the tokens are equal.
 
