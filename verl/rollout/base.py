@@ -362,6 +362,8 @@ class RolloutEnv:
         device: device of the engine.
         pad_token_id: padding token, for engines that pad.
         compute_dtype: compute dtype of training; None without training.
+        tp_rank, tp_size: rank in the tensor-parallel group, and its size. The ranks of a group are consecutive and get
+            the same prompts; the process group of all ranks has been initialized.
     """
 
     rank: int
@@ -370,6 +372,8 @@ class RolloutEnv:
     device: torch.device
     pad_token_id: int
     compute_dtype: torch.dtype | None = None
+    tp_rank: int = 0
+    tp_size: int = 1
 
 
 class SharesWeights(Protocol):
@@ -445,3 +449,10 @@ def _hf(
     config: BaseModel, model: BaseModel, env: RolloutEnv, train_engine: SharesWeights | None = None
 ) -> RolloutEngine:
     return load_object("verl.rollout.hf", "make_hf")(config, model, env, train_engine)
+
+
+@register_rollout_engine("vllm")
+def _vllm(
+    config: BaseModel, model: BaseModel, env: RolloutEnv, train_engine: SharesWeights | None = None
+) -> RolloutEngine:
+    return load_object("verl.rollout.vllm.factory", "make_vllm")(config, model, env, train_engine)
