@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -217,9 +216,10 @@ class EngineMemory:
             try:
                 torch.cuda.empty_cache()
                 self._llm.wake_up(tags=[tag])
-            except (torch.cuda.OutOfMemoryError, RuntimeError) as error:
+            except RuntimeError as error:  # out of memory
                 raise ValueError(
-                    f"rollout.name=vllm: no memory for vLLM's {tag} ({error}): lower rollout.gpu_memory_utilization, or "
-                    "offload the trainer (fsdp_config.param_offload, optimizer_offload)"
+                    f"rollout.name=vllm: no memory for vLLM's {tag} ({error}): lower "
+                    "rollout.gpu_memory_utilization, or offload the trainer (fsdp_config.param_offload, "
+                    "optimizer_offload)"
                 ) from error
             self._asleep.discard(tag)
