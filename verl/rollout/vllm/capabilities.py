@@ -1,0 +1,113 @@
+"""What the adapter needs of the installed vLLM, found from signatures and attributes instead of version numbers.
+
+`verl.config.supported.missing_package` finds out before a run starts that vLLM is not installed.
+"""
+
+import importlib.metadata
+import inspect
+import os
+from dataclasses import dataclass
+
+from verl.config.supported import VLLM_INSTALL, VLLM_TESTED, missing_package
+
+#: class -> attributes that the adapter calls
+_ATTRIBUTES = {
+    "LLM": ("collective_rpc", "sleep", "wake_up", "reset_prefix_cache"),
+    "LLMEngine": ("add_request", "step", "abort_request", "has_unfinished_requests"),
+}
+#: method -> parameters that the adapter passes
+_PARAMETERS = {
+    "SamplingParams": ("logprobs", "seed", "stop_token_ids", "ignore_eos", "detokenize", "output_kind", "min_p"),
+    "EngineArgs": (
+        *("load_format", "logprobs_mode", "distributed_executor_backend", "skip_tokenizer_init", "enable_sleep_mode"),
+        *("gpu_memory_utilization", "enable_prefix_caching", "enable_chunked_prefill", "generation_config"),
+    ),
+    "LLM.reset_prefix_cache": ("reset_running_requests",),
+    "LLM.sleep": ("level",),
+    "LLM.wake_up": ("tags",),
+}
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Optional features of the installed vLLM.
+
+    Attributes:
+        version: for messages.
+        flat_logprobs: log-probs of a response come as flat lists, without an object per token.
+        async_scheduling: the next step can be scheduled while the last one runs; it can be turned off.
+    """
+
+    version: str
+    flat_logprobs: bool
+    async_scheduling: bool
+
+
+def installed_version() -> str:
+    """Version of the installed vLLM, for messages."""
+    for distribution in VLLM_TESTED:
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "(an unversioned copy)"
+
+
+def set_environment() -> None:
+    """Set the variables that vLLM reads at import, unless they are set: one process, only errors in the log.
+
+    Raises:
+        ValueError: VLLM_ENABLE_V1_MULTIPROCESSING=1; weights are loaded in this process.
+    """
+    if os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
+        raise ValueError("rollout.name=vllm runs in the rollout process: unset VLLM_ENABLE_V1_MULTIPROCESSING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns that it has no tokenizer
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # threads are those of the process
+
+
+def probe() -> Capabilities:
+    """Import vLLM and check that it has what the adapter needs.
+
+    Raises:
+        ImportError: vLLM is not installed or does not import.
+        ValueError: it lacks something; the message lists what, with the tested versions.
+    """
+    message = missing_package("rollout.name", "vllm")
+    if message is not None:
+        raise ImportError(f"rollout.name={message}")
+    set_environment()
+    try:
+        from vllm import LLM, SamplingParams
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+    except ImportError as error:
+        raise ImportError(
+            f"rollout.name=vllm: vLLM {installed_version()} does not import: {error} (tested: {_tested()}). {VLLM_INSTALL}"
+        ) from error
+    classes = {"LLM": LLM, "LLMEngine": LLMEngine, "SamplingParams": SamplingParams, "EngineArgs": EngineArgs}
+    lacking = [f"{name}.{method}" for name, methods in _ATTRIBUTES.items() for method in methods
+               if method not in dir(classes[name])]  # fmt: skip
+    for path, expected in _PARAMETERS.items():
+        name, _, method = path.partition(".")
+        if path not in lacking:
+            found = _parameters(inspect.getattr_static(classes[name], method) if method else classes[name])
+            lacking += [f"{path}({parameter})" for parameter in expected if parameter not in found]
+    if lacking:
+        raise ValueError(
+            f"rollout.name=vllm: vLLM {installed_version()} lacks {', '.join(lacking)}; tested versions: {_tested()}. "
+            f"{VLLM_INSTALL}"
+        )
+    return Capabilities(
+        installed_version(),
+        flat_logprobs="flat_logprobs" in _parameters(SamplingParams),
+        async_scheduling="async_scheduling" in _parameters(EngineArgs),
+    )
+
+
+def _parameters(function: object) -> set[str]:
+    return set(inspect.signature(function).parameters)
+
+
+def _tested() -> str:
+    return ", ".join(f"{name} {version}" for name, version in VLLM_TESTED.items())
