@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from verl.rollout import weight_sync
 from verl.rollout.base import SamplingParams, make_requests
 from verl.rollout.hf import HFRollout
 from verl.rollout.native.engine import NativeRollout
@@ -18,6 +17,7 @@ from verl.rollout.weight_sync import (
     ModuleReceiver,
     ReplicaSync,
     TransferGroup,
+    buckets,
     checksum_of,
     receive_collective,
 )
@@ -354,5 +354,5 @@ def test_checksums_depend_on_every_byte_and_its_position(monkeypatch):
         assert checksum_of(changed) != expected
     swapped = content.view(-1, 8).flip(0).reshape(-1)
     assert checksum_of(swapped) != expected
-    monkeypatch.setattr(weight_sync, "_WORDS_AT_ONCE", 7)
+    monkeypatch.setattr(buckets, "_WORDS_AT_ONCE", 7)
     assert checksum_of(content) == expected, "independent of the size of a chunk"

@@ -1,0 +1,43 @@
+"""Weight sync: copies the weights of the training engine to the rollout engines after each update.
+
+    report = weight_sync.push(train_engine, version=step)      # collective: call it on every training rank
+    report.bytes, report.seconds, report.checksum
+
+Three methods:
+
+- in_process: the rollout engine generates with the trainer's parameters; nothing is copied.
+- replica: the rollout engine in the same process has an unsharded copy, gathered from all ranks.
+- collective: rollout ranks have their own devices; training rank 0 broadcasts buckets over torch.distributed (gloo, or
+  NCCL on GPUs), and both sides compare a checksum per bucket.
+
+`version` is the number of completed training steps, so that a resumed run reproduces it.
+"""
+
+import importlib
+
+_HOME = {
+    "SyncReport": "base",
+    "WeightReceiver": "base",
+    "WeightSource": "base",
+    "WeightSync": "base",
+    "BUCKET_BYTES": "buckets",
+    "checksum_of": "buckets",
+    "InProcessSync": "in_process",
+    "ReplicaSync": "replica",
+    "ModuleReceiver": "module_receiver",
+    "CollectiveSync": "collective",
+    "TransferGroup": "collective",
+    "receive_collective": "collective",
+}
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'verl.rollout.weight_sync' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__():
+    return sorted(__all__)
