@@ -20,13 +20,16 @@ _HOME = {
     "WeightReceiver": "base",
     "WeightSource": "base",
     "WeightSync": "base",
+    "AdapterReceiver": "base",
+    "RemoteReceiver": "base",
+    "StoredWeights": "base",
     "BUCKET_BYTES": "buckets",
-    "checksum_of": "buckets",
+    "checksum_of": "checksums",
     "InProcessSync": "in_process",
     "ReplicaSync": "replica",
     "ModuleReceiver": "module_receiver",
     "CollectiveSync": "collective",
-    "TransferGroup": "collective",
+    "TransferGroup": "transfer_group",
     "receive_collective": "collective",
 }
 

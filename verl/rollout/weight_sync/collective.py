@@ -1,6 +1,16 @@
 """`collective`: rollout ranks have their own devices, and training rank 0 broadcasts buckets over torch.distributed.
 
-GPU tensors are sent over NCCL, others over gloo. Both sides compare a checksum per bucket.
+GPU tensors are sent over NCCL, others over gloo. Three stages overlap: while bucket i is sent, rank 0 gathers and packs
+bucket i + 1 and the rollout ranks verify and load bucket i - 1. Each side has two buckets in memory.
+
+A push has one or two parts (base weights, adapters). Per part:
+
+- Rank 0 broadcasts a head: version, adapter configuration, size of a bucket.
+- Before each bucket, all ranks exchange a record (`_exchange`): that of rank 0 announces the bucket, that of a rollout
+  rank says whether it can continue, which covers all buckets up to the one before the last. So no rank waits for one
+  that has failed. Rank 0 sends the layout of a bucket only if it differs from that of the previous push.
+- The checksums follow each bucket and are compared by the rollout ranks before they load it.
+- A record announces the end; a last exchange confirms that all ranks have loaded everything.
 """
 
 import pickle
@@ -8,70 +18,20 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
-from datetime import timedelta
 
 import torch
 from torch import distributed as dist
 
-from verl.rollout.weight_sync.base import SyncReport, WeightReceiver, WeightSource, WeightSync, incomplete
-from verl.rollout.weight_sync.buckets import BUCKET_BYTES, Entry, bytes_of, checksum_of, fold, padded
+from verl.rollout.weight_sync.adapters import Part, parts_of
+from verl.rollout.weight_sync.base import AdapterConfig, SyncReport, WeightReceiver, WeightSource, WeightSync
+from verl.rollout.weight_sync.buckets import BUCKET_BYTES, Bucket, pack
+from verl.rollout.weight_sync.checksums import COLUMNS, ROW_BYTES, combine, fold, hexadecimal, sums_of
+from verl.rollout.weight_sync.loading import Loading, transit_fault
+from verl.rollout.weight_sync.transfer_group import TransferGroup
 
 _ERROR_BYTES = 2000  # max length of an error message sent to the other ranks
-
-# Rank 0 broadcasts headers. A header is
-#
-# - (number, version, entries, bytes): a bucket. All ranks agree to continue (`_agree`), rank 0 broadcasts the content,
-#   all ranks compare checksums (`_compare`).
-# - None: the end. All ranks agree that the weights are loaded.
-# - a string: the error of rank 0. Every rank raises.
-#
-# A rollout rank that fails while it loads weights waits for the next header and reports its error in `_agree`. So no
-# rank waits for one that has failed.
-
-
-class TransferGroup:
-    """A process group of training rank 0 (rank 0 in this group) and all rollout ranks.
-
-    Args:
-        address: host and port on which rank 0 listens.
-        rank, size: rank in this group, and its size.
-        device: device of the tensors. GPU tensors are sent over NCCL.
-        timeout: timeout of a transfer in seconds.
-    """
-
-    def __init__(self, address: tuple[str, int], rank: int, size: int, device: torch.device, timeout: float):
-        wait = timedelta(seconds=timeout)
-        self.rank, self.size, self.device = rank, size, device
-        host, port = address
-        self.store = dist.TCPStore(host, port, size, rank == 0, wait)
-        self.control = dist.ProcessGroupGloo(dist.PrefixStore("control", self.store), rank, size, wait)
-        self.data = self.control
-        if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = wait
-            torch.cuda.set_device(device)
-            self.data = dist.ProcessGroupNCCL(dist.PrefixStore("data", self.store), rank, size, options)
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Broadcast rank 0's tensor in place, on the group's device."""
-        self.data.broadcast(tensor, 0).wait()
-
-    def broadcast_object(self, value: object) -> object:
-        """Broadcast rank 0's object and return it."""
-        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        size = torch.tensor([len(content)])
-        self.control.broadcast(size, 0).wait()
-        if self.rank > 0:
-            content = torch.empty(int(size), dtype=torch.uint8)
-        self.control.broadcast(content, 0).wait()
-        return pickle.loads(content.numpy().tobytes())
-
-    def gather(self, numbers: list[int]) -> list[list[int]]:
-        """All-gather: the numbers of all ranks."""
-        own = torch.tensor(numbers)
-        found = [torch.empty_like(own) for _ in range(self.size)]
-        self.control.allgather([found], [own]).wait()
-        return [other.tolist() for other in found]
+_END = (-1, 0, 0)  # record of rank 0 after the last bucket: number, bytes, bytes of its layout
+_NOTHING = (0, 0, 0)
 
 
 class CollectiveSync(WeightSync):
@@ -80,72 +40,116 @@ class CollectiveSync(WeightSync):
     Args:
         group: the group with the rollout ranks; None on training ranks other than 0, which only gather weights.
         dtype: dtype of the sent weights; None: not cast.
-        bucket_bytes: max size of a bucket.
+        bucket_bytes: max size of a bucket of several parameters.
+        adapters: whether adapters are sent apart from the base weights, which are then sent once.
     """
 
-    def __init__(self, group: TransferGroup | None, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES):
+    def __init__(
+        self,
+        group: TransferGroup | None,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        adapters: bool = False,
+    ):
         self.group = group
         self.dtype = dtype
         self.bucket_bytes = bucket_bytes
+        self.adapters = adapters
+        self._has_base = False
 
     def push(self, engine: WeightSource, version: int) -> SyncReport:
-        start, sent, total, number = time.perf_counter(), 0, 0, 0
-        if self.group is None:
-            for _ in engine.weights():
-                pass
-            return SyncReport(version, seconds=time.perf_counter() - start)
-        buckets = self._buckets(engine)
-        while (bucket := self._next(buckets)) is not None:
-            total = fold(total, self._send(number, version, *bucket))
-            sent, number = sent + sum(entry.bytes for entry in bucket[0]), number + 1
-            del bucket  # a large parameter is freed before the next one is gathered
-        self.group.broadcast_object(None)
-        _agree(self.group)
-        return SyncReport(version, sent, time.perf_counter() - start, total)
-
-    def _buckets(self, engine: WeightSource) -> Iterator[tuple[list[Entry], torch.Tensor]]:
-        """Yield the entries and the content of each bucket: (n,) uint8, valid until the next one.
-
-        Parameters are copied before the next one is read, because `weights()` may reuse its memory.
-        """
-        buffer, entries, end = None, [], 0
-        for name, tensor in engine.weights():
-            dtype, shape = self.dtype or tensor.dtype, tuple(tensor.shape)
-            size = tensor.numel() * dtype.itemsize
-            room = padded(size)
-            if entries and end + room > self.bucket_bytes:
-                yield entries, buffer[:end]
-                entries, end = [], 0
-            if room > self.bucket_bytes:
-                tensor = bytes_of(tensor.to(self.group.device, dtype))
-                yield [Entry(name, shape, dtype, 0, checksum_of(tensor))], tensor
-                del tensor
+        start, sent, checksums = time.perf_counter(), 0, []
+        parts = parts_of(engine, self.adapters, self._has_base)
+        self._has_base = False  # until this push has succeeded
+        for number, part in enumerate(parts):
+            if self.group is None:
+                for _ in part.tensors:
+                    pass
                 continue
-            if buffer is None:
-                buffer = torch.empty(self.bucket_bytes, dtype=torch.uint8, device=self.group.device)
-            span = buffer[end : end + room]
-            span[:size].view(dtype).view(shape).copy_(tensor.detach())
-            span[size:].zero_()
-            entries.append(Entry(name, shape, dtype, end, checksum_of(span)))
-            end += room
-        if entries:
-            yield entries, buffer[:end]
+            count, checksum = _Sending(self, part, version).send(is_last=number == len(parts) - 1)
+            sent += count
+            checksums.append(checksum)
+        self._has_base = self.adapters
+        bandwidth = self.group.bandwidth if self.group is not None else 0.0
+        return SyncReport(version, sent, time.perf_counter() - start, fold(checksums), bandwidth)
 
-    def _next(self, buckets: Iterator[tuple[list[Entry], torch.Tensor]]) -> tuple[list[Entry], torch.Tensor] | None:
-        """The next bucket; None at the end. An error is reported to the rollout ranks and raised unchanged."""
+
+class _Sending:
+    """One part of a push on rank 0."""
+
+    def __init__(self, sync: CollectiveSync, part: Part, version: int):
+        self.sync = sync
+        self.group: TransferGroup = sync.group
+        self.part = part
+        self.version = version
+        self.works: dict[int, list[dist.Work]] = {}
+        self.sums: list[torch.Tensor] = []
+
+    def send(self, is_last: bool) -> tuple[int, int]:
+        """Send all buckets. Returns their bytes and checksum."""
+        group, sync, sent = self.group, self.sync, 0
+        group.broadcast_object((self.version, self.part.config, sync.bucket_bytes, is_last))
+        _exchange(group)
+        # adapters are not cast: products of rounded matrices would differ from the trainer's
+        dtype = sync.dtype if self.part.config is None else None
+        buckets = pack(
+            self.part.tensors,
+            device=group.device,
+            dtype=dtype,
+            bucket_bytes=sync.bucket_bytes,
+            wait=self._wait,
+            allocate=lambda size: torch.empty(size, dtype=torch.uint8, device=group.device),
+        )
         try:
-            return next(buckets, None)
+            while (ready := self._next(buckets)) is not None:
+                bucket, sums = ready
+                self._announce(bucket)
+                if len(bucket.content) > sync.bucket_bytes:
+                    _exchange(group)  # every rollout rank has memory for it
+                self.works[bucket.number] = [group.start_broadcast(bucket.content), group.start_broadcast(sums)]
+                sent += bucket.bytes
+                del bucket, ready
+            _exchange(group, _END)
+            _exchange(group)  # all ranks have loaded everything
+        except BaseException:
+            with suppress(RuntimeError):  # of the group
+                self._wait_for_all()
+            raise
+        self._wait_for_all()
+        return sent, fold(torch.stack(self.sums).tolist()) if self.sums else 0
+
+    def _next(self, buckets: Iterator[Bucket]) -> tuple[Bucket, torch.Tensor] | None:
+        """The next bucket and its sums; None at the end. An error is reported to the rollout ranks and raised
+        unchanged."""
+        try:
+            bucket = next(buckets, None)
+            if bucket is None:
+                return None
+            sums = sums_of(bucket.content)
+            self.sums.append(combine(sums))
+            return bucket, sums
         except BaseException as error:
             with suppress(RuntimeError):  # of the group
-                self.group.broadcast_object(_describe(error))
+                _exchange(self.group, reason=_describe(error), raises=False)
             raise
 
-    def _send(self, number: int, version: int, entries: list[Entry], content: torch.Tensor) -> int:
-        """Send one bucket and compare its checksum with those of the receivers. Returns the checksum."""
-        self.group.broadcast_object((number, version, entries, len(content)))
-        _agree(self.group)
-        self.group.broadcast(content)
-        return _compare(self.group, number, entries, [entry.checksum for entry in entries])
+    def _announce(self, bucket: Bucket) -> None:
+        """Exchange records, and send the layout of the bucket unless the rollout ranks have it."""
+        layout = pickle.dumps(bucket.entries)
+        key = (self.part.config is None, bucket.number)
+        known = self.group.layouts.get(key) == layout
+        _exchange(self.group, (bucket.number, len(bucket.content), 0 if known else len(layout)))
+        if not known:
+            self.group.broadcast_bytes(layout, len(layout))
+            self.group.layouts[key] = layout
+
+    def _wait(self, number: int) -> None:
+        for work in self.works.pop(number, ()):
+            work.wait()
+
+    def _wait_for_all(self) -> None:
+        for number in list(self.works):
+            self._wait(number)
 
 
 def receive_collective(receiver: WeightReceiver, group: TransferGroup, version: int) -> SyncReport:
@@ -157,55 +161,111 @@ def receive_collective(receiver: WeightReceiver, group: TransferGroup, version: 
             unchanged on that rank, SystemExit and KeyboardInterrupt included; the other ranks raise a ValueError that
             quotes it.
     """
-    start, sent, total = time.perf_counter(), 0, 0
-    transferring, complete = False, False  # transferring: not in the code of the receiver
+    start, received, checksums, is_last = time.perf_counter(), 0, [], False
+    while not is_last:
+        pushed, config, bucket_bytes, is_last = group.broadcast_object(None)
+        wrong = "" if pushed == version else f"expected weights of version {version}, found version {pushed}"
+        _exchange(group, reason=wrong)
+        receiving = _Receiving(receiver, group, version, config, bucket_bytes)
+        checksums.append(receiving.receive())
+        received += receiving.bytes
+    return SyncReport(version, received, time.perf_counter() - start, fold(checksums), group.bandwidth)
 
-    def next_bucket() -> tuple[int, list[Entry], torch.Tensor] | None:
-        header = group.broadcast_object(None)
-        if header is None:
-            return None
-        if isinstance(header, str):
-            raise ValueError(f"weight sync: training rank 0 cannot send the weights: {header}")
-        number, pushed, entries, size = header
-        reason, content = "", None
-        if pushed != version:
-            reason = f"expected weights of version {version}, found version {pushed}"
-        else:
-            try:
-                content = torch.empty(size, dtype=torch.uint8, device=group.device)
-            except Exception as error:  # out of memory
-                reason = _describe(error)
-        _agree(group, reason)
-        group.broadcast(content)
-        return number, entries, content
 
-    def buckets() -> Iterator[tuple[str, torch.Tensor]]:
-        nonlocal sent, total, transferring, complete
-        transferring = True
-        while (bucket := next_bucket()) is not None:
-            number, entries, content = bucket
-            spans = [content[e.start : e.start + padded(e.bytes)] for e in entries]
-            total = fold(total, _compare(group, number, entries, [checksum_of(span) for span in spans]))
-            transferring = False
-            for entry, span in zip(entries, spans):
-                sent += entry.bytes
-                yield entry.name, span[: entry.bytes].view(entry.dtype).view(entry.shape)
-            transferring = True
-        transferring, complete = False, True
+class _Receiving:
+    """One part of a push on a rollout rank."""
 
-    try:
-        receiver.receive(buckets(), version)
-        if not complete:
-            raise incomplete(receiver)
-    except BaseException as error:
-        if not transferring:
+    def __init__(
+        self,
+        receiver: WeightReceiver,
+        group: TransferGroup,
+        version: int,
+        config: AdapterConfig | None,
+        bucket_bytes: int,
+    ):
+        self.loading = Loading(receiver, version)
+        self.group = group
+        self.config = config
+        self.bucket_bytes = bucket_bytes
+        self.works: dict[int, tuple[list[dist.Work], torch.Tensor]] = {}
+        self.checksums: list[int] = []
+        self.transferring = False  # whether an error comes from the group, not from the receiver
+
+    @property
+    def bytes(self) -> int:
+        return self.loading.bytes
+
+    def receive(self) -> int:
+        """Receive and load all buckets. Returns their checksum."""
+        try:
+            self.loading.load(Part(self.config, self._tensors()))
+        except BaseException as error:
             with suppress(RuntimeError):  # of the group
-                failed = not complete and isinstance(group.broadcast_object(None), str)
-                if not failed:
-                    _agree(group, _describe(error), raises=False)
-        raise
-    _agree(group)
-    return SyncReport(version, sent, time.perf_counter() - start, total)
+                if not self.transferring:
+                    _exchange(self.group, reason=_describe(error), raises=False)
+                for works, _ in self.works.values():
+                    for work in works:
+                        work.wait()
+            raise
+        _exchange(self.group)
+        return fold(self.checksums)
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.transferring = True
+        bucket = self._start(0)
+        while bucket is not None:
+            following = self._start(bucket.number + 1)
+            self._finish(bucket)
+            self.transferring = False
+            yield from bucket.parameters()
+            self.transferring = True
+            bucket = following
+        self.transferring = False
+
+    def _start(self, number: int) -> Bucket | None:
+        """Start to receive the next bucket; None at the end."""
+        group = self.group
+        content, reason = self._allocate(self.bucket_bytes)
+        announced, size, layout_size = _exchange(group, reason=reason)
+        if announced == _END[0]:
+            return None
+        key = (self.config is None, number)
+        if layout_size:
+            group.layouts[key] = group.broadcast_bytes(b"", layout_size)
+        if size > self.bucket_bytes:
+            del content
+            content, reason = self._allocate(size)
+            _exchange(group, reason=reason)
+        content = content[:size]
+        rows = -(-size // ROW_BYTES)
+        sums = content.new_empty(rows + COLUMNS, dtype=torch.int64)
+        self.works[number] = [group.start_broadcast(content), group.start_broadcast(sums)], sums
+        return Bucket(number, pickle.loads(group.layouts[key]), content)
+
+    def _allocate(self, size: int) -> tuple[torch.Tensor | None, str]:
+        """Memory for one bucket, or the error. It is not reused, so that a receiver may keep what it has read."""
+        try:
+            return torch.empty(size, dtype=torch.uint8, device=self.group.device), ""
+        except Exception as error:  # out of memory
+            return None, _describe(error)
+
+    def _finish(self, bucket: Bucket) -> None:
+        """Wait for a bucket and compare its checksums."""
+        works, sent = self.works.pop(bucket.number)
+        for work in works:
+            work.wait()
+        found = sums_of(bucket.content)
+        row = transit_fault(sent, found)
+        self.checksums.append(int(combine(found)))
+        if row is None:
+            return
+        name = bucket.parameter_at(row * ROW_BYTES) if row >= 0 else "(none: the checksums themselves differ)"
+        _exchange(
+            self.group,
+            reason=f"bucket {bucket.number} is corrupted on rollout rank {self.group.rank - 1}: its checksum is "
+            f"{hexadecimal(self.checksums[-1])}, expected {hexadecimal(int(combine(sent)))}; the first differing "
+            f"parameter is {name}",
+        )
 
 
 def _describe(error: BaseException) -> str:
@@ -214,38 +274,30 @@ def _describe(error: BaseException) -> str:
     return text.encode(errors="replace").decode()
 
 
-def _agree(group: TransferGroup, reason: str = "", raises: bool = True) -> None:
-    """Check that every rank can continue with the push, so that no rank waits for one that has failed.
+def _exchange(
+    group: TransferGroup, record: tuple[int, int, int] = _NOTHING, reason: str = "", raises: bool = True
+) -> tuple[int, int, int]:
+    """Exchange records, and check that every rank can continue with the push.
 
     Args:
+        record: of rank 0: number, bytes and layout bytes of the next bucket.
         reason: why this rank cannot continue; empty if it can.
         raises: False for a rank that raises its own error.
+
+    Returns:
+        The record of rank 0.
 
     Raises:
         ValueError: on every rank, with the reason of the first rank that cannot continue.
     """
-    if not any(failed for (failed,) in group.gather([int(bool(reason))])):
-        return
-    content = reason.encode()[:_ERROR_BYTES].ljust(_ERROR_BYTES, b"\0")
-    texts = [bytes(found).rstrip(b"\0").decode(errors="ignore") for found in group.gather(list(content))]
-    if raises:
-        rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
-        raise ValueError(f"weight sync: rollout rank {rank - 1} cannot load the weights: {text}")
-
-
-def _compare(group: TransferGroup, number: int, entries: list[Entry], checksums: list[int]) -> int:
-    """Compare the checksums of one bucket on all ranks. Returns the checksum of the bucket."""
-    differing = next((i for i, (e, found) in enumerate(zip(entries, checksums)) if e.checksum != found), -1)
-    own = 0
-    for checksum in checksums:
-        own = fold(own, checksum)
-    gathered = group.gather([own, differing])
-    for rank, (found, first) in enumerate(gathered):
-        if found != gathered[0][0]:
-            name = entries[first].name if first >= 0 else "(none: the checksums themselves differ)"
-            raise ValueError(
-                f"weight sync: bucket {number} is corrupted on rollout rank {rank - 1}: its checksum is "
-                f"{found & (2**64 - 1):016x}, expected {gathered[0][0] & (2**64 - 1):016x}; the first differing "
-                f"parameter is {name}"
-            )
-    return own
+    gathered = group.gather([int(bool(reason)), *record])
+    if any(failed for failed, *_ in gathered):
+        content = reason.encode()[:_ERROR_BYTES].ljust(_ERROR_BYTES, b"\0")
+        texts = [bytes(found).rstrip(b"\0").decode(errors="ignore") for found in group.gather(list(content))]
+        group.layouts.clear()  # of a bucket that some ranks may not have received
+        if raises:
+            rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
+            if rank == 0:
+                raise ValueError(f"weight sync: training rank 0 cannot send the weights: {text}")
+            raise ValueError(f"weight sync: rollout rank {rank - 1} cannot load the weights: {text}")
+    return tuple(gathered[0][1:])
