@@ -4,12 +4,12 @@ An engine that cannot apply adapters merges them into a copy of the base weights
 computed from that copy in every push, so rounding errors do not add up.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
-from verl.rollout.weight_sync.base import AdapterConfig, AdapterReceiver, AdapterSource, WeightSource
+from verl.rollout.weight_sync.base import AdapterConfig, AdapterSource, WeightSource
 
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -85,30 +85,21 @@ def _layer_of(name: str, version: int) -> tuple[str, str]:
     return name.removeprefix(_PREFIX).removesuffix(end), end
 
 
-def sends_adapters(setting: str, has_adapters: bool, receiver: object, crosses_processes: bool) -> bool:
-    """Whether only the adapters are pushed (`rollout.lora_sync`).
+def sends_adapters(setting: str, has_adapters: bool, takes_adapters: bool, cheaper: bool) -> bool:
+    """Whether only the adapters are pushed.
 
     Args:
-        setting: auto, merged or adapters.
+        setting: `rollout.lora_sync`: auto, merged or adapters.
         has_adapters: whether the policy is trained with LoRA.
-        receiver: of the rollout engine.
-        crosses_processes: whether the weights leave this process.
+        takes_adapters: whether the engine takes adapters.
+        cheaper: whether `auto` prefers adapters: they cross processes, or the engine applies them without merging.
 
     Raises:
         ValueError: adapters are demanded of an engine that takes none.
     """
-    takes = isinstance(receiver, AdapterReceiver)
-    if setting == "adapters" and has_adapters and not takes:
+    if setting == "adapters" and has_adapters and not takes_adapters:
         raise ValueError(
-            f"rollout.lora_sync=adapters: {type(receiver).__name__} takes no adapters (AdapterReceiver): "
+            "rollout.lora_sync=adapters: expected a rollout engine whose receiver takes adapters (AdapterReceiver): "
             "use lora_sync=merged"
         )
-    if setting == "merged" or not has_adapters or not takes:
-        return False
-    return setting == "adapters" or crosses_processes or receiver.applies_adapters
-
-
-def cast(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Cast every tensor as it is read; None: unchanged."""
-    for name, tensor in tensors:
-        yield name, tensor if dtype is None else tensor.to(dtype)
+    return has_adapters and takes_adapters and (setting == "adapters" or (setting == "auto" and cheaper))
