@@ -1,9 +1,11 @@
 """A rollout engine with old weights stops the run, and an intact one does not."""
 
+import shutil
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from examples.quickstart.tiny_model import tiny_model
 from tests.trainer.test_rollout_role import train
 from verl.engines.torch_engine import TorchEngine
 from verl.rollout.base import Completion
@@ -130,11 +132,15 @@ class Unties(ModuleReceiver):
             head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
 
 
-def test_a_stale_tied_output_layer_stops_the_run(settings, monkeypatch, tmp_path):
+def test_a_stale_tied_output_layer_stops_the_run(settings, monkeypatch, tiny, tmp_path):
     from verl.rollout.native import factory
 
-    tiny_model("qwen2", tmp_path / "tied", size="tiny", tokenizer="char")
-    settings = [*settings, f"actor_rollout_ref.model.path={tmp_path / 'tied'}"]
+    tied = shutil.copytree(tiny / "model", tmp_path / "tied")
+    module = AutoModelForCausalLM.from_pretrained(tied)
+    module.config.tie_word_embeddings = True
+    module.tie_weights()
+    module.save_pretrained(tied)
+    settings = [*settings, f"actor_rollout_ref.model.path={tied}"]
     monkeypatch.setattr(TorchEngine, "shared_module", lambda self: None)  # so that the engine has a replica
     train([*settings, *GRPO])
     monkeypatch.setattr(factory, "ModuleReceiver", Unties)

@@ -20,7 +20,7 @@ from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import free_port
 from verl.utils.device import peak_memory, resolve_device, resolve_dtype
 from verl.workers.engine_worker import EngineWorker, aggregation, micro_batching
-from verl.workers.rollout import NO_TIMEOUT, Rollout, RolloutMethods, bucket_bytes
+from verl.workers.rollout import NO_TIMEOUT, Rollout, RolloutMethods, RolloutSource, bucket_bytes
 
 
 class ActorWorker(RolloutMethods, EngineWorker):
@@ -97,7 +97,8 @@ class ActorWorker(RolloutMethods, EngineWorker):
         Rank 0 sends; the other ranks only take part in gathering the weights.
         """
         rollout, group = self.config.rollout, None
-        adapters = sends_adapters(rollout.lora_sync, self.config.model.has_adapters, takes_adapters, cheaper=True)
+        has_adapters = self.engine.adapter_config() is not None
+        adapters = sends_adapters(rollout.lora_sync, has_adapters, takes_adapters, cheaper=True)
         if self.rank == 0:
             group = TransferGroup(address, 0, size, self.device, self.config.nccl_timeout or NO_TIMEOUT)
             group.measure()
@@ -113,7 +114,7 @@ class ActorWorker(RolloutMethods, EngineWorker):
         """Push the weights to the rollout engine in this process, or to the connected rollout ranks."""
         if self._sync is None:
             return self.rollout.sync_weights(version)
-        return self._sync.push(self.engine, version)
+        return self._sync.push(RolloutSource(self.engine, self.compute_dtype), version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def canary_log_probs(self, batch: DataProto) -> tuple[torch.Tensor, bool]:

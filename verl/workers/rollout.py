@@ -8,6 +8,7 @@ import dataclasses
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,22 @@ NO_TIMEOUT = 86400.0
 _ROUNDING = 1e-2  # by which a log-prob may exceed 0
 
 
+class RolloutSource:
+    """What a weight sync reads of a training engine: its weights in the dtype of the rollout.
+
+    Args:
+        engine: the training engine.
+        dtype: dtype of the weights; None: not cast. Adapters are not cast.
+    """
+
+    def __init__(self, engine: TrainEngine, dtype: torch.dtype | None):
+        self.engine = engine
+        self.weights = partial(engine.rollout_weights, dtype)
+        self.base_weights = partial(engine.base_weights, dtype)
+        self.adapter_config = engine.adapter_config
+        self.adapter_weights = engine.adapter_weights
+
+
 class Rollout:
     """The rollout engine of one process, its weights and its agent loop.
 
@@ -78,7 +95,6 @@ class Rollout:
     ):
         self.config = config
         self.env = env
-        self.has_adapters = model.has_adapters
         self.pad_token_id = env.pad_token_id
         self.params = SamplingParams.from_config(config, stop_token_ids=stop_token_ids, stop=stop)
         self.engine = make_rollout_engine(config.name, config, model, env, train_engine)
@@ -100,14 +116,14 @@ class Rollout:
                 self.engine,
                 self.env.device,
                 lora_sync=self.config.lora_sync,
-                has_adapters=self.has_adapters,
+                has_adapters=self.train_engine.adapter_config() is not None,
                 dtype=self.env.compute_dtype,
                 bucket_bytes=bucket_bytes(self.config),
             )
         if self.engine.receiver() is None and not self._is_onloaded:
             self.train_engine.onload()
             self._is_onloaded = True
-        return self._sync.push(self.train_engine, version)
+        return self._sync.push(RolloutSource(self.train_engine, self.env.compute_dtype), version)
 
     def canary_response(self, prompt_ids: list[int], max_tokens: int) -> Completion | None:
         """Generate a greedy response, outside of the statistics. None: the engine does not sample the policy."""
