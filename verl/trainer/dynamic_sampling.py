@@ -56,9 +56,13 @@ class PromptQueue(Prompts):
 
     def put_back(self, rows: DataProto) -> None:
         """Return prompts to the front. rows: one row per prompt, possibly with further columns."""
+        self.waiting = self.before_waiting(rows)
+
+    def before_waiting(self, rows: DataProto) -> DataProto:
+        """The waiting prompts behind other prompts, as in `put_back`."""
         waiting = self.waiting
         prompts = rows.select(list(waiting.tensors), list(waiting.non_tensor_batch), [])
-        self.waiting = DataProto.concat([prompts, waiting])
+        return DataProto.concat([prompts, waiting])
 
     def state_dict(self) -> dict[str, Any]:
         return {"source": self.source.state_dict(), "size": self.size, "waiting": self.waiting}
