@@ -34,7 +34,8 @@ def check_combinations(config: Schema) -> list[Problem]:
     match config:
         case Config():
             checks = (
-                _batches, _ranks, _worker_env, _sampling, _groups, _kl, _losses, _rewards, _kernels, _deterministic
+                _batches, _ranks, _worker_env, _sampling, _groups, _kl, _losses, _rewards, _kernels, _deterministic,
+                _asynchronous,
             )  # fmt: skip
             problems += [*_secrets(config), *_run_name(config.trainer), *_resume(config.trainer)]
             problems += [problem for check in checks for problem in check(config)]
@@ -58,6 +59,8 @@ def notes_of(config: Schema) -> list[str]:
     if val.n > 1 and not val.do_sample:
         key = _ROLLOUT + "val_kwargs.n"
         notes.append(f"{key}={val.n} with do_sample=false generates {val.n} equal responses per prompt")
+    if config.trainer.max_staleness and config.data.gen_batch_size not in (None, config.data.train_batch_size):
+        notes.append("data.gen_batch_size has no effect with trainer.async.max_staleness > 0")
     return notes
 
 
@@ -254,6 +257,22 @@ def _kernels(config: Config) -> Iterator[Problem]:
     for section, (model, engine) in engines.items():
         if model.use_liger and engine.use_torch_compile:
             yield Problem(f"{section}.use_torch_compile", "true, but model.use_liger is true as well: use one of them")
+
+
+def _asynchronous(config: Config) -> Iterator[Problem]:
+    """What asynchronous training does not support."""
+    rollout, groups, k = config.actor_rollout_ref.rollout, config.algorithm.filter_groups, config.trainer.max_staleness
+    found = {
+        "generation overlaps training only on devices of its own: set placement.rollout_devices and "
+        "placement.actor_devices": not config.rollout_is_separate,
+        "rollout.deterministic=true generates with the weights that are trained: turn it off": rollout.deterministic,
+        "rollout.tensor_model_parallel_size must be 1": rollout.tensor_model_parallel_size > 1,
+        "algorithm.shuffle_rewards permutes the rewards of a whole batch: use false": config.algorithm.shuffle_rewards,
+        "algorithm.filter_groups.at_limit=fill fills one batch at a time: use error": groups.enable
+        and groups.at_limit == "fill",
+    }
+    if k > 0:
+        yield from (Problem("trainer.async.max_staleness", f"{k}, but {what}") for what, wrong in found.items() if wrong)
 
 
 def _deterministic(config: Config) -> Iterator[Problem]:

@@ -77,7 +77,12 @@ class Pipeline:
         """
         start = time.perf_counter()
         current = PipelineRun(
-            self._stage, self._dependencies, self._processes(), self._checked_input(batch), self.observer, self.log_level
+            self._stage,
+            self._dependencies,
+            self._processes(),
+            self._checked_input(batch),
+            self.observer,
+            self.log_level,
         )
         self.spans = current.spans
         result: Any = None

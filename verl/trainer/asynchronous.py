@@ -1,11 +1,11 @@
 """Asynchronous training: the rollout generates the next batches while the policy is trained.
 
-    prompts -> repeat -> gen -> [rm] -> reward -> [filter_groups] -> buffer        in the producer thread
-                                                                     buffer -> ... -> update_actor -> sync_weights
+    prompts -> repeat -> gen -> [rm] -> reward -> buffer     in the producer thread
+    buffer -> ... -> update_actor -> sync_weights            in the training loop
 
-The flow is that of synchronous training with one more operator, `buffer`, and runs in stages. The producer thread admits
-prompts, and scores groups as they finish; `Trainer.step` runs the flow from the buffer on. `sync_weights` interrupts the
-requests of the rollout, pushes, and lets them continue with the new weights.
+The flow is that of synchronous training with one more operator, `buffer`, and runs in stages. The producer thread
+admits prompts, and scores groups as they finish; `Trainer.step` runs the flow from the buffer on. `sync_weights`
+interrupts the requests of the rollout, pushes, and lets them continue with the new weights.
 """
 
 import logging
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from verl.config import ConfigError, Problem, schema
+from verl.config import schema
 from verl.dataflow import CONTROLLER, HOLD, DataFlow, Operator, Pipeline
 from verl.protocol import DataProto
 from verl.trainer.dynamic_sampling import group_rows
@@ -123,7 +123,7 @@ class Producer:
         if self._thread is not None:
             self._thread.join(_JOIN_SECONDS)
             if self._thread.is_alive():
-                logger.warning("the producer thread is still in an operator before the buffer; it ends with the process")
+                logger.warning("the producer thread is still in an operator; it ends with the process")
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -212,7 +212,7 @@ class Asynchronous:
         check_flow(flow)
         size = self.config.data.train_batch_size
         queue = AsyncPrompts(flow["prompts"].func, size)
-        max_staleness = self.config.trainer["async"].max_staleness
+        max_staleness = self.config.trainer.max_staleness
         self.buffer = queue.buffer = SampleBuffer(queue, size, max_staleness, total_steps, self.pad_token_id)
         flow.replace("prompts", replace(flow["prompts"], func=queue))
         flow.replace("gen", replace(flow["gen"], func=self.generation, on=None))
@@ -276,9 +276,9 @@ def use_sampled_log_probs(flow: DataFlow, config: schema.Config) -> DataFlow:
         others = set(old.writes) - {"old_log_probs"}
         if not any(others & set(op.reads) for op in flow):
             logger.info(
-                "trainer.async.max_staleness=%d without algorithm.rollout_correction: old_log_probs are the log-probs of "
-                "the policies that sampled, so the clipped ratio covers the staleness",
-                config.trainer["async"].max_staleness,
+                "trainer.async.max_staleness=%d without algorithm.rollout_correction: old_log_probs are the log-probs "
+                "of the policies that sampled, so the clipped ratio covers the staleness",
+                config.trainer.max_staleness,
             )
             reads = ("rollout_log_probs", "response_mask")
             copy = Operator("old_log_prob", sampled_log_probs, reads, ("old_log_probs",), CONTROLLER)
@@ -287,31 +287,7 @@ def use_sampled_log_probs(flow: DataFlow, config: schema.Config) -> DataFlow:
     logger.warning(
         "trainer.async.max_staleness=%d: samples of older weights are trained without a correction, because %s and "
         "algorithm.rollout_correction is not set: set algorithm.rollout_correction.rollout_is=token",
-        config.trainer["async"].max_staleness,
+        config.trainer.max_staleness,
         why,
     )
     return flow
-
-
-def check_asynchronous(config: schema.Config) -> None:
-    """Raise ConfigError for settings that asynchronous training does not support."""
-    key, rollout = "trainer.async.max_staleness", config.actor_rollout_ref.rollout
-    k = config.trainer["async"].max_staleness
-    if k == 0:
-        return
-    problems = []
-    if not config.rollout_is_separate:
-        problems.append(
-            "generation overlaps training only on devices of its own: set placement.rollout_devices and "
-            "placement.actor_devices"
-        )
-    if rollout.deterministic:
-        problems.append("rollout.deterministic=true generates with the weights that are trained: turn it off")
-    if rollout.tensor_model_parallel_size > 1:
-        problems.append("rollout.tensor_model_parallel_size > 1 is not supported: use 1")
-    if config.algorithm.shuffle_rewards:
-        problems.append("algorithm.shuffle_rewards permutes the rewards of a whole batch: use false")
-    if config.data.gen_batch_size not in (None, config.data.train_batch_size):
-        problems.append("data.gen_batch_size has no meaning: prompts are admitted one group at a time: remove it")
-    if problems:
-        raise ConfigError([Problem(key, f"{k}, but {what}") for what in problems])

@@ -150,7 +150,7 @@ class PPOTrainer(Trainer):
     @cached_property
     def asynchronous(self) -> Asynchronous | None:
         """The parts of asynchronous training; None with trainer.async.max_staleness=0."""
-        is_on = self.config.trainer["async"].max_staleness > 0
+        is_on = self.config.trainer.max_staleness > 0
         return Asynchronous(self.config, self.roles, self.tokenizer.pad_token_id) if is_on else None
 
     def worker_specs(self) -> dict[str, WorkerSpec]:

@@ -46,7 +46,6 @@ from verl.rollout.agent_loop import AGENT_LOOPS
 from verl.rollout.base import ROLLOUT_ENGINES
 from verl.single_controller.cluster import CLUSTERS, Cluster, make_cluster
 from verl.tracking.tracking import check_trackers
-from verl.trainer.asynchronous import check_asynchronous
 from verl.trainer.inputs import Inputs, base_settings, dataset_class, try_rewards
 from verl.trainer.launch import Recipe
 from verl.trainer.model_limits import check_reads_tokens_of
@@ -436,7 +435,6 @@ CHECKS: tuple[Check, ...] = (
     Check("group size", CONFIG, group_size, schema.Config),
     Check("rollout correction", CONFIG, lambda run: check_correction(run.config), schema.Config),
     Check("placement", CONFIG, placement, schema.Config),
-    Check("asynchronous training", CONFIG, lambda run: check_asynchronous(run.config), schema.Config),
     Check("dataset class", CONFIG, custom_dataset),
     Check("model configs", CONFIG, model_configs, (*_TRAINING, GenerationConfig)),
     Check("cluster", CONFIG, lambda run: run.cluster.check(run.config)),

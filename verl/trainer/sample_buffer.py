@@ -280,8 +280,10 @@ def _exact_metrics(batch: DataProto) -> dict[str, Any]:
     """Metrics of a step that the operators before the buffer reported of other sets of samples."""
     metrics = length_metrics(batch)
     for name, values in batch.non_tensor_batch.items():
+        if not name.startswith("reward_"):
+            continue
         numbers = [v for v in values if v is not None]
-        if name.startswith("reward_") and numbers and all(isinstance(v, bool | int | float | np.number) for v in numbers):
+        if numbers and all(isinstance(v, bool | int | float | np.number) for v in numbers):
             metrics[f"reward/{name.removeprefix('reward_')}"] = sum(map(float, numbers)), len(numbers)
     return metrics
 

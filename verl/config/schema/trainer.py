@@ -80,6 +80,11 @@ class TrainerConfig(_WithAsync):
     rollout_data_dir: FilePath | None = field(None, "folder for the responses of each step (JSONL)")
     validation_data_dir: FilePath | None = field(None, "folder for the responses of each validation (JSONL)")
 
+    @property
+    def max_staleness(self) -> int:
+        """`trainer.async.max_staleness`."""
+        return self["async"].max_staleness
+
 
 class PlacementConfig(Section):
     """`placement`: separate devices per role; null: on the devices of the actor."""
