@@ -261,7 +261,7 @@ def _kernels(config: Config) -> Iterator[Problem]:
 
 def _asynchronous(config: Config) -> Iterator[Problem]:
     """What asynchronous training does not support."""
-    rollout, groups, k = config.actor_rollout_ref.rollout, config.algorithm.filter_groups, config.trainer.max_staleness
+    rollout, groups = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
     found = {
         "generation overlaps training only on devices of its own: set placement.rollout_devices and "
         "placement.actor_devices": not config.rollout_is_separate,
@@ -271,8 +271,9 @@ def _asynchronous(config: Config) -> Iterator[Problem]:
         "algorithm.filter_groups.at_limit=fill fills one batch at a time: use error": groups.enable
         and groups.at_limit == "fill",
     }
-    if k > 0:
-        yield from (Problem("trainer.async.max_staleness", f"{k}, but {what}") for what, wrong in found.items() if wrong)
+    if k := config.trainer.max_staleness:
+        key = "trainer.async.max_staleness"
+        yield from (Problem(key, f"{k}, but {what}") for what, wrong in found.items() if wrong)
 
 
 def _deterministic(config: Config) -> Iterator[Problem]:

@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
+
 from verl.config import schema
 from verl.dataflow import CONTROLLER, HOLD, DataFlow, Operator, Pipeline
 from verl.protocol import DataProto
-from verl.trainer.dynamic_sampling import group_rows
+from verl.trainer.dynamic_sampling import DynamicSampling, group_rows
 from verl.trainer.ppo_operators import (
     Prompts,
     Roles,
@@ -79,7 +81,7 @@ class Generation:
             for group in found:
                 prompts = self._prompts.pop(group.non_tensor_batch["uid"][0])
                 check_vocabulary(group.batch["responses"], prompts.meta_info.get("vocab_size"))
-                group.meta_info = {}
+                prompts.meta_info = {}
                 groups.append(prompts.union(group))
         return groups
 
@@ -90,6 +92,32 @@ class Generation:
         rollout.pause_generation(self.partial)
         yield
         rollout.resume_generation()
+
+
+class FilterGroups:
+    """`filter_groups` of asynchronous training: drops zero-variance groups as they arrive; others are generated.
+
+    Args:
+        sampling: the operator of synchronous training, with its metric and its limit.
+        buffer: counts the groups that are dropped.
+    """
+
+    def __init__(self, sampling: DynamicSampling, buffer: SampleBuffer):
+        self.sampling = sampling
+        self.buffer = buffer
+
+    def __call__(self, batch: DataProto) -> object:
+        values = self.sampling.values_of(batch)
+        kept = [rows for rows in group_rows(batch) if values[rows].min() < values[rows].max()]
+        limit = self.sampling.max_passes * self.sampling.pass_size
+        if limit and self.buffer.filtered >= limit:
+            raise ValueError(
+                f"dynamic sampling: {self.buffer.filtered} groups had no responses that differ in "
+                f"{self.sampling.metric!r} while one step waited. The prompts may be too easy or too hard: change the "
+                "data, raise actor_rollout_ref.rollout.n, or raise algorithm.filter_groups.max_num_gen_batches "
+                "(0: no limit)"
+            )
+        return batch[np.concatenate(kept)] if kept else HOLD
 
 
 class Producer:
@@ -173,6 +201,9 @@ class Producer:
         if not groups:
             return False
         uids = [uid for group in groups for uid in _uids(group)]
+        for group in groups:
+            reports = {-1: ({"metrics": group.meta_info["metrics"], "timing": {}}, len(group))}
+            self.buffer.add_reports(_uids(group), [reports])
         self.scoring.run(self.buffer.join(groups))
         kept = self.buffer.remove_filtered(uids)
         self.buffer.add_reports(kept, self.scoring.take_held())
@@ -211,12 +242,17 @@ class Asynchronous:
         """Edit a finished flow: `buffer` follows `reward`, and `gen` and `sync_weights` work in the background."""
         check_flow(flow)
         size = self.config.data.train_batch_size
-        queue = AsyncPrompts(flow["prompts"].func, size)
+        prompts = flow["prompts"].func
+        queue = AsyncPrompts(prompts, size)
         max_staleness = self.config.trainer.max_staleness
         self.buffer = queue.buffer = SampleBuffer(queue, size, max_staleness, total_steps, self.pad_token_id)
         flow.replace("prompts", replace(flow["prompts"], func=queue))
         flow.replace("gen", replace(flow["gen"], func=self.generation, on=None))
-        last = "filter_groups" if "filter_groups" in flow else "reward"
+        last = "reward"
+        if "filter_groups" in flow:
+            last = "filter_groups"
+            sampling = flow[last].func
+            flow.replace(last, replace(flow[last], func=FilterGroups(sampling, self.buffer)))
         flow.insert_after(last, Operator("buffer", self.buffer, reads=("uid", "responses", "weight_version")))
         push = flow["sync_weights"]
         return flow.replace("sync_weights", replace(push, func=self._synced(push.func)))
@@ -249,14 +285,11 @@ def check_flow(flow: DataFlow) -> None:
             "trainer.async.max_staleness > 0: expected a flow that begins with the operator 'prompts' and has 'gen', "
             f"found {' -> '.join(names)}"
         )
-    for name, why in {
-        "gen_baseline": "the greedy baseline is generated for a whole batch",
-        "filter_groups": "dynamic sampling fills one batch at a time",
-    }.items():
-        if name in names:
-            raise ValueError(
-                f"trainer.async.max_staleness > 0 does not support the operator {name!r}: {why}; use max_staleness=0"
-            )
+    if "gen_baseline" in names:
+        raise ValueError(
+            "trainer.async.max_staleness > 0 does not support the operator 'gen_baseline', the greedy responses of "
+            "remax: use trainer.async.max_staleness=0, or another algorithm.adv_estimator"
+        )
     if "sync_weights" not in names:
         raise ValueError("trainer.async.max_staleness > 0: the flow has no operator 'sync_weights'")
 

@@ -18,7 +18,7 @@ generated again.
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,7 @@ class SampleBuffer:
         pad_token_id: for padding groups of different lengths.
 
     Attributes:
+        filtered: number of groups that an operator has filtered since the last `take`.
         lock: held while prompts are taken from the queue and admitted, so that a checkpoint has each prompt once.
         on_take: called before the first step waits.
     """
@@ -86,7 +87,8 @@ class SampleBuffer:
         self._finished: list[str] = []  # uids, in the order of `put`
         self._steps_taken = 0
         self._error: BaseException | None = None
-        self._dropped = self._filtered = self._tokens = 0  # since the last `take`
+        self._dropped = self._tokens = 0  # since the last `take`
+        self.filtered = 0
         self._last_take = time.perf_counter()
         self.on_take = lambda: None
 
@@ -126,6 +128,7 @@ class SampleBuffer:
         """Record prompts that are about to be generated. batch: any number of rows per prompt."""
         for rows in group_rows(batch):
             prompt = batch[rows[:1]]
+            prompt.meta_info = {}  # of the step in which it was admitted
             uid = prompt.non_tensor_batch["uid"][0]
             if uid in self.groups:
                 raise ValueError(f"uid {uid!r} was admitted twice: the uid of a prompt must be unique")
@@ -164,7 +167,7 @@ class SampleBuffer:
             kept = [uid for uid in uids if self.groups[uid].rows is not None]
             for uid in set(uids) - set(kept):
                 del self.groups[uid]
-                self._filtered += 1
+                self.filtered += 1
             self.lock.notify_all()
         return kept
 
@@ -187,7 +190,7 @@ class SampleBuffer:
             self.lock.notify_all()
         batch = concat_sequences([group.rows for group in groups], self.pad_token_id)
         reports = [_shared(run, share) for group in groups for run, share in group.reports]
-        batch.meta_info = facts | {"metrics": merge_reports(reports)[0] | _exact_metrics(batch) | metrics}
+        batch.meta_info = facts | {"metrics": merge_reports(reports)[0] | _sample_metrics(batch) | metrics}
         return batch
 
     def _choose(self, step: int) -> list[str] | None:
@@ -228,13 +231,13 @@ class SampleBuffer:
             **{f"async/staleness_{k}": int((staleness == k).sum()) for k in range(self.max_staleness + 1)},
             "async/partial": partial,
             "async/dropped": self._dropped,
-            "async/filtered": self._filtered,
+            "async/filtered": self.filtered,
             "async/buffer_groups": len(self._finished),
             "async/in_flight_groups": self.in_flight,
             "async/wait_seconds": waited,
             "rollout/tokens_per_second": self._tokens / (now - self._last_take),
         }
-        self._dropped = self._filtered = self._tokens = 0
+        self._dropped = self.filtered = self._tokens = 0
         self._last_take = now
         return metrics
 
@@ -252,6 +255,12 @@ class AsyncPrompts(PromptQueue):
 
     def __init__(self, prompts: Prompts, size: int):
         super().__init__(prompts, size)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "source" in state:
+            super().load_state_dict(state)
+        else:  # of synchronous training
+            self.source.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
         with self.buffer.lock:
@@ -276,7 +285,7 @@ def _shared(run: RunReports, share: float) -> RunReports:
     }
 
 
-def _exact_metrics(batch: DataProto) -> dict[str, Any]:
+def _sample_metrics(batch: DataProto) -> dict[str, Any]:
     """Metrics of a step that the operators before the buffer reported of other sets of samples."""
     metrics = length_metrics(batch)
     for name, values in batch.non_tensor_batch.items():
