@@ -224,7 +224,7 @@ class SampleBuffer:
         now = time.perf_counter()
         versions = np.concatenate([group.rows.batch["weight_version"].numpy() for group in groups])
         staleness = self._steps_taken - 1 - versions
-        partial = sum(len(spans) > 1 for group in groups for spans in _version_spans(group.rows))
+        partial = sum(len({version for _, version in spans}) > 1 for group in groups for spans in _spans(group.rows))
         metrics = {
             "async/staleness_mean": float(staleness.mean()),
             "async/staleness_max": int(staleness.max()),
@@ -297,5 +297,5 @@ def _sample_metrics(batch: DataProto) -> dict[str, Any]:
     return metrics
 
 
-def _version_spans(rows: DataProto) -> Sequence[Sequence[tuple[int, int]]]:
+def _spans(rows: DataProto) -> Sequence[Sequence[tuple[int, int]]]:
     return rows.non_tensor_batch.get("weight_versions", ())

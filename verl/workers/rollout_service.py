@@ -16,6 +16,7 @@ import atexit
 import dataclasses
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -133,7 +134,8 @@ class GenerationService:
         finally:
             for task in self._tasks:
                 task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+            with suppress(SystemExit, KeyboardInterrupt):  # the same one, from the group of the task that raised it
+                self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
             self._loop.close()
 
     def _fail(self, error: BaseException) -> None:
