@@ -15,8 +15,7 @@ import asyncio
 import atexit
 import dataclasses
 import threading
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import torch
@@ -92,11 +91,11 @@ class GenerationService:
             partial: abort the running requests, to be continued after `resume`. Otherwise wait for the end of all
                 trajectories that have started.
         """
-        self._call(self._pause(partial))
+        self._call(self._pause, partial)
 
     def resume(self) -> None:
         """Start the requests that wait, among them the continuations of those that `pause` has aborted."""
-        self._call(self._resume())
+        self._call(self._resume)
 
     def close(self) -> None:
         """Drop all trajectories and end the thread."""
@@ -105,9 +104,10 @@ class GenerationService:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
 
-    def _call(self, coroutine: Any) -> None:
-        """Run a coroutine in the event loop and wait for it."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    def _call(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
+        """Run a coroutine function in the event loop and wait for it."""
+        self._raise_error()
+        future = asyncio.run_coroutine_threadsafe(function(*args), self._loop)
         while True:
             try:
                 future.result(_POLL)
@@ -129,14 +129,12 @@ class GenerationService:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
-        except BaseException as error:  # SystemExit, which asyncio does not keep in a task
-            self._fail(error)
-        finally:
             for task in self._tasks:
                 task.cancel()
-            with suppress(SystemExit, KeyboardInterrupt):  # the same one, from the group of the task that raised it
-                self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+            self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
             self._loop.close()
+        except BaseException as error:  # SystemExit and KeyboardInterrupt of a task end the event loop
+            self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
