@@ -55,6 +55,7 @@ class Run:
     def finish(self, uids: Iterable[str]) -> None:
         for uid in uids:
             self.buffer.put(samples(uid, self.admitted.pop(uid)))
+            self.buffer.settle([uid])
 
     def take(self) -> DataProto:
         self.step += 1
@@ -149,6 +150,7 @@ def test_a_group_of_older_weights_than_given_is_dropped_and_generated_again():
     run.push()
     run.admit()
     run.buffer.put(samples("4", -1))
+    run.buffer.settle(["4"])
     run.admitted.pop("4")
     assert not run.ready()
     assert run.queue.waiting.non_tensor_batch["uid"][0] == "4" and run.admit() == 1 and "4" in run.admitted
@@ -160,9 +162,11 @@ def test_a_group_of_older_weights_than_given_is_dropped_and_generated_again():
 def test_filtered_groups_make_room_and_are_counted():
     run = Run(max_staleness=1)
     run.admit()
-    run.finish(["0", "1"])
+    for uid in "01":
+        run.buffer.put(samples(uid, run.admitted.pop(uid)))
     run.admitted.pop("2")
-    assert run.buffer.remove_filtered(["0", "1", "2"]) == ["0", "1"]
+    assert run.buffer.in_flight == 2 * B, "nothing is available to a step before settle()"
+    run.buffer.settle(["0", "1", "2"])
     assert run.admit() == 1 and "8" in run.admitted
     run.finish(["3", "8"])
     assert run.take().meta_info["metrics"]["async/filtered"] == 1
@@ -198,9 +202,10 @@ def test_a_checkpoint_of_synchronous_training_is_resumed():
 def test_reports_of_a_run_are_divided_among_its_groups():
     run = Run(max_staleness=1)
     run.admit()
-    run.finish(str(i) for i in range(6))
+    for uid in "012345":
+        run.buffer.put(samples(uid, run.admitted.pop(uid)))
     reports = {0: ({"metrics": {"reward/failed_rows": Total(6), "rm": (12.0, 12)}, "timing": {}}, 12)}
-    run.buffer.add_reports([str(i) for i in range(6)], [reports])
+    run.buffer.settle(list("012345"), [reports])
     metrics = run.take().meta_info["metrics"]
     assert metrics["reward/failed_rows"] == pytest.approx(4) and metrics["rm"] == pytest.approx(1)
 
@@ -218,6 +223,7 @@ def test_the_operator_keeps_a_batch_and_returns_one():
     run.admit()
     for uid in "0123":
         assert run.buffer(samples(uid, 0, length=2 + int(uid))) is HOLD
+        run.buffer.settle([uid])
     run.step += 1
     batch = run.buffer()
     assert batch.batch["responses"].shape == (2 * B, 5) and batch.meta_info["global_step"] == 1

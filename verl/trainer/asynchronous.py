@@ -205,8 +205,7 @@ class Producer:
             reports = {-1: ({"metrics": group.meta_info["metrics"], "timing": {}}, len(group))}
             self.buffer.add_reports(_uids(group), [reports])
         self.scoring.run(self.buffer.join(groups))
-        kept = self.buffer.remove_filtered(uids)
-        self.buffer.add_reports(kept, self.scoring.take_held())
+        self.buffer.settle(uids, self.scoring.take_held())
         return True
 
 

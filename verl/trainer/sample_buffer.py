@@ -1,7 +1,7 @@
 """The sample buffer of asynchronous training: between the thread that generates and the training loop.
 
-    producer thread                              training loop
-    room() -> admit(prompts) -> put(groups)      take(): the train_batch_size groups of one step
+    producer thread                                        training loop
+    room() -> admit(prompts) -> put(groups), settle()      take(): the train_batch_size groups of one step
 
 Staleness of a sample: the version of the weights before the update that it is trained in, minus the oldest version that
 sampled one of its tokens. Two rules keep it at most k = `max_staleness`:
@@ -135,13 +135,28 @@ class SampleBuffer:
             self.groups[uid] = Group(prompt, self.version)
 
     def put(self, batch: DataProto) -> None:
-        """Keep the groups of a batch that is generated and scored."""
+        """Keep the groups of a batch that is generated and scored, until `settle`."""
         with self.lock:
             for rows in group_rows(batch):
-                uid = batch.non_tensor_batch["uid"][rows[0]]
-                self.groups[uid].rows = batch[rows]
-                self._finished.append(uid)
+                self.groups[batch.non_tensor_batch["uid"][rows[0]]].rows = batch[rows]
             self._tokens += int(batch.batch["response_mask"].sum())
+
+    def settle(self, uids: Sequence[str], runs: Sequence[RunReports] = ()) -> None:
+        """End the way of groups to the buffer: those that `put` was given are available to steps.
+
+        The others have been filtered by an operator, and make room for new prompts.
+
+        Args:
+            uids: of the groups that were on their way.
+            runs: reports of the operators, which are divided among the groups that arrived.
+        """
+        with self.lock:
+            arrived = [uid for uid in uids if self.groups[uid].rows is not None]
+            self.add_reports(arrived, runs)
+            self._finished += arrived
+            for uid in set(uids) - set(arrived):
+                del self.groups[uid]
+                self.filtered += 1
             self.lock.notify_all()
 
     @property
@@ -160,16 +175,6 @@ class SampleBuffer:
         with self.lock:
             for uid in uids:
                 self.groups[uid].reports += [(run, 1 / len(uids)) for run in runs]
-
-    def remove_filtered(self, uids: Sequence[str]) -> list[str]:
-        """Remove the groups that did not arrive, since an operator filtered them. Returns the others."""
-        with self.lock:
-            kept = [uid for uid in uids if self.groups[uid].rows is not None]
-            for uid in set(uids) - set(kept):
-                del self.groups[uid]
-                self.filtered += 1
-            self.lock.notify_all()
-        return kept
 
     # ---- the training loop's side -----------------------------------------------------------------------------------
 
