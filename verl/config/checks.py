@@ -40,6 +40,7 @@ def check_combinations(config: Schema) -> list[Problem]:
                 _batches, _ranks, _rollout_ranks, _worker_env, _sampling, _weight_sync, _groups, _kl, _losses, _rewards,
                 _kernels,
                 _deterministic,
+                _asynchronous,
             )  # fmt: skip
             problems += [*_secrets(config), *_run_name(config.trainer), *_resume(config.trainer)]
             problems += [problem for check in checks for problem in check(config)]
@@ -72,6 +73,8 @@ def notes_of(config: Schema) -> list[str]:
         notes.append(f"{_ROLLOUT}lora_sync={policy.rollout.lora_sync} has no effect without LoRA")
     if buckets != type(buckets)() and not config.rollout_is_separate:
         notes.append(f"{_ROLLOUT}{key} has no effect where the rollout engine runs in the process of the trainer")
+    if config.trainer.max_staleness and config.data.gen_batch_size not in (None, config.data.train_batch_size):
+        notes.append("data.gen_batch_size has no effect with trainer.async.max_staleness > 0")
     return notes
 
 
@@ -303,6 +306,23 @@ def _kernels(config: Config) -> Iterator[Problem]:
     for section, (model, engine) in engines.items():
         if model.use_liger and engine.use_torch_compile:
             yield Problem(f"{section}.use_torch_compile", "true, but model.use_liger is true as well: use one of them")
+
+
+def _asynchronous(config: Config) -> Iterator[Problem]:
+    """What asynchronous training does not support."""
+    rollout, groups = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
+    found = {
+        "generation overlaps training only on devices of its own: set placement.rollout_devices and "
+        "placement.actor_devices": not config.rollout_is_separate,
+        "rollout.deterministic=true generates with the weights that are trained: turn it off": rollout.deterministic,
+        "rollout.tensor_model_parallel_size must be 1": rollout.tensor_model_parallel_size > 1,
+        "algorithm.shuffle_rewards permutes the rewards of a whole batch: use false": config.algorithm.shuffle_rewards,
+        "algorithm.filter_groups.at_limit=fill fills one batch at a time: use error": groups.enable
+        and groups.at_limit == "fill",
+    }
+    if k := config.trainer.max_staleness:
+        key = "trainer.async.max_staleness"
+        yield from (Problem(key, f"{k}, but {what}") for what, wrong in found.items() if wrong)
 
 
 def _deterministic(config: Config) -> Iterator[Problem]:

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,9 @@ logger = logging.getLogger("verl.dataflow")
 
 HEARTBEAT_SECONDS = 60.0
 
+RunReports = dict[int, tuple[Reports, int]]
+"""Of one run: position of an operator (-1: the input) -> its reports, and the rows of the batch after it."""
+
 
 class Pipeline:
     """A compiled flow. `run` sends one batch through it.
@@ -27,6 +30,7 @@ class Pipeline:
         spans: when each operator of the last run started and ended, by `time.perf_counter`.
         seconds: the wall time of the last run; less than the sum of `timings` if operators overlapped.
         observer: called as (operator name, seconds, batch) after each operator; batch: a shallow copy.
+        log_level: of the line about each operator.
         processes_of: maps `Operator.on` to the processes that run it. Independent operators of different processes
             overlap. None (the attribute or its result): the thread that calls `run`.
     """
@@ -38,8 +42,22 @@ class Pipeline:
         self.seconds = 0.0
         self.observer: Observer | None = None
         self.processes_of: Callable[[str], Hashable | None] | None = None
+        self.log_level = logging.INFO
+        self._held: list[RunReports] = []  # reports of the runs that ended with HOLD
+        self._stage = operators  # those that `run` executes
         self._dependencies = dependencies(operators)
-        self._held: list[dict[int, tuple[Reports, int]]] = []  # reports of the runs that ended with HOLD
+
+    def begin_at(self, name: str) -> None:
+        """Let `run` start at this operator, which must be a source as well; others run the operators before it."""
+        self._stage = self.operators[self._index(name) :]
+        self._dependencies = dependencies(self._stage)
+
+    def stage(self, first: str, last: str) -> "Pipeline":
+        """A pipeline of the operators from `first` to `last`, both included."""
+        return Pipeline(self.operators[self._index(first) : self._index(last) + 1])
+
+    def _index(self, name: str) -> int:
+        return [op.name for op in self.operators].index(name)
 
     @property
     def timings(self) -> dict[str, float]:
@@ -60,14 +78,19 @@ class Pipeline:
         start = time.perf_counter()
         held, self._held = self._held, []  # after an error, the next run starts a new batch
         current = PipelineRun(
-            self.operators, self._dependencies, self._processes(), self._checked_input(batch), self.observer
+            self._stage,
+            self._dependencies,
+            self._processes(),
+            self._checked_input(batch),
+            self.observer,
+            self.log_level,
         )
         self.spans = current.spans
         result: Any = None
         with heartbeat(current.running_since):
             while result is not HOLD and (ready := current.next()) is not None:
                 i, given = ready
-                op, began = self.operators[i], time.perf_counter()
+                op, began = self._stage[i], time.perf_counter()
                 try:
                     result = op.func() if given is None else op.func(given.batch)
                 except Exception as error:
@@ -78,30 +101,22 @@ class Pipeline:
         self._held = [*held, current.reports]
         if result is HOLD:
             return HOLD
-        metrics, timing = self._take_reports()
+        metrics, timing = merge_reports(self.take_held())
         current.batch.meta_info |= {"metrics": metrics, "timing": timing | self.timings}
         return current.batch
 
-    def _take_reports(self) -> tuple[dict[str, float], dict[str, float]]:
-        """The metrics and finer timings of the runs since the last batch, in the order of the operators."""
+    def take_held(self) -> list[RunReports]:
+        """Return and forget the reports of the runs since the last batch that `run` returned."""
         runs, self._held = self._held, []
-        metrics: dict[str, float] = {}
-        timing: dict[str, float] = {}
-        for i in range(-1, len(self.operators)):
-            found = [run[i] for run in runs if i in run]
-            metrics |= merge_passes([(reports["metrics"], rows) for reports, rows in found])
-            for reports, _ in found:
-                for name, seconds in reports["timing"].items():
-                    timing[name] = timing.get(name, 0.0) + seconds
-        return metrics, timing
+        return runs
 
     def _processes(self) -> list[Hashable | None]:
         """The processes that run each operator."""
-        return [self.processes_of(op.on) if self.processes_of and op.on is not None else None for op in self.operators]
+        return [self.processes_of(op.on) if self.processes_of and op.on is not None else None for op in self._stage]
 
     def _checked_input(self, batch: DataProto | Mapping[str, Any] | None) -> DataProto | None:
         """A checked copy of the batch given to `run`; None if the first operator makes it."""
-        first = self.operators[0]
+        first = self._stage[0]
         if batch is None and not first.is_source:
             raise ValueError(f"the flow's first operator {first.name!r} needs a batch: call run(batch)")
         if batch is None:
@@ -109,7 +124,7 @@ class Pipeline:
         if not first.takes_batch:
             raise ValueError(f"the flow's first operator {first.name!r} makes the batch itself: call run()")
         current = as_batch(batch).copy()
-        for op in self.operators:
+        for op in self._stage:
             require_columns(current, [c for c in op.reads if c in self.inputs], op)
         columns.check(current)
         return current
@@ -128,6 +143,19 @@ class Pipeline:
             )
         for name, owner in stateful.items():
             owner.load_state_dict(state[name])
+
+
+def merge_reports(runs: Sequence[RunReports]) -> tuple[dict[str, float], dict[str, float]]:
+    """Merge the metrics and the finer timings of several runs, in the order of the operators."""
+    metrics: dict[str, float] = {}
+    timing: dict[str, float] = {}
+    for i in sorted({position for run in runs for position in run}):
+        found = [run[i] for run in runs if i in run]
+        metrics |= merge_passes([(reports["metrics"], rows) for reports, rows in found])
+        for reports, _ in found:
+            for name, seconds in reports["timing"].items():
+                timing[name] = timing.get(name, 0.0) + seconds
+    return metrics, timing
 
 
 @contextmanager

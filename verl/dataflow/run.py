@@ -60,6 +60,7 @@ class PipelineRun:
         processes: the processes that run each operator; None is the thread of the flow.
         batch: the input of the first operator; None for a source.
         observer: called after each operator.
+        log_level: of the line about each operator.
 
     Attributes:
         spans: operator name -> (start, end).
@@ -73,11 +74,13 @@ class PipelineRun:
         processes: Sequence[Hashable],
         batch: DataProto | None,
         observer: Observer | None = None,
+        log_level: int = logging.INFO,
     ):
         self.batch = batch
         self.spans: dict[str, Span] = {}
         self.running_since: dict[str, float] = {}
         self._operators, self._deps, self._processes, self._observer = operators, deps, processes, observer
+        self._log_level = log_level
         self._prerequisites = prerequisites(deps, processes)
         self._ended: set[int] = set()
         self._waiting = list(range(len(operators)))
@@ -115,7 +118,7 @@ class PipelineRun:
         op = self._operators[i]
         self.spans[op.name] = span
         del self.running_since[op.name]
-        logger.info("[%s] %.2fs%s", op.name, span[1] - span[0], self._concurrent_with(op.name, span))
+        logger.log(self._log_level, "[%s] %.2fs%s", op.name, span[1] - span[0], self._concurrent_with(op.name, span))
         self._ended.add(i)
         if result is not HOLD or op.on is not None:
             before = () if self.batch is None else self.batch.columns

@@ -56,9 +56,13 @@ class PromptQueue(Prompts):
 
     def put_back(self, rows: DataProto) -> None:
         """Return prompts to the front. rows: one row per prompt, possibly with further columns."""
+        self.waiting = self.before_waiting(rows)
+
+    def before_waiting(self, rows: DataProto) -> DataProto:
+        """The waiting prompts behind other prompts, as in `put_back`."""
         waiting = self.waiting
         prompts = rows.select(list(waiting.tensors), list(waiting.non_tensor_batch), [])
-        self.waiting = DataProto.concat([prompts, waiting])
+        return DataProto.concat([prompts, waiting])
 
     def state_dict(self) -> dict[str, Any]:
         return {"source": self.source.state_dict(), "size": self.size, "waiting": self.waiting}
@@ -131,7 +135,7 @@ class DynamicSampling(Stateful):
         self.so_far = Gathered()
 
     def __call__(self, batch: DataProto) -> Any:
-        values, groups = self._values(batch), group_rows(batch)
+        values, groups = self.values_of(batch), group_rows(batch)
         differing = [rows for rows in groups if values[rows].min() < values[rows].max()]
         now = self.so_far
         now.passes += 1
@@ -150,7 +154,7 @@ class DynamicSampling(Stateful):
         self.queue.size = self._next_size()
         return HOLD
 
-    def _values(self, batch: DataProto) -> np.ndarray:
+    def values_of(self, batch: DataProto) -> np.ndarray:
         """The metric of every row, (B,) float64. Raises ValueError if it is missing or not numeric."""
         if self.metric in _SUMMED_REWARD:
             return batch.batch["token_level_rewards"].sum(1).double().numpy()

@@ -93,24 +93,34 @@ def generate(roles: Roles, sampling: str, with_columns: bool = False) -> Callabl
     """
 
     def gen(batch: DataProto) -> DataProto:
-        inputs = batch.select([], None if with_columns else ["prompt_ids", "uid", "sample_index"], [])
+        inputs = prompt_columns(batch, with_columns)
         inputs.meta_info["sampling"] = sampling
         found = roles["rollout"].generate_sequences(inputs)
-        _check_vocabulary(found.batch["responses"], batch.meta_info.get("vocab_size"))
-        lengths = response_lengths(found)
-        cut = found.non_tensor_batch["finish_reason"] == "length"
-        found.meta_info["metrics"] |= {
-            "response_length/mean": (lengths.sum().item(), len(found)),
-            "response_length/max": lengths.max().item(),
-            "response_length/min": lengths.min().item(),
-            "response_length/clip_ratio": (int(cut.sum()), len(found)),
-        }
+        check_vocabulary(found.batch["responses"], batch.meta_info.get("vocab_size"))
+        found.meta_info["metrics"] |= length_metrics(found)
         return found
 
     return gen
 
 
-def _check_vocabulary(responses: torch.Tensor, vocab_size: int | None) -> None:
+def prompt_columns(batch: DataProto, with_columns: bool) -> DataProto:
+    """The columns that a rollout worker reads; with_columns: all object columns, for agent loops that read them."""
+    return batch.select([], None if with_columns else ["prompt_ids", "uid", "sample_index"], [])
+
+
+def length_metrics(batch: DataProto) -> dict[str, Any]:
+    """The metrics response_length/* of generated responses."""
+    lengths = response_lengths(batch)
+    cut = batch.non_tensor_batch["finish_reason"] == "length"
+    return {
+        "response_length/mean": (lengths.sum().item(), len(batch)),
+        "response_length/max": lengths.max().item(),
+        "response_length/min": lengths.min().item(),
+        "response_length/clip_ratio": (int(cut.sum()), len(batch)),
+    }
+
+
+def check_vocabulary(responses: torch.Tensor, vocab_size: int | None) -> None:
     """Raise ValueError for a token id that the model does not have."""
     if at := outside_vocabulary(responses, vocab_size):
         raise ValueError(

@@ -2,7 +2,9 @@
 
 import logging
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +18,7 @@ from verl.single_controller import WorkerSpec
 from verl.single_controller.cluster import Cluster
 from verl.tracking.trackers import Rows
 from verl.tracking.tracking import setup_logging
+from verl.trainer.asynchronous import Asynchronous, use_sampled_log_probs
 from verl.trainer.base import Trainer
 from verl.trainer.canary import Canary
 from verl.trainer.dynamic_sampling import sample_dynamically
@@ -121,6 +124,8 @@ class PPOTrainer(Trainer):
         imports = tuple(self.config.imports)
         self.specs = {role: replace(spec, imports=imports) for role, spec in self.worker_specs().items()}
         self.pools = pools_of(self.config, list(self.specs))
+        if self.asynchronous is not None:
+            self.asynchronous.begin_at_buffer(self.pipeline)
         if self.config.trainer.overlap:
             self.pipeline.processes_of = self.processes_of
         self.validation = build_validation_flow(self.config, self.roles, self.val_reward_manager).compile(
@@ -148,7 +153,16 @@ class PPOTrainer(Trainer):
         by_disk = rollout.weight_sync == "disk"
         self.rollout_weights = RolloutWeights(self.roles, self.config.rollout_is_separate, canary, by_disk)
         check_writers(flow)
-        return add_weight_sync(skip_old_log_prob(flow, self.config), self.config, self.rollout_weights)
+        if self.asynchronous is not None:
+            use_sampled_log_probs(flow, self.config)
+        add_weight_sync(skip_old_log_prob(flow, self.config), self.config, self.rollout_weights)
+        return flow if self.asynchronous is None else self.asynchronous.edit(flow, self.total_steps)
+
+    @cached_property
+    def asynchronous(self) -> Asynchronous | None:
+        """The parts of asynchronous training; None with trainer.async.max_staleness=0."""
+        is_on = self.config.trainer.max_staleness > 0
+        return Asynchronous(self.config, self.roles, self.tokenizer.pad_token_id) if is_on else None
 
     def worker_specs(self) -> dict[str, WorkerSpec]:
         """Role -> worker spec. Override to add a role."""
@@ -162,6 +176,16 @@ class PPOTrainer(Trainer):
     def init_workers(self) -> None:
         self.roles.update(self.cluster.start(self.pools, self.specs))
         self.roles.update(dict.fromkeys(roles_hosted_by_actor(self.config), self.roles["actor"]))
+
+    def load(self) -> None:
+        super().load()
+        if self.asynchronous is not None:
+            self.asynchronous.buffer.start_at(self.global_step)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.asynchronous is not None:
+            self.asynchronous.producer.stop()
 
     def before_first_step(self) -> None:
         if "sync_weights" in (op.name for op in self.pipeline.operators):
@@ -256,6 +280,10 @@ class PPOTrainer(Trainer):
         if self.val_dataset is None:
             return {}
         logger.info("validating: %s prompts", f"{len(self.val_dataset):,}")
+        with nullcontext() if self.asynchronous is None else self.asynchronous.producer.held():
+            return self._validate_now()
+
+    def _validate_now(self) -> dict[str, float]:
         self.sync_weights()
         scored, texts = [], []
         size = self.config.data.val_batch_size or len(self.val_dataset)

@@ -19,7 +19,7 @@ from verl.data.sequences import build_sequences
 from verl.engines.base import TrainEngine
 from verl.engines.parallel import init_process_group, reduce_values
 from verl.protocol import DataProto
-from verl.rollout.agent_loop import AGENT_LOOPS, SINGLE_TURN, Prompt, Trajectory
+from verl.rollout.agent_loop import AGENT_LOOPS, SINGLE_TURN, GenerateFn, Prompt, SingleTurn, Trajectory
 from verl.rollout.base import (
     FILTERS,
     Completion,
@@ -45,6 +45,7 @@ from verl.single_controller.dispatch import Coordinates, Dispatch, register
 from verl.single_controller.worker import Worker
 from verl.utils.device import resolve_device, resolve_dtype
 from verl.utils.rng import fork_seed
+from verl.workers.rollout_service import GenerationService
 
 #: columns that make up a prompt; the others are passed to the agent loop
 _PROMPT_COLUMNS = ("prompt_ids", "uid", "sample_index")
@@ -95,6 +96,7 @@ class Rollout:
     ):
         self.config = config
         self.env = env
+        self.device = env.device
         self.pad_token_id = env.pad_token_id
         self.params = SamplingParams.from_config(config, stop_token_ids=stop_token_ids, stop=stop)
         self.engine = make_rollout_engine(config.name, config, model, env, train_engine)
@@ -186,7 +188,18 @@ class Rollout:
         with self.engine.leading():
             trajectories = self._trajectories(batch)
         seconds = time.perf_counter() - start if self.agent_loop is not None else self.engine.stats.seconds
-        prompts = list(batch.non_tensor_batch["prompt_ids"])
+        found = self.columns_of(list(batch.non_tensor_batch["prompt_ids"]), trajectories, max_over_ranks)
+        metrics = {"rollout/tokens_per_second": (int(found.batch["response_mask"].sum()), seconds)}
+        found.meta_info["metrics"] = metrics | found.meta_info["metrics"]
+        return found
+
+    def columns_of(
+        self,
+        prompts: Sequence[Sequence[int]],
+        trajectories: Sequence[Trajectory],
+        max_over_ranks: Callable[[list[float]], list[float]],
+    ) -> DataProto:
+        """The columns that `generate` returns, of the trajectories of these prompts."""
         limit = self.params.max_tokens
         responses = [trajectory.token_ids[:limit] for trajectory in trajectories]
         masks = [trajectory.response_mask[:limit] for trajectory in trajectories]
@@ -209,7 +222,7 @@ class Rollout:
             raise ValueError(f"sample {row}, token {token}: expected a finite log-prob of at most 0, found {found:g}")
         columns |= {"rollout_log_probs": log_probs, "weight_version": torch.tensor(self._oldest_versions(trajectories))}
         reasons = ["length" if len(t) > limit else t.finish_reason for t in trajectories]
-        metrics = {"rollout/tokens_per_second": (sum(map(sum, masks)), seconds)}
+        metrics = {}
         if self.agent_loop is not None:
             metrics["rollout/turns"] = (sum(t.turns for t in trajectories), len(trajectories))
         return DataProto.from_dict(columns, {"finish_reason": reasons}, {"metrics": metrics})
@@ -220,19 +233,26 @@ class Rollout:
         if self.env.tp_rank > 0:
             return self.engine.follow()
         with self.engine.leading():
-            return self._single_turns(self._prompts(batch, self.params))
+            return self._single_turns(self.prompts_of(batch, self.params))
 
     def _trajectories(self, batch: DataProto) -> list[Trajectory]:
         mode = batch.meta_info["sampling"]
-        prompts = self._prompts(batch, sampling_in_mode(self.params, mode, self.config.val_kwargs))
+        prompts = self.prompts_of(batch, sampling_in_mode(self.params, mode, self.config.val_kwargs))
         if self.agent_loop is None:
             return self._single_turns(prompts)
-        return run_coroutine(gather_coroutines([self._run_loop(prompt) for prompt in prompts]))
+        return run_coroutine(gather_coroutines([self._run_loop(prompt, self._generate_one) for prompt in prompts]))
 
-    async def _run_loop(self, prompt: Prompt) -> Trajectory:
+    def serve(self) -> GenerationService:
+        """Generate in the background, with the sampling parameters of training."""
+        self.wake()
+        return GenerationService(self.engine, self._generate_one, self._run_loop, self.device)
+
+    async def _run_loop(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:
         """Run the agent loop for one prompt. Raises ValueError unless it returns a trajectory of that prompt."""
+        if self.agent_loop is None:
+            return await SingleTurn().run(prompt, generate)
         name, token_ids = f"the agent loop {type(self.agent_loop).__name__}", tuple(prompt.token_ids)
-        trajectory = await self.agent_loop.run(prompt, self._generate_one)
+        trajectory = await self.agent_loop.run(prompt, generate)
         if not isinstance(trajectory, Trajectory):
             raise ValueError(f"{name}: expected run() to return a Trajectory, found {type(trajectory).__name__}")
         if trajectory.prompt is not prompt or tuple(prompt.token_ids) != token_ids:
@@ -246,7 +266,8 @@ class Rollout:
         check_completions([request], [completion])
         return completion
 
-    def _prompts(self, batch: DataProto, params: SamplingParams) -> list[Prompt]:
+    def prompts_of(self, batch: DataProto, params: SamplingParams) -> list[Prompt]:
+        """The prompt of each row, to be sampled with these parameters."""
         others = {name: values for name, values in batch.non_tensor_batch.items() if name not in _PROMPT_COLUMNS}
         every = zip(batch.non_tensor_batch["prompt_ids"], sample_ids(batch))
         return [
@@ -349,6 +370,7 @@ class RolloutWorker(RolloutMethods):
         self.device, self.timeout = on, timeout
         self.rollout = Rollout(rollout, model, env, stop_token_ids=stop_token_ids, stop=stop, tokenizer=tokenizer)
         self._group: TransferGroup | None = None
+        self._service: GenerationService | None = None
 
     def max_over_ranks(self, values: list[float]) -> list[float]:
         if self.world_size == 1:
@@ -386,6 +408,52 @@ class RolloutWorker(RolloutMethods):
             report = receive_collective(receiver, self._group, version)
         self.rollout.engine.weight_version = version
         return report
+
+    # ---- generation during training -----------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def submit_prompts(self, batch: DataProto | None) -> None:
+        """Start to generate in the background: one trajectory per row, in groups of rows with one uid.
+
+        Args:
+            batch: the columns of `generate_sequences`; None: nothing.
+        """
+        if batch is None:
+            return
+        if self._service is None:
+            self._service = self.rollout.serve()
+        groups: dict[str, list[Prompt]] = {}
+        for uid, prompt in zip(batch.non_tensor_batch["uid"], self.rollout.prompts_of(batch, self.rollout.params)):
+            groups.setdefault(uid, []).append(prompt)
+        for uid, prompts in groups.items():
+            self._service.submit(uid, prompts)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def collect_finished(self, timeout: float) -> list[DataProto]:
+        """Return the groups that have ended, one batch per group, its rows in the order of `submit_prompts`.
+
+        Each has the columns of `generate_sequences`, uid, and weight_versions: spans (first token, version).
+        """
+        finished = [] if self._service is None else self._service.collect(timeout)
+        batches = []
+        for uid, trajectories in finished:
+            prompts = [trajectory.prompt.token_ids for trajectory in trajectories]
+            found = self.rollout.columns_of(prompts, trajectories, lambda widths: widths)
+            spans = [trajectory.weight_versions for trajectory in trajectories]
+            batches.append(found.replace(uid=[uid] * len(trajectories), weight_versions=spans))
+        return batches
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def pause_generation(self, partial: bool) -> None:
+        """Interrupt the generation in the background; see `GenerationService.pause`."""
+        if self._service is not None:
+            self._service.pause(partial)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def resume_generation(self) -> None:
+        """Continue the generation in the background."""
+        if self._service is not None:
+            self._service.resume()
 
     # ---- generation without training ----------------------------------------------------------------------------
 

@@ -2,9 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
+import pydantic
 from annotated_types import Ge
 
-from verl.config.fields import FilePath, Section, StrList, field
+from verl.config.fields import FilePath, Section, StrList, field, section
 
 _Steps = Annotated[int, Ge(-1)]
 
@@ -47,7 +48,24 @@ class RunConfig(Section):
     resume_from_path: FilePath | None = field(None, "the global_step_N folder to resume from (resume_path)")
 
 
-class TrainerConfig(RunConfig):
+class AsyncConfig(Section):
+    """`trainer.async`: generation of the next batches during training, with `placement.rollout_devices`."""
+
+    max_staleness: int = field(
+        0, "updates by which the weights may be ahead of those that sampled; 0: generation and training alternate", ge=0
+    )
+    partial_rollout: bool = field(
+        True, "continue interrupted responses with new weights; false: a weight push waits for the running ones"
+    )
+
+
+# a keyword cannot be declared in the body of a class
+_WithAsync = pydantic.create_model(
+    "_WithAsync", __base__=RunConfig, **{"async": (AsyncConfig, section(AsyncConfig, "asynchronous training"))}
+)
+
+
+class TrainerConfig(_WithAsync):
     """`trainer`: the RL run."""
 
     max_actor_ckpt_to_keep: int | None = field(None, "number of actor checkpoints to keep; null: all", ge=1)
@@ -61,6 +79,11 @@ class TrainerConfig(RunConfig):
     log_val_generations: int = field(0, "number of validation samples sent to the trackers", ge=0)
     rollout_data_dir: FilePath | None = field(None, "folder for the responses of each step (JSONL)")
     validation_data_dir: FilePath | None = field(None, "folder for the responses of each validation (JSONL)")
+
+    @property
+    def max_staleness(self) -> int:
+        """`trainer.async.max_staleness`."""
+        return self["async"].max_staleness
 
 
 class PlacementConfig(Section):

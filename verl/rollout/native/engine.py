@@ -50,6 +50,7 @@ class NativeRollout(RolloutEngine):
         memory_share: see cache_bytes.
         max_length: longest sequence, in tokens, that `generate_one` allocates for; longer ones wait until the batch is
             done.
+        max_response: longest response that `generate_one` allocates for on a GPU, as `max_length`; 0: half of it.
         graphs: False disables CUDA graphs, for debugging.
         forward: the module's batch-invariant forward pass. Log-probs are then bitwise equal to those of training, and
             `dtype` is ignored.
@@ -72,6 +73,7 @@ class NativeRollout(RolloutEngine):
         cache_bytes: int | None = None,
         memory_share: float = 1.0,
         max_length: int = 0,
+        max_response: int = 0,
         graphs: bool = True,
         forward: ModelForward | None = None,
         weights: ModuleReceiver | None = None,
@@ -84,6 +86,7 @@ class NativeRollout(RolloutEngine):
         self.cache_bytes = cache_bytes
         self.memory_share = memory_share
         self.max_length = max_length
+        self.max_response = max_response
         self.graphs = graphs
         self.forward = forward
         self.weights = weights
@@ -332,7 +335,7 @@ class NativeRollout(RolloutEngine):
         if continuous:
             longest = min(max(longest, self.max_length), decoder.max_positions)
             one = max(one, paged_scheduler.blocks_for_length(longest))
-            line = max(max(row.limit for row in rows), longest // 2)
+            line = max(max(row.limit for row in rows), self.max_response or longest // 2)
             wanted, responses = one * slots, line * slots
         self._prepare_paged(cuda_decoder.Size(slots, wanted, one, responses, longest))
         scheduler = paged_scheduler.PagedScheduler(params, self._cuda_decoder, min(self.max_rows, slots), line)

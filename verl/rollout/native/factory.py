@@ -39,6 +39,7 @@ def make_native(
         "max_rows": config.max_num_seqs,
         "memory_share": config.gpu_memory_utilization,
         "max_length": config.prompt_length + config.response_length,
+        "max_response": config.response_length,
         "graphs": not config.enforce_eager,
     }
     dtype = resolve_dtype(config.dtype, env.device)

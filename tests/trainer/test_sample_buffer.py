@@ -1,0 +1,229 @@
+"""The sample buffer: which groups are admitted, in which order steps take them, and what a checkpoint has of them."""
+
+import random
+import threading
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+from verl.dataflow import HOLD
+from verl.dataflow.metrics import Total
+from verl.protocol import DataProto
+from verl.trainer.ppo_operators import Prompts
+from verl.trainer.sample_buffer import AsyncPrompts, SampleBuffer
+
+B = 4
+
+
+class Source:
+    """Batches of B prompts with the uids "0", "1", ..."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __call__(self) -> DataProto:
+        uids = [str(self.position + i) for i in range(B)]
+        self.position += B
+        return DataProto.from_dict(non_tensors={"uid": uids, "prompt_ids": [[1]] * B})
+
+    def state_dict(self) -> dict:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.position = state["position"]
+
+
+class Run:
+    """A trainer without workers: `finish` is the rollout, `train` the rest of a step."""
+
+    def __init__(self, max_staleness: int, total_steps: int = 1000):
+        self.step = 0
+        self.queue = AsyncPrompts(Prompts(Source(), lambda: self.step, 100), B)
+        self.buffer = self.queue.buffer = SampleBuffer(self.queue, B, max_staleness, total_steps, 0)
+        self.admitted: dict[str, int] = {}  # uid -> version, of the groups that are being generated
+
+    def admit(self) -> int:
+        room = self.buffer.room()
+        if room:
+            self.queue.size = room
+            batch = self.queue().repeat(2)
+            self.buffer.admit(batch)
+            self.admitted |= dict.fromkeys(batch.non_tensor_batch["uid"], self.buffer.version)
+        return room
+
+    def finish(self, uids: Iterable[str]) -> None:
+        for uid in uids:
+            self.buffer.put(samples(uid, self.admitted.pop(uid)))
+            self.buffer.settle([uid])
+
+    def take(self) -> DataProto:
+        self.step += 1
+        return self.buffer.take()
+
+    def ready(self) -> bool:
+        with self.buffer.lock:
+            return self.buffer._choose(self.step + 1) is not None
+
+    def push(self) -> None:
+        self.buffer.set_version(self.step)
+
+
+def samples(uid: str, version: int, length: int = 2, rows: int = 2) -> DataProto:
+    ones = torch.ones(rows, length)
+    return DataProto.from_dict(
+        {
+            "prompts": torch.ones(rows, 1, dtype=torch.int64),
+            "responses": torch.ones(rows, length, dtype=torch.int64),
+            "input_ids": torch.ones(rows, 1 + length, dtype=torch.int64),
+            "attention_mask": torch.ones(rows, 1 + length, dtype=torch.int64),
+            "response_mask": ones,
+            "weight_version": torch.full((rows,), version),
+        },
+        {"uid": [uid] * rows, "finish_reason": ["stop"] * rows, "weight_versions": [[(0, version)]] * rows},
+    )
+
+
+def uids_of(batch: DataProto) -> list[str]:
+    return list(dict.fromkeys(batch.non_tensor_batch["uid"]))
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(5))
+def test_staleness_is_bounded_whatever_the_order_in_which_groups_finish(k, seed):
+    """Some groups take long, at random; no step waits for one that it could do without, and none is dropped."""
+    draw, run, seen = random.Random(seed), Run(k), []
+    largest = 0
+    for _ in range(40):
+        run.admit()
+        while not run.ready():
+            assert run.admitted, "a step waits, and nothing is being generated"
+            short = [uid for uid in run.admitted if int(uid) * 2654435761 >> 7 & 3] or list(run.admitted)
+            run.finish([draw.choice(short if draw.random() < 0.8 else list(run.admitted))])
+            run.admit()
+        batch = run.take()
+        run.admit()  # while this step is trained
+        assert run.buffer.in_flight + len(run.buffer._finished) <= (k + 1) * B
+        staleness = run.step - 1 - batch.batch["weight_version"]
+        assert staleness.min() >= 0 and staleness.max() <= k
+        largest = max(largest, int(staleness.max()))
+        metrics = batch.meta_info["metrics"]
+        assert metrics["async/dropped"] == 0 and metrics["async/staleness_max"] == int(staleness.max())
+        assert [metrics[f"async/staleness_{i}"] for i in range(k + 1)] == [(staleness == i).sum() for i in range(k + 1)]
+        assert len(uids_of(batch)) == B
+        seen += uids_of(batch)
+        run.push()
+    assert largest == k and len(set(seen)) == len(seen)
+    # each prompt of the source was trained, or is still to be
+    assert set(seen) | set(run.buffer.groups) == {str(i) for i in range(len(seen) + len(run.buffer.groups))}
+
+
+def test_a_long_response_is_waited_for_and_not_overtaken_for_ever():
+    run = Run(max_staleness=1)
+    assert run.admit() == 2 * B
+    run.finish(str(i) for i in range(1, 2 * B))  # all except the first
+    assert uids_of(run.take()) == ["1", "2", "3", "4"] and run.admit() == 0
+    run.push()
+    assert run.admit() == B
+    run.finish([str(i) for i in range(2 * B, 3 * B)])
+    assert not run.ready(), "the group 0 has version 0: it is due in step 2"
+    run.finish(["0"])
+    assert uids_of(run.take()) == ["5", "6", "7", "0"]
+
+
+def test_no_prompt_is_admitted_for_a_step_after_the_last():
+    run = Run(max_staleness=3, total_steps=2)
+    assert run.admit() == 2 * B and run.admit() == 0
+    for _ in range(2):
+        run.finish(list(run.admitted)[:B])
+        run.take()
+        run.push()
+    assert run.admit() == 0 and not run.buffer.groups
+
+
+def test_a_group_of_older_weights_than_given_is_dropped_and_generated_again():
+    """An engine that reports its versions itself may be behind."""
+    run = Run(max_staleness=1)
+    run.admit()
+    run.finish(str(i) for i in range(B))
+    run.take()
+    run.push()
+    run.admit()
+    run.buffer.put(samples("4", -1))
+    run.buffer.settle(["4"])
+    run.admitted.pop("4")
+    assert not run.ready()
+    assert run.queue.waiting.non_tensor_batch["uid"][0] == "4" and run.admit() == 1 and "4" in run.admitted
+    run.finish(["5", "6", "7", "4"])
+    batch = run.take()
+    assert uids_of(batch) == ["5", "6", "7", "4"] and batch.meta_info["metrics"]["async/dropped"] == 1
+
+
+def test_filtered_groups_make_room_and_are_counted():
+    run = Run(max_staleness=1)
+    run.admit()
+    for uid in "01":
+        run.buffer.put(samples(uid, run.admitted.pop(uid)))
+    run.admitted.pop("2")
+    assert run.buffer.in_flight == 2 * B, "nothing is available to a step before settle()"
+    run.buffer.settle(["0", "1", "2"])
+    assert run.admit() == 1 and "8" in run.admitted
+    run.finish(["3", "8"])
+    assert run.take().meta_info["metrics"]["async/filtered"] == 1
+
+
+def test_a_checkpoint_has_every_prompt_that_is_not_trained_in_its_order():
+    run = Run(max_staleness=2)
+    run.admit()
+    run.finish(["3", "0", "1", "2", "7"])
+    trained = uids_of(run.take())
+    run.push()
+    run.admit()
+    state = run.queue.state_dict()
+    resumed = Run(max_staleness=2)
+    resumed.queue.load_state_dict(state)
+    resumed.step = run.step
+    resumed.buffer.start_at(run.step)
+    for _ in range(3):
+        resumed.admit()
+        resumed.finish(list(resumed.admitted)[:B])
+        trained += uids_of(resumed.take())
+        resumed.push()
+    assert trained == ["3", "0", "1", "2", *(str(i) for i in range(4, 16))]
+
+
+def test_a_checkpoint_of_synchronous_training_is_resumed():
+    run = Run(max_staleness=1)
+    run.queue.load_state_dict({"position": 8})
+    run.admit()
+    assert list(run.admitted) == [str(i) for i in range(8, 16)]
+
+
+def test_reports_of_a_run_are_divided_among_its_groups():
+    run = Run(max_staleness=1)
+    run.admit()
+    for uid in "012345":
+        run.buffer.put(samples(uid, run.admitted.pop(uid)))
+    reports = {0: ({"metrics": {"reward/failed_rows": Total(6), "rm": (12.0, 12)}, "timing": {}}, 12)}
+    run.buffer.settle(list("012345"), [reports])
+    metrics = run.take().meta_info["metrics"]
+    assert metrics["reward/failed_rows"] == pytest.approx(4) and metrics["rm"] == pytest.approx(1)
+
+
+def test_an_error_ends_the_wait_unchanged():
+    run, error = Run(max_staleness=1), KeyError("cause")
+    threading.Timer(0.1, run.buffer.fail, [error]).start()
+    with pytest.raises(KeyError) as caught:
+        run.take()
+    assert caught.value is error
+
+
+def test_the_operator_keeps_a_batch_and_returns_one():
+    run = Run(max_staleness=1)
+    run.admit()
+    for uid in "0123":
+        assert run.buffer(samples(uid, 0, length=2 + int(uid))) is HOLD
+        run.buffer.settle([uid])
+    run.step += 1
+    batch = run.buffer()
+    assert batch.batch["responses"].shape == (2 * B, 5) and batch.meta_info["global_step"] == 1

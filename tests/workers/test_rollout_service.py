@@ -1,0 +1,170 @@
+"""Generation in the background: interrupted responses continue with the new weights, and errors reach the caller."""
+
+import asyncio
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from verl.rollout.agent_loop import Prompt, SingleTurn
+from verl.rollout.base import Completion, Request, RolloutEngine, SamplingParams
+from verl.rollout.stop_strings import StopStrings
+from verl.workers.rollout_service import GenerationService, continuation, extend
+
+PARAMS = SamplingParams(max_tokens=12, stop_token_ids=())
+
+
+class VersionEngine(RolloutEngine):
+    """Every token is the version of the weights that sampled it. One token takes 5 ms."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.aborted = False
+        self.running = 0
+
+    async def generate_one(self, request: Request) -> Completion:
+        self.requests.append(request)
+        self.aborted, tokens = False, []
+        self.running += 1
+        try:
+            for _ in range(request.params.max_tokens):
+                await asyncio.sleep(0.005)
+                if self.aborted:
+                    return Completion(tokens, [-1.0] * len(tokens), "abort")
+                tokens.append(self.weight_version)
+        finally:
+            self.running -= 1
+        return Completion(tokens, [-1.0] * len(tokens), "length")
+
+    def abort(self, request_ids=None) -> None:
+        self.aborted = True
+
+
+@pytest.fixture
+def service():
+    engine = VersionEngine()
+    service = GenerationService(engine, engine.generate_one, SingleTurn().run, torch.device("cpu"))
+    yield service, engine
+    service.close()
+    assert not service._thread.is_alive()
+
+
+def prompts(count: int, tokens: int = 12) -> list[Prompt]:
+    return [Prompt([1, 2], replace(PARAMS, max_tokens=tokens), i) for i in range(count)]
+
+
+def collect(service: GenerationService, groups: int) -> dict:
+    found, deadline = {}, time.monotonic() + 20
+    while len(found) < groups:
+        found |= dict(service.collect(0.05))
+        assert time.monotonic() < deadline
+    return found
+
+
+def started(engine: VersionEngine, requests: int) -> None:
+    deadline = time.monotonic() + 20
+    while engine.running < requests:
+        time.sleep(0.002)
+        assert time.monotonic() < deadline
+
+
+def test_groups_are_returned_as_they_end(service):
+    service, _ = service
+    service.submit("long", prompts(2, 12))
+    service.submit("short", prompts(3, 1))
+    first = service.collect(5.0)
+    assert [(uid, len(trajectories)) for uid, trajectories in first] == [("short", 3)]
+    assert [t.prompt.sample_id for t in collect(service, 1)["long"]] == [0, 1]
+    assert service.collect(0.0) == []
+
+
+def test_an_interrupted_response_continues_with_the_new_weights(service):
+    service, engine = service
+    service.submit("a", prompts(3))
+    started(engine, 3)
+    for version in (1, 2):
+        time.sleep(0.015)
+        service.pause(partial=True)
+        assert engine.running == 0, "weights may be replaced only while nothing runs"
+        engine.weight_version = version
+        service.resume()
+        started(engine, 3)
+    for trajectory in collect(service, 1)["a"]:
+        tokens, spans = trajectory.token_ids, trajectory.weight_versions
+        assert len(tokens) == 12 and trajectory.finish_reason == "length" and trajectory.turns == 1
+        assert [version for _, version in spans] == sorted(set(tokens)) and tokens[-1] == 2
+        ends = [first for first, _ in spans[1:]] + [12]
+        assert [t for (first, v), end in zip(spans, ends) for t in [v] * (end - first)] == tokens
+    # a continuation has the tokens so far in its prompt, and other random numbers
+    last = [r for r in engine.requests if len(r.prompt_ids) > 2]
+    assert all(r.params.max_tokens + len(r.prompt_ids) - 2 == 12 for r in last)
+    assert not {r.sample_id for r in last} & {0, 1, 2} and len({r.sample_id for r in last}) == len(last)
+
+
+def test_a_pause_may_wait_for_the_trajectories_that_run(service):
+    service, engine = service
+    service.submit("a", prompts(2))
+    started(engine, 2)
+    service.pause(partial=False)
+    engine.weight_version = 1
+    service.submit("b", prompts(1))
+    assert [t.weight_versions for t in collect(service, 1)["a"]] == [[(0, 0)], [(0, 0)]]
+    assert service.collect(0.05) == [] and engine.running == 0
+    service.resume()
+    assert collect(service, 1)["b"][0].weight_versions == [(0, 1)]
+
+
+def test_what_is_submitted_during_a_pause_waits(service):
+    service, engine = service
+    service.pause(partial=True)
+    service.submit("a", prompts(1, 2))
+    assert service.collect(0.05) == [] and not engine.requests
+    service.resume()
+    collect(service, 1)
+
+
+@pytest.mark.parametrize("error", [KeyError("cause"), SystemExit(3)])
+def test_an_error_of_the_engine_is_raised_by_every_call(error):
+    engine = VersionEngine()
+
+    async def fails(request: Request) -> Completion:
+        await asyncio.sleep(0.01)
+        raise error
+
+    service = GenerationService(engine, fails, SingleTurn().run, torch.device("cpu"))
+    service.submit("a", prompts(2))
+    calls = (lambda: service.collect(5.0), lambda: service.pause(True), service.resume)
+    for call in (*calls, lambda: service.submit("b", prompts(1))):
+        with pytest.raises(type(error)) as caught:
+            call()
+        assert caught.value is error
+    service.close()
+    assert not [t for t in threading.enumerate() if t is service._thread]
+
+
+def test_an_abort_of_the_engine_itself_is_not_continued(service):
+    service, engine = service
+    service.submit("a", prompts(1))
+    started(engine, 1)
+    engine.abort()
+    (trajectory,) = collect(service, 1)["a"]
+    assert trajectory.finish_reason == "abort" and len(trajectory) < 12
+
+
+def test_a_stop_string_across_the_interruption_ends_the_response():
+    stop = StopStrings(("bc",), lambda ids: "".join(chr(97 + i) for i in ids))
+    request = Request([5], replace(PARAMS, stop=stop), 7)
+    whole = Completion([], [], "abort")
+    extend(whole, Completion([0, 1], [-1.0, -2.0], "abort"), 0, request)
+    again = continuation(request, whole)
+    assert again.prompt_ids == [5, 0, 1] and again.params.max_tokens == 10 and again.sample_id != 7
+    extend(whole, Completion([2, 0, 0], [-3.0] * 3, "length"), 1, request)
+    assert whole == Completion([0, 1, 2], [-1.0, -2.0, -3.0], "stop", [(0, 0), (2, 1)])
+
+
+def test_an_abort_after_the_last_token_ends_the_response():
+    whole = Completion([], [], "abort")
+    extend(whole, Completion([3] * 12, [-1.0] * 12, "abort"), 4, Request([5], PARAMS, 7))
+    assert whole.finish_reason == "length" and whole.weight_versions == [(0, 4)]

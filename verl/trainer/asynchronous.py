@@ -1,0 +1,325 @@
+"""Asynchronous training: the rollout generates the next batches while the policy is trained.
+
+    prompts -> repeat -> gen -> [rm] -> reward -> buffer     in the producer thread
+    buffer -> ... -> update_actor -> sync_weights            in the training loop
+
+The flow is that of synchronous training with one more operator, `buffer`, and runs in stages. The producer thread
+admits prompts, and scores groups as they finish; `Trainer.step` runs the flow from the buffer on. `sync_weights`
+interrupts the requests of the rollout, pushes, and lets them continue with the new weights.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+
+from verl.config import schema
+from verl.dataflow import CONTROLLER, HOLD, DataFlow, Operator, Pipeline
+from verl.protocol import DataProto
+from verl.trainer.dynamic_sampling import DynamicSampling, group_rows
+from verl.trainer.ppo_operators import (
+    Prompts,
+    Roles,
+    check_vocabulary,
+    prompt_columns,
+    uses_agent_loop,
+)
+from verl.trainer.rollout_correction import sampled_log_probs
+from verl.trainer.sample_buffer import AsyncPrompts, SampleBuffer
+
+logger = logging.getLogger("verl.trainer")
+
+_COLLECT_SECONDS = 0.02  # for which a rollout worker waits for the first finished group; other calls wait behind it
+_IDLE_SECONDS = 0.1  # between two looks of a producer that has nothing to do
+_JOIN_SECONDS = 10.0  # for the producer to end: its calls fail once the workers have ended
+
+
+class Generation:
+    """Generation in the background, on the rollout's own devices.
+
+    Args:
+        roles: with the role "rollout".
+        with_columns: also send the other columns, for agent loops that read them.
+        partial: interrupt requests for a push of weights; otherwise wait for their trajectories.
+    """
+
+    def __init__(self, roles: Roles, with_columns: bool, partial: bool):
+        self.roles = roles
+        self.with_columns = with_columns
+        self.partial = partial
+        self.waiting: list[DataProto] = []  # prompts that are not sent yet
+        self._prompts: dict[str, DataProto] = {}  # by uid: the rows of groups that are being generated
+        self._sent = 0
+
+    def __call__(self, batch: DataProto) -> object:
+        """The operator `gen`: keep the prompts, to be sent by `send`."""
+        self.waiting.append(batch)
+        return HOLD
+
+    def send(self) -> None:
+        """Send the prompts that are waiting, group by group to one rank after another."""
+        ranks = self.roles["rollout"].world_size
+        batches, self.waiting = self.waiting, []
+        for batch in batches:
+            shares: list[list[int]] = [[] for _ in range(ranks)]
+            for rows in group_rows(batch):
+                self._prompts[batch.non_tensor_batch["uid"][rows[0]]] = batch[rows]
+                shares[self._sent % ranks].extend(rows)
+                self._sent += 1
+            inputs = prompt_columns(batch, self.with_columns)
+            self.roles["rollout"].submit_prompts([inputs[rows] if rows else None for rows in shares])
+
+    def collect(self) -> list[DataProto]:
+        """Return the groups that have finished since the last call, with the columns of their prompts."""
+        if not self._prompts:
+            return []
+        groups = []
+        for found in self.roles["rollout"].collect_finished(_COLLECT_SECONDS):
+            for group in found:
+                prompts = self._prompts.pop(group.non_tensor_batch["uid"][0])
+                check_vocabulary(group.batch["responses"], prompts.meta_info.get("vocab_size"))
+                prompts.meta_info = {}
+                groups.append(prompts.union(group))
+        return groups
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep the rollout's engines idle."""
+        rollout = self.roles["rollout"]
+        rollout.pause_generation(self.partial)
+        yield
+        rollout.resume_generation()
+
+
+class FilterGroups:
+    """`filter_groups` of asynchronous training: drops zero-variance groups as they arrive; others are generated.
+
+    Args:
+        sampling: the operator of synchronous training, with its metric and its limit.
+        buffer: counts the groups that are dropped.
+    """
+
+    def __init__(self, sampling: DynamicSampling, buffer: SampleBuffer):
+        self.sampling = sampling
+        self.buffer = buffer
+
+    def __call__(self, batch: DataProto) -> object:
+        values = self.sampling.values_of(batch)
+        kept = [rows for rows in group_rows(batch) if values[rows].min() < values[rows].max()]
+        limit = self.sampling.max_passes * self.sampling.pass_size
+        if limit and self.buffer.filtered >= limit:
+            raise ValueError(
+                f"dynamic sampling: {self.buffer.filtered} groups had no responses that differ in "
+                f"{self.sampling.metric!r} while one step waited. The prompts may be too easy or too hard: change the "
+                "data, raise actor_rollout_ref.rollout.n, or raise algorithm.filter_groups.max_num_gen_batches "
+                "(0: no limit)"
+            )
+        return batch[np.concatenate(kept)] if kept else HOLD
+
+
+class Producer:
+    """The thread that fills the buffer.
+
+    Args:
+        prompting: prompts -> repeat -> gen.
+        scoring: the operators after gen, up to the buffer.
+        generation: sends prompts and collects groups.
+        buffer: receives the groups.
+    """
+
+    def __init__(self, prompting: Pipeline, scoring: Pipeline, generation: Generation, buffer: SampleBuffer):
+        self.prompting, self.scoring = prompting, scoring
+        self.generation, self.buffer = generation, buffer
+        self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
+        self._turn = threading.Lock()  # held while the thread uses operators and workers
+        self._is_held = threading.Event()
+
+    def start(self) -> None:
+        """Start the thread, once."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="producer", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread. Call it when the workers have ended, so that a call of the thread fails."""
+        self._stopped.set()
+        self.buffer.fail(RuntimeError("asynchronous generation was stopped"))
+        if self._thread is not None:
+            self._thread.join(_JOIN_SECONDS)
+            if self._thread.is_alive():
+                logger.warning("the producer thread is still in an operator; it ends with the process")
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the thread out of operators and workers, and the rollout's engines idle, as for validation."""
+        self._is_held.set()
+        try:
+            with self._turn, self.generation.paused():
+                yield
+        finally:
+            self._is_held.clear()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped.is_set():
+                with self._turn:
+                    did_something = self._admit() | self._score()
+                if not did_something or self._is_held.is_set():
+                    self._wait()
+        except BaseException as error:  # SystemExit of an operator ends the run as well
+            if not self._stopped.is_set():
+                self.buffer.fail(error)
+
+    def _wait(self) -> None:
+        while self._is_held.is_set() and not self._stopped.wait(_COLLECT_SECONDS):
+            pass
+        with self.buffer.lock:
+            if not self.buffer.room() and not self.buffer.in_flight:
+                self.buffer.lock.wait(_IDLE_SECONDS)
+
+    def _admit(self) -> bool:
+        """Send as many prompts as may be admitted. Returns whether there were any."""
+        with self.buffer.lock:
+            room = self.buffer.room()
+            if not room:
+                return False
+            self.buffer.queue.size = room
+            self.prompting.run()
+            for batch in self.generation.waiting:
+                self.buffer.admit(batch)
+                self.buffer.add_reports(_uids(batch), self.prompting.take_held())
+        self.generation.send()
+        return True
+
+    def _score(self) -> bool:
+        """Run the operators between gen and the buffer on the groups that have finished. Returns whether any had."""
+        groups = self.generation.collect()
+        if not groups:
+            return False
+        uids = [uid for group in groups for uid in _uids(group)]
+        for group in groups:
+            reports = {-1: ({"metrics": group.meta_info["metrics"], "timing": {}}, len(group))}
+            self.buffer.add_reports(_uids(group), [reports])
+        self.scoring.run(self.buffer.join(groups))
+        self.buffer.settle(uids, self.scoring.take_held())
+        return True
+
+
+def _uids(batch: DataProto) -> list[str]:
+    return list(dict.fromkeys(batch.non_tensor_batch["uid"]))
+
+
+# ---- the flow -------------------------------------------------------------------------------------------------------
+
+
+class Asynchronous:
+    """Turns the flow of synchronous training into that of asynchronous training, and owns its producer.
+
+    Args:
+        config: with trainer.async.max_staleness > 0.
+        roles: role -> worker group.
+        pad_token_id: for padding groups of different lengths.
+
+    Attributes:
+        buffer: set by `edit`.
+        producer: set by `begin_at_buffer`.
+    """
+
+    buffer: SampleBuffer
+    producer: Producer
+
+    def __init__(self, config: schema.Config, roles: Roles, pad_token_id: int):
+        self.config = config
+        self.pad_token_id = pad_token_id
+        self.generation = Generation(roles, uses_agent_loop(config), config.trainer["async"].partial_rollout)
+
+    def edit(self, flow: DataFlow, total_steps: int) -> DataFlow:
+        """Edit a finished flow: `buffer` follows `reward`, and `gen` and `sync_weights` work in the background."""
+        check_flow(flow)
+        size = self.config.data.train_batch_size
+        prompts = flow["prompts"].func
+        queue = AsyncPrompts(prompts, size)
+        max_staleness = self.config.trainer.max_staleness
+        self.buffer = queue.buffer = SampleBuffer(queue, size, max_staleness, total_steps, self.pad_token_id)
+        flow.replace("prompts", replace(flow["prompts"], func=queue))
+        flow.replace("gen", replace(flow["gen"], func=self.generation, on=None))
+        last = "reward"
+        if "filter_groups" in flow:
+            last = "filter_groups"
+            sampling = flow[last].func
+            flow.replace(last, replace(flow[last], func=FilterGroups(sampling, self.buffer)))
+        flow.insert_after(last, Operator("buffer", self.buffer, reads=("uid", "responses", "weight_version")))
+        push = flow["sync_weights"]
+        return flow.replace("sync_weights", replace(push, func=self._synced(push.func)))
+
+    def _synced(self, push: Callable[[DataProto], None]) -> Callable[[DataProto], None]:
+        def sync(batch: DataProto) -> None:
+            with self.generation.paused():
+                push(batch)
+            self.buffer.set_version(batch.meta_info["global_step"])
+
+        return sync
+
+    def begin_at_buffer(self, pipeline: Pipeline) -> None:
+        """Let the pipeline run from the buffer on. The producer starts with the first step."""
+        names = [op.name for op in pipeline.operators]
+        prompting = pipeline.stage("prompts", "gen")
+        scoring = pipeline.stage(names[names.index("gen") + 1], "buffer")
+        for stage in (prompting, scoring):
+            stage.log_level = logging.DEBUG  # they run many times per step
+        pipeline.begin_at("buffer")
+        self.producer = Producer(prompting, scoring, self.generation, self.buffer)
+        self.buffer.on_take = self.producer.start
+
+
+def check_flow(flow: DataFlow) -> None:
+    """Raise ValueError for a flow that cannot be run in stages."""
+    names = flow.names
+    if names[:1] != ("prompts",) or not isinstance(flow["prompts"].func, Prompts) or "gen" not in names:
+        raise ValueError(
+            "trainer.async.max_staleness > 0: expected a flow that begins with the operator 'prompts' and has 'gen', "
+            f"found {' -> '.join(names)}"
+        )
+    if "gen_baseline" in names:
+        raise ValueError(
+            "trainer.async.max_staleness > 0 does not support the operator 'gen_baseline', the greedy responses of "
+            "remax: use trainer.async.max_staleness=0, or another algorithm.adv_estimator"
+        )
+    if "sync_weights" not in names:
+        raise ValueError("trainer.async.max_staleness > 0: the flow has no operator 'sync_weights'")
+
+
+def use_sampled_log_probs(flow: DataFlow, config: schema.Config) -> DataFlow:
+    """Without a correction, use the rollout's log-probs as old_log_probs: the ratio is to the policy that sampled.
+
+    Unchanged if algorithm.rollout_correction is set, with actor.old_log_prob_pass=always, and if another operator reads
+    the other columns of `old_log_prob`.
+    """
+    correction = config.algorithm.rollout_correction
+    if correction.rollout_is or correction.rollout_rs or correction.bypass_mode or "old_log_prob" not in flow:
+        return flow
+    why = "actor.old_log_prob_pass is always"
+    if config.actor_rollout_ref.actor.old_log_prob_pass != "always":
+        old = flow["old_log_prob"]
+        others = set(old.writes) - {"old_log_probs"}
+        if not any(others & set(op.reads) for op in flow):
+            logger.info(
+                "trainer.async.max_staleness=%d without algorithm.rollout_correction: old_log_probs are the log-probs "
+                "of the policies that sampled, so the clipped ratio covers the staleness",
+                config.trainer.max_staleness,
+            )
+            reads = ("rollout_log_probs", "response_mask")
+            copy = Operator("old_log_prob", sampled_log_probs, reads, ("old_log_probs",), CONTROLLER)
+            return flow.replace("old_log_prob", copy)
+        why = f"an operator reads {', '.join(sorted(others))}"
+    logger.warning(
+        "trainer.async.max_staleness=%d: samples of older weights are trained without a correction, because %s and "
+        "algorithm.rollout_correction is not set: set algorithm.rollout_correction.rollout_is=token",
+        config.trainer.max_staleness,
+        why,
+    )
+    return flow

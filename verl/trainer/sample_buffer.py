@@ -1,0 +1,306 @@
+"""The sample buffer of asynchronous training: between the thread that generates and the training loop.
+
+    producer thread                                        training loop
+    room() -> admit(prompts) -> put(groups), settle()      take(): the train_batch_size groups of one step
+
+Staleness of a sample: the version of the weights before the update that it is trained in, minus the oldest version that
+sampled one of its tokens. Two rules keep it at most k = `max_staleness`:
+
+- Admission. While the rollout has version v, no more than (v + k + 1) * B groups have been admitted in total (B groups
+  per step). With k = 0 these are the groups of the next step.
+- Order. A step takes the groups that finished first, as far as the others can still be trained in time: at most
+  (v + k + 1 - s) * B groups that were admitted at version v or before may be left after step s. So a long response is
+  waited for and trained, not overtaken until it is too old, and short responses are not preferred.
+
+A sample whose engine reports an older version than it was given is the exception: its group is dropped, counted, and
+generated again.
+"""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from verl.data.sequences import concat_sequences
+from verl.dataflow import HOLD
+from verl.dataflow.metrics import Total
+from verl.dataflow.pipeline import RunReports, merge_reports
+from verl.protocol import DataProto
+from verl.trainer.dynamic_sampling import PromptQueue, group_rows
+from verl.trainer.ppo_operators import Prompts, length_metrics
+
+_LOOK = 0.5  # seconds between two looks at signals and errors, while the training loop waits
+
+
+@dataclass(eq=False)
+class Group:
+    """A prompt from its admission to the step that trains on its samples.
+
+    Attributes:
+        prompt: one row, as it came from the source.
+        version: of the rollout's weights when it was admitted.
+        rows: its samples; None until all of them are in the buffer.
+        reports: of the runs of the operators before the buffer, and its share of the groups of each run.
+    """
+
+    prompt: DataProto
+    version: int
+    rows: DataProto | None = None
+    reports: list[tuple[RunReports, float]] = field(default_factory=list)
+
+    @property
+    def oldest_version(self) -> int:
+        return int(self.rows.batch["weight_version"].min())
+
+
+class SampleBuffer:
+    """Groups that are admitted, generated and waiting for their step.
+
+    As an operator it has two sides: called with a batch it keeps the groups (`put`), called without it returns the
+    batch of a step (`take`).
+
+    Args:
+        queue: the source of prompts.
+        batch_size: B, groups per step.
+        max_staleness: k.
+        total_steps: number of the last step: no prompts are admitted for later ones.
+        pad_token_id: for padding groups of different lengths.
+
+    Attributes:
+        filtered: number of groups that an operator has filtered since the last `take`.
+        lock: held while prompts are taken from the queue and admitted, so that a checkpoint has each prompt once.
+        on_take: called before the first step waits.
+    """
+
+    def __init__(self, queue: PromptQueue, batch_size: int, max_staleness: int, total_steps: int, pad_token_id: int):
+        self.queue = queue
+        self.batch_size = batch_size
+        self.max_staleness = max_staleness
+        self.total_steps = total_steps
+        self.pad_token_id = pad_token_id
+        self.version = 0
+        self.lock = threading.Condition(threading.RLock())
+        self.groups: dict[str, Group] = {}  # by uid, in the order of admission
+        self._finished: list[str] = []  # uids, in the order of `put`
+        self._steps_taken = 0
+        self._error: BaseException | None = None
+        self._dropped = self._tokens = 0  # since the last `take`
+        self.filtered = 0
+        self._last_take = time.perf_counter()
+        self.on_take = lambda: None
+
+    def __call__(self, batch: DataProto | None = None) -> Any:
+        if batch is None:
+            return self.take()
+        self.put(batch)
+        return HOLD
+
+    def start_at(self, step: int) -> None:
+        """Begin after this many completed steps, with weights of that version."""
+        with self.lock:
+            self.version = self._steps_taken = step
+
+    def set_version(self, version: int) -> None:
+        """The rollout has new weights: further prompts may be admitted."""
+        with self.lock:
+            self.version = version
+            self.lock.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """End the wait of the training loop with this error."""
+        with self.lock:
+            self._error = self._error or error
+            self.lock.notify_all()
+
+    # ---- the producer's side ----------------------------------------------------------------------------------------
+
+    def room(self) -> int:
+        """Number of prompts that may be admitted now."""
+        with self.lock:
+            ahead = self.version + self.max_staleness + 1
+            steps = min(ahead, max(self.total_steps, self.queue.step())) - self._steps_taken
+            return max(0, steps * self.batch_size - len(self.groups))
+
+    def admit(self, batch: DataProto) -> None:
+        """Record prompts that are about to be generated. batch: any number of rows per prompt."""
+        for rows in group_rows(batch):
+            prompt = batch[rows[:1]]
+            prompt.meta_info = {}  # of the step in which it was admitted
+            uid = prompt.non_tensor_batch["uid"][0]
+            if uid in self.groups:
+                raise ValueError(f"uid {uid!r} was admitted twice: the uid of a prompt must be unique")
+            self.groups[uid] = Group(prompt, self.version)
+
+    def put(self, batch: DataProto) -> None:
+        """Keep the groups of a batch that is generated and scored, until `settle`."""
+        with self.lock:
+            for rows in group_rows(batch):
+                self.groups[batch.non_tensor_batch["uid"][rows[0]]].rows = batch[rows]
+            self._tokens += int(batch.batch["response_mask"].sum())
+
+    def settle(self, uids: Sequence[str], runs: Sequence[RunReports] = ()) -> None:
+        """End the way of groups to the buffer: those that `put` was given are available to steps.
+
+        The others have been filtered by an operator, and make room for new prompts.
+
+        Args:
+            uids: of the groups that were on their way.
+            runs: reports of the operators, which are divided among the groups that arrived.
+        """
+        with self.lock:
+            arrived = [uid for uid in uids if self.groups[uid].rows is not None]
+            self.add_reports(arrived, runs)
+            self._finished += arrived
+            for uid in set(uids) - set(arrived):
+                del self.groups[uid]
+                self.filtered += 1
+            self.lock.notify_all()
+
+    @property
+    def in_flight(self) -> int:
+        """Number of groups that are admitted and not in the buffer."""
+        return len(self.groups) - len(self._finished)
+
+    def join(self, groups: Sequence[DataProto]) -> DataProto:
+        """One batch of groups of different lengths, with the meta_info of a step."""
+        batch = concat_sequences(groups, self.pad_token_id)
+        batch.meta_info = self.queue.facts()
+        return batch
+
+    def add_reports(self, uids: Sequence[str], runs: Sequence[RunReports]) -> None:
+        """Divide the reports of runs of the operators before the buffer among the groups that they covered."""
+        with self.lock:
+            for uid in uids:
+                self.groups[uid].reports += [(run, 1 / len(uids)) for run in runs]
+
+    # ---- the training loop's side -----------------------------------------------------------------------------------
+
+    def take(self) -> DataProto:
+        """Wait for the groups of the next step and return them as one batch. Raises the error given to `fail`."""
+        self.on_take()
+        start, facts = time.perf_counter(), self.queue.facts()
+        with self.lock:
+            while (chosen := self._choose(facts["global_step"])) is None:
+                if self._error is not None:
+                    raise self._error
+                self.lock.wait(_LOOK)
+            groups = [self.groups.pop(uid) for uid in chosen]
+            self._finished = [uid for uid in self._finished if uid not in chosen]
+            self._steps_taken = facts["global_step"]
+            waited = time.perf_counter() - start
+            metrics = self._metrics(groups, waited)
+            self.lock.notify_all()
+        batch = concat_sequences([group.rows for group in groups], self.pad_token_id)
+        reports = [_shared(run, share) for group in groups for run, share in group.reports]
+        batch.meta_info = facts | {"metrics": merge_reports(reports)[0] | _sample_metrics(batch) | metrics}
+        return batch
+
+    def _choose(self, step: int) -> list[str] | None:
+        """The uids of the groups of a step, in the order in which they finished; None if more must finish first."""
+        self._drop_stale(step)
+        chosen: set[str] = set()
+        for version in range(step - 1 - self.max_staleness, step):
+            admitted = sum(group.version <= version for group in self.groups.values())
+            may_be_left = (version + self.max_staleness + 1 - step) * self.batch_size
+            missing = admitted - may_be_left - len(chosen)  # those chosen so far have this version or an older one
+            ready = [uid for uid in self._finished if uid not in chosen and self.groups[uid].version <= version]
+            if missing > len(ready):
+                return None
+            chosen.update(ready[: max(0, missing)])
+        others = [uid for uid in self._finished if uid not in chosen]
+        chosen.update(others[: self.batch_size - len(chosen)])
+        return [uid for uid in self._finished if uid in chosen] if len(chosen) == self.batch_size else None
+
+    def _drop_stale(self, step: int) -> None:
+        """Return the prompts of groups that are older than was admitted to the queue."""
+        oldest = step - 1 - self.max_staleness
+        stale = [uid for uid in self._finished if self.groups[uid].oldest_version < oldest]
+        for uid in stale:
+            self.queue.put_back(self.groups.pop(uid).prompt)
+            self._finished.remove(uid)
+        self._dropped += len(stale)
+        if stale:
+            self.lock.notify_all()
+
+    def _metrics(self, groups: list[Group], waited: float) -> dict[str, float]:
+        now = time.perf_counter()
+        versions = np.concatenate([group.rows.batch["weight_version"].numpy() for group in groups])
+        staleness = self._steps_taken - 1 - versions
+        partial = sum(len({version for _, version in spans}) > 1 for group in groups for spans in _spans(group.rows))
+        metrics = {
+            "async/staleness_mean": float(staleness.mean()),
+            "async/staleness_max": int(staleness.max()),
+            **{f"async/staleness_{k}": int((staleness == k).sum()) for k in range(self.max_staleness + 1)},
+            "async/partial": partial,
+            "async/dropped": self._dropped,
+            "async/filtered": self.filtered,
+            "async/buffer_groups": len(self._finished),
+            "async/in_flight_groups": self.in_flight,
+            "async/wait_seconds": waited,
+            "rollout/tokens_per_second": self._tokens / (now - self._last_take),
+        }
+        self._dropped = self.filtered = self._tokens = 0
+        self._last_take = now
+        return metrics
+
+
+class AsyncPrompts(PromptQueue):
+    """The prompts of asynchronous training. What is saved includes the prompts that are not trained yet, as waiting.
+
+    So a resumed run generates them again, first: no prompt is lost or repeated.
+
+    Attributes:
+        buffer: has the prompts that have left the queue.
+    """
+
+    buffer: SampleBuffer
+
+    def __init__(self, prompts: Prompts, size: int):
+        super().__init__(prompts, size)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "source" in state:
+            super().load_state_dict(state)
+        else:  # of synchronous training
+            self.source.load_state_dict(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        with self.buffer.lock:
+            state = super().state_dict()
+            under_way = [group.prompt for group in self.buffer.groups.values()]
+            if under_way:
+                state["waiting"] = self.before_waiting(DataProto.concat(under_way))
+        return state
+
+
+def _shared(run: RunReports, share: float) -> RunReports:
+    """A share of the reports of a run that covered several groups."""
+
+    def part(value: Any) -> Any:
+        if isinstance(value, Total):
+            return Total(value.value * share)
+        return (value[0] * share, value[1] * share) if isinstance(value, tuple) else value
+
+    return {
+        position: ({**reports, "metrics": {k: part(v) for k, v in reports["metrics"].items()}}, max(1, rows * share))
+        for position, (reports, rows) in run.items()
+    }
+
+
+def _sample_metrics(batch: DataProto) -> dict[str, Any]:
+    """Metrics of a step that the operators before the buffer reported of other sets of samples."""
+    metrics = length_metrics(batch)
+    for name, values in batch.non_tensor_batch.items():
+        if not name.startswith("reward_"):
+            continue
+        numbers = [v for v in values if v is not None]
+        if numbers and all(isinstance(v, bool | int | float | np.number) for v in numbers):
+            metrics[f"reward/{name.removeprefix('reward_')}"] = sum(map(float, numbers)), len(numbers)
+    return metrics
+
+
+def _spans(rows: DataProto) -> Sequence[Sequence[tuple[int, int]]]:
+    return rows.non_tensor_batch.get("weight_versions", ())

@@ -1,0 +1,242 @@
+"""Generation in the background: the engine of a rollout worker generates while the worker serves short calls.
+
+    service = GenerationService(engine, run, device)
+    service.submit("uid", prompts)            # returns at once: the trajectories of one group
+    groups = service.collect(timeout=0.02)    # the groups that have ended, possibly none
+    service.pause(partial=True)               # the engine is idle from here on: new weights can be loaded
+    service.resume()                          # the interrupted responses continue, with the new weights
+
+Every trajectory is a task of one event loop, which runs in a thread. A request that a pause interrupts is continued by
+another request, whose prompt is the prompt and all tokens so far: the engine recomputes their KV cache with the new
+weights. This works with every engine that supports `abort`; others finish the requests that they have started.
+"""
+
+import asyncio
+import atexit
+import dataclasses
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+import torch
+
+from verl.rollout.agent_loop import GenerateFn, Prompt, Trajectory
+from verl.rollout.base import Completion, Request, RolloutEngine, gather_coroutines
+from verl.utils.rng import fork_seed
+
+#: runs the trajectory of one prompt with the given function as its engine
+RunTrajectory = Callable[[Prompt, GenerateFn], Awaitable[Trajectory]]
+
+_POLL = 0.1  # seconds between two looks at whether the thread is alive
+
+
+class GenerationService:
+    """Runs trajectories in an event loop of its own thread.
+
+    Args:
+        engine: has the weight version, and aborts requests.
+        complete: the engine's response to one request (`RolloutEngine.generate_one`).
+        run: runs one trajectory.
+        device: the engine's device.
+    """
+
+    def __init__(self, engine: RolloutEngine, complete: GenerateFn, run: RunTrajectory, device: torch.device):
+        self._engine = engine
+        self._complete = complete
+        self._run_trajectory = run
+        self._device = device
+        # of the event loop: changed in its thread only
+        self._tasks: set[asyncio.Task] = set()
+        self._trajectories_may_start = asyncio.Event()
+        self._requests_may_start = asyncio.Event()
+        self._started = 0  # trajectories that have started and not ended
+        self._in_engine = 0  # requests
+        self._ended = asyncio.Event()  # set after every end of a trajectory or a request
+        # shared with the thread of the calls
+        self._finished: list[tuple[str, list[Trajectory]]] = []
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name="rollout service", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+        self.resume()
+
+    # ---- calls --------------------------------------------------------------------------------------------------
+
+    def submit(self, uid: str, prompts: Sequence[Prompt]) -> None:
+        """Start the trajectories of one group. Raises the error of an earlier one."""
+        self._raise_error()
+        self._loop.call_soon_threadsafe(self._start, uid, list(prompts))
+
+    def collect(self, timeout: float) -> list[tuple[str, list[Trajectory]]]:
+        """Return the groups that have ended since the last call, each with its uid, in the order of their ends.
+
+        Args:
+            timeout: seconds to wait for the first one.
+
+        Raises:
+            Exception: the error of a trajectory, unchanged.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._finished or self._error is not None, timeout)
+            self._raise_error()
+            finished, self._finished = self._finished, []
+        return finished
+
+    def pause(self, partial: bool) -> None:
+        """Return once no request is in the engine, and start none until `resume`.
+
+        Args:
+            partial: abort the running requests, to be continued after `resume`. Otherwise wait for the end of all
+                trajectories that have started.
+        """
+        self._call(self._pause, partial)
+
+    def resume(self) -> None:
+        """Start the requests that wait, among them the continuations of those that `pause` has aborted."""
+        self._call(self._resume)
+
+    def close(self) -> None:
+        """Drop all trajectories and end the thread."""
+        atexit.unregister(self.close)
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+    def _call(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
+        """Run a coroutine function in the event loop and wait for it."""
+        self._raise_error()
+        future = asyncio.run_coroutine_threadsafe(function(*args), self._loop)
+        while True:
+            try:
+                future.result(_POLL)
+                break
+            except TimeoutError:
+                if not self._thread.is_alive():
+                    break
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    # ---- the thread ---------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # the current device is a property of a thread
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            for task in self._tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+            self._loop.close()
+        except BaseException as error:  # SystemExit and KeyboardInterrupt of a task end the event loop
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+        self._ended.set()
+
+    def _start(self, uid: str, prompts: list[Prompt]) -> None:
+        task = self._loop.create_task(self._run_group(uid, prompts))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run_group(self, uid: str, prompts: list[Prompt]) -> None:
+        try:
+            trajectories = await gather_coroutines([self._run(prompt) for prompt in prompts])
+        except Exception as error:
+            self._fail(error)
+            return
+        with self._changed:
+            self._finished.append((uid, trajectories))
+            self._changed.notify_all()
+
+    async def _run(self, prompt: Prompt) -> Trajectory:
+        await self._trajectories_may_start.wait()
+        self._started += 1
+        try:
+            return await self._run_trajectory(prompt, self._generate)
+        finally:
+            self._started -= 1
+            self._ended.set()
+
+    async def _pause(self, partial: bool) -> None:
+        self._trajectories_may_start.clear()
+        if partial:
+            self._requests_may_start.clear()
+            self._engine.abort()
+        while (self._in_engine if partial else self._started) and self._error is None:
+            self._ended.clear()
+            await self._ended.wait()
+
+    async def _resume(self) -> None:
+        self._requests_may_start.set()
+        self._trajectories_may_start.set()
+
+    # ---- one request --------------------------------------------------------------------------------------------
+
+    async def _generate(self, request: Request) -> Completion:
+        """The response to a request, in one or more completions of the engine, with a span for each version."""
+        whole = Completion([], [], "abort")
+        while True:
+            await self._requests_may_start.wait()
+            version = self._engine.weight_version
+            self._in_engine += 1
+            try:
+                found = await self._complete(continuation(request, whole))
+            finally:
+                self._in_engine -= 1
+                self._ended.set()
+            extend(whole, found, version, request)
+            # the engine may abort a request itself: only those of a pause are continued
+            if whole.finish_reason != "abort" or self._requests_may_start.is_set():
+                return whole
+
+
+def continuation(request: Request, so_far: Completion) -> Request:
+    """The request that continues an interrupted response.
+
+    Its random numbers are not those of the tokens so far: they depend on the number of these tokens.
+    """
+    done = len(so_far.token_ids)
+    if not done:
+        return request
+    return dataclasses.replace(
+        request,
+        prompt_ids=[*request.prompt_ids, *so_far.token_ids],
+        params=dataclasses.replace(request.params, max_tokens=request.params.max_tokens - done),
+        sample_id=fork_seed(request.sample_id, "continued", done),
+    )
+
+
+def extend(whole: Completion, found: Completion, version: int, request: Request) -> None:
+    """Append the next completion of an interrupted response.
+
+    Args:
+        whole: the response so far; changed in place.
+        found: the next tokens.
+        version: the version of the engine's weights, for an engine that reports no spans.
+        request: the request of the whole response.
+    """
+    start = len(whole.token_ids)
+    spans = found.weight_versions or ([(0, version)] if found.token_ids else [])
+    for first, span_version in spans:
+        if not whole.weight_versions or whole.weight_versions[-1][1] != span_version:
+            whole.weight_versions.append((start + first, span_version))
+    whole.token_ids += found.token_ids
+    whole.log_probs += found.log_probs
+    whole.finish_reason = found.finish_reason
+    stop = request.params.stop
+    if stop is not None and start and (end := stop.find(whole.token_ids, start)) is not None:
+        # a stop string may begin before the interruption, where the engine does not look for it
+        del whole.token_ids[end:], whole.log_probs[end:]
+        whole.weight_versions = [span for span in whole.weight_versions if span[0] < end]
+        whole.finish_reason = "stop"
+    elif whole.finish_reason == "abort" and len(whole.token_ids) == request.params.max_tokens:
+        whole.finish_reason = "length"
