@@ -171,6 +171,7 @@ class Bench:
             rank=rank,
             world_size=2,
         )
+        self.host = dist.new_group(backend="gloo")
 
     def run(self) -> None:
         for case in self.args.cases:
@@ -178,7 +179,7 @@ class Bench:
             if self.is_gpu:
                 torch.cuda.empty_cache()
             reports = [None, None]
-            dist.all_gather_object(reports, found)
+            dist.all_gather_object(reports, found, self.host)
             if self.rank == 0:
                 self.report(case, reports)
         dist.destroy_process_group()
@@ -211,13 +212,13 @@ class Bench:
         for version in range(1, 1 + self.args.pushes):
             if self.is_gpu:
                 torch.cuda.reset_peak_memory_stats()
-            dist.barrier()
+            dist.barrier(self.host)
             start = time.perf_counter()
             report = push(version)
             if self.is_gpu:
                 torch.cuda.synchronize()
                 above = max(above, torch.cuda.max_memory_allocated() - before)
-            dist.barrier()
+            dist.barrier(self.host)
             seconds = min(seconds, time.perf_counter() - start)
         return {
             "bytes": report.bytes,
@@ -236,7 +237,7 @@ class Bench:
 
     def split(self, adapters: bool = False) -> dict:
         ports = [free_port()]
-        dist.broadcast_object_list(ports, 0)
+        dist.broadcast_object_list(ports, 0, self.host)
         group = TransferGroup(("127.0.0.1", ports[0]), self.rank, 2, self.device, 600.0)
         group.measure()
         if self.rank == 0:
@@ -264,7 +265,7 @@ class Bench:
         own = torch.zeros(size // 2, dtype=torch.uint8, device=self.device)
         found, seconds = torch.empty(size, dtype=torch.uint8, device=self.device), math.inf
         for _ in range(4):
-            dist.barrier()
+            dist.barrier(self.host)
             start = time.perf_counter()
             dist.all_gather_into_tensor(found, own)
             if self.is_gpu:
@@ -308,7 +309,7 @@ class Bench:
 
     def disk(self) -> dict:
         folders = [tempfile.mkdtemp(dir=self.args.folder)]
-        dist.broadcast_object_list(folders, 0)
+        dist.broadcast_object_list(folders, 0, self.host)
         if self.rank == 0:
             sync = DiskSync(folders[0], dtype=NARROW)
             source = Source(model(self.args.shape, self.device, torch.float32))
@@ -317,7 +318,7 @@ class Bench:
 
         def push(version: int) -> SyncReport:
             report = sync.push(source, version) if self.rank == 0 else None
-            dist.barrier()
+            dist.barrier(self.host)
             return report or receive_disk(receiver, folders[0], version)
 
         return self.measure(push)
