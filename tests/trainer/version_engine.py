@@ -13,7 +13,12 @@ SECONDS_PER_TOKEN = 0.004
 
 
 class VersionEngine(RolloutEngine):
-    """Samples responses of 1 to max_tokens tokens. Its log-probs are those of a uniform distribution of 8 tokens."""
+    """Samples responses of 1 to max_tokens tokens. Its log-probs are those of a uniform distribution of 8 tokens.
+
+    One of 8 requests stops after two tokens until a push of weights interrupts it, for at most `hold` seconds.
+    """
+
+    hold = 0.0
 
     #: when tokens were sampled, by time.perf_counter; of all engines of this process
     times: list[float] = []
@@ -30,6 +35,7 @@ class VersionEngine(RolloutEngine):
         if self.fail_at is not None and VersionEngine.requests == self.fail_at[0]:
             raise self.fail_at[1]
         count = 1 + fork_seed(request.sample_id) % request.params.max_tokens
+        held = fork_seed("held", request.sample_id) % 8 == 0
         tokens, aborted = [], self._aborted
         self._running += 1
         try:
@@ -37,6 +43,9 @@ class VersionEngine(RolloutEngine):
                 await asyncio.sleep(SECONDS_PER_TOKEN)
                 tokens.append(1 + self.weight_version)
                 self.times.append(time.perf_counter())
+                end = time.monotonic() + self.hold
+                while held and len(tokens) == 2 and self._aborted == aborted and time.monotonic() < end:
+                    await asyncio.sleep(SECONDS_PER_TOKEN)
         finally:
             self._running -= 1
         reason = "abort" if len(tokens) < count else "length" if count == request.params.max_tokens else "stop"
