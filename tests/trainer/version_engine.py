@@ -1,0 +1,71 @@
+"""A rollout engine for tests of asynchronous training: every token it samples is 1 + the version of its weights."""
+
+import asyncio
+import time
+from collections.abc import Iterable
+
+import torch
+
+from verl.rollout.base import Completion, Request, RolloutEngine, register_rollout_engine
+from verl.utils.rng import fork_seed
+
+SECONDS_PER_TOKEN = 0.004
+
+
+class VersionEngine(RolloutEngine):
+    """Samples responses of 1 to max_tokens tokens. Its log-probs are those of a uniform distribution of 8 tokens.
+
+    One of 8 requests stops after two tokens until a push of weights interrupts it, for at most `hold` seconds.
+    """
+
+    hold = 0.0
+
+    #: when tokens were sampled, by time.perf_counter; of all engines of this process
+    times: list[float] = []
+    #: raised by the request with this number, if there is one
+    fail_at: tuple[int, BaseException] | None = None
+    requests = 0
+
+    def __init__(self) -> None:
+        self._aborted = 0
+        self._running = 0
+
+    async def generate_one(self, request: Request) -> Completion:
+        VersionEngine.requests += 1
+        if self.fail_at is not None and VersionEngine.requests == self.fail_at[0]:
+            raise self.fail_at[1]
+        count = 1 + fork_seed(request.sample_id) % request.params.max_tokens
+        held = fork_seed("held", request.sample_id) % 8 == 0
+        tokens, aborted = [], self._aborted
+        self._running += 1
+        try:
+            while len(tokens) < count and self._aborted == aborted:
+                await asyncio.sleep(SECONDS_PER_TOKEN)
+                tokens.append(1 + self.weight_version)
+                self.times.append(time.perf_counter())
+                end = time.monotonic() + self.hold
+                while held and len(tokens) == 2 and self._aborted == aborted and time.monotonic() < end:
+                    await asyncio.sleep(SECONDS_PER_TOKEN)
+        finally:
+            self._running -= 1
+        reason = "abort" if len(tokens) < count else "length" if count == request.params.max_tokens else "stop"
+        return Completion(tokens, [-2.0794415] * len(tokens), reason)
+
+    def abort(self, request_ids=None) -> None:
+        self._aborted += 1
+
+    def receiver(self) -> "VersionEngine":
+        return self
+
+    def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        assert not self._running, "weights are replaced while a request is running"
+        for _ in weights:
+            pass
+
+    def release(self) -> None:
+        """Nothing to free."""
+
+
+@register_rollout_engine("version")
+def make_version_engine(config, model, env, train_engine=None) -> VersionEngine:
+    return VersionEngine()
