@@ -116,7 +116,7 @@ def test_a_call_its_observation_and_the_answer(files, tokenizer):
     assert policy.requests[1].prompt_ids == trajectory.prompt.token_ids + trajectory.token_ids[:-2]
     assert trajectory.turns == 2 and trajectory.finish_reason == "stop"
     assert trajectory.metrics == {"tool_calls": 1, "tool_errors": 0, "tool_timeouts": 0}
-    assert trajectory.facts["tool_rewards"] == [0.25] and trajectory.facts["num_turns"] == 4
+    assert trajectory.agent_facts["tool_rewards"] == [0.25] and trajectory.agent_facts["num_turns"] == 4
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,9 @@ def test_limits_of_turns_and_tokens(files, tokenizer):
     turn = call("add", a=1, b=1)
     limited = tool_loop(files, tokenizer, "multi_turn.max_assistant_turns=2")
     trajectory = run(limited, Policy(tokenizer, turn, turn, "never"))
-    assert trajectory.turns == 2 and trajectory.metrics["tool_calls"] == 1 and trajectory.segments[-1].author == "policy"
+    assert (
+        trajectory.turns == 2 and trajectory.metrics["tool_calls"] == 1 and trajectory.segments[-1].author == "policy"
+    )
     limited = tool_loop(files, tokenizer, "multi_turn.max_user_turns=1")
     assert run(limited, Policy(tokenizer, turn, turn, "never")).turns == 2
     tokens = len(tokenizer.encode(turn)) + 1
@@ -229,7 +231,9 @@ def test_what_is_trained_on_was_sampled_where_rendering_again_would_differ(files
     chat.append({"role": "assistant", "content": "3"})
     rendered = tokenizer.apply_chat_template(chat, tokenize=False)
     assert tokenizer.decode(ids + trajectory.token_ids) + "\n" == rendered  # the same text ...
-    assert tokenizer(rendered)["input_ids"][: len(ids) + len(trajectory)] != ids + trajectory.token_ids  # not the tokens
+    assert (
+        tokenizer(rendered)["input_ids"][: len(ids) + len(trajectory)] != ids + trajectory.token_ids
+    )  # not the tokens
 
 
 def test_a_template_that_rewrites_earlier_turns_changes_nothing_that_was_sampled(tokenizer):
@@ -270,7 +274,7 @@ def test_the_end_of_a_turn(tokenizer):
 
 # ---- selection, and loops of public verl --------------------------------------------------------------------------
 
-PUBLIC = '''
+PUBLIC = """
 from typing import Any
 from uuid import uuid4
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
@@ -295,7 +299,7 @@ class TwiceLoop(AgentLoopBase):
         if self.spoil:
             ids[0] += 1
         return AgentLoopOutput(prompt_ids=prompt_ids, response_ids=ids, response_mask=mask, num_turns=4, metrics={})
-'''
+"""
 
 
 def test_a_loop_of_public_verl(tmp_path, tokenizer):

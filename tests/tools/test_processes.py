@@ -8,7 +8,7 @@ import pytest
 from verl.tools.host import Observation, ToolSettings
 from verl.tools.processes import ToolFailure, ToolProcesses
 
-TOOLS = '''
+TOOLS = """
 import asyncio, os, sys, time
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import function_tool
@@ -54,7 +54,7 @@ class Counter(BaseTool):
         return str(self.counts[instance_id])
     async def calc_reward(self, instance_id):
         return self.counts[instance_id] / 10
-'''
+"""
 CONFIG = "tools: [{class_name: 'tools.py:Counter', tool_schema: {type: function, function: {name: count}}}]"
 
 
@@ -132,7 +132,9 @@ def test_state_stays_with_its_trajectory_and_its_loss_is_told(tools):
 
 
 def test_a_file_that_only_fails_in_the_worker_is_an_error(tmp_path):
-    (tmp_path / "once.py").write_text(TOOLS + "\nif 'verl.tools.worker' in sys.modules['__main__'].__spec__.name: 1 / 0")
+    (tmp_path / "once.py").write_text(
+        TOOLS + "\nif 'verl.tools.worker' in sys.modules['__main__'].__spec__.name: 1 / 0"
+    )
     tools = ToolProcesses(ToolSettings(function_tool_path=str(tmp_path / "once.py")), size=1)
     with pytest.raises(ValueError, match="cannot be loaded in a worker process: ZeroDivisionError"):
         asyncio.run(outcome(tools, "add", a=1, b=1))

@@ -10,7 +10,7 @@ from verl.tools.host import Observation, ToolHost, ToolSettings, read_arguments,
 from verl.tools.load import load_interactions, load_tools, tool_schemas
 from verl.tools.schemas import ToolResponse
 
-PUBLIC_FORM = '''
+PUBLIC_FORM = """
 from typing import Any, Optional
 from uuid import uuid4
 from verl.tools.base_tool import BaseTool
@@ -39,7 +39,7 @@ class Answers(BaseTool):
 
     async def release(self, instance_id: str, **kwargs) -> None:
         del self._instance_dict[instance_id]
-'''
+"""
 CONFIG = """
 tools:
   - class_name: "answers.py:Answers"
@@ -83,7 +83,11 @@ def test_a_tool_of_public_verl_keeps_an_instance_per_trajectory(public_tool):
 def test_the_schema_is_what_the_template_receives(public_tool):
     (schema,) = tool_schemas(public_tool, None)
     parameters = {"type": "object", "properties": {"answer": {"type": "string", "description": "the answer"}}}
-    function = {"name": "check", "description": "Check an answer.", "parameters": {**parameters, "required": ["answer"]}}
+    function = {
+        "name": "check",
+        "description": "Check an answer.",
+        "parameters": {**parameters, "required": ["answer"]},
+    }
     assert schema == {"type": "function", "function": function}
 
 
