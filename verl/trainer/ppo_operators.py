@@ -36,6 +36,7 @@ GENERATED = (
     "rollout_log_probs",
     "weight_version",
     "finish_reason",
+    "agent_facts",
 )
 #: counts among the metrics of a reward manager
 _COUNTS = ("reward/failed_rows", "reward/empty_responses")
@@ -104,8 +105,13 @@ def generate(roles: Roles, sampling: str, with_columns: bool = False) -> Callabl
 
 
 def prompt_columns(batch: DataProto, with_columns: bool) -> DataProto:
-    """The columns that a rollout worker reads; with_columns: all object columns, for agent loops that read them."""
-    return batch.select([], None if with_columns else ["prompt_ids", "uid", "sample_index"], [])
+    """The columns that a rollout worker reads.
+
+    Args:
+        with_columns: all object columns, for agent loops that read them; implied by the column agent_name.
+    """
+    needed = with_columns or "agent_name" in batch.non_tensor_batch
+    return batch.select([], None if needed else ["prompt_ids", "uid", "sample_index"], [])
 
 
 def length_metrics(batch: DataProto) -> dict[str, Any]:

@@ -7,7 +7,7 @@ separate process, for `placement.rollout_devices` and for generation without tra
 import dataclasses
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from verl.data.sequences import build_sequences
 from verl.engines.base import TrainEngine
 from verl.engines.parallel import init_process_group, reduce_values
 from verl.protocol import DataProto
-from verl.rollout.agent_loop import AGENT_LOOPS, SINGLE_TURN, GenerateFn, Prompt, SingleTurn, Trajectory
+from verl.rollout.agent_loop import SINGLE_TURN, AgentLoop, GenerateFn, Prompt, Trajectory, make_agent_loop
 from verl.rollout.base import (
     FILTERS,
     Completion,
@@ -71,7 +71,7 @@ class RolloutSource:
 
 
 class Rollout:
-    """The rollout engine of one process, its weights and its agent loop.
+    """The rollout engine of one process, its weights and its agent loops.
 
     Args:
         config: the `rollout` section.
@@ -104,8 +104,12 @@ class Rollout:
         self.is_asleep = False
         self._is_onloaded = False
         self._sync: WeightSync | None = None
-        loop = config.agent.default_agent_loop if isinstance(config, schema.RolloutConfig) else SINGLE_TURN[0]
-        self.agent_loop = None if loop in SINGLE_TURN else AGENT_LOOPS[loop](config, tokenizer)
+        is_full = isinstance(config, schema.RolloutConfig)
+        self.default_loop = config.agent.default_agent_loop if is_full else SINGLE_TURN[0]
+        self.tokenizer = tokenizer
+        self._agent_loops: dict[str, AgentLoop] = {}
+        if self.default_loop not in SINGLE_TURN:
+            self._loop(self.default_loop)
 
     # ---- weights and memory -------------------------------------------------------------------------------------
 
@@ -176,8 +180,8 @@ class Rollout:
             max_over_ranks: maximum over all rollout ranks, so that all ranks pad to the same widths.
 
         Returns:
-            The columns of `build_sequences`, rollout_log_probs (B, T), weight_version (B,) and finish_reason. None on
-            the other ranks of a tensor-parallel group.
+            The columns of `build_sequences`, rollout_log_probs (B, T), weight_version (B,), finish_reason and
+            agent_facts. None on the other ranks of a tensor-parallel group.
         """
         start = time.perf_counter()
         self.wake()
@@ -187,8 +191,10 @@ class Rollout:
             return None
         with self.engine.leading():
             trajectories = self._trajectories(batch)
-        seconds = time.perf_counter() - start if self.agent_loop is not None else self.engine.stats.seconds
-        found = self.columns_of(list(batch.non_tensor_batch["prompt_ids"]), trajectories, max_over_ranks)
+        with_loops = self.uses_loops(batch.non_tensor_batch)
+        seconds = time.perf_counter() - start if with_loops else self.engine.stats.seconds
+        prompts = list(batch.non_tensor_batch["prompt_ids"])
+        found = self.columns_of(prompts, trajectories, max_over_ranks, with_loops)
         metrics = {"rollout/tokens_per_second": (int(found.batch["response_mask"].sum()), seconds)}
         found.meta_info["metrics"] = metrics | found.meta_info["metrics"]
         return found
@@ -198,8 +204,12 @@ class Rollout:
         prompts: Sequence[Sequence[int]],
         trajectories: Sequence[Trajectory],
         max_over_ranks: Callable[[list[float]], list[float]],
+        with_loops: bool,
     ) -> DataProto:
-        """The columns that `generate` returns, of the trajectories of these prompts."""
+        """The columns that `generate` returns, of the trajectories of these prompts.
+
+        with_loops: whether agent loops have generated them, so that their metrics are reported.
+        """
         limit = self.params.max_tokens
         responses = [trajectory.token_ids[:limit] for trajectory in trajectories]
         masks = [trajectory.response_mask[:limit] for trajectory in trajectories]
@@ -223,9 +233,13 @@ class Rollout:
         columns |= {"rollout_log_probs": log_probs, "weight_version": torch.tensor(self._oldest_versions(trajectories))}
         reasons = ["length" if len(t) > limit else t.finish_reason for t in trajectories]
         metrics = {}
-        if self.agent_loop is not None:
+        objects = {"finish_reason": reasons, "agent_facts": [trajectory.agent_facts for trajectory in trajectories]}
+        if with_loops:
             metrics["rollout/turns"] = (sum(t.turns for t in trajectories), len(trajectories))
-        return DataProto.from_dict(columns, {"finish_reason": reasons}, {"metrics": metrics})
+            for name in dict.fromkeys(name for t in trajectories for name in t.metrics):
+                total = sum(t.metrics.get(name, 0.0) for t in trajectories)
+                metrics[f"rollout/{name}"] = (total, len(trajectories))
+        return DataProto.from_dict(columns, objects, {"metrics": metrics})
 
     def completions(self, batch: DataProto) -> list[Trajectory] | None:
         """Generate one single-turn trajectory per row, with the sampling parameters of training. None as in
@@ -238,9 +252,18 @@ class Rollout:
     def _trajectories(self, batch: DataProto) -> list[Trajectory]:
         mode = batch.meta_info["sampling"]
         prompts = self.prompts_of(batch, sampling_in_mode(self.params, mode, self.config.val_kwargs))
-        if self.agent_loop is None:
+        if not self.uses_loops(batch.non_tensor_batch):
             return self._single_turns(prompts)
         return run_coroutine(gather_coroutines([self._run_loop(prompt, self._generate_one) for prompt in prompts]))
+
+    def uses_loops(self, columns: Container[str]) -> bool:
+        """Whether samples with these columns are generated by agent loops. The same on all ranks."""
+        return self.default_loop not in SINGLE_TURN or "agent_name" in columns
+
+    def _loop(self, name: str) -> AgentLoop:
+        if name not in self._agent_loops:
+            self._agent_loops[name] = make_agent_loop(name, self.config, self.tokenizer)
+        return self._agent_loops[name]
 
     def serve(self) -> GenerationService:
         """Generate in the background, with the sampling parameters of training."""
@@ -249,10 +272,9 @@ class Rollout:
 
     async def _run_loop(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:
         """Run the agent loop for one prompt. Raises ValueError unless it returns a trajectory of that prompt."""
-        if self.agent_loop is None:
-            return await SingleTurn().run(prompt, generate)
-        name, token_ids = f"the agent loop {type(self.agent_loop).__name__}", tuple(prompt.token_ids)
-        trajectory = await self.agent_loop.run(prompt, generate)
+        loop = self._loop(prompt.columns.get("agent_name") or self.default_loop)
+        name, token_ids = f"the agent loop {type(loop).__name__}", tuple(prompt.token_ids)
+        trajectory = await loop.run(prompt, generate)
         if not isinstance(trajectory, Trajectory):
             raise ValueError(f"{name}: expected run() to return a Trajectory, found {type(trajectory).__name__}")
         if trajectory.prompt is not prompt or tuple(prompt.token_ids) != token_ids:
@@ -438,7 +460,8 @@ class RolloutWorker(RolloutMethods):
         batches = []
         for uid, trajectories in finished:
             prompts = [trajectory.prompt.token_ids for trajectory in trajectories]
-            found = self.rollout.columns_of(prompts, trajectories, lambda widths: widths)
+            with_loops = self.rollout.uses_loops(trajectories[0].prompt.columns)
+            found = self.rollout.columns_of(prompts, trajectories, lambda widths: widths, with_loops)
             spans = [trajectory.weight_versions for trajectory in trajectories]
             batches.append(found.replace(uid=[uid] * len(trajectories), weight_versions=spans))
         return batches

@@ -34,6 +34,9 @@ GenerateFn = Callable[[Request], Awaitable[Completion]]
 POLICY = "policy"
 #: names of the built-in loop of one turn
 SINGLE_TURN = ("single_turn", "single_turn_agent")
+#: the facts of a trajectory without tools, as the reward function gets them: number of messages, the rewards of tool
+#: calls and of turns of an interaction in order, and the rewards of tools at the end by name
+NO_FACTS = {"num_turns": 2, "tool_rewards": [], "turn_scores": [], "rollout_reward_scores": {}}
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,12 @@ class Trajectory:
         self.finish_reason: FinishReason = "length"
         #: spans (first token, version of the weights), over the response
         self.weight_versions: list[tuple[int, int]] = []
-        self.turns = 0
+        #: completions of the policy, and messages of tools and users
+        self.turns = self.user_turns = 0
+        #: counts of the loop; the metric rollout/<name> is the mean over all trajectories
+        self.metrics: dict[str, float] = {}
+        #: further entries of `agent_facts`
+        self.facts: dict[str, Any] = {}
 
     def add_completion(self, completion: Completion) -> None:
         """Append a completion of the policy."""
@@ -93,6 +101,10 @@ class Trajectory:
             raise ValueError("add_tokens is for tokens of other authors: use add_completion for those of the policy")
         self._add(Segment(list(token_ids), author))
 
+    def count(self, name: str, value: float = 1) -> None:
+        """Add to a metric."""
+        self.metrics[name] = self.metrics.get(name, 0) + value
+
     def _add(self, segment: Segment) -> None:
         if segment.token_ids:
             self.segments.append(segment)
@@ -107,6 +119,11 @@ class Trajectory:
         turn_id = sample_id if self.turns == 0 else fork_seed(sample_id, self.turns)
         params = replace(self.prompt.params, max_tokens=left)
         return Request(self.prompt.token_ids + self.token_ids, params, turn_id, f"{sample_id}:{self.turns}")
+
+    @property
+    def agent_facts(self) -> dict[str, Any]:
+        """What the reward function gets in extra_info: `NO_FACTS` with the values of this trajectory."""
+        return {**NO_FACTS, "num_turns": 1 + self.turns + self.user_turns, **self.facts}
 
     def __len__(self) -> int:
         return sum(len(segment.token_ids) for segment in self.segments)
@@ -152,18 +169,3 @@ AGENT_LOOPS: Registry[AgentLoopFactory] = Registry("agent loop")
 def register_agent_loop(name: str) -> Callable[[AgentLoopFactory], AgentLoopFactory]:
     """Decorator: register a loop as `rollout.agent.default_agent_loop=<name>`."""
     return AGENT_LOOPS.register(name)
-
-
-@register_agent_loop("single_turn")
-@register_agent_loop("single_turn_agent")
-class SingleTurn:
-    """One completion per prompt. Batches call `RolloutEngine.generate` directly."""
-
-    def __init__(self, config: BaseModel | None = None, tokenizer: Any = None):
-        """The arguments are ignored."""
-
-    async def run(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:
-        """See `AgentLoop.run`."""
-        trajectory = Trajectory(prompt)
-        trajectory.add_completion(await generate(trajectory.next_request()))
-        return trajectory
