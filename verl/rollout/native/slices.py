@@ -5,7 +5,7 @@ down; embedding and head by tokens. With more ranks than key/value heads, severa
 parameters are whole on every rank.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -94,17 +94,6 @@ class SliceReceiver(ModuleReceiver):
         self.slices = slices
         self.full_shapes = shapes
 
-    def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See `WeightReceiver.receive`."""
-
-        def sliced() -> Iterable[tuple[str, torch.Tensor]]:
-            for name, full in weights:
-                expected = self.full_shapes.get(name, full.shape)
-                if full.shape != expected:
-                    raise ValueError(
-                        f"weights of version {version}: {name} has shape {tuple(full.shape)}, expected "
-                        f"{tuple(expected)}"
-                    )
-                yield name, self.slices.of(name, full)
-
-        super().receive(sliced(), version)
+    def part_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """See `StoredWeights.part_of`."""
+        return self.slices.of(name, full)

@@ -42,10 +42,14 @@ class MergedAdapters:
 
     Args:
         parameter: HuggingFace name -> the engine's parameter, which is overwritten.
+        part_of: (HuggingFace name, full tensor) -> the part that the engine stores.
     """
 
-    def __init__(self, parameter: Callable[[str], torch.Tensor]):
+    def __init__(
+        self, parameter: Callable[[str], torch.Tensor], part_of: Callable[[str, torch.Tensor], torch.Tensor]
+    ):
         self._parameter = parameter
+        self._part_of = part_of
         self._base: dict[str, torch.Tensor] = {}
 
     def clear(self) -> None:
@@ -67,11 +71,12 @@ class MergedAdapters:
                 halves[layer] = tensor.clone()  # valid until the next one is read
                 continue
             a, b = (tensor, other) if end == _A else (other, tensor)
-            weight = self._parameter(f"{layer}.weight")
+            name = f"{layer}.weight"
+            weight = self._parameter(name)
             base = self._base.setdefault(layer, weight.detach().clone())
             dtype = torch.promote_types(base.dtype, a.dtype)
             a, b = a.to(base.device, dtype), b.to(base.device, dtype)
-            weight.copy_(base.to(dtype) + (b @ a) * config["scaling"][layer])
+            weight.copy_(base.to(dtype) + self._part_of(name, b @ a) * config["scaling"][layer])
         if halves:
             raise ValueError(
                 f"adapters of version {version}: one of lora_A and lora_B of {sorted(halves)[0]} is missing"

@@ -67,7 +67,11 @@ class StoredWeights(ABC):
 
     @abstractmethod
     def stored(self, name: str) -> torch.Tensor | None:
-        """The loaded parameter; None if it is stored in another form, such as a slice."""
+        """What is stored of a loaded parameter; None if it is stored in another form."""
+
+    def part_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """The part of a sent parameter that is stored, such as a tensor-parallel slice. The default: all of it."""
+        return full
 
 
 class AdapterReceiver(ABC):

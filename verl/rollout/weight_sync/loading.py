@@ -23,6 +23,7 @@ class Loading:
         self.complete = False
         self.bytes = 0
         self._sent: dict[str, torch.Tensor] = {}  # sums of every tensor
+        self._expected: dict[str, torch.Tensor] = {}  # of what the receiver stores
 
     def load(self, part: Part) -> int:
         """Load a part and verify it.
@@ -48,7 +49,11 @@ class Loading:
         for name, tensor in weights:
             self.bytes += tensor.numel() * tensor.element_size()
             stored = self._stored(name)
-            self._sent[name] = sums_of(bytes_of(tensor if stored is None else tensor.to(stored.dtype)))
+            sent = sums_of(bytes_of(tensor if stored is None else tensor.to(stored.dtype)))
+            self._sent[name] = sent
+            if stored is not None:
+                part = self.receiver.part_of(name, tensor)
+                self._expected[name] = sent if part is tensor else sums_of(bytes_of(part.to(stored.dtype)))
             yield name, tensor
         self.complete = True
 
@@ -57,17 +62,17 @@ class Loading:
 
     def _verify(self) -> None:
         """Raise ValueError, with the name, for a parameter that is not stored as it was sent."""
-        stored = {name: tensor for name in self._sent if (tensor := self._stored(name)) is not None}
+        stored = {name: tensor for name in self._expected if (tensor := self._stored(name)) is not None}
         if not stored:
             return
         found = {name: sums_of(bytes_of(tensor)) for name, tensor in stored.items()}
-        wrong = [name for name in found if found[name].shape != self._sent[name].shape]
+        wrong = [name for name in found if found[name].shape != self._expected[name].shape]
         if not wrong:
             every = torch.cat(list(found.values()))
-            sent = torch.cat([self._sent[name] for name in found]).to(every.device)
+            sent = torch.cat([self._expected[name] for name in found]).to(every.device)
             if torch.equal(every, sent):
                 return
-            wrong = [name for name in found if not torch.equal(found[name], self._sent[name].to(every.device))]
+            wrong = [name for name in found if not torch.equal(found[name], self._expected[name].to(every.device))]
         raise ValueError(
             f"weights of version {self.version} were not loaded: after {type(self.receiver).__name__}.receive, "
             f"{len(wrong)} of {len(stored)} parameters differ from what was sent, first {wrong[:3]}"

@@ -1,6 +1,6 @@
 """The receiver of an engine that generates with a `torch.nn.Module` in this process."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -18,8 +18,10 @@ class ModuleReceiver(StoredWeights, AdapterReceiver):
         """filled: whether the module already has its weights."""
         self.module = module
         self.shapes = {name: p.shape for name, p in module.named_parameters()}
+        #: shapes of the parameters that are sent
+        self.full_shapes: Mapping[str, torch.Size] = self.shapes
         self.filled = filled
-        self._adapters = MergedAdapters(module.get_parameter)
+        self._adapters = MergedAdapters(module.get_parameter, self.part_of)
         self._has_base = False
         if not filled:
             self.release()
@@ -42,13 +44,13 @@ class ModuleReceiver(StoredWeights, AdapterReceiver):
         for name, tensor in weights:
             if name not in missing:
                 raise ValueError(f"weights of version {version}: parameter {name!r} is unknown or was sent twice")
-            if self.shapes[name] != tensor.shape:
+            if self.full_shapes[name] != tensor.shape:
                 raise ValueError(
                     f"weights of version {version}: {name} has shape {tuple(tensor.shape)}, expected "
-                    f"{tuple(self.shapes[name])}"
+                    f"{tuple(self.full_shapes[name])}"
                 )
             missing.remove(name)
-            self.module.get_parameter(name).copy_(tensor)
+            self.module.get_parameter(name).copy_(self.part_of(name, tensor))
         if missing:
             raise ValueError(f"weights of version {version}: {len(missing)} are missing, first {sorted(missing)[:3]}")
         self.filled = self._has_base = True
