@@ -1,7 +1,7 @@
 """The contract of `RolloutEngine`, for every registered engine on the same tiny model.
 
-Bounds of log-probs in float32: 2e-5 on a CPU (2e-4 for the model of VERL_CONTRACT_MODEL); 2e-2 on a GPU, where attention
-kernels of vLLM round to TF32.
+Bounds of log-probs in float32: 2e-5 on a CPU (2e-4 for the model of VERL_CONTRACT_MODEL); 2e-2 on a GPU, where
+attention kernels of vLLM round to TF32.
 
 Environment: VERL_CONTRACT_DEVICE=cuda runs on a GPU; VERL_CONTRACT_ENGINES=vllm,native only those engines;
 VERL_CONTRACT_MODEL=folder uses that model (such as SmolLM2-135M) instead of the tiny ones.
