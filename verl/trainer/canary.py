@@ -146,6 +146,7 @@ class Canary:
 
 
 _ADVICE = (
-    "Check the receiver() of the rollout engine. If the engine computes another distribution on purpose, such as with "
-    "quantized weights, set actor_rollout_ref.rollout.check_every=0"
+    "Check the receiver() of the rollout engine. An engine that does not generate with the policy sets "
+    "samples_policy = False. If it computes another distribution on purpose, such as with quantized weights, set "
+    "actor_rollout_ref.rollout.check_every=0"
 )
