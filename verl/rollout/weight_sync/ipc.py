@@ -125,7 +125,7 @@ class _Sending:
             self._wait(self.pending[0])
         _send_all(self.channels, ("end",))
         for number, channel in enumerate(self.channels):
-            self._answer(number, channel)
+            self._acknowledge(number, channel)
         return sent, combine(sums)
 
     def _send(self, bucket: Bucket, sums: torch.Tensor) -> None:
@@ -149,10 +149,10 @@ class _Sending:
         """Wait until every process has loaded the bucket and all before it."""
         while self.pending and self.pending[0] <= number:
             for process, channel in enumerate(self.channels):
-                self._answer(process, channel)
+                self._acknowledge(process, channel)
             self.pending.pop(0)
 
-    def _answer(self, process: int, channel: Channel) -> None:
+    def _acknowledge(self, process: int, channel: Channel) -> None:
         """Read one acknowledgement. Raises ValueError for an error or none."""
         try:
             text = pickle.loads(channel.recv_bytes()) if channel.poll(self.sync.timeout) else "it does not answer"
