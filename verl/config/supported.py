@@ -14,7 +14,6 @@ from verl.config.upstream import upstream_engines
 from verl.registry import did_you_mean
 
 SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "actor_rollout_ref.hybrid_engine": (True,),
     "data.validation_shuffle": (False,),
     "algorithm.use_pf_ppo": (False,),
     "reward.sandbox_fusion.url": (None,),
@@ -22,7 +21,6 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 """End of a key -> the values that are supported; keys without a row support every value of their type."""
 
 INSTEAD: dict[str, str] = {
-    "actor_rollout_ref.hybrid_engine": "use true; placement.rollout_devices gives the rollout engine its own devices",
     "data.validation_shuffle": "the order of validation rows does not change metrics; use false",
     "reward.sandbox_fusion.url": "generated code does not run in a service; use null",
 }
