@@ -47,6 +47,7 @@ COLUMNS: dict[str, Column] = {
     "loss_mask": Column("B T", "mask", "the response_mask of the updates, where it is another one"),
     "rollout_log_probs": Column("B T", "float", "log-probs as reported by the engine that sampled"),
     "weight_version": Column("B", "int64", "version of the weights that sampled it: completed training steps"),
+    "weight_versions": Column("B", "object", "spans (first token, version); in asynchronous training"),
     "finish_reason": Column("B", "object", "why the response ended: stop, length or abort"),
     "agent_facts": Column("B", "object", "what the agent loop adds to extra_info: turns and rewards of tools"),
     "old_log_probs": Column("B T", "float", "log-probs of the policy before this update, by the training engine"),

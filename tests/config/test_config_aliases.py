@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from verl.config import ConfigError, load_config, to_flat_dict
+from verl.config import ConfigError, dump_config, load_config, to_flat_dict
 from verl.config.presets import PRESETS as PUBLISHED
 from verl.config.supported import check_built_in
 
@@ -337,3 +337,39 @@ def test_every_published_preset_loads(name):
     config = load_config(overrides=[f"algorithm.name={name}"], presets=PUBLISHED)
     flat = to_flat_dict(config)
     assert {key: flat[key] for key in PUBLISHED[name]} == PUBLISHED[name]
+
+
+ASYNC = {
+    # samples ahead: (1 + threshold) x updates between two syncs, one update of which is not stale
+    "async_training.staleness_threshold=0.5": 1,
+    "async_training.staleness_threshold=0": 0,
+    "async_training.staleness_threshold=0.1 async_training.trigger_parameter_sync_step=4": 4,
+    "async_training.trigger_parameter_sync_step=4": 3,
+    "trainer.v1.trainer_mode=separate_async": 1,
+    "trainer.v1.trainer_mode=separate_async trainer.v1.separate_async.num_warmup_batches=2": 2,
+    "trainer.v1.trainer_mode=sync trainer.v1.separate_async.num_warmup_batches=2": 0,
+}
+
+
+@pytest.mark.parametrize("overrides", ASYNC)
+def test_keys_of_public_asynchronous_trainers(overrides):
+    own = "actor_rollout_ref.rollout.nnodes=1"
+    assert load_config(overrides=[own, *overrides.split()]).trainer.max_staleness == ASYNC[overrides]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "size", "actor", "rollout"),
+    [
+        ("trainer.n_gpus_per_node=2 rollout.nnodes=1", (1, 4), [0, 1], [2, 3]),  # one host has both
+        ("trainer.n_gpus_per_node=2 rollout.nnodes=1 rollout.n_gpus_per_node=1", (1, 3), [0, 1], [2]),
+        ("trainer.nnodes=1 trainer.n_gpus_per_node=2 rollout.nnodes=2", (3, 2), [0, 1], [2, 3, 4, 5]),
+        ("trainer.n_gpus_per_node=2 rollout.nnodes=0 rollout.n_gpus_per_node=8", (1, 2), None, None),
+    ],
+)
+def test_hosts_of_the_rollout_are_placed_after_those_of_training(overrides, size, actor, rollout, tmp_path):
+    config = load_config(overrides=overrides.replace(" rollout.", " actor_rollout_ref.rollout.").split())
+    trainer, placement = config.trainer, config.placement
+    assert ((trainer.nnodes, trainer.n_gpus_per_node), placement.actor_devices) == (size, actor)
+    assert placement.rollout_devices == rollout
+    (tmp_path / "saved.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "saved.yaml") == config

@@ -167,6 +167,7 @@ OURS = {
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",  # null: 16384 where they fit
     "actor_rollout_ref.model.enable_gradient_checkpointing",  # auto: where memory asks for it
     "actor_rollout_ref.model.path",
+    "actor_rollout_ref.rollout.n_gpus_per_node",  # null: trainer.n_gpus_per_node
     "actor_rollout_ref.nccl_timeout",  # null: the controller ends what hangs, and shows where
     "actor_rollout_ref.ref.fsdp_config.dtype",
     "actor_rollout_ref.ref.fsdp_config.model_dtype",
@@ -271,7 +272,6 @@ actor_rollout_ref.rollout.mode=sync
 actor_rollout_ref.rollout.load_format=safetensors
 actor_rollout_ref.rollout.disable_log_stats=false
 actor_rollout_ref.rollout.agent.num_workers=4
-actor_rollout_ref.rollout.n_gpus_per_node=4
 actor_rollout_ref.rollout.prometheus.enable=true
 actor_rollout_ref.rollout.trace.backend=mlflow
 actor_rollout_ref.rollout.data_parallel_size=2

@@ -293,19 +293,34 @@ def test_the_old_policy_is_the_one_that_sampled_unless_there_is_a_correction(set
 # ---- processes --------------------------------------------------------------------------------------------------
 
 
+THREE = ["trainer.n_gpus_per_node=3", "placement.actor_devices=[0]", "placement.rollout_devices=[1,2]"]
+FSDP = ["trainer.n_gpus_per_node=3", "placement.actor_devices=[0,1]", "placement.rollout_devices=[2]"]
+RAY = ["trainer.backend=ray", "trainer.device=cpu", "ray_kwargs.ray_init.num_cpus=4"]
+RAY += ["ray_kwargs.ray_init.address=local"]
+PROCESSES = {
+    "k=1": (1, []),
+    "k=2": (2, []),
+    "two rollout ranks": (1, THREE),
+    "fsdp and overlap": (1, [*FSDP, "trainer.overlap=true"]),
+    "ray": (1, RAY),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("k", [0, 1, 2])
-def test_two_processes_with_the_native_engine(k, settings):
-    """With k=0 a run on two processes has the numbers of test_rollout_role; here: every prompt is trained once."""
-    trainer = PPOTrainer(overrides=[*settings, *GRPO, f"trainer.async.max_staleness={k}", "trainer.total_epochs=1"])
-    reports: list[StepReport] = []
+@pytest.mark.parametrize("case", PROCESSES)
+def test_processes_with_the_native_engine(case, settings):
+    k, more = PROCESSES[case]
+    if "trainer.backend=ray" in more:
+        pytest.importorskip("ray")
+    overrides = [*settings, *GRPO, *more, f"trainer.async.max_staleness={k}", "trainer.total_epochs=1"]
+    trainer, reports = PPOTrainer(overrides=overrides), []
     trainer.on_step.append(reports.append)
     trainer.fit()
     assert sorted(uids_of(reports)) == sorted(f"0:{row}" for row in range(24))
     for report in reports:
         staleness = report.step - 1 - report.batch.batch["weight_version"]
         assert staleness.min() >= 0 and staleness.max() <= k
-        assert report.metrics["weight_sync/version"] == report.step
+        assert report.metrics["weight_sync/version"] == report.step and report.metrics["weight_sync/bytes"] > 0
 
 
 @pytest.mark.slow

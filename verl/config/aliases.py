@@ -4,6 +4,7 @@ Three kinds: short names (as good as the long ones), deprecated names (accepted,
 is computed. A name that ends in `.*` renames everything below it.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ _SHORT = {
     "data.train_path": "data.train_files",
     "engine.critic_type": "critic.strategy",
     "engine.num_gpus": "trainer.n_gpus_per_node",
+    "async_training.partial_rollout": "trainer.async.partial_rollout",
     # trainer: {...}, actor_rollout: {...}, critic: {...}, use_critic, ...
     "actor_rollout.model_name_or_path": _ARR + "model.path",
     "actor_rollout.fsdp_config.*": _ARR + "actor.fsdp_config.*",
@@ -138,7 +140,58 @@ def _backend(value: Any, lookup: Lookup) -> dict[str, Any]:
     return {"trainer.backend": value}
 
 
+def _staleness(value: Any, lookup: Lookup) -> dict[str, Any]:
+    """Samples generated ahead, as a fraction of those between two weight syncs -> updates by which they are stale."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise ValueError(f"found {value!r}, expected a number of at least 0")
+    updates = _int(lookup("async_training.trigger_parameter_sync_step") or 1)
+    return {"trainer.async.max_staleness": math.ceil((1 + value) * updates) - 1}
+
+
+def _sync_step(value: Any, lookup: Lookup) -> dict[str, Any]:
+    return {} if lookup("async_training.staleness_threshold") is not None else _staleness(0, lookup)
+
+
+def _require_batches(value: Any, lookup: Lookup) -> dict[str, Any]:
+    mini, batch = lookup(_ARR + "actor.ppo_mini_batch_size"), lookup("data.train_batch_size")
+    if _int(value) * _int(mini) != _int(batch):
+        raise ValueError(
+            f"found {value}: an update has require_batches x ppo_mini_batch_size = {_int(value) * _int(mini)} prompts; "
+            f"set data.train_batch_size to it (found {batch})"
+        )
+    return {}
+
+
+def _old_log_probs(value: Any, lookup: Lookup) -> dict[str, Any]:
+    if not isinstance(value, bool):
+        raise ValueError(f"found {value!r}, expected bool")
+    return {} if value else {_ARR + "actor.old_log_prob_pass": "always"}
+
+
+def _trainer_mode(value: Any, lookup: Lookup) -> dict[str, Any]:
+    if value == "sync":
+        return {}
+    if value != "separate_async":
+        raise ValueError(
+            f"found {value!r}: use sync or separate_async (trainer.async.max_staleness); generation overlaps training "
+            "only on devices of its own"
+        )
+    ahead = lookup("trainer.v1.separate_async.num_warmup_batches")
+    return {"trainer.async.max_staleness": 1 if ahead is None else _int(ahead)}
+
+
+def _part(value: Any, lookup: Lookup) -> dict[str, Any]:
+    """Read by another key."""
+    return {}
+
+
 _COMPUTED = {
+    "async_training.staleness_threshold": _staleness,
+    "async_training.trigger_parameter_sync_step": _sync_step,
+    "async_training.require_batches": _require_batches,
+    "async_training.use_rollout_log_probs": _old_log_probs,
+    "trainer.v1.trainer_mode": _trainer_mode,
+    "trainer.v1.separate_async.num_warmup_batches": _part,
     "data.batch_size_per_gpu": _batch_of_all_gpus,
     "actor_rollout.use_vllm": _vllm,
     "engine.actor_type": _actor_type,

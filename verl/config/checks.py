@@ -309,7 +309,7 @@ def _kernels(config: Config) -> Iterator[Problem]:
 
 
 def _asynchronous(config: Config) -> Iterator[Problem]:
-    """What asynchronous training does not support."""
+    """What asynchronous training does not support, and the hosts of its rollout."""
     rollout, groups = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
     found = {
         "generation overlaps training only on devices of its own: set placement.rollout_devices and "
@@ -320,6 +320,16 @@ def _asynchronous(config: Config) -> Iterator[Problem]:
         "algorithm.filter_groups.at_limit=fill fills one batch at a time: use error": groups.enable
         and groups.at_limit == "fill",
     }
+    devices = config.placement.rollout_devices
+    if not config.actor_rollout_ref.hybrid_engine and not config.rollout_is_separate:
+        what = "false, but placement.rollout_devices gives the rollout no devices of its own: set it, or use true"
+        yield Problem("actor_rollout_ref.hybrid_engine", what)
+    if rollout.nnodes and devices is None:
+        what = "the hosts of training and rollout must have the same number of processes: use trainer.n_gpus_per_node"
+        yield Problem(f"{_ROLLOUT}n_gpus_per_node", f"{rollout.n_gpus_per_node}, but {what}")
+    elif rollout.nnodes and rollout.n_gpus_per_node and len(devices) != rollout.nnodes * rollout.n_gpus_per_node:
+        what = f"placement.rollout_devices has {len(devices)} devices: set only one of them"
+        yield Problem(f"{_ROLLOUT}nnodes", f"{rollout.nnodes} x {rollout.n_gpus_per_node} processes, but {what}")
     if k := config.trainer.max_staleness:
         key = "trainer.async.max_staleness"
         yield from (Problem(key, f"{k}, but {what}") for what, wrong in found.items() if wrong)

@@ -15,7 +15,6 @@ from verl.config.upstream import upstream_engines
 from verl.registry import did_you_mean
 
 SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "actor_rollout_ref.hybrid_engine": (True,),
     "data.validation_shuffle": (False,),
     "algorithm.use_pf_ppo": (False,),
     "reward.sandbox_fusion.url": (None,),
@@ -23,7 +22,6 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 """End of a key -> the values that are supported; keys without a row support every value of their type."""
 
 INSTEAD: dict[str, str] = {
-    "actor_rollout_ref.hybrid_engine": "use true; placement.rollout_devices gives the rollout engine its own devices",
     "data.validation_shuffle": "the order of validation rows does not change metrics; use false",
     "reward.sandbox_fusion.url": "generated code does not run in a service; use null",
 }
@@ -89,6 +87,8 @@ NO_EFFECT: dict[tuple[str, Any], tuple[str, ...]] = {
     ),
     ("trainer.resume_mode", "auto"): ("trainer.resume_from_path",),
     ("trainer.resume_mode", "disable"): ("trainer.resume_from_path",),
+    ("trainer.async.max_staleness", 0): ("trainer.async.partial_rollout",),
+    ("actor_rollout_ref.rollout.nnodes", 0): ("actor_rollout_ref.rollout.n_gpus_per_node",),
     ("trainer.backend", "local"): ("ray_kwargs.ray_init", "ray_kwargs.timeline_json_file"),
     ("algorithm.use_kl_in_reward", False): (
         "algorithm.kl_penalty",

@@ -34,7 +34,7 @@ logger = logging.getLogger("verl.trainer")
 
 _COLLECT_SECONDS = 0.02  # for which a rollout worker waits for the first finished group; other calls wait behind it
 _IDLE_SECONDS = 0.1  # between two looks of a producer that has nothing to do
-_JOIN_SECONDS = 10.0  # for the producer to end: its calls fail once the workers have ended
+_JOIN_SECONDS = 10.0  # for the producer to end, once the workers have ended
 
 
 class Generation:
@@ -144,14 +144,12 @@ class Producer:
             self._thread = threading.Thread(target=self._run, name="producer", daemon=True)
             self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread. Call it when the workers have ended, so that a call of the thread fails."""
+    def stop(self, seconds: float = _JOIN_SECONDS) -> None:
+        """End the thread, and wait for its end. A call that it is in ends with the workers."""
         self._stopped.set()
         self.buffer.fail(RuntimeError("asynchronous generation was stopped"))
         if self._thread is not None:
-            self._thread.join(_JOIN_SECONDS)
-            if self._thread.is_alive():
-                logger.warning("the producer thread is still in an operator; it ends with the process")
+            self._thread.join(seconds)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -236,6 +234,12 @@ class Asynchronous:
         self.config = config
         self.pad_token_id = pad_token_id
         self.generation = Generation(roles, uses_agent_loop(config), config.trainer["async"].partial_rollout)
+
+    def describe(self) -> str:
+        """For the summary of the run."""
+        k = self.config.trainer.max_staleness
+        what = "are interrupted" if self.generation.partial else "end first"
+        return f"samples are at most {k} updates old; at a push of weights, running responses {what}"
 
     def edit(self, flow: DataFlow, total_steps: int) -> DataFlow:
         """Edit a finished flow: `buffer` follows `reward`, and `gen` and `sync_weights` work in the background."""

@@ -183,8 +183,12 @@ class PPOTrainer(Trainer):
             self.asynchronous.buffer.start_at(self.global_step)
 
     def shutdown(self) -> None:
-        super().shutdown()
-        if self.asynchronous is not None:
+        if self.asynchronous is None:
+            return super().shutdown()
+        self.asynchronous.producer.stop(seconds=1.0)  # at the end of a call, so that its worker can end by itself
+        try:
+            super().shutdown()
+        finally:
             self.asynchronous.producer.stop()
 
     def before_first_step(self) -> None:
@@ -216,6 +220,7 @@ class PPOTrainer(Trainer):
             "batch": batch_summary(config, critic=needs_critic(config)),
             "data": f"{self.source.describe()}; validation: {validation}",
             **({"placement": placement_words(self.pools)} if self.world_size > 1 else {}),
+            **({"asynchronous": self.asynchronous.describe()} if self.asynchronous is not None else {}),
             "flow": " -> ".join(op.name for op in self.pipeline.operators),
         }
 

@@ -20,7 +20,7 @@ from verl.config.schema.trainer import PlacementConfig, RayConfig, TrainerConfig
 class ActorRolloutRefConfig(Section):
     """`actor_rollout_ref`: the policy as actor, rollout and reference."""
 
-    hybrid_engine: bool = field(True, "actor and rollout share processes")
+    hybrid_engine: bool = field(True, "actor and rollout share processes; false: the rollout has devices of its own")
     nccl_timeout: float | None = field(
         None, "timeout of collectives in seconds; null: trainer.worker_timeout applies", gt=0
     )
@@ -56,7 +56,8 @@ class Config(Schema):
     @classmethod
     def derive(cls, given: dict[str, Any]) -> dict[str, Any]:
         """A batch smaller than the default mini-batch is one mini-batch; bypass_mode selects the loss of that name, and
-        multi_turn.enable the agent loop tool_agent."""
+        multi_turn.enable the agent loop tool_agent; rollout.nnodes adds devices."""
+        given = _with_rollout_hosts(given)
         rollout = "actor_rollout_ref.rollout."
         loop = rollout + "agent.default_agent_loop"
         if loop not in given and given.get(rollout + "multi_turn.enable") in (True, "true", "True"):
@@ -70,3 +71,28 @@ class Config(Schema):
         if mini in given or not isinstance(batch, int) or batch >= fields_of(cls)[mini].default:
             return given
         return given | {mini: batch}
+
+
+def _with_rollout_hosts(given: dict[str, Any]) -> dict[str, Any]:
+    """`placement` and the size of the run for `rollout.nnodes`, unless `placement.rollout_devices` is given.
+
+    With one host for training and one for the rollout, both are the same host, with the processes of both.
+    """
+    rollout = "actor_rollout_ref.rollout."
+    keys = ("trainer.nnodes", "trainer.n_gpus_per_node", rollout + "nnodes", rollout + "n_gpus_per_node")
+    found = [str(given.get(key) or default) for key, default in zip(keys, (1, 1, 0, 0))]
+    if not all(map(str.isdigit, found)) or int(found[2]) == 0 or given.get("placement.rollout_devices") is not None:
+        return given
+    hosts, own, rollout_hosts, rollout_own = map(int, found)
+    rollout_own = rollout_own or own
+    if hosts == rollout_hosts == 1:
+        size = {"trainer.n_gpus_per_node": own + rollout_own}
+    elif own == rollout_own:
+        size = {"trainer.nnodes": hosts + rollout_hosts}
+    else:
+        return given  # refused by the checks
+    first, last = hosts * own, hosts * own + rollout_hosts * rollout_own
+    return given | size | {
+        "placement.actor_devices": list(range(first)),
+        "placement.rollout_devices": list(range(first, last)),
+    }

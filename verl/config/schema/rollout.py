@@ -118,6 +118,10 @@ class RolloutConfig(RolloutEngineConfig):
     """`actor_rollout_ref.rollout`: generation of the responses that the policy is trained on."""
 
     n: int = field(1, "responses per prompt (group size)", ge=1)
+    nnodes: int = field(
+        0, "hosts of a rollout with devices of its own, in addition to trainer.nnodes; 0: see `placement`", ge=0
+    )
+    n_gpus_per_node: int | None = field(None, "its processes per host; null: trainer.n_gpus_per_node", ge=1)
     seed: int = field(42, "sampling seed", default_from="${trainer.seed}", ge=0)
     deterministic: bool = field(
         False, "batch-invariant kernels: rollout log-probs bit-identical to those of training, but slower"
