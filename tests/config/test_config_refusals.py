@@ -72,8 +72,7 @@ VALUES = {
     "algorithm.name=gsp": "there is no algorithm 'gsp'",
     "algorithm.name=dpo": "'dpo' is not an algorithm of this command: run python -m recipe.dpo.main_dpo",
     # not supported
-    f"{ROLLOUT}multi_turn.enable=true": "true is not supported: multi-turn rollouts and tools are not supported; "
-    "remove the key (accepted: false)",
+    f"{ROLLOUT}enable_rollout_routing_replay=true": "true is not supported: remove the key (accepted: false)",
     "data.image_key=pictures": "only text is supported",
     f"{ARR}model.mtp.enable=true": "multi-token prediction is not supported",
     f"{ARR}model.lora.rank=8": "use lora_rank, lora_alpha and target_modules of the model section",
@@ -169,11 +168,11 @@ def test_combinations_that_are_valid():
 def test_all_problems_come_at_once(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("data:\n  train_batch_sise: 3\n  truncation: cut\nreward_function: [a, {b: 1}]\n")
-    found = problems("x", "trainer.nnodes=x", f"{ROLLOUT}multi_turn.enable=true", path=file)
+    found = problems("x", "trainer.nnodes=x", f"{ROLLOUT}enable_rollout_routing_replay=true", path=file)
     assert [problem.split(":")[0] for problem in found] == [
         "x (override 'x')",
         "data.train_batch_sise (run.yaml line 2)",
-        "actor_rollout_ref.rollout.multi_turn.enable (override 'actor_rollout_ref.rollout.multi_turn.enable=true')",
+        f"{ROLLOUT}enable_rollout_routing_replay (override '{ROLLOUT}enable_rollout_routing_replay=true')",
         "data.truncation (run.yaml line 3)",
         "reward_function (run.yaml line 4, alias of reward.reward_function)",
         "trainer.nnodes (override 'trainer.nnodes=x')",

@@ -166,7 +166,7 @@ def test_settings(complaint, overrides, message):
         ("engine.critic_type=megatron", "'megatron' is not supported yet: use fsdp"),
         ("trainer.backend=megatron", "'megatron' is not supported yet: use fsdp"),
         ("reward_model.enable=true", "reward.reward_model.model_path: null, but reward.reward_model.enable is true"),
-        (ROLLOUT + "multi_turn.enable=true", "true is not supported: multi-turn rollouts and tools are not supported"),
+        (ROLLOUT + "enable_rollout_routing_replay=true", "true is not supported: remove the key"),
         ("trainer.nnodes=2", "this trainer runs on one host: set trainer.nnodes=1"),
     ],
 )

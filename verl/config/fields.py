@@ -42,6 +42,9 @@ def _as_list(value: Any) -> Any:
 StrList = Annotated[list[str], BeforeValidator(_as_list)]
 """A list of strings; a single string is a list of one."""
 
+Precision = Literal["auto", "fp64", "float64", "fp32", "float32", "bf16", "bfloat16", "fp16", "float16"]
+"""The name of a floating-point dtype."""
+
 FilePath = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path of a file or folder, or a Hugging Face Hub id; `~` is expanded."""
 

@@ -2,9 +2,8 @@
 
 from typing import Any, Literal
 
-from verl.config.fields import FilePath, Section, StrList, field
+from verl.config.fields import FilePath, Precision, Section, StrList, field
 
-Precision = Literal["auto", "fp64", "float64", "fp32", "float32", "bf16", "bfloat16", "fp16", "float16"]
 CheckpointContents = list[Literal["model", "optimizer", "extra", "hf_model"]]
 
 

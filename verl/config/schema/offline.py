@@ -5,9 +5,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from verl.config.aliases import EVAL, OFFLINE
-from verl.config.fields import FilePath, FilePaths, Schema, Section, StrList, field, section
+from verl.config.fields import FilePath, FilePaths, Precision, Schema, Section, StrList, field, section
 from verl.config.schema.data import PromptFormat
-from verl.config.schema.model import ModelConfig, Precision
+from verl.config.schema.model import ModelConfig
 from verl.config.schema.reward import CustomRewardFunctionConfig
 from verl.config.schema.rollout import RolloutEngineConfig
 

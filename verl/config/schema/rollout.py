@@ -6,8 +6,7 @@ applied in `verl.rollout.sampling` by the engines `native` and `hf`.
 
 from typing import Any, Literal
 
-from verl.config.fields import FilePath, Section, StrList, field, section
-from verl.config.schema.model import Precision
+from verl.config.fields import FilePath, Precision, Section, StrList, field, section
 
 _ACTOR = "${actor_rollout_ref.actor."
 

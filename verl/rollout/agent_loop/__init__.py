@@ -4,7 +4,7 @@ base         Prompt, Trajectory, AgentLoop and the registry
 single_turn  one completion per prompt
 chat         the tokens that the chat template puts between two turns
 multi_turn   tool calls and interactions
-public       loops written for public verl
+public       loops written for public verl, and loops by name
 """
 
 from verl.rollout.agent_loop.base import (
@@ -21,7 +21,7 @@ from verl.rollout.agent_loop.base import (
     register_agent_loop,
 )
 from verl.rollout.agent_loop.multi_turn import MultiTurnLoop
-from verl.rollout.agent_loop.select import make_agent_loop
+from verl.rollout.agent_loop.public import make_agent_loop
 from verl.rollout.agent_loop.single_turn import SingleTurn
 
 __all__ = [

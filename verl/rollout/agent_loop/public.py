@@ -1,4 +1,4 @@
-"""Agent loops written for public verl.
+"""Agent loops written for public verl, and loops by name (`make_agent_loop`).
 
     from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 
@@ -12,6 +12,7 @@ and their log-probs are taken from there.
 """
 
 import dataclasses
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,10 +20,10 @@ from typing import Any
 from omegaconf import OmegaConf
 from pydantic import BaseModel, ConfigDict
 
-from verl.rollout.agent_loop.base import AGENT_LOOPS, GenerateFn, Prompt, Trajectory
+from verl.rollout.agent_loop.base import AGENT_LOOPS, AgentLoop, GenerateFn, Prompt, Trajectory
 from verl.rollout.agent_loop.chat import ChatContinuation
 from verl.rollout.base import Completion, Request, SamplingParams
-from verl.tools.load import tool_schemas
+from verl.tools.load import load_class, read_yaml_list, tool_schemas
 from verl.utils.rng import fork_seed
 
 
@@ -212,8 +213,8 @@ class PublicLoop:
             at = start + len(sampled)
         if any(mask[at:]):
             raise ValueError(
-                f"the agent loop {name}: token {at + mask[at:].index(1)} of the response has mask 1, but the engine did "
-                "not sample it there: append the token ids that server_manager.generate returned, unchanged"
+                f"the agent loop {name}: token {at + mask[at:].index(1)} of the response has mask 1, but the engine "
+                "did not sample it there: append the token ids that server_manager.generate returned, unchanged"
             )
         trajectory.add_tokens(ids[at:])
         if output.reward_score is not None:
@@ -230,3 +231,35 @@ def register(agent_name: str) -> Callable[[type[AgentLoopBase]], type[AgentLoopB
         return cls
 
     return decorate
+
+
+# ---- loops by name --------------------------------------------------------------------------------------------------
+
+
+def make_agent_loop(name: str, config: BaseModel, tokenizer: Any) -> AgentLoop:
+    """Make the loop registered under `name`, or listed under it in `agent.agent_loop_config_path`."""
+    loops = read_loops(config.agent.agent_loop_config_path)
+    if name not in loops:
+        return AGENT_LOOPS[name](config, tokenizer)
+    cls, kwargs = loops[name]
+    if issubclass(cls, AgentLoopBase):
+        return PublicLoop(cls, config, tokenizer, kwargs)
+    return cls(config, tokenizer, **kwargs)
+
+
+def read_loops(path: str | None) -> dict[str, tuple[type, dict[str, Any]]]:
+    """The loops of a YAML file, `[{name, _target_, ...}]`: name -> class and further arguments.
+
+    Raises:
+        ValueError: an invalid file or entry, or a class without `run`.
+    """
+    loops: dict[str, tuple[type, dict[str, Any]]] = {}
+    for position, entry in enumerate(read_yaml_list(path, None) if path else ()):
+        where = f"{path}: [{position}]"
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
+            raise ValueError(f"{where}: expected name and _target_, found {entry!r}")
+        cls = load_class(entry, where, path, key="_target_")
+        if not inspect.iscoroutinefunction(getattr(cls, "run", None)):
+            raise ValueError(f"{where}: expected a class with `async def run`, found {cls.__name__}")
+        loops[entry["name"]] = cls, {k: v for k, v in entry.items() if k not in ("name", "_target_")}
+    return loops
