@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from verl.rollout import weight_sync
 from verl.rollout.base import SamplingParams, make_requests
 from verl.rollout.hf import HFRollout
 from verl.rollout.native.engine import NativeRollout
@@ -169,16 +168,19 @@ def test_training_ranks_without_a_group_only_iterate():
 
 def test_a_damaged_bucket_is_named_on_both_sides(monkeypatch):
     source, (sender, receiver) = make_module(0), groups(2)
-    receive = receiver.broadcast
-    counts = []
+    receive = receiver.start_broadcast
+    contents = []
 
-    def damaged(tensor: torch.Tensor) -> None:
-        receive(tensor)
-        counts.append(len(tensor))
-        if len(counts) == 3:
-            tensor[-5] ^= 1
+    def damaged(tensor: torch.Tensor):
+        work = receive(tensor)
+        if tensor.dtype == torch.uint8:  # not the checksums
+            contents.append(tensor)
+            if len(contents) == 3:
+                work.wait()
+                tensor[-5] ^= 1
+        return work
 
-    receiver.broadcast = damaged
+    receiver.start_broadcast = damaged
     names = [name for name, _ in source.named_parameters()]
     found = together(
         lambda: CollectiveSync(sender, bucket_bytes=1).push(Trained(source), 4),
@@ -345,14 +347,18 @@ def test_a_source_may_reuse_its_memory(bucket_bytes, dtype):
         assert torch.equal(target.weights[f"p{number}"], torch.full((size,), float(number), dtype=dtype)), number
 
 
-def test_checksums_depend_on_every_byte_and_its_position(monkeypatch):
-    content = torch.arange(64, dtype=torch.uint8).repeat(100)
+def test_checksums_depend_on_every_byte_and_its_position():
+    content = torch.arange(64, dtype=torch.uint8).repeat(200)
     expected = checksum_of(content)
-    for at in (0, 7, 8, 6399):
+    for at in (0, 7, 8, 8191, 8192, 12799):
         changed = content.clone()
         changed[at] += 1
         assert checksum_of(changed) != expected
     swapped = content.view(-1, 8).flip(0).reshape(-1)
     assert checksum_of(swapped) != expected
-    monkeypatch.setattr(weight_sync, "_WORDS_AT_ONCE", 7)
-    assert checksum_of(content) == expected, "independent of the size of a chunk"
+    changed = content.clone()
+    changed[:16] = changed[:16].view(2, 8).flip(0).reshape(-1)
+    assert checksum_of(changed) != expected, "two words of one row"
+    changed = content.clone()
+    changed[8008:8016], changed[8192:8200] = content[8192:8200], content[8008:8016]
+    assert checksum_of(changed) != expected, "two words of different rows"

@@ -1,0 +1,201 @@
+"""Weight sync to other processes and over files, adapters apart, and verification of what a receiver stores."""
+
+import multiprocessing
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.rollout.test_weight_sync import CPU, Lists, Trained, groups, make_module, together
+from verl.rollout.weight_sync import (
+    CollectiveSync,
+    DiskSync,
+    IpcSync,
+    ModuleReceiver,
+    RemoteReceiver,
+    ReplicaSync,
+    local_sync,
+    receive_collective,
+    receive_disk,
+    receive_ipc,
+)
+
+
+def same_weights(source, target, dtype=None):
+    for (name, a), (_, b) in zip(source.named_parameters(), target.named_parameters(), strict=True):
+        assert torch.equal(a if dtype is None else a.to(dtype).float(), b), name
+
+
+# ---- other processes --------------------------------------------------------------------------------------------
+
+
+def engine_process(channel, versions: int) -> None:
+    """A process of a rollout engine: receives pushes and answers with its weights, or dies with the error."""
+    module = make_module(1)
+    receiver = ModuleReceiver(module, filled=True)
+    for version in range(versions):
+        report = receive_ipc(receiver, channel, version)
+        channel.send((report.bytes, report.checksum, {n: p.detach().numpy() for n, p in module.named_parameters()}))
+
+
+class Remote(RemoteReceiver):
+    """Engine processes at the other end of pipes."""
+
+    def __init__(self, channels):
+        self.channels = channels
+        self.answers = []
+
+    def start_receiving(self, version):
+        return self.channels
+
+    def finish_receiving(self):
+        self.answers = [channel.recv() for channel in self.channels]
+
+    def release(self):
+        raise AssertionError("not called")
+
+
+def engine_of(receiver):
+    return SimpleNamespace(receiver=lambda: receiver, weight_version=-1)
+
+
+@pytest.fixture
+def engine_processes():
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(1)]
+    processes = [context.Process(target=engine_process, args=(theirs, 3)) for _, theirs in pipes]
+    for process in processes:
+        process.start()
+    yield Remote([ours for ours, _ in pipes])
+    for process in processes:
+        process.join(60)
+        assert not process.is_alive()
+
+
+def test_other_processes_read_the_buckets_of_the_trainer(engine_processes):
+    source, engine = make_module(0), engine_of(engine_processes)
+    for version, bucket_bytes in enumerate((1, 20_000, 1 << 20)):  # one parameter, some, all in a bucket
+        with torch.no_grad():
+            source.lm_head.weight.add_(1)
+        report = IpcSync(engine, CPU, bucket_bytes=bucket_bytes, timeout=60).push(Trained(source), version)
+        assert report.bytes == sum(p.nbytes for p in source.parameters())
+        for received, checksum, weights in engine_processes.answers:
+            assert (received, checksum) == (report.bytes, report.checksum)
+            for name, parameter in source.named_parameters():
+                assert torch.equal(torch.from_numpy(weights[name]), parameter), name
+        assert engine.weight_version == version
+
+
+def ipc_pair(receiver, source, version=4, expected=4):
+    """The outcomes of both sides of one push, in one process."""
+    ours, theirs = multiprocessing.Pipe()
+    engine = engine_of(Remote([ours]))
+    engine.receiver().finish_receiving = lambda: None
+    return together(
+        lambda: IpcSync(engine, CPU, bucket_bytes=20_000, timeout=30).push(source, version),
+        lambda: receive_ipc(receiver, theirs, expected),
+    )
+
+
+def test_an_error_of_either_side_reaches_the_other():
+    target = ModuleReceiver(make_module(1))
+    sender, receiver = ipc_pair(target, Trained(make_module(0)), expected=5)
+    assert str(receiver) == "expected weights of version 5, found version 4"
+    assert str(sender) == f"weight sync: rollout process 0 cannot load the weights: ValueError: {receiver}"
+    sender, receiver = ipc_pair(target, Lists(torch.ones(4), RuntimeError("lost")))
+    assert str(sender) == "lost"
+    assert str(receiver) == "weight sync: the trainer cannot send the weights: RuntimeError: lost"
+    sender, receiver = ipc_pair(target, Lists(torch.ones(4)))
+    assert "parameter 'p0' is unknown" in str(receiver) and "parameter 'p0' is unknown" in str(sender)
+
+
+# ---- files ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_files_are_verified_and_old_versions_are_pruned(tmp_path, dtype):
+    source, module = make_module(0), make_module(1)
+    target, sync = ModuleReceiver(module, filled=True), DiskSync(tmp_path, dtype=dtype)
+    for version in range(4):
+        with torch.no_grad():
+            source.lm_head.weight.add_(1)
+        report = sync.push(Trained(source), version)
+        assert receive_disk(target, tmp_path, version).bytes == report.bytes
+        same_weights(source, module, dtype)
+    assert sorted(path.name for path in tmp_path.glob("*_step_*")) == ["global_step_2", "global_step_3"]
+    (file,) = (tmp_path / "global_step_3").glob("*.safetensors")
+    with safe_open(file, "pt") as tensors:
+        assert set(tensors.keys()) == {name for name, _ in source.named_parameters()}
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"weights of version 3 cannot be read: .*model-00000.safetensors"):
+        receive_disk(target, tmp_path, 3)
+    with pytest.raises(ValueError, match=r"weights of version 9 cannot be read: .*does not exist"):
+        receive_disk(target, tmp_path, 9)
+
+
+def test_a_push_that_fails_leaves_no_version(tmp_path):
+    with pytest.raises(RuntimeError, match="lost"):
+        DiskSync(tmp_path).push(Lists(torch.ones(4), RuntimeError("lost")), 1)
+    assert [path for path in tmp_path.iterdir() if path.name.startswith("global_step")] == []
+
+
+# ---- what a receiver stores -------------------------------------------------------------------------------------
+
+
+class Forgets(ModuleReceiver):
+    """A receiver that keeps the old value of one parameter, or of all."""
+
+    def __init__(self, module, forgotten):
+        super().__init__(module, filled=True)
+        self.forgotten = forgotten
+
+    def receive(self, weights, version):
+        kept = {name: self.stored(name).clone() for name in self.forgotten}
+        super().receive(weights, version)
+        for name, value in kept.items():
+            self.module.get_parameter(name).data.copy_(value)
+
+
+NAMES = [name for name, _ in make_module().named_parameters()]
+
+
+@pytest.mark.parametrize(("forgotten", "count"), [(NAMES[3:4], 1), (NAMES, 16)])
+def test_a_parameter_that_was_not_loaded_is_named(forgotten, count):
+    # the norms are 1 in both modules, so 5 of the 21 parameters do not differ
+    text = (
+        f"version 4 were not loaded: after Forgets.receive, {count} of 21 parameters differ .*first .'{forgotten[0]}'"
+    )
+    rollout = engine_of(Forgets(make_module(1), forgotten))
+    with pytest.raises(ValueError, match=text):
+        ReplicaSync(rollout).push(Trained(make_module(0)), 4)
+    assert rollout.weight_version == -1
+    sender, receiver = groups(2)
+    found = together(
+        lambda: CollectiveSync(sender).push(Trained(make_module(0)), 4),
+        lambda: receive_collective(Forgets(make_module(1), forgotten), receiver, 4),
+    )
+    for error in found:
+        assert isinstance(error, ValueError) and "Forgets.receive" in str(error) and forgotten[0] in str(error)
+
+
+def test_the_checksum_is_the_same_on_every_rank_that_stores_the_same():
+    targets = [ModuleReceiver(make_module(seed), filled=True) for seed in (1, 2)]
+    reports = [ReplicaSync(engine_of(target)).push(Trained(make_module(0)), 4) for target in targets]
+    other = ReplicaSync(engine_of(targets[0])).push(Trained(make_module(3)), 4)
+    assert reports[0].checksum == reports[1].checksum != other.checksum
+
+
+# ---- the choice of a method -------------------------------------------------------------------------------------
+
+
+def test_a_method_that_does_not_fit_the_engine_is_refused():
+    shared, copied, remote = engine_of(None), engine_of(ModuleReceiver(make_module())), engine_of(Remote([]))
+    for engine, name in ((shared, "InProcessSync"), (copied, "ReplicaSync"), (remote, "IpcSync")):
+        assert type(local_sync("auto", engine, CPU, bucket_bytes=1)).__name__ == name
+    with pytest.raises(ValueError, match=r"rollout.weight_sync=ipc: .* is synchronized by 'replica': use auto or repl"):
+        local_sync("ipc", copied, CPU, bucket_bytes=1)
+    with pytest.raises(ValueError, match=r"rollout.lora_sync=adapters: expected a rollout engine whose receiver takes"):
+        local_sync("auto", remote, CPU, bucket_bytes=1, lora_sync="adapters", has_adapters=True)

@@ -1,0 +1,138 @@
+"""The contracts of a weight sync: what a training engine gives, what a rollout engine receives, and the report."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+#: the configuration of adapters: that of PEFT (r, lora_alpha, target_modules), and `scaling`: layer -> factor of B A
+AdapterConfig = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """Result of one push.
+
+    Attributes:
+        version: weight version.
+        bytes: sent to each rollout rank.
+        seconds: duration of the push.
+        checksum: of what was sent, as verified by the receiver; 0 if nothing was sent.
+        bandwidth: bytes per second that the link reaches, measured once; 0 if not measured.
+    """
+
+    version: int
+    bytes: int = 0
+    seconds: float = 0.0
+    checksum: int = 0
+    bandwidth: float = 0.0
+
+
+class WeightSource(Protocol):
+    """The part of a training engine that a sync reads (see verl.engines.base.TrainEngine)."""
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (HuggingFace name, full tensor) of every parameter, adapters merged. Collective: all ranks must
+        iterate."""
+
+
+class AdapterSource(WeightSource, Protocol):
+    """A training engine with adapters."""
+
+    def adapter_config(self) -> AdapterConfig | None:
+        """The configuration of the adapters; None if there are none."""
+
+    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (PEFT name, full tensor) of the adapters. Collective."""
+
+    def base_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (HuggingFace name, full tensor) of every parameter without the adapters. Collective."""
+
+
+class WeightReceiver(Protocol):
+    """The rollout engine's side."""
+
+    def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Load all parameters, by HuggingFace name: iterate to the end of `weights`. A tensor is valid until the next
+        one is read. Raises ValueError for missing or unknown parameters."""
+
+    def release(self) -> None:
+        """Free the weights until the next `receive`."""
+
+
+class StoredWeights(ABC):
+    """A receiver whose loaded parameters can be read: the sync compares their checksums with what was sent."""
+
+    @abstractmethod
+    def stored(self, name: str) -> torch.Tensor | None:
+        """The loaded parameter; None if it is stored in another form, such as a slice."""
+
+
+class AdapterReceiver(ABC):
+    """A receiver that also takes LoRA adapters, so that a push need not contain the base weights again."""
+
+    #: whether the engine applies adapters without merging them, so that they are preferred in one process too
+    applies_adapters: bool = False
+
+    @property
+    @abstractmethod
+    def has_base(self) -> bool:
+        """Whether the base weights are loaded."""
+
+    @abstractmethod
+    def receive_adapters(
+        self, config: AdapterConfig, tensors: Iterable[tuple[str, torch.Tensor]], version: int
+    ) -> None:
+        """Use these adapters from now on instead of the previous ones. `receive` has loaded the base weights.
+
+        Args:
+            config: their configuration.
+            tensors: (PEFT name, tensor), as in a PEFT file.
+            version: weight version.
+        """
+
+
+class Channel(Protocol):
+    """A connection to another process, such as `multiprocessing.connection.Connection`."""
+
+    def send_bytes(self, buf: bytes) -> None:
+        """Send one message."""
+
+    def recv_bytes(self) -> bytes:
+        """Receive one message. Raises EOFError if the other process has ended."""
+
+    def poll(self, timeout: float | None = 0.0) -> bool:
+        """Whether a message arrives within `timeout` seconds."""
+
+
+class RemoteReceiver(ABC):
+    """What `RolloutEngine.receiver` returns if the weights are in other processes that share the device.
+
+    Each of these processes calls `receive_ipc` with its end of a channel, once per push.
+    """
+
+    @abstractmethod
+    def start_receiving(self, version: int) -> list[Channel]:
+        """Make every process call `receive_ipc` for this version. Returns one channel to each."""
+
+    @abstractmethod
+    def finish_receiving(self) -> None:
+        """Wait until every process has loaded the weights. Raises the error of one that has not."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free the weights until the next push."""
+
+
+class WeightSync(ABC):
+    """Copies the weights of a training engine to the rollout engines."""
+
+    @abstractmethod
+    def push(self, engine: WeightSource, version: int) -> SyncReport:
+        """Push the current weights. Called on every training rank."""
+
+
+def incomplete(receiver: object) -> ValueError:
+    return ValueError(f"{type(receiver).__name__}.receive returned before it had read all weights")

@@ -1,0 +1,70 @@
+"""Checksums of weights, computed on the device with one read per direction and no copy.
+
+The 64-bit words of a tensor fill rows of 1,024 words. The sums of all rows and of all columns, modulo 2^64, are the
+same on every device. Changing a single word always changes them, and a row tells where.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+#: 64-bit words of a row
+COLUMNS = 1024
+ROW_BYTES = 8 * COLUMNS
+
+_ALIGNMENT = 8  # bytes
+_ODD = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
+_ODD_OF_COLUMNS = -4658895280553007687  # 0xBF58476D1CE4E5B9 as a signed 64-bit number
+
+
+def sums_of(content: torch.Tensor) -> torch.Tensor:
+    """Row sums, then column sums, of (n,) uint8, n a multiple of 8.
+
+    Returns:
+        (ceil(n / ROW_BYTES) + COLUMNS,) int64 on the device of `content`.
+    """
+    words = content.view(torch.int64)
+    whole = len(words) // COLUMNS * COLUMNS
+    body, rest = words[:whole].view(-1, COLUMNS), words[whole:]
+    rows, columns = body.sum(1), body.sum(0)
+    if len(rest):
+        rows = torch.cat([rows, rest.sum()[None]])
+        columns[: len(rest)] += rest
+    return torch.cat([rows, columns])
+
+
+def combine(sums: torch.Tensor) -> torch.Tensor:
+    """Combine the result of `sums_of` to one number, an int64 scalar. Every word counts by an odd factor that depends
+    on its position."""
+    rows, columns = sums[:-COLUMNS], sums[-COLUMNS:]
+    by_row = torch.arange(len(rows), device=sums.device).mul_(2).add_(1).mul_(_ODD)
+    by_column = torch.arange(COLUMNS, device=sums.device).mul_(2).add_(1).mul_(_ODD_OF_COLUMNS)
+    return (rows * by_row).sum() + (columns * by_column).sum() * 2
+
+
+def checksum_of(content: torch.Tensor) -> int:
+    """A 64-bit checksum of (n,) uint8, n a multiple of 8. Equal on every device; changing a single word always changes
+    it."""
+    return int(combine(sums_of(content)))
+
+
+def fold(checksums: Sequence[int]) -> int:
+    """Combine checksums to one; the order matters."""
+    total = 0
+    for checksum in checksums:
+        total = total * 31 * _ODD + checksum + 1
+    return (total + 2**63) % 2**64 - 2**63
+
+
+def hexadecimal(checksum: int) -> str:
+    """A checksum in an error message."""
+    return f"{checksum & (2**64 - 1):016x}"
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, zero-padded to a multiple of 8: (n,) uint8. Shares its memory where possible."""
+    content = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    rest = -len(content) % _ALIGNMENT
+    if rest:
+        return torch.nn.functional.pad(content, (0, rest))
+    return content if content.storage_offset() % _ALIGNMENT == 0 else content.clone()

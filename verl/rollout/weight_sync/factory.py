@@ -1,0 +1,71 @@
+"""Which method pushes the weights (`rollout.weight_sync`), and what the link of this host can reach."""
+
+import time
+
+import torch
+
+from verl.rollout.base import RolloutEngine
+from verl.rollout.weight_sync.adapters import sends_adapters
+from verl.rollout.weight_sync.base import AdapterReceiver, RemoteReceiver, WeightSync
+from verl.rollout.weight_sync.in_process import InProcessSync
+from verl.rollout.weight_sync.ipc import IpcSync
+from verl.rollout.weight_sync.replica import ReplicaSync
+
+_COPIED_BYTES = {"cuda": 256 * 2**20, "cpu": 8 * 2**20}  # of the measured copy
+
+
+def local_sync(
+    setting: str,
+    engine: RolloutEngine,
+    device: torch.device,
+    *,
+    lora_sync: str = "auto",
+    has_adapters: bool = False,
+    dtype: torch.dtype | None = None,
+    bucket_bytes: int,
+) -> WeightSync:
+    """The sync of an engine that shares the trainer's device.
+
+    Args:
+        setting: `rollout.weight_sync`.
+        engine: the rollout engine.
+        device: of both.
+        lora_sync: `rollout.lora_sync`.
+        has_adapters: whether the policy is trained with LoRA.
+        dtype: dtype in which weights are sent to other processes.
+        bucket_bytes: max size of a bucket.
+
+    Raises:
+        ValueError: the method does not fit the engine.
+    """
+    receiver = engine.receiver()
+    if receiver is None:
+        method = "in_process"
+    else:
+        method = "ipc" if isinstance(receiver, RemoteReceiver) else "replica"
+    if setting not in ("auto", method):
+        raise ValueError(
+            f"rollout.weight_sync={setting}: {type(engine).__name__} on the devices of the trainer is synchronized "
+            f"by {method!r}: use auto or {method}"
+        )
+    if method == "in_process":
+        return InProcessSync(engine)
+    takes = isinstance(receiver, AdapterReceiver)
+    cheap = method == "ipc" or (takes and receiver.applies_adapters)
+    adapters = sends_adapters(lora_sync, has_adapters, takes, cheap)
+    if method == "ipc":
+        return IpcSync(engine, device, dtype, bucket_bytes, adapters, copy_bandwidth(device))
+    return ReplicaSync(engine, adapters, copy_bandwidth(device))
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second of a copy on the device: the best of three."""
+    source = torch.zeros(_COPIED_BYTES.get(device.type, _COPIED_BYTES["cpu"]), dtype=torch.uint8, device=device)
+    target, seconds = torch.zeros_like(source), []
+    for _ in range(3):
+        start = time.perf_counter()
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return len(source) / min(seconds)

@@ -1,0 +1,85 @@
+"""Loads one push into a receiver, and verifies that what the receiver stores is what was sent."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from verl.rollout.weight_sync.adapters import Part
+from verl.rollout.weight_sync.base import AdapterReceiver, StoredWeights, WeightReceiver, incomplete
+from verl.rollout.weight_sync.checksums import COLUMNS, bytes_of, combine, fold, sums_of
+
+
+class Loading:
+    """One part of a push on its way into a receiver.
+
+    Attributes:
+        complete: whether the receiver has read all weights.
+        bytes: read so far.
+    """
+
+    def __init__(self, receiver: WeightReceiver, version: int):
+        self.receiver = receiver
+        self.version = version
+        self.complete = False
+        self.bytes = 0
+        self._sums: dict[str, torch.Tensor] = {}
+        self._arrived: list[torch.Tensor] = []
+
+    def load(self, part: Part) -> int:
+        """Load a part and verify it.
+
+        Returns:
+            The checksum of its tensors.
+
+        Raises:
+            ValueError: the receiver cannot take it, did not read all of it, or stores something else.
+        """
+        if part.config is None:
+            self.receiver.receive(self._read(part.tensors), self.version)
+        elif isinstance(self.receiver, AdapterReceiver):
+            self.receiver.receive_adapters(part.config, self._read(part.tensors), self.version)
+        else:
+            raise ValueError(f"{type(self.receiver).__name__} takes no adapters: set rollout.lora_sync=merged")
+        if not self.complete:
+            raise incomplete(self.receiver)
+        self._verify()
+        return fold(torch.stack(self._arrived).tolist()) if self._arrived else 0
+
+    def _read(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            self.bytes += tensor.numel() * tensor.element_size()
+            stored = self._stored(name)
+            sums = sums_of(bytes_of(tensor if stored is None else tensor.to(stored.dtype)))
+            self._arrived.append(combine(sums))
+            if stored is not None:
+                self._sums[name] = sums
+            yield name, tensor
+        self.complete = True
+
+    def _stored(self, name: str) -> torch.Tensor | None:
+        return self.receiver.stored(name) if isinstance(self.receiver, StoredWeights) else None
+
+    def _verify(self) -> None:
+        """Raise ValueError, with the name, for a parameter that is not stored as it was sent."""
+        if not self._sums:
+            return
+        differs = []
+        for name, sent in self._sums.items():
+            stored = self._stored(name)
+            found = sums_of(bytes_of(stored))
+            differs.append((found != sent).any() if len(found) == len(sent) else torch.ones((), device=found.device))
+        wrong = [name for name, bad in zip(self._sums, torch.stack(differs).tolist()) if bad]
+        if wrong:
+            raise ValueError(
+                f"weights of version {self.version} were not loaded: after {type(self.receiver).__name__}.receive, "
+                f"{len(wrong)} of {len(self._sums)} parameters differ from what was sent, first {wrong[:3]}"
+            )
+
+
+def transit_fault(bytes_sent: torch.Tensor, found: torch.Tensor) -> int | None:
+    """The first row whose sum differs, -1 if only a column differs, and None if the sums are equal."""
+    differs = (bytes_sent != found).nonzero()
+    if not len(differs):
+        return None
+    first = int(differs[0])
+    return first if first < len(found) - COLUMNS else -1

@@ -1,0 +1,77 @@
+"""The receiver of an engine that generates with a `torch.nn.Module` in this process."""
+
+from collections.abc import Iterable
+
+import torch
+
+from verl.rollout.weight_sync.adapters import MergedAdapters
+from verl.rollout.weight_sync.base import AdapterConfig, AdapterReceiver, StoredWeights
+
+
+class ModuleReceiver(StoredWeights, AdapterReceiver):
+    """Receives weights into a module. Its parameters use memory only between `receive` and `release`.
+
+    Adapters are merged into the parameters; the base weights of the adapted layers are kept for the next push.
+    """
+
+    def __init__(self, module: torch.nn.Module, filled: bool = False):
+        """filled: whether the module already has its weights."""
+        self.module = module
+        self.shapes = {name: p.shape for name, p in module.named_parameters()}
+        self.filled = filled
+        self._adapters = MergedAdapters(module.get_parameter)
+        self._has_base = False
+        if not filled:
+            self.release()
+
+    def check_filled(self) -> None:
+        """Raise ValueError before the first `receive` and after `release`."""
+        if not self.filled:
+            raise ValueError("the rollout engine has no weights: push them first (WeightSync.push)")
+
+    @torch.no_grad()
+    def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """See `WeightReceiver.receive`. Parameters are cast to the module's dtype."""
+        if not self.filled:
+            for name, shape in self.shapes.items():
+                parameter = self.module.get_parameter(name)
+                parameter.data = parameter.data.new_empty(shape)
+        self.filled = self._has_base = False
+        self._adapters.clear()
+        missing = set(self.shapes)
+        for name, tensor in weights:
+            if name not in missing:
+                raise ValueError(f"weights of version {version}: parameter {name!r} is unknown or was sent twice")
+            if self.shapes[name] != tensor.shape:
+                raise ValueError(
+                    f"weights of version {version}: {name} has shape {tuple(tensor.shape)}, expected "
+                    f"{tuple(self.shapes[name])}"
+                )
+            missing.remove(name)
+            self.module.get_parameter(name).copy_(tensor)
+        if missing:
+            raise ValueError(f"weights of version {version}: {len(missing)} are missing, first {sorted(missing)[:3]}")
+        self.filled = self._has_base = True
+
+    @property
+    def has_base(self) -> bool:
+        return self._has_base
+
+    def receive_adapters(
+        self, config: AdapterConfig, tensors: Iterable[tuple[str, torch.Tensor]], version: int
+    ) -> None:
+        """See `AdapterReceiver.receive_adapters`."""
+        self.check_filled()
+        self._adapters.merge(config, tensors, version)
+
+    def stored(self, name: str) -> torch.Tensor | None:
+        """See `StoredWeights.stored`."""
+        return self.module.get_parameter(name).detach() if name in self.shapes else None
+
+    def release(self) -> None:
+        """See `WeightReceiver.release`."""
+        self.filled = self._has_base = False
+        self._adapters.clear()
+        for name in self.shapes:
+            parameter = self.module.get_parameter(name)
+            parameter.data = parameter.data.new_empty(0)
