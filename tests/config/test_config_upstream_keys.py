@@ -339,10 +339,6 @@ def test_every_ignored_key_has_a_reason():
             ["trainer.resume_from_path=/nowhere"],
             "trainer.resume_from_path: /nowhere has no effect with trainer.resume_mode=auto",
         ),
-        (
-            ["actor_rollout_ref.rollout.tensor_model_parallel_size=2"],
-            "tensor_model_parallel_size: 2 has no effect with actor_rollout_ref.rollout.name=native",
-        ),
     ],
 )
 def test_what_upstream_accepts_and_results_do_not_depend_on(overrides, note, caplog):

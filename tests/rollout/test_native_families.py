@@ -94,11 +94,11 @@ CASES = {
 PROMPTS = [[5, 6, 7], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21], [40], [5, 6, 7], [61, 62, 63, 64, 65, 66]]
 
 
-def model(case: str, dtype=torch.float32) -> torch.nn.Module:
+def model(case: str, dtype=torch.float32, **sizes) -> torch.nn.Module:
     cls, config, extra = CASES[case]
     torch.manual_seed(3)
     # softcapping is left out by transformers' fused attention
-    module = cls(config(**{**SHAPE, **extra}, attn_implementation="eager")).eval().to(dtype)
+    module = cls(config(**{**SHAPE, **extra, **sizes}, attn_implementation="eager")).eval().to(dtype)
     with torch.no_grad():  # norms, biases and logits that are not what a fresh model has: all of them must be read
         for name, p in module.named_parameters():
             if p.dim() == 1:

@@ -11,7 +11,9 @@ from verl.checkpoints.store import CheckpointError, step_of_saved
 from verl.config.errors import Problem, format_value
 from verl.config.fields import Schema, flatten, not_saved, to_flat_dict
 from verl.config.schema.data import DataConfig
+from verl.config.schema.offline import GenerationConfig
 from verl.config.schema.ppo import Config
+from verl.config.schema.rollout import RolloutEngineConfig
 from verl.config.schema.sft import SFTConfig, SFTDataConfig, SFTTrainerConfig
 from verl.config.schema.trainer import RunConfig, TrainerConfig
 
@@ -25,6 +27,7 @@ _TEMPLATES = "custom_chat_template"
 #: found next to the config of a checkpoint whose weights are not merged
 _CHECKPOINT = ("shards", "lora_adapter", "model_world_size_*")
 _FILES = ("data.train_files", "data.val_files", "data.path")
+_WITHOUT_TENSOR_PARALLELISM = ("hf",)  # built-in rollout engines
 _CANDIDATES = 10_000  # numbers tried for a hint
 
 
@@ -34,10 +37,14 @@ def check_combinations(config: Schema) -> list[Problem]:
     match config:
         case Config():
             checks = (
-                _batches, _ranks, _worker_env, _sampling, _groups, _kl, _losses, _rewards, _kernels, _deterministic
+                _batches, _ranks, _rollout_ranks, _worker_env, _sampling, _groups, _kl, _losses, _rewards, _kernels,
+                _deterministic,
             )  # fmt: skip
             problems += [*_secrets(config), *_run_name(config.trainer), *_resume(config.trainer)]
             problems += [problem for check in checks for problem in check(config)]
+        case GenerationConfig():
+            ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+            problems += _tensor_parallel_rollout("rollout.", config.rollout, ranks)
         case SFTConfig():
             problems += [*_secrets(config), *_run_name(config.trainer), *_resume(config.trainer)]
             problems += [*_custom_class(config.data), *_sft_ranks(config)]
@@ -107,6 +114,27 @@ def _ranks(config: Config) -> Iterator[Problem]:
                 f"{mini} prompts x {n} samples = {mini * n} responses are not divisible by {ranks} ranks: "
                 f"use {fitting} prompts",
             )
+
+
+def _rollout_ranks(config: Config) -> Iterator[Problem]:
+    trainer, placed = config.trainer, config.placement
+    devices = placed.rollout_devices if config.rollout_is_separate else placed.actor_devices
+    ranks = len(devices) if devices else trainer.nnodes * trainer.n_gpus_per_node
+    yield from _tensor_parallel_rollout(_ROLLOUT, config.actor_rollout_ref.rollout, ranks)
+
+
+def _tensor_parallel_rollout(prefix: str, rollout: RolloutEngineConfig, ranks: int) -> Iterator[Problem]:
+    """Every tensor-parallel group of the rollout has all its ranks. A custom engine is checked when it is made."""
+    key, size = f"{prefix}tensor_model_parallel_size", rollout.tensor_model_parallel_size
+    if size > 1 and rollout.name in _WITHOUT_TENSOR_PARALLELISM:
+        yield Problem(
+            key,
+            f"{size} is not supported by {prefix}name={rollout.name}, which generates with the whole model on every "
+            "device: use 1, or name=native",
+        )
+    elif ranks % size:
+        fitting = " or ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+        yield Problem(key, f"{size} does not divide the number of ranks that generate, {ranks}: use {fitting}")
 
 
 def _sft_ranks(config: SFTConfig) -> Iterator[Problem]:
@@ -266,6 +294,11 @@ def _deterministic(config: Config) -> Iterator[Problem]:
     required = {
         "rollout.name": (rollout.name, "native", "other engines use other GEMM and attention kernels"),
         "rollout.dtype": (rollout.dtype, "auto", "generation uses the dtype of training"),
+        "rollout.tensor_model_parallel_size": (
+            rollout.tensor_model_parallel_size,
+            1,
+            "sums over ranks round differently",
+        ),
         **{
             f"rollout.{name}": (getattr(rollout, name), off, "log-probs in training are those of the full distribution")
             for name, off in rollout.filters().items()

@@ -39,7 +39,6 @@ BUILT_IN: dict[str, tuple[str, ...]] = {"rollout.name": ("hf", "native"), "strat
 """Last part of a key -> the names that are registered without `imports`."""
 
 _OTHER_REGISTERED_KINDS = (
-    "tensor_model_parallel_size",
     "max_num_batched_tokens",
     "max_model_len",
     "enable_chunked_prefill",

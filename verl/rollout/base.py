@@ -13,6 +13,7 @@ import asyncio
 import threading
 from abc import ABC
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, make_dataclass, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
@@ -225,6 +226,9 @@ class RolloutEngine(ABC):  # noqa: B024 (`__init_subclass__` asks for one method
     #: the sampling keys of `schema.SamplingConfig` that it applies: setting another one is an error. None: not declared
     sampling_keys: frozenset[str] | None = None
 
+    #: whether several ranks can generate together (`RolloutEnv.tp_size`); it then defines `leading` and `follow`
+    supports_tensor_parallel: bool = False
+
     _gathering: GatheredRequests | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -277,6 +281,19 @@ class RolloutEngine(ABC):  # noqa: B024 (`__init_subclass__` asks for one method
 
     def wake(self) -> None:  # noqa: B027
         """Prepare to generate again after `sleep`."""
+
+    # ---- tensor parallelism: rank 0 of a group gets the requests, and the others follow it
+
+    def leading(self) -> AbstractContextManager[None]:
+        """On rank 0 of a tensor-parallel group: the context of all calls of `generate` and `generate_one`.
+
+        Its end, also by an error, ends the `follow` of the other ranks.
+        """
+        return nullcontext()
+
+    def follow(self) -> None:
+        """On the other ranks: take part in what rank 0 generates, until its `leading` ends."""
+        raise NotImplementedError(f"{type(self).__name__} declares supports_tensor_parallel: define leading and follow")
 
     def receiver(self) -> "WeightReceiver | None":
         """The receiver of new weights; None for an engine that generates with the trainer's parameters."""
@@ -362,6 +379,8 @@ class RolloutEnv:
         device: device of the engine.
         pad_token_id: padding token, for engines that pad.
         compute_dtype: compute dtype of training; None without training.
+        tp_rank, tp_size: rank in the tensor-parallel group, and its size. The ranks of a group are consecutive and get
+            the same prompts; the process group of all ranks has been initialized.
     """
 
     rank: int
@@ -370,6 +389,8 @@ class RolloutEnv:
     device: torch.device
     pad_token_id: int
     compute_dtype: torch.dtype | None = None
+    tp_rank: int = 0
+    tp_size: int = 1
 
 
 class SharesWeights(Protocol):
@@ -417,11 +438,16 @@ def make_rollout_engine(
 
     Raises:
         ValueError: there is none (the message lists the registered names), the factory returned something else, or a
-            sampling key is set that the engine does not support.
+            sampling key or tensor parallelism is set that the engine does not support.
     """
     engine = ROLLOUT_ENGINES[name](config, model, env, train_engine)
     if not isinstance(engine, RolloutEngine):
         raise ValueError(f"rollout.name={name}: expected its factory to return a RolloutEngine, found {engine!r}")
+    if env.tp_size > 1 and not engine.supports_tensor_parallel:
+        raise ValueError(
+            f"rollout.tensor_model_parallel_size={env.tp_size}: the rollout engine {name!r} does not support it "
+            f"({type(engine).__name__}.supports_tensor_parallel is False): leave it at 1, or use rollout.name=native"
+        )
     if engine.sampling_keys is not None:
         for key, default in _DEFAULTS.items():
             value = getattr(config, key, default)

@@ -1,6 +1,6 @@
 """HuggingFace modules for in-process rollout engines that do not share the trainer's: uninitialized, or from files."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ def empty_module(
     device: torch.device,
     buffers: Iterable[tuple[str, torch.Tensor]],
     attention: str | None = None,
+    cut: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
     """The model with uninitialized parameters, to be filled by a weight sync.
 
@@ -25,12 +26,15 @@ def empty_module(
         device: device of the module.
         buffers: values of its buffers, by name.
         attention: attention implementation of transformers; None for the default.
+        cut: replaces the parameters of the module, which is on "meta", by slices.
     """
     from transformers import AutoModelForCausalLM
 
     config = read_config(model.path, model.override_config, model.trust_remote_code)
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, dtype=dtype, **_build(model, attention))
+    if cut is not None:
+        cut(module)
     module = module.to_empty(device=device).requires_grad_(False)
     module.tie_weights()  # each got separate memory
     for name, buffer in buffers:

@@ -10,14 +10,13 @@ from verl.algorithms.policy_losses import get_policy_loss_fn
 from verl.config import schema
 from verl.engines.base import MicroBatching, Objective, TrainEngine
 from verl.protocol import DataProto
-from verl.rollout.base import RolloutEnv
 from verl.rollout.stop_strings import StopStrings
 from verl.rollout.weight_sync import CollectiveSync, SyncReport, TransferGroup
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import free_port
 from verl.utils.device import peak_memory, resolve_device, resolve_dtype
 from verl.workers.engine_worker import EngineWorker, aggregation, micro_batching
-from verl.workers.rollout import NO_TIMEOUT, Rollout, RolloutMethods
+from verl.workers.rollout import NO_TIMEOUT, Rollout, RolloutMethods, rollout_env
 
 
 class ActorWorker(RolloutMethods, EngineWorker):
@@ -66,11 +65,10 @@ class ActorWorker(RolloutMethods, EngineWorker):
         self._collective: CollectiveSync | None = None
         if not hosts_rollout:
             return
-        ranks = self.rank, self.world_size, self.local_rank
         self.rollout = Rollout(
             config.rollout,
             config.model,
-            RolloutEnv(*ranks, self.device, pad_token_id, self.compute_dtype),
+            rollout_env(self, config.rollout, self.device, pad_token_id, self.compute_dtype),
             stop_token_ids=stop_token_ids,
             stop=stop,
             tokenizer=tokenizer,

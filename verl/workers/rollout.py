@@ -75,6 +75,7 @@ class Rollout:
         train_engine: TrainEngine | None = None,
     ):
         self.config = config
+        self.env = env
         self.pad_token_id = env.pad_token_id
         self.params = SamplingParams.from_config(config, stop_token_ids=stop_token_ids, stop=stop)
         self.engine = make_rollout_engine(config.name, config, model, env, train_engine)
@@ -119,8 +120,11 @@ class Rollout:
 
     # ---- generating ---------------------------------------------------------------------------------------------
 
-    def generate(self, batch: DataProto, max_over_ranks: Callable[[list[float]], list[float]]) -> DataProto:
+    def generate(self, batch: DataProto, max_over_ranks: Callable[[list[float]], list[float]]) -> DataProto | None:
         """Generate one trajectory per row.
+
+        Only rank 0 of a tensor-parallel group has the responses: it runs the agent loops, and the others follow its
+        engine.
 
         Args:
             batch: columns prompt_ids, uid, sample_index (index of the sample in its group) and those that the agent
@@ -128,10 +132,17 @@ class Rollout:
             max_over_ranks: maximum over all rollout ranks, so that all ranks pad to the same widths.
 
         Returns:
-            The columns of `build_sequences`, rollout_log_probs (B, T), weight_version (B,) and finish_reason.
+            The columns of `build_sequences`, rollout_log_probs (B, T), weight_version (B,) and finish_reason. None on
+            the other ranks of a tensor-parallel group.
         """
         start = time.perf_counter()
-        trajectories = self._trajectories(batch)
+        self.wake()
+        if self.env.tp_rank > 0:
+            self.engine.follow()
+            max_over_ranks([0.0, 0.0])
+            return None
+        with self.engine.leading():
+            trajectories = self._trajectories(batch)
         seconds = time.perf_counter() - start if self.agent_loop is not None else self.engine.stats.seconds
         prompts = list(batch.non_tensor_batch["prompt_ids"])
         limit = self.params.max_tokens
@@ -161,12 +172,15 @@ class Rollout:
             metrics["rollout/turns"] = (sum(t.turns for t in trajectories), len(trajectories))
         return DataProto.from_dict(columns, {"finish_reason": reasons}, {"metrics": metrics})
 
-    def completions(self, batch: DataProto) -> list[Trajectory]:
-        """Generate one single-turn trajectory per row, with the sampling parameters of training."""
-        return self._single_turns(self._prompts(batch, self.params))
+    def completions(self, batch: DataProto) -> list[Trajectory] | None:
+        """Generate one single-turn trajectory per row, with the sampling parameters of training. None as in
+        `generate`."""
+        if self.env.tp_rank > 0:
+            return self.engine.follow()
+        with self.engine.leading():
+            return self._single_turns(self._prompts(batch, self.params))
 
     def _trajectories(self, batch: DataProto) -> list[Trajectory]:
-        self.wake()
         mode = batch.meta_info["sampling"]
         prompts = self._prompts(batch, sampling_in_mode(self.params, mode, self.config.val_kwargs))
         if self.agent_loop is None:
@@ -221,15 +235,19 @@ class RolloutMethods(Worker, ABC):
     rollout: Rollout
 
     def layout(self, mesh: str | None = None) -> Coordinates:
-        """In the mesh "rollout", every rank is a data-parallel rank, regardless of model parallelism in training."""
-        return Coordinates(dp=self.rank) if mesh == "rollout" else super().layout(mesh)
+        """In the mesh "rollout", consecutive ranks form a tensor-parallel group of the engine, regardless of model
+        parallelism in training."""
+        if mesh != "rollout":
+            return super().layout(mesh)
+        env = self.rollout.env
+        return Coordinates(dp=self.rank // env.tp_size, tp=env.tp_rank)
 
     @abstractmethod
     def max_over_ranks(self, values: list[float]) -> list[float]:
         """The maximum of each value over all ranks of the group."""
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE, mesh="rollout")
-    def generate_sequences(self, batch: DataProto) -> DataProto:
+    def generate_sequences(self, batch: DataProto) -> DataProto | None:
         """Generate one trajectory per row; see `Rollout.generate`."""
         return self.rollout.generate(batch, self.max_over_ranks)
 
@@ -276,7 +294,9 @@ class RolloutWorker(RolloutMethods):
         if on.type == "cuda":
             torch.cuda.set_device(on)  # Triton launches kernels on the current device
         dtype = None if train_dtype is None else resolve_dtype(train_dtype, on)
-        env = RolloutEnv(self.rank, self.world_size, self.local_rank, on, pad_token_id, dtype)
+        env = rollout_env(self, rollout, on, pad_token_id, dtype)
+        if env.tp_size > 1:
+            init_process_group(on, timeout)
         if train_dtype is None and model.lora_adapter_path is None:
             model = model.model_copy(update={"lora_rank": 0})  # adapters that were never trained change nothing
         self.device, self.timeout = on, timeout
@@ -311,8 +331,8 @@ class RolloutWorker(RolloutMethods):
 
     # ---- generation without training ----------------------------------------------------------------------------
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def generate_responses(self, batch: DataProto) -> DataProto:
+    @register(dispatch_mode=Dispatch.ND_COMPUTE, mesh="rollout")
+    def generate_responses(self, batch: DataProto) -> DataProto | None:
         """Generate one response per row, returned without padding.
 
         Args:
@@ -322,12 +342,31 @@ class RolloutWorker(RolloutMethods):
             Columns response_ids (int32 arrays, including the stop token) and finish_reason ("stop" or "length").
         """
         trajectories = self.rollout.completions(batch)
+        if trajectories is None:
+            return None
         return DataProto.from_dict(
             non_tensors={
                 "response_ids": [np.array(t.token_ids, dtype=np.int32) for t in trajectories],
                 "finish_reason": [t.finish_reason for t in trajectories],
             }
         )
+
+
+def rollout_env(
+    worker: Worker,
+    config: schema.RolloutEngineConfig,
+    device: torch.device,
+    pad_token_id: int,
+    compute_dtype: torch.dtype | None,
+) -> RolloutEnv:
+    """The `RolloutEnv` of a worker: consecutive ranks form a tensor-parallel group."""
+    size = config.tensor_model_parallel_size
+    if worker.world_size % size:
+        raise ValueError(
+            f"rollout.tensor_model_parallel_size={size} does not divide the {worker.world_size} rollout ranks"
+        )
+    ranks = worker.rank, worker.world_size, worker.local_rank
+    return RolloutEnv(*ranks, device, pad_token_id, compute_dtype, tp_rank=worker.rank % size, tp_size=size)
 
 
 def sampling_in_mode(params: SamplingParams, mode: str, val: schema.ValSamplingConfig) -> SamplingParams:

@@ -12,8 +12,8 @@ import torch
 
 from verl.modeling.batch_invariant.attention import Attend, Scores, attend_cached, attend_rows
 from verl.rollout.base import SamplingParams
+from verl.rollout.native.decoder import Decoder
 from verl.rollout.native.kv_cache import BatchInvariantCache
-from verl.rollout.native.model import Decoder
 from verl.rollout.native.torch_decoder import PREFILL_TOKENS
 from verl.rollout.sampling import choose
 
@@ -67,6 +67,10 @@ class BatchInvariantDecoder:
             return attend_rows(query, key, value, lengths, scores)
 
         return self.forward.logits(prompt_states(self.forward, prompts, attend, torch.device("cpu")))
+
+    def move(self, source: int, target: int) -> None:
+        """Move the row of slot `source` to slot `target`."""
+        self.cache.move(source, target)
 
     def start_step_at(self, positions: torch.Tensor) -> None:
         """Set the positions (B,) of rows 0 .. B - 1 for the next `step`; each step advances them by one."""

@@ -10,7 +10,7 @@ from verl.rollout.base import SamplingParams
 from verl.rollout.native import triton_kernels
 from verl.rollout.native.batch_invariant import ModelForward, prefill_batches, prompt_states
 from verl.rollout.native.cuda_decoder import CudaDecoder, StaticBuffers, upload
-from verl.rollout.native.model import Decoder
+from verl.rollout.native.decoder import Decoder
 from verl.rollout.native.triton_kernels import BLOCK_SIZE
 
 

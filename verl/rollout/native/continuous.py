@@ -19,8 +19,8 @@ from verl.rollout.gathering import fail
 from verl.rollout.native.requests import Row, admission_order
 
 if TYPE_CHECKING:
+    from verl.rollout.native.decoder import Decoder
     from verl.rollout.native.engine import NativeRollout
-    from verl.rollout.native.model import Decoder
     from verl.rollout.native.paged_scheduler import PagedScheduler
     from verl.rollout.native.scheduler import SlotScheduler
 

@@ -15,10 +15,11 @@ import triton
 
 from verl.rollout.base import SamplingParams
 from verl.rollout.native import triton_kernels
-from verl.rollout.native.model import Decoder, Layer, Projection, RopeTable
+from verl.rollout.native.decoder import Decoder, Layer, Projection, RopeTable
 from verl.rollout.native.torch_decoder import Layers
 from verl.rollout.native.triton_kernels import BLOCK_SIZE
 from verl.rollout.sampling import choose
+from verl.rollout.tensor_parallel import on_every_rank
 
 #: batch sizes with a CUDA graph; a step is padded to the next larger one
 BUCKETS = (
@@ -145,6 +146,7 @@ class CudaDecoder(Layers):
 
     # ---- prompts ------------------------------------------------------------------------------------------------
 
+    @on_every_rank
     def prefill(self, prompts: list[list[int]], blocks: list[list[int]]) -> torch.Tensor:
         """Prefill: write keys and values of `prompts` to their `blocks`. Returns logits (len(prompts), V) float32."""
         cache, where = self.buffers.kv_cache, {}
@@ -161,6 +163,13 @@ class CudaDecoder(Layers):
 
         return self.prompts(prompts, store)
 
+    @on_every_rank
+    def copy_blocks(self, source: list[int], target: list[int]) -> None:
+        """Copy blocks of the KV cache."""
+        chosen, targets = self._upload([source, target])
+        for layer in self.buffers.kv_cache:
+            layer.index_copy_(0, targets, layer[chosen])
+
     def _upload(self, values: list) -> torch.Tensor:
         return upload(values, torch.int64, self.buffers.kv_cache.device)
 
@@ -175,14 +184,16 @@ class CudaDecoder(Layers):
 
     def _finish(self, layer: Layer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         h = torch.empty_like(x, dtype=self.decoder.dtype)
-        self._add_norm(x, layer.out(attended), layer.attention_post_norm, layer.mlp_norm, h)
-        y = layer.down(self._gate(layer.gate_up(h)))
+        self._add_norm(x, self.decoder.reduced(layer.out, attended), layer.attention_post_norm, layer.mlp_norm, h)
+        y = self.decoder.reduced(layer.down, self._gate(layer.gate_up(h)))
         return self._add_norm(x, y, layer.mlp_post_norm, layer.mlp_norm, h)
 
     # ---- steps --------------------------------------------------------------------------------------------------
 
+    @on_every_rank
     def steps(self, count: int, rows: int, params: SamplingParams) -> None:
         """Launch `count` decode steps for slots 0 .. rows - 1."""
+        self.tp.broadcast(self.buffers.table)
         # top-k, top-p and min-p use torch operations that cannot be captured in a graph
         inside = not params.filters
         key = (rows, params.greedy, params.temperature if inside else None, inside)
@@ -223,16 +234,18 @@ class CudaDecoder(Layers):
     def _step(self, rows: int, params: SamplingParams | None) -> torch.Tensor:
         """Decode one token for `rows` rows; sample it unless params is None. Returns logits (rows, V)."""
         decoder, buffers = self.decoder, self.buffers
+        self.tp.broadcast(buffers.state)  # the tokens that rank 0 has sampled
         x = decoder.embed(buffers.state[triton_kernels.TOKEN, :rows]).contiguous()
         h = torch.empty_like(x, dtype=decoder.dtype)
         self._add_norm(x, None, None, decoder.layers[0].attention_norm, h)
         norms = [layer.attention_norm for layer in decoder.layers[1:]] + [decoder.norm]
         for layer, kv_cache, next_norm in zip(decoder.layers, buffers.kv_cache, norms):
             attended = self._paged_attention(layer, layer.qkv(h), kv_cache)
-            self._add_norm(x, layer.out(attended), layer.attention_post_norm, layer.mlp_norm, h)
+            y = decoder.reduced(layer.out, attended)
+            self._add_norm(x, y, layer.attention_post_norm, layer.mlp_norm, h)
             y = self._split_matmul(layer.down, self._gate(layer.gate_up(h)))
             self._add_norm(x, y, layer.mlp_post_norm, next_norm, h)
-        logits = decoder.head(h)
+        logits = decoder.project(h)
         if params is not None:
             self._sample(logits, 0, params, decoder.final_softcap)
         return logits
@@ -267,8 +280,8 @@ class CudaDecoder(Layers):
         rows, (width, outputs) = len(x), projection.matrix.shape
         tiles = triton.cdiv(rows, 64) * triton.cdiv(outputs, 64)
         narrow = x.dtype in (torch.bfloat16, torch.float16) and projection.bias is None
-        if not narrow or width % (64 * _K_SPLITS) or 2 * tiles > self.processors:
-            return projection(x)
+        if not narrow or width % (64 * _K_SPLITS) or 2 * tiles > self.processors or self.tp.size > 1:
+            return self.decoder.reduced(projection, x)
         y, matrix = x.unflatten(1, (_K_SPLITS, -1)).transpose(0, 1), projection.matrix.unflatten(0, (_K_SPLITS, -1))
         return torch.bmm(y, matrix, out_dtype=torch.float32)
 
@@ -301,6 +314,8 @@ class CudaDecoder(Layers):
         self._sample(logits, first, params, None if capped else self.decoder.final_softcap)
 
     def _sample(self, logits: torch.Tensor, first: int, params: SamplingParams, softcap: float | None) -> None:
+        if not self.tp.leads:
+            return
         buffers, rows = self.buffers, len(logits)
         responses = (buffers.state, buffers.tokens, buffers.log_probs, buffers.is_stop, first, buffers.slots)
         if params.filters:

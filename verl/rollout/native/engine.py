@@ -8,8 +8,8 @@ random numbers are counter-based, so that a response depends on its request only
 import dataclasses
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import psutil
@@ -18,20 +18,24 @@ import torch
 from verl.rollout.base import Completion, Request, RolloutEngine, RolloutStats, SamplingParams, batches_of
 from verl.rollout.native.batch_invariant import BatchInvariantDecoder, ModelForward
 from verl.rollout.native.continuous import ContinuousBatch
+from verl.rollout.native.decoder import Decoder, Projection
 from verl.rollout.native.kv_cache import BatchInvariantCache, SlotCache
-from verl.rollout.native.model import Decoder, Projection, check_supported, read_decoder
+from verl.rollout.native.model import check_supported, read_decoder
 from verl.rollout.native.requests import Row, admission_order
 from verl.rollout.native.scheduler import SlotScheduler
 from verl.rollout.native.torch_decoder import PREFILL_TOKENS, TorchDecoder
 from verl.rollout.sampling import SAMPLING_KEYS
+from verl.rollout.tensor_parallel import ALONE, TensorParallel, on_every_rank
 from verl.rollout.weight_sync import ModuleReceiver
 
 if TYPE_CHECKING:
-    from verl.rollout.native.cuda_decoder import CudaDecoder, StaticBuffers
+    from verl.rollout.native.cuda_decoder import CudaDecoder, Size, StaticBuffers
     from verl.rollout.native.paged_scheduler import PagedScheduler
 
 #: default limit of concurrent rows: beyond it, throughput does not increase
 _MAX_ROWS = {"cpu": 512, "cuda": 2048}
+#: methods of the engine that rank 0 runs on every rank; the others are methods of its decoder
+_OPERATIONS = ("read", "_slot_decoder", "_new_cache", "_prepare_paged")
 
 
 class NativeRollout(RolloutEngine):
@@ -50,12 +54,14 @@ class NativeRollout(RolloutEngine):
         forward: the module's batch-invariant forward pass. Log-probs are then bitwise equal to those of training, and
             `dtype` is ignored.
         weights: receiver of the module's weights, if they are not shared with the trainer.
+        tp: the ranks that hold the model, each with its slices (`native.slices`).
 
     Raises:
         ValueError: the module is not supported.
     """
 
     sampling_keys = SAMPLING_KEYS
+    supports_tensor_parallel = True
 
     def __init__(
         self,
@@ -69,6 +75,7 @@ class NativeRollout(RolloutEngine):
         graphs: bool = True,
         forward: ModelForward | None = None,
         weights: ModuleReceiver | None = None,
+        tp: TensorParallel = ALONE,
     ):
         check_supported(module)
         self.module = module
@@ -80,6 +87,7 @@ class NativeRollout(RolloutEngine):
         self.graphs = graphs
         self.forward = forward
         self.weights = weights
+        self.tp = tp
         self.stats = RolloutStats()
         #: guards the start of work: `generate` and `generate_one` share one cache, so only one of them runs at a time
         self.lock = threading.RLock()
@@ -90,6 +98,7 @@ class NativeRollout(RolloutEngine):
         self._decoder: Decoder | None = None
         self._cache: SlotCache | BatchInvariantCache | None = None
         self._cuda_decoder: CudaDecoder | None = None
+        self._torch_decoder: TorchDecoder | BatchInvariantDecoder | None = None
 
     # ---- generating ---------------------------------------------------------------------------------------------
 
@@ -112,6 +121,8 @@ class NativeRollout(RolloutEngine):
 
     def check_not_generating(self, caller: str) -> None:
         """Raise ValueError while a `generate` runs."""
+        if not self.tp.leads:
+            raise ValueError(f"{caller} was called on rank {self.tp.rank} of a tensor-parallel group: call follow()")
         if self._is_generating:
             raise ValueError(f"{caller} was called while generate() is running in another thread: wait for it")
 
@@ -156,12 +167,13 @@ class NativeRollout(RolloutEngine):
         """Context in which the weights do not change."""
         return nullcontext() if self.forward is None else self.forward.generating()
 
+    @on_every_rank
     def read(self) -> Decoder:
         """Read the module as a `Decoder`. Raises ValueError if it has no weights."""
         if self.weights is not None:
             self.weights.check_filled()
         if self.forward is None:
-            self._decoder = read_decoder(self.module, self.dtype, reuse=self._decoder)
+            self._decoder = read_decoder(self.module, self.dtype, reuse=self._decoder, tp=self.tp)
             return self._decoder
         # the module itself computes; only the sizes and the dtype of the cache are needed
         decoder = read_decoder(self.module, transpose_limit=0)
@@ -170,6 +182,31 @@ class NativeRollout(RolloutEngine):
         self._decoder = dataclasses.replace(decoder, head=head)
         return self._decoder
 
+    # ---- tensor parallelism: rank 0 runs everything above, and the others the operations of `on_every_rank` --------
+
+    @contextmanager
+    def leading(self) -> Iterator[None]:
+        """See `RolloutEngine.leading`."""
+        try:
+            yield
+        finally:
+            if self.tp.size > 1:
+                self.tp.send(None)
+
+    def follow(self) -> None:
+        """See `RolloutEngine.follow`. Raises a ValueError of rank 0's operations at the end, as rank 0 does."""
+        failed = None
+        with torch.inference_mode():
+            while (command := self.tp.receive()) is not None:
+                name, args = command
+                target = self if name in _OPERATIONS else self._cuda_decoder or self._torch_decoder
+                try:
+                    getattr(target, name)(*args)
+                except ValueError as error:  # of settings, which all ranks share: rank 0 goes on or ends
+                    failed = error
+        if failed is not None:
+            raise failed
+
     # ---- one batch ----------------------------------------------------------------------------------------------
 
     def _start(self, params: SamplingParams, rows: list[Row]) -> "SlotScheduler | PagedScheduler":
@@ -177,7 +214,7 @@ class NativeRollout(RolloutEngine):
         if self.module.device.type == "cuda":
             return self._start_paged(params, rows)
         width, slots = max(row.limit for row in rows), min(self._slot_cache(rows).slots, len(rows))
-        scheduler = SlotScheduler(params, self._slot_decoder(rows), slots, len(rows), width)
+        scheduler = SlotScheduler(params, self._slot_decoder(_longest(rows)), slots, len(rows), width)
         scheduler.add(rows)
         return scheduler
 
@@ -186,7 +223,8 @@ class NativeRollout(RolloutEngine):
         if self.module.device.type == "cuda":
             return self._start_paged(params, rows, continuous=True)
         slots = self._slot_cache(rows).slots
-        scheduler = SlotScheduler(params, self._slot_decoder(rows), slots, slots, max(row.limit for row in rows))
+        decoder = self._slot_decoder(_longest(rows))
+        scheduler = SlotScheduler(params, decoder, slots, slots, max(row.limit for row in rows))
         scheduler.add(rows)
         return scheduler
 
@@ -196,7 +234,7 @@ class NativeRollout(RolloutEngine):
             from verl.rollout.native import paged_scheduler
 
             samples = paged_scheduler.group_rows(rows)
-            buffers, longest = self._cuda_decoder.buffers, max(len(row.prompt) + row.limit for row in rows)
+            buffers, longest = self._cuda_decoder.buffers, _longest(rows)
             limit = min(buffers.width, buffers.kv_cache.shape[1])
             fits = paged_scheduler.blocks_for_one(samples) <= limit and longest <= buffers.size.positions
             fits &= max(row.limit for row in rows) <= scheduler.line_width
@@ -214,16 +252,26 @@ class NativeRollout(RolloutEngine):
 
     # ---- on a CPU: slots ----------------------------------------------------------------------------------------
 
-    def _slot_decoder(self, rows: list[Row]) -> TorchDecoder | BatchInvariantDecoder:
+    @on_every_rank
+    def _slot_decoder(self, positions: int) -> TorchDecoder | BatchInvariantDecoder:
+        """A decoder over the cache, for sequences of up to `positions` tokens."""
         if self.forward is not None:
-            return BatchInvariantDecoder(self._decoder, self._cache, self.forward)
-        return TorchDecoder(self._decoder, self._cache, max(len(row.prompt) + row.limit for row in rows))
+            self._torch_decoder = BatchInvariantDecoder(self._decoder, self._cache, self.forward)
+        else:
+            self._torch_decoder = TorchDecoder(self._decoder, self._cache, positions)
+        return self._torch_decoder
 
     def _cache_budget(self) -> int:
         return self.cache_bytes if self.cache_bytes is not None else psutil.virtual_memory().available // 4
 
-    def _new_cache(self, slots: int, length: int) -> SlotCache | BatchInvariantCache:
-        return (SlotCache if self.forward is None else BatchInvariantCache)(self._decoder, slots, length)
+    @on_every_rank
+    def _new_cache(self, slots: int, length: int, keep: bool) -> None:
+        """Allocate a cache. keep: with the rows of the old one; otherwise that is freed first."""
+        old, self._cache = (self._cache, None) if keep else (None, None)
+        self._torch_decoder = None  # has the old one too
+        self._cache = (SlotCache if self.forward is None else BatchInvariantCache)(self._decoder, slots, length)
+        if keep:
+            self._cache.copy_from(old)
 
     def _slot_cache(self, rows: list[Row]) -> SlotCache | BatchInvariantCache:
         """A cache for as many concurrent rows as fit."""
@@ -246,8 +294,8 @@ class NativeRollout(RolloutEngine):
         like = decoder.embedding
         fits = old is not None and old.slots >= slots and old.length >= length
         if not fits or old.keys.device != like.device or old.keys.dtype != decoder.dtype:
-            self._cache = old = None  # freed before the new one is allocated
-            self._cache = self._new_cache(slots, length)
+            old = None
+            self._new_cache(slots, length, False)
         return self._cache
 
     def _larger_slot_decoder(
@@ -255,7 +303,7 @@ class NativeRollout(RolloutEngine):
     ) -> TorchDecoder | BatchInvariantDecoder | None:
         """The scheduler's decoder, with a larger cache and longer tables if `rows` need them; None if out of memory."""
         cache, decoder = self._cache, scheduler.decoder
-        longest = max(len(row.prompt) + row.limit for row in rows)
+        longest = _longest(rows)
         wanted = min(self.max_rows, scheduler.active + len(scheduler.waiting) + len(rows))
         length = cache.length if cache.length >= longest else max(longest, cache.length + cache.length // 2)
         slots = cache.slots if cache.slots >= wanted else min(self.max_rows, max(wanted, 2 * cache.slots))
@@ -266,11 +314,8 @@ class NativeRollout(RolloutEngine):
         if (slots, length) == (cache.slots, cache.length) and longest <= decoder.table_length:
             return decoder
         if (slots, length) != (cache.slots, cache.length):
-            self._cache = self._new_cache(slots, length)
-            self._cache.copy_from(cache)
-        if self.forward is not None:
-            return BatchInvariantDecoder(self._decoder, self._cache, self.forward)
-        return TorchDecoder(self._decoder, self._cache, max(longest, decoder.table_length))
+            self._new_cache(slots, length, True)
+        return self._slot_decoder(max(longest, decoder.table_length))
 
     # ---- on a GPU: blocks ---------------------------------------------------------------------------------------
 
@@ -282,19 +327,31 @@ class NativeRollout(RolloutEngine):
         max_rows = self.max_rows if continuous else min(len(rows), self.max_rows)
         slots = cuda_decoder.bucket_of(min(max_rows, cuda_decoder.BUCKETS[-1]))
         one = paged_scheduler.blocks_for_one(samples)
-        longest = max(len(row.prompt) + row.limit for row in rows)
+        longest = _longest(rows)
         wanted, responses, line = min(paged_scheduler.blocks_for(samples), one * slots), sum(r.limit for r in rows), 0
         if continuous:
             longest = min(max(longest, self.max_length), decoder.max_positions)
             one = max(one, paged_scheduler.blocks_for_length(longest))
             line = max(max(row.limit for row in rows), longest // 2)
             wanted, responses = one * slots, line * slots
-        size = cuda_decoder.Size(slots, wanted, one, responses, longest)
-        if self._cuda_decoder is None or not self._cuda_decoder.buffers.fits(size):
-            size = size.with_headroom()
+        self._prepare_paged(cuda_decoder.Size(slots, wanted, one, responses, longest))
+        scheduler = paged_scheduler.PagedScheduler(params, self._cuda_decoder, min(self.max_rows, slots), line)
+        scheduler.add(samples)
+        return scheduler
+
+    @on_every_rank
+    def _prepare_paged(self, size: "Size") -> None:
+        """Allocate buffers of this size unless there are such, and capture graphs again if the weights have moved."""
+        from verl.rollout.native import cuda_decoder
+
+        decoder = self._decoder
+        fits = self._cuda_decoder is not None and self._cuda_decoder.buffers.fits(size)
+        if not self.tp.smallest(fits):
+            one, longest, size = size.width, size.positions, size.with_headroom()
             self._cuda_decoder = None  # freed before the new one is allocated
             block = cuda_decoder.block_bytes(decoder)
-            budget = self.cache_bytes if self.cache_bytes is not None else self._gpu_budget(decoder, slots)
+            budget = self.cache_bytes if self.cache_bytes is not None else self._gpu_budget(decoder, size.slots)
+            budget = self.tp.smallest(budget)
             if budget // block < one:
                 raise ValueError(
                     f"the KV cache has {max(0, budget):,} bytes, but one row of {longest} tokens needs "
@@ -302,11 +359,8 @@ class NativeRollout(RolloutEngine):
                 )
             buffers = cuda_decoder.StaticBuffers(decoder, size, min(size.blocks, budget // block))
             self._cuda_decoder = self._gpu_decoder(decoder, buffers)
-        elif self._cuda_decoder.addresses != cuda_decoder.addresses(decoder):
+        elif not self.tp.smallest(self._cuda_decoder.addresses == cuda_decoder.addresses(decoder)):
             self._cuda_decoder = self._gpu_decoder(decoder, self._cuda_decoder.buffers)
-        scheduler = paged_scheduler.PagedScheduler(params, self._cuda_decoder, min(self.max_rows, slots), line)
-        scheduler.add(samples)
-        return scheduler
 
     def _gpu_decoder(self, decoder: Decoder, buffers: "StaticBuffers") -> "CudaDecoder":
         from verl.rollout.native import batch_invariant_cuda, cuda_decoder
@@ -335,9 +389,14 @@ class NativeRollout(RolloutEngine):
 
     def free(self) -> None:
         """`sleep`, also while requests are running; they cannot continue."""
-        self._cache = self._decoder = self._cuda_decoder = None
+        self._cache = self._decoder = self._cuda_decoder = self._torch_decoder = None
         if self.forward is not None:
             self.forward.release()
 
     def receiver(self) -> ModuleReceiver | None:
         return self.weights
+
+
+def _longest(rows: Sequence[Row]) -> int:
+    """Tokens of the longest sequence: prompt and response."""
+    return max(len(row.prompt) + row.limit for row in rows)

@@ -1,13 +1,18 @@
 """`rollout.name=native`: on the trainer's module, or on a copy that receives its weights."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from verl.config import schema
 from verl.modeling.batch_invariant import model as batch_invariant
+from verl.modeling.huggingface import read_config
 from verl.rollout.base import RolloutEnv, SharesWeights
 from verl.rollout.loading import empty_module, load_module
 from verl.rollout.native.engine import NativeRollout
+from verl.rollout.native.slices import SliceReceiver, Slices
+from verl.rollout.tensor_parallel import TensorParallel
 from verl.rollout.weight_sync import ModuleReceiver
 from verl.utils.device import resolve_dtype
 
@@ -39,6 +44,8 @@ def make_native(
     dtype = resolve_dtype(config.dtype, env.device)
     if config.dtype == "auto" and env.compute_dtype is not None:
         dtype = env.compute_dtype
+    if env.tp_size > 1:
+        return _make_tensor_parallel(model, env, train_engine, dtype, options)
     shared = None if train_engine is None or model.has_adapters else train_engine.shared_module()
     if shared is not None:
         narrow = None if dtype == next(shared.parameters()).dtype else dtype
@@ -54,6 +61,34 @@ def make_native(
         forward = batch_invariant.BatchInvariantForward(_Replica(module, forward.model.autocast_to))
     narrow = None if dtype == replica_dtype else dtype
     return NativeRollout(module, dtype=narrow, forward=forward, weights=ModuleReceiver(module), **options)
+
+
+def _make_tensor_parallel(
+    model: schema.ModelConfig,
+    env: RolloutEnv,
+    train_engine: SharesWeights | None,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+) -> NativeRollout:
+    """The engine of one rank of a tensor-parallel group: a module with slices of the parameters."""
+    tp = TensorParallel.of(env)
+    slices = Slices(read_config(model.path, model.override_config, model.trust_remote_code), tp)
+    shapes: dict[str, torch.Size] = {}
+
+    def cut(module: nn.Module) -> None:
+        shapes.update((name, p.shape) for name, p in module.named_parameters())
+        slices.cut(module)
+
+    # without a trainer in this process, the weights are those of the files until others are pushed
+    loaded = load_module(model, dtype, torch.device("cpu")) if train_engine is None else None
+    buffers = train_engine.buffers() if loaded is None else loaded.named_buffers()
+    replica_dtype = dtype if loaded is not None or env.compute_dtype is None else env.compute_dtype
+    module = empty_module(model, replica_dtype, env.device, buffers, cut=cut)
+    receiver = SliceReceiver(module, slices, shapes)
+    if loaded is not None:
+        receiver.receive(loaded.named_parameters(), 0)
+    narrow = None if dtype == replica_dtype else dtype
+    return NativeRollout(module, dtype=narrow, weights=receiver, tp=tp, **options)
 
 
 class _Replica(nn.Module):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from verl.rollout.native.model import Decoder, padded_width
+from verl.rollout.native.decoder import Decoder, padded_width
 
 
 class CacheViews(NamedTuple):

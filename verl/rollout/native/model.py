@@ -12,28 +12,16 @@ together are adjacent, so that a rotation is one complex multiplication.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 
+from verl.rollout.native.decoder import ACTIVATIONS, Decoder, Layer, Projection, Rope, padded_width
 from verl.rollout.native.fused_parameters import fuse_parameters_in_place
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-}
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """RMS norm of x (..., H) with weight (H,), computed in the wider dtype. dtype: of the result; None: x.dtype."""
-    wide = torch.promote_types(x.dtype, weight.dtype)
-    return F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps).to(x.dtype if dtype is None else dtype)
+from verl.rollout.tensor_parallel import ALONE, TensorParallel
 
 
 @dataclass(frozen=True)
@@ -87,156 +75,6 @@ FAMILIES: dict[str, Family] = {
 TRANSPOSE_LIMIT = 1 << 30
 
 
-def padded_width(width: int) -> int:
-    """Pad a row length, in elements, so that the rows of a matrix do not compete for cache lines.
-
-    With a power-of-two stride, rows map to few cache sets, and a matmul took up to 1.7 times as long.
-    """
-    return width if width % 256 else width + 48
-
-
-@dataclass(frozen=True)
-class Projection:
-    """A linear layer: matrix (in, out), bias (out,) or None."""
-
-    matrix: torch.Tensor
-    bias: torch.Tensor | None = None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (N, in) -> (N, out)."""
-        return torch.mm(x, self.matrix) if self.bias is None else torch.addmm(self.bias, x, self.matrix)
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One decoder layer. D head size, HQ query heads, HK key/value heads, H hidden size, I MLP size.
-
-    Attributes:
-        qkv, out, gate_up, down: H -> (HQ + 2 HK) D, HQ D -> H, H -> 2 I, and I -> H.
-        attention_norm, mlp_norm: (H,), before attention and MLP; None if folded: the following matrix contains the
-            weight times sqrt(H) (`Decoder.folded`).
-        attention_post_norm, mlp_post_norm: (H,), after attention and MLP, or None.
-        qk_norm: (HQ + HK, D) or None.
-        window: size of the attention window, the query itself included; None for full attention.
-        rope: index into Decoder.ropes.
-    """
-
-    qkv: Projection
-    out: Projection
-    gate_up: Projection
-    down: Projection
-    attention_norm: torch.Tensor | None
-    mlp_norm: torch.Tensor | None
-    attention_post_norm: torch.Tensor | None
-    mlp_post_norm: torch.Tensor | None
-    qk_norm: torch.Tensor | None
-    window: int | None
-    rope: int
-
-
-RopeTable = tuple[torch.Tensor, ...]
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary embedding. inverse_frequencies: (R / 2,), for the first R dimensions of a head. scale: of cos and sin."""
-
-    inverse_frequencies: torch.Tensor
-    scale: float
-
-    def table(self, length: int, dtype: torch.dtype, folded: bool = False) -> RopeTable:
-        """cos and signed sin, each (length, R): y = x * cos + swap_halves(x) * sin.
-
-        folded: cos + i sin, (length, R / 2), for pairs of adjacent dimensions.
-        """
-        positions = torch.arange(length, device=self.inverse_frequencies.device, dtype=torch.float32)
-        angles = positions[:, None] * self.inverse_frequencies.float()
-        cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
-        if folded:
-            return (torch.complex(cos.to(dtype), sin.to(dtype)),)
-        return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
-
-
-@dataclass(frozen=True)
-class Decoder:
-    """A decoder: embedding (V, H), layers, final norm (H,), head H -> V, and constants.
-
-    Matmuls, keys and values have `dtype`. The residual stream, norms and rotary tables have `stream_dtype`, which is
-    wider if the parameters are, as in training under autocast: rounding elsewhere would cause a training-inference
-    mismatch.
-
-    Attributes:
-        scaling: factor on the attention scores.
-        attention_softcap, final_softcap: c in c * tanh(x / c), or None.
-        max_positions: max length of prompt plus response; max_positions_reason names the cause of the limit.
-        copies: the weights that are not parameters, in the order of reading.
-        folded: dimensions 2 i and 2 i + 1 of the first R of queries and keys are rotated together, instead of i and
-            i + R / 2; queries are already scaled (`scaling` is 1); norms before projections have no weight.
-        floor: sqrt(H eps), used by folded norms.
-    """
-
-    embedding: torch.Tensor
-    head: Projection
-    norm: torch.Tensor | None
-    layers: tuple[Layer, ...]
-    ropes: tuple[Rope, ...]
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
-    scaling: float
-    activation: str
-    embedding_scale: float
-    attention_softcap: float | None
-    final_softcap: float | None
-    max_positions: int
-    max_positions_reason: str
-    copies: list[torch.Tensor]
-    folded: bool
-    floor: torch.Tensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.head.matrix.dtype
-
-    @property
-    def stream_dtype(self) -> torch.dtype:
-        return self.embedding.dtype
-
-    @property
-    def vocab_size(self) -> int:
-        return self.head.matrix.shape[1]
-
-    @property
-    def hidden_size(self) -> int:
-        return self.embedding.shape[1]
-
-    def cache_bytes_per_token(self) -> int:
-        """Bytes of the keys and values of one token."""
-        return 2 * len(self.layers) * self.kv_heads * self.head_dim * self.dtype.itemsize
-
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """(...) int64 -> (..., H)."""
-        x = F.embedding(ids, self.embedding)
-        if self.embedding_scale != 1:
-            x = x * self.embedding_scale
-        return x
-
-    def normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        """`rms_norm` before a projection. Without a weight (folded): x (N, H) / sqrt(sum of squares + H eps)."""
-        if weight is not None:
-            return rms_norm(x, weight, self.eps, self.dtype)
-        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x / torch.hypot(size, self.floor, out=size)
-
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Final norm and head: (B, H) -> (B, V) float32."""
-        logits = self.head(self.normed(states, self.norm)).float()
-        if self.final_softcap is not None:
-            logits.div_(self.final_softcap).tanh_().mul_(self.final_softcap)
-        return logits
-
-
 def family_of(name: str) -> Family:
     """The family of an architecture. Raises ValueError with the supported ones and the alternative."""
     if name not in FAMILIES:
@@ -262,15 +100,18 @@ def read_decoder(
     module: nn.Module,
     dtype: torch.dtype | None = None,
     transpose_limit: int = TRANSPOSE_LIMIT,
-    reuse: "Decoder | None" = None,
+    reuse: Decoder | None = None,
+    tp: TensorParallel = ALONE,
 ) -> Decoder:
     """Read `module` (one of FAMILIES) as a `Decoder` over its parameters.
 
     Args:
-        module: a HuggingFace model, unsharded.
+        module: a HuggingFace model, unsharded; with tensor parallelism, its parameters are this rank's slices
+            (`native.slices`).
         dtype: None for the parameters' dtype, without a copy. Any other dtype copies the projections as they are now.
         transpose_limit: see TRANSPOSE_LIMIT.
         reuse: an earlier result, whose memory is reused for copies.
+        tp: the ranks that hold the model.
 
     Raises:
         ValueError: an unsupported architecture, activation or rotary variant, wrapped projections, sharded parameters.
@@ -293,7 +134,9 @@ def read_decoder(
     ropes, limits = zip(*(_rope(trunk.rotary_emb, config, kind) for kind in rope_types))
     max_positions, reason = min(limits)
     pairs = _pairs(head_dim, 2 * len(ropes[0].inverse_frequencies)) if folded else None
-    reader = _Reader(family, dtype, stream_dtype, transposed, pairs, reuse.copies if reuse is not None else ())
+    heads, kv_heads = config.num_attention_heads // tp.size, max(1, config.num_key_value_heads // tp.size)
+    old = reuse.copies if reuse is not None else ()
+    reader = _Reader(family, dtype, stream_dtype, transposed, (heads, kv_heads), pairs, old)
     rope_of = {kind: i for i, kind in enumerate(rope_types)} if family.rope_per_type else dict.fromkeys(types, 0)
     last_norm, last_factor = reader.norm_before(trunk.norm.weight)
     return Decoder(
@@ -302,8 +145,8 @@ def read_decoder(
         norm=last_norm,
         layers=tuple(_layer(layer, config, reader, kind, rope_of[kind]) for layer, kind in zip(trunk.layers, types)),
         ropes=ropes,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
+        heads=heads,
+        kv_heads=kv_heads,
         head_dim=head_dim,
         eps=config.rms_norm_eps,
         scaling=1.0 if folded else trunk.layers[0].self_attn.scaling,
@@ -317,6 +160,7 @@ def read_decoder(
         copies=reader.copies,
         folded=folded,
         floor=torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps), dtype=dtype, device=head.device),
+        tp=tp,
     )
 
 
@@ -334,7 +178,7 @@ def _layer(layer: nn.Module, config, reader: "_Reader", kind: str | None, rope: 
         gate_up = reader.projection(mlp_factor, gate_proj=mlp.gate_proj, up_proj=mlp.up_proj)
     slides = family.window == "all" or kind == "sliding_attention"
     return Layer(
-        qkv=reader.qkv(attention, config, attention_factor),
+        qkv=reader.qkv(attention, attention_factor),
         out=reader.projection(o_proj=attention.o_proj),
         gate_up=gate_up,
         down=reader.projection(down_proj=mlp.down_proj),
@@ -342,7 +186,7 @@ def _layer(layer: nn.Module, config, reader: "_Reader", kind: str | None, rope: 
         mlp_norm=mlp_norm,
         attention_post_norm=None if after_attention is None else reader.norm(after_attention.weight),
         mlp_post_norm=None if after_mlp is None else reader.norm(after_mlp.weight),
-        qk_norm=reader.qk_norm(attention, config) if family.qk_norm else None,
+        qk_norm=reader.qk_norm(attention) if family.qk_norm else None,
         window=config.sliding_window if slides else None,
         rope=rope,
     )
@@ -352,6 +196,7 @@ class _Reader:
     """Reads parameters: projections in `dtype`, optionally copied as (in, out); all others in `stream_dtype`.
 
     Args:
+        heads: query heads, and key/value heads.
         pairs: (D,) order in which to read the dimensions of a query or key head; None if nothing is folded.
         old: tensors of an earlier reading, whose memory is reused where shapes match.
     """
@@ -362,6 +207,7 @@ class _Reader:
         dtype: torch.dtype,
         stream_dtype: torch.dtype,
         transposed: bool,
+        heads: tuple[int, int],
         pairs: torch.Tensor | None,
         old: Sequence[torch.Tensor],
     ):
@@ -369,6 +215,7 @@ class _Reader:
         self.dtype = dtype
         self.stream_dtype = stream_dtype
         self.transposed = transposed
+        self.heads, self.kv_heads = heads
         self.pairs = pairs
         self.old = list(old)
         self.copies: list[torch.Tensor] = []
@@ -400,17 +247,17 @@ class _Reader:
         factor = weight.detach().to(self.dtype)
         return None, (1 + factor if self.family.gemma else factor) * math.sqrt(len(factor))
 
-    def qk_norm(self, attention: nn.Module, config) -> torch.Tensor:
+    def qk_norm(self, attention: nn.Module) -> torch.Tensor:
         """Norm weights of all query and key heads, (HQ + HK, D)."""
-        norms = [attention.q_norm] * config.num_attention_heads + [attention.k_norm] * config.num_key_value_heads
+        norms = [attention.q_norm] * self.heads + [attention.k_norm] * self.kv_heads
         rows = torch.stack([norm.weight.detach() for norm in norms])
         rows = 1 + rows.float() if self.family.gemma else rows.to(self.stream_dtype)
         if self.pairs is not None:
             rows = rows[:, self.pairs]
-            rows[: config.num_attention_heads] *= attention.scaling
+            rows[: self.heads] *= attention.scaling
         return self._copy([rows], rows.dtype)
 
-    def qkv(self, attention: nn.Module, config, factor: torch.Tensor | None) -> Projection:
+    def qkv(self, attention: nn.Module, factor: torch.Tensor | None) -> Projection:
         """Queries, keys and values as one projection. factor: see `norm_before`."""
         if self.family.fused:
             projections = {"qkv_proj": attention.qkv_proj}
@@ -418,13 +265,13 @@ class _Reader:
             projections = {"q_proj": attention.q_proj, "k_proj": attention.k_proj, "v_proj": attention.v_proj}
         if self.pairs is None:
             return self.projection(factor, **projections)
-        heads, size = config.num_attention_heads + config.num_key_value_heads, len(self.pairs)
+        heads, size = self.heads + self.kv_heads, len(self.pairs)
         paired = (torch.arange(heads)[:, None] * size + self.pairs).view(-1)
-        order = torch.cat((paired, torch.arange(config.num_key_value_heads * size) + heads * size))
+        order = torch.cat((paired, torch.arange(self.kv_heads * size) + heads * size))
         joint = self.projection(factor, order, **projections)
         if not self.family.qk_norm:  # otherwise the norm's weight includes the scale
             for part in filter(lambda tensor: tensor is not None, (joint.matrix, joint.bias)):
-                part[..., : config.num_attention_heads * size] *= attention.scaling
+                part[..., : self.heads * size] *= attention.scaling
         return joint
 
     def projection(

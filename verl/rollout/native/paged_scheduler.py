@@ -369,9 +369,7 @@ class PagedScheduler:
         """Give each sample its own copy of the last block of its prompt."""
         pairs = [(s.group.tail_blocks[0], s.own_blocks[0]) for s in chosen if s.group.tail_blocks]
         if pairs:
-            source, target = upload([list(x) for x in zip(*pairs)], torch.int64, self.device)
-            for layer in self.buffers.kv_cache:
-                layer.index_copy_(0, target, layer[source])
+            self.decoder.copy_blocks(*map(list, zip(*pairs)))
 
     def _fill_slots(self, chosen: list[Sample]) -> None:
         """Initialize the slots of the chosen rows and sample their first tokens."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from verl.rollout.base import Request
 from verl.rollout.checks import check_request
-from verl.rollout.native.model import Decoder
+from verl.rollout.native.decoder import Decoder
 from verl.rollout.stop_strings import StopStrings
 
 

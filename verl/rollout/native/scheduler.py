@@ -242,7 +242,7 @@ class SlotScheduler:
             self.finished.append(line)
             self.active -= 1
             if slot != self.active:
-                self.decoder.cache.move(self.active, slot)
+                self.decoder.move(self.active, slot)
                 self.state[:, slot] = self.state[:, self.active]
                 self.uniforms[slot] = self.uniforms[self.active]
         state = self.state[:, : self.active]

@@ -5,9 +5,10 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
+from verl.rollout.native.decoder import ACTIVATIONS, Decoder, Layer, Projection, RopeTable, rms_norm
 from verl.rollout.native.kv_cache import CacheViews, SlotCache
-from verl.rollout.native.model import ACTIVATIONS, Decoder, Layer, Projection, RopeTable, rms_norm
 from verl.rollout.sampling import choose
+from verl.rollout.tensor_parallel import on_every_rank
 
 #: max prompt tokens of one prefill, padding included; a longer prompt is computed alone
 PREFILL_TOKENS = 16384
@@ -24,6 +25,7 @@ class Layers:
 
     def __init__(self, decoder: Decoder, length: int):
         self.decoder = decoder
+        self.tp = decoder.tp
         self.activation = ACTIVATIONS[decoder.activation]
         self.tables = [rope.table(length, decoder.stream_dtype, decoder.folded) for rope in decoder.ropes]
 
@@ -90,10 +92,10 @@ class Layers:
 
     def _finish(self, layer: Layer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The rest of a layer: x (N, H), attention output (N, HQ D) -> (N, H). Overwrites x."""
-        eps = self.decoder.eps
-        x = _add(x, attended, layer.out, layer.attention_post_norm, eps)
-        gate, up = layer.gate_up(self.decoder.normed(x, layer.mlp_norm)).chunk(2, -1)
-        return _add(x, self.activation(gate).mul_(up), layer.down, layer.mlp_post_norm, eps)
+        decoder = self.decoder
+        x = _add(decoder, x, attended, layer.out, layer.attention_post_norm)
+        gate, up = layer.gate_up(decoder.normed(x, layer.mlp_norm)).chunk(2, -1)
+        return _add(decoder, x, self.activation(gate).mul_(up), layer.down, layer.mlp_post_norm)
 
     def _attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """q (B HK, G, D), scaled; k (B HK, D, L); v (B HK, L, D) -> (B HK, G, D). mask: additive, (B, HK, G, L)."""
@@ -136,6 +138,7 @@ class TorchDecoder(Layers):
         self.table_length = positions
         self.cache = cache
 
+    @on_every_rank
     def prefill(self, prompts: list[list[int]], slots: list[list[int]]) -> torch.Tensor:
         """Prefill each prompt once, with keys and values for all its `slots`. Returns logits (len(prompts), V)
         float32."""
@@ -154,10 +157,17 @@ class TorchDecoder(Layers):
 
         return self.prompts(prompts, store)
 
+    @on_every_rank
+    def move(self, source: int, target: int) -> None:
+        """Move the row of slot `source` to slot `target`."""
+        self.cache.move(source, target)
+
+    @on_every_rank
     def start_step_at(self, positions: torch.Tensor) -> None:
         """Set the positions (B,) of rows 0 .. B - 1 for the next `step`; each step advances them by one."""
         self.cache.start_step_at(positions)
 
+    @on_every_rank
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Decode one step. tokens: (B,) of rows 0 .. B - 1. Returns logits (B, V) float32."""
         decoder, cache = self.decoder, self.cache
@@ -185,13 +195,13 @@ class TorchDecoder(Layers):
 
 
 def _add(
-    x: torch.Tensor, y: torch.Tensor, projection: Projection, post_norm: torch.Tensor | None, eps: float
+    decoder: Decoder, x: torch.Tensor, y: torch.Tensor, projection: Projection, post_norm: torch.Tensor | None
 ) -> torch.Tensor:
     """x += post_norm(projection(y)), in place."""
     if post_norm is not None:
-        return x.add_(rms_norm(projection(y), post_norm, eps))
-    if x.dtype != y.dtype:
-        return x.add_(projection(y))
+        return x.add_(rms_norm(decoder.reduced(projection, y), post_norm, decoder.eps))
+    if x.dtype != y.dtype or decoder.tp.size > 1:
+        return x.add_(decoder.reduced(projection, y))
     if projection.bias is not None:
         x.add_(projection.bias)
     return x.addmm_(y, projection.matrix)

@@ -1,0 +1,189 @@
+"""The decoder that the loops of the native engine run: projections, layers and constants, without module classes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.nn import functional as F
+
+from verl.rollout.tensor_parallel import ALONE, TensorParallel
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """RMS norm of x (..., H) with weight (H,), computed in the wider dtype. dtype: of the result; None: x.dtype."""
+    wide = torch.promote_types(x.dtype, weight.dtype)
+    return F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps).to(x.dtype if dtype is None else dtype)
+
+
+def padded_width(width: int) -> int:
+    """Pad a row length, in elements, so that the rows of a matrix do not compete for cache lines.
+
+    With a power-of-two stride, rows map to few cache sets, and a matmul took up to 1.7 times as long.
+    """
+    return width if width % 256 else width + 48
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A linear layer: matrix (in, out), bias (out,) or None."""
+
+    matrix: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (N, in) -> (N, out)."""
+        return torch.mm(x, self.matrix) if self.bias is None else torch.addmm(self.bias, x, self.matrix)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer. D head size, HQ query heads, HK key/value heads, H hidden size, I MLP size.
+
+    Attributes:
+        qkv, out, gate_up, down: H -> (HQ + 2 HK) D, HQ D -> H, H -> 2 I, and I -> H.
+        attention_norm, mlp_norm: (H,), before attention and MLP; None if folded: the following matrix contains the
+            weight times sqrt(H) (`Decoder.folded`).
+        attention_post_norm, mlp_post_norm: (H,), after attention and MLP, or None.
+        qk_norm: (HQ + HK, D) or None.
+        window: size of the attention window, the query itself included; None for full attention.
+        rope: index into Decoder.ropes.
+    """
+
+    qkv: Projection
+    out: Projection
+    gate_up: Projection
+    down: Projection
+    attention_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor | None
+    attention_post_norm: torch.Tensor | None
+    mlp_post_norm: torch.Tensor | None
+    qk_norm: torch.Tensor | None
+    window: int | None
+    rope: int
+
+
+RopeTable = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding. inverse_frequencies: (R / 2,), for the first R dimensions of a head. scale: of cos and sin."""
+
+    inverse_frequencies: torch.Tensor
+    scale: float
+
+    def table(self, length: int, dtype: torch.dtype, folded: bool = False) -> RopeTable:
+        """cos and signed sin, each (length, R): y = x * cos + swap_halves(x) * sin.
+
+        folded: cos + i sin, (length, R / 2), for pairs of adjacent dimensions.
+        """
+        positions = torch.arange(length, device=self.inverse_frequencies.device, dtype=torch.float32)
+        angles = positions[:, None] * self.inverse_frequencies.float()
+        cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
+        if folded:
+            return (torch.complex(cos.to(dtype), sin.to(dtype)),)
+        return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder: embedding (V, H), layers, final norm (H,), head H -> V, and constants.
+
+    Matmuls, keys and values have `dtype`. The residual stream, norms and rotary tables have `stream_dtype`, which is
+    wider if the parameters are, as in training under autocast: rounding elsewhere would cause a training-inference
+    mismatch.
+
+    Attributes:
+        scaling: factor on the attention scores.
+        attention_softcap, final_softcap: c in c * tanh(x / c), or None.
+        max_positions: max length of prompt plus response; max_positions_reason names the cause of the limit.
+        copies: the weights that are not parameters, in the order of reading.
+        folded: dimensions 2 i and 2 i + 1 of the first R of queries and keys are rotated together, instead of i and
+            i + R / 2; queries are already scaled (`scaling` is 1); norms before projections have no weight.
+        floor: sqrt(H eps), used by folded norms.
+        tp: the ranks that hold the model. With more than one, `heads` and `kv_heads` are this rank's, `embedding` and
+            `head` have V / size tokens, and the sums of `out` and `down` are completed by an all-reduce.
+    """
+
+    embedding: torch.Tensor
+    head: Projection
+    norm: torch.Tensor | None
+    layers: tuple[Layer, ...]
+    ropes: tuple[Rope, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    scaling: float
+    activation: str
+    embedding_scale: float
+    attention_softcap: float | None
+    final_softcap: float | None
+    max_positions: int
+    max_positions_reason: str
+    copies: list[torch.Tensor]
+    folded: bool
+    floor: torch.Tensor
+    tp: TensorParallel = ALONE
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head.matrix.dtype
+
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head.matrix.shape[1] * self.tp.size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.embedding.shape[1]
+
+    def cache_bytes_per_token(self) -> int:
+        """Bytes of the keys and values of one token."""
+        return 2 * len(self.layers) * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """(...) int64 -> (..., H)."""
+        if self.tp.size == 1:
+            x = F.embedding(ids, self.embedding)
+        else:  # every token is in the slice of one rank
+            own = ids - self.tp.rank * len(self.embedding)
+            elsewhere = (own < 0) | (own >= len(self.embedding))
+            x = F.embedding(own.masked_fill(elsewhere, 0), self.embedding)
+            x = self.tp.all_reduce(x.masked_fill_(elsewhere[..., None], 0))
+        if self.embedding_scale != 1:
+            x = x * self.embedding_scale
+        return x
+
+    def normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """`rms_norm` before a projection. Without a weight (folded): x (N, H) / sqrt(sum of squares + H eps)."""
+        if weight is not None:
+            return rms_norm(x, weight, self.eps, self.dtype)
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x / torch.hypot(size, self.floor, out=size)
+
+    def project(self, states: torch.Tensor) -> torch.Tensor:
+        """The head: normed (B, H) -> (B, V)."""
+        return self.tp.all_gather(self.head(states))
+
+    def reduced(self, projection: Projection, x: torch.Tensor) -> torch.Tensor:
+        """A projection of which each rank has some inputs (`Layer.out`, `Layer.down`): (N, in) -> (N, H)."""
+        return self.tp.all_reduce(projection(x))
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Final norm and head: (B, H) -> (B, V) float32."""
+        logits = self.project(self.normed(states, self.norm)).float()
+        if self.final_softcap is not None:
+            logits.div_(self.final_softcap).tanh_().mul_(self.final_softcap)
+        return logits

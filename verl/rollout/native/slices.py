@@ -1,0 +1,110 @@
+"""The slices of a model's parameters that one rank of a tensor-parallel group has.
+
+Attention heads and the units of the MLP are split by the outputs of q, k, v, gate and up, and by the inputs of o and
+down; embedding and head by tokens. With more ranks than key/value heads, several ranks have the same head. All other
+parameters are whole on every rank.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from verl.rollout.tensor_parallel import TensorParallel
+from verl.rollout.weight_sync import ModuleReceiver
+
+KEY = "rollout.tensor_model_parallel_size"
+#: settings of a model's config that the number of ranks must divide, or be a multiple of in the case of _HEADS
+_HEADS = "num_key_value_heads"
+SIZES = ("num_attention_heads", _HEADS, "intermediate_size", "vocab_size")
+
+
+def check_sizes(sizes: Mapping[str, Any], ranks: int) -> None:
+    """Raise ValueError if a model cannot be split over `ranks`. sizes: has the keys of SIZES."""
+    for name in SIZES:
+        size = sizes[name]
+        if size % ranks and not (name == _HEADS and ranks % size == 0):
+            fitting = [n for n in range(1, ranks) if all(sizes[key] % n == 0 for key in SIZES)]
+            raise ValueError(
+                f"{KEY}={ranks} does not divide the model's {name}={size}: use {' or '.join(map(str, fitting))}"
+            )
+
+
+class Slices:
+    """Which part of each parameter of a model this rank has.
+
+    Args:
+        config: the model's config.
+        tp: the ranks that hold the model.
+
+    Raises:
+        ValueError: the number of ranks does not divide the model.
+    """
+
+    def __init__(self, config: Any, tp: TensorParallel):
+        check_sizes(config.to_dict(), tp.size)
+        self.tp = tp
+        rank, ranks = tp.rank, tp.size
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        first, shared = rank * kv_heads // ranks, max(1, kv_heads // ranks)
+        q = rank * heads // ranks, (rank + 1) * heads // ranks
+        k = heads + first, heads + first + shared
+        v = k[0] + kv_heads, k[1] + kv_heads
+        one, own = (0, ranks), [(rank, rank + 1)]
+        # last part of a layer's name -> dimension, number of equal units in it, and this rank's ranges of units
+        self._rules: dict[str, tuple[int, int, list[tuple[int, int]]]] = {
+            "q_proj": (0, heads, [q]),
+            "k_proj": (0, kv_heads, [(first, first + shared)]),
+            "v_proj": (0, kv_heads, [(first, first + shared)]),
+            "qkv_proj": (0, heads + 2 * kv_heads, [q, k, v]),
+            "gate_up_proj": (0, 2 * ranks, [(rank, rank + 1), (ranks + rank, ranks + rank + 1)]),
+            "o_proj": (1, ranks, own),
+            "down_proj": (1, ranks, own),
+            **{name: (*one, own) for name in ("gate_proj", "up_proj", "embed_tokens", "lm_head")},
+        }
+
+    def of(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of a parameter, by its HuggingFace name; a view where that is possible."""
+        layer, _, kind = name.rpartition(".")
+        rule = self._rules.get(layer.rpartition(".")[2])
+        if rule is None:
+            return full
+        dim, units, ranges = rule
+        if dim == 1 and kind == "bias":  # added once, after the sum over the ranks
+            return full if self.tp.leads else torch.zeros_like(full)
+        unit = full.shape[dim] // units
+        parts = [full.narrow(dim, start * unit, (end - start) * unit) for start, end in ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    def cut(self, module: nn.Module) -> None:
+        """Replace the parameters of a module on "meta" by parameters of the shapes of their slices."""
+        for prefix, part in module.named_modules():
+            for name, full in part.named_parameters(recurse=False):
+                own = torch.empty_like(self.of(f"{prefix}.{name}", full), memory_format=torch.contiguous_format)
+                part.register_parameter(name, nn.Parameter(own, requires_grad=False))
+
+
+class SliceReceiver(ModuleReceiver):
+    """Receives full parameters one by one into a module that has slices of them."""
+
+    def __init__(self, module: nn.Module, slices: Slices, shapes: Mapping[str, torch.Size]):
+        """shapes: those of the full parameters."""
+        super().__init__(module)
+        self.slices = slices
+        self.full_shapes = shapes
+
+    def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """See `WeightReceiver.receive`."""
+
+        def sliced() -> Iterable[tuple[str, torch.Tensor]]:
+            for name, full in weights:
+                expected = self.full_shapes.get(name, full.shape)
+                if full.shape != expected:
+                    raise ValueError(
+                        f"weights of version {version}: {name} has shape {tuple(full.shape)}, expected "
+                        f"{tuple(expected)}"
+                    )
+                yield name, self.slices.of(name, full)
+
+        super().receive(sliced(), version)

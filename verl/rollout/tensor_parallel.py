@@ -1,0 +1,123 @@
+"""Communication within a tensor-parallel group of rollout ranks.
+
+Rank 0 leads: it gets the requests, decides what to compute, and samples. It sends every operation on the model to the
+other ranks as a command, which they run with the same arguments (`on_every_rank`), so they need no scheduler and cannot
+choose other tokens. Matrices are split as by Shoeybi et al. (2019, arXiv 1909.08053).
+"""
+
+import functools
+import pickle
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from verl.rollout.base import RolloutEnv
+
+#: bytes of a command that are sent at once: its length, then its content; a longer one needs a second broadcast
+_HEADER = 4096
+_LENGTH = 8  # bytes of the length
+#: the other ranks wait for rank 0, whose agent loops may wait for tools; the caller of the workers detects hangs
+_TIMEOUT = timedelta(days=1)
+
+
+class TensorParallel:
+    """The ranks that hold a model together. Without a group, its methods do nothing.
+
+    Args:
+        rank, size: rank in the group, and its size.
+        group: the process group, for tensors of the host and of the device; None if size is 1.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None):
+        self.rank = rank
+        self.size = size
+        self.group = group
+
+    @classmethod
+    def of(cls, env: "RolloutEnv") -> "TensorParallel":
+        """The group of a rank. Collective: every rollout rank calls it, since it makes the groups of all of them."""
+        if env.tp_size == 1:
+            return ALONE
+        starts = range(0, env.world_size, env.tp_size)
+        groups = [dist.new_group(range(start, start + env.tp_size), timeout=_TIMEOUT) for start in starts]
+        return cls(env.tp_rank, env.tp_size, groups[env.rank // env.tp_size])
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank gets the requests."""
+        return self.rank == 0
+
+    # ---- tensors, on the host or the device ---------------------------------------------------------------------
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum x over the ranks, in place. Returns x."""
+        if self.size > 1:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Join the columns of all ranks: (B, N) -> (B, size N)."""
+        if self.size == 1:
+            return x
+        every = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(every, x, group=self.group)
+        return torch.cat(every, 1)
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Overwrite x with that of rank 0."""
+        if self.size > 1:
+            dist.broadcast(x, dist.get_global_rank(self.group, 0), group=self.group)
+
+    def smallest(self, value: int) -> int:
+        """The smallest value of all ranks, for a decision that they must share."""
+        if self.size == 1:
+            return value
+        least = torch.tensor(int(value))
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
+        return int(least)
+
+    # ---- commands -----------------------------------------------------------------------------------------------
+
+    def send(self, command: object) -> None:
+        """On rank 0: send a command to the other ranks, which `receive` it."""
+        content = pickle.dumps(command)
+        first = len(content).to_bytes(_LENGTH, "little") + content[: _HEADER - _LENGTH]
+        self.broadcast(torch.frombuffer(bytearray(first.ljust(_HEADER, b"\0")), dtype=torch.uint8))
+        if rest := content[_HEADER - _LENGTH :]:
+            self.broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8))
+
+    def receive(self) -> Any:
+        """On the other ranks: the next command of rank 0."""
+        first = torch.empty(_HEADER, dtype=torch.uint8)
+        self.broadcast(first)
+        first = first.numpy().tobytes()
+        length = int.from_bytes(first[:_LENGTH], "little")
+        content = first[_LENGTH : _LENGTH + length]
+        if rest := length - len(content):
+            last = torch.empty(rest, dtype=torch.uint8)
+            self.broadcast(last)
+            content += last.numpy().tobytes()
+        return pickle.loads(content)
+
+
+#: a model on one device
+ALONE = TensorParallel()
+
+
+def on_every_rank(method: Callable) -> Callable:
+    """Decorator of a method of an object with an attribute `tp`: rank 0 also runs it on the other ranks.
+
+    Such a method must not call another one, and its arguments must be picklable.
+    """
+
+    @functools.wraps(method)
+    def call(self, *args: Any) -> Any:
+        if self.tp.size > 1 and self.tp.leads:
+            self.tp.send((method.__name__, args))
+        return method(self, *args)
+
+    return call
