@@ -471,3 +471,10 @@ def _hf(
     config: BaseModel, model: BaseModel, env: RolloutEnv, train_engine: SharesWeights | None = None
 ) -> RolloutEngine:
     return load_object("verl.rollout.hf", "make_hf")(config, model, env, train_engine)
+
+
+@register_rollout_engine("vllm")
+def _vllm(
+    config: BaseModel, model: BaseModel, env: RolloutEnv, train_engine: SharesWeights | None = None
+) -> RolloutEngine:
+    return load_object("verl.rollout.vllm.factory", "make_vllm")(config, model, env, train_engine)

@@ -1,0 +1,106 @@
+"""`rollout.name=vllm`: makes the engine of one rank."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from verl.config import schema
+from verl.modeling.huggingface import model_source, read_config
+from verl.rollout.base import RolloutEnv, SharesWeights
+from verl.rollout.loading import load_module
+from verl.rollout.vllm.capabilities import probe
+from verl.rollout.vllm.engine import VllmRollout
+from verl.rollout.vllm.settings import engine_args, join_process_group, launcher_variables, max_model_len
+from verl.rollout.vllm.weights import parameter_shapes
+from verl.utils.device import resolve_dtype
+
+
+def make_vllm(
+    config: schema.RolloutEngineConfig,
+    model: schema.ModelConfig,
+    env: RolloutEnv,
+    train_engine: SharesWeights | None = None,
+) -> VllmRollout:
+    """Make the engine. Its weights are a copy: of the trainer's, which pushes them before the first generation, or of
+    the files without training.
+
+    Raises:
+        ImportError, ValueError: vLLM is not installed or not supported (`capabilities.probe`), settings that contradict
+            each other, or `rollout.deterministic`.
+    """
+    if isinstance(config, schema.RolloutConfig) and config.deterministic:
+        raise ValueError("rollout.deterministic needs the layers of the trainer: set rollout.name=native")
+    capabilities = probe()
+    dtype = resolve_dtype(config.dtype, env.device)
+    if config.dtype == "auto" and env.compute_dtype is not None:
+        dtype = env.compute_dtype
+    model = model.model_copy(update={"path": model_source(model.path)})
+    hf_config = read_config(model.path, model.override_config, model.trust_remote_code)
+    is_trained = train_engine is not None or env.compute_dtype is not None
+    merges = not is_trained and model.lora_adapter_path is not None
+    args = engine_args(config, model, env, dtype, hf_config, capabilities, dummy=is_trained or merges)
+    join_process_group(env)
+    engine = VllmRollout(
+        _make_llm(args, env),
+        capabilities,
+        vocab_size=hf_config.get_text_config().vocab_size,
+        max_length=max_model_len(config),
+        shapes=partial(parameter_shapes, model),
+        has_weights=not is_trained and not merges,
+        sleeps=bool(args.get("enable_sleep_mode")),
+        channel=_Group() if env.tp_size > 1 else None,
+    )
+    if merges:
+        module = load_module(model, dtype, torch.device("cpu"))
+        engine.receiver().receive(module.named_parameters(), version=0)
+    elif is_trained:
+        engine.receiver().release()  # the trainer gets the memory until the first push
+    return engine
+
+
+def _make_llm(args: dict[str, Any], env: RolloutEnv) -> Any:
+    """The `vllm.LLM` of this rank."""
+    from vllm import LLM
+
+    on_cpu = env.device.type == "cpu"
+    with launcher_variables(env), _cpu_kernels() if on_cpu else torch.cuda.device(env.device):
+        try:
+            return LLM(**args)
+        except TypeError as error:  # an argument of engine_kwargs.vllm
+            raise ValueError(f"rollout.engine_kwargs.vllm: {error}") from error
+
+
+@contextmanager
+def _cpu_kernels() -> Iterator[None]:
+    """Context in which vLLM makes a model for a CPU whose weights can be replaced.
+
+    Its oneDNN kernels compute with packed copies that a push does not reach. Small functions are not compiled, and the
+    number of torch's threads can still be set afterwards.
+    """
+    from vllm import _custom_ops
+
+    set_num_threads = torch.set_num_threads
+    _custom_ops._supports_onednn = False
+    torch.compiler.set_stance("force_eager")
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+
+
+class _Group:
+    """`stepping.Channel` over vLLM's tensor-parallel group."""
+
+    def __init__(self) -> None:
+        from vllm.distributed.parallel_state import get_tp_group
+
+        self._group = get_tp_group()
+
+    def send(self, message: Any) -> None:
+        self._group.broadcast_object(message, src=0)
+
+    def receive(self) -> Any:
+        return self._group.broadcast_object(None, src=0)

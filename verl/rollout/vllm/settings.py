@@ -1,0 +1,191 @@
+"""Arguments of vLLM's engine from the `rollout` section, and the process group that it joins."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from verl.config import schema
+from verl.rollout.base import RolloutEnv
+from verl.rollout.vllm.capabilities import Capabilities
+
+log = logging.getLogger(__name__)
+
+#: arguments that the adapter sets -> the reason, or the key that sets them
+_OWNED = {
+    "model": "actor_rollout_ref.model.path",
+    "trust_remote_code": "actor_rollout_ref.model.trust_remote_code",
+    "hf_overrides": "actor_rollout_ref.model.override_config",
+    "tensor_parallel_size": "rollout.tensor_model_parallel_size",
+    "dtype": "rollout.dtype",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "max_num_seqs": "rollout.max_num_seqs",
+    "max_num_batched_tokens": "rollout.max_num_batched_tokens",
+    "max_model_len": "rollout.max_model_len",
+    "enable_chunked_prefill": "rollout.enable_chunked_prefill",
+    "enable_prefix_caching": "rollout.enable_prefix_caching",
+    "enforce_eager": "rollout.enforce_eager",
+    "enable_sleep_mode": "rollout.free_cache_engine",
+    "seed": "rollout.seed",
+}
+_FIXED = {
+    "logprobs_mode": "log-probs are those of the distribution that was sampled from",
+    "distributed_executor_backend": "the engine runs in the rollout processes",
+    "skip_tokenizer_init": "prompts and responses are token ids",
+    "generation_config": "sampling parameters are those of the rollout section",
+    "load_format": "weights come from the trainer, or from model.path without training",
+}
+_NOT_SUPPORTED = {
+    "quantization": "trained weights cannot be loaded into a quantized model",
+    "pipeline_parallel_size": "use rollout.tensor_model_parallel_size",
+    "data_parallel_size": "every group of rollout ranks has its own engine",
+    "speculative_config": "its draft model would not be trained",
+    "enable_lora": "adapters are merged before the weights are sent",
+}
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_PAGE = 128  # tokens; vLLM's block size on a CPU
+_FREE_SHARE = 0.9  # of the free GPU memory, for the engine
+
+
+def check_kwargs(given: dict[str, Any]) -> None:
+    """Raise ValueError for arguments in `engine_kwargs.vllm` that contradict this adapter or another key."""
+    for name in given:
+        if name in _OWNED:
+            raise ValueError(f"rollout.engine_kwargs.vllm.{name}: set {_OWNED[name]} instead")
+        reason = _FIXED.get(name, _NOT_SUPPORTED.get(name))
+        if reason is not None:
+            raise ValueError(f"rollout.engine_kwargs.vllm.{name} is not supported: {reason}; remove it")
+
+
+def max_model_len(config: schema.RolloutEngineConfig) -> int:
+    """Longest sequence, prompt plus response."""
+    return config.max_model_len or config.prompt_length + config.response_length
+
+
+def engine_args(
+    config: schema.RolloutEngineConfig,
+    model: schema.ModelConfig,
+    env: RolloutEnv,
+    dtype: torch.dtype,
+    hf_config: Any,
+    capabilities: Capabilities,
+    dummy: bool,
+) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`.
+
+    Args:
+        config, model: the `rollout` and `model` sections.
+        env: where the engine runs.
+        dtype: of the weights and the computation.
+        hf_config: HuggingFace config of the model.
+        capabilities: of the installed vLLM.
+        dummy: allocate the weights without reading them from files.
+
+    Raises:
+        ValueError: an argument in `engine_kwargs.vllm` that is not supported, or a quantized model.
+    """
+    given, length = dict(config.engine_kwargs.vllm), max_model_len(config)
+    check_kwargs(given)
+    if "quantization_config" in hf_config.to_dict():
+        raise ValueError(f"rollout.name=vllm: {model.path} is quantized: {_NOT_SUPPORTED['quantization']}")
+    on_gpu = env.device.type == "cuda"
+    args = {
+        "model": model.path,
+        "trust_remote_code": model.trust_remote_code,
+        "dtype": _NAMES[dtype],
+        "load_format": "dummy" if dummy else "auto",
+        "tensor_parallel_size": env.tp_size,
+        "distributed_executor_backend": "external_launcher",
+        "max_model_len": length,
+        "max_num_seqs": config.max_num_seqs,
+        # without chunks, a prompt must fit into one step
+        "max_num_batched_tokens": max(
+            config.max_num_batched_tokens, *(() if config.enable_chunked_prefill else (length,)), 1
+        ),
+        "enable_chunked_prefill": config.enable_chunked_prefill,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "enforce_eager": config.enforce_eager or not on_gpu,
+        "enable_sleep_mode": config.free_cache_engine and on_gpu,
+        "logprobs_mode": "processed_logprobs",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+        "seed": config.seed if isinstance(config, schema.RolloutConfig) else 0,
+    }
+    if model.override_config:
+        args["hf_overrides"] = dict(model.override_config)
+    if on_gpu:
+        args["gpu_memory_utilization"] = memory_share(config.gpu_memory_utilization, env.device)
+    else:
+        args["kv_cache_memory_bytes"] = _host_cache_bytes(hf_config, dtype, length, config.max_num_seqs, env.tp_size)
+    if env.tp_size > 1 and capabilities.async_scheduling:
+        args["async_scheduling"] = False  # its order of steps depends on time, but all ranks must take the same steps
+    return args | given
+
+
+def memory_share(asked: float, device: torch.device) -> float:
+    """Fraction of the GPU memory for the engine: at most what other users of the GPU, such as the trainer, leave."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    possible = int(100 * _FREE_SHARE * free / total) / 100
+    if asked <= possible:
+        return asked
+    log.warning(
+        "rollout.gpu_memory_utilization=%.2f: only %.1f of %.1f GiB are free on %s, so vLLM gets %.2f of the memory",
+        *(asked, free / 2**30, total / 2**30, device, possible),
+    )
+    return possible
+
+
+def _host_cache_bytes(hf_config: Any, dtype: torch.dtype, length: int, rows: int, tp_size: int) -> int:
+    """Memory of the KV cache on a CPU: what the rows need, up to a quarter of the free memory."""
+    text = hf_config.get_text_config()
+    heads = text.num_key_value_heads if "num_key_value_heads" in text.to_dict() else text.num_attention_heads
+    head_dim = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
+    per_token = 2 * text.num_hidden_layers * max(heads // tp_size, 1) * head_dim * dtype.itemsize
+    row = -(-length // _PAGE) * _PAGE * per_token
+    return min((rows + 1) * row, max(psutil.virtual_memory().available // 4, 2 * row))
+
+
+# ---- process group --------------------------------------------------------------------------------------------------
+
+
+def join_process_group(env: RolloutEnv) -> None:
+    """Initialize torch.distributed unless it is: vLLM forms its groups from the default group.
+
+    Raises:
+        ValueError: the process is in a group of another size.
+    """
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if env.device.type == "cuda" else "gloo"
+        if env.world_size == 1:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        else:
+            dist.init_process_group(backend)
+    if dist.get_world_size() != env.world_size:
+        raise ValueError(
+            f"rollout.name=vllm: expected a process group of the {env.world_size} rollout ranks, found one of "
+            f"{dist.get_world_size()}"
+        )
+
+
+@contextmanager
+def launcher_variables(env: RolloutEnv) -> Iterator[None]:
+    """Context with the variables that vLLM's external launcher reads: the rank, and the index of its GPU."""
+    index = env.device.index if env.device.index is not None else 0
+    values = {"RANK": dist.get_rank(), "LOCAL_RANK": index, "WORLD_SIZE": dist.get_world_size()}
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update({name: str(value) for name, value in values.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

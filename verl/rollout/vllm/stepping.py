@@ -1,0 +1,279 @@
+"""The loop that steps vLLM's engine: one batch for `generate` and for concurrent calls of `generate_one`.
+
+One thread adds requests, steps and aborts; it ends when no request is left. Calls that change the weights or the memory
+of the engine run between two steps (`Stepper.between_steps`).
+
+With tensor parallelism every rank has an engine, and all must take the same steps with the same requests. Rank 0 of a
+group decides; before each step it sends new and aborted requests to the others, which run `Stepper.follow`.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from verl.rollout.base import Completion, FinishReason, Request
+from verl.rollout.gathering import fail
+from verl.rollout.stop_strings import SEARCH_INTERVAL
+
+
+@dataclass(eq=False)
+class Job:
+    """A request in the engine.
+
+    Args:
+        request: the request.
+        streams: its tokens are read after every step. Otherwise all at once when it is finished, which is faster, but
+            it cannot be aborted with its tokens so far.
+    """
+
+    request: Request
+    streams: bool
+    future: "Future[Completion]" = field(default_factory=Future)
+    key: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    searched: int = 0  # tokens that were searched for stop strings
+
+    def finish(self, reason: FinishReason) -> None:
+        """Deliver the completion, or an error if a log-prob is not finite."""
+        if self.future.done():
+            return
+        wrong = next((t for t, value in enumerate(self.log_probs) if not math.isfinite(value)), None)
+        if wrong is not None:
+            self.future.set_exception(
+                ValueError(
+                    f"sample id {self.request.sample_id}, token {wrong}: its logits are not finite: training may have "
+                    "diverged (check the learning rate and the last gradient norms)"
+                )
+            )
+            return
+        spans = self.versions if len(self.versions) > 1 else []
+        self.future.set_result(Completion(self.token_ids, self.log_probs, reason, spans))
+
+
+class Channel(Protocol):
+    """Sends the decisions of rank 0 to the other ranks of a tensor-parallel group."""
+
+    def send(self, message: Any) -> None:
+        """On rank 0."""
+
+    def receive(self) -> Any:
+        """On the other ranks."""
+
+
+class Stepper:
+    """Steps one engine.
+
+    Args:
+        engine: vLLM's `LLMEngine`.
+        sampling: (request, streams) -> vLLM's `SamplingParams`.
+        prepare: called before requests are added, on the thread of the loop.
+        version: the current weight version.
+        channel: to the other ranks of the tensor-parallel group; None without them.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        sampling: Callable[[Request, bool], Any],
+        prepare: Callable[[], None],
+        version: Callable[[], int],
+        channel: Channel | None = None,
+    ):
+        self._engine = engine
+        self._sampling = sampling
+        self._prepare = prepare
+        self._version = version
+        self._channel = channel
+        self._exclusive = threading.Lock()  # one call of `between_steps` at a time
+        self._changed = threading.Condition()  # guards the fields below
+        self._new: list[Job] = []
+        self._running: dict[str, Job] = {}
+        self._aborted: list[Callable[[Request], bool]] = []
+        self._stopped: list[str] = []  # ended by a stop string, but still in the engine
+        self._thread: threading.Thread | None = None
+        self._is_stepping = False
+        self._waiting = 0  # calls that wait for the end of the current step
+        self._count = 0
+        #: steps since the engine was made
+        self.steps = 0
+
+    # ---- from any thread ----------------------------------------------------------------------------------------
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Add requests; all of one call are admitted in the same step."""
+        with self._changed:
+            self._new += jobs
+            if self._thread is None and jobs:
+                self._thread = threading.Thread(target=self._serve, name="vllm", daemon=True)
+                self._thread.start()
+
+    def abort(self, matches: Callable[[Request], bool]) -> None:
+        """Abort requests; each is finished with its tokens so far."""
+        with self._changed:
+            self._aborted.append(matches)
+            if self._thread is None:
+                self._aborted.clear()
+
+    def is_busy(self) -> bool:
+        """Whether requests are waiting or running."""
+        with self._changed:
+            return bool(self._new or self._running)
+
+    @contextmanager
+    def between_steps(self, what: str, idle: bool = False) -> Iterator[list[Job]]:
+        """Context in which the engine does not step. Yields the running jobs.
+
+        Args:
+            what: the caller, for the error.
+            idle: no request may be running.
+
+        Raises:
+            ValueError: requests are running, and `idle` is set or they are those of `generate`.
+        """
+        with self._exclusive:
+            with self._changed:
+                self._waiting += 1
+                self._changed.wait_for(lambda: not self._is_stepping)
+                running, is_new = list(self._running.values()), bool(self._new)
+            try:
+                if (idle and (running or is_new)) or not all(job.streams for job in running):
+                    raise ValueError(f"{what} was called while requests are running: wait for them or abort them")
+                yield running
+            finally:
+                with self._changed:
+                    self._waiting -= 1
+                    self._changed.notify_all()
+
+    # ---- the loop -----------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            while self._iterate():
+                pass
+        except BaseException as error:
+            with self._changed:
+                failed, self._new, self._running = [*self._new, *self._running.values()], [], {}
+                removed, self._stopped = [*self._stopped, *(job.key for job in failed if job.key)], []
+                self._thread = None
+            for job in failed:
+                fail(job.future, error)
+            self._forget(removed)
+
+    def _iterate(self) -> bool:
+        """Admit, abort and step once. Returns False when no request is left."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting)
+            matches, self._aborted = self._aborted, []
+            ended = [job for job in [*self._running.values(), *self._new] if self._must_end(job, matches)]
+            new, self._new = [job for job in self._new if job not in ended], []
+            for job in new:
+                self._admit(job)
+            for job in ended:
+                self._running.pop(job.key, None)
+            removed, self._stopped = [*self._stopped, *(job.key for job in ended if job.key)], []
+            if not self._running and not removed:
+                self._thread = None
+            self._is_stepping = self._thread is not None
+        if not self._is_stepping:
+            for job in ended:
+                job.finish("abort")
+            return False
+        try:
+            if new:
+                self._prepare()
+            self._read(self._step(new, removed))
+        finally:
+            with self._changed:
+                self._is_stepping = False
+                self._changed.notify_all()
+        for job in ended:
+            job.finish("abort")
+        return True
+
+    def _admit(self, job: Job) -> None:
+        self._count += 1
+        job.key = str(self._count)
+        job.versions.append((0, self._version()))
+        self._running[job.key] = job
+
+    @staticmethod
+    def _must_end(job: Job, matches: Sequence[Callable[[Request], bool]]) -> bool:
+        return job.future.cancelled() or any(match(job.request) for match in matches)
+
+    def _step(self, new: list[Job], removed: list[str]) -> list[Any]:
+        # stop strings are searched for on rank 0 only
+        requests = [(job.key, replace(job.request, params=replace(job.request.params, stop=None)), job.streams)
+                    for job in new]  # fmt: skip
+        if self._channel is not None:
+            self._channel.send((requests, removed))
+        return self._take(requests, removed)
+
+    def _take(self, new: list[tuple[str, Request, bool]], removed: list[str]) -> list[Any]:
+        """The step that all ranks take."""
+        self._forget(removed)
+        for key, request, streams in new:
+            prompt = {"prompt_token_ids": list(request.prompt_ids)}
+            self._engine.add_request(key, prompt, self._sampling(request, streams))
+        self.steps += 1
+        return self._engine.step() if self._engine.has_unfinished_requests() else []
+
+    def _forget(self, keys: list[str]) -> None:
+        if keys:
+            self._engine.abort_request(keys)
+
+    def _read(self, outputs: list[Any]) -> None:
+        """Append new tokens to their jobs, and finish those that have ended."""
+        for output in outputs:
+            job = self._running.get(output.request_id)
+            if job is None:
+                continue
+            (found,) = output.outputs
+            job.token_ids += found.token_ids
+            job.log_probs += log_probs_of(found.token_ids, found.logprobs)
+            stop = job.request.params.stop
+            end = None
+            if stop is not None and (output.finished or len(job.token_ids) - job.searched >= SEARCH_INTERVAL):
+                end = stop.find(job.token_ids, job.searched)
+                job.searched = len(job.token_ids)
+            if end is not None:
+                del job.token_ids[end:], job.log_probs[end:]
+                if not output.finished:
+                    self._stopped.append(job.key)
+            if end is not None or output.finished:
+                with self._changed:
+                    del self._running[job.key]
+                job.finish("stop" if end is not None or found.finish_reason == "stop" else "length")
+
+    # ---- tensor parallelism -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def leading(self) -> Iterator[None]:
+        """On rank 0 of a tensor-parallel group; its end ends `follow` on the other ranks."""
+        try:
+            yield
+        finally:
+            self.abort(lambda request: True)  # after an error; otherwise none is left
+            while self.is_busy() or self._thread is not None:
+                time.sleep(0.001)
+            if self._channel is not None:
+                self._channel.send(None)
+
+    def follow(self) -> None:
+        """On the other ranks: take the steps of rank 0."""
+        self._prepare()
+        while (message := self._channel.receive()) is not None:
+            self._take(*message)
+
+
+def log_probs_of(token_ids: Sequence[int], found: Any) -> list[float]:
+    """The log-prob of each sampled token, from flat or per-token log-probs of vLLM."""
+    if isinstance(found, list):
+        return [position[token].logprob for token, position in zip(token_ids, found, strict=True)]
+    return list(found.logprobs[:: max(len(found.logprobs) // max(len(token_ids), 1), 1)])

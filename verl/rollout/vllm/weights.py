@@ -1,0 +1,226 @@
+"""Weights of the trainer into vLLM's model, and the proof that they arrived."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from verl.config import schema
+from verl.modeling.huggingface import read_config
+
+if TYPE_CHECKING:
+    from verl.rollout.vllm.engine import VllmRollout
+
+log = logging.getLogger(__name__)
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PROBED_ROWS = 256
+#: largest relative error of a probed layer, as a multiple of the dtype's epsilon
+_PROBE_TOLERANCE = 64
+
+
+def parameter_shapes(model: schema.ModelConfig) -> dict[str, torch.Size]:
+    """HuggingFace name of every parameter of a model -> its shape; a tied head is not listed."""
+    from transformers import AutoModelForCausalLM
+
+    config = read_config(model.path, model.override_config, model.trust_remote_code)
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+    module.tie_weights()
+    return {name: parameter.shape for name, parameter in module.named_parameters()}
+
+
+class VllmReceiver:
+    """Receives weights by HuggingFace name into the model of a `VllmRollout`.
+
+    vLLM's loaders skip names that they do not know, and may leave copies of a weight as they were. So a push is
+    verified: names and shapes are those of the HuggingFace model; the bits of every parameter of vLLM add up to those
+    that were sent (over the ranks of a tensor-parallel group); and the head and the first layer compute with them.
+
+    Args:
+        engine: the rollout engine.
+        shapes: returns HuggingFace name -> shape of every parameter.
+        filled: whether the model has its weights.
+    """
+
+    def __init__(self, engine: "VllmRollout", shapes: Callable[[], dict[str, torch.Size]], filled: bool):
+        self._engine = engine
+        self._read_shapes = shapes
+        self._shapes: dict[str, torch.Size] = {}
+        self.filled = filled
+
+    def check_filled(self) -> None:
+        """Raise ValueError before the first `receive` and after `release`."""
+        if not self.filled:
+            raise ValueError("the rollout engine has no weights: push them first (WeightSync.push)")
+
+    @torch.no_grad()
+    def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """See `WeightReceiver.receive`. Parameters are cast to the engine's dtype.
+
+        Requests of `generate_one` may be running: they continue with the new weights, and their KV cache is computed
+        again.
+
+        Raises:
+            ValueError: unknown, repeated or missing parameters, another shape, or weights that vLLM did not take over.
+        """
+        self._shapes = self._shapes or self._read_shapes()
+        with self._engine.stepper.between_steps("a weight push") as running:
+            self.filled = False
+            self._engine.memory.wake_weights()
+            model = engine_model(self._engine.llm)
+            sums = SentBits(model)
+            try:
+                stream = self._checked(weights, version, sums)
+                model.load_weights(stream)
+                for _ in stream:  # a loader may stop early
+                    pass
+                missing = self._shapes.keys() - sums.names
+                if missing:
+                    first = sorted(missing)[:3]
+                    raise ValueError(f"weights of version {version}: {len(missing)} are missing, first {first}")
+                sums.verify(version)
+                check_layers(model, version)
+            finally:
+                self._engine.llm.reset_prefix_cache(reset_running_requests=bool(running))
+            for job in running:
+                job.versions.append((len(job.token_ids), version))
+            self.filled = True
+
+    def release(self) -> None:
+        """See `WeightReceiver.release`. With sleep mode, all memory of the engine is freed."""
+        with self._engine.stepper.between_steps("release()", idle=True):
+            self.filled = False
+            self._engine.memory.drop()
+
+    def _checked(
+        self, weights: Iterable[tuple[str, torch.Tensor]], version: int, sums: "SentBits"
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            if name not in self._shapes or name in sums.names:
+                raise ValueError(f"weights of version {version}: parameter {name!r} is unknown or was sent twice")
+            if self._shapes[name] != tensor.shape:
+                raise ValueError(
+                    f"weights of version {version}: {name} has shape {tuple(tensor.shape)}, expected "
+                    f"{tuple(self._shapes[name])}"
+                )
+            yield name, sums.add(name, tensor.detach())
+
+
+def engine_model(llm: Any) -> nn.Module:
+    """vLLM's model in this process."""
+    (model,) = llm.collective_rpc(lambda worker: worker.get_model())
+    return model
+
+
+# ---- verification ---------------------------------------------------------------------------------------------------
+
+
+class SentBits:
+    """Sums of the bits of the tensors that were sent, per parameter of vLLM's model.
+
+    Sums do not depend on the order of the elements, so a fused parameter has the sum of its parts.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._parameters = dict(model.named_parameters())
+        self._packed = {part: fused for fused, parts in model.packed_modules_mapping.items() for part in parts}
+        self._mapper = getattr(model, "hf_to_vllm_mapper", None)
+        self._parts: dict[str, list[tuple[int, torch.Tensor]]] = {}  # elements and sum
+        #: HuggingFace names that were sent
+        self.names: set[str] = set()
+
+    def add(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Count a tensor. Returns it in the dtype and on the device of the parameter that it is loaded into."""
+        target = self._target(name)
+        if target is None:
+            raise ValueError(f"rollout.name=vllm: vLLM's model has no parameter for {name!r}: it is not supported")
+        parameter = self._parameters[target]
+        tensor = tensor.to(parameter.device, parameter.dtype)
+        self.names.add(name)
+        self._parts.setdefault(target, []).append((tensor.numel(), sum_of_bits(tensor)))
+        return tensor
+
+    def verify(self, version: int) -> None:
+        """Raise ValueError unless every parameter of the model has the bits that were sent. Collective over the
+        tensor-parallel group."""
+        names = sorted(self._parameters)
+        if unset := [name for name in names if name not in self._parts]:
+            raise ValueError(f"weights of version {version}: vLLM's parameters {unset[:3]} received nothing")
+        own = torch.stack([sum_of_bits(self._parameters[name]) for name in names]).cpu()
+        total, ranks = _sum_over_group(own)
+        for index, name in enumerate(names):
+            if not self._matches(name, own[index], total[index], ranks):
+                raise ValueError(
+                    f"weights of version {version}: vLLM's parameter {name} does not have the weights that were sent: "
+                    "the rollout engine would generate with stale weights"
+                )
+
+    def _matches(self, name: str, own: torch.Tensor, total: torch.Tensor, ranks: int) -> bool:
+        """Sharded: the ranks together have all bits. Replicated: each has them. Key and value heads of which there are
+        fewer than ranks: some ranks have the same ones."""
+        parts = self._parts[name]
+        sums = [int(part) for _, part in parts]
+        if _wrap(sum(sums)) in (int(own), int(total)):
+            return True
+        others = sum(numel for numel, _ in parts[1:])
+        if ranks == 1 or not others:
+            return False
+        copies, rest = divmod(ranks * self._parameters[name].numel() - parts[0][0], others)
+        return rest == 0 and _wrap(sums[0] + copies * sum(sums[1:])) == int(total)
+
+    def _target(self, name: str) -> str | None:
+        if self._mapper is not None:
+            mapped = self._mapper.apply_list([name])
+            name = mapped[0] if mapped else name
+        if name in self._parameters:
+            return name
+        *path, module, kind = name.split(".")
+        fused = ".".join([*path, self._packed.get(module, module), kind])
+        return fused if fused in self._parameters else None
+
+
+def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of the elements' bits as signed integers, on the tensor's device. Zeros add nothing."""
+    return tensor.detach().contiguous().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)
+
+
+def _sum_over_group(values: torch.Tensor) -> tuple[torch.Tensor, int]:
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    total = values.clone()
+    if group.world_size > 1:
+        torch.distributed.all_reduce(total, group=group.cpu_group)
+    return total, group.world_size
+
+
+def _wrap(number: int) -> int:
+    """Wrap an integer to signed 64 bits."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def check_layers(model: nn.Module, version: int) -> None:
+    """Raise ValueError if the head or a linear layer of the first block computes with other weights than its parameter.
+
+    Some of vLLM's kernels compute with a packed copy of a weight, which a push may leave as it was.
+    """
+    for name, layer in model.named_modules():
+        is_probed = ".layers.0." in f".{name}" or name.endswith(("lm_head", "embed_tokens"))
+        method, weight = getattr(layer, "quant_method", None), getattr(layer, "weight", None)
+        if not is_probed or method is None or weight is None or weight.dim() != 2:
+            continue
+        # in [-1, 1], without random numbers
+        x = torch.cos(torch.arange(weight.shape[1], device=weight.device)).to(weight.dtype)[None]
+        rows = torch.linspace(0, len(weight) - 1, _PROBED_ROWS, device=weight.device).long()
+        found = method.apply(layer, x, bias=None)[0, rows].float()
+        expected = weight[rows].float() @ x[0].float()
+        scale = weight[rows].float().norm(dim=1) * x.float().norm()
+        error = float(((found - expected).abs() / scale.clamp_min(1e-12)).max())
+        if not error < _PROBE_TOLERANCE * torch.finfo(weight.dtype).eps:
+            raise ValueError(
+                f"weights of version {version}: vLLM's layer {name} does not compute with the weights that were sent "
+                f"(relative error {error:.2g}): the rollout engine would generate with stale weights"
+            )
