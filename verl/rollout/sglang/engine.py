@@ -16,6 +16,28 @@ from verl.utils.rng import fork_seed
 _LENGTH = "rollout.max_model_len, by default data.max_prompt_length + data.max_response_length"
 
 
+def arguments_of(job: Job) -> dict[str, Any]:
+    """Arguments of `Engine.async_generate` that continue the tokens of a job."""
+    request, params, stops = job.request, job.request.params, list(job.request.params.active_stop_ids)
+    sampling: dict[str, Any] = {
+        "max_new_tokens": params.max_tokens - len(job.token_ids),
+        "temperature": params.temperature,
+        "stop_token_ids": stops or None,
+        "ignore_eos": not stops,
+        "sampling_seed": fork_seed(params.seed, request.sample_id),
+    }
+    arguments = {
+        "input_ids": [*request.prompt_ids, *job.token_ids],
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "stream": params.stop is not None,
+    }
+    if params.filters:
+        sampling["custom_params"] = filter_params(params)
+        arguments["custom_logit_processor"] = processor()
+    return arguments
+
+
 class SglangRollout(RolloutEngine):
     """Generates with SGLang, whose scheduler is another process. On rank 0 of a tensor-parallel group.
 
@@ -25,7 +47,9 @@ class SglangRollout(RolloutEngine):
     Without it, SGLang has one random stream for all requests: a run is not repeated exactly.
 
     Args:
-        service: runs the requests; None before `connect`.
+        service: runs the requests.
+        memory: GPU memory of the engine.
+        receiver: its receiver of weights.
         vocab_size: number of tokens of the model.
         max_length: longest sequence, prompt plus response.
     """
@@ -33,15 +57,15 @@ class SglangRollout(RolloutEngine):
     sampling_keys = SAMPLING_KEYS
     supports_tensor_parallel = True
 
-    service: Service
-    memory: SglangMemory
-    _receiver: SglangReceiver
-
-    def __init__(self, vocab_size: int, max_length: int):
+    def __init__(
+        self, service: Service, memory: SglangMemory, receiver: SglangReceiver, vocab_size: int, max_length: int
+    ):
+        self.service = service
+        self.memory = memory
         self.vocab_size = vocab_size
         self.max_length = max_length
         self.stats = RolloutStats()
-        self._processor: str | None = None
+        self._receiver = receiver
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """See `RolloutEngine.generate`. May run at the same time as requests of `generate_one`.
@@ -84,28 +108,6 @@ class SglangRollout(RolloutEngine):
         self._receiver.check_filled()
         self.memory.allocate("kv_cache")
 
-    def arguments(self, job: Job) -> dict[str, Any]:
-        """Arguments of `Engine.async_generate` that continue the tokens of a job."""
-        request, params, stops = job.request, job.request.params, list(job.request.params.active_stop_ids)
-        sampling: dict[str, Any] = {
-            "max_new_tokens": params.max_tokens - len(job.token_ids),
-            "temperature": params.temperature,
-            "stop_token_ids": stops or None,
-            "ignore_eos": not stops,
-            "sampling_seed": fork_seed(params.seed, request.sample_id),
-        }
-        arguments = {
-            "input_ids": [*request.prompt_ids, *job.token_ids],
-            "sampling_params": sampling,
-            "return_logprob": True,
-            "stream": params.stop is not None,
-        }
-        if params.filters:
-            sampling["custom_params"] = filter_params(params)
-            self._processor = self._processor or processor()
-            arguments["custom_logit_processor"] = self._processor
-        return arguments
-
     # ---- memory and weights -------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
@@ -122,11 +124,6 @@ class SglangRollout(RolloutEngine):
 
     def receiver(self) -> SglangReceiver:
         return self._receiver
-
-    def connect(self, service: Service, memory: SglangMemory, receiver: SglangReceiver) -> "SglangRollout":
-        """Set the engine's parts."""
-        self.service, self.memory, self._receiver = service, memory, receiver
-        return self
 
 
 class SglangFollower(RolloutEngine):

@@ -10,7 +10,7 @@ from verl.modeling.huggingface import model_source, read_config
 from verl.rollout.base import RolloutEngine, RolloutEnv, SharesWeights
 from verl.rollout.loading import load_module
 from verl.rollout.sglang.capabilities import probe
-from verl.rollout.sglang.engine import SglangFollower, SglangRollout
+from verl.rollout.sglang.engine import SglangFollower, SglangRollout, arguments_of
 from verl.rollout.sglang.service import Service, start_engine
 from verl.rollout.sglang.settings import engine_args, max_model_len
 from verl.rollout.sglang.weights import SglangMemory, SglangReceiver
@@ -51,8 +51,7 @@ def make_sglang(
             "rollout.name=sglang: sampled tokens do not depend on rollout.seed alone; with "
             "engine_kwargs.sglang.enable_deterministic_inference=true they do (slower)"
         )
-    rollout = SglangRollout(hf_config.get_text_config().vocab_size, max_model_len(config))
-    service = Service(start_engine(args), capabilities, rollout.arguments)
+    service = Service(start_engine(args), capabilities, arguments_of)
     memory = SglangMemory(service, saves=bool(args["enable_memory_saver"]))
     receiver = SglangReceiver(
         service,
@@ -64,10 +63,15 @@ def make_sglang(
         sessions=capabilities.update_sessions,
         filled=not is_trained and not merges,
     )
-    rollout.connect(service, memory, receiver)
     if merges:
         module = load_module(model, dtype, torch.device("cpu"))
         receiver.receive(module.named_parameters(), version=0)
     elif is_trained:
         receiver.release()  # the trainer gets the memory until the first push
-    return rollout
+    return SglangRollout(
+        service,
+        memory,
+        receiver,
+        vocab_size=hf_config.get_text_config().vocab_size,
+        max_length=max_model_len(config),
+    )

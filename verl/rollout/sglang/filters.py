@@ -4,6 +4,7 @@ SGLang applies its own filters to the probabilities that it samples from, but re
 distribution. A logit processor changes the logits before both, so that they agree.
 """
 
+import functools
 import json
 from typing import Any
 
@@ -15,6 +16,7 @@ from verl.rollout.sampling import filter_logits
 _KEYS = ("temperature", *FILTERS)
 
 
+@functools.cache
 def processor() -> str:
     """`LogitFilter` in the form in which SGLang sends it to its scheduler."""
     from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor

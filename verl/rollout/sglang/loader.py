@@ -88,9 +88,9 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) ->
 def find_stale(model: nn.Module, sent: dict[str, int], dtype: str) -> str:
     """Compare the bits of the model's parameters with those that were sent; returns the difference, or "".
 
-    Sums do not depend on the order of the elements, so fused and permuted parameters have the sum of their parts. Padding
-    is 0. Groups with parameters of another dtype than `dtype` are not compared, and neither are models whose layers have
-    other names than in HuggingFace's. A tensor-parallel rank has a part of the parameters and is not compared.
+    Sums do not depend on the order of the elements, so fused and permuted parameters have the sum of their parts, and
+    padding is 0. Not compared: groups with parameters of another dtype than `dtype`, models whose layers have other
+    names than HuggingFace's, and tensor-parallel ranks, which have parts of the parameters.
     """
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         return ""

@@ -231,8 +231,8 @@ class Service:
             return
         if pairs and meta["weight_version"] != self.version:
             raise ValueError(
-                f"rollout.name=sglang: a response was sampled with weights of version {meta['weight_version']}, expected "
-                f"version {self.version}: the engine's weights are stale"
+                f"rollout.name=sglang: a response was sampled with weights of version {meta['weight_version']}, "
+                f"expected version {self.version}: the engine's weights are stale"
             )
         spans = [(before + span["start"], int(span["version"])) for span in meta.get("weight_versions") or ()]
         job.spans = [span for span in job.spans if span[0] < before] + spans
