@@ -18,6 +18,8 @@ from verl.rollout import Completion, Request, RolloutEngine, RolloutStats, regis
 class EchoEngine(RolloutEngine):
     """The response is the prompt, up to `max_tokens`, then a stop token if there is room for it."""
 
+    samples_policy = False
+
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         start = time.perf_counter()
         completions = [self._echo(request) for request in requests]

@@ -59,6 +59,8 @@ _DEPRECATED = {
     "reward_model.micro_batch_size": "reward.reward_model.micro_batch_size",
     "reward_model.ulysses_sequence_parallel_size": "reward.reward_model.fsdp.ulysses_sequence_parallel_size",
     "trainer.val_generations_to_log_to_wandb": "trainer.log_val_generations",
+    _ARR + "rollout.update_weights_bucket_megabytes": _ARR
+    + "rollout.checkpoint_engine.update_weights_bucket_megabytes",
     _ARR + "actor.grad_clip": _ARR + "actor.optim.clip_grad",
     "critic.grad_clip": "critic.optim.clip_grad",
     _ARR + "actor.optim.warmup_style": _ARR + "actor.optim.lr_scheduler_type",

@@ -37,7 +37,8 @@ def check_combinations(config: Schema) -> list[Problem]:
     match config:
         case Config():
             checks = (
-                _batches, _ranks, _rollout_ranks, _worker_env, _sampling, _groups, _kl, _losses, _rewards, _kernels,
+                _batches, _ranks, _rollout_ranks, _worker_env, _sampling, _weight_sync, _groups, _kl, _losses, _rewards,
+                _kernels,
                 _deterministic,
             )  # fmt: skip
             problems += [*_secrets(config), *_run_name(config.trainer), *_resume(config.trainer)]
@@ -65,6 +66,12 @@ def notes_of(config: Schema) -> list[str]:
     if val.n > 1 and not val.do_sample:
         key = _ROLLOUT + "val_kwargs.n"
         notes.append(f"{key}={val.n} with do_sample=false generates {val.n} equal responses per prompt")
+    policy, key = config.actor_rollout_ref, "checkpoint_engine.update_weights_bucket_megabytes"
+    buckets = policy.rollout.checkpoint_engine
+    if policy.rollout.lora_sync != "auto" and not policy.model.has_adapters:
+        notes.append(f"{_ROLLOUT}lora_sync={policy.rollout.lora_sync} has no effect without LoRA")
+    if buckets != type(buckets)() and not config.rollout_is_separate:
+        notes.append(f"{_ROLLOUT}{key} has no effect where the rollout engine runs in the process of the trainer")
     return notes
 
 
@@ -210,6 +217,20 @@ def _sampling(config: Config) -> Iterator[Problem]:
         if here != there:
             what = f"found {here}, but data.max_{name}_length is {there}: set only data.max_{name}_length"
             yield Problem(f"{_ROLLOUT}{name}_length", what)
+
+
+def _weight_sync(config: Config) -> Iterator[Problem]:
+    rollout, separate = config.actor_rollout_ref.rollout, config.rollout_is_separate
+    key, found = _ROLLOUT + "weight_sync", rollout.weight_sync
+    if separate and found not in ("auto", "collective", "disk"):
+        yield Problem(key, f"found {found}, but the rollout has devices of its own: use auto, collective or disk")
+    if not separate and found in ("collective", "disk"):
+        yield Problem(
+            key, f"found {found}, but rollout and training share devices: use auto, or set placement.rollout_devices"
+        )
+    if (found == "disk") != (rollout.weight_sync_dir is not None):
+        what = f"{rollout.weight_sync_dir!r} with weight_sync={found}: expected a folder with weight_sync=disk only"
+        yield Problem(_ROLLOUT + "weight_sync_dir", what)
 
 
 def _groups(config: Config) -> Iterator[Problem]:

@@ -159,6 +159,27 @@ class TrainEngine(ABC):
         """Yield (HuggingFace name, full tensor) of every parameter, adapters merged. Collective: all ranks must
         iterate."""
 
+    def rollout_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """`weights` in the dtype of the rollout engine, where a tensor is valid until the next one is read.
+
+        Override it if casting before gathering is cheaper. None: not cast.
+        """
+        for name, tensor in self.weights():
+            yield name, tensor if dtype is None else tensor.to(dtype)
+
+    def adapter_config(self) -> dict[str, Any] | None:
+        """The configuration of LoRA adapters in PEFT format, and `scaling`: layer -> factor of B A. None: no adapters
+        that can be pushed apart from the base weights."""
+        return None
+
+    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (PEFT name, full tensor) of the adapters. Collective."""
+        return iter(())
+
+    def base_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """`rollout_weights` without the adapters. Collective."""
+        return self.rollout_weights(dtype)
+
     @abstractmethod
     def reference(self) -> AbstractContextManager[None]:
         """Context in which `infer` uses the initial weights.

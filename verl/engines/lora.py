@@ -1,7 +1,7 @@
 """LoRA with peft (Hu et al. 2021, arXiv 2106.09685): low-rank adapters are added to a module and only they are trained.
 
 The output of an adapted layer is W x + scale * B A x with scale = alpha / rank. Other modules see an ordinary model:
-`weights` returns the merged W + scale * B A under HuggingFace names. The reference policy is the same module with its
+`merged` returns W + scale * B A under HuggingFace names. The reference policy is the same module with its
 adapters disabled (or set to the initial ones), so it needs no second copy.
 """
 
@@ -10,13 +10,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from verl.config import schema
 from verl.engines.checkpoint import copy_into
-from verl.engines.parallel import full_tensor
 from verl.registry import did_you_mean
 
 #: peft's name of the trained adapter, and of the one that training started from, if it was given
@@ -167,17 +167,31 @@ class Adapters:
         for _, parameter in self.parameters():
             parameter.requires_grad_(True)
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (HuggingFace name, full tensor) with the adapters merged. Collective: all ranks must iterate."""
+    def merged(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (HuggingFace name, parameter) with the adapters merged; as sharded as the module."""
+        for name, layer, value in self._own():
+            if layer is not None:
+                value = (value + layer.get_delta_weight(TRAINED).detach()).to(value.dtype)
+            yield name, value
+
+    def base(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (HuggingFace name, parameter) without the adapters; as sharded as the module."""
+        for name, _, value in self._own():
+            yield name, value
+
+    def _own(self) -> Iterator[tuple[str, nn.Module | None, torch.Tensor]]:
+        """Yield (HuggingFace name, the adapted layer if it is its weight, parameter) of every other parameter."""
         for name, parameter in self.module.named_parameters():
             layer_name, inside, last = name.rpartition(".base_layer.")
             if ".lora_" in name:
                 continue
-            value = parameter.detach()
-            if inside and last == "weight":
-                delta = self._layers[layer_name].get_delta_weight(TRAINED).detach()
-                value = (value + delta).to(value.dtype)
-            yield f"{layer_name}.{last}" if inside else name, full_tensor(value)
+            layer = self._layers[layer_name] if inside and last == "weight" else None
+            yield f"{layer_name}.{last}" if inside else name, layer, parameter.detach()
+
+    def config(self) -> dict[str, Any]:
+        """The configuration in PEFT format, and `scaling`: name of each layer -> factor of B A."""
+        settings = {key: sorted(v) if isinstance(v, set) else v for key, v in self.settings.to_dict().items()}
+        return settings | {"scaling": {name: layer.scaling[TRAINED] for name, layer in self._layers.items()}}
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -199,13 +213,8 @@ class Adapters:
 
     # ---- peft's files ---------------------------------------------------------------------------------------------
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (PEFT name, full tensor) of trained parameters. Collective: all ranks must iterate."""
-        for name, parameter in self.parameters():
-            yield name, full_tensor(parameter.detach())
-
     def save(self, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-        """Write the result of `tensors`, in host memory, as a folder in PEFT format."""
+        """Write the full tensors of `parameters`, in host memory, as a folder in PEFT format."""
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from verl.engines import checkpoint, memory
 from verl.engines.base import EngineSpec, MicroBatching, Objective, Tensors, TrainEngine
+from verl.engines.gathering import gather_tensors
 from verl.engines.loading import ModelSpec, TokenModel, checked, resolve_model
 from verl.engines.lora import Adapters
 from verl.engines.memory import OnDevice, move_optimizer
@@ -296,12 +297,27 @@ class TorchEngine(TrainEngine):
         return self.module.named_buffers()
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.rollout_weights(None)
+
+    def rollout_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+        adapters = self.adapters
+        named = adapters.merged() if adapters is not None else _detached(self.module.named_parameters())
+        return self._gathered(named, dtype)
+
+    def adapter_config(self) -> dict[str, Any] | None:
+        return self.adapters.config() if self.adapters is not None else None
+
+    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._gathered(_detached(self.adapters.parameters()), None)
+
+    def base_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._gathered(self.adapters.base(), dtype)
+
+    def _gathered(
+        self, named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         with self.on_device():
-            if self.adapters is not None:
-                yield from self.adapters.weights()
-                return
-            for name, parameter in self.module.named_parameters():
-                yield name, full_tensor(parameter.detach())
+            yield from gather_tensors(named, dtype)
 
     def reference(self) -> AbstractContextManager[None]:
         if self.adapters is None:
@@ -353,7 +369,7 @@ class TorchEngine(TrainEngine):
         if "hf_model" in contents or ("model" in contents and self.has_full_weights):
             known["huggingface"] = self._collect(self.weights(), keep) | _persistent_buffers(self.module, keep)
         if "model" in contents and self.adapters is not None:
-            known["lora_adapter"] = self._collect(self.adapters.tensors(), keep)
+            known["lora_adapter"] = self._collect(self.adapter_weights(), keep)
         elif "model" in contents and not self.has_full_weights:
             shards["model"] = keep(checkpoint.model_state(self.model))
         if "optimizer" in contents:
@@ -415,6 +431,11 @@ class TorchEngine(TrainEngine):
 def make_torch_engine(spec: EngineSpec) -> TorchEngine:
     """Factory of the strategies "fsdp" and "fsdp2"."""
     return TorchEngine(spec, make_sharding(spec))
+
+
+def _detached(named: Iterable[tuple[str, torch.nn.Parameter]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in named:
+        yield name, parameter.detach()
 
 
 def _columns(batch: DataProto, names: tuple[str, ...]) -> Tensors:

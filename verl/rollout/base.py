@@ -223,6 +223,10 @@ class RolloutEngine(ABC):  # noqa: B024 (`__init_subclass__` asks for one method
     #: weight version of the engine: the number of completed training steps. Set by the weight sync
     weight_version: int = 0
 
+    #: whether it generates with the policy. False, for an engine that replays or repeats text: its log-probs are not
+    #: compared with those of the trainer (`rollout.check_every`)
+    samples_policy: bool = True
+
     #: the sampling keys of `schema.SamplingConfig` that it applies: setting another one is an error. None: not declared
     sampling_keys: frozenset[str] | None = None
 

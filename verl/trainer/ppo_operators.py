@@ -19,8 +19,9 @@ from verl.engines.metrics import MetricSums
 from verl.protocol import DataProto
 from verl.rewards import RewardManager
 from verl.rollout.agent_loop import SINGLE_TURN
-from verl.single_controller.worker_group import Future, WorkerGroup
+from verl.single_controller.worker_group import WorkerGroup
 from verl.trainer.metrics import response_lengths
+from verl.trainer.rollout_weights import RolloutWeights
 from verl.utils.balance import balanced_partition
 from verl.utils.rng import fork_seed
 
@@ -46,7 +47,6 @@ SEQUENCES = ("input_ids", "attention_mask", "position_ids", "responses")
 
 Roles = Mapping[str, WorkerGroup]
 """role -> its workers."""
-_POLL = 0.02  # seconds between two looks at calls that wait for one another
 
 
 class Prompts(Stateful):
@@ -119,74 +119,8 @@ def _check_vocabulary(responses: torch.Tensor, vocab_size: int | None) -> None:
         )
 
 
-class RolloutWeights:
-    """The weights and memory phases of the rollout: awake from `push` to `sleep`.
-
-    version: weight version of the rollout, the number of completed training steps; None if it has no weights.
-    """
-
-    def __init__(self, roles: Roles, separate: bool):
-        """separate: the rollout has separate devices, so weights are sent between processes."""
-        self.roles = roles
-        self.separate = separate
-        self.version: int | None = None
-        self._is_connected = False
-
-    def push(self, version: int) -> dict[str, float]:
-        """Push the actor's current weights to the rollout. Returns the metrics weight_sync/*."""
-        actor = self.roles["actor"]
-        if self.separate:
-            self._connect()
-            sent, received = _get_all(
-                actor.submit("push_weights", version), self.roles["rollout"].submit("receive_weights", version)
-            )
-            reports = [*sent[:1], *received]
-            assert len({report.checksum for report in reports}) == 1, "both sides have compared every bucket"
-        else:
-            reports = actor.push_weights(version)
-        self.version = version
-        return {
-            "weight_sync/version": version,
-            "weight_sync/bytes": max(report.bytes for report in reports),
-            "weight_sync/seconds": max(report.seconds for report in reports),
-        }
-
-    def require(self, version: int) -> None:
-        """Push unless the rollout already has this version."""
-        if self.version != version:
-            self.push(version)
-
-    def sleep(self) -> None:
-        """Free the memory that only generation needs, including the rollout's copy of the weights, if any."""
-        self.roles["rollout"].sleep_rollout()
-        self.version = None
-
-    def _connect(self) -> None:
-        """Connect training rank 0 and all rollout ranks in one process group, once."""
-        if not self._is_connected:
-            actor, rollout = self.roles["actor"], self.roles["rollout"]
-            address, size = actor.transfer_address(), 1 + rollout.world_size
-            _get_all(
-                actor.submit("connect_to_rollout", address, size), rollout.submit("connect_to_actor", address, size)
-            )
-            self._is_connected = True
-
-
-def _get_all(*futures: Future) -> list[Any]:
-    """Wait for calls that communicate with each other. Returns all results, or raises the first error."""
-    results: dict[int, Any] = {}
-    while len(results) < len(futures):
-        for i, future in enumerate(futures):
-            if i not in results:
-                try:
-                    results[i] = future.get(timeout=_POLL)
-                except TimeoutError:
-                    continue
-    return [results[i] for i in range(len(futures))]
-
-
 def sync_weights(weights: RolloutWeights) -> Callable[[DataProto], None]:
-    """Push the updated weights to the rollout. Reports weight_sync/version, bytes and seconds."""
+    """Push the updated weights to the rollout. Reports weight_sync/version, bytes, seconds and others."""
 
     def sync(batch: DataProto) -> None:
         batch.meta_info["metrics"] = weights.push(batch.meta_info["global_step"])

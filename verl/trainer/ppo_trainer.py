@@ -17,6 +17,7 @@ from verl.single_controller.cluster import Cluster
 from verl.tracking.trackers import Rows
 from verl.tracking.tracking import setup_logging
 from verl.trainer.base import Trainer
+from verl.trainer.canary import Canary
 from verl.trainer.dynamic_sampling import sample_dynamically
 from verl.trainer.inputs import given_rewards, load_inputs, stop_token_ids
 from verl.trainer.launch import Recipe, print_config_errors_plainly, recipe_of
@@ -29,10 +30,11 @@ from verl.trainer.ppo_flow import (
     needs_critic,
     skip_old_log_prob,
 )
-from verl.trainer.ppo_operators import Prompts, RolloutWeights
+from verl.trainer.ppo_operators import Prompts
 from verl.trainer.preflight import INPUTS, prepare_run, run_checks
 from verl.trainer.roles import placement_words, pools_of, roles_hosted_by_actor, worker_specs
 from verl.trainer.rollout_correction import correct_rollout
+from verl.trainer.rollout_weights import RolloutWeights
 from verl.trainer.samples import choose_rows, dump_generations, generations, write_jsonl
 
 logger = logging.getLogger("verl.trainer")
@@ -135,7 +137,16 @@ class PPOTrainer(Trainer):
         return correct_rollout(flow, self.config)
 
     def finish_flow(self, flow: DataFlow) -> DataFlow:
-        self.rollout_weights = RolloutWeights(self.roles, self.config.rollout_is_separate)
+        rollout = self.config.actor_rollout_ref.rollout
+        canary = Canary(
+            self.roles,
+            rollout.check_every,
+            vocab_size=self.vocab_size,
+            prompt_length=rollout.prompt_length,
+            response_length=rollout.response_length,
+        )
+        by_disk = rollout.weight_sync == "disk"
+        self.rollout_weights = RolloutWeights(self.roles, self.config.rollout_is_separate, canary, by_disk)
         check_writers(flow)
         return add_weight_sync(skip_old_log_prob(flow, self.config), self.config, self.rollout_weights)
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
+
 from verl.algorithms.actor_loss import actor_loss
 from verl.algorithms.masked import LossAggregation
 from verl.algorithms.policy_losses import get_policy_loss_fn
@@ -11,12 +13,13 @@ from verl.config import schema
 from verl.engines.base import MicroBatching, Objective, TrainEngine
 from verl.protocol import DataProto
 from verl.rollout.stop_strings import StopStrings
-from verl.rollout.weight_sync import CollectiveSync, SyncReport, TransferGroup
+from verl.rollout.weight_sync import CollectiveSync, DiskSync, SyncReport, TransferGroup, WeightSync
+from verl.rollout.weight_sync.adapters import sends_adapters
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import free_port
 from verl.utils.device import peak_memory, resolve_device, resolve_dtype
 from verl.workers.engine_worker import EngineWorker, aggregation, micro_batching
-from verl.workers.rollout import NO_TIMEOUT, Rollout, RolloutMethods, rollout_env
+from verl.workers.rollout import NO_TIMEOUT, Rollout, RolloutMethods, RolloutSource, bucket_bytes, rollout_env
 
 
 class ActorWorker(RolloutMethods, EngineWorker):
@@ -62,7 +65,7 @@ class ActorWorker(RolloutMethods, EngineWorker):
             timeout=config.nccl_timeout,
         )
         self.compute_dtype = resolve_dtype(config.actor.fsdp_config.dtype, self.device)
-        self._collective: CollectiveSync | None = None
+        self._sync: WeightSync | None = None  # to rollout ranks with separate devices
         if not hosts_rollout:
             return
         self.rollout = Rollout(
@@ -86,21 +89,42 @@ class ActorWorker(RolloutMethods, EngineWorker):
         return self.env["MASTER_ADDR"], free_port()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def connect_to_rollout(self, address: tuple[str, int], size: int) -> None:
+    def connect_to_rollout(self, address: tuple[str, int], size: int, takes_adapters: bool) -> None:
         """Join the process group of the weight sync, concurrently with the rollout's `connect_to_actor`.
 
         Rank 0 sends; the other ranks only take part in gathering the weights.
         """
-        timeout = self.config.nccl_timeout or NO_TIMEOUT
-        group = TransferGroup(address, 0, size, self.device, timeout) if self.rank == 0 else None
-        self._collective = CollectiveSync(group, self.compute_dtype)
+        rollout, group = self.config.rollout, None
+        has_adapters = self.engine.adapter_config() is not None
+        adapters = sends_adapters(rollout.lora_sync, has_adapters, takes_adapters, cheaper=True)
+        if self.rank == 0:
+            group = TransferGroup(address, 0, size, self.device, self.config.nccl_timeout or NO_TIMEOUT)
+            group.measure()
+        self._sync = CollectiveSync(group, self.compute_dtype, bucket_bytes(rollout), adapters)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def connect_to_folder(self) -> None:
+        """Push weights to rollout.weight_sync_dir, where rollout ranks read them."""
+        self._sync = DiskSync(self.config.rollout.weight_sync_dir, self.rank == 0, self.compute_dtype)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def push_weights(self, version: int) -> SyncReport:
         """Push the weights to the rollout engine in this process, or to the connected rollout ranks."""
-        if self._collective is None:
+        if self._sync is None:
             return self.rollout.sync_weights(version)
-        return self._collective.push(self.engine, version)
+        return self._sync.push(RolloutSource(self.engine, self.compute_dtype), version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def canary_log_probs(self, batch: DataProto) -> tuple[torch.Tensor, bool]:
+        """The log-probs (B, T) of the same responses on every rank, at temperature 1.
+
+        Returns:
+            The log-probs, and whether the trainer or the rollout computes in 16 bits.
+        """
+        rollout = self.config.rollout.dtype
+        generates = self.compute_dtype if rollout == "auto" else resolve_dtype(rollout, self.device)
+        found = self.engine.infer(batch, ("log_probs",), MicroBatching())["log_probs"]
+        return found, min(self.compute_dtype.itemsize, generates.itemsize) < 4
 
     # ---- log-probs ----------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import dataclasses
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,11 +33,13 @@ from verl.rollout.base import (
 )
 from verl.rollout.stop_strings import StopStrings
 from verl.rollout.weight_sync import (
-    InProcessSync,
-    ReplicaSync,
+    AdapterReceiver,
     SyncReport,
     TransferGroup,
+    WeightSync,
+    local_sync,
     receive_collective,
+    receive_disk,
 )
 from verl.single_controller.dispatch import Coordinates, Dispatch, register
 from verl.single_controller.worker import Worker
@@ -48,6 +51,22 @@ _PROMPT_COLUMNS = ("prompt_ids", "uid", "sample_index")
 #: timeout of a weight transfer in seconds if none is configured: the controller has its own timeout
 NO_TIMEOUT = 86400.0
 _ROUNDING = 1e-2  # by which a log-prob may exceed 0
+
+
+class RolloutSource:
+    """What a weight sync reads of a training engine: its weights in the dtype of the rollout.
+
+    Args:
+        engine: the training engine.
+        dtype: dtype of the weights; None: not cast. Adapters are not cast.
+    """
+
+    def __init__(self, engine: TrainEngine, dtype: torch.dtype | None):
+        self.engine = engine
+        self.weights = partial(engine.rollout_weights, dtype)
+        self.base_weights = partial(engine.base_weights, dtype)
+        self.adapter_config = engine.adapter_config
+        self.adapter_weights = engine.adapter_weights
 
 
 class Rollout:
@@ -82,6 +101,7 @@ class Rollout:
         self.train_engine = train_engine
         self.is_asleep = False
         self._is_onloaded = False
+        self._sync: WeightSync | None = None
         loop = config.agent.default_agent_loop if isinstance(config, schema.RolloutConfig) else SINGLE_TURN[0]
         self.agent_loop = None if loop in SINGLE_TURN else AGENT_LOOPS[loop](config, tokenizer)
 
@@ -90,12 +110,33 @@ class Rollout:
     def sync_weights(self, version: int) -> SyncReport:
         """Push the weights of the training engine in this process to the rollout engine."""
         self.wake()
-        if self.engine.receiver() is not None:
-            return ReplicaSync(self.engine).push(self.train_engine, version)
-        if not self._is_onloaded:
+        if self._sync is None:
+            self._sync = local_sync(
+                self.config.weight_sync,
+                self.engine,
+                self.env.device,
+                lora_sync=self.config.lora_sync,
+                has_adapters=self.train_engine.adapter_config() is not None,
+                dtype=self.env.compute_dtype,
+                bucket_bytes=bucket_bytes(self.config),
+            )
+        if self.engine.receiver() is None and not self._is_onloaded:
             self.train_engine.onload()
             self._is_onloaded = True
-        return InProcessSync(self.engine).push(self.train_engine, version)
+        return self._sync.push(RolloutSource(self.train_engine, self.env.compute_dtype), version)
+
+    def canary_response(self, prompt_ids: list[int], max_tokens: int) -> Completion | None:
+        """Generate a greedy response, outside of the statistics. None: the engine does not sample the policy."""
+        if not self.engine.samples_policy:
+            return None
+        self.wake()
+        params = sampling_in_mode(self.params, "greedy", self.config.val_kwargs)
+        params = dataclasses.replace(params, max_tokens=max_tokens, ignore_eos=True, stop=None)
+        requests, stats = [Request(prompt_ids, params, 0)], self.engine.stats
+        completions = self.engine.generate(requests)
+        check_completions(requests, completions)
+        self.engine.stats = stats
+        return completions[0]
 
     def sleep(self) -> None:
         """Free all memory of generation. Weights must be synced before the next `generate`."""
@@ -252,6 +293,11 @@ class RolloutMethods(Worker, ABC):
         return self.rollout.generate(batch, self.max_over_ranks)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def canary_response(self, prompt_ids: list[int], max_tokens: int) -> Completion | None:
+        """See `Rollout.canary_response`."""
+        return self.rollout.canary_response(prompt_ids, max_tokens)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep_rollout(self) -> None:
         """Free all memory of generation. Weights must be synced before the next generation."""
         self.rollout.sleep()
@@ -313,19 +359,30 @@ class RolloutWorker(RolloutMethods):
     # ---- weights ------------------------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def connect_to_actor(self, address: tuple[str, int], size: int) -> None:
-        """Join the process group of the weight sync, concurrently with the actor's `connect_to_rollout`."""
-        if self.rollout.engine.receiver() is None:
+    def takes_adapters(self) -> bool:
+        """Whether the engine takes LoRA adapters. Raises ValueError if it takes no weights."""
+        receiver = self.rollout.engine.receiver()
+        if receiver is None:
             raise ValueError(
                 f"rollout.name={self.rollout.config.name} has no receiver() and cannot receive weights: "
                 "set placement.rollout_devices=null"
             )
+        return isinstance(receiver, AdapterReceiver)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def connect_to_actor(self, address: tuple[str, int], size: int) -> None:
+        """Join the process group of the weight sync, concurrently with the actor's `connect_to_rollout`."""
         self._group = TransferGroup(address, 1 + self.rank, size, self.device, self.timeout or NO_TIMEOUT)
+        self._group.measure()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def receive_weights(self, version: int) -> SyncReport:
-        """Receive one push of the actor, concurrently with its `push_weights`."""
-        report = receive_collective(self.rollout.engine.receiver(), self._group, version)
+        """Receive one push of the actor, concurrently with its `push_weights` (disk: afterwards)."""
+        receiver, config = self.rollout.engine.receiver(), self.rollout.config
+        if self._group is None:
+            report = receive_disk(receiver, config.weight_sync_dir, version)
+        else:
+            report = receive_collective(receiver, self._group, version)
         self.rollout.engine.weight_version = version
         return report
 
@@ -379,6 +436,11 @@ def sampling_in_mode(params: SamplingParams, mode: str, val: schema.ValSamplingC
     assert mode == "validate", mode
     filters = {name: getattr(val, name, off) for name, off in FILTERS.items()}
     return dataclasses.replace(params, temperature=val.temperature if val.do_sample else 0.0, **filters)
+
+
+def bucket_bytes(config: schema.RolloutConfig) -> int:
+    """Size of a bucket of the weight sync."""
+    return config.checkpoint_engine.update_weights_bucket_megabytes * 2**20
 
 
 def sample_ids(batch: DataProto) -> list[int]:

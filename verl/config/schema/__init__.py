@@ -40,6 +40,7 @@ from verl.config.schema.reward import (
 )
 from verl.config.schema.rollout import (
     AgentConfig,
+    CheckpointEngineConfig,
     EngineKwargs,
     RolloutConfig,
     RolloutEngineConfig,
@@ -63,6 +64,7 @@ __all__ = [
     "AgentConfig",
     "AlgorithmConfig",
     "CheckpointConfig",
+    "CheckpointEngineConfig",
     "Config",
     "CriticCheckpointConfig",
     "CriticConfig",

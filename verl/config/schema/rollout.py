@@ -4,7 +4,7 @@ A sampling key is declared in `SamplingConfig`, which makes it a field of `verl.
 applied in `verl.rollout.sampling` by the engines `native` and `hf`.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 from verl.config.fields import Section, StrList, field, section
 from verl.config.schema.model import Precision
@@ -70,6 +70,14 @@ class ValSamplingConfig(Section):
     n: int = field(1, "responses per prompt", ge=1)
 
 
+class CheckpointEngineConfig(Section):
+    """`actor_rollout_ref.rollout.checkpoint_engine`: buckets of the weight sync."""
+
+    update_weights_bucket_megabytes: int = field(
+        128, "size of a bucket in MiB; sender and receiver have two buckets each in memory", ge=1
+    )
+
+
 class AgentConfig(Section):
     """`actor_rollout_ref.rollout.agent`: how a prompt becomes a trajectory."""
 
@@ -102,5 +110,21 @@ class RolloutConfig(RolloutEngineConfig):
     log_prob_max_token_len_per_gpu: int | None = field(
         None, "tokens per micro-batch of one rank", default_from=_ACTOR + "ppo_max_token_len_per_gpu}", ge=1
     )
+    weight_sync: Literal["auto", "in_process", "replica", "ipc", "collective", "disk"] = field(
+        "auto", "how weights reach the rollout engine; auto: chosen by placement and engine"
+    )
+    weight_sync_dir: str | None = field(None, "folder of weight_sync=disk, shared by the trainer and the rollout ranks")
+    lora_sync: Literal["auto", "merged", "adapters"] = field(
+        "auto",
+        "what a LoRA run pushes; adapters: the base weights once, then only the adapters; merged: all weights; "
+        "auto: adapters if they leave the process and the engine takes them",
+    )
+    check_every: int = field(
+        10,
+        "steps between two comparisons of the log-probs of a canary prompt in rollout and training, which stop a run "
+        "whose engine has old weights; also after the first push; 0: off",
+        ge=0,
+    )
+    checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig, "buckets of the weight sync")
     val_kwargs: ValSamplingConfig = section(ValSamplingConfig, "sampling at validation")
     agent: AgentConfig = section(AgentConfig, "agent loop")

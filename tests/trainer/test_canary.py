@@ -1,0 +1,149 @@
+"""A rollout engine with old weights stops the run, and an intact one does not."""
+
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.trainer.test_rollout_role import train
+from verl.engines.torch_engine import TorchEngine
+from verl.rollout.base import Completion
+from verl.rollout.weight_sync import ModuleReceiver, ReplicaSync, SyncReport
+from verl.trainer.canary import Canary, StaleWeightsError
+
+ROLLOUT = "actor_rollout_ref.rollout"
+GRPO = ["algorithm.name=grpo", "trainer.total_training_steps=2", f"{ROLLOUT}.check_every=1"]
+LORA = ["actor_rollout_ref.model.lora_rank=4"]
+
+
+def test_an_intact_push_has_no_gap_and_changes_nothing(settings):
+    for more in ([], LORA):
+        checked = train([*settings, *GRPO, *more])
+        assert all(0 <= report.metrics["weight_sync/canary_gap"] < 1e-4 for report in checked)
+        plain = train([*settings, *GRPO, *more, f"{ROLLOUT}.check_every=0", "trainer.resume_mode=disable"])
+        for a, b in zip(checked, plain, strict=True):
+            assert "weight_sync/canary_gap" not in b.metrics
+            for name in ("responses", "rollout_log_probs", "old_log_probs", "advantages"):
+                assert torch.equal(a.batch.batch[name], b.batch.batch[name]), name
+            assert a.metrics["actor/grad_norm"] == b.metrics["actor/grad_norm"]
+
+
+def copies_nothing(self, engine, version):
+    """A push that reports success after the first time, but copies nothing."""
+    if version == 0:
+        return self.pushed(engine, version)
+    self.rollout.weight_version = version
+    return SyncReport(version, 1000, 0.1)
+
+
+def test_a_push_that_copies_nothing_stops_the_run(settings, monkeypatch):
+    monkeypatch.setattr(ReplicaSync, "pushed", ReplicaSync.push, raising=False)
+    monkeypatch.setattr(ReplicaSync, "push", copies_nothing)
+    free = [f"{ROLLOUT}.free_cache_engine=false"]
+    with pytest.raises(StaleWeightsError, match=r"rollout rank 0 .* weights of version 0, expected version 1"):
+        train([*settings, *GRPO, *LORA, *free, "actor_rollout_ref.actor.optim.lr=3e-2"])
+
+
+@pytest.mark.parametrize("lr", ["1e-2", "1e-4"])
+def test_an_engine_that_copied_shared_weights_once_stops_the_run(lr, settings, monkeypatch):
+    from verl.rollout.native.engine import NativeRollout
+
+    read = NativeRollout.read
+
+    def read_once(self):
+        if self._decoder is None:
+            read(self)
+        return self._decoder
+
+    monkeypatch.setattr(NativeRollout, "read", read_once)
+    monkeypatch.setattr(NativeRollout, "free", lambda self: None)
+    with pytest.raises(StaleWeightsError, match=r"rollout rank 0 .*version 1"):
+        train([*settings, *GRPO, f"actor_rollout_ref.actor.optim.lr={lr}"])
+
+
+class Roles:
+    """Roles whose canaries are given: the policy is a table, and its log-probs change by a step in each version."""
+
+    def __init__(self, noise: float, step: float, keeps: int | None = None, narrow: bool = True):
+        self.noise, self.step, self.keeps, self.narrow, self.version = noise, step, keeps, narrow, 0
+        self.generator = torch.Generator().manual_seed(0)
+        self.world = {"rollout": self, "actor": self}
+
+    def _log_probs(self, version: int) -> torch.Tensor:
+        direction = torch.randn(16, generator=torch.Generator().manual_seed(1))
+        return -1.0 + self.step * version * direction
+
+    def canary_response(self, prompt, max_tokens):
+        version = self.version if self.keeps is None else min(self.version, self.keeps)
+        noise = self.noise * torch.randn(16, generator=self.generator)
+        return [Completion(list(range(16)), (self._log_probs(version) + noise).tolist(), "length")]
+
+    def canary_log_probs(self, batch):
+        return [(self._log_probs(self.version)[None].expand(len(batch), -1), self.narrow)]
+
+
+def outcome(roles: Roles, versions=(0, 10, 20)) -> str:
+    canary = Canary(roles.world, 10, vocab_size=100, prompt_length=64, response_length=64)
+    for roles.version in versions:
+        assert canary.is_due(roles.version)
+        try:
+            canary.check(roles.version)
+        except StaleWeightsError as error:
+            return str(error)
+    return "intact"
+
+
+def test_noise_of_16_bits_is_no_alarm_and_old_weights_are_one():
+    assert outcome(Roles(noise=0.0, step=0.0)) == "intact", "nothing is trained"
+    for noise in (0.0, 0.006, 0.04):  # up to 10 times what is measured
+        for step in (0.0, 1e-4, 1e-3, 1e-2):
+            assert outcome(Roles(noise, step)) == "intact", (noise, step)
+    # all weights are old: one update changes less than the noise, but the engine repeats itself bit by bit
+    assert "still generates with the weights of version 0, expected version 10" in outcome(Roles(0.0, 1e-3, keeps=0))
+    # the engine does not repeat itself, but is closer to the old weights
+    assert "still generates with the weights of version 0" in outcome(Roles(0.006, 1e-2, keeps=0))
+    # another model
+    assert "does not generate with the weights of version 10" in outcome(Roles(0.006, 0.1, keeps=0), (10,))
+    # in float32 a single update is enough
+    assert "version 10" in outcome(Roles(1e-6, 1e-4, keeps=0, narrow=False))
+
+
+def test_checks_are_due_after_the_first_push_and_then_at_multiples():
+    roles = Roles(0.0, 0.0)
+    canary = Canary(roles.world, 10, vocab_size=100, prompt_length=64, response_length=64)
+    due = []
+    for roles.version in (7, 8, 10, 10, 11, 20):
+        if canary.is_due(roles.version):
+            due.append(roles.version)
+            canary.check(roles.version)
+    assert due == [7, 10, 20]
+    off = Canary(roles.world, 0, vocab_size=100, prompt_length=64, response_length=64)
+    assert not off.is_due(0)
+
+
+class Unties(ModuleReceiver):
+    """A receiver whose output layer is a copy of the embedding, which it does not update."""
+
+    def receive(self, weights, version):
+        super().receive(weights, version)
+        head = self.module.lm_head
+        if version == 0:
+            head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+
+
+def test_a_stale_tied_output_layer_stops_the_run(settings, monkeypatch, tiny, tmp_path):
+    from verl.rollout.native import factory
+
+    tied = shutil.copytree(tiny / "model", tmp_path / "tied")
+    module = AutoModelForCausalLM.from_pretrained(tied)
+    module.config.tie_word_embeddings = True
+    module.tie_weights()
+    module.save_pretrained(tied)
+    settings = [*settings, f"actor_rollout_ref.model.path={tied}"]
+    monkeypatch.setattr(TorchEngine, "shared_module", lambda self: None)  # so that the engine has a replica
+    train([*settings, *GRPO])
+    monkeypatch.setattr(factory, "ModuleReceiver", Unties)
+    free = [f"{ROLLOUT}.free_cache_engine=false", "actor_rollout_ref.actor.optim.lr=3e-2"]
+    with pytest.raises(StaleWeightsError, match="rollout rank 0"):
+        train([*settings, *GRPO, *free, "trainer.resume_mode=disable"])

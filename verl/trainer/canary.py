@@ -1,0 +1,151 @@
+"""The canary: a fixed prompt that shows whether the rollout engine generates with the current weights.
+
+After the first weight push and every `rollout.check_every` steps, every rollout rank generates a short greedy response,
+and the training engine computes the log-probs of its tokens. The run stops if
+
+- they differ by more than rounding does (`_LIMITS`), or
+- the engine kept the weights of the last check although training has changed the log-probs: the engine returns exactly
+  the same response and log-probs again, or its log-probs are much closer to those of the old weights.
+
+The second test finds old weights where one update changes less than rounding does, as in bfloat16 with a small learning
+rate. Nothing is sampled, so the random numbers of the run do not change.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from verl.data.sequences import build_sequences
+from verl.protocol import DataProto
+from verl.rollout.base import Completion
+from verl.single_controller.worker_group import WorkerGroup
+
+#: tokens of the prompt and of the response
+_TOKENS = 16
+#: dtype -> (mean, maximum) difference of log-probs that is still rounding. About 100 times what is measured in float32
+#: and 25 times in bfloat16 (docs/rollout.md)
+_LIMITS = {"float32": (2e-3, 2e-2), "16 bits": (0.1, 1.0)}
+#: dtype -> mean change of the trainer's log-probs that is certainly due to an update
+_CHANGED = {"float32": 1e-5, "16 bits": 1e-3}
+_MUCH = 4.0  # times closer to the old weights than to the current ones
+
+
+class StaleWeightsError(RuntimeError):
+    """The rollout engine does not generate with the weights of the trainer."""
+
+
+@dataclass
+class _Check:
+    """What one rollout rank generated, and the trainer's log-probs of the same tokens."""
+
+    version: int
+    tokens: list[int]
+    rollout: torch.Tensor
+    trained: torch.Tensor
+
+    @property
+    def gap(self) -> torch.Tensor:
+        return (self.rollout - self.trained).abs()
+
+
+class Canary:
+    """Compares the log-probs of the rollout engine and of the training engine.
+
+    Args:
+        roles: the roles actor and rollout.
+        every: steps between two checks; 0: none.
+        vocab_size: token ids of the prompt are below it.
+        prompt_length, response_length: longest prompt and response of the engine.
+    """
+
+    def __init__(
+        self,
+        roles: Mapping[str, WorkerGroup],
+        every: int,
+        *,
+        vocab_size: int,
+        prompt_length: int,
+        response_length: int,
+    ):
+        self.roles = roles
+        self.every = every
+        self.prompt = [(7 + 37 * i) % vocab_size for i in range(min(_TOKENS, prompt_length))]
+        self.max_tokens = min(_TOKENS, response_length)
+        self.kind = "float32"
+        self._last: dict[int, _Check] = {}  # by rollout rank
+
+    def is_due(self, version: int) -> bool:
+        """Whether the weights of this version are checked: the first ones of the process, then at multiples."""
+        if not self.every:
+            return False
+        return not self._last or (version % self.every == 0 and all(c.version != version for c in self._last.values()))
+
+    def check(self, version: int) -> dict[str, float]:
+        """Check every rollout rank.
+
+        Returns:
+            The metric weight_sync/canary_gap; empty if the engine does not generate with the policy.
+
+        Raises:
+            StaleWeightsError: an engine has other weights.
+        """
+        completions: list[Completion | None] = self.roles["rollout"].canary_response(self.prompt, self.max_tokens)
+        if any(completion is None for completion in completions):
+            self.every = 0
+            return {}
+        old = [self._last.get(rank) for rank in range(len(completions))]
+        # the old responses too: their log-probs show what training has changed
+        rows = [c.token_ids for c in completions] + [check.tokens for check in old if check is not None]
+        trained = self._trained(rows)
+        gaps = []
+        for rank, completion in enumerate(completions):
+            found = torch.tensor(completion.log_probs)
+            check = _Check(version, completion.token_ids, found, trained[rank])
+            if old[rank] is not None:
+                at = len(completions) + sum(c is not None for c in old[:rank])
+                self._compare_with_old(rank, check, old[rank], trained[at])
+            self._compare(rank, check)
+            self._last[rank] = check
+            gaps.append(float(check.gap.mean()))
+        return {"weight_sync/canary_gap": max(gaps)}
+
+    def _trained(self, rows: list[list[int]]) -> list[torch.Tensor]:
+        """The trainer's log-probs of each response."""
+        unique = list(dict.fromkeys(map(tuple, rows)))
+        columns = build_sequences([self.prompt] * len(unique), unique, pad_token_id=0)
+        ((found, is_narrow), *_) = self.roles["actor"].canary_log_probs(DataProto.from_dict(columns))
+        self.kind = "16 bits" if is_narrow else "float32"
+        return [found[unique.index(tuple(row))][: len(row)] for row in rows]
+
+    def _compare(self, rank: int, check: _Check) -> None:
+        limits = _LIMITS[self.kind]
+        mean, largest = float(check.gap.mean()), float(check.gap.max())
+        if mean <= limits[0] and largest <= limits[1]:
+            return
+        raise StaleWeightsError(
+            f"rollout rank {rank} does not generate with the weights of version {check.version}: its log-probs of a "
+            f"greedy response differ from those of the trainer by {mean:.3g} on average and {largest:.3g} at most, "
+            f"expected at most {limits[0]:g} and {limits[1]:g} ({self.kind}). {_ADVICE}"
+        )
+
+    def _compare_with_old(self, rank: int, check: _Check, old: _Check, trained: torch.Tensor) -> None:
+        """trained: the current log-probs of the old response."""
+        changed = float((trained - old.trained).abs().mean())
+        if check.tokens != old.tokens or changed <= _CHANGED[self.kind]:
+            return
+        to_old = float((check.rollout - old.trained).abs().mean())
+        closer = changed > _MUCH * float(old.gap.mean()) and to_old * _MUCH < changed
+        if closer or torch.equal(check.rollout, old.rollout):
+            raise StaleWeightsError(
+                f"rollout rank {rank} still generates with the weights of version {old.version}, expected version "
+                f"{check.version}: training has changed the log-probs of its greedy response by {changed:.3g} on "
+                f"average, but those of the rollout engine changed by "
+                f"{float((check.rollout - old.rollout).abs().mean()):.3g}. {_ADVICE}"
+            )
+
+
+_ADVICE = (
+    "Check the receiver() of the rollout engine. If the engine computes another distribution on purpose, such as with "
+    "quantized weights, set actor_rollout_ref.rollout.check_every=0"
+)

@@ -1,0 +1,106 @@
+"""The weights of the rollout: pushes to it, and what they report."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from verl.rollout.weight_sync import SyncReport
+from verl.single_controller.worker_group import Future, WorkerGroup
+from verl.trainer.canary import Canary
+
+_POLL = 0.02  # seconds between two looks at calls that wait for one another
+
+
+class RolloutWeights:
+    """The weights and memory phases of the rollout: awake from `push` to `sleep`.
+
+    version: weight version of the rollout, the number of completed training steps; None if it has no weights.
+    """
+
+    def __init__(
+        self, roles: Mapping[str, WorkerGroup], separate: bool, canary: Canary | None = None, by_disk: bool = False
+    ):
+        """
+        Args:
+            separate: the rollout has separate devices, so weights are sent between processes.
+            canary: checks some of the pushed weights.
+            by_disk: weights are written to a folder and read by the rollout ranks.
+        """
+        self.roles = roles
+        self.separate = separate
+        self.canary = canary
+        self.by_disk = by_disk
+        self.version: int | None = None
+        self._is_connected = False
+
+    def push(self, version: int) -> dict[str, float]:
+        """Push the actor's current weights to the rollout. Returns the metrics weight_sync/*.
+
+        Raises:
+            StaleWeightsError: the rollout does not generate with them.
+        """
+        reports = self._push(version)
+        if len({report.checksum for report in reports}) > 1:
+            found = ", ".join(f"{report.checksum & (2**64 - 1):016x}" for report in reports)
+            raise ValueError(f"weight sync: expected the same weights of version {version} on all ranks, found {found}")
+        self.version = version
+        size, seconds = max(report.bytes for report in reports), max(report.seconds for report in reports)
+        metrics = {"weight_sync/version": version, "weight_sync/bytes": size, "weight_sync/seconds": seconds}
+        if size:
+            metrics["weight_sync/gb_per_second"] = size / seconds / 1e9
+        if size and (limit := min(report.bandwidth for report in reports)):
+            metrics["weight_sync/bandwidth_share"] = size / seconds / limit
+        if self.canary is not None and self.canary.is_due(version):
+            metrics |= self.canary.check(version)
+        return metrics
+
+    def _push(self, version: int) -> list[SyncReport]:
+        """The reports of one training rank and all rollout ranks."""
+        actor = self.roles["actor"]
+        if not self.separate:
+            return actor.push_weights(version)
+        self._connect()
+        rollout = self.roles["rollout"]
+        if self.by_disk:
+            actor.push_weights(version)
+            return rollout.receive_weights(version)
+        sent, received = _get_all(actor.submit("push_weights", version), rollout.submit("receive_weights", version))
+        return [*sent[:1], *received]
+
+    def require(self, version: int) -> None:
+        """Push unless the rollout already has this version."""
+        if self.version != version:
+            self.push(version)
+
+    def sleep(self) -> None:
+        """Free the memory that only generation needs, including the rollout's copy of the weights, if any."""
+        self.roles["rollout"].sleep_rollout()
+        self.version = None
+
+    def _connect(self) -> None:
+        """Connect training rank 0 and all rollout ranks in one process group, once."""
+        if self._is_connected:
+            return
+        actor, rollout = self.roles["actor"], self.roles["rollout"]
+        takes_adapters = all(rollout.takes_adapters())
+        if self.by_disk:
+            actor.connect_to_folder()
+        else:
+            address, size = actor.transfer_address(), 1 + rollout.world_size
+            _get_all(
+                actor.submit("connect_to_rollout", address, size, takes_adapters),
+                rollout.submit("connect_to_actor", address, size),
+            )
+        self._is_connected = True
+
+
+def _get_all(*futures: Future) -> list[Any]:
+    """Wait for calls that communicate with each other. Returns all results, or raises the first error."""
+    results: dict[int, Any] = {}
+    while len(results) < len(futures):
+        for i, future in enumerate(futures):
+            if i not in results:
+                try:
+                    results[i] = future.get(timeout=_POLL)
+                except TimeoutError:
+                    continue
+    return [results[i] for i in range(len(futures))]
