@@ -113,11 +113,13 @@ def test_a_misspelt_name_lists_the_registered_ones(override, message, settings):
 TWO = ["trainer.n_gpus_per_node=2", "placement.actor_devices=[0]", "placement.rollout_devices=[1]"]
 THREE = ["trainer.n_gpus_per_node=3", "placement.actor_devices=[0,1]", "placement.rollout_devices=[2]"]
 FOUR = ["trainer.n_gpus_per_node=4", "placement.actor_devices=[0,1]", "placement.rollout_devices=[2,3]"]
+TENSOR_PARALLEL = f"{ROLLOUT}.tensor_model_parallel_size=2"
 LORA = ["actor_rollout_ref.model.lora_rank=4"]
 SEPARATE = {
     "one device": (TWO, []),
     "fsdp": (THREE, []),
     "tensor parallel": (FOUR, [f"{ACTOR}.fsdp_config.tensor_parallel_size=2"]),
+    "tensor-parallel rollout": (FOUR, [TENSOR_PARALLEL]),
     "lora": (TWO, LORA),
     "ray": ([*TWO, *RAY], []),
     "overlap": ([*TWO, "trainer.overlap=true"], []),
@@ -125,13 +127,11 @@ SEPARATE = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=() if name == "fsdp" else slow) for name in SEPARATE]
-)
+@pytest.mark.parametrize("case", [pytest.param(name, marks=() if name == "fsdp" else slow) for name in SEPARATE])
 def test_a_rollout_on_devices_of_its_own_gives_the_numbers_of_one_process(case, tiny, tmp_path):
     placement, more = SEPARATE[case]
     algorithm = ["algorithm.name=grpo", f"{ACTOR}.use_kl_loss=true", "trainer.total_training_steps=2", *SMOOTH, *SAVED]
-    same = [name for name in more if "tensor_parallel" not in name]
+    same = [name for name in more if "parallel_size" not in name]
     runs = {
         "one": train([*run_settings(tiny, tmp_path / "one"), *algorithm, *same]),
         "own": train([*run_settings(tiny, tmp_path / "own"), *algorithm, *more, *placement]),
@@ -143,6 +143,21 @@ def test_a_rollout_on_devices_of_its_own_gives_the_numbers_of_one_process(case, 
     one, own = (load_file(tmp_path / run / "global_step_2/actor/huggingface/model.safetensors") for run in runs)
     for name, weight in one.items():
         torch.testing.assert_close(own[name], weight, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@slow
+@pytest.mark.parametrize("case", ["batch", "agent loop", "lora", "ray"])
+def test_a_tensor_parallel_rollout_in_the_actors_processes_gives_the_numbers_of_whole_models(case, tiny, tmp_path):
+    more = {"batch": [], "agent loop": CALCULATOR, "lora": LORA, "ray": RAY}[case]
+    algorithm = [*GRPO, *SMOOTH, "trainer.n_gpus_per_node=2", *more]
+    whole, split = (
+        train([*run_settings(tiny, tmp_path / name), *algorithm, *keys])
+        for name, keys in (("whole", []), ("split", [TENSOR_PARALLEL]))
+    )
+    for step, (a, b) in enumerate(zip(whole, split, strict=True)):
+        for name in ("responses", "rollout_log_probs", "old_log_probs", "advantages", "weight_version"):
+            torch.testing.assert_close(b.batch.batch[name], a.batch.batch[name], rtol=1e-5, atol=1e-5, msg=name)
+        assert b.metrics["rollout/logprob_gap_max"] < 1e-3 and b.metrics["weight_sync/version"] == step + 1
 
 
 @slow

@@ -220,7 +220,7 @@ class GenerationRun:
     def _check_limits(self) -> None:
         prompt_ids, limits = self.prompts.prompt_ids, ModelLimits.of(self.config.model)
         limits.check_vocabulary(self.tokenizer, prompt_ids.largest)
-        limits.check_engine(self.config.rollout.name)
+        limits.check_engine(self.config.rollout)
         limits.check_response_length(
             prompt_ids.longest,
             self.config.rollout.response_length,

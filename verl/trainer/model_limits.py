@@ -1,7 +1,8 @@
 """Limits of a model: its vocabulary and its maximum sequence length."""
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from verl.config import schema
 from verl.data.tokenization import load_tokenizer
 from verl.modeling.huggingface import model_source
 from verl.rollout.native.model import family_of
+from verl.rollout.native.slices import check_sizes
 
 logger = logging.getLogger("verl.trainer")
 
@@ -25,12 +27,14 @@ class ModelLimits:
         vocab_size: token ids are 0 to vocab_size - 1.
         positions: tokens in a sequence; None if the config sets no limit.
         architectures: class names of the saved weights.
+        sizes: its config by key.
     """
 
     path: str
     vocab_size: int
     positions: int | None
     architectures: tuple[str, ...]
+    sizes: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: schema.ModelConfig) -> "ModelLimits":
@@ -39,8 +43,9 @@ class ModelLimits:
 
         source = model_source(model.path)
         hf = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code).get_text_config()
-        positions = {**hf.to_dict(), **model.override_config}.get("max_position_embeddings")
-        return cls(model.path, hf.vocab_size, positions, tuple(hf.architectures or ()))
+        sizes = {**hf.to_dict(), **model.override_config}
+        positions = sizes.get("max_position_embeddings")
+        return cls(model.path, hf.vocab_size, positions, tuple(hf.architectures or ()), sizes)
 
     def check_vocabulary(self, tokenizer: Any, largest_id: int) -> None:
         """Raise ValueError if token ids exceed the vocabulary. largest_id: the largest id of the dataset."""
@@ -76,12 +81,15 @@ class ModelLimits:
                 f"positions (max_position_embeddings): set {key}={self.positions}"
             )
 
-    def check_engine(self, name: str) -> None:
-        """Raise ValueError if the rollout engine `name` does not support the architecture."""
-        if name == "native":
-            for architecture in self.architectures:
-                if architecture.endswith(("ForCausalLM", "LMHeadModel")):  # other heads are ignored when it is loaded
-                    family_of(architecture)
+    def check_engine(self, rollout: schema.RolloutEngineConfig) -> None:
+        """Raise ValueError if the rollout engine does not support the architecture, or cannot split it over ranks."""
+        if rollout.name != "native":
+            return
+        for architecture in self.architectures:
+            if architecture.endswith(("ForCausalLM", "LMHeadModel")):  # other heads are ignored when it is loaded
+                family_of(architecture)
+        if rollout.tensor_model_parallel_size > 1:
+            check_sizes(self.sizes, rollout.tensor_model_parallel_size)
 
 
 def check_reads_tokens_of(policy: str, tokenizer: Any, model: schema.ModelConfig, role: str, largest_id: int) -> None:

@@ -381,7 +381,7 @@ def model_fits(run: Run) -> None:
     limits.check_vocabulary(inputs.tokenizer, largest)
     if "critic" in roles_of(config):
         check_reads_tokens_of(limits.path, inputs.tokenizer, config.critic.model, "critic", largest)
-    limits.check_engine(config.actor_rollout_ref.rollout.name)
+    limits.check_engine(config.actor_rollout_ref.rollout)
     limits.check_response_length(
         longest,
         config.actor_rollout_ref.rollout.response_length,
