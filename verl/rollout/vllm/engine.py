@@ -42,6 +42,7 @@ class VllmRollout(RolloutEngine):
         shapes: HuggingFace name of every parameter -> its shape.
         has_weights: whether the weights were loaded from files.
         sleeps: whether vLLM's sleep mode is on.
+        device: device of the engine.
         channel: to the other ranks of the tensor-parallel group; None without them.
     """
 
@@ -58,12 +59,14 @@ class VllmRollout(RolloutEngine):
         shapes: Callable[[], dict[str, torch.Size]],
         has_weights: bool,
         sleeps: bool,
+        device: torch.device,
         channel: Channel | None = None,
     ):
         self.llm = llm
         self.capabilities = capabilities
         self.vocab_size = vocab_size
         self.max_length = max_length
+        self.device = device
         self.stats = RolloutStats()
         self.memory = EngineMemory(llm, sleeps)
         self.stepper = Stepper(llm.llm_engine, self._sampling, self._prepare, lambda: self.weight_version, channel)
@@ -125,6 +128,9 @@ class VllmRollout(RolloutEngine):
             )
 
     def _prepare(self) -> None:
+        """On the thread that steps."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # the current device of this thread
         self._receiver.check_filled()
         self.memory.wake()
 

@@ -16,6 +16,7 @@ from verl.rollout.vllm.engine import VllmRollout
 from verl.rollout.vllm.settings import engine_args, join_process_group, launcher_variables, max_model_len
 from verl.rollout.vllm.weights import parameter_shapes
 from verl.utils.device import resolve_dtype
+from verl.utils.rng import rng_state, set_rng_state
 
 
 def make_vllm(
@@ -51,6 +52,7 @@ def make_vllm(
         shapes=partial(parameter_shapes, model),
         has_weights=not is_trained and not merges,
         sleeps=bool(args.get("enable_sleep_mode")),
+        device=env.device,
         channel=_Group() if env.tp_size > 1 else None,
     )
     if merges:
@@ -65,12 +67,14 @@ def _make_llm(args: dict[str, Any], env: RolloutEnv) -> Any:
     """The `vllm.LLM` of this rank."""
     from vllm import LLM
 
-    on_cpu = env.device.type == "cpu"
+    on_cpu, generators = env.device.type == "cpu", rng_state()
     with launcher_variables(env), _cpu_kernels() if on_cpu else torch.cuda.device(env.device):
         try:
             return LLM(**args)
         except TypeError as error:  # an argument of engine_kwargs.vllm
             raise ValueError(f"rollout.engine_kwargs.vllm: {error}") from error
+        finally:
+            set_rng_state(generators)  # vLLM seeds those of the process
 
 
 @contextmanager

@@ -123,8 +123,10 @@ def engine_args(
         args["gpu_memory_utilization"] = memory_share(config.gpu_memory_utilization, env.device)
     else:
         args["kv_cache_memory_bytes"] = _host_cache_bytes(hf_config, dtype, length, config.max_num_seqs, env.tp_size)
-    if env.tp_size > 1 and capabilities.async_scheduling:
-        args["async_scheduling"] = False  # its order of steps depends on time, but all ranks must take the same steps
+    if env.tp_size > 1:
+        args["disable_custom_all_reduce"] = True  # it shares memory between processes, which sleep mode frees
+        if capabilities.async_scheduling:
+            args["async_scheduling"] = False  # its order of steps depends on time; all ranks must take the same steps
     return args | given
 
 

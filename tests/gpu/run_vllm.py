@@ -1,0 +1,246 @@
+"""On a machine with one or more GPUs: `rollout.name=vllm` against the contract, and GRPO steps with it.
+
+    python tests/gpu/run_vllm.py [--seconds 225] [--only WORDS] [--out FILE.json]
+
+contract  tests/rollout/test_engine_contract.py on a GPU in float32, one process per model family (vLLM's sleep mode
+          allows one engine per process).
+steps     three GRPO steps at the shape of Qwen2.5-0.5B with random weights, with `native` and with `vllm`: in the
+          trainer's process, sharded over 2 GPUs, on a GPU of its own, and FSDP2 on 2 GPUs with tensor parallelism 2.
+
+Every variant is a process on GPUs of its own, several at a time; none starts later than --seconds. A variant of steps
+fails if the log-probs of sampled tokens differ from the trainer's by more than GAP on average. Prints the end of the
+output of each that fails, and a table last; exits with 1 if one failed.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.gpu.run_executors import Devices, installed_gpus, machine, prepare  # noqa: E402
+
+#: mean |log-prob of the engine - log-prob of the trainer| of a sampled token, bf16
+GAP = 0.05
+LIMIT = 200  # seconds of one variant
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One process. overrides: of a run with steps; otherwise the test runs for `family`."""
+
+    name: str
+    gpus: int
+    overrides: tuple[str, ...] = ()
+    family: str = ""
+
+
+def variants() -> list[Variant]:
+    """All of them, the most telling first."""
+    vllm, two = f"{ROLLOUT}.name=vllm", "trainer.n_gpus_per_node=2"
+    own = ("placement.actor_devices=[0]", "placement.rollout_devices=[1]")
+    return [
+        Variant("contract qwen2", 1, family="qwen2"),
+        Variant("steps vllm, 1 GPU", 1, (vllm,)),
+        Variant("steps vllm, FSDP2 on 2 -> TP 2", 2, (vllm, two, f"{ROLLOUT}.tensor_model_parallel_size=2")),
+        Variant("steps vllm, a GPU of its own", 2, (vllm, two, *own)),
+        Variant("steps native, 1 GPU", 1, (f"{ROLLOUT}.name=native",)),
+        Variant("steps vllm, top-p 0.9, eager", 1, (vllm, f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.enforce_eager=true")),
+        Variant("steps vllm, 2 GPUs, sharded", 2, (vllm, two)),
+        Variant("contract llama", 1, family="llama"),
+        Variant("steps native, 2 GPUs, sharded", 2, (f"{ROLLOUT}.name=native", two)),
+    ]
+
+
+# ---- one variant, in a process of its own ---------------------------------------------------------------------------
+
+
+def run_one(name: str, folder: Path) -> None:
+    """Three steps; what they reported goes to `<folder>/<name>.json`."""
+    from verl.trainer.local_trainer import LocalPPOTrainer
+
+    (variant,) = [v for v in variants() if v.name == name]
+    settings = [
+        "algorithm.name=grpo",
+        f"data.train_files={folder / 'sums.jsonl'}",
+        "data.train_batch_size=16",
+        "data.max_prompt_length=64",
+        "data.max_response_length=128",
+        f"actor_rollout_ref.model.path={folder / 'half'}",
+        f"{ROLLOUT}.n=4",
+        f"{ROLLOUT}.gpu_memory_utilization=0.4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+        "reward.reward_function=accuracy_reward",
+        f"trainer.default_local_dir={folder / 'runs' / name}",
+        "trainer.total_training_steps=3",
+        "trainer.logger=[jsonl]",
+        "trainer.val_before_train=false",
+        "trainer.save_freq=-1",
+        "trainer.resume_mode=disable",
+    ]
+    steps: list[dict[str, float]] = []
+    trainer = LocalPPOTrainer(overrides=[*settings, *variant.overrides])
+    trainer.on_step.append(lambda report: _record(report, steps))
+    trainer.fit()
+    (folder / f"{name}.json").write_text(json.dumps(steps))
+
+
+def _record(report: Any, steps: list[dict[str, float]]) -> None:
+    steps.append({name: float(value) for name, value in report.metrics.items() if isinstance(value, int | float)})
+
+
+def command_of(variant: Variant, folder: Path) -> tuple[list[str], dict[str, str]]:
+    """The command of a variant, and its environment variables."""
+    if not variant.family:
+        return [sys.executable, __file__, "--one", variant.name, "--folder", str(folder)], {}
+    options = ["-q", "--tb=short", "--import-mode=importlib", "-p", "no:cacheprovider", "-o", "addopts=", "-rf"]
+    test = ["tests/rollout/test_engine_contract.py", "-k", f"vllm-{variant.family}"]
+    env = {"VERL_CONTRACT_DEVICE": "cuda", "VERL_CONTRACT_ENGINES": "vllm"}
+    return [sys.executable, "-m", "pytest", *options, *test], env
+
+
+def execute(variant: Variant, devices: list[int], folder: Path) -> dict[str, Any]:
+    """Run a variant on these GPUs. Returns its row of the table."""
+    command, more = command_of(variant, folder)
+    env = os.environ | more | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)), "HF_HUB_OFFLINE": "1"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    log, start = folder / f"{variant.name}.log", time.monotonic()
+    with log.open("w") as output:
+        try:
+            code = subprocess.run(command, env=env, cwd=ROOT, stdout=output, stderr=output, timeout=LIMIT).returncode
+        except subprocess.TimeoutExpired:
+            code = f"still running after {LIMIT} s"
+    row: dict[str, Any] = {"variant": variant.name, "gpus": variant.gpus, "seconds": round(time.monotonic() - start, 1)}
+    text = log.read_text(errors="replace")
+    if variant.family:
+        row["result"] = (text.strip().splitlines() or ["no output"])[-1].strip("= ")
+    elif code == 0:
+        row |= figures(json.loads((folder / f"{variant.name}.json").read_text()))
+    ok = code == 0 and row.get("gap_mean", 0.0) <= GAP
+    if not ok:
+        print(f"--- {variant.name} failed ({code})\n{shortened(text)}", flush=True)
+    return row | {"ok": ok}
+
+
+def shortened(text: str) -> str:
+    """The lines with errors, and the end."""
+    lines = text.splitlines()
+    errors = [line for line in lines if "Error" in line or line.startswith(("E ", "FAILED"))]
+    return "\n".join([*errors[:40], "   ...", *lines[-90:]])[-12_000:]
+
+
+def figures(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Of the last step: seconds, log-prob gap and peak memory."""
+    last = steps[-1]
+    names = {
+        "step_s": "timing_s/step",
+        "gen_s": "timing_s/gen",
+        "sync_s": "timing_s/sync_weights",
+        "update_s": "timing_s/update_actor",
+        "sync_bytes": "weight_sync/bytes",
+        "peak_gib": "perf/max_memory_allocated_gb",
+    }
+    gaps = {
+        "gap_mean": max(step["rollout/logprob_gap_mean"] for step in steps),
+        "gap_max": max(step["rollout/logprob_gap_max"] for step in steps),
+    }
+    return {name: round(last[key], 4) for name, key in names.items() if key in last} | gaps
+
+
+# ---- all of them ----------------------------------------------------------------------------------------------------
+
+
+def run_all(chosen: list[Variant], devices: Devices, folder: Path, until: float) -> list[dict[str, Any]]:
+    """Every variant as soon as there are GPUs for it, in their order."""
+    rows: dict[str, dict[str, Any]] = {}
+
+    def work(variant: Variant, taken: list[int]) -> None:
+        try:
+            rows[variant.name] = execute(variant, taken, folder)
+        except Exception:
+            traceback.print_exc()
+            rows[variant.name] = {"variant": variant.name, "gpus": variant.gpus, "ok": False}
+        finally:
+            devices.give_back(taken)
+        print(json.dumps(rows[variant.name]), flush=True)
+
+    with ThreadPoolExecutor(8) as threads:
+        for variant in chosen:
+            taken = devices.take(variant.gpus, until)
+            if taken is None:
+                rows[variant.name] = {
+                    "variant": variant.name,
+                    "gpus": variant.gpus,
+                    "ok": True,
+                    "result": "not run: no time left",
+                }
+                continue
+            threads.submit(work, variant, taken)
+    return [rows[variant.name] for variant in chosen]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    names = [
+        "variant",
+        "gpus",
+        "ok",
+        "seconds",
+        "step_s",
+        "gen_s",
+        "sync_s",
+        "update_s",
+        "gap_mean",
+        "gap_max",
+        "peak_gib",
+        "result",
+    ]
+    cells = [names] + [[_cell(row.get(name, "")) for name in names] for row in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in cells)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "vllm_gpu.json")
+    parser.add_argument("--seconds", type=float, default=225.0)
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        run_one(args.one, args.folder)
+        return 0
+    from verl.rollout.vllm.capabilities import installed_version
+
+    begun, gpus = time.monotonic(), len(installed_gpus())
+    chosen = [v for v in variants() if v.gpus <= gpus and (not args.only or any(w in v.name for w in args.only))]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder)
+        print(f"prepared in {time.monotonic() - begun:.0f} s", flush=True)
+        rows = run_all(chosen, Devices(gpus), folder, begun + args.seconds - 60)  # what is started may end
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    found = {"command": "python tests/gpu/run_vllm.py", "vllm": installed_version()} | machine() | {"results": rows}
+    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"{time.monotonic() - begun:.0f} s in all; vLLM {installed_version()}; {json.dumps(found['versions'])}")
+    print(table(rows))
+    return 0 if all(row["ok"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
