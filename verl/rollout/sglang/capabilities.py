@@ -3,15 +3,11 @@
 import asyncio
 import importlib
 import importlib.metadata
-import importlib.util
 import inspect
 import os
 from dataclasses import dataclass
 
-#: distribution -> versions that were tested
-TESTED = ("0.5.15", "0.5.23")
-
-INSTALL = "pip install 'verl[sglang]' in an environment of its own (SGLang installs its own torch)"
+from verl.config.supported import SGLANG_INSTALL, SGLANG_TESTED, missing_package
 
 _IO = "sglang.srt.managers.io_struct"
 #: (module, class or function) -> attributes that the adapter uses
@@ -61,11 +57,9 @@ def probe(on_gpu: bool) -> Capabilities:
         ImportError: SGLang is not installed or does not import.
         ValueError: it lacks something; the message lists what, with the tested versions.
     """
-    version = _installed_version()
-    if version is None:
-        raise ImportError(
-            f"rollout.name='sglang' needs SGLang, which is not installed (tested: {_tested()}): {INSTALL}"
-        )
+    if (message := missing_package("rollout.name", "sglang")) is not None:
+        raise ImportError(f"rollout.name={message}")
+    version = importlib.metadata.version("sglang")
     if not on_gpu:
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # read at import
     policy = asyncio.get_event_loop_policy()
@@ -73,7 +67,8 @@ def probe(on_gpu: bool) -> Capabilities:
         found = {key: _load(*key) for key in (*_ATTRIBUTES, *_PARAMETERS)}
     except ImportError as error:
         raise ImportError(
-            f"rollout.name=sglang: SGLang {version} does not import: {error} (tested: {_tested()}). {INSTALL}"
+            f"rollout.name=sglang: SGLang {version} does not import: {error} (tested: {_tested()}). To install: "
+            f"{SGLANG_INSTALL}"
         ) from error
     finally:
         asyncio.set_event_loop_policy(policy)  # SGLang's import replaces it
@@ -83,7 +78,8 @@ def probe(on_gpu: bool) -> Capabilities:
                 if name not in inspect.signature(found[key]).parameters]  # fmt: skip
     if lacking:
         raise ValueError(
-            f"rollout.name=sglang: SGLang {version} lacks {', '.join(lacking)}; tested versions: {_tested()}. {INSTALL}"
+            f"rollout.name=sglang: SGLang {version} lacks {', '.join(lacking)}; tested versions: {_tested()}. "
+            f"To install: {SGLANG_INSTALL}"
         )
     engine = found["sglang.srt.entrypoints.engine", "Engine"]
     return Capabilities(version, update_sessions="begin_weight_update" in dir(engine))
@@ -97,13 +93,5 @@ def _load(module: str, name: str):
         raise ImportError(f"{module} has no {name}") from None
 
 
-def _installed_version() -> str | None:
-    try:
-        return importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        spec = importlib.util.find_spec("sglang")
-        return None if spec is None or spec.origin is None else "an unversioned copy"
-
-
 def _tested() -> str:
-    return ", ".join(TESTED)
+    return ", ".join(SGLANG_TESTED)
