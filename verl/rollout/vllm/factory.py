@@ -1,5 +1,6 @@
 """`rollout.name=vllm`: makes the engine of one rank."""
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -70,11 +71,22 @@ def _make_llm(args: dict[str, Any], env: RolloutEnv) -> Any:
     on_cpu, generators = env.device.type == "cpu", rng_state()
     with launcher_variables(env), _cpu_kernels() if on_cpu else torch.cuda.device(env.device):
         try:
-            return LLM(**args)
+            llm = LLM(**args)
         except TypeError as error:  # an argument of engine_kwargs.vllm
             raise ValueError(f"rollout.engine_kwargs.vllm: {error}") from error
         finally:
             set_rng_state(generators)  # vLLM seeds those of the process
+    _keep_process_groups(llm)
+    return llm
+
+
+def _keep_process_groups(llm: Any) -> None:
+    """Replace what vLLM runs when the engine is collected: it would destroy the process groups of the trainer."""
+    client = llm.llm_engine.engine_core
+    finalizer = getattr(client, "_finalizer", None)
+    if finalizer is not None:
+        finalizer.detach()
+        weakref.finalize(llm, client.engine_core.model_executor.shutdown)
 
 
 @contextmanager

