@@ -3,8 +3,8 @@
 Bounds of log-probs in float32: 2e-5 on a CPU; 2e-2 on a GPU, where attention kernels of vLLM round to TF32.
 
 Environment: VERL_CONTRACT_DEVICE=cuda runs on a GPU; VERL_CONTRACT_ENGINES=vllm,native only those engines;
-VERL_CONTRACT_MODEL=folder uses that model (such as SmolLM2-135M) instead of the tiny ones; VERL_CONTRACT_KWARGS=JSON are
-the `engine_kwargs` of the engines with a package of their own.
+VERL_CONTRACT_MODEL=folder uses that model (such as SmolLM2-135M) instead of the tiny ones; VERL_CONTRACT_KWARGS are the
+`engine_kwargs` of the engines with a package of their own, in JSON.
 """
 
 import asyncio
