@@ -428,6 +428,8 @@ def test_requests_of_two_event_loops_and_of_generate_share_the_engine(made):
 def test_a_push_between_steps_is_a_span(restored):
     if restored.name not in PUSHED_BETWEEN_STEPS:
         pytest.skip("does not receive weights while requests are running")
+    if restored.name == "sglang" and not restored.engine.service.capabilities.update_sessions:
+        pytest.skip("this SGLang finishes running requests before a push")
     params = SamplingParams(400, (), temperature=0.0)
 
     async def run():

@@ -92,7 +92,7 @@ class Service:
 
     def __init__(self, engine: Any, capabilities: Capabilities, arguments: Callable[[Job], dict[str, Any]]):
         self.engine = engine
-        self._capabilities = capabilities
+        self.capabilities = capabilities
         self._arguments = arguments
         self._loop = asyncio.new_event_loop()
         self._turn = threading.RLock()  # of exclusive calls
@@ -148,7 +148,7 @@ class Service:
         if idle and self._in_engine:
             raise ValueError(f"{what} was called while requests are running: wait for them or abort them")
         self._is_open.clear()
-        if self._in_engine and self._capabilities.update_sessions:
+        if self._in_engine and self.capabilities.update_sessions:
             from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
             # running requests lose their KV cache, which is computed again with the new weights
