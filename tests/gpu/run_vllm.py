@@ -1,13 +1,13 @@
 """On a machine with one or more GPUs: `rollout.name=vllm` against the contract, and GRPO steps with it.
 
-    python tests/gpu/run_vllm.py [--seconds 225] [--only WORDS] [--out FILE.json]
+    python tests/gpu/run_vllm.py [--seconds 230] [--only WORDS] [--out FILE.json]
 
 contract  tests/rollout/test_engine_contract.py on a GPU in float32, one process per model family (vLLM's sleep mode
           allows one engine per process).
 steps     three GRPO steps at the shape of Qwen2.5-0.5B with random weights, with `native` and with `vllm`: in the
           trainer's process, sharded over 2 GPUs, on a GPU of its own, and FSDP2 on 2 GPUs with tensor parallelism 2.
 
-Every variant is a process on GPUs of its own, several at a time; none starts later than --seconds. A variant of steps
+Every variant is a process on GPUs of its own, several at a time; all end after --seconds. A variant of steps
 fails if the log-probs of sampled tokens differ from the trainer's by more than GAP on average. Prints the end of the
 output of each that fails, and a table last; exits with 1 if one failed.
 """
@@ -15,6 +15,7 @@ output of each that fails, and a table last; exits with 1 if one failed.
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,7 +33,7 @@ from tests.gpu.run_executors import Devices, installed_gpus, machine, prepare  #
 
 #: mean |log-prob of the engine - log-prob of the trainer| of a sampled token, bf16
 GAP = 0.05
-LIMIT = 200  # seconds of one variant
+START = 60  # seconds before the end in which no variant starts
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
@@ -110,17 +111,20 @@ def command_of(variant: Variant, folder: Path) -> tuple[list[str], dict[str, str
     return [sys.executable, "-m", "pytest", *options, *test], env
 
 
-def execute(variant: Variant, devices: list[int], folder: Path) -> dict[str, Any]:
-    """Run a variant on these GPUs. Returns its row of the table."""
+def execute(variant: Variant, devices: list[int], folder: Path, end: float) -> dict[str, Any]:
+    """Run a variant on these GPUs until `end`. Returns its row of the table."""
     command, more = command_of(variant, folder)
     env = os.environ | more | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)), "HF_HUB_OFFLINE": "1"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     log, start = folder / f"{variant.name}.log", time.monotonic()
     with log.open("w") as output:
+        process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
         try:
-            code = subprocess.run(command, env=env, cwd=ROOT, stdout=output, stderr=output, timeout=LIMIT).returncode
+            code = process.wait(max(end - time.monotonic(), 1))
         except subprocess.TimeoutExpired:
-            code = f"still running after {LIMIT} s"
+            os.killpg(process.pid, signal.SIGKILL)  # its workers too
+            process.wait()
+            code = "no time left"
     row: dict[str, Any] = {"variant": variant.name, "gpus": variant.gpus, "seconds": round(time.monotonic() - start, 1)}
     text = log.read_text(errors="replace")
     if variant.family:
@@ -161,13 +165,13 @@ def figures(steps: list[dict[str, float]]) -> dict[str, float]:
 # ---- all of them ----------------------------------------------------------------------------------------------------
 
 
-def run_all(chosen: list[Variant], devices: Devices, folder: Path, until: float) -> list[dict[str, Any]]:
+def run_all(chosen: list[Variant], devices: Devices, folder: Path, end: float) -> list[dict[str, Any]]:
     """Every variant as soon as there are GPUs for it, in their order."""
     rows: dict[str, dict[str, Any]] = {}
 
     def work(variant: Variant, taken: list[int]) -> None:
         try:
-            rows[variant.name] = execute(variant, taken, folder)
+            rows[variant.name] = execute(variant, taken, folder, end)
         except Exception:
             traceback.print_exc()
             rows[variant.name] = {"variant": variant.name, "gpus": variant.gpus, "ok": False}
@@ -177,7 +181,7 @@ def run_all(chosen: list[Variant], devices: Devices, folder: Path, until: float)
 
     with ThreadPoolExecutor(8) as threads:
         for variant in chosen:
-            taken = devices.take(variant.gpus, until)
+            taken = devices.take(variant.gpus, end - START)
             if taken is None:
                 rows[variant.name] = {
                     "variant": variant.name,
@@ -217,7 +221,7 @@ def _cell(value: Any) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "vllm_gpu.json")
-    parser.add_argument("--seconds", type=float, default=225.0)
+    parser.add_argument("--seconds", type=float, default=230.0)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -233,7 +237,7 @@ def main() -> int:
         folder = Path(name)
         prepare(folder)
         print(f"prepared in {time.monotonic() - begun:.0f} s", flush=True)
-        rows = run_all(chosen, Devices(gpus), folder, begun + args.seconds - 60)  # what is started may end
+        rows = run_all(chosen, Devices(gpus), folder, begun + args.seconds)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     found = {"command": "python tests/gpu/run_vllm.py", "vllm": installed_version()} | machine() | {"results": rows}
     args.out.write_text(json.dumps(found, indent=1) + "\n")

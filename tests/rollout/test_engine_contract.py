@@ -1,6 +1,7 @@
 """The contract of `RolloutEngine`, for every registered engine on the same tiny model.
 
-Bounds of log-probs in float32: 2e-5 on a CPU; 2e-2 on a GPU, where attention kernels of vLLM round to TF32.
+Bounds of log-probs in float32: 2e-5 on a CPU (2e-4 for the model of VERL_CONTRACT_MODEL); 2e-2 on a GPU, where
+attention kernels of vLLM round to TF32.
 
 Environment: VERL_CONTRACT_DEVICE=cuda runs on a GPU; VERL_CONTRACT_ENGINES=vllm,native only those engines;
 VERL_CONTRACT_MODEL=folder uses that model (such as SmolLM2-135M) instead of the tiny ones; VERL_CONTRACT_KWARGS are the
@@ -47,6 +48,8 @@ KWARGS = json.loads(os.environ.get("VERL_CONTRACT_KWARGS", "{}"))
 #: SGLang: whether tokens depend on the seed and the sample id only; GPUs only
 IS_SEEDED = "enable_deterministic_inference" in KWARGS
 BOUND = 2e-5 if DEVICE == "cpu" and not MODEL else 2e-4 if DEVICE == "cpu" else 2e-2
+#: of the weights in another push; a deep model amplifies rounding
+SCALE = 1.05 if MODEL else 1.5
 #: engines with a package of their own
 PACKAGES = {"vllm": "vllm", "sglang": "sglang"}
 NAMES = ["fake", *sorted(ROLLOUT_ENGINES)]
@@ -362,19 +365,19 @@ def restored(made):
 
 def test_a_push_changes_what_is_generated(restored):
     before = restored.answers(temperature=0.0)
-    restored.push(scale=1.5)
+    restored.push(SCALE)
     after = restored.answers(temperature=0.0)
     assert [a.token_ids for a in after] != [a.token_ids for a in before]
     trainer = restored.trainer.module
     with torch.no_grad():
         for p in trainer.parameters():
-            p.mul_(1.5)
+            p.mul_(SCALE)
         try:
             for answer, expected in zip(after, restored.trainers(after)):
                 assert answer.log_probs == pytest.approx(expected, abs=5 * BOUND)
         finally:
             for p in trainer.parameters():
-                p.div_(1.5)
+                p.div_(SCALE)
     restored.engine.receiver().release()
     with pytest.raises(ValueError, match="has no weights: push them first"):
         restored.answers()
@@ -436,7 +439,7 @@ def test_a_push_between_steps_is_a_span(restored):
         restored.engine.weight_version = 1
         task = asyncio.create_task(restored.engine.generate_one(Request([1, 2], params, 0, "a")))
         await restored.engine.generate_one(Request([3], replace(params, max_tokens=8), 1, "b"))
-        restored.engine.receiver().receive(restored.source.weights(1.5), 2)
+        restored.engine.receiver().receive(restored.source.weights(SCALE), 2)
         await restored.engine.generate_one(Request([3], replace(params, max_tokens=8), 1, "b"))
         restored.engine.abort()
         return await task

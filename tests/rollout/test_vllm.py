@@ -365,6 +365,7 @@ def test_two_steps_of_grpo(form, tiny, tmp_path):
 
 
 @real
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_it_learns_to_reverse(shuffled, tmp_path_factory, tmp_path, monkeypatch, pytestconfig):
     from benchmarks import learning

@@ -94,6 +94,9 @@ def engine_args(
     if "quantization_config" in hf_config.to_dict():
         raise ValueError(f"rollout.name=vllm: {model.path} is quantized: {_NOT_SUPPORTED['quantization']}")
     on_gpu = env.device.type == "cuda"
+    tokens = config.max_num_batched_tokens
+    if not config.enable_chunked_prefill:
+        tokens = max(tokens, length)  # a prompt must fit into one step
     args = {
         "model": model.path,
         "trust_remote_code": model.trust_remote_code,
@@ -103,10 +106,7 @@ def engine_args(
         "distributed_executor_backend": "external_launcher",
         "max_model_len": length,
         "max_num_seqs": config.max_num_seqs,
-        # without chunks, a prompt must fit into one step
-        "max_num_batched_tokens": max(
-            config.max_num_batched_tokens, *(() if config.enable_chunked_prefill else (length,)), 1
-        ),
+        "max_num_batched_tokens": tokens,
         "enable_chunked_prefill": config.enable_chunked_prefill,
         "enable_prefix_caching": config.enable_prefix_caching,
         "enforce_eager": config.enforce_eager or not on_gpu,
