@@ -48,9 +48,9 @@ SCRIPTS = {
     "grpo with fsdp and an update bucket": (
         f"""algorithm.adv_estimator=grpo {KL_LOSS} {MICRO} algorithm.use_kl_in_reward=False
         actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=4096""",
-        "actor_rollout_ref.actor.kl_loss_coef",
-        0.001,
-        1,
+        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes",
+        4096,
+        0,
     ),
     "grpo with generations in the trackers and a legacy switch": (
         f"""algorithm.adv_estimator=grpo {KL_LOSS} {DYNAMIC} trainer.log_val_generations=10

@@ -34,7 +34,8 @@ def run(settings: list[str], *more: str, trainer_class: type = LocalPPOTrainer) 
     steps, spans = [], []
 
     def record(report) -> None:
-        clock = ("timing_s/", "perf/", "rollout/tokens_per_second", "weight_sync/seconds")
+        sync = ("weight_sync/seconds", "weight_sync/gb_per_second", "weight_sync/bandwidth_share")
+        clock = ("timing_s/", "perf/", "rollout/tokens_per_second", *sync)
         metrics = {name: value for name, value in report.metrics.items() if not name.startswith(clock)}
         # fetched now: the processes that have the rows end with the run
         columns = {name: values.clone() for name, values in report.batch.tensors.items()}

@@ -1,9 +1,10 @@
-"""Gathers sharded parameters in buckets: one collective for many parameters, and memory for one bucket at a time."""
+"""Gathers sharded parameters in buckets: one collective for many parameters, and memory for two buckets at a time."""
 
 from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import all_gather_tensor, wait_tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from verl.engines.parallel import full_tensor
@@ -25,22 +26,36 @@ def gather_tensors(
         dtype: dtype of the result; sharded parameters are cast before they are gathered. None: not cast.
         bucket_bytes: size of a bucket.
     """
-    bucket: list[tuple[str, DTensor]] = []
+    ahead = None
+    for bucket in _buckets(named, dtype, bucket_bytes):
+        started = _Gather(bucket, dtype)  # while the caller uses the previous bucket
+        if ahead is not None:
+            yield from ahead.finish()
+        ahead = started
+        del started, bucket
+    if ahead is not None:
+        yield from ahead.finish()
+
+
+def _buckets(
+    named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None, bucket_bytes: int
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Split the parameters into lists that are gathered together."""
+    bucket: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in named:
-        dim = _row_sharded(tensor)
         room = tensor.numel() * (dtype or tensor.dtype).itemsize
-        if bucket and (dim is None or size + room > bucket_bytes or _group(bucket[0][1]) is not _group(tensor)):
-            yield from _gather(bucket, dtype)
+        if bucket and (size + room > bucket_bytes or not _go_together(bucket[0][1], tensor)):
+            yield bucket
             bucket, size = [], 0
-        if dim is None:
-            full = full_tensor(tensor)
-            yield name, full if dtype is None else full.to(dtype)
-            continue
         bucket.append((name, tensor))
         size += room
     if bucket:
-        yield from _gather(bucket, dtype)
+        yield bucket
+
+
+def _go_together(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return _group(one) is not None and _group(one) is _group(other) and one.dtype == other.dtype
 
 
 def _row_sharded(tensor: torch.Tensor) -> int | None:
@@ -58,37 +73,51 @@ def _group(tensor: torch.Tensor) -> dist.ProcessGroup | None:
     return None if dim is None else tensor.device_mesh.get_group(dim)
 
 
-def _gather(bucket: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gather a bucket of parameters of one process group, with one collective per dtype."""
-    by_dtype: dict[torch.dtype, list[DTensor]] = {}
-    for _, tensor in bucket:
-        by_dtype.setdefault(dtype or tensor.dtype, []).append(tensor)
-    gathered = {to: _gather_flat(tensors, to) for to, tensors in by_dtype.items()}
-    offsets = dict.fromkeys(by_dtype, 0)
-    for name, tensor in bucket:
-        to, ranks = dtype or tensor.dtype, _group(tensor).size()
-        rows, width = -(-tensor.shape[0] // ranks), tensor.numel() // max(tensor.shape[0], 1)
-        shards = gathered[to][:, offsets[to] : offsets[to] + rows * width]
-        offsets[to] += rows * width
-        if len(by_dtype[to]) == 1:
-            del gathered[to]
-        # a copy, unless the bucket holds this parameter only
-        yield name, shards.reshape(ranks * rows, width)[: tensor.shape[0]].view(tensor.shape)
-        del shards
+class _Gather:
+    """A bucket that is being gathered: parameters of one group and dtype, or a single other one."""
 
+    def __init__(self, bucket: list[tuple[str, torch.Tensor]], dtype: torch.dtype | None):
+        self.bucket = bucket
+        self.dtype = dtype or bucket[0][1].dtype
+        self.group = _group(bucket[0][1])
+        if self.group is not None:
+            self.gathered = all_gather_tensor(self._own(), 0, self.group)  # asynchronous
 
-def _gather_flat(tensors: list[DTensor], dtype: torch.dtype) -> torch.Tensor:
-    """All-gather the shards of parameters: (ranks, elements), each shard padded to the size of the largest one."""
-    group = _group(tensors[0])
-    device = torch.device(tensors[0].device_mesh.device_type)
-    sizes = [-(-t.shape[0] // group.size()) * (t.numel() // max(t.shape[0], 1)) for t in tensors]
-    own = torch.empty(sum(sizes), dtype=dtype, device=device)
-    at = 0
-    for tensor, size in zip(tensors, sizes):
-        shard = tensor.to_local().detach().reshape(-1)
-        own[at : at + len(shard)].copy_(shard)
-        own[at + len(shard) : at + size].zero_()
-        at += size
-    found = torch.empty(group.size() * len(own), dtype=dtype, device=device)
-    dist.all_gather_into_tensor(found, own, group=group)
-    return found.view(group.size(), -1)
+    def _own(self) -> torch.Tensor:
+        """The shards of this rank, each padded to the size of the largest shard of any rank."""
+        device = torch.device(self.bucket[0][1].device_mesh.device_type)
+        shards = [tensor.to_local().detach().reshape(-1) for _, tensor in self.bucket]
+        sizes = [rows * width for rows, width in map(self._shard, self.bucket)]
+        if len(shards) == 1 and shards[0].numel() == sizes[0]:
+            return shards[0].to(device, self.dtype)
+        own = torch.empty(sum(sizes), dtype=self.dtype, device=device)
+        for span, shard in zip(own.split(sizes), shards):
+            span[: len(shard)].copy_(shard)
+            span[len(shard) :].zero_()
+        return own
+
+    def _shard(self, named: tuple[str, torch.Tensor]) -> tuple[int, int]:
+        """Rows of the largest shard, and elements of a row."""
+        rows = named[1].shape[0]
+        return -(-rows // self.group.size()), named[1].numel() // max(rows, 1)
+
+    def finish(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, full tensor)."""
+        if self.group is None:
+            ((name, tensor),) = self.bucket
+            yield name, full_tensor(tensor).to(self.dtype)
+            return
+        gathered = wait_tensor(self.gathered).view(self.group.size(), -1)
+        del self.gathered
+        at = 0
+        for name, tensor in self.bucket:
+            rows, width = self._shard((name, tensor))
+            shards = gathered[:, at : at + rows * width]
+            at += rows * width
+            if at == gathered.shape[1]:
+                del gathered
+            # a copy, unless the bucket holds this parameter only
+            full = shards.reshape(-1, width)[: tensor.shape[0]].view(tensor.shape)
+            del shards
+            yield name, full
+            del full

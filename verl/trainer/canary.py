@@ -45,7 +45,7 @@ class _Check:
     trained: torch.Tensor
 
     @property
-    def gap(self) -> torch.Tensor:
+    def mismatch(self) -> torch.Tensor:
         return (self.rollout - self.trained).abs()
 
 
@@ -107,7 +107,7 @@ class Canary:
                 self._compare_with_old(rank, check, old[rank], trained[at])
             self._compare(rank, check)
             self._last[rank] = check
-            gaps.append(float(check.gap.mean()))
+            gaps.append(float(check.mismatch.mean()))
         return {"weight_sync/canary_gap": max(gaps)}
 
     def _trained(self, rows: list[list[int]]) -> list[torch.Tensor]:
@@ -120,7 +120,7 @@ class Canary:
 
     def _compare(self, rank: int, check: _Check) -> None:
         limits = _LIMITS[self.kind]
-        mean, largest = float(check.gap.mean()), float(check.gap.max())
+        mean, largest = float(check.mismatch.mean()), float(check.mismatch.max())
         if mean <= limits[0] and largest <= limits[1]:
             return
         raise StaleWeightsError(
@@ -135,7 +135,7 @@ class Canary:
         if check.tokens != old.tokens or changed <= _CHANGED[self.kind]:
             return
         to_old = float((check.rollout - old.trained).abs().mean())
-        closer = changed > _MUCH * float(old.gap.mean()) and to_old * _MUCH < changed
+        closer = changed > _MUCH * float(old.mismatch.mean()) and to_old * _MUCH < changed
         if closer or torch.equal(check.rollout, old.rollout):
             raise StaleWeightsError(
                 f"rollout rank {rank} still generates with the weights of version {old.version}, expected version "
@@ -146,6 +146,7 @@ class Canary:
 
 
 _ADVICE = (
-    "Check the receiver() of the rollout engine. If the engine computes another distribution on purpose, such as with "
-    "quantized weights, set actor_rollout_ref.rollout.check_every=0"
+    "Check the receiver() of the rollout engine. An engine that does not generate with the policy sets "
+    "samples_policy = False. If it computes another distribution on purpose, such as with quantized weights, set "
+    "actor_rollout_ref.rollout.check_every=0"
 )

@@ -12,6 +12,7 @@ further ones.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.binding import optional_columns, reads_all_columns, required_columns
@@ -28,7 +29,6 @@ from verl.trainer.ppo_operators import (
     KLInReward,
     Reward,
     Roles,
-    RolloutWeights,
     Update,
     UpdatePlan,
     advantage,
@@ -44,6 +44,9 @@ from verl.trainer.ppo_operators import (
     values,
     wake_rollout,
 )
+
+if TYPE_CHECKING:
+    from verl.trainer.rollout_weights import RolloutWeights
 
 #: what generation reads
 PROMPTS = ("prompt_ids", "uid")
@@ -159,7 +162,7 @@ def _frees_cache(config: schema.Config) -> bool:
     return config.actor_rollout_ref.rollout.free_cache_engine and not config.rollout_is_separate
 
 
-def add_weight_sync(flow: DataFlow, config: schema.Config, weights: RolloutWeights) -> DataFlow:
+def add_weight_sync(flow: DataFlow, config: schema.Config, weights: "RolloutWeights") -> DataFlow:
     """Add the operators `sync_weights` and `sleep_rollout` to a flow.
 
     `sync_weights` follows `update_actor`. If rollout and training share devices, `sleep_rollout` follows the last

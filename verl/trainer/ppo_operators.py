@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,9 +21,11 @@ from verl.rewards import RewardManager
 from verl.rollout.agent_loop import SINGLE_TURN
 from verl.single_controller.worker_group import WorkerGroup
 from verl.trainer.metrics import response_lengths
-from verl.trainer.rollout_weights import RolloutWeights
 from verl.utils.balance import balanced_partition
 from verl.utils.rng import fork_seed
+
+if TYPE_CHECKING:
+    from verl.trainer.rollout_weights import RolloutWeights
 
 #: what `gen` adds to the prompts
 GENERATED = (
@@ -119,7 +121,7 @@ def _check_vocabulary(responses: torch.Tensor, vocab_size: int | None) -> None:
         )
 
 
-def sync_weights(weights: RolloutWeights) -> Callable[[DataProto], None]:
+def sync_weights(weights: "RolloutWeights") -> Callable[[DataProto], None]:
     """Push the updated weights to the rollout. Reports weight_sync/version, bytes, seconds and others."""
 
     def sync(batch: DataProto) -> None:
@@ -128,7 +130,7 @@ def sync_weights(weights: RolloutWeights) -> Callable[[DataProto], None]:
     return sync
 
 
-def wake_rollout(weights: RolloutWeights) -> Callable[[DataProto], None]:
+def wake_rollout(weights: "RolloutWeights") -> Callable[[DataProto], None]:
     """Before another pass of the same step: push the weights again if the rollout was put to sleep."""
 
     def wake(batch: DataProto) -> None:
@@ -137,7 +139,7 @@ def wake_rollout(weights: RolloutWeights) -> Callable[[DataProto], None]:
     return wake
 
 
-def sleep_rollout(weights: RolloutWeights) -> Callable[[DataProto], None]:
+def sleep_rollout(weights: "RolloutWeights") -> Callable[[DataProto], None]:
     """Free the rollout's memory for the following operators."""
 
     def sleep(batch: DataProto) -> None:

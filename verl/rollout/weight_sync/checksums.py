@@ -14,7 +14,6 @@ ROW_BYTES = 8 * COLUMNS
 
 _ALIGNMENT = 8  # bytes
 _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
-_ODD_OF_COLUMNS = -4658895280553007687  # 0xBF58476D1CE4E5B9 as a signed 64-bit number
 
 
 def sums_of(content: torch.Tensor) -> torch.Tensor:
@@ -33,19 +32,18 @@ def sums_of(content: torch.Tensor) -> torch.Tensor:
     return torch.cat([rows, columns])
 
 
-def combine(sums: torch.Tensor) -> torch.Tensor:
-    """Combine the result of `sums_of` to one number, an int64 scalar. Every word counts by an odd factor that depends
-    on its position."""
-    rows, columns = sums[:-COLUMNS], sums[-COLUMNS:]
-    by_row = torch.arange(len(rows), device=sums.device).mul_(2).add_(1).mul_(_ODD)
-    by_column = torch.arange(COLUMNS, device=sums.device).mul_(2).add_(1).mul_(_ODD_OF_COLUMNS)
-    return (rows * by_row).sum() + (columns * by_column).sum() * 2
+def combine(sums: Sequence[torch.Tensor]) -> int:
+    """Combine results of `sums_of` to one signed 64-bit number; the order matters. Synchronizes with the device."""
+    if not sums:
+        return 0
+    every = torch.cat(list(sums))
+    factors = torch.arange(len(every), device=every.device).mul_(2).add_(1).mul_(_ODD)
+    return int((every * factors).sum())
 
 
 def checksum_of(content: torch.Tensor) -> int:
-    """A 64-bit checksum of (n,) uint8, n a multiple of 8. Equal on every device; changing a single word always changes
-    it."""
-    return int(combine(sums_of(content)))
+    """A 64-bit checksum of (n,) uint8, n a multiple of 8. Equal on every device."""
+    return combine([sums_of(content)])
 
 
 def fold(checksums: Sequence[int]) -> int:

@@ -116,7 +116,7 @@ class _Sending:
                 self._wait_for_all()
             raise
         self._wait_for_all()
-        return sent, fold(torch.stack(self.sums).tolist()) if self.sums else 0
+        return sent, combine(self.sums)
 
     def _next(self, buckets: Iterator[Bucket]) -> tuple[Bucket, torch.Tensor] | None:
         """The next bucket and its sums; None at the end. An error is reported to the rollout ranks and raised
@@ -126,7 +126,7 @@ class _Sending:
             if bucket is None:
                 return None
             sums = sums_of(bucket.content)
-            self.sums.append(combine(sums))
+            self.sums.append(sums)
             return bucket, sums
         except BaseException as error:
             with suppress(RuntimeError):  # of the group
@@ -188,7 +188,7 @@ class _Receiving:
         self.config = config
         self.bucket_bytes = bucket_bytes
         self.works: dict[int, tuple[list[dist.Work], torch.Tensor]] = {}
-        self.checksums: list[int] = []
+        self.sums: list[torch.Tensor] = []
         self.transferring = False  # whether an error comes from the group, not from the receiver
 
     @property
@@ -208,7 +208,7 @@ class _Receiving:
                         work.wait()
             raise
         _exchange(self.group)
-        return fold(self.checksums)
+        return combine(self.sums)
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.transferring = True
@@ -256,14 +256,14 @@ class _Receiving:
             work.wait()
         found = sums_of(bucket.content)
         row = transit_fault(sent, found)
-        self.checksums.append(int(combine(found)))
+        self.sums.append(found)
         if row is None:
             return
         name = bucket.parameter_at(row * ROW_BYTES) if row >= 0 else "(none: the checksums themselves differ)"
         _exchange(
             self.group,
             reason=f"bucket {bucket.number} is corrupted on rollout rank {self.group.rank - 1}: its checksum is "
-            f"{hexadecimal(self.checksums[-1])}, expected {hexadecimal(int(combine(sent)))}; the first differing "
+            f"{hexadecimal(combine([found]))}, expected {hexadecimal(combine([sent]))}; the first differing "
             f"parameter is {name}",
         )
 

@@ -17,7 +17,7 @@ from verl.checkpoints.store import CheckpointError, CheckpointStore, verify
 from verl.rollout.weight_sync.adapters import Part
 from verl.rollout.weight_sync.base import SyncReport, WeightReceiver, WeightSource, WeightSync
 from verl.rollout.weight_sync.buckets import pack
-from verl.rollout.weight_sync.checksums import combine, fold, sums_of
+from verl.rollout.weight_sync.checksums import combine, sums_of
 from verl.rollout.weight_sync.loading import Loading
 
 _FILE_BYTES = 2**30  # max size of a file; a larger parameter has a file by itself
@@ -55,9 +55,9 @@ class DiskSync(WeightSync):
             ):
                 path = folder / f"model-{bucket.number:05d}.safetensors"
                 save_file(dict(bucket.parameters()), path, metadata={"format": "pt"})
-                sums.append(combine(sums_of(bucket.content)))
+                sums.append(sums_of(bucket.content))
                 sent += bucket.bytes
-        return SyncReport(version, sent, time.perf_counter() - start, fold(torch.stack(sums).tolist()))
+        return SyncReport(version, sent, time.perf_counter() - start, combine(sums))
 
 
 def receive_disk(receiver: WeightReceiver, folder: str | Path, version: int) -> SyncReport:

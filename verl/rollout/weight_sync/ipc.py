@@ -116,7 +116,7 @@ class _Sending:
             ):
                 found = sums_of(bucket.content)
                 self._send(bucket, found)
-                sums.append(combine(found))
+                sums.append(found)
                 sent += bucket.bytes
         except BaseException as error:
             _send_all(self.channels, ("error", _describe(error)), ignore_errors=True)
@@ -125,8 +125,8 @@ class _Sending:
             self._wait(self.pending[0])
         _send_all(self.channels, ("end",))
         for number, channel in enumerate(self.channels):
-            self._answer(number, channel)
-        return sent, fold(torch.stack(sums).tolist()) if sums else 0
+            self._acknowledge(number, channel)
+        return sent, combine(sums)
 
     def _send(self, bucket: Bucket, sums: torch.Tensor) -> None:
         content = bucket.content
@@ -149,10 +149,10 @@ class _Sending:
         """Wait until every process has loaded the bucket and all before it."""
         while self.pending and self.pending[0] <= number:
             for process, channel in enumerate(self.channels):
-                self._answer(process, channel)
+                self._acknowledge(process, channel)
             self.pending.pop(0)
 
-    def _answer(self, process: int, channel: Channel) -> None:
+    def _acknowledge(self, process: int, channel: Channel) -> None:
         """Read one acknowledgement. Raises ValueError for an error or none."""
         try:
             text = pickle.loads(channel.recv_bytes()) if channel.poll(self.sync.timeout) else "it does not answer"
@@ -182,7 +182,7 @@ def receive_ipc(receiver: WeightReceiver, channel: Channel, version: int) -> Syn
             loading = Loading(receiver, version)
             loading.load(Part(config, receiving.tensors()))
             received += loading.bytes
-            checksums.append(fold(receiving.checksums))
+            checksums.append(combine(receiving.sums))
             channel.send_bytes(pickle.dumps(""))
     except _SenderError:
         raise
@@ -202,7 +202,7 @@ class _Receiving:
     def __init__(self, channel: Channel):
         self.channel = channel
         self.buffers: dict[int, torch.Tensor] = {}
-        self.checksums: list[int] = []
+        self.sums: list[torch.Tensor] = []
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) of every parameter: views of shared memory, valid until the next one is read."""
@@ -221,7 +221,7 @@ class _Receiving:
             if row is not None:
                 name = bucket.parameter_at(max(row, 0) * ROW_BYTES)
                 raise ValueError(f"bucket {number} is corrupted; the first differing parameter is {name}")
-            self.checksums.append(int(combine(found)))
+            self.sums.append(found)
             yield from bucket.parameters()
             if bucket.content.is_cuda:
                 torch.cuda.synchronize(bucket.content.device)  # the loads have ended before the trainer writes again

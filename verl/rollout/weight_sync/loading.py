@@ -6,7 +6,7 @@ import torch
 
 from verl.rollout.weight_sync.adapters import Part
 from verl.rollout.weight_sync.base import AdapterReceiver, StoredWeights, WeightReceiver, incomplete
-from verl.rollout.weight_sync.checksums import COLUMNS, bytes_of, combine, fold, sums_of
+from verl.rollout.weight_sync.checksums import COLUMNS, bytes_of, combine, sums_of
 
 
 class Loading:
@@ -22,8 +22,7 @@ class Loading:
         self.version = version
         self.complete = False
         self.bytes = 0
-        self._sums: dict[str, torch.Tensor] = {}
-        self._arrived: list[torch.Tensor] = []
+        self._sent: dict[str, torch.Tensor] = {}  # sums of every tensor
 
     def load(self, part: Part) -> int:
         """Load a part and verify it.
@@ -43,16 +42,13 @@ class Loading:
         if not self.complete:
             raise incomplete(self.receiver)
         self._verify()
-        return fold(torch.stack(self._arrived).tolist()) if self._arrived else 0
+        return combine(list(self._sent.values()))
 
     def _read(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             self.bytes += tensor.numel() * tensor.element_size()
             stored = self._stored(name)
-            sums = sums_of(bytes_of(tensor if stored is None else tensor.to(stored.dtype)))
-            self._arrived.append(combine(sums))
-            if stored is not None:
-                self._sums[name] = sums
+            self._sent[name] = sums_of(bytes_of(tensor if stored is None else tensor.to(stored.dtype)))
             yield name, tensor
         self.complete = True
 
@@ -61,19 +57,21 @@ class Loading:
 
     def _verify(self) -> None:
         """Raise ValueError, with the name, for a parameter that is not stored as it was sent."""
-        if not self._sums:
+        stored = {name: tensor for name in self._sent if (tensor := self._stored(name)) is not None}
+        if not stored:
             return
-        differs = []
-        for name, sent in self._sums.items():
-            stored = self._stored(name)
-            found = sums_of(bytes_of(stored))
-            differs.append((found != sent).any() if len(found) == len(sent) else torch.ones((), device=found.device))
-        wrong = [name for name, bad in zip(self._sums, torch.stack(differs).tolist()) if bad]
-        if wrong:
-            raise ValueError(
-                f"weights of version {self.version} were not loaded: after {type(self.receiver).__name__}.receive, "
-                f"{len(wrong)} of {len(self._sums)} parameters differ from what was sent, first {wrong[:3]}"
-            )
+        found = {name: sums_of(bytes_of(tensor)) for name, tensor in stored.items()}
+        wrong = [name for name in found if found[name].shape != self._sent[name].shape]
+        if not wrong:
+            every = torch.cat(list(found.values()))
+            sent = torch.cat([self._sent[name] for name in found]).to(every.device)
+            if torch.equal(every, sent):
+                return
+            wrong = [name for name in found if not torch.equal(found[name], self._sent[name].to(every.device))]
+        raise ValueError(
+            f"weights of version {self.version} were not loaded: after {type(self.receiver).__name__}.receive, "
+            f"{len(wrong)} of {len(stored)} parameters differ from what was sent, first {wrong[:3]}"
+        )
 
 
 def transit_fault(bytes_sent: torch.Tensor, found: torch.Tensor) -> int | None:

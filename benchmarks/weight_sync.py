@@ -1,0 +1,356 @@
+"""Time and memory of weight pushes. One JSON line per case, then a table.
+
+    python benchmarks/weight_sync.py --shape 7B                  # two GPUs
+    python benchmarks/weight_sync.py --shape tiny --device cpu   # two processes
+
+Weights are random: float32 in training, bfloat16 in the rollout. Cases:
+
+- `split`: training on device 0, rollout on device 1 (`collective`).
+- `lora`: the same, only the adapters of every linear layer (rank 32).
+- `replica`: FSDP2 on both devices, and an unsharded copy on each (`replica`).
+- `slices`: FSDP2 on both devices, and a tensor-parallel half of every matrix on each (`replica`).
+- `ipc`: training and rollout in two processes on device 0 (`ipc`).
+- `disk`: written by process 0, read by process 1 (`disk`).
+
+`limit_seconds`: bytes of the push at the rate measured in this run: a broadcast of one block (`split`, `lora`), an
+all-gather of one block (`replica`, `slices`), or a copy on the device (`ipc`). `ratio`: seconds / limit_seconds.
+`above_gib`: peak memory of a push above the weights of both sides on that device. Seconds include the checksums.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from verl.engines.gathering import gather_tensors  # noqa: E402
+from verl.rollout.weight_sync import (  # noqa: E402
+    CollectiveSync,
+    DiskSync,
+    IpcSync,
+    ModuleReceiver,
+    RemoteReceiver,
+    ReplicaSync,
+    SyncReport,
+    TransferGroup,
+    receive_collective,
+    receive_disk,
+    receive_ipc,
+)
+from verl.rollout.weight_sync.factory import copy_bandwidth  # noqa: E402
+from verl.single_controller.worker import free_port  # noqa: E402
+
+#: hidden size, MLP, layers, heads, key-value heads, vocabulary
+SHAPES = {
+    "tiny": (256, 1024, 4, 8, 2, 8000),
+    "0.5B": (896, 4864, 24, 14, 2, 151936),
+    "1.5B": (1536, 8960, 28, 12, 2, 151936),
+    "7B": (3584, 18944, 28, 28, 4, 152064),
+}
+CASES = ("split", "lora", "replica", "slices", "ipc", "disk")
+RANK = 32  # of the adapters
+NARROW = torch.bfloat16
+
+
+def model(shape: str, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
+    """A model with random weights; on "meta" without memory."""
+    hidden, mlp, layers, heads, kv_heads, vocabulary = SHAPES[shape]
+    config = Qwen2Config(
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocabulary,
+        tie_word_embeddings=shape in ("0.5B", "1.5B"),
+    )
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if device.type != "meta":
+        module.to_empty(device=device)
+        module.tie_weights()
+        fill(module)
+    return module.requires_grad_(False)
+
+
+def fill(module: torch.nn.Module) -> None:
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+
+
+class Source:
+    """What a sync reads of a training engine."""
+
+    def __init__(self, module: torch.nn.Module):
+        self.module = module
+        self.layers = {
+            name: layer
+            for name, layer in module.named_modules()
+            if isinstance(layer, torch.nn.Linear) and "lm_head" not in name
+        }
+        self.halves: dict[str, torch.Tensor] = {}
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return gather_tensors(self.module.named_parameters(), NARROW)
+
+    def base_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.weights()
+
+    def adapter_config(self) -> dict:
+        return {"r": RANK, "lora_alpha": RANK, "scaling": dict.fromkeys(self.layers, 1.0)}
+
+    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, layer in self.layers.items():
+            rows, columns = layer.weight.shape
+            like = {"device": layer.weight.device, "dtype": torch.float32}
+            for half, size in (("A", (RANK, columns)), ("B", (rows, RANK))):
+                key = f"base_model.model.{name}.lora_{half}.weight"
+                if key not in self.halves:
+                    self.halves[key] = torch.randn(size, **like) * 1e-3
+                yield key, self.halves[key]
+
+
+class Slices:
+    """A receiver that stores this rank's half of every matrix."""
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
+        self.stored: dict[str, torch.Tensor] = {}
+
+    def receive(self, weights, version: int) -> None:
+        for name, tensor in weights:
+            share = tensor.chunk(self.size, 0)[self.rank] if tensor.ndim > 1 else tensor
+            if name not in self.stored:
+                self.stored[name] = torch.empty_like(share)
+            self.stored[name].copy_(share)
+
+    def release(self) -> None:
+        self.stored.clear()
+
+
+class Remote(RemoteReceiver):
+    """The other process, over a pipe."""
+
+    def __init__(self, channel):
+        self.channel = channel
+
+    def start_receiving(self, version: int) -> list:
+        return [self.channel]
+
+    def finish_receiving(self) -> None:
+        self.channel.recv_bytes()
+
+    def release(self) -> None:
+        raise ValueError("not supported")
+
+
+class Bench:
+    """One of two processes."""
+
+    def __init__(self, rank: int, args: argparse.Namespace, port: int, pipes: list):
+        self.rank, self.args, self.port, self.pipe = rank, args, port, pipes[rank]
+        self.is_gpu = args.device == "cuda"
+        self.device = torch.device("cuda", rank) if self.is_gpu else torch.device("cpu")
+        if self.is_gpu:
+            torch.cuda.set_device(self.device)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if self.is_gpu else "gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=2,
+        )
+        self.host = dist.new_group(backend="gloo")
+
+    def run(self) -> None:
+        for case in self.args.cases:
+            found = getattr(self, case)()
+            if self.is_gpu:
+                torch.cuda.empty_cache()
+            reports = [None, None]
+            dist.all_gather_object(reports, found, self.host)
+            if self.rank == 0:
+                self.report(case, reports)
+        dist.destroy_process_group()
+
+    def report(self, case: str, found: list[dict]) -> None:
+        size = max(side["bytes"] for side in found)
+        seconds = max(side["seconds"] for side in found)
+        limit = found[0]["bandwidth"]
+        line = {
+            "case": case,
+            "shape": self.args.shape,
+            "device": torch.cuda.get_device_name() if self.is_gpu else "cpu",
+            "bytes": size,
+            "seconds": round(seconds, 4),
+            "gb_per_second": round(size / seconds / 1e9, 2),
+            "limit_gb_per_second": round(limit / 1e9, 1),
+            "limit_seconds": round(size / limit, 4) if limit else None,
+            "ratio": round(seconds * limit / size, 2) if limit else None,
+            "above_gib": [round(side["above"] / 2**30, 3) for side in found],
+            "bucket_mib": self.args.bucket_mib,
+            "torch": torch.__version__,
+        }
+        print(json.dumps(line), flush=True)
+
+    def measure(self, push: Callable[[int], SyncReport], bandwidth: float = 0.0) -> dict:
+        """The fastest of several pushes after the first one, and the peak memory of all but the first."""
+        push(0)
+        before = self.memory()
+        seconds, above, report = math.inf, 0, None
+        for version in range(1, 1 + self.args.pushes):
+            if self.is_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            dist.barrier(self.host)
+            start = time.perf_counter()
+            report = push(version)
+            if self.is_gpu:
+                torch.cuda.synchronize()
+                above = max(above, torch.cuda.max_memory_allocated() - before)
+            dist.barrier(self.host)
+            seconds = min(seconds, time.perf_counter() - start)
+        return {
+            "bytes": report.bytes,
+            "seconds": seconds,
+            "above": above,
+            "bandwidth": bandwidth or report.bandwidth,
+        }
+
+    def memory(self) -> int:
+        if not self.is_gpu:
+            return 0
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    # ---- cases --------------------------------------------------------------------------------------------------
+
+    def split(self, adapters: bool = False) -> dict:
+        ports = [free_port()]
+        dist.broadcast_object_list(ports, 0, self.host)
+        group = TransferGroup(("127.0.0.1", ports[0]), self.rank, 2, self.device, 600.0)
+        group.measure()
+        if self.rank == 0:
+            source = Source(model(self.args.shape, self.device, torch.float32))
+            sync = CollectiveSync(group, NARROW, self.args.bucket_mib * 2**20, adapters)
+            return self.measure(lambda version: sync.push(source, version))
+        receiver = ModuleReceiver(model(self.args.shape, self.device, NARROW), filled=True)
+        return self.measure(lambda version: receive_collective(receiver, group, version))
+
+    def lora(self) -> dict:
+        return self.split(adapters=True)
+
+    def _sharded(self) -> Source:
+        module = model(self.args.shape, torch.device("meta"), torch.float32)
+        for layer in module.model.layers:
+            fully_shard(layer)
+        fully_shard(module)
+        module.to_empty(device=self.device)
+        fill(module)
+        return Source(module)
+
+    def _gather_bandwidth(self) -> float:
+        """Bytes per second of the result of an all-gather."""
+        size = 256 * 2**20 if self.is_gpu else 8 * 2**20
+        own = torch.zeros(size // 2, dtype=torch.uint8, device=self.device)
+        found, seconds = torch.empty(size, dtype=torch.uint8, device=self.device), math.inf
+        for _ in range(4):
+            dist.barrier(self.host)
+            start = time.perf_counter()
+            dist.all_gather_into_tensor(found, own)
+            if self.is_gpu:
+                torch.cuda.synchronize()
+            seconds = min(seconds, time.perf_counter() - start)
+        return size / seconds
+
+    def _colocated(self, receiver) -> dict:
+        bandwidth, source = self._gather_bandwidth(), self._sharded()
+        sync = ReplicaSync(SimpleNamespace(receiver=lambda: receiver, weight_version=0))
+        return self.measure(lambda version: sync.push(source, version), bandwidth)
+
+    def replica(self) -> dict:
+        return self._colocated(ModuleReceiver(model(self.args.shape, self.device, NARROW), filled=True))
+
+    def slices(self) -> dict:
+        return self._colocated(Slices(self.rank, 2))
+
+    def ipc(self) -> dict:
+        device = torch.device("cuda", 0) if self.is_gpu else self.device
+        if self.is_gpu:
+            torch.cuda.set_device(device)
+        try:
+            if self.rank == 0:
+                source = Source(model(self.args.shape, device, torch.float32))
+                engine = SimpleNamespace(receiver=lambda: Remote(self.pipe), weight_version=0)
+                rate, size = copy_bandwidth(device), self.args.bucket_mib * 2**20
+                sync = IpcSync(engine, device, NARROW, size, bandwidth=rate)
+                return self.measure(lambda version: sync.push(source, version))
+            receiver = ModuleReceiver(model(self.args.shape, device, NARROW), filled=True)
+
+            def receive(version: int) -> SyncReport:
+                report = receive_ipc(receiver, self.pipe, version)
+                self.pipe.send_bytes(b"loaded")
+                return report
+
+            return self.measure(receive)
+        finally:
+            if self.is_gpu:
+                torch.cuda.set_device(self.device)
+
+    def disk(self) -> dict:
+        folders = [tempfile.mkdtemp(dir=self.args.folder)]
+        dist.broadcast_object_list(folders, 0, self.host)
+        if self.rank == 0:
+            sync = DiskSync(folders[0], dtype=NARROW)
+            source = Source(model(self.args.shape, self.device, torch.float32))
+        else:
+            receiver = ModuleReceiver(model(self.args.shape, self.device, NARROW), filled=True)
+
+        def push(version: int) -> SyncReport:
+            report = sync.push(source, version) if self.rank == 0 else None
+            dist.barrier(self.host)
+            return report or receive_disk(receiver, folders[0], version)
+
+        return self.measure(push)
+
+
+def work(rank: int, args: argparse.Namespace, port: int, pipes: list) -> None:
+    torch.set_num_threads(1)
+    Bench(rank, args, port, pipes).run()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="0.5B")
+    parser.add_argument("--cases", default=",".join(case for case in CASES if case != "disk"))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--bucket-mib", type=int, default=128)
+    parser.add_argument("--pushes", type=int, default=3, help="measured pushes of a case")
+    parser.add_argument("--folder", help="of the case disk; default: the temporary folder")
+    args = parser.parse_args()
+    args.cases = args.cases.split(",")
+    if unknown := set(args.cases) - set(CASES):
+        parser.error(f"--cases: expected names of {', '.join(CASES)}, found {', '.join(sorted(unknown))}")
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    port, pipes = free_port(), [ours, theirs]
+    processes = [context.Process(target=work, args=(rank, args, port, pipes)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    sys.exit(max(abs(process.exitcode) for process in processes))
+
+
+if __name__ == "__main__":
+    main()
