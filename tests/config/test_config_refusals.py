@@ -288,7 +288,7 @@ REGISTERED = {"rollout.name": ["hf", "native"], "strategy": ["fsdp"], "rollout.a
             f"{ROLLOUT}name: there is no rollout engine 'nativ': did you mean 'native'? known: hf, native. Custom ones "
             "are registered in a file of `imports`",
         ),
-        (f"{ROLLOUT}name=sglang", f"{ROLLOUT}name: 'sglang' is not supported yet: use hf or native"),
+        (f"{ROLLOUT}name=trtllm", f"{ROLLOUT}name: 'trtllm' is not supported yet: use hf or native"),
         (f"{ACTOR}strategy=vllm", f"{ACTOR}strategy: 'vllm' is a rollout engine, and this key selects the training"),
         (f"{ACTOR}strategy=megatron", f"{ACTOR}strategy: 'megatron' is not supported yet: use fsdp"),
         (

@@ -21,7 +21,8 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -177,6 +178,43 @@ def speed(engine, sizes: dict, rows: int, tokens: int) -> dict:
 # ---- one rank ---------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Part:
+    """One engine over `size` ranks. act: what rank 0 does with it."""
+
+    name: str
+    dtype: str
+    layers: int
+    size: int
+    act: Callable
+    graphs: bool = True
+
+
+def run_part(part: Part, folder: Path, shape: dict, device, rank: int) -> dict:
+    """The results of this rank: those of `act` on rank 0, and memory."""
+    import torch
+
+    found, on_gpu = {}, device.type == "cuda"
+    engine = make_engine(folder, shape, part.dtype, device, rank, part.size, part.graphs)
+    if on_gpu:
+        torch.cuda.synchronize()
+        found["weights_gb"] = torch.cuda.memory_allocated() / 2**30
+        torch.cuda.reset_peak_memory_stats()
+    if rank == 0:
+        with engine.leading():
+            found |= part.act(engine)
+    else:
+        engine.follow()
+    if on_gpu:
+        found["peak_gb"] = torch.cuda.max_memory_allocated() / 2**30
+    engine.free()
+    del engine
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
+    return found
+
+
 def run_rank(args: argparse.Namespace) -> None:
     """All parts on one rank; rank 0 also alone. Writes rank<i>.json."""
     import torch
@@ -187,42 +225,8 @@ def run_rank(args: argparse.Namespace) -> None:
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     init_process_group(device, 300.0)
     folder, results = Path(args.folder), {}
-    sizes = QWEN2_7B if on_gpu else TINY
-    rows, tokens = (128, 256) if on_gpu else (8, 16)
-    small = min(8192, sizes["vocab_size"])
-
-    def wait_for_both() -> None:
-        torch.distributed.all_reduce(torch.zeros(1))
-
-    def part(name: str, dtype: str, layers: int, size: int, act, graphs: bool = True) -> None:
-        if args.only and args.only not in name:
-            return
-        wait_for_both()
-        shape, start = sizes | {"num_hidden_layers": layers}, time.perf_counter()
-        if dtype == "float32":
-            shape["vocab_size"] = small
-        found = {}
-        if rank < size:
-            engine = make_engine(folder, shape, dtype, device, rank, size, graphs)
-            if on_gpu:
-                torch.cuda.synchronize()
-                found["weights_gb"] = torch.cuda.memory_allocated() / 2**30
-                torch.cuda.reset_peak_memory_stats()
-            if rank == 0:
-                with engine.leading():
-                    found |= act(engine)
-            else:
-                engine.follow()
-            if on_gpu:
-                found["peak_gb"] = torch.cuda.max_memory_allocated() / 2**30
-            engine.free()
-            del engine
-            gc.collect()
-            if on_gpu:
-                torch.cuda.empty_cache()
-        found["seconds"] = time.perf_counter() - start
-        results[name] = found
-        print(f"rank {rank}: {name} done in {found['seconds']:.1f} s", flush=True)
+    sizes, (rows, tokens) = (QWEN2_7B, (128, 256)) if on_gpu else (TINY, (8, 16))
+    small, layers = min(8192, sizes["vocab_size"]), sizes["num_hidden_layers"]
 
     def all_kinds(engine) -> dict:
         return {"answers": exact(engine, small)}
@@ -230,13 +234,25 @@ def run_rank(args: argparse.Namespace) -> None:
     def rates(engine) -> dict:
         return speed(engine, sizes, rows, tokens)
 
-    part("exact, 1 GPU", "float32", 2, 1, all_kinds)
-    part("exact, 2 GPUs", "float32", 2, 2, all_kinds)
-    part("exact, 2 GPUs, no graphs", "float32", 2, 2, all_kinds, graphs=False)
-    part("speed, 1 GPU", "bfloat16", sizes["num_hidden_layers"], 1, rates)
-    part("speed, 2 GPUs", "bfloat16", sizes["num_hidden_layers"], 2, rates)
+    parts = [
+        Part("exact, 1 GPU", "float32", 2, 1, all_kinds),
+        Part("exact, 2 GPUs", "float32", 2, 2, all_kinds),
+        Part("exact, 2 GPUs, no graphs", "float32", 2, 2, all_kinds, graphs=False),
+        Part("speed, 1 GPU", "bfloat16", layers, 1, rates),
+        Part("speed, 2 GPUs", "bfloat16", layers, 2, rates),
+    ]
+    for part in parts:
+        if args.only not in part.name:
+            continue
+        torch.distributed.all_reduce(torch.zeros(1))  # the other rank has finished
+        shape, start = sizes | {"num_hidden_layers": part.layers}, time.perf_counter()
+        if part.dtype == "float32":
+            shape["vocab_size"] = small
+        found = run_part(part, folder, shape, device, rank) if rank < part.size else {}
+        results[part.name] = found | {"seconds": time.perf_counter() - start}
+        print(f"rank {rank}: {part.name} done in {results[part.name]['seconds']:.1f} s", flush=True)
     (folder / f"rank{rank}.json").write_text(json.dumps(results))
-    wait_for_both()
+    torch.distributed.all_reduce(torch.zeros(1))
     os._exit(0)
 
 

@@ -139,9 +139,11 @@ def test_engines_of_the_worker_agree(tiny):
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_same_file(keys, tmp_path):
+@pytest.mark.parametrize("size", [1, 2])
+def test_two_processes_give_the_same_file(keys, tmp_path, size):
     one = GenerationRun(overrides=keys).run()
     given = [*keys, "trainer.n_gpus_per_node=2", f"data.output_path={tmp_path / 'two.parquet'}"]
+    given.append(f"rollout.tensor_model_parallel_size={size}")
     assert rows_of(GenerationRun(overrides=given).run()) == rows_of(one)
 
 

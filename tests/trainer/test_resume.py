@@ -146,7 +146,9 @@ def test_a_run_without_a_name_does_not_resume_another_experiment(settings, tiny,
         same = LocalPPOTrainer(overrides=[*plain, "algorithm.name=grpo", *further])
         same.fit()
         assert same.global_step == 2
-    named = LocalPPOTrainer(overrides=[*plain, "algorithm.adv_estimator=rloo", *KL, "trainer.experiment_name=mine"])
+    named = LocalPPOTrainer(
+        overrides=[*plain, "algorithm.adv_estimator=rloo", *KL, "trainer.experiment_name=mine"]
+    )
     named.fit()
     resumed = LocalPPOTrainer(
         overrides=[

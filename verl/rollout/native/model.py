@@ -106,8 +106,7 @@ def read_decoder(
     """Read `module` (one of FAMILIES) as a `Decoder` over its parameters.
 
     Args:
-        module: a HuggingFace model, unsharded; with tensor parallelism, its parameters are this rank's slices
-            (`native.slices`).
+        module: a HuggingFace model, unsharded, or with this rank's slices of the parameters (`native.slices`).
         dtype: None for the parameters' dtype, without a copy. Any other dtype copies the projections as they are now.
         transpose_limit: see TRANSPOSE_LIMIT.
         reuse: an earlier result, whose memory is reused for copies.
@@ -119,49 +118,54 @@ def read_decoder(
     family, config, trunk = check_supported(module), module.config, module.base_model
     head_dim = trunk.layers[0].self_attn.head_dim
     head = module.lm_head.weight
-    size = sum(p.numel() * p.element_size() for p in module.parameters())
-    transposed = head.device.type == "cpu" and size <= transpose_limit
+    transposed = head.device.type == "cpu" and _bytes_of(module) <= transpose_limit
     dtype = head.dtype if dtype is None else dtype
     stream_dtype = torch.promote_types(head.dtype, dtype)
     # in 16 bits, folding would round once more, and there are no 16-bit complex numbers
     folded = transposed and dtype == stream_dtype and dtype in (torch.float32, torch.float64)
     known = config.to_dict()
-    activation = known[family.activation]
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"rollout.name=native: activation {activation!r} is unknown; known: {sorted(ACTIVATIONS)}")
     types = config.layer_types if family.window == "layer_types" else [None] * len(trunk.layers)
     rope_types = sorted(set(types)) if family.rope_per_type else [None]
     ropes, limits = zip(*(_rope(trunk.rotary_emb, config, kind) for kind in rope_types))
-    max_positions, reason = min(limits)
     pairs = _pairs(head_dim, 2 * len(ropes[0].inverse_frequencies)) if folded else None
-    heads, kv_heads = config.num_attention_heads // tp.size, max(1, config.num_key_value_heads // tp.size)
+    heads = config.num_attention_heads // tp.size, max(1, config.num_key_value_heads // tp.size)
     old = reuse.copies if reuse is not None else ()
-    reader = _Reader(family, dtype, stream_dtype, transposed, (heads, kv_heads), pairs, old)
-    rope_of = {kind: i for i, kind in enumerate(rope_types)} if family.rope_per_type else dict.fromkeys(types, 0)
-    last_norm, last_factor = reader.norm_before(trunk.norm.weight)
+    reader = _Reader(family, dtype, stream_dtype, transposed, heads, pairs, old)
+    rope_of = {kind: rope_types.index(kind) if family.rope_per_type else 0 for kind in types}
+    norm, factor = reader.norm_before(trunk.norm.weight)
     return Decoder(
         embedding=reader.wide(trunk.embed_tokens.weight),
-        head=reader.projection(last_factor, lm_head=module.lm_head),
-        norm=last_norm,
+        head=reader.projection(factor, lm_head=module.lm_head),
+        norm=norm,
         layers=tuple(_layer(layer, config, reader, kind, rope_of[kind]) for layer, kind in zip(trunk.layers, types)),
         ropes=ropes,
-        heads=heads,
-        kv_heads=kv_heads,
+        heads=reader.heads,
+        kv_heads=reader.kv_heads,
         head_dim=head_dim,
         eps=config.rms_norm_eps,
         scaling=1.0 if folded else trunk.layers[0].self_attn.scaling,
-        activation=activation,
+        activation=_activation(known[family.activation]),
         # rounded as the model rounds it
         embedding_scale=float(torch.tensor(math.sqrt(config.hidden_size), dtype=stream_dtype)) if family.gemma else 1.0,
         attention_softcap=config.attn_logit_softcapping if family.softcaps else None,
         final_softcap=known.get("final_logit_softcapping"),
-        max_positions=max_positions,
-        max_positions_reason=reason,
+        max_positions=min(limits)[0],
+        max_positions_reason=min(limits)[1],
         copies=reader.copies,
         folded=folded,
         floor=torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps), dtype=dtype, device=head.device),
         tp=tp,
     )
+
+
+def _bytes_of(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def _activation(name: str) -> str:
+    if name not in ACTIVATIONS:
+        raise ValueError(f"rollout.name=native: activation {name!r} is unknown; known: {sorted(ACTIVATIONS)}")
+    return name
 
 
 def _layer(layer: nn.Module, config, reader: "_Reader", kind: str | None, rope: int) -> Layer:

@@ -1,0 +1,430 @@
+"""The SGLang adapter: requests with a stand-in for SGLang's engine, the loader, filters and settings, and with SGLang a
+push and training.
+
+Tests of `real` need SGLang: make test-sglang.
+"""
+
+import asyncio
+import importlib.util
+import json
+import os
+import threading
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from verl.config import load_config, schema
+from verl.config.errors import ConfigError
+from verl.config.supported import check_built_in
+from verl.rollout.base import Completion, Request, RolloutEnv, SamplingParams, make_rollout_engine
+from verl.rollout.sampling import filter_logits
+from verl.rollout.sglang import capabilities, loader, settings, weights
+from verl.rollout.sglang.engine import SglangRollout, arguments_of
+from verl.rollout.sglang.filters import LogitFilter, filter_params
+from verl.rollout.sglang.service import Job, Service
+from verl.rollout.stop_strings import StopStrings
+
+IS_INSTALLED = importlib.util.find_spec("sglang") is not None
+real = pytest.mark.skipif(not IS_INSTALLED, reason="SGLang is not installed: make test-sglang")
+DEVICE = os.environ.get("VERL_CONTRACT_DEVICE", "cpu")
+KWARGS = json.loads(os.environ.get("VERL_CONTRACT_KWARGS", "{}"))
+ENV = RolloutEnv(0, 1, 0, torch.device(DEVICE), 0, torch.float32)
+
+
+# ---- requests, with an engine that counts ---------------------------------------------------------------------------
+
+
+class Counting:
+    """Stands in for sglang.Engine: tokens are the prompt's last one + 1, 2, 3 ...; every 8 tokens are one output."""
+
+    def __init__(self):
+        self.tokenizer_manager = self
+        self.aborted: set[str] = set()
+        self.running = 0
+        self.gate = asyncio.Event()
+        self.eos: int | None = None
+        self.version = "default"
+
+    def abort_request(self, rid):
+        self.aborted.add(rid)
+
+    async def async_generate(self, **arguments):
+        found = self._outputs(**arguments)
+        if arguments["stream"]:
+            return found
+        *_, last = [output async for output in found]
+        return last
+
+    async def _outputs(self, input_ids, sampling_params, rid, **rest):
+        self.running += 1
+        pairs = []
+        try:
+            while True:
+                await asyncio.sleep(0)
+                log_prob = float("nan") if input_ids[0] == 9 else -0.5
+                pairs.append((log_prob, input_ids[-1] + 1 + len(pairs), None))
+                reason = self._reason(pairs, sampling_params, rid)
+                if reason or len(pairs) % 8 == 0:
+                    meta = {"finish_reason": reason, "weight_version": self.version}
+                    yield {"meta_info": meta | {"output_token_logprobs": list(pairs)}}
+                if reason:
+                    return
+        finally:
+            self.running -= 1
+
+    def _reason(self, pairs, params, rid):
+        token = pairs[-1][1]
+        if rid in self.aborted:
+            return {"type": "abort"}
+        if not params["ignore_eos"] and token in (*(params["stop_token_ids"] or ()), self.eos):
+            return {"type": "stop", "matched": token}
+        return {"type": "length"} if len(pairs) == params["max_new_tokens"] else None
+
+
+@pytest.fixture
+def engine():
+    return Counting()
+
+
+@pytest.fixture
+def service(engine):
+    return Service(engine, capabilities.Capabilities("test", update_sessions=False), arguments_of)
+
+
+def run(service, *prompts: int, **keys) -> list[Completion]:
+    params = SamplingParams(keys.pop("max_tokens", 20), keys.pop("stop_token_ids", ()), **keys)
+    return [f.result(10) for f in [service.submit(Request([first], params, first, str(first))) for first in prompts]]
+
+
+def test_tokens_and_log_probs_of_concurrent_requests(service):
+    found = run(service, 100, 200, max_tokens=3)
+    assert [(c.token_ids, c.log_probs, c.finish_reason) for c in found] == [
+        ([101, 102, 103], [-0.5] * 3, "length"),
+        ([201, 202, 203], [-0.5] * 3, "length"),
+    ]
+
+
+def test_only_the_end_tokens_of_the_request_end_it(service, engine):
+    engine.eos = 103  # of the model: the request goes on after it
+    (found,) = run(service, 100, stop_token_ids=(107,))
+    assert (found.token_ids, found.finish_reason) == (list(range(101, 108)), "stop")
+    (limited,) = run(service, 100, stop_token_ids=(107,), max_tokens=3)
+    assert (limited.token_ids, limited.finish_reason) == ([101, 102, 103], "length")
+
+
+def test_the_token_that_completes_a_stop_string_is_the_last(service, engine):
+    stop = StopStrings(("110 111",), lambda ids: " ".join(map(str, ids)))
+    (found,) = run(service, 100, max_tokens=10**6, stop=stop)
+    assert (found.token_ids, found.finish_reason) == (list(range(101, 112)), "stop")
+    assert len(found.log_probs) == 11 and len(engine.aborted) == 1
+
+
+def test_abort_returns_the_tokens_so_far(service, engine):
+    long = service.submit(Request([1], SamplingParams(10**9, ()), 0, "a"))
+    run(service, 50)
+    service.abort(lambda request: request.request_id == "a")
+    found = long.result(10)
+    assert found.finish_reason == "abort" and found.token_ids[:3] == [2, 3, 4]
+    assert len(found.log_probs) == len(found.token_ids)
+
+
+def test_a_cancelled_request_is_aborted(service, engine):
+    future = service.submit(Request([1], SamplingParams(10**9, ()), 0))
+    run(service, 50)
+    future.cancel()
+    run(service, 50, max_tokens=50)
+    assert len(engine.aborted) == 1 and not engine.running
+
+
+def test_logits_that_are_not_finite_fail_their_request_only(service):
+    with pytest.raises(ValueError, match="sample id 9, token 0: its logits are not finite"):
+        run(service, 9)
+    assert len(run(service, 10)[0].token_ids) == 20
+
+
+def test_an_end_that_nobody_asked_for_is_an_error(service, engine, monkeypatch):
+    monkeypatch.setattr(engine, "_reason", lambda *args: {"type": "abort", "message": "KV cache is full"})
+    with pytest.raises(ValueError, match=r"SGLang ended the request after 1 of 20 tokens: .*KV cache is full"):
+        run(service, 1)
+
+
+def test_a_response_of_other_weights_is_an_error(service, engine):
+    service.version = "3"
+    engine.version = "2"
+    with pytest.raises(ValueError, match="weights of version 2, expected version 3: the engine's weights are stale"):
+        run(service, 1)
+
+
+def test_an_exclusive_call_waits_for_running_requests_and_holds_back_new_ones(service, engine):
+    long = service.submit(Request([1], SamplingParams(3000, ()), 0, "a"))
+    while not engine.running:
+        pass
+    with pytest.raises(ValueError, match=r"sleep\(\) was called while requests are running"):
+        service.exclusive("sleep()", idle=True).__enter__()
+    with service.exclusive("a weight push"):
+        assert long.done() and not engine.running
+        waiting = service.submit(Request([1], SamplingParams(2, ()), 0, "b"))
+        threading.Event().wait(0.05)
+        assert not waiting.done() and not engine.running
+    assert waiting.result(10).token_ids == [2, 3]
+
+
+def test_event_loops_share_the_engine(service):
+    memory = SimpleNamespace(allocate=lambda *tags: None)
+    receiver = SimpleNamespace(check_filled=lambda: None)
+    rollout = SglangRollout(service, memory, receiver, vocab_size=10**6, max_length=100)
+
+    async def ask():
+        return await asyncio.gather(*(rollout.generate_one(Request([i], SamplingParams(4, ()), i)) for i in range(8)))
+
+    assert [c.token_ids[0] for c in asyncio.run(ask())] == [c.token_ids[0] for c in asyncio.run(ask())]
+    assert rollout.generate([Request([5], SamplingParams(2, ()), 0)])[0].token_ids == [6, 7]
+    assert rollout.stats.tokens == 2
+    with pytest.raises(ValueError, match="prompt 0 has no tokens"):
+        rollout.generate([Request([], SamplingParams(2, ()), 0)])
+
+
+def test_a_greedy_request_has_no_filters():
+    job = Job(Request([1], SamplingParams(4, (2,), temperature=0.0, top_p=0.5), 0))
+    assert "custom_logit_processor" not in arguments_of(job)
+    sampling = arguments_of(job)["sampling_params"]
+    assert sampling["temperature"] == 0 and sampling["stop_token_ids"] == [2] and not sampling["ignore_eos"]
+
+
+# ---- in the scheduler -----------------------------------------------------------------------------------------------
+
+
+def test_filters_exclude_what_native_excludes():
+    torch.manual_seed(0)
+    logits = torch.randn(6, 50) * 3
+    rows = [SamplingParams(1, (), temperature=0.7, top_p=0.8), SamplingParams(1, (), top_k=5, min_p=0.1)] * 3
+    found = LogitFilter()(logits.clone(), [filter_params(params) for params in rows])
+    for row, params in enumerate(rows):
+        expected = filter_logits(logits[row : row + 1], params)[0]
+        kept = ~expected.isneginf()
+        assert torch.equal(found[row].isneginf(), ~kept) and torch.equal(found[row][kept], logits[row][kept])
+        assert 0 < kept.sum() < 50
+
+
+class Fused(nn.Module):
+    """A model that loads q and k into one parameter, with padding, and skips names of `skipped`."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleList([nn.Module()])
+        self.model.layers[0].qk = nn.Linear(4, 8, bias=False)
+        self.embed = nn.Embedding(10, 4)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.zero_()
+        self.skipped: tuple[str, ...] = ()
+
+    @torch.no_grad()
+    def load_weights(self, named):
+        for name, tensor in named:
+            if name in self.skipped:
+                continue
+            if name == "embed.weight":
+                self.embed.weight[: len(tensor)] = tensor
+            else:
+                start = 0 if ".q." in name else 4
+                self.model.layers[0].qk.weight[start : start + 4] = tensor
+
+
+SENT = {"model.layers.0.q.weight": (4, 4), "model.layers.0.k.weight": (4, 4), "embed.weight": (7, 4)}
+
+
+def push(model: nn.Module, folder, sent: dict[str, torch.Tensor]) -> None:
+    sums: dict = {}
+    loader.add_sums(sums, sent.items())
+    sums = {group: int(total) for group, total in sums.items()}
+    for bucket, expected in ((list(sent.items()), None), ([], sums)):
+        order = loader.instruction(folder / "outcome", expected, torch.float32)
+        loader.load(model, [*bucket, (loader.INSTRUCTION, order)])
+        loader.read_outcomes(folder / "outcome", 1)
+
+
+@pytest.fixture
+def sent():
+    torch.manual_seed(0)
+    return {name: torch.randn(shape) for name, shape in SENT.items()}
+
+
+def test_fused_and_padded_parameters_are_verified(tmp_path, sent):
+    model = Fused()
+    push(model, tmp_path, sent)
+    assert torch.equal(model.model.layers[0].qk.weight[4:], sent["model.layers.0.k.weight"])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("skipped", "group"), [("model.layers.0.k.weight", r"model\.layers\.0"), ("embed.weight", r"embed\.weight")]
+)
+def test_a_parameter_that_keeps_its_weights_is_found(tmp_path, sent, skipped, group):
+    model = Fused()
+    model.skipped = (skipped,)
+    with pytest.raises(ValueError, match=rf"the parameters of {group} do not have the bits .* weights are stale"):
+        push(model, tmp_path, sent)
+
+
+def test_an_error_of_the_loader_is_raised_in_the_trainer(tmp_path, sent):
+    sent["model.layers.0.q.weight"] = torch.zeros(3, 4)
+    with pytest.raises(ValueError, match=r"SGLang's rank 0 cannot load the weights: RuntimeError: The expanded size"):
+        push(Fused(), tmp_path, sent)
+    with pytest.raises(ValueError, match="SGLang's rank 1 did not load the weights"):
+        (tmp_path / "outcome-0").write_text("")
+        loader.read_outcomes(tmp_path / "outcome", 2)
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"context_length": 5}, r"context_length: set rollout\.max_model_len instead"),
+        ({"skip_tokenizer_init": False}, "skip_tokenizer_init is not supported: prompts and responses are token ids"),
+        ({"quantization": "fp8"}, "quantization is not supported: trained weights cannot be loaded"),
+        ({"pp_size": 2}, r"pp_size is not supported: use rollout\.tensor_model_parallel_size"),
+    ],
+)
+def test_arguments_that_contradict_another_key(given, message):
+    with pytest.raises(ValueError, match=r"rollout\.engine_kwargs\.sglang\." + message):
+        settings.check_kwargs(given)
+    settings.check_kwargs({"attention_backend": "triton"})
+
+
+def test_log_probs_before_the_temperature_are_refused(monkeypatch):
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
+    with pytest.raises(ValueError, match=r"SGLANG_RETURN_ORIGINAL_LOGPROB is set: .* unset it"):
+        settings.check_kwargs({})
+
+
+def test_keys_of_the_rollout_section_are_arguments_of_sglang(monkeypatch):
+    from transformers import LlamaConfig
+
+    monkeypatch.delenv("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", raising=False)
+    kwargs = schema.EngineKwargs(sglang={"page_size": 1})
+    rollout = schema.RolloutConfig(
+        name="sglang", prompt_length=40, response_length=60, max_num_seqs=7, enable_prefix_caching=False,
+        max_num_batched_tokens=33, engine_kwargs=kwargs,
+    )  # fmt: skip
+    hf_config = LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=2, max_position_embeddings=100)
+    found = settings.engine_args(rollout, schema.ModelConfig(path="m"), ENV, torch.float32, hf_config, dummy=True)
+    expected = {"context_length": 108, "max_running_requests": 7, "disable_radix_cache": True, "dtype": "float32"}
+    expected |= {"chunked_prefill_size": 33, "load_format": "dummy", "page_size": 1, "tp_size": 1}
+    assert {key: found[key] for key in expected} == expected
+    assert os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] == "1"
+    other = RolloutEnv(1, 2, 1, torch.device(DEVICE), 0)
+    others = settings.engine_args(rollout, schema.ModelConfig(path="m"), other, torch.float32, hf_config, dummy=False)
+    assert others["random_seed"] != found["random_seed"] and others["load_format"] == "auto"
+
+
+def test_the_engine_gets_its_share_of_the_free_memory(monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * 2**30, 80 * 2**30))
+    assert settings.memory_share(0.3, torch.device("cuda", 0)) == 0.6 and not caplog.messages
+    assert settings.memory_share(0.5, torch.device("cuda", 0)) == 0.9
+    assert "only 40.0 of 80.0 GiB are free on cuda:0, so SGLang gets 36.0 GiB" in caplog.text
+
+
+def test_deterministic_needs_native():
+    config = schema.RolloutConfig(name="sglang", deterministic=True)
+    with pytest.raises(ValueError, match=r"rollout\.deterministic needs .* set rollout\.name=native"):
+        make_rollout_engine("sglang", config, schema.ModelConfig(path="none"), ENV)
+
+
+@pytest.mark.skipif(IS_INSTALLED, reason="SGLang is installed")
+@pytest.mark.parametrize("key", ["actor_rollout_ref.rollout.name", "engine.actor_type"])
+def test_one_message_where_it_is_not_installed(key):
+    with pytest.raises(ConfigError, match=r"'sglang' needs SGLang, which is not installed \(tested: 0\.5\.15"):
+        load_config(overrides=[f"{key}=sglang"], extra_checks=[check_built_in])
+    with pytest.raises(ImportError, match=r"'sglang' needs SGLang, which is not installed"):
+        make_rollout_engine("sglang", schema.RolloutConfig(name="sglang"), schema.ModelConfig(path="none"), ENV)
+
+
+def test_an_sglang_that_lacks_something_is_named_with_the_tested_versions(monkeypatch):
+    monkeypatch.setattr(capabilities, "missing_package", lambda end, value: None)
+    monkeypatch.setattr(capabilities.importlib.metadata, "version", lambda name: "0.1")
+    monkeypatch.setattr(capabilities, "_load", lambda module, name: ModuleType(name) if name == "Engine" else Job)
+    with pytest.raises(ValueError, match=r"SGLang 0\.1 lacks Engine\.async_generate, .*tested versions: 0\.5\.15"):
+        capabilities.probe(on_gpu=True)
+
+
+def test_the_other_ranks_of_a_group_only_gather():
+    env = RolloutEnv(1, 2, 1, torch.device("cpu"), 0, torch.float32, tp_rank=1, tp_size=2)
+    follower = make_rollout_engine("sglang", schema.RolloutConfig(name="sglang"), schema.ModelConfig(path="none"), env)
+    read = []
+    follower.receiver().receive(((name, read.append(name)) for name in ("a", "b")), 1)
+    follower.follow()
+    assert read == ["a", "b"]
+    with pytest.raises(ValueError, match="rank 0 of a tensor-parallel group generates"):
+        follower.generate([Request([1], SamplingParams(2, ()), 0)])
+
+
+# ---- with SGLang ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    from tests.trainer.conftest import make_tiny
+
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@real
+def test_a_push_that_the_scheduler_did_not_load_is_found(tiny, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    limits = dict(max_num_seqs=8, gpu_memory_utilization=0.2, enforce_eager=True)
+    kwargs = schema.EngineKwargs(sglang=KWARGS)
+    config = schema.RolloutConfig(name="sglang", prompt_length=16, response_length=16, engine_kwargs=kwargs, **limits)
+    rollout = make_rollout_engine("sglang", config, schema.ModelConfig(path=str(tiny / "model")), ENV)
+    module = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)
+    named = [(name, parameter.detach().to(DEVICE)) for name, parameter in module.named_parameters()]
+    request = Request([1, 2], SamplingParams(4, (), temperature=0.0), 0)
+    rollout.receiver().receive(named, 1)
+    before = rollout.generate([request])[0].log_probs
+    pack = weights.pack
+    monkeypatch.setattr(weights, "pack", lambda stream, **keys: pack(altered(stream), **keys))
+    monkeypatch.setattr(weights, "add_sums", lambda sums, parameters: loader.add_sums(sums, restored(parameters)))
+    with pytest.raises(ValueError, match=r"the parameters of model\.layers\.1 do not have the bits that were sent"):
+        rollout.receiver().receive(named, 2)
+    with pytest.raises(ValueError, match="has no weights"):
+        rollout.generate([request])
+    monkeypatch.undo()
+    rollout.receiver().receive(named, 3)
+    assert rollout.generate([request])[0].log_probs == pytest.approx(before, abs=1e-6)
+    rollout.service.engine.shutdown()
+
+
+def altered(stream):
+    """The weights, one of which is replaced on its way."""
+    for name, tensor in stream:
+        yield name, tensor + 1.0 if name == "model.layers.1.mlp.up_proj.weight" else tensor
+
+
+def restored(parameters):
+    return [(n, t - 1.0 if n == "model.layers.1.mlp.up_proj.weight" else t) for n, t in parameters]
+
+
+@real
+def test_two_steps_of_grpo(tiny, tmp_path):
+    from tests.trainer.conftest import run_settings
+    from verl.trainer.local_trainer import LocalPPOTrainer
+
+    steps = ["algorithm.name=grpo", "trainer.total_training_steps=2", "trainer.resume_mode=disable"]
+    chosen = ["actor_rollout_ref.rollout.name=sglang", f"trainer.device={DEVICE}"]
+    chosen += [f"actor_rollout_ref.rollout.engine_kwargs.sglang.{key}={value}" for key, value in KWARGS.items()]
+    found = []
+    trainer = LocalPPOTrainer(overrides=[*run_settings(tiny, tmp_path / "run"), *steps, *chosen])
+    trainer.on_step.append(found.append)
+    trainer.fit()
+    for step, report in enumerate(found):
+        assert report.metrics["rollout/logprob_gap_max"] < (2e-5 if DEVICE == "cpu" else 0.1)
+        assert report.batch.batch["weight_version"].tolist() == [step] * len(report.batch)
+        assert report.metrics["weight_sync/bytes"] > 0
+    assert len(found) == 2

@@ -1,0 +1,113 @@
+"""Loads a push in SGLang's scheduler, and verifies it there.
+
+SGLang calls `load` for each bucket (`custom_weight_loader`). An error that leaves it would end the scheduler, and with
+it the trainer's process. So the outcome is written to a file, which the trainer reads (`read_outcomes`).
+"""
+
+import json
+import os
+import re
+import traceback
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from verl.rollout.vllm.weights import sum_of_bits
+
+#: name of the instruction in a bucket: JSON as (n,) uint8
+INSTRUCTION = "verl.instruction"
+
+
+def instruction(outcome: Path, sums: dict[str, int] | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The instruction of one call.
+
+    Args:
+        outcome: prefix of the files for the outcomes; the rank is appended.
+        sums: on the last call, `group_of` -> sum of the bits that were sent.
+        dtype: on the last call, dtype of the weights that were sent.
+    """
+    text = json.dumps({"outcome": str(outcome), "sums": sums, "dtype": str(dtype)})
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def read_outcomes(outcome: Path, ranks: int) -> None:
+    """Raise ValueError unless every rank has loaded the bucket of `instruction(outcome)`."""
+    for rank in range(ranks):
+        path = Path(f"{outcome}-{rank}")
+        if not path.exists():
+            raise ValueError(f"SGLang's rank {rank} did not load the weights")
+        error = path.read_text()
+        path.unlink()
+        if error:
+            raise ValueError(f"SGLang's rank {rank} cannot load the weights: {error}")
+
+
+def group_of(name: str) -> str:
+    """The part of the model in which a parameter is compared: its layer, or itself outside of the layers.
+
+    A fused parameter of SGLang, such as qkv_proj, is in the layer of its parts.
+    """
+    found = re.match(r"(.*?\.\d+)\.", name)
+    return found[1] if found else name
+
+
+def add_sums(sums: dict[str, Any], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Add the sums of bits of parameters to those of their groups."""
+    for name, tensor in weights:
+        group = group_of(name)
+        sums[group] = sums.get(group, 0) + sum_of_bits(tensor)
+
+
+# ---- in the scheduler -----------------------------------------------------------------------------------------------
+
+
+def load(model: nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Load one bucket into SGLang's model; the last item is the instruction."""
+    (name, content), weights = named_tensors[-1], list(named_tensors[:-1])
+    assert name == INSTRUCTION, name
+    order = json.loads(bytes(content.tolist()))
+    error = ""
+    try:
+        if weights:
+            model.load_weights(weights)
+        if order["sums"] is not None:
+            error = find_stale(model, order["sums"], order["dtype"])
+        if content.is_cuda:
+            torch.cuda.synchronize()  # the trainer uses the memory again
+    except Exception as raised:
+        error = "".join(traceback.format_exception_only(raised)).strip()
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    path = Path(f"{order['outcome']}-{rank}")
+    path.with_suffix(".part").write_text(error)
+    os.replace(path.with_suffix(".part"), path)
+
+
+def find_stale(model: nn.Module, sent: dict[str, int], dtype: str) -> str:
+    """Compare the bits of the model's parameters with those that were sent; returns the difference, or "".
+
+    Sums do not depend on the order of the elements, so fused and permuted parameters have the sum of their parts, and
+    padding is 0. Not compared: groups with parameters of another dtype than `dtype`, models whose layers have other
+    names than HuggingFace's, and tensor-parallel ranks, which have parts of the parameters.
+    """
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        return ""
+    found: dict[str, Any] = {}
+    parameters = list(model.named_parameters())
+    add_sums(found, parameters)
+    converted = {group_of(name) for name, parameter in parameters if str(parameter.dtype) != dtype}
+    if found.keys() != sent.keys():
+        return ""
+    stale = [group for group in found if group not in converted and _wrap(int(found[group])) != _wrap(sent[group])]
+    if not stale:
+        return ""
+    return (
+        f"the parameters of {', '.join(stale[:3])} do not have the bits that were sent: the engine's weights are stale"
+    )
+
+
+def _wrap(number: int) -> int:
+    """Wrap an integer to signed 64 bits."""
+    return (number + 2**63) % 2**64 - 2**63

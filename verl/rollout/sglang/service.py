@@ -1,0 +1,255 @@
+"""SGLang's engine and the thread on which its coroutines run, so that threads and event loops can share it."""
+
+import asyncio
+import logging
+import math
+import multiprocessing
+import os
+import threading
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from verl.rollout.base import Completion, FinishReason, Request
+from verl.rollout.sglang.capabilities import Capabilities
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+def raise_failure(signum: int, frame: Any) -> None:
+    """Handler of SIGQUIT, which SGLang's processes send to this one when they fail."""
+    raise RuntimeError("a process of SGLang has failed: its error is in the log")
+
+
+def start_engine(args: dict[str, Any]) -> Any:
+    """Make an `sglang.Engine`. The variables and the start method of processes that it sets are restored.
+
+    Raises:
+        ValueError: an argument that SGLang does not know.
+    """
+    from sglang.srt.entrypoints.engine import Engine
+
+    method, variables = multiprocessing.get_start_method(allow_none=True), dict(os.environ)
+    try:
+        return Engine(**args, custom_sigquit_handler=raise_failure)
+    except TypeError as error:
+        raise ValueError(f"rollout.engine_kwargs.sglang: {error}") from error
+    finally:
+        multiprocessing.set_start_method(method, force=True)
+        for name in os.environ.keys() | variables.keys():
+            if name.startswith("SGLANG_"):
+                continue
+            if name in variables:
+                os.environ[name] = variables[name]
+            else:
+                del os.environ[name]
+
+
+@dataclass(eq=False)
+class Job:
+    """A request, and its tokens so far.
+
+    Attributes:
+        rid: its id in SGLang; "" while it is not there.
+        aborted: whether `abort` named it.
+        spans: (first token, weight version) as SGLang reports them.
+    """
+
+    request: Request
+    rid: str = ""
+    aborted: bool = False
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+
+    def finish(self, reason: FinishReason) -> Completion:
+        """The completion. Raises ValueError if a log-prob is not finite."""
+        wrong = next((t for t, value in enumerate(self.log_probs) if not math.isfinite(value)), None)
+        if wrong is not None:
+            raise ValueError(
+                f"sample id {self.request.sample_id}, token {wrong}: its logits are not finite: training may have "
+                "diverged (check the learning rate and the last gradient norms)"
+            )
+        spans = self.spans if len({version for _, version in self.spans}) > 1 else []
+        return Completion(self.token_ids, self.log_probs, reason, spans)
+
+    def truncate(self, length: int) -> None:
+        del self.token_ids[length:], self.log_probs[length:]
+
+
+class Service:
+    """Runs requests and exclusive calls on one engine.
+
+    Args:
+        engine: an `sglang.Engine`.
+        capabilities: of the installed SGLang.
+        arguments: (job) -> arguments of `Engine.async_generate` that continue its tokens.
+    """
+
+    def __init__(self, engine: Any, capabilities: Capabilities, arguments: Callable[[Job], dict[str, Any]]):
+        self.engine = engine
+        self.capabilities = capabilities
+        self._arguments = arguments
+        self._loop = asyncio.new_event_loop()
+        self._turn = threading.RLock()  # of exclusive calls
+        # of the thread of the loop:
+        self._jobs: set[Job] = set()
+        self._is_open = asyncio.Event()
+        self._is_open.set()
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._in_engine = 0
+        self._is_paused = False
+        #: version that SGLang reports for its weights; None: those of the files
+        self.version: str | None = None
+        engine.loop = self  # its blocking methods call run_until_complete
+        threading.Thread(target=self._loop.run_forever, name="sglang", daemon=True).start()
+
+    # ---- from any thread ----------------------------------------------------------------------------------------
+
+    def run_until_complete(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the thread of the loop, and wait for it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def submit(self, request: Request) -> "Future[Completion]":
+        """Start a request. Cancelling the future aborts it."""
+        return asyncio.run_coroutine_threadsafe(self._complete(Job(request)), self._loop)
+
+    def abort(self, matches: Callable[[Request], bool]) -> None:
+        """Abort requests; each is finished with its tokens so far."""
+        self._loop.call_soon_threadsafe(self._abort, matches)
+
+    @contextmanager
+    def exclusive(self, what: str, idle: bool = False) -> Iterator[None]:
+        """Context in which no request is computed. Running ones wait if SGLang can interrupt them; otherwise the
+        context begins when they are finished.
+
+        Args:
+            what: the caller, for the error.
+            idle: no request may be running.
+
+        Raises:
+            ValueError: requests are running, and `idle` is set.
+        """
+        with self._turn:
+            self.run_until_complete(self._close(what, idle))
+            try:
+                yield
+            finally:
+                self.run_until_complete(self._reopen())
+
+    # ---- on the thread of the loop ------------------------------------------------------------------------------
+
+    async def _close(self, what: str, idle: bool) -> None:
+        if idle and self._in_engine:
+            raise ValueError(f"{what} was called while requests are running: wait for them or abort them")
+        self._is_open.clear()
+        if self._in_engine and self.capabilities.update_sessions:
+            from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+            # running requests lose their KV cache, which is computed again with the new weights
+            await self.engine.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode="retract"))
+            self._is_paused = True
+        else:
+            await self._is_idle.wait()
+
+    async def _reopen(self) -> None:
+        if self._is_paused:
+            from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+            await self.engine.tokenizer_manager.continue_generation(ContinueGenerationReqInput())
+            self._is_paused = False
+        self._is_open.set()
+
+    def _abort(self, matches: Callable[[Request], bool]) -> None:
+        for job in self._jobs:
+            if not job.aborted and matches(job.request):
+                job.aborted = True
+                if job.rid:
+                    self.engine.tokenizer_manager.abort_request(rid=job.rid)
+
+    async def _complete(self, job: Job) -> Completion:
+        self._jobs.add(job)
+        try:
+            while True:
+                await self._is_open.wait()
+                if job.aborted:
+                    return job.finish("abort")
+                reason = await self._continue(job)
+                if reason is not None:
+                    return job.finish(reason)
+        finally:
+            self._jobs.discard(job)
+
+    async def _continue(self, job: Job) -> FinishReason | None:
+        """Generate tokens until SGLang ends the request. Returns None if the response has not ended."""
+        job.rid, before, searched = uuid.uuid4().hex, len(job.token_ids), len(job.token_ids)
+        self._in_engine += 1
+        self._is_idle.clear()
+        end, output = None, None
+        try:
+            async for output in self._outputs(self._arguments(job) | {"rid": job.rid}):
+                self._read(job, output, before)
+                stop = job.request.params.stop
+                if stop is not None and end is None:
+                    end = stop.find(job.token_ids, searched)
+                    searched = len(job.token_ids)
+                    if end is not None and output["meta_info"]["finish_reason"] is None:
+                        self.engine.tokenizer_manager.abort_request(rid=job.rid)
+        except asyncio.CancelledError:
+            self.engine.tokenizer_manager.abort_request(rid=job.rid)
+            raise
+        finally:
+            job.rid = ""
+            self._in_engine -= 1
+            if not self._in_engine:
+                self._is_idle.set()
+        if end is not None:
+            job.truncate(end)
+            return "stop"
+        return self._reason(job, output["meta_info"]["finish_reason"])
+
+    async def _outputs(self, arguments: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        found = await self.engine.async_generate(**arguments)
+        if not arguments["stream"]:
+            yield found
+            return
+        async for output in found:
+            yield output
+
+    def _read(self, job: Job, output: dict[str, Any], before: int) -> None:
+        """Take the tokens after the first `before` from an output, which has all tokens of its request."""
+        meta = output["meta_info"]
+        pairs = meta.get("output_token_logprobs") or []
+        job.token_ids[before:] = [token for _, token, _ in pairs]
+        job.log_probs[before:] = [log_prob for log_prob, _, _ in pairs]
+        if self.version is None:
+            return
+        if pairs and meta["weight_version"] != self.version:
+            raise ValueError(
+                f"rollout.name=sglang: a response was sampled with weights of version {meta['weight_version']}, "
+                f"expected version {self.version}: the engine's weights are stale"
+            )
+        spans = [(before + span["start"], int(span["version"])) for span in meta.get("weight_versions") or ()]
+        job.spans = [span for span in job.spans if span[0] < before] + spans
+
+    def _reason(self, job: Job, found: dict[str, Any]) -> FinishReason | None:
+        """The finish reason of SGLang in our terms."""
+        params, length = job.request.params, len(job.token_ids)
+        match found["type"]:
+            case "abort" if job.aborted:
+                return "abort"
+            case "stop" if job.token_ids[-1] in params.active_stop_ids:
+                return "stop"
+            case "stop" | "length" if length == params.max_tokens:
+                return "length"
+            case "stop":
+                return None  # an end token of the model that is none of the request: it goes on
+        raise ValueError(
+            f"sample id {job.request.sample_id}: SGLang ended the request after {length} of {params.max_tokens} "
+            f"tokens: {found}"
+        )

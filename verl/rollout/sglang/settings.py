@@ -1,0 +1,180 @@
+"""Arguments of SGLang's engine from the `rollout` section."""
+
+import json
+import logging
+import os
+from typing import Any
+
+import psutil
+import torch
+
+from verl.config import schema
+from verl.rollout.base import RolloutEnv
+from verl.rollout.stop_strings import SEARCH_INTERVAL
+from verl.utils.rng import fork_seed
+
+log = logging.getLogger(__name__)
+
+#: arguments that the adapter sets -> the key that sets them
+_OWNED = {
+    "model_path": "actor_rollout_ref.model.path",
+    "trust_remote_code": "actor_rollout_ref.model.trust_remote_code",
+    "json_model_override_args": "actor_rollout_ref.model.override_config",
+    "tp_size": "rollout.tensor_model_parallel_size",
+    "tensor_parallel_size": "rollout.tensor_model_parallel_size",
+    "dtype": "rollout.dtype",
+    "mem_fraction_static": "rollout.gpu_memory_utilization",
+    "max_running_requests": "rollout.max_num_seqs",
+    "context_length": "rollout.max_model_len",
+    "disable_radix_cache": "rollout.enable_prefix_caching",
+    "chunked_prefill_size": "rollout.enable_chunked_prefill and rollout.max_num_batched_tokens",
+    "disable_cuda_graph": "rollout.enforce_eager",
+    "enable_memory_saver": "rollout.free_cache_engine",
+    "random_seed": "rollout.seed",
+}
+_FIXED = {
+    "server_args": "its fields are those of engine_kwargs.sglang",
+    "device": "the engine runs on the device of its rank",
+    "base_gpu_id": "the engine runs on the device of its rank",
+    "skip_tokenizer_init": "prompts and responses are token ids",
+    "load_format": "weights come from the trainer, or from model.path without training",
+    "custom_weight_loader": "a push is verified in the scheduler",
+    "enable_custom_logit_processor": "it applies top-k, top-p and min-p",
+    "stream_interval": "the adapter searches for stop strings in streamed responses",
+    "incremental_streaming_output": "the adapter searches for stop strings in streamed responses",
+    "stream_output": "the adapter searches for stop strings in streamed responses",
+    "custom_sigquit_handler": "an error of a process of SGLang is raised in the trainer",
+    "weight_version": "it is the number of completed training steps",
+}
+_NOT_SUPPORTED = {
+    "quantization": "trained weights cannot be loaded into a quantized model",
+    "pp_size": "use rollout.tensor_model_parallel_size",
+    "pipeline_parallel_size": "use rollout.tensor_model_parallel_size",
+    "dp_size": "every group of rollout ranks has its own engine",
+    "data_parallel_size": "every group of rollout ranks has its own engine",
+    "nnodes": "a tensor-parallel group is on one node",
+    "speculative_algorithm": "its draft model would not be trained",
+    "enable_lora": "adapters are merged before the weights are sent",
+    "lora_paths": "adapters are merged before the weights are sent",
+}
+_ORIGINAL_LOG_PROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+_LONGER_CONTEXT = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_FREE_SHARE = 0.9  # of the free GPU memory, for the engine
+_SLACK = 8  # positions that SGLang keeps free
+_SEEDS = 2**31  # of random_seed
+
+
+def check_kwargs(given: dict[str, Any]) -> None:
+    """Raise ValueError for arguments in `engine_kwargs.sglang` that contradict this adapter or another key, and for an
+    environment variable that changes the log-probs."""
+    for name in given:
+        if name in _OWNED:
+            raise ValueError(f"rollout.engine_kwargs.sglang.{name}: set {_OWNED[name]} instead")
+        reason = _FIXED.get(name, _NOT_SUPPORTED.get(name))
+        if reason is not None:
+            raise ValueError(f"rollout.engine_kwargs.sglang.{name} is not supported: {reason}; remove it")
+    if os.environ.get(_ORIGINAL_LOG_PROBS, "0").lower() in ("1", "true"):
+        raise ValueError(
+            f"rollout.name=sglang: {_ORIGINAL_LOG_PROBS} is set: log-probs would be those before the temperature, but "
+            "training needs those of the distribution that was sampled from: unset it"
+        )
+
+
+def max_model_len(config: schema.RolloutEngineConfig) -> int:
+    """Longest sequence, prompt plus response."""
+    return config.max_model_len or config.prompt_length + config.response_length
+
+
+def engine_args(
+    config: schema.RolloutEngineConfig,
+    model: schema.ModelConfig,
+    env: RolloutEnv,
+    dtype: torch.dtype,
+    hf_config: Any,
+    dummy: bool,
+) -> dict[str, Any]:
+    """Arguments of `sglang.Engine`.
+
+    Args:
+        config, model: the `rollout` and `model` sections.
+        env: where the engine runs.
+        dtype: of the weights and the computation.
+        hf_config: HuggingFace config of the model.
+        dummy: allocate the weights without reading them from files.
+
+    Raises:
+        ValueError: an argument in `engine_kwargs.sglang` that is not supported, or a quantized model.
+    """
+    given, length = dict(config.engine_kwargs.sglang), max_model_len(config)
+    check_kwargs(given)
+    if "quantization_config" in hf_config.to_dict():
+        raise ValueError(f"rollout.name=sglang: {model.path} is quantized: {_NOT_SUPPORTED['quantization']}")
+    on_gpu = env.device.type == "cuda"
+    seed = config.seed if isinstance(config, schema.RolloutConfig) else 0
+    args = {
+        "model_path": model.path,
+        "trust_remote_code": model.trust_remote_code,
+        "dtype": _NAMES[dtype],
+        "load_format": "dummy" if dummy else "auto",
+        "tp_size": env.tp_size,
+        "context_length": _context_length(length, hf_config),
+        "max_running_requests": config.max_num_seqs,
+        "chunked_prefill_size": config.max_num_batched_tokens if config.enable_chunked_prefill else -1,
+        "disable_radix_cache": not config.enable_prefix_caching,
+        "disable_cuda_graph": config.enforce_eager or not on_gpu,
+        "enable_memory_saver": config.free_cache_engine and on_gpu,
+        "random_seed": fork_seed(seed, "sglang", env.rank // env.tp_size) % _SEEDS,
+        "skip_tokenizer_init": True,
+        "enable_custom_logit_processor": True,
+        "stream_interval": SEARCH_INTERVAL,
+        "custom_weight_loader": ["verl.rollout.sglang.loader.load"],
+        "log_level": "error",
+    }
+    if model.override_config:
+        args["json_model_override_args"] = json.dumps(dict(model.override_config))
+    if on_gpu:
+        args["base_gpu_id"] = env.device.index or 0
+        args["mem_fraction_static"] = memory_share(config.gpu_memory_utilization, env.device)
+    else:
+        tokens = _host_cache_tokens(hf_config, dtype, length, config.max_num_seqs)
+        args |= {"device": "cpu", "attention_backend": "torch_native", "max_total_tokens": tokens}
+    return args | given
+
+
+def _context_length(length: int, hf_config: Any) -> int:
+    """SGLang keeps a few positions of its context free. It refuses a context above the positions of the model; those
+    beyond `length` are not used, since longer requests are refused."""
+    positions = hf_config.get_text_config().to_dict().get("max_position_embeddings")
+    if positions is not None and length <= positions < length + _SLACK:
+        os.environ.setdefault(_LONGER_CONTEXT, "1")
+    return length + _SLACK
+
+
+def memory_share(asked: float, device: torch.device) -> float:
+    """SGLang's `mem_fraction_static`, a fraction of the memory that is free when the engine starts.
+
+    Args:
+        asked: fraction of the GPU's memory for the engine.
+        device: the GPU.
+    """
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    share = asked * total / free
+    if share <= _FREE_SHARE:
+        return round(share, 3)
+    log.warning(
+        "rollout.gpu_memory_utilization=%.2f: only %.1f of %.1f GiB are free on %s, so SGLang gets %.1f GiB",
+        *(asked, free / 2**30, total / 2**30, device, _FREE_SHARE * free / 2**30),
+    )
+    return _FREE_SHARE
+
+
+def _host_cache_tokens(hf_config: Any, dtype: torch.dtype, length: int, rows: int) -> int:
+    """Tokens of the KV cache on a CPU: what the rows need, up to a quarter of the free memory."""
+    text = hf_config.get_text_config()
+    heads = text.to_dict().get("num_key_value_heads") or text.num_attention_heads
+    head_dim = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
+    per_token = 2 * text.num_hidden_layers * heads * head_dim * dtype.itemsize
+    needed = (rows + 1) * (length + _SLACK)
+    return min(needed, max(psutil.virtual_memory().available // 4 // per_token, 2 * (length + _SLACK)))

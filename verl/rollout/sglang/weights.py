@@ -1,0 +1,206 @@
+"""Weights of the trainer into SGLang's processes, and their memory."""
+
+import logging
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.rollout.sglang.loader import INSTRUCTION, add_sums, instruction, read_outcomes
+from verl.rollout.sglang.service import Service
+from verl.rollout.weight_sync.buckets import BUCKET_BYTES, pack
+
+log = logging.getLogger(__name__)
+
+
+class SglangMemory:
+    """The GPU memory of the engine: weights and KV cache, which can be freed and allocated again.
+
+    Args:
+        service: the engine.
+        saves: whether SGLang's memory saver is on; otherwise nothing is freed.
+    """
+
+    def __init__(self, service: Service, saves: bool):
+        self._service = service
+        self._saves = saves
+        self._freed: set[str] = set()  # of "weights" and "kv_cache"
+
+    def free(self, *tags: str) -> None:
+        """Free memory. Weights are lost."""
+        if not self._saves:
+            log.info(
+                "rollout.name=sglang: the memory saver is off (a CPU, or free_cache_engine=false): nothing is freed"
+            )
+            return
+        if todo := [tag for tag in tags if tag not in self._freed]:
+            self._service.engine.release_memory_occupation(tags=todo)
+            self._freed.update(todo)
+
+    def allocate(self, *tags: str) -> None:
+        """Allocate memory that was freed."""
+        if todo := [tag for tag in tags if tag in self._freed]:
+            torch.cuda.empty_cache()
+            self._service.engine.resume_memory_occupation(tags=todo)
+            self._freed.difference_update(todo)
+
+
+class SglangReceiver:
+    """Receives weights by HuggingFace name and loads them in SGLang's processes.
+
+    SGLang's loaders skip names that they do not know. So a push is verified: names and shapes are those of the
+    HuggingFace model, and in the scheduler the bits of its parameters add up to those that were sent (`find_stale`).
+    Every response then reports the version of its weights (`Service`).
+
+    Args:
+        service: the engine.
+        memory: its memory.
+        shapes: returns HuggingFace name -> shape of every parameter.
+        dtype: of the engine's weights.
+        device: of the buckets.
+        ranks: tensor-parallel size.
+        sessions: whether a push is enclosed in `begin_weight_update` and `end_weight_update`.
+        filled: whether the model has its weights.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        memory: SglangMemory,
+        shapes: Callable[[], dict[str, torch.Size]],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: int,
+        sessions: bool,
+        filled: bool,
+    ):
+        self._service = service
+        self._memory = memory
+        self._read_shapes = shapes
+        self._shapes: dict[str, torch.Size] = {}
+        self._dtype = dtype
+        self._device = device
+        self._ranks = ranks
+        self._sessions = sessions
+        self.filled = filled
+
+    def check_filled(self) -> None:
+        """Raise ValueError before the first `receive` and after `release`."""
+        if not self.filled:
+            raise ValueError("the rollout engine has no weights: push them first (WeightSync.push)")
+
+    @torch.no_grad()
+    def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """See `WeightReceiver.receive`. Parameters are cast to the engine's dtype.
+
+        Requests of `generate_one` may be running: they continue with the new weights if SGLang can interrupt them;
+        otherwise the push begins when they are finished.
+
+        Raises:
+            ValueError: unknown, repeated or missing parameters, another shape, or weights that SGLang did not load.
+        """
+        self._shapes = self._shapes or self._read_shapes()
+        names: set[str] = set()
+        with self._service.exclusive("a weight push"), tempfile.TemporaryDirectory(prefix="verl-sglang-") as folder:
+            self.filled = False
+            self._memory.allocate("weights")
+            if self._sessions:
+                _check(self._service.engine.begin_weight_update())
+            try:
+                sums = self._send_all(self._checked(weights, version, names), Path(folder))
+                if missing := self._shapes.keys() - names:
+                    first = sorted(missing)[:3]
+                    raise ValueError(f"weights of version {version}: {len(missing)} are missing, first {first}")
+                self._send([], Path(folder), sums, version)
+            finally:
+                if self._sessions:
+                    _check(self._service.engine.end_weight_update())
+            self._service.version = str(version)
+            self.filled = True
+
+    def release(self) -> None:
+        """See `WeightReceiver.release`. The KV cache is freed as well."""
+        with self._service.exclusive("release()", idle=True):
+            self.filled = False
+            self._memory.free("kv_cache", "weights")
+
+    def _checked(
+        self, weights: Iterable[tuple[str, torch.Tensor]], version: int, names: set[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            if name not in self._shapes or name in names:
+                raise ValueError(f"weights of version {version}: parameter {name!r} is unknown or was sent twice")
+            if self._shapes[name] != tensor.shape:
+                raise ValueError(
+                    f"weights of version {version}: {name} has shape {tuple(tensor.shape)}, expected "
+                    f"{tuple(self._shapes[name])}"
+                )
+            names.add(name)
+            yield name, tensor.detach()
+
+    def _send_all(self, weights: Iterator[tuple[str, torch.Tensor]], folder: Path) -> dict[str, int]:
+        """Send the weights in buckets. Returns the sums of their bits."""
+        sums: dict[str, Any] = {}
+        buckets = pack(
+            weights,
+            device=self._device,
+            dtype=self._dtype,
+            bucket_bytes=BUCKET_BYTES,
+            wait=lambda number: None,  # `_send` returns when the scheduler has loaded the bucket
+            allocate=lambda size: torch.empty(size, dtype=torch.uint8, device=self._device),
+        )
+        for bucket in buckets:
+            parameters = list(bucket.parameters())
+            add_sums(sums, parameters)
+            self._send(parameters, folder)
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()
+        return {group: int(total) for group, total in sums.items()}
+
+    def _send(
+        self,
+        parameters: list[tuple[str, torch.Tensor]],
+        folder: Path,
+        sums: dict[str, int] | None = None,
+        version: int | None = None,
+    ) -> None:
+        """Load parameters in every rank; the last call has none, and compares `sums`."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        outcome, is_last = folder / "outcome", sums is not None
+        order = instruction(outcome, sums, self._dtype if is_last else None).to(self._device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the other processes do not know this stream
+        content = [*parameters, (INSTRUCTION, order)]
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[MultiprocessingSerializer.serialize(content) for _ in range(self._ranks)],
+            load_format="verl.rollout.sglang.loader.load",
+            flush_cache=is_last,
+            weight_version=str(version) if is_last else None,
+        )
+        engine = self._service.engine
+        _check(engine.loop.run_until_complete(engine.tokenizer_manager.update_weights_from_tensor(request, None)))
+        read_outcomes(outcome, self._ranks)
+
+
+def _check(result: tuple[bool, str]) -> None:
+    """Raise ValueError if SGLang reports a failure."""
+    success, message = result[:2]
+    if not success:
+        raise ValueError(f"rollout.name=sglang: the weights were not updated: {message}")
+
+
+class FollowerReceiver:
+    """The receiver of the other ranks of a tensor-parallel group: rank 0 loads the weights of all."""
+
+    def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Take part in gathering the weights."""
+        for _ in weights:
+            pass
+
+    def release(self) -> None:
+        """Nothing: rank 0 frees the memory of all."""
