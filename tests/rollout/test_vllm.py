@@ -444,8 +444,8 @@ def test_sharded_training_shares_its_processes_with_two_ranks(tiny, tmp_path):
 @pytest.mark.timeout(600)
 def test_agent_loops_of_two_ranks_on_devices_of_their_own(tiny, tmp_path):
     loop = ("imports=[examples/custom_agent_loop/calculator_loop.py]", f"{ROLLOUT}.agent.default_agent_loop=calculator")
-    own = ("data.max_response_length=24", "trainer.n_gpus_per_node=3", "placement.actor_devices=[0]", "placement.rollout_devices=[1,2]")
-    found = steps_over_ranks(tiny, tmp_path / "run", 2, *loop, *own)
+    own = ("trainer.n_gpus_per_node=3", "placement.actor_devices=[0]", "placement.rollout_devices=[1,2]")
+    found = steps_over_ranks(tiny, tmp_path / "run", 2, *loop, *own, "data.max_response_length=24")
     assert [report.metrics["rollout/turns"] >= 1 for report in found] == [True, True]
 
 
