@@ -49,7 +49,7 @@ ENVIRONMENT = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
 }
-STACKS_EVERY = 25  # seconds
+STACKS_EVERY = 15  # seconds
 #: imported by all processes of a run; ranks write one after another, and the time in the headline tells them apart
 STACKS = f"""
 import faulthandler, os
@@ -282,7 +282,7 @@ def main() -> int:
         folder = Path(name)
         prepare(folder)
         if args.device == "cpu":
-            tiny_model("llama", folder / "half", seed=0, size="small")
+            tiny_model("qwen2", folder / "half", seed=0, size="small")
         print(f"prepared in {time.monotonic() - begun:.0f} s", flush=True)
         end = begun + args.seconds
         rows = run_all(chosen, Devices(gpus), folder, end, end - min(START, args.seconds / 2), args.device)
