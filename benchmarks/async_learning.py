@@ -1,6 +1,6 @@
 """Whether a task is learned as well asynchronously as synchronously: curves of the mean reward.
 
-    python benchmarks/async_learning.py --out benchmarks/results/async_learning.json
+    python benchmarks/async_learning.py --out benchmarks/results/async_learning_cpu.json
 
 GRPO on a task of benchmarks/learning.py, from the same model, with the same prompts and settings: synchronous on one
 device, and with trainer.async.max_staleness of 1 and 2 on two, with and without algorithm.rollout_correction. `first`
