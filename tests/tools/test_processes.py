@@ -5,8 +5,9 @@ import time
 
 import pytest
 
-from verl.tools.host import Observation, ToolSettings
-from verl.tools.processes import ToolFailure, ToolProcesses
+from verl.tools.host import Observation
+from verl.tools.processes import ToolProcesses
+from verl.tools.runner import ToolFailure, ToolSettings
 
 TOOLS = """
 import asyncio, os, sys, time

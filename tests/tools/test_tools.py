@@ -6,8 +6,9 @@ import pytest
 
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import infer_schema
-from verl.tools.host import Observation, ToolHost, ToolSettings, read_arguments, read_result, truncate_text
+from verl.tools.host import Observation, ToolHost, read_arguments, read_result, truncate_text
 from verl.tools.load import load_interactions, load_tools, tool_schemas
+from verl.tools.runner import ToolSettings
 from verl.tools.schemas import ToolResponse
 
 PUBLIC_FORM = """

@@ -16,26 +16,10 @@ from verl.registry import did_you_mean
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool
 from verl.tools.load import load_interactions, load_tools
+from verl.tools.runner import Stopped, ToolFailure, ToolSettings, describe, late
 from verl.tools.schemas import ToolResponse
 
 _THREADS = 64  # for functions that are not async
-
-
-@dataclass(frozen=True)
-class ToolSettings:
-    """What a host loads, and how it shortens responses.
-
-    Args:
-        tool_config_path, function_tool_path, interaction_config_path: see `verl.tools.load`.
-        max_response_length: longer responses of tools are truncated, in characters.
-        truncate_side: see `truncate_text`.
-    """
-
-    tool_config_path: str | None = None
-    function_tool_path: str | None = None
-    interaction_config_path: str | None = None
-    max_response_length: int = 256
-    truncate_side: str = "middle"
 
 
 @dataclass(frozen=True)
@@ -89,16 +73,6 @@ def truncate_text(text: str, limit: int, side: str) -> str:
 def failure(message: str, timed_out: bool = False) -> Observation:
     """The observation of a failed call."""
     return Observation(f"error: {message}", failed=True, timed_out=timed_out)
-
-
-def describe(error: BaseException) -> str:
-    """Type and message of an exception of user code."""
-    if isinstance(error, _Stopped):
-        return str(error)
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # the message is user code too
-        return type(error).__name__
 
 
 class ToolHost:
@@ -195,15 +169,11 @@ class ToolHost:
         return self._instances[key]
 
 
-class _Stopped(Exception):
-    """A SystemExit or KeyboardInterrupt of a function in a thread, which would end the executor."""
-
-
 def _call(func: Any, parameters: Mapping[str, Any]) -> Any:
     try:
         return func(**parameters)
     except (SystemExit, KeyboardInterrupt) as error:
-        raise _Stopped(describe(error)) from error
+        raise Stopped(describe(error)) from error
     except StopIteration as error:  # a future cannot hold it
         raise RuntimeError(describe(error)) from error
 
@@ -249,3 +219,28 @@ def _read_argument(value: Any, kind: Any) -> Any:
         return json.loads(value.strip().lower() if kind == "boolean" else value)
     except ValueError:
         return value
+
+
+class ToolsInProcess:
+    """A `ToolRunner` in this process. A tool that blocks cannot be stopped; breakpoints work."""
+
+    def __init__(self, settings: ToolSettings):
+        self.host = ToolHost(settings)
+
+    async def call(self, trajectory: str, method: str, arguments: Mapping[str, Any], seconds: float | None) -> Any:
+        """See `ToolRunner.call`."""
+        try:
+            async with asyncio.timeout(seconds) as deadline:
+                return await getattr(self.host, method)(trajectory, **arguments)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # user code
+            if isinstance(error, TimeoutError) and deadline.expired():
+                raise late(seconds) from error
+            raise ToolFailure(describe(error)) from error
+
+    def forget(self, trajectory: str) -> None:
+        """See `ToolRunner.forget`."""
+
+    def close(self) -> None:
+        """See `ToolRunner.close`."""

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.tools.function_tool import FunctionTool
-from verl.tools.host import ToolHost, describe
+from verl.tools.host import ToolHost
+from verl.tools.runner import describe
 
 OUTPUT_CHARACTERS = 1 << 16  # of a worker; the rest is dropped
 

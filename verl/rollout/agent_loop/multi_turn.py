@@ -18,10 +18,11 @@ from verl.registry import did_you_mean
 from verl.rollout.agent_loop.base import GenerateFn, Prompt, Trajectory, register_agent_loop
 from verl.rollout.agent_loop.chat import ChatContinuation
 from verl.rollout.base import Completion
-from verl.tools.host import Observation, Reply, ToolSettings, failure, truncate_text
+from verl.tools.host import Observation, Reply, ToolsInProcess, failure, truncate_text
 from verl.tools.load import load_interactions, tool_schemas
 from verl.tools.parsers import TOOL_PARSERS, FunctionCall
-from verl.tools.processes import ToolFailure, ToolProcesses, ToolRunner, ToolsInProcess
+from verl.tools.processes import ToolProcesses
+from verl.tools.runner import ToolFailure, ToolRunner, ToolSettings
 
 logger = logging.getLogger("verl.rollout")
 
