@@ -2,6 +2,7 @@
 
 import logging
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ class SglangMemory:
         self._service = service
         self._saves = saves
         self._freed: set[str] = set()  # of "weights" and "kv_cache"
+        self._lock = threading.Lock()
 
     def free(self, *tags: str) -> None:
         """Free memory. Weights are lost."""
@@ -35,16 +37,18 @@ class SglangMemory:
                 "rollout.name=sglang: the memory saver is off (a CPU, or free_cache_engine=false): nothing is freed"
             )
             return
-        if todo := [tag for tag in tags if tag not in self._freed]:
-            self._service.engine.release_memory_occupation(tags=todo)
-            self._freed.update(todo)
+        with self._lock:
+            if todo := [tag for tag in tags if tag not in self._freed]:
+                self._service.engine.release_memory_occupation(tags=todo)
+                self._freed.update(todo)
 
     def allocate(self, *tags: str) -> None:
         """Allocate memory that was freed."""
-        if todo := [tag for tag in tags if tag in self._freed]:
-            torch.cuda.empty_cache()
-            self._service.engine.resume_memory_occupation(tags=todo)
-            self._freed.difference_update(todo)
+        with self._lock:
+            if todo := [tag for tag in tags if tag in self._freed]:
+                torch.cuda.empty_cache()
+                self._service.engine.resume_memory_occupation(tags=todo)
+                self._freed.difference_update(todo)
 
 
 class SglangReceiver:
