@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = {
     0: ["verl.utils", "verl.checkpoints", "verl.tracking", "verl.env_check", "verl.compat"],
     1: ["verl.protocol", "verl.batch", "verl.columns", "verl.registry", "verl.config"],
-    2: ["verl.algorithms", "verl.dataflow", "verl.modeling"],
+    2: ["verl.algorithms", "verl.dataflow", "verl.modeling", "verl.tools"],
     3: ["verl.engines", "verl.rollout", "verl.single_controller", "verl.data", "verl.rewards"],
     4: ["verl.workers"],
     5: ["verl.cli", "verl.trainer", "verl.evaluation", "verl.model_merger"],

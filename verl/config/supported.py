@@ -58,6 +58,11 @@ NO_EFFECT: dict[tuple[str, Any], tuple[str, ...]] = {
         "free_cache_engine",
         *_OTHER_REGISTERED_KINDS,
     ),
+    ("rollout.agent.default_agent_loop", "single_turn_agent"): tuple(
+        "rollout.multi_turn." + name
+        for name in ("max_assistant_turns", "max_user_turns", "interaction_config_path", "format", "max_parallel_calls")
+        + ("max_tool_response_length", "tool_response_truncate_side", "tool_timeout", "tool_isolation")
+    ),
     ("reward.reward_model.enable", False): (
         "reward.reward_model.model_path",
         "reward.reward_model.tokenizer_path",

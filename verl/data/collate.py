@@ -10,6 +10,7 @@ from torch import Tensor
 from verl.config import schema
 from verl.data.tokenization import encode_prompts, read_prompt, truncate
 from verl.protocol import DataProto
+from verl.tools.load import tool_schemas
 
 
 class PromptCollator:
@@ -22,6 +23,7 @@ class PromptCollator:
 
     def __init__(self, tokenizer: Any, data: schema.DataConfig):
         self.tokenizer, self.data = tokenizer, data
+        self.tools = tool_schemas(data.tool_config_path, data.function_tool_path)
 
     def __call__(self, items: Sequence[Mapping[str, Any]]) -> DataProto:
         """B items -> a batch. Raises ValueError as `collate_prompts` does, and for a prompt that is too long."""
@@ -35,7 +37,7 @@ class PromptCollator:
         given = given.tolist() if isinstance(given, np.ndarray) else given
         prompt = read_prompt(given, data.prompt_format, self.tokenizer.chat_template is not None, where)
         kwargs = data.apply_chat_template_kwargs
-        (ids,) = encode_prompts(self.tokenizer, [prompt], lambda i: where, template_kwargs=kwargs)
+        (ids,) = encode_prompts(self.tokenizer, [prompt], lambda i: where, template_kwargs=kwargs, tools=self.tools)
         if len(ids) > data.max_prompt_length and data.truncation == "error":
             raise ValueError(
                 f"{where}: the prompt has {len(ids):,} tokens, data.max_prompt_length is {data.max_prompt_length:,}: "

@@ -34,6 +34,7 @@ from verl.data.tokenization import (
 )
 from verl.protocol import DataProto
 from verl.registry import did_you_mean, load_object
+from verl.tools.load import tool_schemas
 
 logger = logging.getLogger("verl.data")
 
@@ -87,6 +88,7 @@ class RLHFDataset(Dataset):
         self.max_prompt_length = self.config.max_prompt_length
         self.filter_overlong_prompts = self.config.filter_overlong_prompts
         self.apply_chat_template_kwargs = self.config.apply_chat_template_kwargs
+        self.tools = tool_schemas(self.config.tool_config_path, self.config.function_tool_path)
         prepare_tokenizer(tokenizer)
         self._tokenized: Rows | None = None
         self._read_files_and_tokenize()
@@ -203,6 +205,7 @@ class RLHFDataset(Dataset):
             where,
             chat_template=self.chat_template,
             template_kwargs=self.config.apply_chat_template_kwargs,
+            tools=self.tools,
         )
         return [(ids, []) for ids in encoded]
 

@@ -86,13 +86,15 @@ def render_chats(
     add_generation_prompt: bool,
     chat_template: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
     where: Callable[[int], str] = lambda i: f"chat {i}",
 ) -> list[str]:
-    """Render chats to text with the chat template. `where(i)` is the name of chat i in errors."""
+    """Render chats to text with the chat template. `where(i)` is the name of chat i in errors; tools: their schemas."""
     if not chats:
         return []
     settings = {
         **(template_kwargs or {}),
+        "tools": list(tools) or None,
         "chat_template": chat_template,
         "add_generation_prompt": add_generation_prompt,
         "tokenize": False,
@@ -178,6 +180,7 @@ def encode_prompts(
     *,
     chat_template: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[list[int]]:
     """Token ids of prompts from `read_prompt`: chats through the template with its generation prompt, texts unchanged.
 
@@ -198,6 +201,7 @@ def encode_prompts(
         add_generation_prompt=True,
         chat_template=chat_template,
         template_kwargs=template_kwargs,
+        tools=tools,
         where=lambda k: where(chats[k]),
     )
     encoded: list[list[int]] = [[]] * len(prompts)

@@ -93,7 +93,8 @@ def generate(roles: Roles, sampling: str, with_columns: bool = False) -> Callabl
     """
 
     def gen(batch: DataProto) -> DataProto:
-        inputs = batch.select([], None if with_columns else ["prompt_ids", "uid", "sample_index"], [])
+        is_needed = with_columns or "agent_name" in batch.non_tensor_batch
+        inputs = batch.select([], None if is_needed else ["prompt_ids", "uid", "sample_index"], [])
         inputs.meta_info["sampling"] = sampling
         found = roles["rollout"].generate_sequences(inputs)
         _check_vocabulary(found.batch["responses"], batch.meta_info.get("vocab_size"))

@@ -8,7 +8,6 @@ from verl.rollout.base import stop_strings
 from verl.single_controller import WorkerSpec
 from verl.single_controller.placement import ResourcePool, place_roles
 from verl.trainer.ppo_flow import needs_critic, needs_reference
-from verl.trainer.ppo_operators import uses_agent_loop
 from verl.workers.critic import CriticWorker
 from verl.workers.policy import ActorWorker, RefWorker
 from verl.workers.reward_model import RewardModelWorker
@@ -38,7 +37,7 @@ def worker_specs(
         "pad_token_id": tokenizer.pad_token_id,
         "stop_token_ids": stop_token_ids,
         "stop": stop_strings(policy.rollout.stop, tokenizer),
-        "tokenizer": tokenizer if uses_agent_loop(config) else None,
+        "tokenizer": tokenizer,  # for agent loops, which samples select
     }
     actor = {
         "config": policy,

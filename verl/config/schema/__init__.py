@@ -41,6 +41,7 @@ from verl.config.schema.reward import (
 from verl.config.schema.rollout import (
     AgentConfig,
     EngineKwargs,
+    MultiTurnConfig,
     RolloutConfig,
     RolloutEngineConfig,
     SamplingConfig,
@@ -84,6 +85,7 @@ __all__ = [
     "KLControlConfig",
     "ManagerModuleConfig",
     "ModelConfig",
+    "MultiTurnConfig",
     "OfflineTrainerConfig",
     "OptimConfig",
     "PFPPOConfig",

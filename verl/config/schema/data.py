@@ -42,3 +42,13 @@ class DataConfig(Section):
     validation_shuffle: bool = field(False, "shuffle the validation rows")
     custom_cls: DatasetClassConfig = section(DatasetClassConfig, "custom dataset class that replaces RLHFDataset")
     apply_chat_template_kwargs: dict[str, Any] = field({}, "arguments of the chat template, such as enable_thinking")
+    tool_config_path: FilePath | None = field(
+        None,
+        "YAML file with the tools that prompts describe",
+        default_from="${actor_rollout_ref.rollout.multi_turn.tool_config_path}",
+    )
+    function_tool_path: FilePath | None = field(
+        None,
+        "Python file with the function tools that prompts describe",
+        default_from="${actor_rollout_ref.rollout.multi_turn.function_tool_path}",
+    )

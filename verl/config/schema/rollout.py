@@ -4,9 +4,9 @@ A sampling key is declared in `SamplingConfig`, which makes it a field of `verl.
 applied in `verl.rollout.sampling` by the engines `native` and `hf`.
 """
 
-from typing import Any
+from typing import Any, Literal
 
-from verl.config.fields import Section, StrList, field, section
+from verl.config.fields import FilePath, Section, StrList, field, section
 from verl.config.schema.model import Precision
 
 _ACTOR = "${actor_rollout_ref.actor."
@@ -74,7 +74,35 @@ class AgentConfig(Section):
     """`actor_rollout_ref.rollout.agent`: how a prompt becomes a trajectory."""
 
     default_agent_loop: str = field(
-        "single_turn_agent", "registered name of the agent loop; single_turn_agent: one response per prompt"
+        "single_turn_agent",
+        "registered name of the agent loop of samples without a column agent_name; single_turn_agent: one response per "
+        "prompt; tool_agent: tools and interactions, the default with multi_turn.enable",
+    )
+    agent_loop_config_path: FilePath | None = field(None, "YAML list of custom loops, each with name and _target_")
+
+
+class MultiTurnConfig(Section):
+    """`actor_rollout_ref.rollout.multi_turn`: tool calls and interactions of the agent loop tool_agent."""
+
+    enable: bool = field(False, "use the agent loop tool_agent")
+    max_assistant_turns: int | None = field(None, "maximum number of turns of the policy; null: no limit", ge=1)
+    max_user_turns: int | None = field(None, "maximum number of turns of tools and users; null: no limit", ge=0)
+    tool_config_path: FilePath | None = field(None, "YAML file with tools, a list of class_name, config, tool_schema")
+    function_tool_path: FilePath | None = field(None, "Python file with functions decorated with @function_tool")
+    interaction_config_path: FilePath | None = field(None, "YAML file with interactions, a list of name, class_name")
+    format: str = field("hermes", "registered name of the parser of tool calls: hermes, qwen, llama")
+    max_parallel_calls: int = field(1, "maximum number of tool calls per turn; further calls get an error", ge=1)
+    max_tool_response_length: int = field(256, "longer responses of a tool are truncated, in characters", ge=1)
+    tool_response_truncate_side: Literal["left", "middle", "right"] = field(
+        "middle", "what is kept of a truncated response: left: its start, right: its end, middle: both"
+    )
+    tool_timeout: float | None = field(60.0, "time limit of a call of a tool or interaction, in seconds", gt=0)
+    tool_isolation: Literal["process", "none"] = field(
+        "process", "process: tools run in worker processes; none: in the process of the rollout, where breakpoints work"
+    )
+    tool_processes: int = field(2, "number of worker processes for tools, per rollout process", ge=1)
+    apply_chat_template_kwargs: dict[str, Any] = field(
+        {}, "arguments of the chat template between turns", default_from="${data.apply_chat_template_kwargs}"
     )
 
 
@@ -104,3 +132,4 @@ class RolloutConfig(RolloutEngineConfig):
     )
     val_kwargs: ValSamplingConfig = section(ValSamplingConfig, "sampling at validation")
     agent: AgentConfig = section(AgentConfig, "agent loop")
+    multi_turn: MultiTurnConfig = section(MultiTurnConfig, "tools and interactions")

@@ -77,7 +77,12 @@ class Trajectory:
         self.finish_reason: FinishReason = "length"
         #: spans (first token, version of the weights), over the response
         self.weight_versions: list[tuple[int, int]] = []
-        self.turns = 0
+        #: completions of the policy, and messages of tools and users
+        self.turns = self.user_turns = 0
+        #: counts of the loop; the metric rollout/<name> is the mean over all trajectories
+        self.metrics: dict[str, float] = {}
+        #: what the reward function gets in extra_info
+        self.facts: dict[str, Any] = {}
 
     def add_completion(self, completion: Completion) -> None:
         """Append a completion of the policy."""
@@ -92,6 +97,10 @@ class Trajectory:
         if author == POLICY:
             raise ValueError("add_tokens is for tokens of other authors: use add_completion for those of the policy")
         self._add(Segment(list(token_ids), author))
+
+    def count(self, name: str, value: float = 1) -> None:
+        """Add to a metric."""
+        self.metrics[name] = self.metrics.get(name, 0) + value
 
     def _add(self, segment: Segment) -> None:
         if segment.token_ids:
@@ -152,18 +161,3 @@ AGENT_LOOPS: Registry[AgentLoopFactory] = Registry("agent loop")
 def register_agent_loop(name: str) -> Callable[[AgentLoopFactory], AgentLoopFactory]:
     """Decorator: register a loop as `rollout.agent.default_agent_loop=<name>`."""
     return AGENT_LOOPS.register(name)
-
-
-@register_agent_loop("single_turn")
-@register_agent_loop("single_turn_agent")
-class SingleTurn:
-    """One completion per prompt. Batches call `RolloutEngine.generate` directly."""
-
-    def __init__(self, config: BaseModel | None = None, tokenizer: Any = None):
-        """The arguments are ignored."""
-
-    async def run(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:
-        """See `AgentLoop.run`."""
-        trajectory = Trajectory(prompt)
-        trajectory.add_completion(await generate(trajectory.next_request()))
-        return trajectory

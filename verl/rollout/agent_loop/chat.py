@@ -1,0 +1,89 @@
+"""The tokens between two turns of the policy, without rendering its turns again.
+
+Rendering a chat again with the text of a sampled turn gives other tokens than those sampled: text has several
+tokenizations, and templates strip or rewrite earlier turns. The policy would then be trained on tokens that it never
+sampled. Here only new messages are rendered, after a placeholder for the turn, and what the template adds to the
+placeholder is tokenized and appended.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+_PLACEHOLDER = "turnofthepolicy"
+_BEFORE = [{"role": "user", "content": "message"}, {"role": "assistant", "content": _PLACEHOLDER}]
+
+
+class ChatContinuation:
+    """Continues chats of one tokenizer.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        tools: schemas of the tools, for the template.
+        template_kwargs: arguments of the template.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or the template does not show the turns of the policy.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+    ):
+        if tokenizer.chat_template is None:
+            raise ValueError(
+                "a multi-turn agent loop needs a chat template, which the tokenizer does not have: use the tokenizer "
+                "of an instruction-tuned model, or set actor_rollout_ref.model.custom_chat_template"
+            )
+        self.tokenizer = tokenizer
+        self._settings = {**(template_kwargs or {}), "tools": list(tools) or None, "tokenize": False}
+        self._continued("user", "message")
+
+    def between(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text from the end of a turn of the policy up to the start of its next turn.
+
+        Args:
+            messages: the messages between the two turns.
+
+        Raises:
+            ValueError: the template does not support these messages.
+        """
+        chat = [*_BEFORE, *messages]
+        try:
+            text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, **self._settings)
+        except jinja2.TemplateError as error:
+            roles = [message["role"] for message in messages]
+            raise ValueError(
+                f"the chat template does not support messages of {roles} after a turn of the policy: {error}. Set "
+                "actor_rollout_ref.model.custom_chat_template"
+            ) from error
+        _, found, rest = text.partition(_PLACEHOLDER)
+        if not found:
+            raise ValueError("the chat template does not show assistant messages: set another custom_chat_template")
+        return rest
+
+    def next_tokens(self, sampled: Sequence[int], stop_ids: Sequence[int], messages: Sequence[Mapping]) -> list[int]:
+        """The tokens to append after a turn, so that the policy can start its next turn.
+
+        Args:
+            sampled: the tokens of the turn.
+            stop_ids: token ids that end a turn.
+            messages: the messages between the two turns.
+
+        Returns:
+            The end of the turn as the template writes it, without the end token that the policy has sampled itself; the
+            messages; and the generation prompt.
+        """
+        ids = self.tokenizer(self.between(messages), add_special_tokens=False)["input_ids"]
+        ends = {*stop_ids, self.tokenizer.eos_token_id}
+        if sampled and sampled[-1] in ends and ids and ids[0] in ends:
+            return ids[1:]
+        return ids
+
+    def _continued(self, role: str, content: str) -> None:
+        """Raise ValueError unless the template writes a message after a turn of the policy."""
+        if content not in self.between([{"role": role, "content": content}]):
+            raise ValueError(f"the chat template does not show a {role} message after an assistant message")

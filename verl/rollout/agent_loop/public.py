@@ -1,0 +1,232 @@
+"""Agent loops written for public verl.
+
+    from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
+
+    @register("my_agent")
+    class MyAgent(AgentLoopBase):
+        async def run(self, sampling_params, **kwargs) -> AgentLoopOutput: ...
+
+`kwargs` are the columns of the sample. Differences: `self.config` is the `rollout` section below the keys that public
+verl has above it; tokens of the response with mask 1 must be those that `server_manager.generate` returned, in order,
+and their log-probs are taken from there.
+"""
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+from pydantic import BaseModel, ConfigDict
+
+from verl.rollout.agent_loop.base import AGENT_LOOPS, GenerateFn, Prompt, Trajectory
+from verl.rollout.agent_loop.chat import ChatContinuation
+from verl.rollout.base import Completion, Request, SamplingParams
+from verl.tools.load import tool_schemas
+from verl.utils.rng import fork_seed
+
+
+class AgentLoopMetrics(BaseModel):
+    """Metrics of one trajectory."""
+
+    model_config = ConfigDict(extra="allow")
+
+    generate_sequences: float = 0.0
+    tool_calls: float = 0.0
+    num_preempted: int = -1
+
+
+class AgentLoopOutput(BaseModel):
+    """What `AgentLoopBase.run` returns. response_mask: 1 for tokens that the policy sampled."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    response_logprobs: list[float] | None = None
+    routed_experts: Any = None
+    multi_modal_data: dict[str, Any] | None = None
+    reward_score: float | None = None
+    num_turns: int = 0
+    metrics: AgentLoopMetrics = AgentLoopMetrics()
+    extra_fields: dict[str, Any] = {}
+
+
+class TokenOutput(BaseModel):
+    """What `server_manager.generate` returns."""
+
+    token_ids: list[int]
+    log_probs: list[float] | None = None
+    routed_experts: Any = None
+    stop_reason: str | None = None
+
+
+class ServerManager:
+    """The `server_manager` of one trajectory. It records what the engine returned.
+
+    Args:
+        prompt: the prompt of the sample.
+        generate: the rollout engine.
+    """
+
+    def __init__(self, prompt: Prompt, generate: GenerateFn):
+        self._prompt, self._generate = prompt, generate
+        self.completions: list[Completion] = []
+
+    async def generate(
+        self,
+        request_id: str,
+        *,
+        prompt_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        image_data: Any = None,
+        **kwargs: Any,
+    ) -> TokenOutput:
+        """Generate one completion. sampling_params: temperature, top_k, top_p and max_tokens replace the configured."""
+        if image_data:
+            raise ValueError("images are not supported by agent loops")
+        params = self._params(sampling_params, len(prompt_ids))
+        sample_id, turn = self._prompt.sample_id, len(self.completions)
+        turn_id = sample_id if turn == 0 else fork_seed(sample_id, turn)
+        completion = await self._generate(Request(list(prompt_ids), params, turn_id, f"{sample_id}:{turn}"))
+        self.completions.append(completion)
+        reason = "aborted" if completion.finish_reason == "abort" else "completed"
+        return TokenOutput(token_ids=completion.token_ids, log_probs=completion.log_probs, stop_reason=reason)
+
+    def _params(self, given: Mapping[str, Any], length: int) -> SamplingParams:
+        names = {"temperature", "top_k", "top_p", "min_p"}
+        ignored = {"logprobs", "repetition_penalty", "n", "max_new_tokens", "max_tokens"}
+        if unknown := given.keys() - names - ignored:
+            raise ValueError(f"sampling_params: {sorted(unknown)} not supported: use {sorted(names)} and max_tokens")
+        params = dataclasses.replace(self._prompt.params, **{k: v for k, v in given.items() if k in names})
+        left = len(self._prompt.token_ids) + params.max_tokens - length
+        limit = given.get("max_tokens") or given.get("max_new_tokens") or left
+        return dataclasses.replace(params, max_tokens=max(1, min(limit, left)))
+
+
+@dataclasses.dataclass
+class DictConfigWrap:
+    """A configuration that is not copied."""
+
+    config: Any
+
+
+class AgentLoopBase(ABC):
+    """Base class of the loops of public verl: one object per trajectory.
+
+    Args:
+        trainer_config: has `config`, the configuration.
+        server_manager: generates.
+        tokenizer: the policy's tokenizer.
+        processor: None.
+        **kwargs: further entries of the loop in `agent_loop_config_path`.
+    """
+
+    def __init__(self, trainer_config: Any, server_manager: Any, tokenizer: Any, processor: Any = None, **kwargs: Any):
+        self.config = trainer_config.config if isinstance(trainer_config, DictConfigWrap) else trainer_config
+        self.rollout_config = self.config.actor_rollout_ref.rollout
+        self.server_manager, self.tokenizer, self.processor = server_manager, tokenizer, processor
+        self.prompt_length = self.rollout_config.prompt_length
+        self.response_length = self.rollout_config.response_length
+
+    @abstractmethod
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """Run one trajectory. kwargs: the columns of the sample, raw_prompt among them."""
+
+    async def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        images: Any = None,
+        videos: Any = None,
+        remove_system_prompt: bool = False,
+    ) -> list[int]:
+        """Token ids of messages with the generation prompt.
+
+        With remove_system_prompt, of messages between two turns: without what the template writes before them.
+        """
+        if images or videos:
+            raise ValueError("images and video are not supported by agent loops")
+        kwargs = dict(self.rollout_config.multi_turn.apply_chat_template_kwargs)
+        if remove_system_prompt:
+            chat = ChatContinuation(self.tokenizer, tools or (), kwargs)
+            return chat.next_tokens([self.tokenizer.eos_token_id], [], messages)
+        settings = {**kwargs, "tools": tools, "add_generation_prompt": True, "tokenize": False}
+        text = self.tokenizer.apply_chat_template(messages, **settings)
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+class PublicLoop:
+    """An `AgentLoop` that runs a loop of public verl.
+
+    Args:
+        cls: the loop.
+        config: the `rollout` section.
+        tokenizer: the policy's tokenizer.
+        kwargs: further arguments of its constructor.
+    """
+
+    def __init__(self, cls: type[AgentLoopBase], config: BaseModel, tokenizer: Any, kwargs: Mapping[str, Any] = {}):
+        self.cls, self.tokenizer, self.kwargs = cls, tokenizer, dict(kwargs)
+        rollout = config.model_dump()
+        data = {"apply_chat_template_kwargs": rollout["multi_turn"]["apply_chat_template_kwargs"]}
+        self.config = DictConfigWrap(OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "data": data}))
+        multi_turn = rollout["multi_turn"]
+        self.schemas = tool_schemas(multi_turn["tool_config_path"], multi_turn["function_tool_path"])
+
+    async def run(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:
+        """See `AgentLoop.run`."""
+        server = ServerManager(prompt, generate)
+        loop = self.cls(
+            trainer_config=self.config, server_manager=server, tokenizer=self.tokenizer, processor=None, **self.kwargs
+        )
+        params = {name: getattr(prompt.params, name) for name in ("temperature", "top_k", "top_p")}
+        output = await loop.run(dict(params), **prompt.columns)
+        return self._trajectory(prompt, output, server.completions)
+
+    def _trajectory(self, prompt: Prompt, output: AgentLoopOutput, completions: Sequence[Completion]) -> Trajectory:
+        """The output as a trajectory. Raises ValueError if it has tokens with mask 1 that were not sampled."""
+        name = self.cls.__name__
+        if list(output.prompt_ids) != list(prompt.token_ids):
+            raise ValueError(
+                f"the agent loop {name} uses another prompt than the data set ({len(output.prompt_ids)} and "
+                f"{len(prompt.token_ids)} tokens): use the messages of raw_prompt, with the tools of "
+                "rollout.multi_turn.tool_config_path"
+            )
+        if len(output.response_ids) != len(output.response_mask):
+            raise ValueError(f"the agent loop {name}: response_ids and response_mask have different lengths")
+        trajectory, at = Trajectory(prompt), 0
+        ids, mask = list(output.response_ids), list(output.response_mask)
+        for completion in completions:
+            start = next((k for k in range(at, len(mask)) if mask[k]), len(mask))
+            sampled = completion.token_ids[: len(ids) - start]  # the last turn may be cut
+            if ids[start : start + len(sampled)] != sampled or not all(mask[start : start + len(sampled)]):
+                break
+            trajectory.add_tokens(ids[at:start])
+            versions = [span for span in completion.weight_versions if span[0] < len(sampled)]
+            kept = dataclasses.replace(
+                completion, token_ids=sampled, log_probs=completion.log_probs[: len(sampled)], weight_versions=versions
+            )
+            trajectory.add_completion(kept)
+            at = start + len(sampled)
+        if any(mask[at:]):
+            raise ValueError(
+                f"the agent loop {name}: token {at + mask[at:].index(1)} of the response has mask 1, but the engine did "
+                "not sample it there: append the token ids that server_manager.generate returned, unchanged"
+            )
+        trajectory.add_tokens(ids[at:])
+        if output.reward_score is not None:
+            trajectory.facts["reward_score"] = output.reward_score
+        trajectory.facts |= {"num_turns": output.num_turns, **output.extra_fields}
+        return trajectory
+
+
+def register(agent_name: str) -> Callable[[type[AgentLoopBase]], type[AgentLoopBase]]:
+    """Decorator of public verl: register a subclass of `AgentLoopBase` as an agent loop."""
+
+    def decorate(cls: type[AgentLoopBase]) -> type[AgentLoopBase]:
+        AGENT_LOOPS[agent_name] = lambda config, tokenizer: PublicLoop(cls, config, tokenizer)
+        return cls
+
+    return decorate

@@ -1,0 +1,251 @@
+"""Runs tools and interactions in the process that holds their instances.
+
+The host runs in a worker process (`verl.tools.worker`), or in the process of the rollout with
+`rollout.multi_turn.tool_isolation=none`. Whatever a tool raises becomes an observation.
+"""
+
+import asyncio
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from verl.registry import did_you_mean
+from verl.tools.base_tool import BaseTool
+from verl.tools.function_tool import FunctionTool
+from verl.tools.load import load_interactions, load_tools
+from verl.tools.schemas import ToolResponse
+
+_THREADS = 64  # for functions that are not async
+
+
+@dataclass(frozen=True)
+class ToolSettings:
+    """What a host loads, and how it shortens responses.
+
+    Args:
+        tool_config_path, function_tool_path, interaction_config_path: see `verl.tools.load`.
+        max_response_length: longer responses of tools are truncated, in characters.
+        truncate_side: see `truncate_text`.
+    """
+
+    tool_config_path: str | None = None
+    function_tool_path: str | None = None
+    interaction_config_path: str | None = None
+    max_response_length: int = 256
+    truncate_side: str = "middle"
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the policy reads after a call.
+
+    Args:
+        text: the text.
+        reward: reward of the call.
+        failed: whether the call failed; the text starts with "error: ".
+        timed_out: whether it failed by its time limit.
+    """
+
+    text: str
+    reward: float = 0.0
+    failed: bool = False
+    timed_out: bool = False
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The reply of an interaction.
+
+    Args:
+        text: the message of the user.
+        ends: whether the interaction has ended.
+        reward: reward of the turn; None if there is none.
+    """
+
+    text: str
+    ends: bool
+    reward: float | None
+
+
+def truncate_text(text: str, limit: int, side: str) -> str:
+    """At most `limit` characters of a text, and a note if it was longer.
+
+    Args:
+        side: what is kept, as in public verl: "left" the start, "right" the end, "middle" both, half of it each.
+    """
+    if len(text) <= limit:
+        return text
+    if side == "left":
+        return text[:limit] + "...(truncated)"
+    if side == "right":
+        return "(truncated)..." + text[len(text) - limit :]
+    half = limit // 2
+    return text[:half] + "...(truncated)..." + text[len(text) - half :]
+
+
+def failure(message: str, timed_out: bool = False) -> Observation:
+    """The observation of a failed call."""
+    return Observation(f"error: {message}", failed=True, timed_out=timed_out)
+
+
+def describe(error: BaseException) -> str:
+    """Type and message of an exception of user code."""
+    if isinstance(error, _Stopped):
+        return str(error)
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # the message is user code too
+        return type(error).__name__
+
+
+class ToolHost:
+    """Tools and interactions, and their instances: one per trajectory, created before its first call.
+
+    Args:
+        settings: what to load.
+    """
+
+    def __init__(self, settings: ToolSettings):
+        self.settings = settings
+        self.tools = load_tools(settings.tool_config_path, settings.function_tool_path)
+        self.interactions = load_interactions(settings.interaction_config_path)
+        self._instances: dict[tuple[str, str], str] = {}
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tool")
+
+    async def execute(
+        self, trajectory: str, name: str, parameters: Mapping[str, Any], kwargs: Mapping[str, Any]
+    ) -> Observation:
+        """Run one call of a tool. kwargs: the entry of the tool in the sample's `tools_kwargs`."""
+        try:
+            found = await self._execute(trajectory, name, dict(parameters), kwargs)
+            observation = read_result(found)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # also sys.exit() of a tool
+            observation = failure(describe(error))
+        limit, side = self.settings.max_response_length, self.settings.truncate_side
+        text = truncate_text(observation.text, limit, side)
+        return Observation(text, observation.reward, observation.failed)
+
+    async def rewards(self, trajectory: str, kwargs: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+        """End a trajectory: the rewards of its instances by name of the tool. The instances are released.
+
+        kwargs: the sample's `tools_kwargs`. A tool named there has an instance even if it was not called.
+        """
+        rewards = {}
+        for name in [name for owner, name in self._instances if owner == trajectory] + list(kwargs):
+            tool = self.tools.get(name)
+            if name in rewards or not isinstance(tool, BaseTool):
+                continue
+            entry = kwargs.get(name) or {}
+            instance = await self._instance(trajectory, tool, entry)
+            try:
+                found = await tool.calc_reward(instance, **(entry.get("calc_reward_kwargs") or {}))
+                rewards[name] = float(found)
+            finally:
+                del self._instances[trajectory, name]
+                await tool.release(instance, **(entry.get("release_kwargs") or {}))
+        return rewards
+
+    async def start(self, trajectory: str, name: str, kwargs: Mapping[str, Any]) -> None:
+        """Start an interaction."""
+        await self.interactions[name].start_interaction(trajectory, **kwargs)
+
+    async def respond(
+        self, trajectory: str, name: str, messages: Sequence[dict[str, Any]], kwargs: Mapping[str, Any]
+    ) -> Reply:
+        """The reply of an interaction to the last message."""
+        found = await self.interactions[name].generate_response(trajectory, list(messages), **kwargs)
+        if not isinstance(found, tuple) or len(found) < 3:
+            raise TypeError(f"expected (should_terminate, text, reward, metrics), found {type(found).__name__}")
+        ends, text, reward, *_ = found
+        return Reply("" if text is None else str(text), bool(ends), None if reward is None else float(reward))
+
+    async def finish(self, trajectory: str, name: str) -> None:
+        """End an interaction."""
+        await self.interactions[name].finalize_interaction(trajectory)
+
+    async def _execute(self, trajectory: str, name: str, parameters: dict[str, Any], kwargs: Mapping[str, Any]) -> Any:
+        if name not in self.tools:
+            raise ValueError(f"there is no tool {name!r}: {did_you_mean(name, self.tools)}")
+        tool = self.tools[name]
+        parameters = read_arguments(parameters, tool.tool_schema.function.parameters.model_dump())
+        if isinstance(tool, FunctionTool):
+            inspect.signature(tool.func).bind(**parameters)
+            if tool.is_async:
+                return await tool.func(**parameters)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, lambda: _call(tool.func, parameters))
+        instance = await self._instance(trajectory, tool, kwargs)
+        return await tool.execute(instance, parameters, **(kwargs.get("execute_kwargs") or {}))
+
+    async def _instance(self, trajectory: str, tool: BaseTool, kwargs: Mapping[str, Any]) -> str:
+        key = trajectory, tool.name
+        if key not in self._instances:
+            given = kwargs.get("create_kwargs") or {}
+            parameters = inspect.signature(tool.create).parameters
+            takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+            whole = {"create_kwargs": given} if takes_any or "create_kwargs" in parameters else {}
+            own = given if takes_any else {k: v for k, v in given.items() if k in parameters or not whole}
+            found = await tool.create(trajectory, **own, **whole)
+            self._instances[key] = found[0] if isinstance(found, tuple) else found
+        return self._instances[key]
+
+
+class _Stopped(Exception):
+    """A SystemExit or KeyboardInterrupt of a function in a thread, which would end the executor."""
+
+
+def _call(func: Any, parameters: Mapping[str, Any]) -> Any:
+    try:
+        return func(**parameters)
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise _Stopped(describe(error)) from error
+    except StopIteration as error:  # a future cannot hold it
+        raise RuntimeError(describe(error)) from error
+
+
+def read_result(found: Any) -> Observation:
+    """The observation of what a tool returned: text, ToolResponse, any JSON value, or (one of these, reward, metrics).
+
+    Raises:
+        ValueError: images or video.
+    """
+    reward = 0.0
+    if isinstance(found, tuple) and 1 <= len(found) <= 3 and (len(found) == 1 or _is_number(found[1])):
+        reward = float(found[1] or 0.0) if len(found) > 1 else 0.0
+        found = found[0]
+    if isinstance(found, ToolResponse):
+        if found.image or found.video:
+            raise ValueError("images and video of tools are not supported")
+        found = found.text or ""
+    if not isinstance(found, str):
+        found = json.dumps(found, ensure_ascii=False, default=str)
+    return Observation(found, reward)
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def read_arguments(parameters: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments with the types of the schema, where the policy wrote them as text ("3" for an integer).
+
+    Args:
+        parameters: the arguments of a call.
+        schema: `parameters` of the tool's schema.
+    """
+    known = schema.get("properties") or {}
+    return {name: _read_argument(value, (known.get(name) or {}).get("type")) for name, value in parameters.items()}
+
+
+def _read_argument(value: Any, kind: Any) -> Any:
+    if not isinstance(value, str) or kind not in ("integer", "number", "boolean", "array", "object"):
+        return value
+    try:
+        return json.loads(value.strip().lower() if kind == "boolean" else value)
+    except ValueError:
+        return value
