@@ -1,4 +1,4 @@
-"""The command `verl`. A subcommand is a function with typer's annotations; it imports heavy modules when it is called."""
+"""The command `verl`. A subcommand is a function with annotations of typer, which imports heavy modules at use."""
 
 import typer
 

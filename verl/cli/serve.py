@@ -1,6 +1,7 @@
 """verl serve MODEL: an OpenAI-compatible HTTP server over a rollout engine."""
 
 import secrets
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -37,6 +38,7 @@ def serve(
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of the engine.")] = 1,
     trust_remote_code: Annotated[bool, typer.Option(help="Run Python code that comes with the model.")] = False,
     chat_template: Annotated[str | None, typer.Option(help="File with a Jinja chat template.")] = None,
+    tool_parser: Annotated[str, typer.Option(help="Parser of tool calls: hermes, qwen, llama.")] = "hermes",
     imports: Annotated[list[str] | None, typer.Option(help="File or module to import first; repeatable.")] = None,
     shutdown_seconds: Annotated[int, typer.Option(min=0, help="Seconds for running calls when stopped.")] = 30,
 ) -> None:
@@ -55,18 +57,21 @@ def serve(
         from verl.rollout.server.app import make_app
         from verl.rollout.server.engine_loop import EngineLoop
         from verl.rollout.server.http import listen, serve_until_signal
+        from verl.tools.parsers import TOOL_PARSERS
 
         for address in imports or []:
             import_module(address)
+        TOOL_PARSERS[tool_parser]  # an unknown name is an error
         sock = listen(host, port)  # before the model is loaded, so that a port in use is reported at once
         lengths = (max_model_len, max_tokens)
         model_settings = {"path": model, "trust_remote_code": trust_remote_code, "template": chat_template}
         made, served = load(settings, model_settings, device, lengths, served_model_name or model)
+        served = replace(served, tool_parser=tool_parser)
     except USER_ERRORS as error:
         raise typer.Exit(print_error(_with_extra(error))) from None
     key = api_key or secrets.token_urlsafe(24)
     running = EngineLoop(made)
-    app = make_app(served, running, key, max_body=max_body_mb * 2**20)
+    app = make_app(served, key, generator=running, max_body=max_body_mb * 2**20)
     url = f"http://{host}:{sock.getsockname()[1]}/v1"
     print(f"serving {served.name} with the engine {engine}, up to {served.max_model_len} tokens per sequence")
     print(f"  OPENAI_BASE_URL={url}\n  OPENAI_API_KEY={'(as given)' if api_key else key}", flush=True)
@@ -119,7 +124,8 @@ def load(
         config = schema.RolloutEngineConfig(**settings, **sizes)
     except ValidationError as error:
         (first, *_) = error.errors()
-        raise ValueError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}, found {first['input']!r}") from None
+        option = "--" + str(first["loc"][0]).replace("_", "-")
+        raise ValueError(f"{option}: {first['msg']}, found {first['input']!r}") from None
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     env = RolloutEnv(0, 1, 0, resolve_device(device), pad)
     made = make_rollout_engine(config.name, config, model, env)

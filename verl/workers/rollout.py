@@ -139,7 +139,7 @@ class Rollout:
         trajectories = self._trajectories(batch)
         with_loops = self._uses_loops(batch)
         seconds = time.perf_counter() - start if with_loops else self.engine.stats.seconds
-        prompts = list(batch.non_tensor_batch["prompt_ids"])
+        prompts = [trajectory.prompt_ids for trajectory in trajectories]
         limit = self.params.max_tokens
         responses = [trajectory.token_ids[:limit] for trajectory in trajectories]
         masks = [trajectory.response_mask[:limit] for trajectory in trajectories]

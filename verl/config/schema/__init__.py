@@ -45,6 +45,8 @@ from verl.config.schema.rollout import (
     RolloutConfig,
     RolloutEngineConfig,
     SamplingConfig,
+    ServerAgentConfig,
+    ServerConfig,
     ValSamplingConfig,
 )
 from verl.config.schema.sft import (
@@ -108,6 +110,8 @@ __all__ = [
     "SFTTrainerConfig",
     "SamplingConfig",
     "SandboxConfig",
+    "ServerAgentConfig",
+    "ServerConfig",
     "TrainerConfig",
     "ValSamplingConfig",
 ]

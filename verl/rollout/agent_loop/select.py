@@ -6,7 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from verl.rollout.agent_loop.base import AGENT_LOOPS, AgentLoop
+from verl.registry import load_object
+from verl.rollout.agent_loop.base import AGENT_LOOPS, AgentLoop, register_agent_loop
 from verl.rollout.agent_loop.public import AgentLoopBase, PublicLoop
 from verl.tools.load import load_class, read_yaml_list
 
@@ -38,3 +39,14 @@ def read_loops(path: str | None) -> dict[str, tuple[type, dict[str, Any]]]:
             raise ValueError(f"{where}: expected a class with `async def run`, found {cls.__name__}")
         loops[entry["name"]] = cls, {k: v for k, v in entry.items() if k not in ("name", "_target_")}
     return loops
+
+
+@register_agent_loop("server_agent")
+def _server_agent(config: BaseModel, tokenizer: Any) -> AgentLoop:
+    """Agents that call the policy over HTTP. Its packages are optional."""
+    try:
+        return load_object("verl.rollout.server.agent_loop", "ServerAgentLoop")(config, tokenizer)
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn"):
+            raise
+        raise ImportError(f"rollout.mode=server needs {error.name}: pip install 'verl[server]'") from error

@@ -32,9 +32,9 @@ FindEpisode = Callable[[str], Conversation]
 
 def make_app(
     model: ServedModel,
-    generator: Generator,
     api_key: str,
     *,
+    generator: Generator | None = None,
     find_episode: FindEpisode | None = None,
     max_body: int = MAX_BODY,
 ) -> Starlette:
@@ -42,18 +42,19 @@ def make_app(
 
     Args:
         model: the model that is served.
-        generator: the engine.
         api_key: token of the header "Authorization: Bearer ...".
+        generator: the engine of the routes /v1/...; None: there are no such routes.
         find_episode: adds the routes /episodes/{id}/v1/..., whose calls join one trajectory per episode.
         max_body: bytes of the largest request body.
     """
     routes = _Routes(model, generator, max_body, find_episode)
-    paths = [
-        Route("/health", routes.health),
-        Route("/v1/models", routes.models),
-        Route("/v1/chat/completions", routes.chat, methods=["POST"]),
-        Route("/v1/completions", routes.completions, methods=["POST"]),
-    ]
+    paths = [Route("/health", routes.health)]
+    if generator is not None:
+        paths += [
+            Route("/v1/models", routes.models),
+            Route("/v1/chat/completions", routes.chat, methods=["POST"]),
+            Route("/v1/completions", routes.completions, methods=["POST"]),
+        ]
     if find_episode is not None:
         paths += [
             Route("/episodes/{episode}/v1/models", routes.models),
@@ -67,11 +68,11 @@ def make_app(
 class _Routes:
     """The handlers of one application."""
 
-    def __init__(self, model: ServedModel, generator: Generator, max_body: int, find_episode: FindEpisode | None):
+    def __init__(self, model: ServedModel, generator: Any, max_body: int, find_episode: FindEpisode | None):
         self.model, self.generator, self.max_body, self.find_episode = model, generator, max_body, find_episode
 
     async def health(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok", "weight_version": self.generator.weight_version})
+        return JSONResponse({"status": "ok"})
 
     async def models(self, request: Request) -> Response:
         entry = {
@@ -80,7 +81,7 @@ class _Routes:
             "created": 0,
             "owned_by": "verl",
             "max_model_len": self.model.max_model_len,
-            "weight_version": self.generator.weight_version,
+            "weight_version": None if self.generator is None else self.generator.weight_version,
         }
         return JSONResponse({"object": "list", "data": [entry]})
 
@@ -93,8 +94,8 @@ class _Routes:
     async def _answer(self, request: Request, is_chat: bool) -> Response:
         call = read_call(is_chat, await _read_json(request, self.max_body))
         episode = request.path_params.get("episode")
-        conversation = SingleCall(self.model) if episode is None else self.find_episode(episode)
-        running = Running.start(call, conversation, self.model, self.generator)
+        conversation = SingleCall(self.model, self.generator) if episode is None else self.find_episode(episode)
+        running = Running.start(call, conversation, self.model)
         if call.stream:
             return _EventStream(running)
         try:

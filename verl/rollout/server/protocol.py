@@ -7,6 +7,7 @@ off.
 import json
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -266,18 +267,15 @@ def _message(message: _Message, where: str) -> dict[str, Any]:
     others = {name: value for name, value in (message.model_extra or {}).items() if value not in (None, [])}
     read: dict[str, Any] = {"role": message.role, "content": content or "", **others}
     if message.tool_calls:
-        read["tool_calls"] = [_tool_call(call, where) for call in message.tool_calls]
+        read["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     return read
 
 
-def _tool_call(call: _ToolCall, where: str) -> dict[str, Any]:
+def _tool_call(call: _ToolCall) -> dict[str, Any]:
     arguments = call.function.arguments
     if isinstance(arguments, str):
-        try:
+        with suppress(json.JSONDecodeError):  # a policy may write arguments that are not JSON
             arguments = json.loads(arguments or "{}")
-        except json.JSONDecodeError as error:
-            message = f"{where}.tool_calls: the arguments of {call.function.name!r} are not JSON: {error}"
-            raise ApiError(400, message, param="messages", code="invalid_value") from None
     named = {"id": call.id} if call.id else {}
     return {**named, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 

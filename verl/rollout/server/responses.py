@@ -1,7 +1,7 @@
 """Response bodies and stream chunks in the form of OpenAI's API.
 
-Fields that OpenAI does not have: `weight_version` of every choice, and with return_token_ids=true `prompt_token_ids` and
-`token_ids` of every choice.
+Fields that OpenAI does not have: `weight_version` of every choice, and with return_token_ids=true `prompt_token_ids`
+and `token_ids` of every choice.
 """
 
 from collections.abc import AsyncIterator, Iterable, Sequence

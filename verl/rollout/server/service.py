@@ -19,11 +19,14 @@ class Generator(Protocol):
     """What the server needs of an engine. Called in the server's event loop (see `EngineLoop`)."""
 
     @property
-    def weight_version(self) -> int: ...
+    def weight_version(self) -> int | None:
+        """The version of the weights; None if it is not known."""
 
-    async def generate(self, request: Request) -> Completion: ...
+    async def generate(self, request: Request) -> Completion:
+        """Generate one response. Cancelling the caller cancels the request."""
 
-    def abort(self, request_ids: Sequence[str]) -> None: ...
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Abort requests."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class ServedModel:
         params: sampling parameters of calls that do not give them; `max_tokens` is the default response length.
         vocab_size: number of tokens.
         max_model_len: maximum length of prompt and response.
+        tool_parser: registered name of the parser of tool calls.
         sampling_keys: the sampling parameters that the engine supports; None: not declared.
     """
 
@@ -44,6 +48,7 @@ class ServedModel:
     params: SamplingParams
     vocab_size: int
     max_model_len: int
+    tool_parser: str = "hermes"
     sampling_keys: frozenset[str] | None = None
 
     def encode_chat(self, call: Call) -> list[int]:
@@ -71,11 +76,8 @@ class ServedModel:
                 raise ApiError(400, f"prompt: expected token ids from 0 to {self.vocab_size - 1}", param="prompt")
         return encoded
 
-    def sampling(self, call: Call, prompt_length: int, base: SamplingParams | None = None) -> SamplingParams:
-        """Sampling parameters of a call. Raises ApiError if the engine does not support one, or for a long prompt.
-
-        base: parameters that the call cannot change, except for max_tokens and stop; None: those of the server.
-        """
+    def sampling(self, call: Call, prompt_length: int) -> SamplingParams:
+        """Sampling parameters of a call. Raises ApiError if the engine does not support one, or for a long prompt."""
         room = self.max_model_len - prompt_length
         if room < 1 or (call.max_tokens or 1) > room:
             raise ApiError(
@@ -85,22 +87,21 @@ class ServedModel:
                 param="messages" if call.is_chat else "prompt",
                 code="context_length_exceeded",
             )
-        params = base or self.params
-        if base is None:
-            for name in call.sampling:
-                if self.sampling_keys is not None and name not in self.sampling_keys:
-                    raise ApiError(
-                        400, f"{name} is not supported by this engine", param=name, code="unsupported_parameter"
-                    )
-            seed = secrets.randbits(63) if call.seed is None else call.seed
-            params = replace(params, seed=seed, **call.sampling)
-        strings = [*(params.stop.strings if params.stop else ()), *call.stop]
+        for name in call.sampling:
+            if self.sampling_keys is not None and name not in self.sampling_keys:
+                raise ApiError(400, f"{name} is not supported by this engine", param=name, code="unsupported_parameter")
+        seed = secrets.randbits(63) if call.seed is None else call.seed
+        limit = min(call.max_tokens or self.params.max_tokens, room)
+        return self.with_stops(call, replace(self.params, max_tokens=limit, seed=seed, **call.sampling))
+
+    def with_stops(self, call: Call, params: SamplingParams) -> SamplingParams:
+        """Add the stop strings and tokens of a call. Raises ApiError for a token that does not exist."""
         if any(token >= self.vocab_size for token in call.stop_token_ids):
             raise ApiError(400, f"stop_token_ids: expected ids below {self.vocab_size}", param="stop_token_ids")
+        strings = tuple(dict.fromkeys((*(params.stop.strings if params.stop else ()), *call.stop)))
         return replace(
             params,
-            max_tokens=min(call.max_tokens or params.max_tokens, room),
-            stop=StopStrings(tuple(dict.fromkeys(strings)), self.tokenizer.decode) if strings else None,
+            stop=StopStrings(strings, self.tokenizer.decode) if strings else None,
             stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *call.stop_token_ids))),
         )
 
@@ -123,7 +124,7 @@ class Choice:
     completion: Completion
     content: str
     tool_calls: list[dict[str, Any]]
-    weight_version: int
+    weight_version: int | None
 
     @property
     def message(self) -> dict[str, Any]:
@@ -148,7 +149,9 @@ class Delta:
 
 
 class Conversation(Protocol):
-    """Makes the requests of a call, and is told of its choices. `Turn` is the one of calls that stand alone."""
+    """Makes the requests of a call, and is told of its choices. Calls without one have a `SingleCall`."""
+
+    generator: Generator
 
     def requests(self, call: Call) -> list[Request]:
         """Raises ApiError."""
@@ -163,14 +166,13 @@ class Conversation(Protocol):
 class SingleCall:
     """A call that stands alone."""
 
-    def __init__(self, model: ServedModel):
-        self.model = model
+    def __init__(self, model: ServedModel, generator: Generator):
+        self.model, self.generator = model, generator
 
     def requests(self, call: Call) -> list[Request]:
         if call.model != self.model.name:
-            raise ApiError(
-                404, f"no model {call.model!r}: this server has {self.model.name!r}", param="model", code="model_not_found"
-            )
+            message = f"no model {call.model!r}: this server has {self.model.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
         requests = []
         for prompt in self.model.encode_prompts(call):
             params = self.model.sampling(call, len(prompt))
@@ -197,14 +199,13 @@ class Running:
     requests: list[Request]
     conversation: Conversation
     model: ServedModel
-    generator: Generator
     created: int = field(default_factory=lambda: int(time.time()))
     _is_done: bool = False
 
     @classmethod
-    def start(cls, call: Call, conversation: Conversation, model: ServedModel, generator: Generator) -> "Running":
+    def start(cls, call: Call, conversation: Conversation, model: ServedModel) -> "Running":
         """Check a call and make its requests. Raises ApiError."""
-        return cls(call, conversation.requests(call), conversation, model, generator)
+        return cls(call, conversation.requests(call), conversation, model)
 
     async def choices(self) -> list[Choice]:
         """Generate all choices."""
@@ -230,7 +231,7 @@ class Running:
                 if completion is None:
                     yield Delta(index, token_ids, log_probs, texts[index].feed(token_ids))
                     continue
-                choices[index] = choice = self._choice(index, completion)
+                choices[index] = choice = await self._choice(index, completion)
                 texts[index].token_ids = self._visible(choice.request, completion)
                 if None not in choices:
                     self.conversation.complete(self.call, sorted(choices, key=lambda each: each.index))
@@ -246,7 +247,7 @@ class Running:
         """Abort what still runs."""
         if not self._is_done:
             self._is_done = True
-            self.generator.abort([request.request_id for request in self.requests])
+            self.conversation.generator.abort([request.request_id for request in self.requests])
         self.conversation.release()
 
     async def _one(self, index: int, events: asyncio.Queue[Any], progress: bool) -> None:
@@ -257,17 +258,23 @@ class Running:
                 loop.call_soon_threadsafe(events.put_nowait, (index, token_ids, log_probs, None))
 
         try:
-            completion = await self.generator.generate(replace(request, on_tokens=report if progress else None))
+            request = replace(request, on_tokens=report if progress else None)
+            completion = await self.conversation.generator.generate(request)
+        except asyncio.CancelledError:
+            events.put_nowait(ApiError(503, "the request was cancelled", code="cancelled"))
+            raise
         except Exception as error:
             events.put_nowait(error)
             return
         events.put_nowait((index, [], [], completion))
 
-    def _choice(self, index: int, completion: Completion) -> Choice:
+    async def _choice(self, index: int, completion: Completion) -> Choice:
         request = self.requests[index]
         text = text_of(self.model.tokenizer, self._visible(request, completion), self._strings(request))
-        content, calls = split_tool_calls(text) if self.call.tools else (text, [])
-        current = self.generator.weight_version
+        content, calls = text, []
+        if self.call.tools:
+            content, calls = await split_tool_calls(self.model, text, completion.token_ids)
+        current = self.conversation.generator.weight_version
         version = min((version for _, version in completion.weight_versions), default=current)
         return Choice(index, request, completion, content, calls, version)
 

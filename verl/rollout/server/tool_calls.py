@@ -1,28 +1,27 @@
-"""Tool calls in the text of a response."""
+"""Tool calls in a response, in OpenAI's form."""
 
-import json
-import re
 import uuid
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-_BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+from verl.tools.parsers import TOOL_PARSERS
+
+if TYPE_CHECKING:
+    from verl.rollout.server.service import ServedModel
 
 
-def split_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """Split a response into its content and its tool calls, in OpenAI's form.
-
-    A block that is not a call stays in the content.
-    """
-    calls = []
-
-    def read(block: re.Match[str]) -> str:
-        try:
-            found = json.loads(block[1])
-            function = {"name": str(found["name"]), "arguments": json.dumps(found.get("arguments", {}))}
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return block[0]
-        calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
-        return ""
-
-    content = _BLOCK.sub(read, text)
+async def split_tool_calls(
+    model: "ServedModel", text: str, token_ids: Sequence[int]
+) -> tuple[str, list[dict[str, Any]]]:
+    """Split a response into its content and its tool calls. Without a readable call, the content is the whole text."""
+    content, found = await TOOL_PARSERS[model.tool_parser](model.tokenizer).extract_tool_calls(token_ids)
+    calls = [
+        {
+            "id": f"call_{uuid.uuid4().hex[:24]}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in found
+        if call.error is None
+    ]
     return (content.strip() if calls else text), calls
