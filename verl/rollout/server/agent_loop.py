@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from verl.rollout.agent_loop.base import GenerateFn, Prompt, Trajectory, register_agent_loop
+from verl.rollout.agent_loop.base import GenerateFn, Prompt, Trajectory
 from verl.rollout.base import SamplingParams
 from verl.rollout.server.agents import AgentCall, load_agent, read_result
 from verl.rollout.server.app import make_app
@@ -26,7 +26,6 @@ logger = logging.getLogger("verl.rollout.server")
 _FAILED_AT_START = 16
 
 
-@register_agent_loop("server_agent")
 class ServerAgentLoop:
     """Runs the agent of `rollout.server.agent` once per sample.
 

@@ -1,0 +1,146 @@
+"""rollout.mode=server: an agent that knows only the OpenAI client is trained on the tokens that it sampled."""
+
+import json
+
+import pytest
+
+from examples.quickstart.tiny_model import tiny_model
+from verl.config import ConfigError
+from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.workers.rollout import Rollout
+
+AGENT = '''
+import openai
+
+CALLS = []  # of every sample, in order: (base_url, response)
+
+
+def run(sample, base_url, api_key, model):
+    """Three turns; the tokens that the server reports are kept for the test."""
+    if sample["extra_info"]["index"] == 1:
+        raise RuntimeError("this agent fails at once")
+    client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    messages = [{"role": "system", "content": "be short"}, {"role": "user", "content": "start"}]
+    for turn in range(3):
+        found = client.chat.completions.create(
+            model=model, messages=messages, max_tokens=8, temperature=0.2, logprobs=True,
+            extra_body={"return_token_ids": True},
+        )
+        CALLS.append((base_url, found))
+        messages.append(found.choices[0].message)
+        messages.append({"role": "user", "content": f"turn {turn} of {len(messages)}"})
+        if sample["extra_info"]["index"] == 2 and turn == 1:
+            raise RuntimeError("this agent fails after two turns")
+    return {"score": len(found.choices[0].message.content) / 10, "turns": 3}
+'''
+
+ASYNC_AGENT = '''
+import openai
+
+
+async def run(sample, base_url, api_key, model):
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    found = await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}])
+    await client.close()
+    return float("e" in found.choices[0].message.content)
+'''
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chat")
+    tiny_model("qwen2", folder / "model")
+    rows = [{"prompt": f"question {i}", "answer": str(i), "index": i} for i in range(8)]
+    lines = [json.dumps(row | {"extra_info": {"index": row.pop("index")}}) for row in rows]
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def settings(folder, run, agent: str, *others: str) -> list[str]:
+    (run / "agent.py").write_text(agent)
+    rollout = "actor_rollout_ref.rollout"
+    return [
+        f"data.train_files={folder / 'train.jsonl'}",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=64",
+        "data.max_response_length=96",
+        f"actor_rollout_ref.model.path={folder / 'model'}",
+        f"{rollout}.n=2",
+        f"{rollout}.mode=server",
+        f"{rollout}.server.agent.path={run / 'agent.py'}",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "algorithm.name=grpo",
+        f"trainer.default_local_dir={run / 'run'}",
+        "trainer.logger=[jsonl]",
+        "trainer.val_before_train=false",
+        "trainer.save_freq=-1",
+        "trainer.total_training_steps=2",
+        *others,
+    ]
+
+
+def trajectories_of(monkeypatch) -> list:
+    """Every trajectory of the run, in order."""
+    found, original = [], Rollout._trajectories
+
+    def record(self, batch):
+        found.extend(original(self, batch))
+        return found[-len(batch) :]
+
+    monkeypatch.setattr(Rollout, "_trajectories", record)
+    return found
+
+
+def train(overrides: list[str]) -> list:
+    trainer, reports = LocalPPOTrainer(overrides=overrides), []
+    trainer.on_step.append(reports.append)
+    trainer.fit()
+    return reports
+
+
+def test_an_agent_of_three_turns_is_trained_on_what_it_sampled(chat_model, tmp_path, monkeypatch):
+    found = trajectories_of(monkeypatch)
+    reports = train(settings(chat_model, tmp_path, AGENT))
+    assert len(reports) == 2 and len(found) == 16
+    calls = calls_by_url()
+    by_tokens = {tuple(urls[0].choices[0].token_ids): urls for urls in calls.values()}
+    complete = failed = empty = 0
+    for trajectory in found:
+        sampled = [segment for segment in trajectory.segments if segment.author == "policy"]
+        if not sampled:
+            empty += 1
+            assert trajectory.token_ids == [trajectory.prompt.params.stop_token_ids[0]]
+            assert trajectory.response_mask == [0] and trajectory.finish_reason == "abort"
+            assert trajectory.facts["agent_score"] == 0 and "fails at once" in trajectory.facts["agent_error"]
+            continue
+        responses = by_tokens[tuple(sampled[0].token_ids)]
+        assert [segment.token_ids for segment in sampled] == [r.choices[0].token_ids for r in responses]
+        for segment, response in zip(sampled, responses):
+            log_probs = [entry.logprob for entry in response.choices[0].logprobs.content]
+            assert segment.log_probs == log_probs
+        # the last call saw exactly the tokens that are trained on
+        before = trajectory.prompt_ids + trajectory.token_ids[: -len(sampled[-1].token_ids)]
+        assert responses[-1].choices[0].prompt_token_ids == before
+        complete, failed = complete + (len(responses) == 3), failed + (len(responses) == 2)
+    assert (complete, failed, empty) == (12, 2, 2)
+    for report in reports:
+        batch = report.batch
+        rows = batch.batch["responses"]
+        mask = batch.batch["response_mask"].bool()
+        for row in range(len(batch)):
+            trajectory = next(t for t in found if t.token_ids == rows[row, : len(t)].tolist())
+            assert rows[row][mask[row]].tolist() == [i for s in trajectory.segments if s.log_probs for i in s.token_ids]
+        scores = batch.batch["token_level_scores"].sum(1).tolist()
+        assert scores == pytest.approx([facts["agent_score"] for facts in batch.non_tensor_batch["agent_facts"]])
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(m.get("rollout/agent_errors", 0) for m in metrics) == pytest.approx(4 / 8)
+
+
+def calls_by_url() -> dict:
+    import sys
+
+    (agent,) = [module for name, module in sys.modules.items() if name.startswith("verl_user_") and "CALLS" in vars(module)]
+    calls = {}
+    for url, response in agent.CALLS:
+        calls.setdefault(url, []).append(response)
+    return calls
