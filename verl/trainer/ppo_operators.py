@@ -35,6 +35,7 @@ GENERATED = (
     "rollout_log_probs",
     "weight_version",
     "finish_reason",
+    "agent_facts",
 )
 #: counts among the metrics of a reward manager
 _COUNTS = ("reward/failed_rows", "reward/empty_responses")

@@ -132,8 +132,8 @@ class Rollout:
             max_over_ranks: maximum over all rollout ranks, so that all ranks pad to the same widths.
 
         Returns:
-            The columns of `build_sequences`, rollout_log_probs (B, T), weight_version (B,), finish_reason, and with
-            agent loops agent_facts.
+            The columns of `build_sequences`, rollout_log_probs (B, T), weight_version (B,), finish_reason and
+            agent_facts (empty without agent loops).
         """
         start = time.perf_counter()
         trajectories = self._trajectories(batch)
@@ -163,9 +163,8 @@ class Rollout:
         columns |= {"rollout_log_probs": log_probs, "weight_version": torch.tensor(self._oldest_versions(trajectories))}
         reasons = ["length" if len(t) > limit else t.finish_reason for t in trajectories]
         metrics = {"rollout/tokens_per_second": (sum(map(sum, masks)), seconds)}
-        objects = {"finish_reason": reasons}
+        objects = {"finish_reason": reasons, "agent_facts": [trajectory.facts for trajectory in trajectories]}
         if with_loops:
-            objects["agent_facts"] = [trajectory.facts for trajectory in trajectories]
             metrics["rollout/turns"] = (sum(t.turns for t in trajectories), len(trajectories))
             for name in dict.fromkeys(name for t in trajectories for name in t.metrics):
                 total = sum(t.metrics.get(name, 0.0) for t in trajectories)
