@@ -130,7 +130,8 @@ def load(
     env = RolloutEnv(0, 1, 0, resolve_device(device), pad)
     made = make_rollout_engine(config.name, config, model, env)
     params = SamplingParams(max_tokens, stop_token_ids(model.path, tokenizer))
-    return made, ServedModel(name, tokenizer, params, limits.vocab_size, max_model_len, made.sampling_keys)
+    sizes = {"vocab_size": limits.vocab_size, "max_model_len": max_model_len}
+    return made, ServedModel(name, tokenizer, params, **sizes, sampling_keys=made.sampling_keys)
 
 
 def _with_extra(error: Exception) -> Exception:
