@@ -238,7 +238,7 @@ def test_an_error_of_the_engine_reaches_the_client(served, client, monkeypatch):
         list(client.chat.completions.create(**CHAT, stream=True))
 
 
-# ---- many requests, disconnects, shutdown ------------------------------------------------------------------------------
+# ---- many requests, disconnects, shutdown ---------------------------------------------------------------------------
 
 
 def in_process(app) -> httpx.AsyncClient:
@@ -330,7 +330,7 @@ def test_a_signal_lets_running_calls_finish(served, number):
     assert engine.aborted == [None]
 
 
-# ---- text --------------------------------------------------------------------------------------------------------------
+# ---- text -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["plain text", "naïve – 日本語 🙂🙃 end", "stop here STOP and more", "ends with STO"])

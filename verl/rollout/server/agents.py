@@ -102,7 +102,7 @@ class FunctionAgent:
 
     def start(self, call: AgentCall, timeout: float) -> "Future[Any]":
         """See `Agent.start`."""
-        return _in_thread(lambda: self.function(call.sample, call.base_url, call.api_key, call.model))
+        return in_thread(lambda: self.function(call.sample, call.base_url, call.api_key, call.model))
 
 
 class CommandAgent:
@@ -114,7 +114,7 @@ class CommandAgent:
 
     def start(self, call: AgentCall, timeout: float) -> "Future[Any]":
         """See `Agent.start`."""
-        return _in_thread(lambda: self._run(call, timeout))
+        return in_thread(lambda: self._run(call, timeout))
 
     def _run(self, call: AgentCall, timeout: float) -> Any:
         sample = json.dumps(call.sample, default=_plain)
@@ -143,7 +143,8 @@ class CommandAgent:
         return _last_result(output)
 
 
-def _in_thread(function: Callable[[], Any]) -> "Future[Any]":
+def in_thread(function: Callable[[], Any]) -> "Future[Any]":
+    """Call a function in a thread of its own."""
     future: Future[Any] = Future()
 
     def work() -> None:
