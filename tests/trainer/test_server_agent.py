@@ -1,17 +1,19 @@
 """rollout.mode=server: an agent that knows only the OpenAI client is trained on the tokens that it sampled."""
 
 import json
+import sys
 
 import pytest
 
 from examples.quickstart.tiny_model import tiny_model
-from verl.config import ConfigError
+from verl.config import check_supported, load_config
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.workers.rollout import Rollout
 
 AGENT = '''
 import openai
 
+CLIENT = openai.OpenAI(api_key="set later", max_retries=0)
 CALLS = []  # of every sample, in order: (base_url, response)
 
 
@@ -19,7 +21,7 @@ def run(sample, base_url, api_key, model):
     """Three turns; the tokens that the server reports are kept for the test."""
     if sample["extra_info"]["index"] == 1:
         raise RuntimeError("this agent fails at once")
-    client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    client = CLIENT.with_options(base_url=base_url, api_key=api_key)
     messages = [{"role": "system", "content": "be short"}, {"role": "user", "content": "start"}]
     for turn in range(3):
         found = client.chat.completions.create(
@@ -136,11 +138,57 @@ def test_an_agent_of_three_turns_is_trained_on_what_it_sampled(chat_model, tmp_p
     assert sum(m.get("rollout/agent_errors", 0) for m in metrics) == pytest.approx(4 / 8)
 
 
-def calls_by_url() -> dict:
-    import sys
-
-    (agent,) = [module for name, module in sys.modules.items() if name.startswith("verl_user_") and "CALLS" in vars(module)]
-    calls = {}
+def calls_by_url() -> dict[str, list]:
+    """Responses that AGENT got, by the base URL of its sample."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("verl_user_")]
+    (agent,) = [module for module in modules if "CALLS" in vars(module)]
+    calls: dict[str, list] = {}
     for url, response in agent.CALLS:
         calls.setdefault(url, []).append(response)
     return calls
+
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return 2 * extra_info["agent_score"] + extra_info["num_turns"]
+"""
+
+
+def test_a_reward_function_sees_the_score_and_validation_is_greedy(chat_model, tmp_path, monkeypatch):
+    (tmp_path / "reward.py").write_text(REWARD)
+    found = trajectories_of(monkeypatch)
+    others = [
+        f"reward.custom_reward_function.path={tmp_path / 'reward.py'}",
+        "reward.isolation=none",
+        f"data.val_files={chat_model / 'train.jsonl'}",
+        "trainer.val_before_train=true",
+        "trainer.total_training_steps=1",
+    ]
+    (report,) = train(settings(chat_model, tmp_path, ASYNC_AGENT, *others))
+    scores = report.batch.batch["token_level_scores"].sum(1).tolist()
+    assert scores == [2 * facts["agent_score"] + 2 for facts in report.batch.non_tensor_batch["agent_facts"]]
+    validated, trained = found[:8], found[8:16]
+    assert len({tuple(t.token_ids) for t in validated}) == 1 < len({tuple(t.token_ids) for t in trained})
+    assert {t.prompt.params.temperature for t in validated} == {0.0}
+
+
+def test_settings_that_do_not_fit_are_named_before_the_run(chat_model, tmp_path):
+    def problem(*others: str) -> str:
+        with pytest.raises(ValueError) as error:
+            LocalPPOTrainer(overrides=settings(chat_model, tmp_path, ASYNC_AGENT, *others))
+        return str(error.value)
+
+    rollout = "actor_rollout_ref.rollout"
+    assert "go together" in problem(f"{rollout}.agent.default_agent_loop=tool_agent")
+    assert "go together" in problem(f"{rollout}.mode=async", f"{rollout}.agent.default_agent_loop=server_agent")
+    assert "found neither" in problem(f"{rollout}.server.agent.path=null")
+    assert "4096 positions" in problem("data.max_prompt_length=4090")
+    (tmp_path / "other.py").write_text("def run(sample): ...")
+    assert "expected a function of" in problem(f"{rollout}.server.agent.path={tmp_path / 'other.py'}")
+
+
+def test_sync_and_settings_without_effect_are_logged(caplog):
+    rollout = "actor_rollout_ref.rollout"
+    check_supported(load_config(None, [f"{rollout}.mode=sync", f"{rollout}.server.agent.path=agent.py"]))
+    assert f"{rollout}.mode: sync is the same as async" in caplog.text
+    assert f"server.agent.path: agent.py has no effect with {rollout}.mode=sync" in caplog.text
