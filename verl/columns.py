@@ -48,7 +48,7 @@ COLUMNS: dict[str, Column] = {
     "rollout_log_probs": Column("B T", "float", "log-probs as reported by the engine that sampled"),
     "weight_version": Column("B", "int64", "version of the weights that sampled it: completed training steps"),
     "finish_reason": Column("B", "object", "why the response ended: stop, length or abort"),
-    "agent_facts": Column("B", "object", "what the agent loop adds to extra_info: turns, rewards of tools"),
+    "agent_facts": Column("B", "object", "what the agent loop adds to extra_info: turns and rewards of tools"),
     "old_log_probs": Column("B T", "float", "log-probs of the policy before this update, by the training engine"),
     "ref_log_prob": Column("B T", "float", "log-probs of the reference policy"),
     "entropys": Column("B T", "float", "entropy of the distribution that each token was sampled from"),

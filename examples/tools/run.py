@@ -4,8 +4,8 @@
     python examples/tools/run.py calculator --shuffle-rewards     # control: no improvement expected
 
 The script creates a model with 0.4M random parameters and a chat template, warms it up with SFT on demonstrations of
-which most are wrong, and trains it with GRPO: 32 prompts x 8 trajectories per step. It prints and saves the mean reward
-on 200 held-out prompts, sampled as in training, before and after.
+which most are wrong, and trains it with GRPO: 16 or 32 prompts x 8 trajectories per step. It prints and saves the mean
+reward on 200 held-out prompts, sampled as in training, before and after.
 """
 
 import argparse
@@ -36,6 +36,8 @@ SETTINGS = {
     "search": [f"{MULTI_TURN}.tool_config_path={HERE / 'search_tool.yaml'}"],
     "guess": [f"{MULTI_TURN}.interaction_config_path={HERE / 'guess_interaction.yaml'}"],
 }
+#: per step
+PROMPTS = {"calculator": 16, "search": 16, "guess": 32}
 MOST_TURNS = {"calculator": 2, "search": 2, "guess": 3}
 WARM_UP_STEPS = {"calculator": 400, "search": 500, "guess": 60}
 TEMPLATE = (
@@ -81,7 +83,7 @@ def warm_up(task: ModuleType, name: str, out: Path, seed: int) -> Path:
 
 def learn(args: argparse.Namespace, task: ModuleType, model: Path) -> list[dict[str, float]]:
     """Train with GRPO. Returns the metrics of every step, those before the first step included."""
-    for name, seed, rows in (("train", args.seed + 100, 32 * args.steps), ("test", 0, 200)):
+    for name, seed, rows in (("train", args.seed + 100, PROMPTS[args.task] * args.steps), ("test", 0, 200)):
         random = Random(seed)
         lines = [json.dumps(task.row(random)) + "\n" for _ in range(rows)]
         (args.out / f"{name}.jsonl").write_text("".join(lines))
@@ -91,7 +93,7 @@ def learn(args: argparse.Namespace, task: ModuleType, model: Path) -> list[dict[
             f"algorithm.shuffle_rewards={str(args.shuffle_rewards).lower()}",
             f"data.train_files={args.out / 'train.jsonl'}",
             f"data.val_files={args.out / 'test.jsonl'}",
-            "data.train_batch_size=32",
+            f"data.train_batch_size={PROMPTS[args.task]}",
             "data.max_prompt_length=64",
             "data.max_response_length=128",
             f"actor_rollout_ref.model.path={model}",
@@ -102,7 +104,7 @@ def learn(args: argparse.Namespace, task: ModuleType, model: Path) -> list[dict[
             f"{MULTI_TURN}.enable=true",
             f"{MULTI_TURN}.max_assistant_turns={MOST_TURNS[args.task]}",
             *SETTINGS[args.task],
-            "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS[args.task]}",
             "actor_rollout_ref.actor.optim.lr=1e-3",
             "actor_rollout_ref.actor.use_kl_loss=false",
             f"reward.custom_reward_function.path={HERE / args.task}.py",

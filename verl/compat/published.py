@@ -29,6 +29,19 @@ _SCHEMA = "verl.config.schema:"
 _MANAGERS = "verl.rewards.public_managers:"
 _RULES = "verl.rewards.public_scores:"
 
+_PUBLIC_LOOPS = "verl.rollout.agent_loop.public:"
+
+#: agent loops, under two paths
+_AGENT_LOOPS = {
+    "AgentLoopBase": _PUBLIC_LOOPS + "AgentLoopBase",
+    "AgentLoopMetrics": _PUBLIC_LOOPS + "AgentLoopMetrics",
+    "AgentLoopOutput": _PUBLIC_LOOPS + "AgentLoopOutput",
+    "DictConfigWrap": _PUBLIC_LOOPS + "DictConfigWrap",
+    "TokenOutput": _PUBLIC_LOOPS + "TokenOutput",
+    "register": _PUBLIC_LOOPS + "register",
+    ANY: "agent loops are in verl.rollout.agent_loop",
+}
+
 #: functions for timing, under several paths
 _TIMERS = {
     "marked_timer": _FUNCTIONAL + "marked_timer",
@@ -288,12 +301,21 @@ PUBLISHED: dict[str, dict[str, str]] = {
     "verl.workers.utils.padding": {ANY: "padding is removed and restored by verl.modeling.packing"},
     "verl.models.transformers.monkey_patch": {ANY: "verl.modeling modifies models as the configuration requires"},
     "verl.third_party.vllm": {ANY: _ROLLOUT},
-    "verl.experimental.agent_loop": {ANY: "agent loops are in verl.rollout.agent_loop (register_agent_loop)"},
-    "verl.experimental.agent_loop.agent_loop": {ANY: "agent loops are in verl.rollout.agent_loop"},
+    "verl.experimental.agent_loop": _AGENT_LOOPS,
+    "verl.experimental.agent_loop.agent_loop": _AGENT_LOOPS,
+    "verl.experimental.agent_loop.tool_agent_loop": {
+        "ToolAgentLoop": "select it with rollout.agent.default_agent_loop=tool_agent; see "
+        "verl.rollout.agent_loop.MultiTurnLoop",
+    },
+    "verl.experimental.agent_loop.tool_parser": {
+        "ToolParser": "verl.tools.parsers:ToolParser",
+        "FunctionCall": "verl.tools.parsers:FunctionCall",
+        "HermesToolParser": "verl.tools.parsers:HermesToolParser",
+    },
     "verl.experimental.reward_loop": {ANY: "reward managers are in verl.rewards.managers"},
     "verl.experimental.dataset.sampler": {ANY: "data.shuffle and data.seed define the order of the prompts"},
-    "verl.tools.base_tool": {ANY: "tools are not supported: write an agent loop (verl.rollout.agent_loop)"},
-    "verl.tools.schemas": {ANY: "tools are not supported: write an agent loop (verl.rollout.agent_loop)"},
-    "verl.interactions.base": {ANY: "interactions are not supported: write an agent loop (verl.rollout.agent_loop)"},
+    "verl.tools.tool_registry": {ANY: "tools are loaded by verl.tools.load.load_tools"},
+    "verl.tools.utils.tool_registry": {ANY: "tools are loaded by verl.tools.load.load_tools"},
+    "verl.interactions.base": {"BaseInteraction": "verl.tools.interactions:BaseInteraction"},
     "verl.base_config": {"BaseConfig": "verl.config.fields:Section"},
 }

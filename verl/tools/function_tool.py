@@ -20,7 +20,6 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
-from verl.registry import Registry
 from verl.tools.schemas import OpenAIFunctionToolSchema
 
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
@@ -42,8 +41,13 @@ class FunctionTool:
         self.is_async = inspect.iscoroutinefunction(func)
 
 
-#: name -> tool
-FUNCTION_TOOL_REGISTRY: Registry[FunctionTool] = Registry("function tool")
+_TOOLS: dict[Callable, FunctionTool] = {}
+
+
+def function_tools_of(module: types.ModuleType) -> list[FunctionTool]:
+    """The decorated functions of a module, those that it imports included."""
+    functions = [value for value in vars(module).values() if isinstance(value, types.FunctionType)]
+    return [_TOOLS[func] for func in functions if func in _TOOLS]
 
 
 def function_tool(
@@ -51,7 +55,7 @@ def function_tool(
     *,
     schema: OpenAIFunctionToolSchema | Mapping[str, Any] | None = None,
 ) -> Any:
-    """Decorator: register a function as a tool. Returns the function unchanged.
+    """Decorator: make a function a tool. Returns the function unchanged.
 
     Args:
         name: name of the tool; default: that of the function.
@@ -62,12 +66,7 @@ def function_tool(
         found = infer_schema(func) if schema is None else OpenAIFunctionToolSchema.model_validate(schema)
         if isinstance(name, str):
             found = found.model_copy(update={"function": found.function.model_copy(update={"name": name})})
-        tool = FunctionTool(func, found)
-        known = FUNCTION_TOOL_REGISTRY.get(tool.name)
-        if known is not None and known.func.__code__.co_filename == func.__code__.co_filename:
-            FUNCTION_TOOL_REGISTRY[tool.name] = tool  # the file was loaded again
-        else:
-            FUNCTION_TOOL_REGISTRY.register(tool.name, tool)
+        _TOOLS[func] = FunctionTool(func, found)
         return func
 
     return decorate(name) if callable(name) else decorate

@@ -9,7 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.registry import did_you_mean, import_module, load_object
 from verl.tools.base_tool import BaseTool
-from verl.tools.function_tool import FUNCTION_TOOL_REGISTRY, FunctionTool
+from verl.tools.function_tool import FunctionTool, function_tools_of
 from verl.tools.interactions import BaseInteraction
 from verl.tools.schemas import OpenAIFunctionToolSchema
 
@@ -36,10 +36,7 @@ def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> 
             tool = cls(config=dict(entry.get("config") or {}), tool_schema=read)
             _add(tools, tool, where)
     if function_tool_path is not None:
-        before = set(FUNCTION_TOOL_REGISTRY)
-        module = import_module(str(function_tool_path))
-        own = [tool for _, tool in FUNCTION_TOOL_REGISTRY.items() if tool.func.__module__ == module.__name__]
-        own = own or [FUNCTION_TOOL_REGISTRY[name] for name in FUNCTION_TOOL_REGISTRY if name not in before]
+        own = function_tools_of(import_module(str(function_tool_path)))
         if not own:
             raise ValueError(f"{function_tool_path}: expected functions decorated with @function_tool, found none")
         for tool in own:

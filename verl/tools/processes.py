@@ -94,8 +94,11 @@ def _late(seconds: float) -> ToolFailure:
 
 @dataclass
 class _Result:
+    """The result of a call. generation: of the process that ran it to its end."""
+
     kind: Literal["value", "error", "late", "lost", "broken"]
     content: Any = None
+    generation: int = -1
 
 
 @dataclass
@@ -125,7 +128,7 @@ class _Slot:
         self._running: dict[int, _Call] = {}
         self._process: PythonProcess | None = None
         self._is_ready = self._is_closed = False
-        #: number of processes so far
+        #: number of processes that have ended
         self.generation = 0
         #: trajectories that use it
         self.users = 0
@@ -149,7 +152,6 @@ class _Slot:
         with theirs:
             environment = {"OMP_NUM_THREADS": "1", **os.environ}
             self._process = PythonProcess("verl.tools.worker", [theirs.fileno()], environment)
-        self.generation += 1
         self._is_ready = False
         self._connection.send_bytes(pickle.dumps(self._settings))
         watched = self._process, self._connection
@@ -211,8 +213,9 @@ class _Slot:
                 self._running[number].deadline = 0.0
                 return None
             call = self._running.pop(number)
+            result = _Result(kind, rest[0], self.generation)
             self._send_waiting()
-        call.future.set_result(_Result(kind, *rest))
+        call.future.set_result(result)
         return None
 
     def _end(self, status: int, ended_itself: bool, broken: str | None) -> None:
@@ -221,6 +224,7 @@ class _Slot:
         with self._lock:
             calls, self._running = list(self._running.values()), {}
             self._process, self._is_ready = None, False
+            self.generation += 1
             if broken is not None:
                 calls += self._waiting
                 self._waiting.clear()
@@ -275,7 +279,7 @@ class ToolProcesses:
         if result.kind == "lost" and is_function:
             result = await asyncio.wrap_future(self._repeats.submit(_Call(method, sent, seconds)))
         if not is_function and result.kind in ("value", "error"):
-            self._state[trajectory] = slot.generation
+            self._state[trajectory] = result.generation
         if result.kind == "value":
             return result.content
         if result.kind == "broken":

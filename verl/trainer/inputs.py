@@ -25,6 +25,7 @@ from verl.registry import import_module
 from verl.rewards import RewardManager, as_reward_manager, load_reward_manager
 from verl.rewards.functions import check_registered
 from verl.rewards.sandbox.pool import WorkerError
+from verl.rollout.agent_loop.base import NO_FACTS
 from verl.trainer.launch import Recipe
 from verl.trainer.model_limits import ModelLimits
 from verl.trainer.torchrun import launcher_settings
@@ -240,7 +241,7 @@ def try_rewards(inputs: Inputs, uses_model: bool, facts: Mapping[str, Any] | Non
 
 def _trial_batch(inputs: Inputs) -> DataProto:
     tokenizer, item = inputs.tokenizer, inputs.train_dataset[0]
-    prompts = inputs.collate([item, item]).replace(uid=["trial", "trial"])
+    prompts = inputs.collate([item, item]).replace(uid=["trial", "trial"], agent_facts=[NO_FACTS, NO_FACTS])
     truth = (item.get("reward_model") or {}).get("ground_truth")
     truth = "" if truth is None else str(truth)
     right = tokenizer.encode(truth, add_special_tokens=False) or [tokenizer.eos_token_id]

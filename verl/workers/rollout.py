@@ -133,7 +133,7 @@ class Rollout:
 
         Returns:
             The columns of `build_sequences`, rollout_log_probs (B, T), weight_version (B,), finish_reason and
-            agent_facts (empty without agent loops).
+            agent_facts.
         """
         start = time.perf_counter()
         trajectories = self._trajectories(batch)
@@ -163,7 +163,7 @@ class Rollout:
         columns |= {"rollout_log_probs": log_probs, "weight_version": torch.tensor(self._oldest_versions(trajectories))}
         reasons = ["length" if len(t) > limit else t.finish_reason for t in trajectories]
         metrics = {"rollout/tokens_per_second": (sum(map(sum, masks)), seconds)}
-        objects = {"finish_reason": reasons, "agent_facts": [trajectory.facts for trajectory in trajectories]}
+        objects = {"finish_reason": reasons, "agent_facts": [trajectory.agent_facts for trajectory in trajectories]}
         if with_loops:
             metrics["rollout/turns"] = (sum(t.turns for t in trajectories), len(trajectories))
             for name in dict.fromkeys(name for t in trajectories for name in t.metrics):

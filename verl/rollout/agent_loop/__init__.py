@@ -9,6 +9,7 @@ public       loops written for public verl
 
 from verl.rollout.agent_loop.base import (
     AGENT_LOOPS,
+    NO_FACTS,
     POLICY,
     SINGLE_TURN,
     AgentLoop,
@@ -25,6 +26,7 @@ from verl.rollout.agent_loop.single_turn import SingleTurn
 
 __all__ = [
     "AGENT_LOOPS",
+    "NO_FACTS",
     "POLICY",
     "SINGLE_TURN",
     "AgentLoop",

@@ -34,6 +34,9 @@ GenerateFn = Callable[[Request], Awaitable[Completion]]
 POLICY = "policy"
 #: names of the built-in loop of one turn
 SINGLE_TURN = ("single_turn", "single_turn_agent")
+#: the facts of a trajectory without tools, as the reward function gets them: number of messages, the rewards of tool
+#: calls and of turns of an interaction in order, and the rewards of tools at the end by name
+NO_FACTS = {"num_turns": 2, "tool_rewards": [], "turn_scores": [], "rollout_reward_scores": {}}
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class Trajectory:
         self.turns = self.user_turns = 0
         #: counts of the loop; the metric rollout/<name> is the mean over all trajectories
         self.metrics: dict[str, float] = {}
-        #: what the reward function gets in extra_info
+        #: further entries of `agent_facts`
         self.facts: dict[str, Any] = {}
 
     def add_completion(self, completion: Completion) -> None:
@@ -122,6 +125,11 @@ class Trajectory:
         turn_id = sample_id if self.turns == 0 else fork_seed(sample_id, self.turns)
         params = replace(self.prompt.params, max_tokens=left)
         return Request(self.prompt_ids + self.token_ids, params, turn_id, f"{sample_id}:{self.turns}")
+
+    @property
+    def agent_facts(self) -> dict[str, Any]:
+        """What the reward function gets in extra_info: `NO_FACTS` with the values of this trajectory."""
+        return {**NO_FACTS, "num_turns": 1 + self.turns + self.user_turns, **self.facts}
 
     def __len__(self) -> int:
         return sum(len(segment.token_ids) for segment in self.segments)

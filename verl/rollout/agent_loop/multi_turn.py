@@ -29,7 +29,7 @@ _EMPTY: Mapping[str, Any] = {}
 
 
 @dataclass
-class _Episode:
+class _State:
     """The state of one trajectory.
 
     Args:
@@ -85,13 +85,13 @@ class MultiTurnLoop:
 
     async def run(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:
         """See `AgentLoop.run`."""
-        trajectory, episode = Trajectory(prompt), self._episode(prompt)
+        trajectory, state = Trajectory(prompt), self._state_of(prompt)
         trajectory.metrics.update(dict.fromkeys(("tool_calls", "tool_errors", "tool_timeouts"), 0.0))
         try:
             while (request := trajectory.next_request()) is not None:
                 completion = await generate(request)
                 trajectory.add_completion(completion)
-                messages = await self._next_messages(trajectory, episode, completion)
+                messages = await self._next_messages(trajectory, state, completion)
                 if not messages:
                     break
                 stops = prompt.params.stop_token_ids
@@ -101,12 +101,12 @@ class MultiTurnLoop:
                     break
                 trajectory.add_tokens(tokens, author=messages[0]["role"])
                 trajectory.user_turns += 1
-            await self._finish(trajectory, episode)
+            await self._finish(trajectory, state)
         finally:
-            self.runner.forget(episode.id)
+            self.runner.forget(state.id)
         return trajectory
 
-    def _episode(self, prompt: Prompt) -> _Episode:
+    def _state_of(self, prompt: Prompt) -> _State:
         """Raises ValueError for a sample whose tools_kwargs or interaction_kwargs cannot be used."""
         columns = prompt.columns
         extra = columns.get("extra_info") or _EMPTY
@@ -124,12 +124,12 @@ class MultiTurnLoop:
         messages = [{"role": "user", "content": raw}] if isinstance(raw, str) else [dict(m) for m in raw or ()]
         self._number += 1
         used = {tool: entry for tool, entry in kwargs.items() if entry is not None}
-        return _Episode(f"{os.getpid()}-{self._number}", used, name, given, messages)
+        return _State(f"{os.getpid()}-{self._number}", used, name, given, messages)
 
     # ---- between two turns --------------------------------------------------------------------------------------
 
     async def _next_messages(
-        self, trajectory: Trajectory, episode: _Episode, completion: Completion
+        self, trajectory: Trajectory, state: _State, completion: Completion
     ) -> list[dict[str, Any]]:
         """The messages that follow a turn; none if the trajectory ends with it."""
         if completion.finish_reason != "stop":
@@ -141,42 +141,42 @@ class MultiTurnLoop:
         no_turn_left = most_turns is not None and trajectory.turns >= most_turns
         if calls and (no_turn_left or (most_users is not None and trajectory.user_turns >= most_users)):
             return []
-        if episode.interaction is not None:
+        if state.interaction is not None:
             text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-            episode.messages.append({"role": "assistant", "content": text})
+            state.messages.append({"role": "assistant", "content": text})
         if calls:
-            messages = await self._run_tools(trajectory, episode, calls)
-        elif episode.interaction is not None:
-            messages = await self._ask_user(trajectory, episode)
+            messages = await self._run_tools(trajectory, state, calls)
+        elif state.interaction is not None:
+            messages = await self._ask_user(trajectory, state)
         else:
             return []
-        episode.messages += messages
+        state.messages += messages
         over = no_turn_left or (most_users is not None and trajectory.user_turns >= most_users)
         return [] if over else messages
 
     async def _run_tools(
-        self, trajectory: Trajectory, episode: _Episode, calls: Sequence[FunctionCall]
+        self, trajectory: Trajectory, state: _State, calls: Sequence[FunctionCall]
     ) -> list[dict[str, Any]]:
         most = self.config.max_parallel_calls
-        observations = await asyncio.gather(*(self._run_tool(episode, call) for call in calls[:most]))
+        observations = await asyncio.gather(*(self._run_tool(state, call) for call in calls[:most]))
         too_many = failure(f"at most {most} tool calls per turn are run, and this is one more")
         observations += [too_many] * len(calls[most:])
         for observation in observations:
             trajectory.count("tool_calls")
             trajectory.count("tool_errors", observation.failed)
             trajectory.count("tool_timeouts", observation.timed_out)
-            episode.tool_rewards.append(observation.reward)
+            state.tool_rewards.append(observation.reward)
         return [{"role": "tool", "name": c.name, "content": o.text} for c, o in zip(calls, observations)]
 
-    async def _run_tool(self, episode: _Episode, call: FunctionCall) -> Observation:
+    async def _run_tool(self, state: _State, call: FunctionCall) -> Observation:
         try:
             parameters = call.read_arguments()
         except ValueError as error:
             return self._failed(str(error))
-        kwargs = episode.tools_kwargs.get(call.name) or {}
+        kwargs = state.tools_kwargs.get(call.name) or {}
         arguments = {"name": call.name, "parameters": parameters, "kwargs": kwargs}
         try:
-            return await self.runner.call(episode.id, "execute", arguments, self.config.tool_timeout)
+            return await self.runner.call(state.id, "execute", arguments, self.config.tool_timeout)
         except ToolFailure as error:
             logger.debug("tool %s: %s", call.name, error)
             return self._failed(str(error), error.timed_out)
@@ -185,44 +185,43 @@ class MultiTurnLoop:
         limit, side = self.config.max_tool_response_length, self.config.tool_response_truncate_side
         return failure(truncate_text(message, limit, side), timed_out)
 
-    async def _ask_user(self, trajectory: Trajectory, episode: _Episode) -> list[dict[str, Any]]:
+    async def _ask_user(self, trajectory: Trajectory, state: _State) -> list[dict[str, Any]]:
         """The reply of the interaction; none if it ends or fails."""
-        name, kwargs = episode.interaction, episode.interaction_kwargs
+        name, kwargs = state.interaction, state.interaction_kwargs
         try:
-            if not episode.has_started:
-                episode.has_started = True
+            if not state.has_started:
+                state.has_started = True
                 arguments = {"name": name, "kwargs": kwargs}
-                await self.runner.call(episode.id, "start", arguments, self.config.tool_timeout)
-            arguments = {"name": name, "messages": episode.messages, "kwargs": kwargs}
-            reply: Reply = await self.runner.call(episode.id, "respond", arguments, self.config.tool_timeout)
+                await self.runner.call(state.id, "start", arguments, self.config.tool_timeout)
+            arguments = {"name": name, "messages": state.messages, "kwargs": kwargs}
+            reply: Reply = await self.runner.call(state.id, "respond", arguments, self.config.tool_timeout)
         except ToolFailure as error:
             self._count_failure(trajectory, f"interaction {name}", error)
             return []
         if reply.reward is not None:
-            episode.turn_scores.append(reply.reward)
+            state.turn_scores.append(reply.reward)
         return [] if reply.ends else [{"role": "user", "content": reply.text}]
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
-    async def _finish(self, trajectory: Trajectory, episode: _Episode) -> None:
+    async def _finish(self, trajectory: Trajectory, state: _State) -> None:
         """Collect the rewards and release the instances."""
         scores: dict[str, float] = {}
         calls_of_classes = trajectory.metrics["tool_calls"] and self.config.tool_config_path is not None
         limit = self.config.tool_timeout
         try:
-            if calls_of_classes or episode.tools_kwargs:
-                scores = await self.runner.call(episode.id, "rewards", {"kwargs": episode.tools_kwargs}, limit)
+            if calls_of_classes or state.tools_kwargs:
+                scores = await self.runner.call(state.id, "rewards", {"kwargs": state.tools_kwargs}, limit)
         except ToolFailure as error:
             self._count_failure(trajectory, "calc_reward or release of the tools", error)
         try:
-            if episode.has_started:
-                await self.runner.call(episode.id, "finish", {"name": episode.interaction}, limit)
+            if state.has_started:
+                await self.runner.call(state.id, "finish", {"name": state.interaction}, limit)
         except ToolFailure as error:
-            self._count_failure(trajectory, f"interaction {episode.interaction}", error)
+            self._count_failure(trajectory, f"interaction {state.interaction}", error)
         trajectory.facts = {
-            "num_turns": trajectory.turns + trajectory.user_turns + 1,
-            "tool_rewards": episode.tool_rewards,
-            "turn_scores": episode.turn_scores,
+            "tool_rewards": state.tool_rewards,
+            "turn_scores": state.turn_scores,
             "rollout_reward_scores": scores,
         }
 

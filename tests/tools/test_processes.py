@@ -1,0 +1,141 @@
+"""Tools in worker processes: whatever a tool does, its call ends in time and other calls are not affected."""
+
+import asyncio
+import time
+
+import pytest
+
+from verl.tools.host import Observation, ToolSettings
+from verl.tools.processes import ToolFailure, ToolProcesses
+
+TOOLS = """
+import asyncio, os, sys, time
+from verl.tools.base_tool import BaseTool
+from verl.tools.function_tool import function_tool
+
+def tool(func):
+    schema = {"type": "function", "function": {"name": func.__name__, "parameters": {"properties": {}}}}
+    return function_tool(schema=schema)(func)
+
+@tool
+def add(a, b): return a + b
+@tool
+async def nap(length): await asyncio.sleep(length); return os.getpid()
+@tool
+def hang():
+    while True: time.sleep(1)
+@tool
+async def block():
+    while True: pass
+@tool
+def fail(): raise KeyError("x")
+@tool
+def leave(): sys.exit(3)
+@tool
+def crash(): os._exit(3)
+@tool
+def flood():
+    os.write(1, b"x" * 10_000_000); print("x" * 10_000_000); return "done"
+@tool
+def flood_for_ever():
+    while True: print("x" * 1000)
+@tool
+def big(): return "y" * 10_000_000
+
+class Counter(BaseTool):
+    def __init__(self, config, tool_schema):
+        super().__init__(config, tool_schema)
+        self.counts = {}
+    async def create(self, instance_id=None, start=0):
+        self.counts[instance_id] = start
+        return instance_id
+    async def execute(self, instance_id, parameters):
+        self.counts[instance_id] += 1
+        return str(self.counts[instance_id])
+    async def calc_reward(self, instance_id):
+        return self.counts[instance_id] / 10
+"""
+CONFIG = "tools: [{class_name: 'tools.py:Counter', tool_schema: {type: function, function: {name: count}}}]"
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tools")
+    (folder / "tools.py").write_text(TOOLS)
+    (folder / "tools.yaml").write_text(CONFIG)
+    found = ToolProcesses(ToolSettings(str(folder / "tools.yaml"), str(folder / "tools.py"), None, 20), size=1)
+    yield found
+    found.close()
+
+
+async def outcome(tools: ToolProcesses, name: str, seconds: float = 0.5, trajectory: str = "t", **parameters):
+    """The observation of a call, or the message of its failure."""
+    arguments = {"name": name, "parameters": parameters, "kwargs": {}}
+    try:
+        return await tools.call(trajectory, "execute", arguments, seconds)
+    except ToolFailure as error:
+        return str(error)
+
+
+def test_calls_of_one_process_run_concurrently(tools):
+    async def run() -> None:
+        assert await outcome(tools, "add", 60, a=1, b=2) == Observation("3")  # starts the process
+        start = time.perf_counter()
+        naps = await asyncio.gather(*(outcome(tools, "nap", 5, f"n{i}", length=0.5) for i in range(10)))
+        assert time.perf_counter() - start < 2.5 and len({nap.text for nap in naps}) == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("hang", "timed out after 0.5 s"),
+        ("block", "timed out after 0.5 s"),
+        ("nap", "timed out after 0.5 s"),
+        ("crash", "the process exited with status 3"),
+        ("fail", Observation("error: KeyError: 'x'", failed=True)),
+        ("leave", Observation("error: SystemExit: 3", failed=True)),
+        ("flood", Observation("done")),
+        ("flood_for_ever", "timed out after 0.5 s"),
+        ("big", Observation("yyyyyyyyyy...(truncated)...yyyyyyyyyy")),
+    ],
+)
+def test_a_failing_tool_affects_no_other_call(name, expected, tools, capfd):
+    async def run() -> None:
+        parameters = {"length": 60} if name == "nap" else {}
+        calls = [outcome(tools, name, **parameters), outcome(tools, "add", a=1, b=1)]
+        found, other = await asyncio.gather(*calls)
+        assert found == expected and other == Observation("2")
+
+    asyncio.run(run())
+    printed = capfd.readouterr()
+    assert len(printed.out) + len(printed.err) < 1 << 18
+
+
+def test_state_stays_with_its_trajectory_and_its_loss_is_told(tools):
+    async def run() -> None:
+        count = {"name": "count", "parameters": {}, "kwargs": {"create_kwargs": {"start": 4}}}
+        assert (await tools.call("a", "execute", count, 5)).text == "5"
+        assert (await outcome(tools, "count", trajectory="b")).text == "1"
+        assert (await tools.call("a", "execute", count, 5)).text == "6"
+        assert await tools.call("a", "rewards", {"kwargs": {}}, 5) == {"count": 0.6}
+        assert await outcome(tools, "crash", trajectory="c") == "the process exited with status 3"
+        lost = await outcome(tools, "count", trajectory="b")
+        assert "the state of this trajectory is lost" in lost
+        assert (await outcome(tools, "count", 5, trajectory="b")).text == "1"
+        for trajectory in "abct":
+            tools.forget(trajectory)
+        assert not {*"abct"} & {*tools._home, *tools._state}
+
+    asyncio.run(run())
+
+
+def test_a_file_that_only_fails_in_the_worker_is_an_error(tmp_path):
+    (tmp_path / "once.py").write_text(
+        TOOLS + "\nif 'verl.tools.worker' in sys.modules['__main__'].__spec__.name: 1 / 0"
+    )
+    tools = ToolProcesses(ToolSettings(function_tool_path=str(tmp_path / "once.py")), size=1)
+    with pytest.raises(ValueError, match="cannot be loaded in a worker process: ZeroDivisionError"):
+        asyncio.run(outcome(tools, "add", a=1, b=1))
+    tools.close()

@@ -1,0 +1,206 @@
+"""Schemas of functions, files of tools, arguments and results, and truncation."""
+
+import asyncio
+
+import pytest
+
+from verl.tools.base_tool import BaseTool
+from verl.tools.function_tool import infer_schema
+from verl.tools.host import Observation, ToolHost, ToolSettings, read_arguments, read_result, truncate_text
+from verl.tools.load import load_interactions, load_tools, tool_schemas
+from verl.tools.schemas import ToolResponse
+
+PUBLIC_FORM = """
+from typing import Any, Optional
+from uuid import uuid4
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+
+class Answers(BaseTool):
+    def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema):
+        super().__init__(config, tool_schema)
+        self._instance_dict = {}
+
+    async def create(self, instance_id: Optional[str] = None, **kwargs) -> tuple[str, ToolResponse]:
+        if instance_id is None:
+            instance_id = str(uuid4())
+        truth = kwargs.get("ground_truth") or kwargs.get("create_kwargs", {}).get("ground_truth")
+        self._instance_dict[instance_id] = {"truth": truth, "tries": 0, "right": 0.0}
+        return instance_id, ToolResponse()
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs) -> tuple[ToolResponse, float, dict]:
+        state = self._instance_dict[instance_id]
+        state["tries"] += 1
+        state["right"] = float(parameters["answer"] == state["truth"])
+        return ToolResponse(text=f"try {state['tries']} of {self.config['limit']}"), -0.05 * (1 - state["right"]), {}
+
+    async def calc_reward(self, instance_id: str, **kwargs) -> float:
+        return self._instance_dict[instance_id]["right"] + kwargs.get("bonus", 0)
+
+    async def release(self, instance_id: str, **kwargs) -> None:
+        del self._instance_dict[instance_id]
+"""
+CONFIG = """
+tools:
+  - class_name: "answers.py:Answers"
+    config: {type: native, limit: 3}
+    tool_schema:
+      type: function
+      function:
+        name: check
+        description: Check an answer.
+        parameters:
+          type: object
+          properties: {answer: {type: string, description: the answer}}
+          required: [answer]
+"""
+
+
+@pytest.fixture
+def public_tool(tmp_path) -> str:
+    (tmp_path / "answers.py").write_text(PUBLIC_FORM)
+    (tmp_path / "tools.yaml").write_text(CONFIG)
+    return str(tmp_path / "tools.yaml")
+
+
+def test_a_tool_of_public_verl_keeps_an_instance_per_trajectory(public_tool):
+    async def run() -> None:
+        host = ToolHost(ToolSettings(tool_config_path=public_tool))
+        kwargs = {"create_kwargs": {"ground_truth": "7"}, "calc_reward_kwargs": {"bonus": 0.5}}
+        first = await host.execute("a", "check", {"answer": "6"}, kwargs)
+        assert first == Observation("try 1 of 3", -0.05)
+        assert await host.execute("b", "check", {"answer": "7"}, kwargs) == Observation("try 1 of 3", -0.0)
+        assert (await host.execute("a", "check", {"answer": "7"}, kwargs)).text == "try 2 of 3"
+        assert await host.rewards("a", {"check": kwargs}) == {"check": 1.5}
+        # named in tools_kwargs, and never called
+        assert await host.rewards("c", {"check": kwargs}) == {"check": 0.5}
+        assert await host.rewards("b", {}) == {"check": 1.0}
+        assert host.tools["check"]._instance_dict == {}
+
+    asyncio.run(run())
+
+
+def test_the_schema_is_what_the_template_receives(public_tool):
+    (schema,) = tool_schemas(public_tool, None)
+    parameters = {"type": "object", "properties": {"answer": {"type": "string", "description": "the answer"}}}
+    function = {
+        "name": "check",
+        "description": "Check an answer.",
+        "parameters": {**parameters, "required": ["answer"]},
+    }
+    assert schema == {"type": "function", "function": function}
+
+
+def test_the_schema_of_a_function():
+    def look_up(city: str, days: int = 1, kind: list[str] | None = None) -> str:
+        """Look up the weather.
+
+        Args:
+            city: name of the city,
+                with its country.
+            days (int): number of days.
+            kind: what to return.
+
+        Returns:
+            The weather.
+        """
+
+    found = infer_schema(look_up).for_template()["function"]
+    assert found["name"] == "look_up" and found["description"] == "Look up the weather."
+    assert found["parameters"] == {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "description": "name of the city, with its country."},
+            "days": {"type": "integer", "description": "number of days."},
+            "kind": {"type": "array", "items": {"type": "string"}, "description": "what to return."},
+        },
+        "required": ["city"],
+    }
+
+
+def test_functions_without_a_schema():
+    def untyped(a):
+        """A."""
+
+    def undescribed(a: int):
+        """A."""
+
+    def many(*a: int):
+        """A."""
+
+    for func, message in ((untyped, "no type annotation"), (undescribed, "no description"), (many, "named parameter")):
+        with pytest.raises(ValueError, match=f"function tool {func.__name__}: parameter 'a'.*{message}"):
+            infer_schema(func)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tools: 3", "expected a list below 'tools', found int"),
+        ("tools: [{class: a}]", "unknown key 'class': did you mean 'class_name'"),
+        ("tools: [{config: {}}]", "expected class_name"),
+        ("tools: [{class_name: nothing}]", "expected package.module.Class"),
+        ("tools: [{class_name: 'answers.py:Nobody'}]", "defines no 'Nobody'"),
+        ("tools: [{class_name: 'answers.py:Answers', config: {}}]", "Answers has no schema"),
+        ("tools: [{class_name: 'answers.py:Answers', tool_schema: {type: x}}]", "tool_schema: "),
+        (CONFIG + CONFIG.replace("\ntools:", ""), "there are two tools 'check'"),
+    ],
+)
+def test_invalid_files_of_tools(text, message, public_tool, tmp_path):
+    (tmp_path / "tools.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_tools(public_tool, None)
+
+
+def test_missing_files(tmp_path):
+    with pytest.raises(ValueError, match="no file"):
+        load_tools(str(tmp_path / "no.yaml"), None)
+    (tmp_path / "empty_tools.py").write_text("x = 1\n")
+    with pytest.raises(ValueError, match="decorated with @function_tool, found none"):
+        load_tools(None, str(tmp_path / "empty_tools.py"))
+    assert load_interactions(None) == {} and load_tools(None, None) == {}
+
+
+@pytest.mark.parametrize(
+    ("side", "expected"),
+    [
+        ("left", "abcd...(truncated)"),
+        ("right", "(truncated)...ghij"),
+        ("middle", "ab...(truncated)...ij"),
+    ],
+)
+def test_truncation(side, expected):
+    assert truncate_text("abcdefghij", 4, side) == expected
+    assert truncate_text("abcd", 4, side) == "abcd"
+
+
+def test_truncation_in_the_middle_keeps_the_shorter_half_for_odd_limits():
+    assert truncate_text("abcdefghij", 5, "middle") == "ab...(truncated)...ij"
+    assert truncate_text("abcdefghij", 1, "middle") == "...(truncated)..."
+
+
+def test_arguments_get_the_types_of_the_schema():
+    kinds = {"n": "integer", "x": "number", "on": "boolean", "items": "array", "text": "string"}
+    schema = {"properties": {name: {"type": kind} for name, kind in kinds.items()}}
+    given = {"n": "3", "x": "2.5", "on": "True", "items": "[1]", "text": "4", "other": "5"}
+    found = read_arguments(given, schema)
+    assert found == {"n": 3, "x": 2.5, "on": True, "items": [1], "text": "4", "other": "5"}
+    assert read_arguments({"n": "three"}, schema) == {"n": "three"}
+
+
+def test_results():
+    assert read_result("a") == read_result(ToolResponse(text="a")) == read_result(("a",)) == Observation("a")
+    assert read_result((ToolResponse(text="a"), 0.5, {"m": 1})) == Observation("a", 0.5)
+    assert read_result({"a": [1]}) == Observation('{"a": [1]}')
+    assert read_result(None) == Observation("null") and read_result(ToolResponse()) == Observation("")
+    with pytest.raises(ValueError, match="images"):
+        read_result(ToolResponse(image=[1]))
+
+
+def test_a_tool_without_execute_fails_its_calls(tmp_path):
+    schema = {"type": "function", "function": {"name": "t"}}
+    from verl.tools.schemas import OpenAIFunctionToolSchema
+
+    tool = BaseTool({}, OpenAIFunctionToolSchema.model_validate(schema))
+    with pytest.raises(NotImplementedError, match="does not define execute"):
+        asyncio.run(tool.execute("x", {}))

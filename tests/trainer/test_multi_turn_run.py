@@ -1,0 +1,128 @@
+"""A GRPO step over tool calls with the native engine: what is trained on is what the engine sampled."""
+
+import json
+from collections import defaultdict
+
+import pytest
+
+from examples.quickstart.tiny_model import tiny_model
+from verl.rollout.native.engine import NativeRollout
+from verl.tools.parsers import FunctionCall, ToolParser, register_tool_parser
+from verl.trainer.local_trainer import LocalPPOTrainer
+
+ROLLOUT = "actor_rollout_ref.rollout"
+TOOLS = '''
+from verl.tools.function_tool import function_tool
+
+@function_tool
+def count(text: str) -> tuple:
+    """Count characters.
+
+    Args:
+        text: any text.
+    """
+    return f"{len(text)} characters", 0.5
+'''
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return {"score": sum(extra_info["tool_rewards"]) + len(solution_str) % 3, "tools": len(extra_info["tool_rewards"])}
+"""
+
+
+class EveryTurn(ToolParser):
+    """Every turn that ends with a stop string is a call: a random policy writes no other."""
+
+    def parse(self, text):
+        return "", [FunctionCall("count", json.dumps({"text": text}))]
+
+
+@pytest.fixture
+def settings(tmp_path):
+    tiny_model("qwen2", tmp_path / "model", size="tiny")
+    (tmp_path / "tools.py").write_text(TOOLS)
+    (tmp_path / "reward.py").write_text(REWARD)
+    rows = [{"prompt": [{"role": "user", "content": f"Go {i}."}], "data_source": "x", "answer": "1"} for i in range(12)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        "algorithm.name=grpo",
+        f"data.train_files={tmp_path / 'train.jsonl'}",
+        "data.train_batch_size=12",
+        "data.max_prompt_length=64",
+        "data.max_response_length=160",
+        f"actor_rollout_ref.model.path={tmp_path / 'model'}",
+        f"{ROLLOUT}.n=8",
+        f"{ROLLOUT}.stop=[z,x,Q]",
+        f"{ROLLOUT}.multi_turn.enable=true",
+        f"{ROLLOUT}.multi_turn.format=every_turn",
+        f"{ROLLOUT}.multi_turn.tool_isolation=none",
+        f"{ROLLOUT}.multi_turn.function_tool_path={tmp_path / 'tools.py'}",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=12",
+        f"reward.custom_reward_function.path={tmp_path / 'reward.py'}",
+        "reward.isolation=none",
+        "trainer.total_training_steps=1",
+        "trainer.val_before_train=false",
+        "trainer.save_freq=-1",
+        "trainer.logger=[jsonl]",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+    ]
+
+
+def test_tokens_trained_on_are_those_sampled(settings, monkeypatch):
+    register_tool_parser("every_turn")(EveryTurn)
+    sampled = defaultdict(list)
+    generate_one = NativeRollout.generate_one
+
+    async def recorded(self, request):
+        completion = await generate_one(self, request)
+        sampled[request.request_id.split(":")[0]].append((request.prompt_ids, list(completion.token_ids)))
+        return completion
+
+    monkeypatch.setattr(NativeRollout, "generate_one", recorded)
+    reports = []
+    trainer = LocalPPOTrainer(overrides=settings)
+    trainer.on_step.append(reports.append)
+    trainer.fit()
+    batch, metrics = reports[0].batch, reports[0].metrics
+    columns = batch.batch
+    real = columns["attention_mask"].bool()
+    width, trained, retokenized, found = columns["prompts"].shape[1], 0, 0, []
+    for row in range(len(batch)):
+        prompt = columns["prompts"][row][real[row, :width]].tolist()
+        response = columns["responses"][row][real[row, width:]].tolist()
+        mask = columns["response_mask"][row][real[row, width:]].bool().tolist()
+        found.append((prompt, response, [token for token, m in zip(response, mask) if m]))
+        text = trainer.tokenizer.decode(response)
+        retokenized += trainer.tokenizer.encode(text, add_special_tokens=False) != response
+    expected = []
+    for turns in sampled.values():
+        # each request continues after all tokens of the one before
+        for (before, tokens), (after, _) in zip(turns, turns[1:]):
+            assert after[: len(before) + len(tokens)] == before + tokens
+        last_prompt, last = turns[-1]
+        expected.append((last_prompt + last, [token for _, tokens in turns for token in tokens]))
+    for prompt, response, own in found:
+        (tokens,) = [own_tokens for whole, own_tokens in expected if whole == (prompt + response)[: len(whole)]]
+        assert own == tokens
+        trained += len(own)
+    assert trained == int(columns["response_mask"].sum()) > 10_000
+    assert retokenized > len(batch) // 2  # rendering the text again would have trained on other tokens
+    assert metrics["rollout/turns"] > 2 and metrics["rollout/tool_calls"] > 1 and metrics["rollout/tool_errors"] == 0
+    assert metrics["rollout/logprob_gap_max"] < 1e-3 and metrics["actor/grad_norm"] > 0
+    assert metrics["reward/tools"] == metrics["rollout/tool_calls"]  # the reward function has read them
+
+
+def test_a_column_selects_the_loop(settings, tmp_path, monkeypatch):
+    register_tool_parser("every_turn")(EveryTurn)
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    names = ["tool_agent", "single_turn_agent", None]
+    lines = [json.dumps({**row, "agent_name": names[i % 3]}) + "\n" for i, row in enumerate(rows)]
+    (tmp_path / "train.jsonl").write_text("".join(lines))
+    reports = []
+    small = [f"{ROLLOUT}.n=2", "data.max_response_length=48", f"{ROLLOUT}.multi_turn.enable=false"]
+    trainer = LocalPPOTrainer(overrides=[*settings, *small])
+    trainer.on_step.append(reports.append)
+    trainer.fit()
+    (batch,) = [report.batch for report in reports]
+    for name, facts in zip(batch.non_tensor_batch["agent_name"], batch.non_tensor_batch["agent_facts"]):
+        assert facts["num_turns"] == 2 or name == "tool_agent"
+    assert any(facts["tool_rewards"] for facts in batch.non_tensor_batch["agent_facts"])
