@@ -67,6 +67,19 @@ def test_stop_and_length_end_a_response(engine):
     assert [(len(a.token_ids), a.finish_reason) for a in cut] == [(6, "length")] * 2
 
 
+def test_settings_of_the_models_generation_config_are_not_applied(engine):
+    model = AutoModelForCausalLM.from_pretrained(engine.spec.model.path)
+    params = SamplingParams(max_tokens=20, stop_token_ids=(5,), seed=1, ignore_eos=True)
+    requests = make_requests(PROMPTS, params)
+    expected = HFRollout(model, pad_token_id=0).generate(requests)
+    assert any(5 in completion.token_ids[:-1] for completion in expected)  # so it does not end a response
+    model.generation_config.eos_token_id = 5
+    model.generation_config.repetition_penalty = 3.0
+    model.generation_config.bad_words_ids = [[6]]
+    assert HFRollout(model, pad_token_id=0).generate(requests) == expected
+    assert model.generation_config.repetition_penalty == 3.0
+
+
 def test_greedy_responses_are_those_of_transformers(engine):
     rollout = HFRollout(engine.module, pad_token_id=0)
     found = rollout.generate(

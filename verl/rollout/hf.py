@@ -120,12 +120,15 @@ class HFRollout(RolloutEngine):
         attention, training = self.module.config._attn_implementation, self.module.training
         # the trainer's packed attention has no cache
         self.module.set_attn_implementation("sdpa" if self.module._supports_sdpa else "eager")
+        # `generate` fills what is not set from the model's own file: its end tokens, a repetition penalty, ...
+        defaults, self.module.generation_config = self.module.generation_config, GenerationConfig()
         self.module.eval()
         try:
             for chosen in self._batches(requests, max_positions):
                 for index, completion in zip(chosen, self._generate([requests[i] for i in chosen])):
                     completions[index] = completion
         finally:
+            self.module.generation_config = defaults
             self.module.set_attn_implementation(attention)
             self.module.train(training)
         self.stats.seconds = time.perf_counter() - start

@@ -1,0 +1,136 @@
+"""A GRPO step with each rollout engine and placement, side by side: same model, prompts, reward and token counts.
+
+    python benchmarks/engines.py                                       # two GPUs: 0.5B, native and vllm
+    python benchmarks/engines.py --suite gpu-7b --engines native,vllm  # 7B, FSDP2 over both GPUs
+    python benchmarks/engines.py --suite cpu --engines native,hf       # any machine
+
+Each line is one run of `verl.trainer.main_ppo`; the seconds of its operators are medians over the steps after the
+warm-up. Placements:
+
+- colocated: actor and rollout share all devices. The rollout is tensor-parallel with --tensor-parallel.
+- split: the first half of the devices trains, the second half generates.
+
+`mismatch` is the mean absolute difference of the log-probs of rollout and training, `push_gib_s` the bytes of one
+weight push divided by its seconds.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from grpo_step import SUITES, facts, make_inputs
+
+ROOT = Path(__file__).resolve().parents[1]
+#: column of the table -> metric of the run
+COLUMNS = {
+    "step_s": "timing_s/step",
+    "gen_s": "timing_s/gen",
+    "update_s": "timing_s/update_actor",
+    "push_s": "weight_sync/seconds",
+    "tokens_s": "rollout/tokens_per_second",
+    "mismatch": "rollout/logprob_gap_mean",
+    "memory_gib": "perf/max_memory_allocated_gb",
+}
+
+
+def overrides(args: argparse.Namespace, folder: Path, engine: str, placement: str) -> list[str]:
+    """The command line of one run."""
+    work, devices = SUITES[args.suite], args.devices
+    settings = {
+        "algorithm.name": "grpo",
+        "data.train_files": folder / "prompts.jsonl",
+        "data.train_batch_size": work.prompts,
+        "data.max_prompt_length": work.prompt,
+        "data.max_response_length": work.new,
+        "actor_rollout_ref.model.path": folder / "model",
+        "actor_rollout_ref.rollout.name": engine,
+        "actor_rollout_ref.rollout.n": work.samples,
+        "actor_rollout_ref.rollout.ignore_eos": "true",
+        "actor_rollout_ref.rollout.gpu_memory_utilization": args.memory,
+        "actor_rollout_ref.actor.optim.lr": 1e-6,
+        "actor_rollout_ref.actor.use_dynamic_bsz": "true",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": args.tokens,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": work.prompts,
+        "reward.custom_reward_function.path": ROOT / "benchmarks" / "grpo_step.py",
+        "trainer.total_training_steps": args.steps,
+        "trainer.n_gpus_per_node": devices,
+        "trainer.save_freq": -1,
+        "trainer.resume_mode": "disable",
+        "trainer.logger": "[jsonl]",
+        "trainer.default_local_dir": folder / f"{engine}_{placement}",
+    }
+    if placement == "split":
+        half = devices // 2
+        settings["placement.actor_devices"] = json.dumps(list(range(half)))
+        settings["placement.rollout_devices"] = json.dumps(list(range(half, devices)))
+    elif args.tensor_parallel > 1:
+        settings["actor_rollout_ref.rollout.tensor_model_parallel_size"] = args.tensor_parallel
+    return [f"{key}={value}" for key, value in settings.items()] + args.set
+
+
+def run(args: argparse.Namespace, folder: Path, engine: str, placement: str) -> dict:
+    """Run one configuration. Returns its line of the record."""
+    out, start = folder / f"{engine}_{placement}.log", time.perf_counter()
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(args, folder, engine, placement)]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    with out.open("w") as log:
+        try:
+            code = subprocess.run(
+                command, stdout=log, stderr=log, env=environment, cwd=folder, timeout=args.limit
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = f"no end within {args.limit:g} s"
+    line = {"engine": engine, "placement": placement, "total_s": round(time.perf_counter() - start, 1)}
+    if code != 0:
+        print(out.read_text()[-3000:], file=sys.stderr)
+        return line | {"failed": code}
+    metrics = folder / f"{engine}_{placement}" / "metrics.jsonl"
+    steps = [json.loads(text) for text in metrics.read_text().splitlines()]
+    steps = [step for step in steps if "timing_s/step" in step][args.warm_up :]
+    for name, metric in COLUMNS.items():
+        values = [step[metric] for step in steps if metric in step]
+        line[name] = float(f"{statistics.median(values):.4g}") if values else None
+    if line["push_s"]:
+        line["push_gib_s"] = round(steps[-1]["weight_sync/bytes"] / 2**30 / line["push_s"], 2)
+    return line | {"steps": len(steps)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", choices=SUITES, default="gpu")
+    parser.add_argument("--engines", default="native,vllm", help="names of rollout engines")
+    parser.add_argument("--placements", default="colocated,split")
+    parser.add_argument("--devices", type=int, default=2, help="devices of a run")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="of the colocated rollout")
+    parser.add_argument("--memory", type=float, default=0.4, help="share of the GPU memory for the rollout")
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens of a micro-batch")
+    parser.add_argument("--steps", type=int, default=5, help="steps of a run, including the warm-up")
+    parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=300, help="time limit of a run in seconds")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a further override")
+    parser.add_argument("--out", type=Path, help="also write the record to this file")
+    args = parser.parse_args()
+    args.threads, args.trl_python = os.cpu_count(), sys.executable
+    work = SUITES[args.suite]
+    record = facts(args) | {"lines": []}
+    record["command"] = " ".join(["python benchmarks/engines.py", *sys.argv[1:]])
+    record["versions"] = record["versions"]["ours"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_inputs(work, folder, work.prompts * args.steps)
+        for placement in args.placements.split(","):
+            for engine in args.engines.split(","):
+                record["lines"].append(run(args, folder, engine, placement))
+                print(json.dumps(record["lines"][-1]), flush=True)
+                if args.out:
+                    args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
