@@ -3,8 +3,9 @@
     python examples/server_agent/run.py
     python examples/server_agent/run.py --shuffle-rewards     # control: no improvement expected
 
-The model has 0.4M random parameters and is warmed up with SFT on random guesses, as in examples/tools/run.py. Three
-random guesses find the number with probability 0.37; binary search always finds it.
+The model has 0.4M random parameters and is warmed up with SFT on random guesses, as in examples/tools/run.py. The secret
+number is always even, which the policy has to find out: three random guesses from 1 to 7 find it with probability 0.37,
+three random even ones with 0.70, and three that use the hints always.
 """
 
 import argparse
@@ -31,8 +32,9 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 def learn(args: argparse.Namespace, model: Path) -> list[float]:
     """Train with GRPO. Returns the mean score of every step."""
-    random = Random(args.seed + 100)
-    lines = [json.dumps(guess.row(random)) + "\n" for _ in range(32 * args.steps)]
+    random, prompt = Random(args.seed + 100), [{"role": "user", "content": "Guess a number from 1 to 7."}]
+    secrets = [random.choice((2, 4, 6)) for _ in range(32 * args.steps)]
+    lines = [json.dumps({"prompt": prompt, "answer": str(secret)}) + "\n" for secret in secrets]
     (args.out / "train.jsonl").write_text("".join(lines))
     trainer = LocalPPOTrainer(
         overrides=[

@@ -192,3 +192,35 @@ def test_sync_and_settings_without_effect_are_logged(caplog):
     check_supported(load_config(None, [f"{rollout}.mode=sync", f"{rollout}.server.agent.path=agent.py"]))
     assert f"{rollout}.mode: sync is the same as async" in caplog.text
     assert f"server.agent.path: agent.py has no effect with {rollout}.mode=sync" in caplog.text
+
+
+LETTERS = '''
+import openai
+
+CLIENT = openai.OpenAI(api_key="set later", max_retries=0)
+
+
+def run(sample, base_url, api_key, model):
+    """Two turns; the score is the share of the letter e in both replies."""
+    client = CLIENT.with_options(base_url=base_url, api_key=api_key)
+    messages, text = [{"role": "user", "content": "write"}], ""
+    for _ in range(2):
+        found = client.chat.completions.create(model=model, messages=messages, max_tokens=6)
+        text += found.choices[0].message.content
+        messages += [found.choices[0].message, {"role": "user", "content": "more"}]
+    return text.count("e") / max(len(text), 1)
+'''
+
+
+@pytest.mark.slow
+def test_an_agent_learns(chat_model, tmp_path):
+    others = [
+        "data.train_batch_size=8",
+        "actor_rollout_ref.rollout.n=8",
+        "actor_rollout_ref.actor.optim.lr=3e-3",
+        "trainer.total_training_steps=20",
+        "trainer.total_epochs=20",
+    ]
+    reports = train(settings(chat_model, tmp_path, LETTERS, *others))
+    scores = [report.metrics["critic/score/mean"] for report in reports]
+    assert sum(scores[:3]) / 3 < 0.2 and sum(scores[-3:]) / 3 > 0.4, scores

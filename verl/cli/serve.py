@@ -137,7 +137,7 @@ def load(
 def _with_extra(error: Exception) -> Exception:
     """Name the extra to install, if a package of the server is missing."""
     if isinstance(error, ModuleNotFoundError) and error.name in ("starlette", "uvicorn"):
-        return ImportError(f"verl serve needs {error.name}: pip install 'verl[server]'")
+        return ImportError(f"verl serve needs {error.name}: pip install starlette uvicorn")
     return error
 
 
