@@ -86,12 +86,12 @@ class _Routes:
         return JSONResponse({"object": "list", "data": [entry]})
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, True)
+        return await self._respond(request, True)
 
     async def completions(self, request: Request) -> Response:
-        return await self._answer(request, False)
+        return await self._respond(request, False)
 
-    async def _answer(self, request: Request, is_chat: bool) -> Response:
+    async def _respond(self, request: Request, is_chat: bool) -> Response:
         call = read_call(is_chat, await _read_json(request, self.max_body))
         episode = request.path_params.get("episode")
         conversation = SingleCall(self.model, self.generator) if episode is None else self.find_episode(episode)
