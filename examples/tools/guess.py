@@ -15,6 +15,8 @@ from verl.tools.interactions import BaseInteraction
 
 NUMBERS = range(1, 8)
 GUESSES = 3
+#: fraction of the demonstrations of the warm-up that use the hints
+GOOD = 0.3
 
 
 class GuessInteraction(BaseInteraction):
@@ -56,13 +58,14 @@ def row(random: Random) -> dict[str, Any]:
 
 
 def demonstration(random: Random) -> list[dict[str, str]]:
-    """A chat for the warm-up: random guesses, regardless of the hints."""
-    task = row(random)
+    """A chat for the warm-up: binary search, or more often random guesses, regardless of the hints."""
+    task, low, high, is_good = row(random), NUMBERS[0], NUMBERS[-1], random.random() < GOOD
     secret, messages = task["extra_info"]["interaction_kwargs"]["secret"], list(task["prompt"])
     for turn in range(GUESSES):
-        guess = random.choice(NUMBERS)
+        guess = (low + high) // 2 if is_good else random.choice(NUMBERS)
         messages.append({"role": "assistant", "content": str(guess)})
         if guess == secret or turn == GUESSES - 1:
             break
         messages.append({"role": "user", "content": hint(str(guess), secret)})
+        low, high = (guess + 1, high) if guess < secret else (low, guess - 1)
     return messages

@@ -19,8 +19,7 @@ from pathlib import Path
 from random import Random
 from types import ModuleType
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))  # run from anywhere, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from anywhere, installed or not
 
 import torch
 from transformers import AutoTokenizer
@@ -30,6 +29,7 @@ from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.sft_trainer import SFTTrainer
 from verl.utils.log import setup_logging
 
+HERE = Path(__file__).resolve().parent
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 SETTINGS = {
     "calculator": [f"{MULTI_TURN}.function_tool_path={HERE / 'calculator.py'}"],
@@ -39,7 +39,7 @@ SETTINGS = {
 #: per step
 PROMPTS = {"calculator": 16, "search": 16, "guess": 32}
 MOST_TURNS = {"calculator": 2, "search": 2, "guess": 3}
-WARM_UP_STEPS = {"calculator": 400, "search": 500, "guess": 60}
+WARM_UP_STEPS = {"calculator": 400, "search": 400, "guess": 120}
 TEMPLATE = (
     "{%- if tools -%}<|im_start|>system\nTools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}<|im_end|>\n"
     "{% endif -%}"

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections import Counter
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -29,7 +30,7 @@ class SearchTool(BaseTool):
     def __init__(self, config: dict[str, Any], tool_schema: Any = None):
         super().__init__(config, tool_schema)
         path = config.get("corpus")
-        self.documents = corpus() if path is None else open(path, encoding="utf-8").read().splitlines()
+        self.documents = corpus() if path is None else Path(path).read_text(encoding="utf-8").splitlines()
         self.counts = [Counter(words(text)) for text in self.documents]
         self.lines: dict[str, list[int]] = {}
         for line, count in enumerate(self.counts):

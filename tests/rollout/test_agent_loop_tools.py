@@ -231,9 +231,8 @@ def test_what_is_trained_on_was_sampled_where_rendering_again_would_differ(files
     chat.append({"role": "assistant", "content": "3"})
     rendered = tokenizer.apply_chat_template(chat, tokenize=False)
     assert tokenizer.decode(ids + trajectory.token_ids) + "\n" == rendered  # the same text ...
-    assert (
-        tokenizer(rendered)["input_ids"][: len(ids) + len(trajectory)] != ids + trajectory.token_ids
-    )  # not the tokens
+    # ... in other tokens
+    assert tokenizer(rendered)["input_ids"][: len(ids) + len(trajectory)] != ids + trajectory.token_ids
 
 
 def test_a_template_that_rewrites_earlier_turns_changes_nothing_that_was_sampled(tokenizer):
@@ -267,7 +266,8 @@ def test_the_end_of_a_turn(tokenizer):
     tokenizer_without.chat_template = None
     with pytest.raises(ValueError, match="needs a chat template"):
         ChatContinuation(tokenizer_without)
-    tokenizer_without.chat_template = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{{ m.content }}{% endfor %}"
+    refuse = "{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
+    tokenizer_without.chat_template = "{% for m in messages %}" + refuse + "{{ m.content }}{% endfor %}"
     with pytest.raises(ValueError, match=r"does not support messages of \['tool'\].*no"):
         ChatContinuation(tokenizer_without).between([{"role": "tool", "content": "x"}])
 

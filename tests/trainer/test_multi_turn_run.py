@@ -2,6 +2,7 @@
 
 import json
 from collections import defaultdict
+from itertools import pairwise
 
 import pytest
 
@@ -96,7 +97,7 @@ def test_tokens_trained_on_are_those_sampled(settings, monkeypatch):
     expected = []
     for turns in sampled.values():
         # each request continues after all tokens of the one before
-        for (before, tokens), (after, _) in zip(turns, turns[1:]):
+        for (before, tokens), (after, _) in pairwise(turns):
             assert after[: len(before) + len(tokens)] == before + tokens
         last_prompt, last = turns[-1]
         expected.append((last_prompt + last, [token for _, tokens in turns for token in tokens]))

@@ -212,8 +212,8 @@ class PublicLoop:
             at = start + len(sampled)
         if any(mask[at:]):
             raise ValueError(
-                f"the agent loop {name}: token {at + mask[at:].index(1)} of the response has mask 1, but the engine did "
-                "not sample it there: append the token ids that server_manager.generate returned, unchanged"
+                f"the agent loop {name}: token {at + mask[at:].index(1)} of the response has mask 1, but the engine "
+                "did not sample it there: append the token ids that server_manager.generate returned, unchanged"
             )
         trajectory.add_tokens(ids[at:])
         if output.reward_score is not None:
