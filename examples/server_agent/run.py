@@ -3,9 +3,9 @@
     python examples/server_agent/run.py
     python examples/server_agent/run.py --shuffle-rewards     # control: no improvement expected
 
-The model has 0.4M random parameters and is warmed up with SFT on random guesses, as in examples/tools/run.py. The secret
-number is always even, which the policy has to find out: three random guesses from 1 to 7 find it with probability 0.37,
-three random even ones with 0.70, and three that use the hints always.
+The model has 0.4M random parameters and is warmed up with SFT on random guesses, as in examples/tools/run.py. The
+secret number is always even, which the policy has to find out: three random guesses from 1 to 7 find it with
+probability 0.37, three random even ones with 0.70, and three that use the hints always.
 """
 
 import argparse
