@@ -17,8 +17,7 @@ import time
 from pathlib import Path
 from random import Random
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))  # run from anywhere, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from anywhere, installed or not
 
 import torch
 
@@ -27,6 +26,7 @@ from examples.tools.run import warm_up
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.utils.log import setup_logging
 
+HERE = Path(__file__).resolve().parent
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
