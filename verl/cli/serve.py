@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from socket import socket
+
     from verl.rollout.base import RolloutEngine
     from verl.rollout.server.service import ServedModel
 
@@ -52,33 +54,41 @@ def serve(
         "gpu_memory_utilization": gpu_memory_utilization,
         "tensor_model_parallel_size": tensor_parallel_size,
     }
+    lengths, limits = (max_model_len, max_tokens), (max_body_mb * 2**20, shutdown_seconds)
+    model_settings = {"path": model, "trust_remote_code": trust_remote_code, "template": chat_template}
     try:
         from verl.registry import import_module
-        from verl.rollout.server.app import make_app
-        from verl.rollout.server.engine_loop import EngineLoop
-        from verl.rollout.server.http import listen, serve_until_signal
+        from verl.rollout.server.http import listen
         from verl.tools.parsers import TOOL_PARSERS
 
         for address in imports or []:
             import_module(address)
         TOOL_PARSERS[tool_parser]  # an unknown name is an error
         sock = listen(host, port)  # before the model is loaded, so that a port in use is reported at once
-        lengths = (max_model_len, max_tokens)
-        model_settings = {"path": model, "trust_remote_code": trust_remote_code, "template": chat_template}
         made, served = load(settings, model_settings, device, lengths, served_model_name or model)
-        served = replace(served, tool_parser=tool_parser)
     except USER_ERRORS as error:
         raise typer.Exit(print_error(_with_extra(error))) from None
-    key = api_key or secrets.token_urlsafe(24)
-    running = EngineLoop(made)
-    app = make_app(served, key, generator=running, max_body=max_body_mb * 2**20)
-    url = f"http://{host}:{sock.getsockname()[1]}/v1"
     print(f"serving {served.name} with the engine {engine}, up to {served.max_model_len} tokens per sequence")
-    print(f"  OPENAI_BASE_URL={url}\n  OPENAI_API_KEY={'(as given)' if api_key else key}", flush=True)
+    _run(made, replace(served, tool_parser=tool_parser), sock, api_key, limits)
+
+
+def _run(
+    engine: "RolloutEngine", served: "ServedModel", sock: "socket", api_key: str | None, limits: tuple[int, int]
+) -> None:
+    """Serve until a signal. limits: bytes of the largest body, and seconds for running calls."""
+    from verl.rollout.server.app import make_app
+    from verl.rollout.server.engine_loop import EngineLoop
+    from verl.rollout.server.http import serve_until_signal
+
+    key, generator = api_key or secrets.token_urlsafe(24), EngineLoop(engine)
+    host, port = sock.getsockname()[:2]
+    host = f"[{host}]" if ":" in host else host
+    print(f"  OPENAI_BASE_URL=http://{host}:{port}/v1")
+    print(f"  OPENAI_API_KEY={'(as given)' if api_key else key}", flush=True)
     try:
-        serve_until_signal(app, sock, shutdown_seconds)
+        serve_until_signal(make_app(served, key, generator=generator, max_body=limits[0]), sock, limits[1])
     finally:
-        running.close()
+        generator.close()
     print("stopped", flush=True)
 
 
