@@ -93,6 +93,14 @@ NO_EFFECT: dict[tuple[str, Any], tuple[str, ...]] = {
         for name in ("max_assistant_turns", "max_user_turns", "interaction_config_path", "format", "max_parallel_calls")
         + ("max_tool_response_length", "tool_response_truncate_side", "tool_timeout", "tool_isolation")
     ),
+    **{
+        ("rollout.mode", mode): (
+            *(f"rollout.server.agent.{name}" for name in ("path", "name", "command")),
+            *(f"rollout.server.{name}" for name in ("model_name", "timeout", "max_concurrency")),
+            *(f"rollout.server.{name}" for name in ("on_new_conversation", "failure_score")),
+        )
+        for mode in ("async", "sync")
+    },
     ("reward.reward_model.enable", False): (
         "reward.reward_model.model_path",
         "reward.reward_model.tokenizer_path",
@@ -218,7 +226,8 @@ def settings_without_effect(config: Schema) -> list[str]:
     The fields that the chosen estimator and loss do not read are found from their signatures, by the trainer.
     """
     chosen, flat = differences(config), flatten(config.model_dump(), type(config))
-    notes = {}
+    modes = [key for key in chosen if matches(key, "rollout.mode") and flat[key] == "sync"]
+    notes = {key: f"{key}: sync is the same as async" for key in modes}
     for (end, value), ends in NO_EFFECT.items():
         for reason in (key for key, given in flat.items() if matches(key, end) and given == value):
             unused = [key for key in chosen if any(matches(key, other) for other in ends)]

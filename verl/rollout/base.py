@@ -128,6 +128,8 @@ class Request:
         sample_id: determines, with `params.seed`, the random numbers of the response, independent of the batch.
         request_id: identifies the request in `abort`.
         multi_modal_data: images and other media, for engines that support them.
+        on_tokens: called by `generate_one` with new token ids and their log-probs, by engines that report progress. The
+            completion has all tokens.
     """
 
     prompt_ids: list[int]
@@ -135,6 +137,7 @@ class Request:
     sample_id: int
     request_id: str = ""
     multi_modal_data: Any = None
+    on_tokens: Callable[[list[int], list[float]], None] | None = None
 
 
 FinishReason = Literal["stop", "length", "abort"]

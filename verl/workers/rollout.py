@@ -193,23 +193,22 @@ class Rollout:
             trajectories = self._trajectories(batch)
         with_loops = self.uses_loops(batch.non_tensor_batch)
         seconds = time.perf_counter() - start if with_loops else self.engine.stats.seconds
-        prompts = list(batch.non_tensor_batch["prompt_ids"])
-        found = self.columns_of(prompts, trajectories, max_over_ranks, with_loops)
+        found = self.columns_of(trajectories, max_over_ranks, with_loops)
         metrics = {"rollout/tokens_per_second": (int(found.batch["response_mask"].sum()), seconds)}
         found.meta_info["metrics"] = metrics | found.meta_info["metrics"]
         return found
 
     def columns_of(
         self,
-        prompts: Sequence[Sequence[int]],
         trajectories: Sequence[Trajectory],
         max_over_ranks: Callable[[list[float]], list[float]],
         with_loops: bool,
     ) -> DataProto:
-        """The columns that `generate` returns, of the trajectories of these prompts.
+        """The columns that `generate` returns, of these trajectories.
 
         with_loops: whether agent loops have generated them, so that their metrics are reported.
         """
+        prompts = [trajectory.prompt_ids for trajectory in trajectories]
         limit = self.params.max_tokens
         responses = [trajectory.token_ids[:limit] for trajectory in trajectories]
         masks = [trajectory.response_mask[:limit] for trajectory in trajectories]
@@ -459,9 +458,8 @@ class RolloutWorker(RolloutMethods):
         finished = [] if self._service is None else self._service.collect(timeout)
         batches = []
         for uid, trajectories in finished:
-            prompts = [trajectory.prompt.token_ids for trajectory in trajectories]
             with_loops = self.rollout.uses_loops(trajectories[0].prompt.columns)
-            found = self.rollout.columns_of(prompts, trajectories, lambda widths: widths, with_loops)
+            found = self.rollout.columns_of(trajectories, lambda widths: widths, with_loops)
             spans = [trajectory.weight_versions for trajectory in trajectories]
             batches.append(found.replace(uid=[uid] * len(trajectories), weight_versions=spans))
         return batches

@@ -56,12 +56,14 @@ class Config(Schema):
     @classmethod
     def derive(cls, given: dict[str, Any]) -> dict[str, Any]:
         """A batch smaller than the default mini-batch is one mini-batch; bypass_mode selects the loss of that name, and
-        multi_turn.enable the agent loop tool_agent; rollout.nnodes adds devices."""
+        multi_turn.enable and mode=server the agent loops tool_agent and server_agent; rollout.nnodes adds devices."""
         given = _with_rollout_hosts(given)
         rollout = "actor_rollout_ref.rollout."
         loop = rollout + "agent.default_agent_loop"
         if loop not in given and given.get(rollout + "multi_turn.enable") in (True, "true", "True"):
             given = given | {loop: "tool_agent"}
+        if loop not in given and given.get(rollout + "mode") == "server":
+            given = given | {loop: "server_agent"}
         loss, bypass = "actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.rollout_correction.bypass_mode"
         if loss not in given and given.get(bypass) in (True, "true", "True"):
             given = given | {loss: "bypass_mode"}

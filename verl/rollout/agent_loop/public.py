@@ -20,7 +20,15 @@ from typing import Any
 from omegaconf import OmegaConf
 from pydantic import BaseModel, ConfigDict
 
-from verl.rollout.agent_loop.base import AGENT_LOOPS, AgentLoop, GenerateFn, Prompt, Trajectory
+from verl.registry import load_object
+from verl.rollout.agent_loop.base import (
+    AGENT_LOOPS,
+    AgentLoop,
+    GenerateFn,
+    Prompt,
+    Trajectory,
+    register_agent_loop,
+)
 from verl.rollout.agent_loop.chat import ChatContinuation
 from verl.rollout.base import Completion, Request, SamplingParams
 from verl.tools.load import load_class, read_yaml_list, tool_schemas
@@ -263,3 +271,14 @@ def read_loops(path: str | None) -> dict[str, tuple[type, dict[str, Any]]]:
             raise ValueError(f"{where}: expected a class with `async def run`, found {cls.__name__}")
         loops[entry["name"]] = cls, {k: v for k, v in entry.items() if k not in ("name", "_target_")}
     return loops
+
+
+@register_agent_loop("server_agent")
+def _server_agent(config: BaseModel, tokenizer: Any) -> AgentLoop:
+    """Agents that call the policy over HTTP. Its packages are optional."""
+    try:
+        return load_object("verl.rollout.server.agent_loop", "ServerAgentLoop")(config, tokenizer)
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn"):
+            raise
+        raise ImportError(f"rollout.mode=server needs {error.name}: pip install starlette uvicorn") from error
