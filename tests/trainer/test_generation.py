@@ -24,7 +24,7 @@ from verl.rollout.base import SamplingParams, make_requests
 from verl.rollout.hf import HFRollout
 from verl.trainer.main_generation import GenerationRun, main
 from verl.utils.rng import fork_seed
-from verl.workers.rollout import RolloutWorker
+from verl.workers.rollout.worker import RolloutWorker
 
 ROOT = Path(__file__).parents[2]
 

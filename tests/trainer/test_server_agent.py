@@ -8,7 +8,7 @@ import pytest
 from examples.quickstart.tiny_model import tiny_model
 from verl.config import check_supported, load_config
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.workers.rollout import Rollout
+from verl.workers.rollout.role import Rollout
 
 AGENT = '''
 import openai

@@ -11,7 +11,7 @@ import torch
 from verl.rollout.agent_loop import Prompt, SingleTurn
 from verl.rollout.base import Completion, Request, RolloutEngine, SamplingParams
 from verl.rollout.stop_strings import StopStrings
-from verl.workers.rollout_service import GenerationService, continuation, extend
+from verl.workers.rollout.service import GenerationService, continuation, extend
 
 PARAMS = SamplingParams(max_tokens=12, stop_token_ids=())
 
