@@ -304,7 +304,7 @@ def test_keys_without_effect_are_accepted_with_one_note(caplog):
         config = load_config(overrides=overrides)
     assert config == load_config()
     (note,) = caplog.messages
-    assert note.startswith(f"ignored: {len(overrides)} keys without effect here: actor_rollout_ref.rollout.checkpoint_")
+    assert note.startswith(f"ignored: {len(overrides)} keys without effect here: actor_rollout_ref.rollout.")
     assert "global_profiler.tool, global_profiler.steps" in note
 
 
