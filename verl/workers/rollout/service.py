@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from verl.rollout.agent_loop import GenerateFn, Prompt, Trajectory
+from verl.rollout.agent_loop.base import GenerateFn, Prompt, Trajectory
 from verl.rollout.base import Completion, Request, RolloutEngine, gather_coroutines
 from verl.utils.rng import fork_seed
 
