@@ -1,10 +1,10 @@
-"""GRPO with responses of log-normal length: synchronous against asynchronous training on the same devices.
+"""Compare synchronous and asynchronous GRPO on the same devices, with responses of log-normal length.
 
     python benchmarks/async_step.py                                   # 2 GPUs: 0.5B, 32 prompts x 8, 64 + 2048 tokens
     python benchmarks/async_step.py --suite cpu                       # 2 CPU processes: 0.43 M parameters
     python benchmarks/async_step.py --variants colocated,separate,async --max-staleness 2
 
-Variants, each in a process of its own, one after another:
+Variants, which run one after another in separate processes:
 
 - colocated: synchronous; both devices generate, and then both train.
 - separate: synchronous, one device trains and one generates (trainer.async.max_staleness=0).
@@ -61,7 +61,7 @@ def overrides(work: Work, folder: Path, args: argparse.Namespace) -> list[str]:
         f"{actor}optim.lr=1e-6",
         f"reward.custom_reward_function.path={ROOT}/benchmarks/grpo_step.py",
         "reward.isolation=none",
-        # the steps after the last one that is measured keep the devices as busy as those before it
+        # further steps keep the devices busy until the last measured step ends
         f"trainer.total_training_steps={args.steps + staleness + 1}",
         f"trainer.default_local_dir={folder / args.child}",
         "trainer.logger=[jsonl]",

@@ -7,7 +7,7 @@ from verl.rollout.weight_sync import SyncReport
 from verl.single_controller.worker_group import Future, WorkerGroup
 from verl.trainer.canary import CANARY_METRIC, Canary
 
-_POLL = 0.02  # seconds between two looks at calls that wait for one another
+_POLL = 0.02  # seconds between two polls of calls that wait for one another
 
 
 class RolloutWeights:

@@ -44,7 +44,7 @@ class SglangRollout(RolloutEngine):
     Log-probs are those of the distribution that was sampled from, in float32; of the unscaled distribution when greedy.
 
     With SGLang's `enable_deterministic_inference`, random numbers of a response depend only on its seed and sample id.
-    Without it, SGLang has one random stream for all requests: a run is not repeated exactly.
+    Without it, SGLang has one random stream for all requests, so a run is not reproducible.
 
     Args:
         service: runs the requests.

@@ -1,4 +1,4 @@
-"""Weights of the trainer into SGLang's processes, and their memory."""
+"""Loads the trainer's weights into SGLang's processes, and manages the memory of the engine."""
 
 import logging
 import tempfile
@@ -199,7 +199,7 @@ def _check(result: tuple[bool, str]) -> None:
 
 
 class FollowerReceiver:
-    """The receiver of the other ranks of a tensor-parallel group: rank 0 loads the weights of all."""
+    """The receiver of the other ranks of a tensor-parallel group: rank 0 loads the weights of the group."""
 
     def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Take part in gathering the weights."""
@@ -207,4 +207,4 @@ class FollowerReceiver:
             pass
 
     def release(self) -> None:
-        """Nothing: rank 0 frees the memory of all."""
+        """Does nothing: rank 0 frees the memory of the group."""

@@ -128,7 +128,7 @@ class VllmRollout(RolloutEngine):
             )
 
     def _prepare(self) -> None:
-        """On the thread that steps."""
+        """Before requests are added, on the thread that steps the engine."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # the current device of this thread
         self._receiver.check_filled()
@@ -192,7 +192,7 @@ class EngineMemory:
         self._sleep(level=1)
 
     def drop(self) -> None:
-        """Free the KV cache and the weights, which are lost."""
+        """Free the KV cache and discard the weights."""
         if self._asleep:  # level 1, whose weights are in host memory
             self._wake({"weights", "kv_cache"})
         self._sleep(level=2)

@@ -145,7 +145,7 @@ def memory_share(asked: float, device: torch.device) -> float:
 
 
 def _host_cache_bytes(hf_config: Any, dtype: torch.dtype, length: int, rows: int, tp_size: int) -> int:
-    """Memory of the KV cache on a CPU: what the rows need, up to a quarter of the free memory."""
+    """Bytes of the KV cache on a CPU: those of all concurrent sequences, up to a quarter of the free memory."""
     text = hf_config.get_text_config()
     heads = text.num_key_value_heads if "num_key_value_heads" in text.to_dict() else text.num_attention_heads
     head_dim = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
@@ -158,7 +158,7 @@ def _host_cache_bytes(hf_config: Any, dtype: torch.dtype, length: int, rows: int
 
 
 def join_process_group(env: RolloutEnv) -> None:
-    """Initialize torch.distributed unless it is: vLLM forms its groups from the default group.
+    """Initialize torch.distributed unless it is initialized: vLLM forms its groups from the default group.
 
     Raises:
         ValueError: the process is in a group of another size.

@@ -1,4 +1,4 @@
-"""The contracts of a weight sync: what a training engine gives, what a rollout engine receives, and the report."""
+"""The contracts of a weight sync: what a training engine provides, what a rollout engine receives, and the report."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -52,7 +52,7 @@ class AdapterSource(WeightSource, Protocol):
 
 
 class WeightReceiver(Protocol):
-    """The rollout engine's side."""
+    """The rollout engine's side of a weight sync."""
 
     def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Load all parameters, by HuggingFace name: iterate to the end of `weights`. A tensor is valid until the next
@@ -67,10 +67,10 @@ class StoredWeights(ABC):
 
     @abstractmethod
     def stored(self, name: str) -> torch.Tensor | None:
-        """What is stored of a loaded parameter; None if it is stored in another form."""
+        """The tensor that is stored for a loaded parameter; None if the engine stores it in another form."""
 
-    def part_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """The part of a sent parameter that is stored, such as a tensor-parallel slice. The default: all of it."""
+    def slice_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """The slice of a sent parameter that is stored, such as that of a tensor-parallel rank. Default: all of it."""
         return full
 
 

@@ -41,7 +41,7 @@ class CollectiveSync(WeightSync):
         group: the group with the rollout ranks; None on training ranks other than 0, which only gather weights.
         dtype: dtype of the sent weights; None: not cast.
         bucket_bytes: max size of a bucket of several parameters.
-        adapters: whether adapters are sent apart from the base weights, which are then sent once.
+        adapters: whether adapters are sent separately from the base weights, which are then sent once.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class _Sending:
         group, sync, sent = self.group, self.sync, 0
         group.broadcast_object((self.version, self.part.config, sync.bucket_bytes, is_last))
         _exchange(group)
-        # adapters are not cast: products of rounded matrices would differ from the trainer's
+        # adapters are not cast: B A of rounded matrices would differ from the trainer's
         dtype = sync.dtype if self.part.config is None else None
         buckets = pack(
             self.part.tensors,

@@ -52,7 +52,7 @@ class IpcSync(WeightSync):
         device: device of the trainer and of the engine's processes.
         dtype: dtype of the sent weights; None: not cast.
         bucket_bytes: size of each of the two buckets.
-        adapters: whether adapters are sent apart from the base weights.
+        adapters: whether adapters are sent separately from the base weights.
         bandwidth: bytes per second of a copy on this device, for the report.
         timeout: seconds until a process that does not answer is an error.
     """
@@ -130,7 +130,7 @@ class _Sending:
 
     def _send(self, bucket: Bucket, sums: torch.Tensor) -> None:
         content = bucket.content
-        if len(content) > self.sync.bucket_bytes and not content.is_cuda:  # a parameter in memory of its own
+        if len(content) > self.sync.bucket_bytes and not content.is_cuda:  # a parameter in separate memory
             content = _shared(len(content), content.device).copy_(content)
         slot = self.slots.get(content.data_ptr())
         handle = None
@@ -193,7 +193,7 @@ def receive_ipc(receiver: WeightReceiver, channel: Channel, version: int) -> Syn
 
 
 class _SenderError(ValueError):
-    """The trainer failed, and needs no answer."""
+    """The trainer failed, and expects no reply."""
 
 
 class _Receiving:
@@ -238,7 +238,7 @@ def _shared(size: int, device: torch.device) -> torch.Tensor:
 
 
 def _whole(content: torch.Tensor, size: int) -> torch.Tensor:
-    """The buffer of which `content` is the start."""
+    """The whole buffer that begins with `content`."""
     return content.as_strided((size,), (1,), content.storage_offset())
 
 

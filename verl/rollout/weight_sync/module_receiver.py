@@ -21,7 +21,7 @@ class ModuleReceiver(StoredWeights, AdapterReceiver):
         #: shapes of the parameters that are sent
         self.full_shapes: Mapping[str, torch.Size] = self.shapes
         self.filled = filled
-        self._adapters = MergedAdapters(module.get_parameter, self.part_of)
+        self._adapters = MergedAdapters(module.get_parameter, self.slice_of)
         self._has_base = False
         if not filled:
             self.release()
@@ -50,7 +50,7 @@ class ModuleReceiver(StoredWeights, AdapterReceiver):
                     f"{tuple(self.full_shapes[name])}"
                 )
             missing.remove(name)
-            self.module.get_parameter(name).copy_(self.part_of(name, tensor))
+            self.module.get_parameter(name).copy_(self.slice_of(name, tensor))
         if missing:
             raise ValueError(f"weights of version {version}: {len(missing)} are missing, first {sorted(missing)[:3]}")
         self.filled = self._has_base = True
