@@ -65,6 +65,16 @@ SHAPE = dict(
     num_key_value_heads=1,
     max_position_embeddings=512,
 )
+#: of the model's folder: no engine may read it, the request says how it is sampled
+DEFAULTS = {
+    "do_sample": True,
+    "repetition_penalty": 3.0,
+    "temperature": 0.3,
+    "top_k": 2,
+    "top_p": 0.5,
+    "eos_token_id": [*range(0, VOCAB, 4)],
+    "max_new_tokens": 3,
+}
 FAMILIES = {"qwen2": (Qwen2Config, True), "llama": (LlamaConfig, False)}  # config, tied head
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11], [12, 13], [1, 2, 3]]
 
@@ -170,6 +180,7 @@ def save_model(family: str, folder) -> str:
         for p in module.parameters():
             p.normal_(0, 0.2)
     module.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps(DEFAULTS))
     return str(folder)
 
 

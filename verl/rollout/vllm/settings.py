@@ -127,7 +127,18 @@ def engine_args(
         args["disable_custom_all_reduce"] = True  # it shares memory between processes, which sleep mode frees
         if capabilities.async_scheduling:
             args["async_scheduling"] = False  # its order of steps depends on time; all ranks must take the same steps
+        if capabilities.fused_all_reduce:
+            given["compilation_config"] = _without_fused_all_reduce(given.get("compilation_config"))
     return args | given
+
+
+def _without_fused_all_reduce(given: int | dict[str, Any] | None) -> dict[str, Any]:
+    """`compilation_config` with the pass off unless it sets it; see `capabilities.set_environment`.
+
+    vLLM 0.24 has it on by default for tensor parallelism on Hopper and Blackwell.
+    """
+    config = {"mode": given} if isinstance(given, int) else dict(given or {})
+    return config | {"pass_config": {"fuse_allreduce_rms": False} | dict(config.get("pass_config") or {})}
 
 
 def memory_share(asked: float, device: torch.device) -> float:
