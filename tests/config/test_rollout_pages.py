@@ -1,4 +1,4 @@
-"""The pages on rollout, weight sync, asynchronous training, tools and agents: every setting is one that the schema has."""
+"""The pages on rollout, weight sync, asynchronous training, tools and agents: every key is in the schema."""
 
 import re
 import shlex
