@@ -147,7 +147,7 @@ def load(
 def _with_extra(error: Exception) -> Exception:
     """Name the extra to install, if a package of the server is missing."""
     if isinstance(error, ModuleNotFoundError) and error.name in ("starlette", "uvicorn"):
-        return ImportError(f"verl serve needs {error.name}: pip install starlette uvicorn")
+        return ImportError(f"verl serve needs {error.name}: pip install -e '.[server]' in a clone")
     return error
 
 
