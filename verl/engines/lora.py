@@ -180,7 +180,7 @@ class Adapters:
             yield name, value
 
     def _without_adapters(self) -> Iterator[tuple[str, nn.Module | None, torch.Tensor]]:
-        """Yield (HuggingFace name, layer whose adapters change it or None, parameter) of all parameters but the adapters."""
+        """Yield (HuggingFace name, its adapted layer or None, parameter) of all parameters but the adapters."""
         for name, parameter in self.module.named_parameters():
             layer_name, inside, last = name.rpartition(".base_layer.")
             if ".lora_" in name:

@@ -136,7 +136,7 @@ class SglangFollower(RolloutEngine):
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Not supported on this rank. Raises ValueError."""
-        raise ValueError("rollout.name=sglang: rank 0 of a tensor-parallel group generates: call follow() on the others")
+        raise ValueError("rollout.name=sglang: rank 0 of a tensor-parallel group generates; call follow() on others")
 
     def follow(self) -> None:
         """See `RolloutEngine.follow`."""
