@@ -18,7 +18,7 @@ _MAX_MODEL_LEN = 8192
 
 def serve(
     model: Annotated[str, typer.Argument(help="Hugging Face model: a folder or a Hub id.")],
-    engine: Annotated[str, typer.Option(help="Rollout engine: native, hf, vllm, sglang, or a registered one.")] = "native",
+    engine: Annotated[str, typer.Option(help="Rollout engine: native, hf, vllm, sglang, or a custom one.")] = "native",
     host: Annotated[str, typer.Option(help="Address to listen on. 0.0.0.0: all interfaces.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 chooses a free one.", min=0, max=65535)] = 8000,
     api_key: Annotated[
@@ -147,7 +147,7 @@ def load(
 def _with_extra(error: Exception) -> Exception:
     """Name the extra to install, if a package of the server is missing."""
     if isinstance(error, ModuleNotFoundError) and error.name in ("starlette", "uvicorn"):
-        return ImportError(f"verl serve needs {error.name}: pip install starlette uvicorn")
+        return ImportError(f"verl serve needs {error.name}: pip install -e '.[server]' in a clone")
     return error
 
 

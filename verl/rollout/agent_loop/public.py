@@ -281,4 +281,4 @@ def _server_agent(config: BaseModel, tokenizer: Any) -> AgentLoop:
     except ModuleNotFoundError as error:
         if error.name not in ("starlette", "uvicorn"):
             raise
-        raise ImportError(f"rollout.mode=server needs {error.name}: pip install starlette uvicorn") from error
+        raise ImportError(f"rollout.mode=server needs {error.name}: pip install -e '.[server]' in a clone") from error

@@ -135,8 +135,8 @@ class SglangFollower(RolloutEngine):
         self._receiver = FollowerReceiver()
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Raises ValueError: rank 0 generates."""
-        raise ValueError("rollout.name=sglang: rank 0 of a tensor-parallel group generates")
+        """Not supported on this rank. Raises ValueError."""
+        raise ValueError("rollout.name=sglang: rank 0 of a tensor-parallel group generates; call follow() on others")
 
     def follow(self) -> None:
         """See `RolloutEngine.follow`."""

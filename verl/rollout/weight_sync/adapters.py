@@ -45,9 +45,7 @@ class MergedAdapters:
         slice_of: (HuggingFace name, full tensor) -> the slice that the engine stores.
     """
 
-    def __init__(
-        self, parameter: Callable[[str], torch.Tensor], slice_of: Callable[[str, torch.Tensor], torch.Tensor]
-    ):
+    def __init__(self, parameter: Callable[[str], torch.Tensor], slice_of: Callable[[str, torch.Tensor], torch.Tensor]):
         self._parameter = parameter
         self._slice_of = slice_of
         self._base: dict[str, torch.Tensor] = {}

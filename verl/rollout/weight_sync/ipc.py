@@ -17,7 +17,6 @@ over a `Channel`, whose other end must be trusted, such as an authenticated `mul
 import io
 import pickle
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
@@ -36,6 +35,7 @@ from verl.rollout.weight_sync.base import (
     WeightReceiver,
     WeightSource,
     WeightSync,
+    describe_error,
 )
 from verl.rollout.weight_sync.buckets import BUCKET_BYTES, Bucket, pack
 from verl.rollout.weight_sync.checksums import ROW_BYTES, combine, fold, sums_of
@@ -119,7 +119,7 @@ class _Sending:
                 sums.append(found)
                 sent += bucket.bytes
         except BaseException as error:
-            _send_all(self.channels, ("error", _describe(error)), ignore_errors=True)
+            _send_all(self.channels, ("error", describe_error(error)), ignore_errors=True)
             raise
         while self.pending:
             self._wait(self.pending[0])
@@ -187,7 +187,7 @@ def receive_ipc(receiver: WeightReceiver, channel: Channel, version: int) -> Syn
     except _SenderError:
         raise
     except BaseException as error:
-        channel.send_bytes(pickle.dumps(_describe(error)))
+        channel.send_bytes(pickle.dumps(describe_error(error)))
         raise
     return SyncReport(version, received, time.perf_counter() - start, fold(checksums))
 
@@ -269,7 +269,3 @@ def _send_all(channels: list[Channel], message: tuple, ignore_errors: bool = Fal
         except (BrokenPipeError, OSError):
             if not ignore_errors:
                 raise ValueError(f"weight sync: rollout process {process} has ended") from None
-
-
-def _describe(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(error)).strip()
