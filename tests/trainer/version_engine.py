@@ -19,6 +19,7 @@ class VersionEngine(RolloutEngine):
     """
 
     hold = 0.0
+    samples_policy = False
 
     #: when tokens were sampled, by time.perf_counter; of all engines of this process
     times: list[float] = []
