@@ -20,6 +20,7 @@ class VersionEngine(RolloutEngine):
 
     samples_policy = False
     hold = 0.0
+    samples_policy = False
 
     #: when tokens were sampled, by time.perf_counter; of all engines of this process
     times: list[float] = []
