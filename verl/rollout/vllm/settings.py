@@ -124,12 +124,18 @@ def engine_args(
     else:
         args["kv_cache_memory_bytes"] = _host_cache_bytes(hf_config, dtype, length, config.max_num_seqs, env.tp_size)
     if env.tp_size > 1:
-        args["disable_custom_all_reduce"] = True  # it shares memory between processes, which sleep mode frees
-        if capabilities.async_scheduling:
-            args["async_scheduling"] = False  # its order of steps depends on time; all ranks must take the same steps
-        if capabilities.fused_all_reduce:
-            given["compilation_config"] = _without_fused_all_reduce(given.get("compilation_config"))
+        args |= _tensor_parallel_args(capabilities, given)
     return args | given
+
+
+def _tensor_parallel_args(capabilities: Capabilities, given: dict[str, Any]) -> dict[str, Any]:
+    """given: `engine_kwargs.vllm`."""
+    args: dict[str, Any] = {"disable_custom_all_reduce": True}  # it shares memory, which sleep mode frees
+    if capabilities.async_scheduling:
+        args["async_scheduling"] = False  # its order of steps depends on time; all ranks must take the same steps
+    if capabilities.fused_all_reduce:
+        args["compilation_config"] = _without_fused_all_reduce(given.pop("compilation_config", None))
+    return args
 
 
 def _without_fused_all_reduce(given: int | dict[str, Any] | None) -> dict[str, Any]:
