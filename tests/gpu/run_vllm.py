@@ -38,7 +38,7 @@ from tests.gpu.run_executors import Devices, installed_gpus, machine, prepare  #
 
 #: mean |log-prob of the engine - log-prob of the trainer| of a sampled token, bf16
 GAP = 0.05
-START = 60  # seconds before the end in which no variant starts
+START = 60  # seconds before the end in which no variant starts; at most half of --seconds
 ROLLOUT = "actor_rollout_ref.rollout"
 TWO = "tensor_model_parallel_size=2"
 #: of every process of a variant. NVLink multicast is off: it needs a fabric manager, which virtual machines may lack
@@ -49,7 +49,7 @@ ENVIRONMENT = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
 }
-STACKS_EVERY = 25  # seconds
+STACKS_EVERY = 15  # seconds
 #: imported by all processes of a run; ranks write one after another, and the time in the headline tells them apart
 STACKS = f"""
 import faulthandler, os
@@ -206,7 +206,7 @@ def figures(steps: list[dict[str, float]]) -> dict[str, float]:
 
 
 def run_all(
-    chosen: list[Variant], devices: Devices, folder: Path, end: float, device: str
+    chosen: list[Variant], devices: Devices, folder: Path, end: float, last_start: float, device: str
 ) -> list[dict[str, Any]]:
     """Every variant as soon as there are GPUs for it, in their order."""
     rows: dict[str, dict[str, Any]] = {}
@@ -223,7 +223,7 @@ def run_all(
 
     with ThreadPoolExecutor(8) as threads:
         for variant in chosen:
-            taken = devices.take(variant.gpus, end - START)
+            taken = devices.take(variant.gpus, last_start)
             if taken is None:
                 rows[variant.name] = {
                     "variant": variant.name,
@@ -282,9 +282,10 @@ def main() -> int:
         folder = Path(name)
         prepare(folder)
         if args.device == "cpu":
-            tiny_model("llama", folder / "half", seed=0, size="small")
+            tiny_model("qwen2", folder / "half", seed=0, size="small")
         print(f"prepared in {time.monotonic() - begun:.0f} s", flush=True)
-        rows = run_all(chosen, Devices(gpus), folder, begun + args.seconds, args.device)
+        end = begun + args.seconds
+        rows = run_all(chosen, Devices(gpus), folder, end, end - min(START, args.seconds / 2), args.device)
         for log in folder.glob("*.log") if args.logs else []:
             args.logs.mkdir(parents=True, exist_ok=True)
             shutil.copy(log, args.logs)
