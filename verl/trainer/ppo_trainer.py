@@ -115,8 +115,12 @@ class PPOTrainer(Trainer):
         #: input, output, score, ... of every response of the last validation
         self.validation_texts: list[dict[str, Any]] = []
         data = run.config.data
-        order = {"seed": data.seed, "shuffle": data.shuffle, "collate": inputs.collate}
-        super().__init__(run, PromptSource(self.train_dataset, data.train_batch_size, **order))
+        super().__init__(
+            run,
+            PromptSource(
+                self.train_dataset, data.train_batch_size, seed=data.seed, shuffle=data.shuffle, collate=inputs.collate
+            ),
+        )
         imports = tuple(self.config.imports)
         self.specs = {role: replace(spec, imports=imports) for role, spec in self.worker_specs().items()}
         self.pools = pools_of(self.config, list(self.specs))

@@ -82,7 +82,8 @@ def engine_args(
         config, model: the `rollout` and `model` sections.
         env: where the engine runs.
         dtype: of the weights and the computation.
-        hf_config, capabilities: HuggingFace config of the model; what the installed vLLM can do.
+        hf_config: HuggingFace config of the model.
+        capabilities: of the installed vLLM.
         dummy: allocate the weights without reading them from files.
 
     Raises:
