@@ -15,6 +15,9 @@ from verl.rollout.agent_loop import Prompt, Trajectory, make_agent_loop
 from verl.rollout.base import Completion, Request, SamplingParams
 from verl.rollout.server import episodes
 from verl.rollout.server.agents import in_thread, read_result
+from verl.rollout.server.episodes import Episode, StepGenerator
+from verl.rollout.server.protocol import read_call
+from verl.rollout.server.service import Running, ServedModel
 
 START = [{"role": "user", "content": "go"}]
 
@@ -230,7 +233,7 @@ def test_one_agent_that_fails_does_not_stop_the_others(tokenizer):
             time.sleep(3)
         return index
 
-    found = run(tokenizer, Policy(tokenizer), act, samples=5, timeout=0.5, failure_score=-1)
+    found = run(tokenizer, Policy(tokenizer), act, samples=5, timeout=1.5, failure_score=-1)
     assert [t.facts["agent_score"] for t in found] == [-1, -1, -1, -1, 4]
     errors = [t.facts["agent_error"] for t in found]
     assert "no idea" in errors[0] and "'a text'" in errors[1] and "SystemExit(3)" in errors[2]
@@ -275,6 +278,48 @@ def test_a_broken_agent_stops_the_run(tokenizer, tmp_path):
     path.write_text("def run(sample, base_url, api_key, model):\n    import no_such_module\n")
     with pytest.raises(ValueError, match=r"16 agents failed before any got a response.*no_such_module"):
         run(tokenizer, Policy(tokenizer), samples=20, agent={"path": str(path)})
+
+
+def test_an_error_of_the_engine_stops_the_run(tokenizer):
+    """Otherwise every agent would get its failure_score, and the run would go on."""
+
+    class Broken(Policy):
+        async def __call__(self, request):
+            if len(self.requests) == 1:
+                raise KeyError("the engine is broken")
+            return await super().__call__(request)
+
+    with pytest.raises(KeyError, match="the engine is broken"):
+        run(tokenizer, Broken(tokenizer), lambda client, sample: [say(client, START), 1.0][1], samples=3)
+
+
+def test_the_end_of_a_streamed_call_leaves_the_next_one_alone(tokenizer):
+    """An agent may send its next call as soon as it has read the finish_reason of a stream."""
+    policy, found = Policy(tokenizer), []
+
+    async def episode() -> None:
+        generator = StepGenerator(policy, asyncio.get_running_loop())
+        model = ServedModel("m", tokenizer, SamplingParams(50, ()), len(tokenizer), 200)
+        one = Episode(Prompt([5], SamplingParams(50, (tokenizer.eos_token_id,)), 0), generator, model, 64, "error")
+        first = Running.start(read_call(True, {"model": "m", "messages": START}), one, model)
+        deltas = first.deltas()
+        message = [delta async for delta in _until_last(deltas)][-1].choice.message
+        again = {"model": "m", "messages": [*START, message, *START]}
+        second = Running.start(read_call(True, again), one, model)
+        await deltas.aclose()
+        first.end()
+        found.extend(await second.choices())
+        assert one.close().turns == 2
+
+    asyncio.run(episode())
+    assert found[0].message["content"] == "hello"
+
+
+async def _until_last(deltas):
+    async for delta in deltas:
+        yield delta
+        if delta.choice is not None:
+            return
 
 
 # ---- kinds of agents ------------------------------------------------------------------------------------------------

@@ -144,6 +144,18 @@ def test_an_error_of_the_engine_is_raised_by_every_call(error):
     assert not [t for t in threading.enumerate() if t is service._thread]
 
 
+def test_a_trajectory_that_is_cancelled_ends_the_run():
+    async def cancels(prompt: Prompt, generate) -> None:
+        raise asyncio.CancelledError
+
+    engine = VersionEngine()
+    service = GenerationService(engine, engine.generate_one, cancels, torch.device("cpu"))
+    service.submit("a", prompts(2))
+    with pytest.raises(RuntimeError, match="a trajectory of the group a was cancelled"):
+        service.collect(5.0)
+    service.close()
+
+
 def test_an_abort_of_the_engine_itself_is_not_continued(service):
     service, engine = service
     service.submit("a", prompts(1))

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from verl.registry import did_you_mean
@@ -87,6 +88,7 @@ class ToolHost:
         self.tools = load_tools(settings.tool_config_path, settings.function_tool_path)
         self.interactions = load_interactions(settings.interaction_config_path)
         self._instances: dict[tuple[str, str], str] = {}
+        self._creating: dict[tuple[str, str], asyncio.Lock] = {}  # concurrent calls of a turn share an instance
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tool")
 
     async def execute(
@@ -159,14 +161,22 @@ class ToolHost:
     async def _instance(self, trajectory: str, tool: BaseTool, kwargs: Mapping[str, Any]) -> str:
         key = trajectory, tool.name
         if key not in self._instances:
-            given = kwargs.get("create_kwargs") or {}
-            parameters = inspect.signature(tool.create).parameters
-            takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-            whole = {"create_kwargs": given} if takes_any or "create_kwargs" in parameters else {}
-            own = given if takes_any else {k: v for k, v in given.items() if k in parameters or not whole}
-            found = await tool.create(trajectory, **own, **whole)
-            self._instances[key] = found[0] if isinstance(found, tuple) else found
+            async with self._creating.setdefault(key, asyncio.Lock()):
+                try:
+                    if key not in self._instances:
+                        self._instances[key] = await self._create(trajectory, tool, kwargs)
+                finally:
+                    self._creating.pop(key, None)
         return self._instances[key]
+
+    async def _create(self, trajectory: str, tool: BaseTool, kwargs: Mapping[str, Any]) -> str:
+        given = kwargs.get("create_kwargs") or {}
+        parameters = inspect.signature(tool.create).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        whole = {"create_kwargs": given} if takes_any or "create_kwargs" in parameters else {}
+        own = given if takes_any else {k: v for k, v in given.items() if k in parameters or not whole}
+        found = await tool.create(trajectory, **own, **whole)
+        return found[0] if isinstance(found, tuple) else found
 
 
 def _call(func: Any, parameters: Mapping[str, Any]) -> Any:
@@ -182,12 +192,11 @@ def read_result(found: Any) -> Observation:
     """The observation of what a tool returned: text, ToolResponse, any JSON value, or (one of these, reward, metrics).
 
     Raises:
-        ValueError: images or video.
+        ValueError: images or video, or a reward that is not a number.
     """
     reward = 0.0
-    if isinstance(found, tuple) and 1 <= len(found) <= 3 and (len(found) == 1 or _is_number(found[1])):
-        reward = float(found[1] or 0.0) if len(found) > 1 else 0.0
-        found = found[0]
+    if isinstance(found, tuple) and _has_reward(found):
+        found, reward = found[0], _read_reward(found[1:])
     if isinstance(found, ToolResponse):
         if found.image or found.video:
             raise ValueError("images and video of tools are not supported")
@@ -197,8 +206,23 @@ def read_result(found: Any) -> Observation:
     return Observation(found, reward)
 
 
-def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+def _read_reward(rest: Sequence[Any]) -> float:
+    """The reward in what follows the response: (reward, metrics), or nothing. Raises ValueError for no number."""
+    if not rest or rest[0] is None:
+        return 0.0
+    try:
+        return float(rest[0])
+    except (TypeError, ValueError):
+        expected = "expected (ToolResponse, reward, metrics) with a number as reward"
+        raise ValueError(f"{expected}, found {rest[0]!r}") from None
+
+
+def _has_reward(found: tuple) -> bool:
+    """Whether a tuple is (response, reward, metrics) or the start of it, and not a value of its own."""
+    if found and isinstance(found[0], ToolResponse):
+        return True
+    reward = found[1] if len(found) > 1 else None
+    return 1 <= len(found) <= 3 and (reward is None or (isinstance(reward, Real) and not isinstance(reward, bool)))
 
 
 def read_arguments(parameters: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:

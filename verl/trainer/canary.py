@@ -21,6 +21,7 @@ from verl.protocol import DataProto
 from verl.rollout.base import Completion
 from verl.single_controller.worker_group import WorkerGroup
 
+CANARY_METRIC = "weight_sync/canary_mismatch"
 #: tokens of the prompt and of the response
 _TOKENS = 16
 #: dtype -> largest (mean, maximum) difference of log-probs due to rounding. About 100 times what is measured in float32
@@ -108,7 +109,7 @@ class Canary:
             self._compare(rank, check)
             self._last[rank] = check
             gaps.append(float(check.mismatch.mean()))
-        return {"weight_sync/canary_mismatch": max(gaps)}
+        return {CANARY_METRIC: max(gaps)}
 
     def _trained(self, rows: list[list[int]]) -> list[torch.Tensor]:
         """The trainer's log-probs of each response."""

@@ -68,12 +68,13 @@ class ServerAgentLoop:
         return episode
 
     async def run(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:
-        """See `AgentLoop.run`."""
+        """See `AgentLoop.run`. Raises the error of the engine, if it fails."""
         async with self._slot():
             loop, episode_id = asyncio.get_running_loop(), secrets.token_urlsafe(12)
+            generator = StepGenerator(generate, loop)
             episode = Episode(
                 prompt,
-                StepGenerator(generate, loop),
+                generator,
                 self.model,
                 self.config.prompt_length,
                 self.settings.on_new_conversation,
@@ -84,6 +85,8 @@ class ServerAgentLoop:
             finally:
                 del self.episodes[episode_id]
                 trajectory = episode.close()
+        if generator.error is not None:
+            raise generator.error
         self._check_start(episode, facts)
         if trajectory is None:
             trajectory = self._empty(prompt)

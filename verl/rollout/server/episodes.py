@@ -33,6 +33,9 @@ class StepGenerator(Generator):
     Args:
         generate: the rollout engine.
         loop: the event loop in which agent loops run.
+
+    Attributes:
+        error: the first error of the engine. It ends the run; an agent would report it as its own.
     """
 
     weight_version = None
@@ -40,6 +43,7 @@ class StepGenerator(Generator):
     def __init__(self, generate: GenerateFn, loop: asyncio.AbstractEventLoop):
         self._generate, self._loop = generate, loop
         self._tasks: set[asyncio.Task] = set()
+        self.error: Exception | None = None
 
     async def generate(self, request: Request) -> Completion:
         """See `Generator.generate`."""
@@ -50,6 +54,9 @@ class StepGenerator(Generator):
         self._tasks.add(task)
         try:
             return await self._generate(request)
+        except Exception as error:
+            self.error = self.error or error
+            raise
         finally:
             self._tasks.discard(task)
 

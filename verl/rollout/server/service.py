@@ -160,7 +160,7 @@ class Conversation(Protocol):
         """The call has succeeded."""
 
     def release(self) -> None:
-        """The call has ended, with or without success."""
+        """The call has ended without success."""
 
 
 class SingleCall:
@@ -248,7 +248,7 @@ class Running:
         if not self._is_done:
             self._is_done = True
             self.conversation.generator.abort([request.request_id for request in self.requests])
-        self.conversation.release()
+            self.conversation.release()
 
     async def _one(self, index: int, events: asyncio.Queue[Any], progress: bool) -> None:
         request, loop = self.requests[index], asyncio.get_running_loop()

@@ -124,10 +124,27 @@ def engine_args(
     else:
         args["kv_cache_memory_bytes"] = _host_cache_bytes(hf_config, dtype, length, config.max_num_seqs, env.tp_size)
     if env.tp_size > 1:
-        args["disable_custom_all_reduce"] = True  # it shares memory between processes, which sleep mode frees
-        if capabilities.async_scheduling:
-            args["async_scheduling"] = False  # its order of steps depends on time; all ranks must take the same steps
+        args |= _tensor_parallel_args(capabilities, given)
     return args | given
+
+
+def _tensor_parallel_args(capabilities: Capabilities, given: dict[str, Any]) -> dict[str, Any]:
+    """given: `engine_kwargs.vllm`."""
+    args: dict[str, Any] = {"disable_custom_all_reduce": True}  # it shares memory, which sleep mode frees
+    if capabilities.async_scheduling:
+        args["async_scheduling"] = False  # its order of steps depends on time; all ranks must take the same steps
+    if capabilities.fused_all_reduce:
+        args["compilation_config"] = _without_fused_all_reduce(given.pop("compilation_config", None))
+    return args
+
+
+def _without_fused_all_reduce(given: int | dict[str, Any] | None) -> dict[str, Any]:
+    """`compilation_config` with the pass off unless it sets it; see `capabilities.set_environment`.
+
+    vLLM 0.24 has it on by default for tensor parallelism on Hopper and Blackwell.
+    """
+    config = {"mode": given} if isinstance(given, int) else dict(given or {})
+    return config | {"pass_config": {"fuse_allreduce_rms": False} | dict(config.get("pass_config") or {})}
 
 
 def memory_share(asked: float, device: torch.device) -> float:

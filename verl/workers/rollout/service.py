@@ -153,6 +153,11 @@ class GenerationService:
         except Exception as error:
             self._fail(error)
             return
+        except asyncio.CancelledError as error:  # of an agent loop, or of `close`
+            wrapped = RuntimeError(f"a trajectory of the group {uid} was cancelled by its agent loop or engine")
+            wrapped.__cause__ = error
+            self._fail(wrapped)
+            return
         with self._changed:
             self._finished.append((uid, trajectories))
             self._changed.notify_all()
