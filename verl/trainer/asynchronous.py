@@ -5,7 +5,8 @@
 
 The flow is that of synchronous training with one more operator, `buffer`, and runs in stages. The producer thread
 admits prompts, and scores groups as they finish; `Trainer.step` runs the flow from the buffer on. `sync_weights`
-interrupts the requests of the rollout, pushes, and lets them continue with the new weights.
+interrupts the requests of the rollout, pushes, and lets them continue with the new weights. Bounded staleness and
+interruptible generation are those of AReaL (Fu et al. 2025, arXiv 2505.24298).
 """
 
 import logging

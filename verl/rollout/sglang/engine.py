@@ -39,7 +39,7 @@ def arguments_of(job: Job) -> dict[str, Any]:
 
 
 class SglangRollout(RolloutEngine):
-    """Generates with SGLang, whose scheduler is another process. On rank 0 of a tensor-parallel group.
+    """Generates with SGLang (Zheng et al. 2023, arXiv 2312.07104), on rank 0 of a tensor-parallel group.
 
     Log-probs are those of the distribution that was sampled from, in float32; of the unscaled distribution when greedy.
 

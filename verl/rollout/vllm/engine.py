@@ -25,7 +25,7 @@ _LENGTH = "rollout.max_model_len, by default data.max_prompt_length + data.max_r
 
 
 class VllmRollout(RolloutEngine):
-    """Generates with vLLM. All ranks of a tensor-parallel group have an engine and take the same steps.
+    """Generates with vLLM (Kwon et al. 2023, arXiv 2309.06180). All ranks of a group take the same steps.
 
     Log-probs are those of the distribution that was sampled from (vLLM's `processed_logprobs`): after temperature,
     min-p, top-k and top-p, in float32; of the unscaled distribution when greedy. vLLM applies min-p before top-k and

@@ -1,4 +1,4 @@
-"""LoRA-only sync: the base weights are sent once, then only the adapters.
+"""Sync of LoRA adapters (Hu et al. 2021, arXiv 2106.09685): the base weights are sent once, then only the adapters.
 
 An engine that cannot apply adapters merges them into a copy of the base weights that it keeps: W + scaling * B A is
 computed from that copy in every push, so rounding errors do not add up.
