@@ -260,6 +260,13 @@ def test_a_template_that_rewrites_earlier_turns_changes_nothing_that_was_sampled
     assert tokenizer.decode(found) == expected
 
 
+def test_text_that_is_not_valid_unicode(tokenizer):
+    """Tools can return lone surrogates, as of json.loads or file names. A tokenizer refuses them."""
+    chat = ChatContinuation(tokenizer)
+    found, expected = (chat.next_tokens([], [], [{"role": "tool", "content": text}]) for text in ("a\ud83db", "a?b"))
+    assert found == expected
+
+
 def test_the_end_of_a_turn(tokenizer):
     chat, end = ChatContinuation(tokenizer), tokenizer.eos_token_id
     messages = [{"role": "user", "content": "z"}]

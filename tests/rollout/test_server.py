@@ -178,6 +178,7 @@ REFUSED = {
     "messages": [],
     "tool_choice": "required",
     "guided_regex": "a*",
+    "chat_template_kwargs": {"chat_template": "{% for i in range(10 ** 9) %}{% endfor %}"},
 }
 
 
@@ -221,6 +222,17 @@ def test_authentication_and_bad_requests(served):
         assert http.get("/v1/models", headers=key).json()["data"][0]["max_model_len"] == 1024
         assert http.post("/v1/chat/completions", content=b"{", headers=key).status_code == 400
         assert http.post("/v1/chat/completions", json=[1], headers=key).status_code == 400
+        for text in (b'{"model": "tiny", "prompt": "\\ud800"}', b'{"model": "tiny", "prompt": "a", "\\udfff": 1}'):
+            surrogate = http.post("/v1/completions", content=text, headers=key)
+            assert surrogate.status_code == 400 and surrogate.json()["error"]["code"] == "invalid_json"
+        assert (
+            http.post(
+                "/v1/completions",
+                content=b'{"model": "tiny", "prompt": "\\ud83d\\ude42", "max_tokens": 1}',
+                headers=key,
+            ).status_code
+            == 200
+        )
         large = http.post("/v1/completions", content=b" " * 200_000, headers=key)
         assert large.status_code == 413 and large.json()["error"]["code"] == "request_too_large"
         assert http.get("/v1/nothing", headers=key).status_code == 404

@@ -40,6 +40,14 @@ def flood():
 @tool
 def flood_for_ever():
     while True: print("x" * 1000)
+class Text(str):
+    def __reduce__(self): return eval, ("1/0",)
+@tool
+def subclass(): return Text("text")
+@tool
+async def unreadable():
+    from verl.tools import host
+    host.Observation.__reduce__ = lambda self: (eval, ("1/0",))
 @tool
 def big(): return "y" * 10_000_000
 
@@ -99,6 +107,8 @@ def test_calls_of_one_process_run_concurrently(tools):
         ("leave", Observation("error: SystemExit: 3", failed=True)),
         ("flood", Observation("done")),
         ("flood_for_ever", "timed out after 0.5 s"),
+        ("subclass", Observation("text")),
+        ("unreadable", "the process sent a result that cannot be read: ZeroDivisionError: division by zero"),
         ("big", Observation("yyyyyyyyyy...(truncated)...yyyyyyyyyy")),
     ],
 )

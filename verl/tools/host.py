@@ -203,7 +203,7 @@ def read_result(found: Any) -> Observation:
         found = found.text or ""
     if not isinstance(found, str):
         found = json.dumps(found, ensure_ascii=False, default=str)
-    return Observation(found, reward)
+    return Observation(str.__str__(found), reward)  # no subclass: the trainer may not know it
 
 
 def _read_reward(rest: Sequence[Any]) -> float:

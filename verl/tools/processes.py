@@ -115,7 +115,7 @@ class _Slot:
 
     def _watch(self, process: PythonProcess, connection: Any) -> None:
         """In a thread: read the replies of a process until it ends, and kill it at a deadline."""
-        broken, started = None, time.monotonic()
+        broken, unreadable, started = None, None, time.monotonic()
         try:
             while broken is None:
                 if connection.poll(_POLL_SECONDS):
@@ -127,12 +127,14 @@ class _Slot:
                         broken = f"not loaded within {START_SECONDS:g} s"
         except (EOFError, OSError):
             process.wait(5.0)
+        except Exception as error:  # unpickling runs code of the values' classes
+            unreadable = f"sent a result that cannot be read: {describe(error)}"
         status = process.poll()
         process.kill()
         exit_status = process.wait() if status is None else status
         if broken is None and not self._is_ready and not self._is_closed:
             broken = f"the process {describe_exit(exit_status)} while it started"
-        self._end(exit_status, status is not None, broken)
+        self._end(unreadable or describe_exit(exit_status), status is not None, broken)
         connection.close()
 
     def _read(self, kind: str, *content: Any) -> str | None:
@@ -159,8 +161,11 @@ class _Slot:
         call.future.set_result(result)
         return None
 
-    def _end(self, status: int, ended_itself: bool, broken: str | None) -> None:
-        """Report the calls that the process has not finished, and start it again for those that wait."""
+    def _end(self, reason: str, ended_itself: bool, broken: str | None) -> None:
+        """Report the calls that the process has not finished, and start it again for those that wait.
+
+        reason: why they are lost, after "the process".
+        """
         now = time.monotonic()
         with self._lock:
             calls, self._running = list(self._running.values()), {}
@@ -178,7 +183,7 @@ class _Slot:
             elif not ended_itself and call.deadline <= now:
                 result = _Result("late")
             else:
-                result = _Result("lost", describe_exit(status))
+                result = _Result("lost", reason)
             call.future.set_result(result)
 
 

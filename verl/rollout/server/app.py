@@ -181,9 +181,13 @@ async def _read_json(request: Request, max_body: int) -> Any:
         if len(body) > max_body:
             raise ApiError(413, f"the request body exceeds {max_body:,} bytes", code="request_too_large")
     try:
-        return json.loads(bytes(body))
+        found = json.loads(bytes(body))
+        if b"\\u" in body:
+            json.dumps(found, ensure_ascii=False).encode()  # tokenizers refuse lone surrogates, such as "\\ud800"
+        return found
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the request body is not JSON: {error}", code="invalid_json") from None
+        message = f"the request body is not JSON: {error}".encode(errors="backslashreplace").decode()
+        raise ApiError(400, message, code="invalid_json") from None
 
 
 # ---- errors and authentication --------------------------------------------------------------------------------------

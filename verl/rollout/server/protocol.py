@@ -36,6 +36,10 @@ _OFF: dict[str, list[Any]] = {
     "skip_special_tokens": [True],
     "include_stop_str_in_output": [False],
 }
+#: arguments of the tokenizer's method. A template of a client could compute for ever
+_RESERVED = {"chat_template", "conversation", "tools", "tokenize", "add_generation_prompt", "continue_final_message"}
+_RESERVED |= {"return_dict", "return_tensors", "return_assistant_tokens_mask", "tokenizer_kwargs"}
+_RESERVED |= {"padding", "truncation", "max_length"}
 
 
 class ApiError(Exception):
@@ -243,6 +247,13 @@ def _chat_call(read: _ChatBody) -> Call:
             f"tool_choice={json.dumps(read.tool_choice)[:80]} is not supported: expected auto or none",
             param="tool_choice",
             code="unsupported_parameter",
+        )
+    if reserved := sorted(_RESERVED & (read.chat_template_kwargs or {}).keys()):
+        raise ApiError(
+            400,
+            f"chat_template_kwargs: {reserved[0]!r} is not an argument of the chat template: leave it out",
+            param="chat_template_kwargs",
+            code="invalid_value",
         )
     return Call(
         is_chat=True,
