@@ -1,6 +1,6 @@
-"""Whether a task is learned as well asynchronously as synchronously: curves of the mean reward.
+"""Learning curves of synchronous and asynchronous training on the same task.
 
-    python benchmarks/async_learning.py --out benchmarks/results/async_learning.json
+    python benchmarks/async_learning.py --out benchmarks/results/async_learning_cpu.json
 
 GRPO on a task of benchmarks/learning.py, from the same model, with the same prompts and settings: synchronous on one
 device, and with trainer.async.max_staleness of 1 and 2 on two, with and without algorithm.rollout_correction. `first`
@@ -33,7 +33,7 @@ RUNS = {
 
 
 def curve(settings: list[str]) -> dict:
-    """Train, and return the mean reward of every step and what is known of the staleness."""
+    """Train. Returns the mean reward of every step, and the staleness."""
     trainer, reports = LocalPPOTrainer(overrides=[*settings, "algorithm.name=grpo"]), []
 
     def record(report: StepReport) -> None:

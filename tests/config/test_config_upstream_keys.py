@@ -268,7 +268,6 @@ def test_sections_of_older_releases_at_their_defaults(tmp_path):
 
 
 IGNORED = """
-actor_rollout_ref.rollout.mode=sync
 actor_rollout_ref.rollout.load_format=safetensors
 actor_rollout_ref.rollout.disable_log_stats=false
 actor_rollout_ref.rollout.agent.num_workers=4

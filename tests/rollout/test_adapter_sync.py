@@ -17,7 +17,7 @@ from verl.rollout.hf import HFRollout
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.weight_sync import CollectiveSync, ModuleReceiver, ReplicaSync, receive_collective
 from verl.rollout.weight_sync.adapters import sends_adapters
-from verl.workers.rollout import RolloutSource
+from verl.workers.rollout.role import RolloutSource
 
 pytest.importorskip("peft")
 

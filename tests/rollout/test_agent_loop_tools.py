@@ -164,7 +164,7 @@ def test_limits_of_turns_and_tokens(files, tokenizer):
     assert cut.finish_reason == "length" and cut.metrics["tool_calls"] == 0
 
 
-def test_rewards_of_classes(files, tokenizer):
+def test_rewards_of_classes(files, tokenizer, caplog):
     loop = tool_loop(files, tokenizer, f"multi_turn.tool_config_path={files / 'tools.yaml'}")
     facts = run(loop, Policy(tokenizer, call("count"), "done"), extra_info={}).facts
     assert facts["tool_rewards"] == [0.5] and facts["rollout_reward_scores"] == {"count": 2.0}
@@ -173,6 +173,12 @@ def test_rewards_of_classes(files, tokenizer):
     assert run(loop, Policy(tokenizer, "done")).facts["rollout_reward_scores"] == {}
     with pytest.raises(ValueError, match="need_tools_kwargs is true, but the sample has no tools_kwargs"):
         run(loop, Policy(tokenizer, "done"), extra_info={"need_tools_kwargs": True})
+    for wrong, what in (("count", "tools_kwargs"), ({"count": [1]}, r"tools_kwargs\['count'\]")):
+        with pytest.raises(ValueError, match=f"{what} of the sample: expected a mapping, found"):
+            run(loop, Policy(tokenizer, "done"), extra_info={"tools_kwargs": wrong})
+    for _ in range(2):
+        run(loop, Policy(tokenizer, "done"), extra_info={"tools_kwargs": {"coumt": {}}})
+    assert caplog.text.count("there is no tool 'coumt': did you mean 'count'") == 1
 
 
 # ---- interactions -------------------------------------------------------------------------------------------------
@@ -252,6 +258,13 @@ def test_a_template_that_rewrites_earlier_turns_changes_nothing_that_was_sampled
         tokenizer.chat_template = old
     expected = "\n<|im_start|>user\nz<|im_end|>\n<|im_start|>assistant\n<think></think>"
     assert tokenizer.decode(found) == expected
+
+
+def test_text_that_is_not_valid_unicode(tokenizer):
+    """Tools can return lone surrogates, as of json.loads or file names. A tokenizer refuses them."""
+    chat = ChatContinuation(tokenizer)
+    found, expected = (chat.next_tokens([], [], [{"role": "tool", "content": text}]) for text in ("a\ud83db", "a?b"))
+    assert found == expected
 
 
 def test_the_end_of_a_turn(tokenizer):

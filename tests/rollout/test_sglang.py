@@ -193,6 +193,20 @@ def test_a_greedy_request_has_no_filters():
     assert sampling["temperature"] == 0 and sampling["stop_token_ids"] == [2] and not sampling["ignore_eos"]
 
 
+def test_memory_is_freed_and_allocated_once(service, engine, monkeypatch):
+    calls = []
+    monkeypatch.setattr(engine, "release_memory_occupation", lambda tags: calls.append(("free", *tags)), raising=False)
+    monkeypatch.setattr(engine, "resume_memory_occupation", lambda tags: calls.append(("get", *tags)), raising=False)
+    memory = weights.SglangMemory(service, saves=True)
+    memory.free("kv_cache")
+    memory.free("kv_cache", "weights")
+    memory.allocate("kv_cache")
+    memory.allocate("kv_cache", "weights")
+    assert calls == [("free", "kv_cache"), ("free", "weights"), ("get", "kv_cache"), ("get", "weights")]
+    weights.SglangMemory(service, saves=False).free("kv_cache")
+    assert len(calls) == 4
+
+
 # ---- in the scheduler -----------------------------------------------------------------------------------------------
 
 

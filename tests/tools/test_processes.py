@@ -5,8 +5,9 @@ import time
 
 import pytest
 
-from verl.tools.host import Observation, ToolSettings
-from verl.tools.processes import ToolFailure, ToolProcesses
+from verl.tools.host import Observation
+from verl.tools.processes import ToolProcesses
+from verl.tools.runner import ToolFailure, ToolSettings
 
 TOOLS = """
 import asyncio, os, sys, time
@@ -39,6 +40,14 @@ def flood():
 @tool
 def flood_for_ever():
     while True: print("x" * 1000)
+class Text(str):
+    def __reduce__(self): return eval, ("1/0",)
+@tool
+def subclass(): return Text("text")
+@tool
+async def unreadable():
+    from verl.tools import host
+    host.Observation.__reduce__ = lambda self: (eval, ("1/0",))
 @tool
 def big(): return "y" * 10_000_000
 
@@ -98,6 +107,8 @@ def test_calls_of_one_process_run_concurrently(tools):
         ("leave", Observation("error: SystemExit: 3", failed=True)),
         ("flood", Observation("done")),
         ("flood_for_ever", "timed out after 0.5 s"),
+        ("subclass", Observation("text")),
+        ("unreadable", "the process sent a result that cannot be read: ZeroDivisionError: division by zero"),
         ("big", Observation("yyyyyyyyyy...(truncated)...yyyyyyyyyy")),
     ],
 )
@@ -132,7 +143,7 @@ def test_state_stays_with_its_trajectory_and_its_loss_is_told(tools):
 
 
 def test_a_file_that_only_fails_in_the_worker_is_an_error(tmp_path):
-    fails = "\nif 'verl.tools.worker' in sys.modules['__main__'].__spec__.name: 1 / 0"
+    fails = "\nif 'verl.tools.worker' in getattr(sys.modules['__main__'].__spec__, 'name', ''): 1 / 0"
     (tmp_path / "once.py").write_text(TOOLS + fails)
     tools = ToolProcesses(ToolSettings(function_tool_path=str(tmp_path / "once.py")), size=1)
     with pytest.raises(ValueError, match="cannot be loaded in a worker process: ZeroDivisionError"):

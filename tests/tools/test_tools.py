@@ -2,12 +2,15 @@
 
 import asyncio
 
+import numpy as np
 import pytest
+import torch
 
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import infer_schema
-from verl.tools.host import Observation, ToolHost, ToolSettings, read_arguments, read_result, truncate_text
+from verl.tools.host import Observation, ToolHost, read_arguments, read_result, truncate_text
 from verl.tools.load import load_interactions, load_tools, tool_schemas
+from verl.tools.runner import ToolSettings
 from verl.tools.schemas import ToolResponse
 
 PUBLIC_FORM = """
@@ -192,9 +195,33 @@ def test_results():
     assert read_result("a") == read_result(ToolResponse(text="a")) == read_result(("a",)) == Observation("a")
     assert read_result((ToolResponse(text="a"), 0.5, {"m": 1})) == Observation("a", 0.5)
     assert read_result({"a": [1]}) == Observation('{"a": [1]}')
+    for reward in (np.float32(0.5), True, torch.tensor(0.5)):
+        assert read_result((ToolResponse(text="a"), reward, {})) == Observation("a", float(reward))
+    assert read_result(("a", np.int64(2))) == Observation("a", 2.0)
+    assert read_result(("a", "b")) == Observation('["a", "b"]')
+    with pytest.raises(ValueError, match="a number as reward, found 'high'"):
+        read_result((ToolResponse(text="a"), "high", {}))
     assert read_result(None) == Observation("null") and read_result(ToolResponse()) == Observation("")
     with pytest.raises(ValueError, match="images"):
         read_result(ToolResponse(image=[1]))
+
+
+def test_calls_of_one_turn_share_an_instance(tmp_path):
+    """`create` may wait, as for a sandbox: the second call must not create the instance again."""
+    (tmp_path / "answers.py").write_text(
+        "import asyncio\n"
+        + PUBLIC_FORM.replace("        truth =", "        await asyncio.sleep(0.01)\n        truth =").replace(
+            "state = self", "await asyncio.sleep(0.01)\n        state = self"
+        )
+    )
+    (tmp_path / "tools.yaml").write_text(CONFIG)
+    host = ToolHost(ToolSettings(str(tmp_path / "tools.yaml")))
+
+    async def turn() -> list[Observation]:
+        return await asyncio.gather(*(host.execute("t", "check", {"answer": "x"}, {}) for _ in range(3)))
+
+    assert [found.text for found in asyncio.run(turn())] == [f"try {n} of 3" for n in (1, 2, 3)]
+    assert list(host._instances) == [("t", "check")] and not host._creating
 
 
 def test_a_tool_without_execute_fails_its_calls(tmp_path):

@@ -24,7 +24,7 @@ from verl.rollout.base import SamplingParams, make_requests
 from verl.rollout.hf import HFRollout
 from verl.trainer.main_generation import GenerationRun, main
 from verl.utils.rng import fork_seed
-from verl.workers.rollout import RolloutWorker
+from verl.workers.rollout.worker import RolloutWorker
 
 ROOT = Path(__file__).parents[2]
 
@@ -304,7 +304,7 @@ BAD = {
     "rollout.prompt_length=4": "prompts are longer than 4 tokens, the first: ",
     "model.path=./nowhere": "there is no folder './nowhere'",
     "model.path=null": "model.path (override 'model.path=null'): missing",
-    "rollout.name=sglang": "'sglang' is not supported yet: use hf or native",
+    "rollout.name=trtllm": "'trtllm' is not supported yet: use ",
     "trainer.backend=ray": "ray is not supported by generation without training: use local",
     "trainer.nnodes=2": "generation runs on one host",
     "trainer.device=cuda": "device 'cuda' was requested",

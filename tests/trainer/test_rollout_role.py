@@ -16,7 +16,7 @@ from verl.trainer.base import StepReport
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.workers.reward_model import RewardModelWorker
-from verl.workers.rollout import Rollout
+from verl.workers.rollout.role import Rollout
 
 ROOT = Path(__file__).parents[2]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -18,7 +18,9 @@ class VersionEngine(RolloutEngine):
     One of 8 requests stops after two tokens until a push of weights interrupts it, for at most `hold` seconds.
     """
 
+    samples_policy = False
     hold = 0.0
+    samples_policy = False
 
     #: when tokens were sampled, by time.perf_counter; of all engines of this process
     times: list[float] = []

@@ -11,7 +11,7 @@ import torch
 from verl.rollout.agent_loop import Prompt, SingleTurn
 from verl.rollout.base import Completion, Request, RolloutEngine, SamplingParams
 from verl.rollout.stop_strings import StopStrings
-from verl.workers.rollout_service import GenerationService, continuation, extend
+from verl.workers.rollout.service import GenerationService, continuation, extend
 
 PARAMS = SamplingParams(max_tokens=12, stop_token_ids=())
 
@@ -142,6 +142,18 @@ def test_an_error_of_the_engine_is_raised_by_every_call(error):
         assert caught.value is error
     service.close()
     assert not [t for t in threading.enumerate() if t is service._thread]
+
+
+def test_a_trajectory_that_is_cancelled_ends_the_run():
+    async def cancels(prompt: Prompt, generate) -> None:
+        raise asyncio.CancelledError
+
+    engine = VersionEngine()
+    service = GenerationService(engine, engine.generate_one, cancels, torch.device("cpu"))
+    service.submit("a", prompts(2))
+    with pytest.raises(RuntimeError, match="a trajectory of the group a was cancelled"):
+        service.collect(5.0)
+    service.close()
 
 
 def test_an_abort_of_the_engine_itself_is_not_continued(service):

@@ -1,1 +1,1 @@
-"""Command-line programs."""
+"""Command-line programs. `verl.cli.app` is the command `verl`."""

@@ -4,10 +4,9 @@ A check is a function of the typed configuration that yields problems; `load_con
 """
 
 import math
-from collections.abc import Iterable, Iterator
-from pathlib import Path, PurePath
+from collections.abc import Iterator
+from pathlib import PurePath
 
-from verl.checkpoints.store import CheckpointError, step_of_saved
 from verl.config.errors import Problem, format_value
 from verl.config.fields import Schema, flatten, not_saved, to_flat_dict
 from verl.config.schema.data import DataConfig
@@ -19,14 +18,7 @@ from verl.config.schema.trainer import RunConfig, TrainerConfig
 
 _ACTOR = "actor_rollout_ref.actor."
 _ROLLOUT = "actor_rollout_ref.rollout."
-_MODELS = ("actor_rollout_ref.model.path", "critic.model.path", "model.path", "reward.reward_model.model_path")
-#: files that belong to a model
-_TOKENIZERS = "tokenizer_path"
-_ADAPTERS = "lora_adapter_path"
 _TEMPLATES = "custom_chat_template"
-#: found next to the config of a checkpoint whose weights are not merged
-_CHECKPOINT = ("shards", "lora_adapter", "model_world_size_*")
-_FILES = ("data.train_files", "data.val_files", "data.path")
 _WITHOUT_TENSOR_PARALLELISM = ("hf",)  # built-in rollout engines
 _CANDIDATES = 10_000  # numbers tried for a hint
 
@@ -134,7 +126,7 @@ def _rollout_ranks(config: Config) -> Iterator[Problem]:
 
 
 def _tensor_parallel_rollout(prefix: str, rollout: RolloutEngineConfig, ranks: int) -> Iterator[Problem]:
-    """Every tensor-parallel group of the rollout has all its ranks. A custom engine is checked when it is made."""
+    """The tensor-parallel size divides the number of rollout ranks. A custom engine is checked when it is made."""
     key, size = f"{prefix}tensor_model_parallel_size", rollout.tensor_model_parallel_size
     if size > 1 and rollout.name in _WITHOUT_TENSOR_PARALLELISM:
         yield Problem(
@@ -226,7 +218,7 @@ def _weight_sync(config: Config) -> Iterator[Problem]:
     rollout, separate = config.actor_rollout_ref.rollout, config.rollout_is_separate
     key, found = _ROLLOUT + "weight_sync", rollout.weight_sync
     if separate and found not in ("auto", "collective", "disk"):
-        yield Problem(key, f"found {found}, but the rollout has devices of its own: use auto, collective or disk")
+        yield Problem(key, f"found {found}, but the rollout has separate devices: use auto, collective or disk")
     if not separate and found in ("collective", "disk"):
         yield Problem(
             key, f"found {found}, but rollout and training share devices: use auto, or set placement.rollout_devices"
@@ -312,7 +304,7 @@ def _asynchronous(config: Config) -> Iterator[Problem]:
     """What asynchronous training does not support, and the hosts of its rollout."""
     rollout, groups = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
     found = {
-        "generation overlaps training only on devices of its own: set placement.rollout_devices and "
+        "generation overlaps training only on separate devices: set placement.rollout_devices and "
         "placement.actor_devices": not config.rollout_is_separate,
         "rollout.deterministic=true generates with the weights that are trained: turn it off": rollout.deterministic,
         "rollout.tensor_model_parallel_size must be 1": rollout.tensor_model_parallel_size > 1,
@@ -322,7 +314,7 @@ def _asynchronous(config: Config) -> Iterator[Problem]:
     }
     devices = config.placement.rollout_devices
     if not config.actor_rollout_ref.hybrid_engine and not config.rollout_is_separate:
-        what = "false, but placement.rollout_devices gives the rollout no devices of its own: set it, or use true"
+        what = "false, but placement.rollout_devices gives the rollout no separate devices: set it, or use true"
         yield Problem("actor_rollout_ref.hybrid_engine", what)
     if rollout.nnodes and devices is None:
         what = "the hosts of training and rollout must have the same number of processes: use trainer.n_gpus_per_node"
@@ -428,80 +420,6 @@ def check_critic(config: Config, needed: bool) -> Iterator[Problem]:
         yield Problem("trainer.critic_warmup", what)
 
 
-def check_inputs(config: Schema) -> Iterator[Problem]:
-    """For `extra_checks`: model and data are set, and local files exist."""
-    yield from check_models(config)
-    yield from check_data(config)
-
-
-def check_models(config: Schema) -> Iterator[Problem]:
-    """For `extra_checks`: the model is set, and the folders of models and checkpoints exist."""
-    values = flatten(config.model_dump(), type(config))
-    paths = {key: values[key] for key in _MODELS if key in values}
-    first = next(iter(paths))
-    if paths[first] is None:
-        yield Problem(first, "missing: set it to a model folder or a Hugging Face Hub id")
-    for path in dict.fromkeys(paths.values()):
-        yield from _model(next(key for key in paths if paths[key] == path), path)
-    for key, path in values.items():
-        name = key.rpartition(".")[2]
-        if name in (_TOKENIZERS, _ADAPTERS) and path:
-            yield from _files_of_model(key, path, ("adapter_config.json",) if name == _ADAPTERS else ())
-    checkpoint = values.get("trainer.resume_from_path") if values.get("trainer.resume_mode") == "resume_path" else None
-    if checkpoint and not Path(checkpoint).is_dir():
-        yield Problem("trainer.resume_from_path", f"there is no folder {checkpoint!r}")
-    elif checkpoint:
-        try:
-            step_of_saved(Path(checkpoint))
-        except CheckpointError as error:
-            yield Problem("trainer.resume_from_path", str(error))
-
-
-def check_data(config: Schema) -> Iterator[Problem]:
-    """For `extra_checks`: data files are set, and all of them exist."""
-    values = flatten(config.model_dump(), type(config))
-    files = {key: values[key] for key in _FILES if key in values}
-    first = next(iter(files))
-    if not files[first]:
-        yield Problem(first, "missing: set it to one or more .parquet, .json or .jsonl files")
-    for key, paths in files.items():
-        yield from _files(key, paths)
-
-
-def _model(key: str, path: str | None) -> Iterator[Problem]:
-    """A model that looks like a local path must exist; other names are Hub ids."""
-    if not path:
-        return
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            yield Problem(key, f"{path!r} has no config.json: expected the folder of a Hugging Face model")
-        elif not _holds(folder, "*.safetensors", "*.bin") and _holds(folder.parent, *_CHECKPOINT):
-            yield Problem(
-                key,
-                f"{path!r} holds only the config and tokenizer of a checkpoint: merge its shards "
-                f"(python -m verl.model_merger merge --backend fsdp --local_dir {folder.parent} --target_dir FOLDER) "
-                "and use FOLDER",
-            )
-    elif _local(path):
-        yield Problem(key, f"there is no folder {path!r}")
-
-
-def _files_of_model(key: str, path: str, files: tuple[str, ...]) -> Iterator[Problem]:
-    """A tokenizer or adapter that looks like a local path must exist."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        for name in files:
-            if not (folder / name).is_file():
-                yield Problem(key, f"{path!r} has no {name}")
-    elif _local(path):
-        yield Problem(key, f"there is no folder {path!r}")
-
-
-def _local(path: str) -> bool:
-    return path.startswith(("/", "./", "../", "~"))
-
-
 def _templates(config: Schema) -> Iterator[Problem]:
     """A chat template must read `messages`; a file name does not, and would replace every prompt."""
     for key, text in flatten(config.model_dump(), type(config)).items():
@@ -517,16 +435,3 @@ def _top_k(config: Schema) -> Iterator[Problem]:
     for key, value in flatten(config.model_dump(), type(config)).items():
         if key.rpartition(".")[2] == "top_k" and value == 0:
             yield Problem(key, "found 0, expected int >= 1, or -1 for all tokens")
-
-
-def _holds(folder: Path, *patterns: str) -> bool:
-    return any(True for pattern in patterns for _ in folder.glob(pattern))
-
-
-def _files(key: str, paths: Iterable[str]) -> Iterator[Problem]:
-    for path in paths:
-        file = Path(path).expanduser()
-        if file.suffix not in (".parquet", ".json", ".jsonl"):
-            yield Problem(key, f"{path!r}: expected a .parquet, .json or .jsonl file")
-        elif not file.is_file():
-            yield Problem(key, f"there is no file {path!r} (looked at {file.resolve()})")

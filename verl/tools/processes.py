@@ -1,4 +1,4 @@
-"""Tools in worker processes: calls with deadlines that a failing tool cannot escape.
+"""Tools in worker processes: calls with deadlines, also for tools that block or crash.
 
     tools = ToolProcesses(settings, size=4)
     observation = await tools.call("trajectory 7", "execute", {"name": "add", "parameters": {"a": 1}, "kwargs": {}}, 30)
@@ -21,75 +21,16 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from verl.tools.function_tool import FunctionTool
-from verl.tools.host import ToolHost, ToolSettings, describe
+from verl.tools.load import load_tools
+from verl.tools.runner import ToolFailure, ToolSettings, describe, late
 from verl.utils.subprocess_pool import PythonProcess, describe_exit
 
 START_SECONDS = 300.0  # for a worker to start and load the files of the tools
 _GRACE_SECONDS = 1.0  # for a worker to report a timeout itself
 _POLL_SECONDS = 0.25
-
-
-class ToolFailure(Exception):
-    """A call failed. `timed_out`: by its time limit."""
-
-    def __init__(self, message: str, timed_out: bool = False):
-        super().__init__(message)
-        self.timed_out = timed_out
-
-
-class ToolRunner(Protocol):
-    """Calls methods of a `ToolHost`."""
-
-    async def call(self, trajectory: str, method: str, arguments: Mapping[str, Any], seconds: float | None) -> Any:
-        """Call `ToolHost.<method>(trajectory, **arguments)`.
-
-        Args:
-            trajectory: id of the trajectory.
-            method: the method.
-            arguments: its other arguments.
-            seconds: time limit; None for none.
-
-        Raises:
-            ToolFailure: the call failed.
-        """
-
-    def forget(self, trajectory: str) -> None:
-        """End a trajectory: its process may serve others."""
-
-    def close(self) -> None:
-        """End all processes."""
-
-
-class ToolsInProcess:
-    """A `ToolRunner` in this process. A tool that blocks cannot be stopped; breakpoints work."""
-
-    def __init__(self, settings: ToolSettings):
-        self.host = ToolHost(settings)
-
-    async def call(self, trajectory: str, method: str, arguments: Mapping[str, Any], seconds: float | None) -> Any:
-        """See `ToolRunner.call`."""
-        try:
-            async with asyncio.timeout(seconds) as deadline:
-                return await getattr(self.host, method)(trajectory, **arguments)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # user code
-            if isinstance(error, TimeoutError) and deadline.expired():
-                raise _late(seconds) from error
-            raise ToolFailure(describe(error)) from error
-
-    def forget(self, trajectory: str) -> None:
-        """See `ToolRunner.forget`."""
-
-    def close(self) -> None:
-        """See `ToolRunner.close`."""
-
-
-def _late(seconds: float) -> ToolFailure:
-    return ToolFailure(f"timed out after {seconds:g} s", timed_out=True)
 
 
 @dataclass
@@ -174,7 +115,7 @@ class _Slot:
 
     def _watch(self, process: PythonProcess, connection: Any) -> None:
         """In a thread: read the replies of a process until it ends, and kill it at a deadline."""
-        broken, started = None, time.monotonic()
+        broken, unreadable, started = None, None, time.monotonic()
         try:
             while broken is None:
                 if connection.poll(_POLL_SECONDS):
@@ -186,12 +127,14 @@ class _Slot:
                         broken = f"not loaded within {START_SECONDS:g} s"
         except (EOFError, OSError):
             process.wait(5.0)
+        except Exception as error:  # unpickling runs code of the values' classes
+            unreadable = f"sent a result that cannot be read: {describe(error)}"
         status = process.poll()
         process.kill()
         exit_status = process.wait() if status is None else status
         if broken is None and not self._is_ready and not self._is_closed:
             broken = f"the process {describe_exit(exit_status)} while it started"
-        self._end(exit_status, status is not None, broken)
+        self._end(unreadable or describe_exit(exit_status), status is not None, broken)
         connection.close()
 
     def _read(self, kind: str, *content: Any) -> str | None:
@@ -218,8 +161,11 @@ class _Slot:
         call.future.set_result(result)
         return None
 
-    def _end(self, status: int, ended_itself: bool, broken: str | None) -> None:
-        """Report the calls that the process has not finished, and start it again for those that wait."""
+    def _end(self, reason: str, ended_itself: bool, broken: str | None) -> None:
+        """Report the calls that the process has not finished, and start it again for those that wait.
+
+        reason: why they are lost, after "the process".
+        """
         now = time.monotonic()
         with self._lock:
             calls, self._running = list(self._running.values()), {}
@@ -237,7 +183,7 @@ class _Slot:
             elif not ended_itself and call.deadline <= now:
                 result = _Result("late")
             else:
-                result = _Result("lost", describe_exit(status))
+                result = _Result("lost", reason)
             call.future.set_result(result)
 
 
@@ -257,7 +203,7 @@ class ToolProcesses:
         if size < 1:
             raise ValueError(f"tool processes: expected at least 1, found {size}")
         # loaded here too: errors of the files are found before the first call
-        self._tools = ToolHost(settings).tools
+        self._tools = load_tools(settings.tool_config_path, settings.function_tool_path)
         self._slots = [_Slot(settings) for _ in range(size)]
         self._repeats = _Slot(settings, one_at_a_time=True)
         self._home: dict[str, _Slot] = {}
@@ -285,7 +231,7 @@ class ToolProcesses:
         if result.kind == "broken":
             raise ValueError(f"the tools cannot be loaded in a worker process: {result.content}")
         if result.kind == "late":
-            raise _late(seconds if seconds is not None else START_SECONDS)
+            raise late(seconds if seconds is not None else START_SECONDS)
         raise ToolFailure(f"the process {result.content}" if result.kind == "lost" else result.content)
 
     def forget(self, trajectory: str) -> None:

@@ -3,7 +3,7 @@
 Started as `python -m verl.tools.worker FD`, where FD is its end of the connection. It reads pickled `ToolSettings` and
 replies ("ready",) or ("broken", message). Then it reads (number, method, arguments, seconds), replies ("started",
 number) when the call starts, and ("value", number, value), ("late", number, hangs) or ("error", number, description).
-It ends when the connection is closed, also while a tool blocks the event loop.
+It ends when the connection is closed, even if a tool blocks the event loop.
 """
 
 import asyncio
@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.tools.function_tool import FunctionTool
-from verl.tools.host import ToolHost, describe
+from verl.tools.host import ToolHost
+from verl.tools.runner import describe
 
 OUTPUT_CHARACTERS = 1 << 16  # of a worker; the rest is dropped
 

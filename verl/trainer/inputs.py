@@ -4,7 +4,7 @@ import functools
 import logging
 import re
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,6 +173,8 @@ def load_rewards(config: schema.Config, tokenizer: Any) -> RewardManager:
     check_registered(registered, [import_module(address) for address in config.imports])
     if reward.reward_model.enable and not (registered or function.path):
         registered = "model_score"
+    elif config.actor_rollout_ref.rollout.mode == "server" and not (registered or function.path):
+        registered = "agent_score"
     loaded = load_reward_manager(
         tokenizer=tokenizer,
         manager=manager.name,
@@ -197,7 +199,7 @@ def load_rewards(config: schema.Config, tokenizer: Any) -> RewardManager:
 # ---- a trial of the reward -------------------------------------------------------------------------------------------
 
 
-def try_rewards(inputs: Inputs, uses_model: bool) -> set[str]:
+def try_rewards(inputs: Inputs, uses_model: bool, facts: Mapping[str, Any] | None = None) -> set[str]:
     """Score two trial responses to the first prompt: its ground truth and the prompt itself.
 
     With a reward model, the trial uses reward model scores of 0 and 1; if the reward is the same for both, a warning is
@@ -206,6 +208,7 @@ def try_rewards(inputs: Inputs, uses_model: bool) -> set[str]:
     Args:
         inputs: the loaded inputs.
         uses_model: whether a reward model scores the responses.
+        facts: what the agent loop adds to extra_info.
 
     Returns:
         The names of the extra values that the reward function returns.
@@ -217,6 +220,8 @@ def try_rewards(inputs: Inputs, uses_model: bool) -> set[str]:
     if manager.compute_score.needs_ground_truth:
         check_ground_truth(inputs.train_dataset, f"the reward function {manager.compute_score.name}")
     batch = _trial_batch(inputs)
+    if facts is not None:
+        batch = batch.replace(agent_facts=[dict(facts) for _ in range(len(batch))])
     if not uses_model:
         return set(_score_trial(manager, batch)["reward_extra_info"])
     zeros = torch.zeros(batch.batch["responses"].shape)

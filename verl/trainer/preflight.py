@@ -44,6 +44,7 @@ from verl.engines.loading import check_kernels, check_model
 from verl.registry import did_you_mean, import_module
 from verl.rollout.agent_loop import AGENT_LOOPS
 from verl.rollout.base import ROLLOUT_ENGINES
+from verl.rollout.server.agents import TRIAL_FACTS, load_agent
 from verl.single_controller.cluster import CLUSTERS, Cluster, make_cluster
 from verl.tracking.tracking import check_trackers
 from verl.trainer.inputs import Inputs, base_settings, dataset_class, try_rewards
@@ -241,6 +242,20 @@ def registered_engines(run: Run) -> list[Problem]:
     return check_registered(run.config, names)
 
 
+def agent(run: Run) -> Iterator[Problem]:
+    """With rollout.mode=server, there is an agent, and no other agent loop."""
+    rollout, key = run.config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    loop, is_server = rollout.agent.default_agent_loop, rollout.mode == "server"
+    if is_server != (loop == "server_agent"):
+        yield Problem(
+            f"{key}.agent.default_agent_loop",
+            f"{loop}, but {key}.mode is {rollout.mode}: mode=server and the agent loop server_agent go together; set "
+            "mode=server only",
+        )
+    elif is_server:
+        load_agent(rollout.server.agent)
+
+
 def required_settings(run: Run) -> None:
     """Estimator and loss are registered and have a value for every required setting; the loss can be aggregated."""
     actor, algorithm = run.config.actor_rollout_ref.actor, run.config.algorithm
@@ -381,6 +396,8 @@ def model_fits(run: Run) -> None:
     limits.check_vocabulary(inputs.tokenizer, largest)
     if "critic" in roles_of(config):
         check_reads_tokens_of(limits.path, inputs.tokenizer, config.critic.model, "critic", largest)
+    if config.actor_rollout_ref.rollout.mode == "server":  # agents write their own prompts
+        longest = max(longest, config.actor_rollout_ref.rollout.prompt_length)
     limits.check_engine(config.actor_rollout_ref.rollout)
     limits.check_response_length(
         longest,
@@ -392,7 +409,8 @@ def model_fits(run: Run) -> None:
 
 def reward_function(run: Run) -> None:
     """The data has what the reward function needs, and the function scores two trial responses to the first prompt."""
-    run.reward_values = try_rewards(run.inputs, uses_model=run.config.reward.reward_model.enable)
+    facts = TRIAL_FACTS if run.config.actor_rollout_ref.rollout.mode == "server" else None
+    run.reward_values = try_rewards(run.inputs, run.config.reward.reward_model.enable, facts)
 
 
 def recipe_inputs(run: Run) -> None:
@@ -431,6 +449,7 @@ CHECKS: tuple[Check, ...] = (
     Check("output folders", CONFIG, output_folders),
     Check("critic", CONFIG, lambda run: check_critic(run.config, needs_critic(run.config)), schema.Config),
     Check("reward model", CONFIG, reward_model, schema.Config),
+    Check("agent", CONFIG, agent, schema.Config),
     Check("estimator and loss", CONFIG, required_settings, schema.Config),
     Check("group size", CONFIG, group_size, schema.Config),
     Check("rollout correction", CONFIG, lambda run: check_correction(run.config), schema.Config),

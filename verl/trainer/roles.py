@@ -11,7 +11,7 @@ from verl.trainer.ppo_flow import needs_critic, needs_reference
 from verl.workers.critic import CriticWorker
 from verl.workers.policy import ActorWorker, RefWorker
 from verl.workers.reward_model import RewardModelWorker
-from verl.workers.rollout import RolloutWorker
+from verl.workers.rollout.worker import RolloutWorker
 
 
 def roles_of(config: schema.Config) -> list[str]:

@@ -19,7 +19,8 @@ from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import free_port
 from verl.utils.device import peak_memory, resolve_device, resolve_dtype
 from verl.workers.engine_worker import EngineWorker, aggregation, micro_batching
-from verl.workers.rollout import NO_TIMEOUT, Rollout, RolloutMethods, RolloutSource, bucket_bytes, rollout_env
+from verl.workers.rollout.methods import NO_TIMEOUT, RolloutMethods, rollout_env
+from verl.workers.rollout.role import Rollout, RolloutSource, bucket_bytes
 
 
 class ActorWorker(RolloutMethods, EngineWorker):

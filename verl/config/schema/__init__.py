@@ -46,6 +46,8 @@ from verl.config.schema.rollout import (
     RolloutConfig,
     RolloutEngineConfig,
     SamplingConfig,
+    ServerAgentConfig,
+    ServerConfig,
     ValSamplingConfig,
 )
 from verl.config.schema.sft import (
@@ -110,6 +112,8 @@ __all__ = [
     "SFTTrainerConfig",
     "SamplingConfig",
     "SandboxConfig",
+    "ServerAgentConfig",
+    "ServerConfig",
     "TrainerConfig",
     "ValSamplingConfig",
 ]

@@ -113,12 +113,40 @@ class MultiTurnConfig(Section):
     )
 
 
+class ServerAgentConfig(Section):
+    """`actor_rollout_ref.rollout.server.agent`: the program that is trained, a function or a command."""
+
+    path: FilePath | None = field(None, "Python file or module of the agent function")
+    name: str = field("run", "name of the function; it takes sample, base_url, api_key, model and returns the score")
+    command: StrList = field([], "program and arguments of an agent that is run once per sample, instead of path")
+
+
+class ServerConfig(Section):
+    """`actor_rollout_ref.rollout.server`: agents that call the policy over HTTP, with mode=server."""
+
+    agent: ServerAgentConfig = section(ServerAgentConfig, "the agent")
+    model_name: str = field("policy", "name of the model that the agent receives; it may use any")
+    timeout: float = field(600.0, "time limit of an agent per sample, in seconds", gt=0)
+    max_concurrency: int = field(256, "maximum number of agents that run concurrently, per rollout process", ge=1)
+    on_new_conversation: Literal["error", "last", "longest"] = field(
+        "error",
+        "a call that does not extend the conversation of its sample; error: rejected with status 409; last, longest: "
+        "starts a new trajectory, and the last one or the one with most sampled tokens is trained",
+    )
+    failure_score: float = field(0.0, "score of a sample whose agent fails or exceeds its time limit")
+
+
 class RolloutConfig(RolloutEngineConfig):
     """`actor_rollout_ref.rollout`: generation of the responses that the policy is trained on."""
 
+    mode: Literal["async", "sync", "server"] = field(
+        "async",
+        "async, sync: the rollout process generates the responses (there is no difference); server: an agent calls the "
+        "policy over HTTP",
+    )
     n: int = field(1, "responses per prompt (group size)", ge=1)
     nnodes: int = field(
-        0, "hosts of a rollout with devices of its own, in addition to trainer.nnodes; 0: see `placement`", ge=0
+        0, "hosts of a rollout with separate devices, in addition to trainer.nnodes; 0: see `placement`", ge=0
     )
     n_gpus_per_node: int | None = field(None, "its processes per host; null: trainer.n_gpus_per_node", ge=1)
     seed: int = field(42, "sampling seed", default_from="${trainer.seed}", ge=0)
@@ -160,3 +188,4 @@ class RolloutConfig(RolloutEngineConfig):
     val_kwargs: ValSamplingConfig = section(ValSamplingConfig, "sampling at validation")
     agent: AgentConfig = section(AgentConfig, "agent loop")
     multi_turn: MultiTurnConfig = section(MultiTurnConfig, "tools and interactions")
+    server: ServerConfig = section(ServerConfig, "agents that call the policy over HTTP")

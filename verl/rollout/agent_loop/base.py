@@ -72,10 +72,16 @@ class Segment:
 
 
 class Trajectory:
-    """Everything after the prompt: an append-only list of segments."""
+    """Everything after the prompt: an append-only list of segments.
 
-    def __init__(self, prompt: Prompt):
+    Args:
+        prompt: the input of the loop.
+        prompt_ids: the prompt that the policy sees, if it is not that of `prompt`.
+    """
+
+    def __init__(self, prompt: Prompt, prompt_ids: list[int] | None = None):
         self.prompt = prompt
+        self.prompt_ids = prompt.token_ids if prompt_ids is None else prompt_ids
         self.segments: list[Segment] = []
         self.finish_reason: FinishReason = "length"
         #: spans (first token, version of the weights), over the response
@@ -118,7 +124,7 @@ class Trajectory:
         sample_id = self.prompt.sample_id
         turn_id = sample_id if self.turns == 0 else fork_seed(sample_id, self.turns)
         params = replace(self.prompt.params, max_tokens=left)
-        return Request(self.prompt.token_ids + self.token_ids, params, turn_id, f"{sample_id}:{self.turns}")
+        return Request(self.prompt_ids + self.token_ids, params, turn_id, f"{sample_id}:{self.turns}")
 
     @property
     def agent_facts(self) -> dict[str, Any]:

@@ -77,7 +77,8 @@ class ChatContinuation:
             The end of the turn as the template writes it, without the end token that the policy has sampled itself; the
             messages; and the generation prompt.
         """
-        ids = self.tokenizer(self.between(messages), add_special_tokens=False)["input_ids"]
+        text = self.between(messages).encode(errors="replace").decode()  # tools can return lone surrogates
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         ends = {*stop_ids, self.tokenizer.eos_token_id}
         if sampled and sampled[-1] in ends and ids and ids[0] in ends:
             return ids[1:]

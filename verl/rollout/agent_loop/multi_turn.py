@@ -1,7 +1,7 @@
 """The agent loop of tool calls and interactions (`rollout.multi_turn`).
 
 generate -> parse -> run the tools concurrently -> append their responses -> generate, until the policy writes a turn
-without a call. With an interaction, such a turn is answered by the simulated user, until the interaction ends.
+without a call. With an interaction, the simulated user replies to such a turn, until the interaction ends.
 Trajectories are append-only: sampled tokens are never decoded and tokenized again.
 """
 
@@ -18,10 +18,11 @@ from verl.registry import did_you_mean
 from verl.rollout.agent_loop.base import GenerateFn, Prompt, Trajectory, register_agent_loop
 from verl.rollout.agent_loop.chat import ChatContinuation
 from verl.rollout.base import Completion
-from verl.tools.host import Observation, Reply, ToolSettings, failure, truncate_text
+from verl.tools.host import Observation, Reply, ToolsInProcess, failure, truncate_text
 from verl.tools.load import load_interactions, tool_schemas
 from verl.tools.parsers import TOOL_PARSERS, FunctionCall
-from verl.tools.processes import ToolFailure, ToolProcesses, ToolRunner, ToolsInProcess
+from verl.tools.processes import ToolProcesses
+from verl.tools.runner import ToolFailure, ToolRunner, ToolSettings
 
 logger = logging.getLogger("verl.rollout")
 
@@ -66,6 +67,8 @@ class MultiTurnLoop:
         self.config, self.tokenizer = config.multi_turn, tokenizer
         files = self.config.tool_config_path, self.config.function_tool_path
         schemas = tool_schemas(*files)
+        self.tool_names = [schema["function"]["name"] for schema in schemas]
+        self._unknown: set[str] = set()  # tools of samples that do not exist, each logged once
         self.interactions = list(load_interactions(self.config.interaction_config_path))
         if not schemas and not self.interactions:
             raise ValueError(
@@ -110,10 +113,11 @@ class MultiTurnLoop:
         """Raises ValueError for a sample whose tools_kwargs or interaction_kwargs cannot be used."""
         columns = prompt.columns
         extra = columns.get("extra_info") or _EMPTY
-        kwargs = columns.get("tools_kwargs") or extra.get("tools_kwargs") or {}
+        kwargs = self._tools_kwargs(columns.get("tools_kwargs") or extra.get("tools_kwargs"))
         if extra.get("need_tools_kwargs") and not kwargs:
             raise ValueError("extra_info.need_tools_kwargs is true, but the sample has no tools_kwargs")
-        given = dict(columns.get("interaction_kwargs") or extra.get("interaction_kwargs") or {})
+        given = columns.get("interaction_kwargs") or extra.get("interaction_kwargs")
+        given = dict(_checked("interaction_kwargs", given))
         name = given.get("name") or (self.interactions[0] if len(self.interactions) == 1 else None)
         if (given or self.interactions) and name not in self.interactions:
             raise ValueError(
@@ -123,8 +127,18 @@ class MultiTurnLoop:
         raw = columns.get("raw_prompt")
         messages = [{"role": "user", "content": raw}] if isinstance(raw, str) else [dict(m) for m in raw or ()]
         self._number += 1
-        used = {tool: entry for tool, entry in kwargs.items() if entry is not None}
-        return _State(f"{os.getpid()}-{self._number}", used, name, given, messages)
+        return _State(f"{os.getpid()}-{self._number}", kwargs, name, given, messages)
+
+    def _tools_kwargs(self, given: Any) -> dict[str, Any]:
+        """Arguments by tool. Logs tools that do not exist, and raises ValueError for anything but mappings."""
+        found = {tool: entry for tool, entry in _checked("tools_kwargs", given).items() if entry is not None}
+        for tool, entry in found.items():
+            _checked(f"tools_kwargs[{tool!r}]", entry)
+            if tool not in self.tool_names and tool not in self._unknown:
+                self._unknown.add(tool)
+                fix = did_you_mean(tool, self.tool_names)
+                logger.warning("tools_kwargs of a sample: there is no tool %r: %s", tool, fix)
+        return found
 
     # ---- between two turns --------------------------------------------------------------------------------------
 
@@ -202,7 +216,7 @@ class MultiTurnLoop:
             state.turn_scores.append(reply.reward)
         return [] if reply.ends else [{"role": "user", "content": reply.text}]
 
-    # ---- the end ------------------------------------------------------------------------------------------------
+    # ---- end of a trajectory ------------------------------------------------------------------------------------
 
     async def _finish(self, trajectory: Trajectory, state: _State) -> None:
         """Collect the rewards and release the instances."""
@@ -236,3 +250,10 @@ def make_runner(settings: ToolSettings, config: BaseModel) -> ToolRunner:
     if config.tool_isolation == "none":
         return ToolsInProcess(settings)
     return ToolProcesses(settings, config.tool_processes)
+
+
+def _checked(what: str, given: Any) -> Mapping[str, Any]:
+    """Arguments of a sample; empty for None. Raises ValueError unless they are a mapping."""
+    if given is not None and not isinstance(given, Mapping):
+        raise ValueError(f"{what} of the sample: expected a mapping, found {type(given).__name__} {given!r:.80}")
+    return given or {}

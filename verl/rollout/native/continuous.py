@@ -17,6 +17,7 @@ import torch
 from verl.rollout.base import Completion, Request, RolloutStats, SamplingParams, is_named
 from verl.rollout.gathering import fail
 from verl.rollout.native.requests import Row, admission_order
+from verl.rollout.stop_strings import SEARCH_INTERVAL
 
 if TYPE_CHECKING:
     from verl.rollout.native.decoder import Decoder
@@ -33,6 +34,7 @@ class _Pending:
     params: SamplingParams
     future: asyncio.Future[Completion]
     row: Row | None = None
+    reported: int = 0  # tokens passed to request.on_tokens
 
 
 class ContinuousBatch:
@@ -156,7 +158,7 @@ class ContinuousBatch:
                 return
             with torch.inference_mode():
                 scheduler = self._scheduler = engine.start_continuous(params, rows)
-            steps, self._is_closed = 0, False
+            steps, reported_at, self._is_closed = 0, 0, False
             while scheduler.is_busy or scheduler.has_results:
                 with torch.inference_mode():
                     finished = scheduler.take_finished()  # of an abort
@@ -165,6 +167,9 @@ class ContinuousBatch:
                         finished += scheduler.take_finished()
                 engine.stats.steps += scheduler.steps - steps
                 steps = scheduler.steps
+                if steps - reported_at >= SEARCH_INTERVAL:
+                    reported_at = steps
+                    self._report(scheduler)
                 for row, completion in finished:
                     engine.stats.tokens += len(completion.token_ids)
                     self._resolve(self.running.pop(row.index), completion)
@@ -173,6 +178,18 @@ class ContinuousBatch:
                 await asyncio.sleep(0)
                 self._extend(params)
         self._scheduler = None
+
+    def _report(self, scheduler: "SlotScheduler | PagedScheduler") -> None:
+        """Pass new tokens to the requests that have `on_tokens`."""
+        since = {i: p.reported for i, p in self.running.items() if p.request.on_tokens is not None}
+        if not since:
+            return
+        with torch.inference_mode():
+            found = scheduler.sampled(since)
+        for row, token_ids, log_probs in found:
+            pending = self.running[row.index]
+            pending.reported += len(token_ids)
+            pending.request.on_tokens(token_ids, log_probs)
 
     def _extend(self, params: SamplingParams) -> None:
         """Add new requests to the running batch, up to the first one that must wait."""

@@ -6,7 +6,7 @@ be added at any time: the scheduler serves a whole batch (`run`) or requests tha
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -212,6 +212,18 @@ class PagedScheduler:
         for i, sample in enumerate(samples):
             found.append((sample.row, self._completion(sample, tokens[i], log_probs[i], is_stop[i])))
             self.free_outs.append(sample.out)
+        return found
+
+    def sampled(self, since: Mapping[int, int]) -> list[tuple[Row, list[int], list[float]]]:
+        """See `SlotScheduler.sampled`. Waits for the launched steps."""
+        found, steps = [], self.buffers.state[triton_kernels.STEP, : len(self.slots)].tolist()
+        for sample, step in zip(self.slots, steps):
+            if sample is None or sample.ended:
+                continue
+            first, end = since.get(sample.row.index, step), step if sample.row.stop is None else len(sample.tokens)
+            if first < end:
+                new = slice(sample.out + first, sample.out + end)
+                found.append((sample.row, self.buffers.tokens[new].tolist(), self.buffers.log_probs[new].tolist()))
         return found
 
     # ---- steps --------------------------------------------------------------------------------------------------

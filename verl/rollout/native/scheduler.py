@@ -5,7 +5,7 @@ requests that arrive over time (`advance` and `take_finished`).
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -122,6 +122,18 @@ class SlotScheduler:
             length = self.lengths[line]
             found.append((row, Completion(ids[:length], lps[:length], self._reason(line, ids[length - 1]))))
             self._free_line(line)
+        return found
+
+    def sampled(self, since: Mapping[int, int]) -> list[tuple[Row, list[int], list[float]]]:
+        """New tokens of active rows and their log-probs. since: Row.index -> tokens that the caller already has."""
+        found = []
+        for line, step in self.state[[_LINE, _STEP], : self.active].T.tolist():
+            row = self.rows[line]
+            # text after a stop string must not be reported
+            end = step + 1 if row.stop is None else self.searched[line]
+            if since.get(row.index, end) < end:
+                new = slice(line * self.width + since[row.index], line * self.width + end)
+                found.append((row, self.tokens[new].tolist(), self.log_probs[new].tolist()))
         return found
 
     def resize(self, decoder: TorchDecoder, slots: int, width: int) -> None:

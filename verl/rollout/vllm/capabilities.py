@@ -1,6 +1,6 @@
 """What the adapter needs of the installed vLLM, found from signatures and attributes instead of version numbers.
 
-`verl.config.supported.missing_package` finds out before a run starts that vLLM is not installed.
+`verl.config.supported.missing_package` reports a missing vLLM before a run starts.
 """
 
 import importlib.metadata

@@ -1,23 +1,16 @@
-"""The rollout role: a rollout engine, and the conversion of its completions to batches.
-
-`Rollout` is the role within a process. The actor's worker hosts one if both share devices. `RolloutWorker` runs it in a
-separate process, for `placement.rollout_devices` and for generation without training.
-"""
+"""The rollout role within a process: an engine, its weights and its agent loops."""
 
 import dataclasses
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from verl.config import schema
 from verl.data.sequences import build_sequences
 from verl.engines.base import TrainEngine
-from verl.engines.parallel import init_process_group, reduce_values
 from verl.protocol import DataProto
 from verl.rollout.agent_loop import SINGLE_TURN, AgentLoop, GenerateFn, Prompt, Trajectory, make_agent_loop
 from verl.rollout.base import (
@@ -32,25 +25,12 @@ from verl.rollout.base import (
     run_coroutine,
 )
 from verl.rollout.stop_strings import StopStrings
-from verl.rollout.weight_sync import (
-    AdapterReceiver,
-    SyncReport,
-    TransferGroup,
-    WeightSync,
-    local_sync,
-    receive_collective,
-    receive_disk,
-)
-from verl.single_controller.dispatch import Coordinates, Dispatch, register
-from verl.single_controller.worker import Worker
-from verl.utils.device import resolve_device, resolve_dtype
+from verl.rollout.weight_sync import SyncReport, WeightSync, local_sync
 from verl.utils.rng import fork_seed
-from verl.workers.rollout_service import GenerationService
+from verl.workers.rollout.service import GenerationService
 
 #: columns that make up a prompt; the others are passed to the agent loop
 _PROMPT_COLUMNS = ("prompt_ids", "uid", "sample_index")
-#: timeout of a weight transfer in seconds if none is configured: the controller has its own timeout
-NO_TIMEOUT = 86400.0
 _ROUNDING = 1e-2  # by which a log-prob may exceed 0
 
 
@@ -193,23 +173,22 @@ class Rollout:
             trajectories = self._trajectories(batch)
         with_loops = self.uses_loops(batch.non_tensor_batch)
         seconds = time.perf_counter() - start if with_loops else self.engine.stats.seconds
-        prompts = list(batch.non_tensor_batch["prompt_ids"])
-        found = self.columns_of(prompts, trajectories, max_over_ranks, with_loops)
+        found = self.columns_of(trajectories, max_over_ranks, with_loops)
         metrics = {"rollout/tokens_per_second": (int(found.batch["response_mask"].sum()), seconds)}
         found.meta_info["metrics"] = metrics | found.meta_info["metrics"]
         return found
 
     def columns_of(
         self,
-        prompts: Sequence[Sequence[int]],
         trajectories: Sequence[Trajectory],
         max_over_ranks: Callable[[list[float]], list[float]],
         with_loops: bool,
     ) -> DataProto:
-        """The columns that `generate` returns, of the trajectories of these prompts.
+        """The columns that `generate` returns, of these trajectories.
 
         with_loops: whether agent loops have generated them, so that their metrics are reported.
         """
+        prompts = [trajectory.prompt_ids for trajectory in trajectories]
         limit = self.params.max_tokens
         responses = [trajectory.token_ids[:limit] for trajectory in trajectories]
         masks = [trajectory.response_mask[:limit] for trajectory in trajectories]
@@ -312,210 +291,6 @@ class Rollout:
         """The weight version of each trajectory; the oldest one if it changed during generation."""
         current = self.engine.weight_version
         return [min((version for _, version in t.weight_versions), default=current) for t in trajectories]
-
-
-class RolloutMethods(Worker, ABC):
-    """Registered methods of the role "rollout", for workers with an attribute `rollout`."""
-
-    rollout: Rollout
-
-    def layout(self, mesh: str | None = None) -> Coordinates:
-        """In the mesh "rollout", consecutive ranks form a tensor-parallel group of the engine, regardless of model
-        parallelism in training."""
-        if mesh != "rollout":
-            return super().layout(mesh)
-        env = self.rollout.env
-        return Coordinates(dp=self.rank // env.tp_size, tp=env.tp_rank)
-
-    @abstractmethod
-    def max_over_ranks(self, values: list[float]) -> list[float]:
-        """The maximum of each value over all ranks of the group."""
-
-    @register(dispatch_mode=Dispatch.ND_COMPUTE, mesh="rollout")
-    def generate_sequences(self, batch: DataProto) -> DataProto | None:
-        """Generate one trajectory per row; see `Rollout.generate`."""
-        return self.rollout.generate(batch, self.max_over_ranks)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def canary_response(self, prompt_ids: list[int], max_tokens: int) -> Completion | None:
-        """See `Rollout.canary_response`."""
-        return self.rollout.canary_response(prompt_ids, max_tokens)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def sleep_rollout(self) -> None:
-        """Free all memory of generation. Weights must be synced before the next generation."""
-        self.rollout.sleep()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def free_rollout_cache(self) -> None:
-        """Free the KV cache. The weights are kept."""
-        self.rollout.free_cache()
-
-
-class RolloutWorker(RolloutMethods):
-    """A rollout engine in a separate process, which only generates.
-
-    Args:
-        model: the `model` section.
-        rollout: the `rollout` section.
-        device: `trainer.device`.
-        pad_token_id: fills shorter prompts and responses.
-        stop_token_ids: token ids that end a response.
-        stop: strings that end a response, with the tokenizer's `decode`.
-        tokenizer: of the policy, for agent loops.
-        train_dtype: `fsdp_config.dtype` of the actor; None without training.
-        timeout: timeout of collectives in seconds.
-    """
-
-    def __init__(
-        self,
-        model: schema.ModelConfig,
-        rollout: schema.RolloutEngineConfig,
-        *,
-        device: str,
-        pad_token_id: int,
-        stop_token_ids: tuple[int, ...],
-        stop: StopStrings | None = None,
-        tokenizer: Any = None,
-        train_dtype: str | None = None,
-        timeout: float | None = None,
-    ):
-        on = resolve_device(device, self.local_rank)
-        if on.type == "cuda":
-            torch.cuda.set_device(on)  # Triton launches kernels on the current device
-        dtype = None if train_dtype is None else resolve_dtype(train_dtype, on)
-        env = rollout_env(self, rollout, on, pad_token_id, dtype)
-        if env.tp_size > 1:
-            init_process_group(on, timeout)
-        if train_dtype is None and model.lora_adapter_path is None:
-            model = model.model_copy(update={"lora_rank": 0})  # adapters that were never trained change nothing
-        self.device, self.timeout = on, timeout
-        self.rollout = Rollout(rollout, model, env, stop_token_ids=stop_token_ids, stop=stop, tokenizer=tokenizer)
-        self._group: TransferGroup | None = None
-        self._service: GenerationService | None = None
-
-    def max_over_ranks(self, values: list[float]) -> list[float]:
-        if self.world_size == 1:
-            return values
-        host = torch.device("cpu")
-        init_process_group(host, self.timeout)
-        return reduce_values(values, torch.distributed.ReduceOp.MAX, host, None)
-
-    # ---- weights ------------------------------------------------------------------------------------------------
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def takes_adapters(self) -> bool:
-        """Whether the engine takes LoRA adapters. Raises ValueError if it takes no weights."""
-        receiver = self.rollout.engine.receiver()
-        if receiver is None:
-            raise ValueError(
-                f"rollout.name={self.rollout.config.name} has no receiver() and cannot receive weights: "
-                "set placement.rollout_devices=null"
-            )
-        return isinstance(receiver, AdapterReceiver)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def connect_to_actor(self, address: tuple[str, int], size: int) -> None:
-        """Join the process group of the weight sync, concurrently with the actor's `connect_to_rollout`."""
-        self._group = TransferGroup(address, 1 + self.rank, size, self.device, self.timeout or NO_TIMEOUT)
-        self._group.measure()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def receive_weights(self, version: int) -> SyncReport:
-        """Receive one push of the actor, concurrently with its `push_weights` (disk: afterwards)."""
-        receiver, config = self.rollout.engine.receiver(), self.rollout.config
-        if self._group is None:
-            report = receive_disk(receiver, config.weight_sync_dir, version)
-        else:
-            report = receive_collective(receiver, self._group, version)
-        self.rollout.engine.weight_version = version
-        return report
-
-    # ---- generation during training -----------------------------------------------------------------------------
-
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    def submit_prompts(self, batch: DataProto | None) -> None:
-        """Start to generate in the background: one trajectory per row, in groups of rows with one uid.
-
-        Args:
-            batch: the columns of `generate_sequences`; None: nothing.
-        """
-        if batch is None:
-            return
-        if self._service is None:
-            self._service = self.rollout.serve()
-        groups: dict[str, list[Prompt]] = {}
-        for uid, prompt in zip(batch.non_tensor_batch["uid"], self.rollout.prompts_of(batch, self.rollout.params)):
-            groups.setdefault(uid, []).append(prompt)
-        for uid, prompts in groups.items():
-            self._service.submit(uid, prompts)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def collect_finished(self, timeout: float) -> list[DataProto]:
-        """Return the groups that have ended, one batch per group, its rows in the order of `submit_prompts`.
-
-        Each has the columns of `generate_sequences`, uid, and weight_versions: spans (first token, version).
-        """
-        finished = [] if self._service is None else self._service.collect(timeout)
-        batches = []
-        for uid, trajectories in finished:
-            prompts = [trajectory.prompt.token_ids for trajectory in trajectories]
-            with_loops = self.rollout.uses_loops(trajectories[0].prompt.columns)
-            found = self.rollout.columns_of(prompts, trajectories, lambda widths: widths, with_loops)
-            spans = [trajectory.weight_versions for trajectory in trajectories]
-            batches.append(found.replace(uid=[uid] * len(trajectories), weight_versions=spans))
-        return batches
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def pause_generation(self, partial: bool) -> None:
-        """Interrupt the generation in the background; see `GenerationService.pause`."""
-        if self._service is not None:
-            self._service.pause(partial)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def resume_generation(self) -> None:
-        """Continue the generation in the background."""
-        if self._service is not None:
-            self._service.resume()
-
-    # ---- generation without training ----------------------------------------------------------------------------
-
-    @register(dispatch_mode=Dispatch.ND_COMPUTE, mesh="rollout")
-    def generate_responses(self, batch: DataProto) -> DataProto | None:
-        """Generate one response per row, returned without padding.
-
-        Args:
-            batch: columns prompt_ids, uid and sample_index (index of the sample in its group).
-
-        Returns:
-            Columns response_ids (int32 arrays, including the stop token) and finish_reason ("stop" or "length").
-        """
-        trajectories = self.rollout.completions(batch)
-        if trajectories is None:
-            return None
-        return DataProto.from_dict(
-            non_tensors={
-                "response_ids": [np.array(t.token_ids, dtype=np.int32) for t in trajectories],
-                "finish_reason": [t.finish_reason for t in trajectories],
-            }
-        )
-
-
-def rollout_env(
-    worker: Worker,
-    config: schema.RolloutEngineConfig,
-    device: torch.device,
-    pad_token_id: int,
-    compute_dtype: torch.dtype | None,
-) -> RolloutEnv:
-    """The `RolloutEnv` of a worker: consecutive ranks form a tensor-parallel group."""
-    size = config.tensor_model_parallel_size
-    if worker.world_size % size:
-        raise ValueError(
-            f"rollout.tensor_model_parallel_size={size} does not divide the {worker.world_size} rollout ranks"
-        )
-    ranks = worker.rank, worker.world_size, worker.local_rank
-    return RolloutEnv(*ranks, device, pad_token_id, compute_dtype, tp_rank=worker.rank % size, tp_size=size)
 
 
 def sampling_in_mode(params: SamplingParams, mode: str, val: schema.ValSamplingConfig) -> SamplingParams:

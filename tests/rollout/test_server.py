@@ -1,0 +1,356 @@
+"""The OpenAI-compatible server: OpenAI's client on a real socket, refusals, limits, disconnects, many requests."""
+
+import asyncio
+import json
+import os
+import signal
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+from examples.quickstart.tiny_model import tiny_model
+from verl.cli.serve import load
+from verl.rollout.base import Completion, Request, RolloutEngine, SamplingParams
+from verl.rollout.server.app import make_app
+from verl.rollout.server.engine_loop import EngineLoop
+from verl.rollout.server.http import ServerThread, listen, serve_until_signal
+from verl.rollout.server.text import ResponseText, text_of
+
+KEY = "secret"
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello there"}]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model("qwen2", tmp_path_factory.mktemp("served") / "model")
+
+
+def loaded(folder, name: str = "native"):
+    return load({"name": name}, {"path": str(folder), "template": None}, "cpu", (1024, 32), "tiny")
+
+
+@pytest.fixture(scope="module")
+def served(folder):
+    """(engine, model, EngineLoop, running server)."""
+    engine, model = loaded(folder)
+    generator = EngineLoop(engine)
+    with ServerThread(make_app(model, KEY, generator=generator, max_body=100_000)) as server:
+        yield engine, model, generator, server
+    generator.close()
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    with openai.OpenAI(base_url=f"{served[3].url}/v1", api_key=KEY, max_retries=0) as found:
+        yield found
+
+
+# ---- what OpenAI's client gets ---------------------------------------------------------------------------------------
+
+
+def test_chat_is_what_the_engine_samples(served, client):
+    engine, model, _, _ = served
+    found = client.chat.completions.create(
+        **CHAT, seed=3, n=3, max_tokens=20, temperature=0.7, logprobs=True, extra_body={"return_token_ids": True}
+    )
+    text = model.tokenizer.apply_chat_template(CHAT["messages"], add_generation_prompt=True, tokenize=False)
+    prompt = model.tokenizer(text, add_special_tokens=False)["input_ids"]
+    params = SamplingParams(20, model.params.stop_token_ids, 3, temperature=0.7)
+    expected = engine.generate([Request(prompt, params, index) for index in range(3)])
+    assert [choice.index for choice in found.choices] == [0, 1, 2]
+    for choice, completion in zip(found.choices, expected):
+        assert choice.token_ids == completion.token_ids and choice.prompt_token_ids == prompt
+        assert [entry.logprob for entry in choice.logprobs.content] == pytest.approx(completion.log_probs, abs=1e-5)
+        assert choice.finish_reason == completion.finish_reason and choice.weight_version == 0
+        shown = completion.token_ids[: -1 if completion.finish_reason == "stop" else None]
+        assert choice.message.content == model.tokenizer.decode(shown, skip_special_tokens=True)
+    sampled = sum(len(completion.token_ids) for completion in expected)
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (len(prompt), sampled)
+    assert len({tuple(choice.token_ids) for choice in found.choices}) == 3
+
+
+def test_streaming_equals_not_streaming(client):
+    whole = client.chat.completions.create(**CHAT, seed=5, n=2, max_tokens=60)
+    texts, reasons, chunks = ["", ""], [None, None], 0
+    options = {"stream": True, "stream_options": {"include_usage": True}, "logprobs": True}
+    tokens = 0
+    for chunk in client.chat.completions.create(**CHAT, seed=5, n=2, max_tokens=60, **options):
+        if not chunk.choices:
+            assert chunk.usage == whole.usage
+            continue
+        (choice,) = chunk.choices
+        chunks += 1
+        texts[choice.index] += choice.delta.content or ""
+        reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+        tokens += len(choice.logprobs.content) if choice.logprobs else 0
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert tokens == whole.usage.completion_tokens and chunks > 6  # tokens are sent while they are sampled
+
+
+def test_completions_of_texts_and_token_ids(served, client):
+    tokenizer = served[1].tokenizer
+    ids = tokenizer("abc")["input_ids"]
+    options = {"model": "tiny", "temperature": 0, "max_tokens": 12, "logprobs": 0}
+    found = client.completions.create(prompt=["abc", "x y"], n=2, **options)
+    assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
+    assert found.choices[0].text == found.choices[1].text  # greedy
+    log_probs = found.choices[0].logprobs
+    assert len(log_probs.tokens) == len(log_probs.token_logprobs) == len(log_probs.text_offset) == 12
+    assert log_probs.text_offset[:3] == [0, len(log_probs.tokens[0]), len("".join(log_probs.tokens[:2]))]
+    assert client.completions.create(prompt=ids, **options).choices[0].text == found.choices[0].text
+    streamed = client.completions.create(prompt="abc", stream=True, **options)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == found.choices[0].text
+
+
+def test_seeds_and_stop_strings(client):
+    first, again = (client.chat.completions.create(**CHAT, seed=9, max_tokens=40) for _ in range(2))
+    other = client.chat.completions.create(**CHAT, max_tokens=40)
+    content = first.choices[0].message.content
+    assert again.choices[0].message.content == content != other.choices[0].message.content
+    stop = content[10:13]
+    for stream in (False, True):
+        found = client.chat.completions.create(**CHAT, seed=9, max_tokens=40, stop=[stop], stream=stream)
+        if stream:
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in found)
+        else:
+            text = found.choices[0].message.content
+            assert found.choices[0].finish_reason == "stop" and found.usage.completion_tokens < 40
+        assert text == content[: content.index(stop)]
+
+
+def test_tool_calls_are_read_and_rendered(served, client, monkeypatch):
+    tokenizer = served[1].tokenizer
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    ids = tokenizer("sure " + call)["input_ids"]
+
+    async def write_call(request: Request) -> Completion:
+        return Completion(ids, [-0.5] * len(ids), "stop")
+
+    monkeypatch.setattr(served[0], "generate_one", write_call)
+    chat = {**CHAT, "max_tokens": 100}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    choice = client.chat.completions.create(**chat, tools=tools).choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "sure"
+    function = choice.message.tool_calls[0].function
+    assert function.name == "add" and json.loads(function.arguments) == {"a": 1}
+    chunks = list(client.chat.completions.create(**chat, tools=tools, stream=True))
+    streamed = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or ()]
+    assert [each.function.name for each in streamed] == ["add"] and chunks[-1].choices[0].finish_reason == "tool_calls"
+    plain = client.chat.completions.create(**chat, tools=tools, tool_choice="none").choices[0]
+    assert plain.message.content == "sure " + call and plain.message.tool_calls is None
+    answered = [*chat["messages"], choice.message, {"role": "tool", "tool_call_id": "x", "content": "2"}]
+    assert client.chat.completions.create(**{**chat, "messages": answered}, tools=tools).choices
+
+
+def test_the_hf_engine_is_served_too(folder, served, client):
+    engine, model = loaded(folder, "hf")
+    generator = EngineLoop(engine)
+    options = {**CHAT, "temperature": 0, "max_tokens": 10}
+
+    async def ask() -> list[str]:
+        async with in_process(make_app(model, KEY, generator=generator)) as http:
+            found = await asyncio.gather(*(http.post("/v1/chat/completions", json=options) for _ in range(3)))
+        return [each.json()["choices"][0]["message"]["content"] for each in found]
+
+    try:
+        assert asyncio.run(ask()) == [client.chat.completions.create(**options).choices[0].message.content] * 3
+    finally:
+        generator.close()
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "frequency_penalty": 0.5,
+    "logit_bias": {"5": 10},
+    "response_format": {"type": "json_object"},
+    "top_logprobs": 2,
+    "n": 0,
+    "temperature": -1,
+    "top_p": 0,
+    "max_tokens": 0,
+    "stop": [""],
+    "seed": "x",
+    "messages": [],
+    "tool_choice": "required",
+    "guided_regex": "a*",
+    "chat_template_kwargs": {"chat_template": "{% for i in range(10 ** 9) %}{% endfor %}"},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_parameter_that_is_not_supported_is_named(client, name):
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(**{**CHAT, "extra_body": {name: REFUSED[name]}})
+    assert error.value.body["param"] == name and error.value.body["type"] == "invalid_request_error"
+    assert name in error.value.body["message"]
+
+
+def test_parameters_without_effect_are_accepted(client):
+    off = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "top_logprobs": 0, "user": "me"}
+    off |= {"response_format": {"type": "text"}, "parallel_tool_calls": True, "metadata": {"a": "b"}}
+    assert client.chat.completions.create(**CHAT, max_tokens=1, extra_body=off).choices
+
+
+def test_too_long_prompts_other_models_and_images_are_refused(client):
+    with pytest.raises(openai.BadRequestError, match="maximum length is 1024 tokens") as error:
+        client.chat.completions.create(**CHAT, max_tokens=1024)
+    assert error.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
+        client.chat.completions.create(**{**CHAT, "model": "gpt-4"})
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model="tiny", messages=image)
+    with pytest.raises(openai.BadRequestError, match="token ids from 0"):
+        client.completions.create(model="tiny", prompt=[10**9])
+    with pytest.raises(openai.BadRequestError, match="logprobs=0 returns"):
+        client.completions.create(model="tiny", prompt="a", logprobs=5)
+
+
+def test_authentication_and_bad_requests(served):
+    url, key = served[3].url, {"Authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=url) as http:
+        assert http.get("/health").json() == {"status": "ok"}
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
+            found = http.post("/v1/chat/completions", json=CHAT, headers=headers)
+            assert found.status_code == 401 and found.json()["error"]["code"] == "invalid_api_key"
+            assert http.get("/v1/models", headers=headers).status_code == 401
+        assert http.get("/v1/models", headers=key).json()["data"][0]["max_model_len"] == 1024
+        assert http.post("/v1/chat/completions", content=b"{", headers=key).status_code == 400
+        assert http.post("/v1/chat/completions", json=[1], headers=key).status_code == 400
+        for text in (b'{"model": "tiny", "prompt": "\\ud800"}', b'{"model": "tiny", "prompt": "a", "\\udfff": 1}'):
+            surrogate = http.post("/v1/completions", content=text, headers=key)
+            assert surrogate.status_code == 400 and surrogate.json()["error"]["code"] == "invalid_json"
+        assert (
+            http.post(
+                "/v1/completions",
+                content=b'{"model": "tiny", "prompt": "\\ud83d\\ude42", "max_tokens": 1}',
+                headers=key,
+            ).status_code
+            == 200
+        )
+        large = http.post("/v1/completions", content=b" " * 200_000, headers=key)
+        assert large.status_code == 413 and large.json()["error"]["code"] == "request_too_large"
+        assert http.get("/v1/nothing", headers=key).status_code == 404
+        assert http.get("/v1/chat/completions", headers=key).status_code == 405
+
+
+def test_an_error_of_the_engine_reaches_the_client(served, client, monkeypatch):
+    async def fail(request: Request) -> Completion:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(served[0], "generate_one", fail)
+    with pytest.raises(openai.InternalServerError, match="RuntimeError: out of memory"):
+        client.chat.completions.create(**CHAT)
+    with pytest.raises(openai.APIError, match="out of memory"):
+        list(client.chat.completions.create(**CHAT, stream=True))
+
+
+# ---- many requests, disconnects, shutdown ---------------------------------------------------------------------------
+
+
+def in_process(app) -> httpx.AsyncClient:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server", headers=headers)
+
+
+def test_200_concurrent_requests_share_batches(served):
+    engine, model, generator, _ = served
+
+    async def ask() -> list[list[int]]:
+        async with in_process(make_app(model, KEY, generator=generator)) as http:
+            body = {"model": "tiny", "max_tokens": 16, "return_token_ids": True}
+            calls = [http.post("/v1/completions", json={**body, "prompt": [5, i], "seed": i}) for i in range(200)]
+            found = await asyncio.gather(*calls)
+        return [each.json()["choices"][0]["token_ids"] for each in found]
+
+    params = [SamplingParams(16, model.params.stop_token_ids, seed) for seed in range(200)]
+    expected = engine.generate([Request([5, i], params[i], 0) for i in range(200)])
+    assert asyncio.run(ask()) == [completion.token_ids for completion in expected]
+    # far fewer steps than 200 responses one after another
+    assert engine.stats.steps < 200 * 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_disconnect_aborts_the_request(served, stream):
+    engine, _, _, server = served
+    body = {**CHAT, "max_tokens": 900, "ignore_eos": True, "stream": stream}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=server.url, timeout=0.3, headers=headers) as http:
+        if not stream:
+            http.post("/v1/chat/completions", json=body)
+        with http.stream("POST", "/v1/chat/completions", json=body) as response:
+            assert next(response.iter_lines()).startswith("data: ")
+            raise httpx.ReadTimeout("the client closes the connection here")
+    deadline = time.monotonic() + 20
+    while engine._continuous.is_busy():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert 0 <= engine.stats.tokens < 900
+
+
+class Waiting(RolloutEngine):
+    """Finishes a request when it is told to."""
+
+    def __init__(self):
+        self.started, self.aborted = threading.Event(), []
+        self.end = None
+
+    async def generate_one(self, request: Request) -> Completion:
+        self.end = asyncio.Event()
+        self.started.set()
+        await self.end.wait()
+        return Completion([7, 8], [-1.0, -1.0], "abort" if self.aborted else "length")
+
+    def abort(self, request_ids=None) -> None:
+        self.aborted.append(request_ids)
+        if self.end is not None:
+            self.end.set()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_running_calls_finish(served, number):
+    engine, model = Waiting(), served[1]
+    generator = EngineLoop(engine)
+    sock = listen("127.0.0.1", 0)
+    found = []
+
+    def use() -> None:
+        url = "http://{}:{}/v1/completions".format(*sock.getsockname())
+        headers = {"Authorization": f"Bearer {KEY}"}
+        call = threading.Thread(
+            target=lambda: found.append(httpx.post(url, json={"model": "tiny", "prompt": [5]}, headers=headers))
+        )
+        call.start()
+        engine.started.wait(10)
+        os.kill(os.getpid(), number)
+        time.sleep(0.3)
+        generator.loop.call_soon_threadsafe(engine.end.set)
+        call.join()
+
+    user = threading.Thread(target=use)
+    user.start()
+    assert serve_until_signal(make_app(model, KEY, generator=generator), sock, 10) == number
+    user.join()
+    assert found[0].status_code == 200 and found[0].json()["choices"][0]["finish_reason"] == "length"
+    assert engine.aborted == []
+    generator.close()
+    assert engine.aborted == [None]
+
+
+# ---- text -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["plain text", "naïve – 日本語 🙂🙃 end", "stop here STOP and more", "ends with STO"])
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_deltas_join_to_the_whole_text(served, text, size):
+    tokenizer = served[1].tokenizer
+    ids = tokenizer(text)["input_ids"]
+    reader = ResponseText(tokenizer, ["STOP"])
+    deltas = [reader.feed(ids[i : i + size]) for i in range(0, len(ids), size)]
+    assert "".join([*deltas, reader.finish()]) == text_of(tokenizer, ids, ["STOP"]) == text.partition("STOP")[0]
+    assert not any("\ufffd" in delta for delta in deltas) and sum(map(bool, deltas)) > 1

@@ -1,0 +1,155 @@
+"""verl serve MODEL: an OpenAI-compatible HTTP server over a rollout engine."""
+
+import secrets
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from socket import socket
+
+    from verl.rollout.base import RolloutEngine
+    from verl.rollout.server.service import ServedModel
+
+#: longest sequence without --max-model-len, if the model has more positions
+_MAX_MODEL_LEN = 8192
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="Hugging Face model: a folder or a Hub id.")],
+    engine: Annotated[str, typer.Option(help="Rollout engine: native, hf, vllm, sglang, or a custom one.")] = "native",
+    host: Annotated[str, typer.Option(help="Address to listen on. 0.0.0.0: all interfaces.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 chooses a free one.", min=0, max=65535)] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="VERL_API_KEY", help="Token that clients must send; default: a random one.")
+    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="Name of the model in the API; default: MODEL.")] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help=f"Maximum tokens of prompt and response; default: the model's limit, at most {_MAX_MODEL_LEN}."
+        ),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Response length of calls without max_tokens.")] = 512,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Maximum responses generated concurrently.")] = 256,
+    max_body_mb: Annotated[int, typer.Option(min=1, help="Largest request body in MiB.")] = 16,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="dtype of the weights: auto, bf16, fp32, ...")] = "auto",
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Fraction of the GPU memory for the engine.")] = 0.9,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of the engine.")] = 1,
+    trust_remote_code: Annotated[bool, typer.Option(help="Run Python code that comes with the model.")] = False,
+    chat_template: Annotated[str | None, typer.Option(help="File with a Jinja chat template.")] = None,
+    tool_parser: Annotated[str, typer.Option(help="Parser of tool calls: hermes, qwen, llama.")] = "hermes",
+    imports: Annotated[list[str] | None, typer.Option(help="File or module to import first; repeatable.")] = None,
+    shutdown_seconds: Annotated[int, typer.Option(min=0, help="Seconds for running calls when stopped.")] = 30,
+) -> None:
+    """Serve MODEL over HTTP with OpenAI's API until SIGINT or SIGTERM."""
+    from verl.trainer.command_line import USER_ERRORS, print_error
+
+    settings = {
+        "name": engine,
+        "dtype": dtype,
+        "max_num_seqs": max_num_seqs,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "tensor_model_parallel_size": tensor_parallel_size,
+    }
+    lengths, limits = (max_model_len, max_tokens), (max_body_mb * 2**20, shutdown_seconds)
+    model_settings = {"path": model, "trust_remote_code": trust_remote_code, "template": chat_template}
+    try:
+        from verl.registry import import_module
+        from verl.rollout.server.http import listen
+        from verl.tools.parsers import TOOL_PARSERS
+
+        for address in imports or []:
+            import_module(address)
+        TOOL_PARSERS[tool_parser]  # an unknown name is an error
+        sock = listen(host, port)  # before the model is loaded, so that a port in use is reported at once
+        made, served = load(settings, model_settings, device, lengths, served_model_name or model)
+    except USER_ERRORS as error:
+        raise typer.Exit(print_error(_with_extra(error))) from None
+    print(f"serving {served.name} with the engine {engine}, up to {served.max_model_len} tokens per sequence")
+    _run(made, replace(served, tool_parser=tool_parser), sock, api_key, limits)
+
+
+def _run(
+    engine: "RolloutEngine", served: "ServedModel", sock: "socket", api_key: str | None, limits: tuple[int, int]
+) -> None:
+    """Serve until a signal. limits: bytes of the largest body, and seconds for running calls."""
+    from verl.rollout.server.app import make_app
+    from verl.rollout.server.engine_loop import EngineLoop
+    from verl.rollout.server.http import serve_until_signal
+
+    key, generator = api_key or secrets.token_urlsafe(24), EngineLoop(engine)
+    host, port = sock.getsockname()[:2]
+    host = f"[{host}]" if ":" in host else host
+    print(f"  OPENAI_BASE_URL=http://{host}:{port}/v1")
+    print(f"  OPENAI_API_KEY={'(as given)' if api_key else key}", flush=True)
+    try:
+        serve_until_signal(make_app(served, key, generator=generator, max_body=limits[0]), sock, limits[1])
+    finally:
+        generator.close()
+    print("stopped", flush=True)
+
+
+def load(
+    settings: dict, model_settings: dict, device: str, lengths: tuple[int | None, int], name: str
+) -> "tuple[RolloutEngine, ServedModel]":
+    """Load the model into a rollout engine.
+
+    Args:
+        settings: values of the `rollout` section.
+        model_settings: path, trust_remote_code, and template (a file).
+        device: auto, cpu or cuda.
+        lengths: maximum length of a sequence, or None; default length of a response.
+        name: name of the model in the API.
+
+    Raises:
+        ValueError: no such model, engine or device, or lengths that the model does not support.
+    """
+    from pathlib import Path
+
+    from pydantic import ValidationError
+
+    from verl.config import schema
+    from verl.data.tokenization import load_tokenizer
+    from verl.rollout.base import RolloutEnv, SamplingParams, make_rollout_engine
+    from verl.rollout.server.service import ServedModel
+    from verl.trainer.inputs import stop_token_ids
+    from verl.trainer.model_limits import ModelLimits
+    from verl.utils.device import resolve_device
+
+    template = model_settings.pop("template")
+    if template is not None:
+        model_settings["custom_chat_template"] = Path(template).read_text()
+    model = schema.ModelConfig(**model_settings)
+    tokenizer, limits = load_tokenizer(model), ModelLimits.of(model)
+    max_model_len, max_tokens = lengths
+    if max_model_len is not None and limits.positions is not None and max_model_len > limits.positions:
+        raise ValueError(f"--max-model-len {max_model_len}: the model has {limits.positions} positions")
+    max_model_len = max_model_len or min(limits.positions or _MAX_MODEL_LEN, _MAX_MODEL_LEN)
+    max_tokens = min(max_tokens, max_model_len - 1)
+    sizes = {"prompt_length": max_model_len - max_tokens, "response_length": max_tokens, "max_model_len": max_model_len}
+    try:
+        config = schema.RolloutEngineConfig(**settings, **sizes)
+    except ValidationError as error:
+        (first, *_) = error.errors()
+        option = "--" + str(first["loc"][0]).replace("_", "-")
+        raise ValueError(f"{option}: {first['msg']}, found {first['input']!r}") from None
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    env = RolloutEnv(0, 1, 0, resolve_device(device), pad)
+    made = make_rollout_engine(config.name, config, model, env)
+    params = SamplingParams(max_tokens, stop_token_ids(model.path, tokenizer))
+    sizes = {"vocab_size": limits.vocab_size, "max_model_len": max_model_len}
+    return made, ServedModel(name, tokenizer, params, **sizes, sampling_keys=made.sampling_keys)
+
+
+def _with_extra(error: Exception) -> Exception:
+    """Name the extra to install, if a package of the server is missing."""
+    if isinstance(error, ModuleNotFoundError) and error.name in ("starlette", "uvicorn"):
+        return ImportError(f"verl serve needs {error.name}: pip install -e '.[server]' in a clone")
+    return error
+
+
+if __name__ == "__main__":
+    typer.run(serve)

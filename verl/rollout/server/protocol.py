@@ -1,0 +1,316 @@
+"""The parameters of a call of the HTTP server, and its errors, in the form of OpenAI's API.
+
+A parameter that would change the result and is not supported is an error; it is accepted with the value that turns it
+off.
+"""
+
+import json
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+
+#: choices per prompt, and prompts per call
+MAX_CHOICES = 128
+
+#: parameters that do not change the result
+_IGNORED = {"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+_IGNORED |= {"service_tier"}
+#: parameters that are accepted only with a value that turns them off; null always does
+_OFF: dict[str, list[Any]] = {
+    "frequency_penalty": [0],
+    "presence_penalty": [0],
+    "repetition_penalty": [1],
+    "logit_bias": [{}],
+    "response_format": [{"type": "text"}],
+    "best_of": [1],
+    "echo": [False],
+    "suffix": [""],
+    "parallel_tool_calls": [True],
+    "top_logprobs": [0],
+    "modalities": [["text"]],
+    "use_beam_search": [False],
+    "skip_special_tokens": [True],
+    "include_stop_str_in_output": [False],
+}
+#: arguments of the tokenizer's method. A template of a client could compute for ever
+_RESERVED = {"chat_template", "conversation", "tools", "tokenize", "add_generation_prompt", "continue_final_message"}
+_RESERVED |= {"return_dict", "return_tensors", "return_assistant_tokens_mask", "tokenizer_kwargs"}
+_RESERVED |= {"padding", "truncation", "max_length"}
+
+
+class ApiError(Exception):
+    """An error of a call. Sent as {"error": {"message", "type", "param", "code"}}.
+
+    Args:
+        status: HTTP status.
+        message: expected, found, fix.
+        param: the parameter at fault.
+        code: machine-readable name of the error.
+    """
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def body(self) -> dict[str, Any]:
+        """The response body."""
+        kinds = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of /chat/completions or /completions.
+
+    Args:
+        is_chat: which of the two.
+        model: the model's name, as the client gave it.
+        messages, tools: of a chat. Message contents are text; `arguments` of tool calls are parsed.
+        prompts: of /completions: texts or token ids.
+        n: choices per prompt.
+        max_tokens: maximum response length; None: the server's default.
+        sampling: the sampling parameters that were given, by their names in `SamplingParams`.
+        seed: determines the random numbers; None: a new seed.
+        stop, stop_token_ids: strings and tokens that end a response, in addition to the model's end tokens.
+        stream, include_usage: send chunks; send the usage in the last one.
+        logprobs: return the log-prob of each sampled token.
+        return_token_ids: return the token ids of prompt and response.
+        template_kwargs: arguments of the chat template.
+        call_id: identifies the call.
+    """
+
+    is_chat: bool
+    model: str
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
+    prompts: list[str | list[int]] = field(default_factory=list)
+    n: int = 1
+    max_tokens: int | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+    return_token_ids: bool = False
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    call_id: str = ""
+
+
+# ---- what a body may contain ----------------------------------------------------------------------------------------
+
+_Number = Annotated[float, Field(strict=True)]
+_Text = Annotated[str, Field(strict=True, min_length=1)]
+
+
+class _StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    include_usage: StrictBool = False
+
+
+class _Body(BaseModel):
+    """The parameters of both routes."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: StrictStr
+    n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: Annotated[int, Field(strict=True, ge=1)] | None = None
+    temperature: Annotated[_Number, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[_Number, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(strict=True, ge=-1)] | None = None
+    min_p: Annotated[_Number, Field(ge=0, le=1)] | None = None
+    ignore_eos: StrictBool | None = None
+    seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
+    stop: _Text | list[_Text] | None = None
+    stop_token_ids: list[Annotated[int, Field(strict=True, ge=0)]] | None = None
+    stream: StrictBool | None = None
+    stream_options: _StreamOptions | None = None
+    return_token_ids: StrictBool | None = None
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    type: StrictStr
+    text: StrictStr
+
+
+class _FunctionCall(BaseModel):
+    name: StrictStr
+    arguments: StrictStr | dict[str, Any]
+
+
+class _ToolCall(BaseModel):
+    id: StrictStr | None = None
+    type: StrictStr = "function"
+    function: _FunctionCall
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    role: StrictStr
+    content: StrictStr | list[_Part] | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+
+class _ChatBody(_Body):
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(strict=True, ge=1)] | None = None
+    logprobs: StrictBool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class _CompletionBody(_Body):
+    prompt: _Text | list[_Text] | list[StrictInt] | list[list[StrictInt]]
+    logprobs: Annotated[int, Field(strict=True, ge=0)] | None = None
+
+
+def read_call(is_chat: bool, body: Any) -> Call:
+    """Check the body of a call. Raises ApiError that names the parameter."""
+    if not isinstance(body, Mapping):
+        raise ApiError(400, f"expected a JSON object, found {type(body).__name__}")
+    schema = _ChatBody if is_chat else _CompletionBody
+    given = _without_switched_off(body, schema)
+    try:
+        read = schema.model_validate(given)
+    except ValidationError as error:
+        raise _unreadable(error) from None
+    return _chat_call(read) if isinstance(read, _ChatBody) else _completion_call(read)
+
+
+def _without_switched_off(body: Mapping[str, Any], schema: type[_Body]) -> dict[str, Any]:
+    """The supported parameters of a body. Raises ApiError for others."""
+    given = {}
+    for name, value in body.items():
+        if value is None or name in _IGNORED:
+            continue
+        if name in schema.model_fields:
+            given[name] = value
+        elif name in _OFF:
+            if value not in _OFF[name]:
+                off = json.dumps(_OFF[name][0])
+                why = ""
+                if name == "top_logprobs":
+                    why = " (the engine gives the log-prob of the sampled token: logprobs=true)"
+                raise ApiError(
+                    400,
+                    f"{name}={json.dumps(value)[:80]} is not supported{why}: leave it out, or set it to {off}",
+                    param=name,
+                    code="unsupported_parameter",
+                )
+        else:
+            raise ApiError(400, f"the parameter {name!r} is not supported", param=name, code="unsupported_parameter")
+    return given
+
+
+def _unreadable(error: ValidationError) -> ApiError:
+    first = error.errors()[0]
+    name = str(first["loc"][0]) if first["loc"] else None
+    where = ".".join(str(key) for key in first["loc"] if not str(key).startswith(("constrained", "list[", "function-")))
+    if first["type"] == "missing":
+        return ApiError(400, f"the parameter {where!r} is missing", param=name, code="missing_parameter")
+    found = json.dumps(first["input"], default=str)[:80]
+    return ApiError(400, f"{where}: {first['msg']}, found {found}", param=name, code="invalid_value")
+
+
+def _common(read: _Body) -> dict[str, Any]:
+    names = ("temperature", "top_p", "top_k", "min_p", "ignore_eos")
+    sampling = {name: value for name in names if (value := getattr(read, name)) is not None}
+    if sampling.get("top_k") == 0:  # vLLM's value for "all"
+        sampling["top_k"] = -1
+    stop = [read.stop] if isinstance(read.stop, str) else read.stop or []
+    return {
+        "model": read.model,
+        "n": read.n or 1,
+        "sampling": sampling,
+        "seed": read.seed,
+        "stop": tuple(stop),
+        "stop_token_ids": tuple(read.stop_token_ids or ()),
+        "stream": bool(read.stream),
+        "include_usage": read.stream_options is not None and read.stream_options.include_usage,
+        "return_token_ids": bool(read.return_token_ids),
+    }
+
+
+def _chat_call(read: _ChatBody) -> Call:
+    if read.tool_choice not in (None, "auto", "none"):
+        raise ApiError(
+            400,
+            f"tool_choice={json.dumps(read.tool_choice)[:80]} is not supported: expected auto or none",
+            param="tool_choice",
+            code="unsupported_parameter",
+        )
+    if reserved := sorted(_RESERVED & (read.chat_template_kwargs or {}).keys()):
+        raise ApiError(
+            400,
+            f"chat_template_kwargs: {reserved[0]!r} is not an argument of the chat template: leave it out",
+            param="chat_template_kwargs",
+            code="invalid_value",
+        )
+    return Call(
+        is_chat=True,
+        messages=[_message(message, f"messages.{i}") for i, message in enumerate(read.messages)],
+        tools=None if read.tool_choice == "none" else read.tools or None,
+        max_tokens=read.max_completion_tokens or read.max_tokens,
+        logprobs=bool(read.logprobs),
+        template_kwargs=read.chat_template_kwargs or {},
+        call_id=f"chatcmpl-{uuid.uuid4().hex}",
+        **_common(read),
+    )
+
+
+def _message(message: _Message, where: str) -> dict[str, Any]:
+    """A message as the chat template reads it: its content is text, and arguments of tool calls are objects."""
+    content = message.content
+    if isinstance(content, list):
+        for part in content:
+            if part.type not in ("text", "refusal"):
+                raise ApiError(400, f"{where}.content: {part.type!r} is not supported: expected text", param="messages")
+        content = "".join(part.text for part in content)
+    others = {name: value for name, value in (message.model_extra or {}).items() if value not in (None, [])}
+    read: dict[str, Any] = {"role": message.role, "content": content or "", **others}
+    if message.tool_calls:
+        read["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
+    return read
+
+
+def _tool_call(call: _ToolCall) -> dict[str, Any]:
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        with suppress(json.JSONDecodeError):  # a policy may write arguments that are not JSON
+            arguments = json.loads(arguments or "{}")
+    named = {"id": call.id} if call.id else {}
+    return {**named, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def _completion_call(read: _CompletionBody) -> Call:
+    prompt = read.prompt
+    prompts: list[Any] = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
+    if not prompts or not all(prompts):
+        raise ApiError(400, "prompt: expected at least one token, found an empty prompt", param="prompt")
+    if len(prompts) > MAX_CHOICES:
+        raise ApiError(400, f"prompt: expected at most {MAX_CHOICES} prompts, found {len(prompts)}", param="prompt")
+    if read.logprobs:
+        raise ApiError(
+            400,
+            f"logprobs={read.logprobs} is not supported: the engine gives the log-prob of the sampled token, which "
+            "logprobs=0 returns",
+            param="logprobs",
+            code="unsupported_parameter",
+        )
+    return Call(
+        is_chat=False,
+        prompts=prompts,
+        max_tokens=read.max_tokens,
+        logprobs=read.logprobs is not None,
+        call_id=f"cmpl-{uuid.uuid4().hex}",
+        **_common(read),
+    )

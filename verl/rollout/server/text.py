@@ -1,0 +1,64 @@
+"""Responses as text, at once or token by token."""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class ResponseText:
+    """The text of one response, without special tokens, up to the first stop string.
+
+    `feed` returns text that is final: a character whose bytes are incomplete, and text that may be the start of a stop
+    string, are held back. The deltas joined are the text of the whole response.
+
+    Args:
+        tokenizer: decodes token ids.
+        stop: stop strings; the text ends before the first one.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()):
+        self.tokenizer = tokenizer
+        self.stop = tuple(stop)
+        self.token_ids: list[int] = []
+        self._start = self._read = 0  # window of tokens that are decoded again with the next ones
+        self._held = ""
+        self._sent = ""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Add tokens. Returns the text that they complete."""
+        self.token_ids += token_ids
+        before = self._decode(self.token_ids[self._start : self._read])
+        now = self._decode(self.token_ids[self._start :])
+        if now.endswith("\ufffd") or len(now) <= len(before):
+            return ""
+        self._start, self._read = self._read, len(self.token_ids)
+        self._held += now[len(before) :]
+        return self._send(len(self._held) - max((len(text) - 1 for text in self.stop), default=0))
+
+    def finish(self) -> str:
+        """The rest of the text."""
+        text = self._cut(self._decode(self.token_ids))
+        if not text.startswith(self._sent):
+            return self._send(len(self._held))
+        rest = text[len(self._sent) :]
+        self._sent = text
+        return rest
+
+    def _send(self, length: int) -> str:
+        text = self._held[: max(0, min(length, len(self._cut(self._held))))]
+        self._held = self._held[len(text) :]
+        self._sent += text
+        return text
+
+    def _cut(self, text: str) -> str:
+        found = [at for string in self.stop if (at := text.find(string)) >= 0]
+        return text[: min(found)] if found else text
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def text_of(tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str] = ()) -> str:
+    """The text of a whole response."""
+    reader = ResponseText(tokenizer, stop)
+    reader.token_ids = list(token_ids)
+    return reader.finish()

@@ -1,0 +1,166 @@
+"""The worker of a rollout in a separate process."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.config import schema
+from verl.engines.parallel import init_process_group, reduce_values
+from verl.protocol import DataProto
+from verl.rollout.agent_loop import Prompt
+from verl.rollout.stop_strings import StopStrings
+from verl.rollout.weight_sync import AdapterReceiver, SyncReport, TransferGroup, receive_collective, receive_disk
+from verl.single_controller.dispatch import Dispatch, register
+from verl.utils.device import resolve_device, resolve_dtype
+from verl.workers.rollout.methods import NO_TIMEOUT, RolloutMethods, rollout_env
+from verl.workers.rollout.role import Rollout
+from verl.workers.rollout.service import GenerationService
+
+
+class RolloutWorker(RolloutMethods):
+    """A rollout engine in a separate process, which only generates.
+
+    Args:
+        model: the `model` section.
+        rollout: the `rollout` section.
+        device: `trainer.device`.
+        pad_token_id: fills shorter prompts and responses.
+        stop_token_ids: token ids that end a response.
+        stop: strings that end a response, with the tokenizer's `decode`.
+        tokenizer: of the policy, for agent loops.
+        train_dtype: `fsdp_config.dtype` of the actor; None without training.
+        timeout: timeout of collectives in seconds.
+    """
+
+    def __init__(
+        self,
+        model: schema.ModelConfig,
+        rollout: schema.RolloutEngineConfig,
+        *,
+        device: str,
+        pad_token_id: int,
+        stop_token_ids: tuple[int, ...],
+        stop: StopStrings | None = None,
+        tokenizer: Any = None,
+        train_dtype: str | None = None,
+        timeout: float | None = None,
+    ):
+        on = resolve_device(device, self.local_rank)
+        if on.type == "cuda":
+            torch.cuda.set_device(on)  # Triton launches kernels on the current device
+        dtype = None if train_dtype is None else resolve_dtype(train_dtype, on)
+        env = rollout_env(self, rollout, on, pad_token_id, dtype)
+        if env.tp_size > 1:
+            init_process_group(on, timeout)
+        if train_dtype is None and model.lora_adapter_path is None:
+            model = model.model_copy(update={"lora_rank": 0})  # adapters that were never trained change nothing
+        self.device, self.timeout = on, timeout
+        self.rollout = Rollout(rollout, model, env, stop_token_ids=stop_token_ids, stop=stop, tokenizer=tokenizer)
+        self._group: TransferGroup | None = None
+        self._service: GenerationService | None = None
+
+    def max_over_ranks(self, values: list[float]) -> list[float]:
+        if self.world_size == 1:
+            return values
+        host = torch.device("cpu")
+        init_process_group(host, self.timeout)
+        return reduce_values(values, torch.distributed.ReduceOp.MAX, host, None)
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def takes_adapters(self) -> bool:
+        """Whether the engine takes LoRA adapters. Raises ValueError if it takes no weights."""
+        receiver = self.rollout.engine.receiver()
+        if receiver is None:
+            raise ValueError(
+                f"rollout.name={self.rollout.config.name} has no receiver() and cannot receive weights: "
+                "set placement.rollout_devices=null"
+            )
+        return isinstance(receiver, AdapterReceiver)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def connect_to_actor(self, address: tuple[str, int], size: int) -> None:
+        """Join the process group of the weight sync, concurrently with the actor's `connect_to_rollout`."""
+        self._group = TransferGroup(address, 1 + self.rank, size, self.device, self.timeout or NO_TIMEOUT)
+        self._group.measure()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def receive_weights(self, version: int) -> SyncReport:
+        """Receive one push of the actor, concurrently with its `push_weights` (disk: afterwards)."""
+        receiver, config = self.rollout.engine.receiver(), self.rollout.config
+        if self._group is None:
+            report = receive_disk(receiver, config.weight_sync_dir, version)
+        else:
+            report = receive_collective(receiver, self._group, version)
+        self.rollout.engine.weight_version = version
+        return report
+
+    # ---- generation during training -----------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def submit_prompts(self, batch: DataProto | None) -> None:
+        """Start to generate in the background: one trajectory per row, in groups of rows with one uid.
+
+        Args:
+            batch: the columns of `generate_sequences`; None: nothing.
+        """
+        if batch is None:
+            return
+        if self._service is None:
+            self._service = self.rollout.serve()
+        groups: dict[str, list[Prompt]] = {}
+        for uid, prompt in zip(batch.non_tensor_batch["uid"], self.rollout.prompts_of(batch, self.rollout.params)):
+            groups.setdefault(uid, []).append(prompt)
+        for uid, prompts in groups.items():
+            self._service.submit(uid, prompts)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def collect_finished(self, timeout: float) -> list[DataProto]:
+        """Return the groups that have ended, one batch per group, its rows in the order of `submit_prompts`.
+
+        Each has the columns of `generate_sequences`, uid, and weight_versions: spans (first token, version).
+        """
+        finished = [] if self._service is None else self._service.collect(timeout)
+        batches = []
+        for uid, trajectories in finished:
+            with_loops = self.rollout.uses_loops(trajectories[0].prompt.columns)
+            found = self.rollout.columns_of(trajectories, lambda widths: widths, with_loops)
+            spans = [trajectory.weight_versions for trajectory in trajectories]
+            batches.append(found.replace(uid=[uid] * len(trajectories), weight_versions=spans))
+        return batches
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def pause_generation(self, partial: bool) -> None:
+        """Interrupt the generation in the background; see `GenerationService.pause`."""
+        if self._service is not None:
+            self._service.pause(partial)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def resume_generation(self) -> None:
+        """Continue the generation in the background."""
+        if self._service is not None:
+            self._service.resume()
+
+    # ---- generation without training ----------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ND_COMPUTE, mesh="rollout")
+    def generate_responses(self, batch: DataProto) -> DataProto | None:
+        """Generate one response per row, returned without padding.
+
+        Args:
+            batch: columns prompt_ids, uid and sample_index (index of the sample in its group).
+
+        Returns:
+            Columns response_ids (int32 arrays, including the stop token) and finish_reason ("stop" or "length").
+        """
+        trajectories = self.rollout.completions(batch)
+        if trajectories is None:
+            return None
+        return DataProto.from_dict(
+            non_tensors={
+                "response_ids": [np.array(t.token_ids, dtype=np.int32) for t in trajectories],
+                "finish_reason": [t.finish_reason for t in trajectories],
+            }
+        )
