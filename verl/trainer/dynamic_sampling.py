@@ -68,6 +68,8 @@ class PromptQueue(Prompts):
         return {"source": self.source.state_dict(), "size": self.size, "waiting": self.waiting}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "waiting" not in state:  # of a run without a queue
+            return super().load_state_dict(state)
         self.source.load_state_dict(state["source"])
         self.size, self.waiting = state["size"], state["waiting"]
 

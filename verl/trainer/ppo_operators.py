@@ -75,6 +75,15 @@ class Prompts(Stateful):
         return self.source.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume, also from a checkpoint with a queue of prompts. Raises ValueError if prompts are waiting in it."""
+        if "waiting" in state:
+            if state["waiting"] is not None and len(state["waiting"]):
+                raise ValueError(
+                    f"the checkpoint has {len(state['waiting'])} prompts that were taken from the data and are not "
+                    "trained yet, of asynchronous training or dynamic sampling: resume with the same "
+                    "trainer.async.max_staleness and algorithm.filter_groups"
+                )
+            state = state["source"]
         self.source.load_state_dict(state)
 
 
