@@ -254,7 +254,8 @@ class GreedyBaseline:
     def generate(self, batch: DataProto) -> None:
         """Generate a greedy response to every prompt of the batch."""
         _, first, _ = _groups(batch)
-        prompts = batch.select([], None)[first].replace(sample_index=np.zeros(len(first), dtype=object))
+        names = [name for name in batch.non_tensor_batch if name not in GENERATED]  # without the sampled responses
+        prompts = batch.select([], names)[first].replace(sample_index=np.zeros(len(first), dtype=object))
         with_columns = uses_agent_loop(self.config)
         self._responses = prompts.union(generate(self.roles, "greedy", with_columns)(prompts))
 

@@ -49,6 +49,7 @@ from verl.single_controller.cluster import CLUSTERS, Cluster, make_cluster
 from verl.tracking.tracking import check_trackers
 from verl.trainer.inputs import Inputs, base_settings, dataset_class, try_rewards
 from verl.trainer.launch import Recipe
+from verl.trainer.dynamic_sampling import SUMMED_REWARD
 from verl.trainer.model_limits import check_reads_tokens_of
 from verl.trainer.ppo_flow import needs_critic
 from verl.trainer.roles import pools_of, roles_of
@@ -426,7 +427,7 @@ def reward_names(run: Run) -> None:
     """Reward values that settings refer to are returned by the reward function or written by an operator."""
     algorithm = run.config.algorithm
     named: dict[str, list[str]] = {}
-    if algorithm.filter_groups.enable:
+    if algorithm.filter_groups.enable and algorithm.filter_groups.metric not in SUMMED_REWARD:
         named["algorithm.filter_groups.metric"] = [algorithm.filter_groups.metric]
     if algorithm.adv_estimator == "gdpo":
         named["algorithm.gdpo_reward_keys"] = algorithm.gdpo_reward_keys
