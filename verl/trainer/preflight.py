@@ -47,9 +47,9 @@ from verl.rollout.base import ROLLOUT_ENGINES
 from verl.rollout.server.agents import TRIAL_FACTS, load_agent
 from verl.single_controller.cluster import CLUSTERS, Cluster, make_cluster
 from verl.tracking.tracking import check_trackers
+from verl.trainer.dynamic_sampling import SUMMED_REWARD
 from verl.trainer.inputs import Inputs, base_settings, dataset_class, try_rewards
 from verl.trainer.launch import Recipe
-from verl.trainer.dynamic_sampling import SUMMED_REWARD
 from verl.trainer.model_limits import check_reads_tokens_of
 from verl.trainer.ppo_flow import needs_critic
 from verl.trainer.roles import pools_of, roles_of
