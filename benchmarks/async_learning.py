@@ -1,4 +1,4 @@
-"""Whether a task is learned as well asynchronously as synchronously: curves of the mean reward.
+"""Learning curves of synchronous and asynchronous training on the same task.
 
     python benchmarks/async_learning.py --out benchmarks/results/async_learning_cpu.json
 
@@ -33,7 +33,7 @@ RUNS = {
 
 
 def curve(settings: list[str]) -> dict:
-    """Train, and return the mean reward of every step and what is known of the staleness."""
+    """Train. Returns the mean reward of every step, and the staleness."""
     trainer, reports = LocalPPOTrainer(overrides=[*settings, "algorithm.name=grpo"]), []
 
     def record(report: StepReport) -> None:

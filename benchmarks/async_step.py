@@ -1,10 +1,10 @@
-"""GRPO with responses of log-normal length: synchronous against asynchronous training on the same devices.
+"""Compare synchronous and asynchronous GRPO on the same devices, with responses of log-normal length.
 
     python benchmarks/async_step.py                                   # 2 GPUs: 0.5B, 32 prompts x 8, 64 + 2048 tokens
     python benchmarks/async_step.py --suite cpu                       # 2 CPU processes: 0.43 M parameters
     python benchmarks/async_step.py --variants colocated,separate,async --max-staleness 2
 
-Variants, each in a process of its own, one after another:
+Variants, which run one after another in separate processes:
 
 - colocated: synchronous; both devices generate, and then both train.
 - separate: synchronous, one device trains and one generates (trainer.async.max_staleness=0).
@@ -13,7 +13,8 @@ Variants, each in a process of its own, one after another:
 The model has random weights and nothing is downloaded. The length of each response is drawn from a log-normal
 distribution (median 1/8 of the maximum, sigma 1, cut at the maximum) by the sample's id, so that all variants generate
 and train the same numbers of tokens. One JSON line per variant and one that compares them: `samples_per_second` is over
-the wall time of the steps after the warm-up; `staleness` counts the samples of these steps by staleness.
+the wall time of the steps after the warm-up; `staleness` counts the samples of these steps by staleness; `medians` are
+seconds of a step: for which training waited for responses, of the update, of the weight sync, and of all operators.
 """
 
 import argparse
@@ -41,6 +42,13 @@ SUITES = {
 }
 SEPARATE = ["placement.actor_devices=[0]", "placement.rollout_devices=[1]"]
 VARIANTS = {"colocated": [], "separate": SEPARATE, "async": SEPARATE}
+#: what `medians` has -> the operators whose seconds it is the sum of
+PHASES = {
+    "wait": ("gen", "buffer"),
+    "update_actor": ("update_actor",),
+    "sync_weights": ("sync_weights", "sleep_rollout"),
+    "step": ("step",),
+}
 
 
 def overrides(work: Work, folder: Path, args: argparse.Namespace) -> list[str]:
@@ -61,7 +69,7 @@ def overrides(work: Work, folder: Path, args: argparse.Namespace) -> list[str]:
         f"{actor}optim.lr=1e-6",
         f"reward.custom_reward_function.path={ROOT}/benchmarks/grpo_step.py",
         "reward.isolation=none",
-        # the steps after the last one that is measured keep the devices as busy as those before it
+        # further steps keep the devices busy until the last measured step ends
         f"trainer.total_training_steps={args.steps + staleness + 1}",
         f"trainer.default_local_dir={folder / args.child}",
         "trainer.logger=[jsonl]",
@@ -92,7 +100,10 @@ def run_variant(work: Work, folder: Path, args: argparse.Namespace) -> dict:
     ends = ends[args.warm_up - 1 : args.steps]
     seconds = ends[-1] - ends[0]
     staleness = [sum(int(m.get(f"async/staleness_{k}", 0)) for m in measured) for k in range(args.max_staleness + 1)]
-    phases = sorted({name for m in measured for name in m if name.startswith("timing_s/")})
+    medians = {
+        phase: round(statistics.median(sum(m.get(f"timing_s/{name}", 0.0) for name in names) for m in measured), 3)
+        for phase, names in PHASES.items()
+    }
     return {
         "benchmark": "async_step",
         "variant": args.child,
@@ -107,7 +118,7 @@ def run_variant(work: Work, folder: Path, args: argparse.Namespace) -> dict:
         "staleness": staleness if args.child == "async" else None,
         "partial_samples": sum(int(m.get("async/partial", 0)) for m in measured),
         "dropped_groups": sum(int(m.get("async/dropped", 0)) for m in measured),
-        **{p: round(statistics.median(m.get(p, 0.0) for m in measured), 3) for p in phases},
+        "medians": medians,
     }
 
 
@@ -153,9 +164,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         make_inputs(work, folder, work.prompts * (args.steps + args.max_staleness + 1))
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         for variant in args.variants.split(","):
             child = [sys.executable, __file__, *sys.argv[1:], "--child", variant, "--folder", str(folder)]
-            subprocess.run(child, check=True, stdout=sys.stderr, env={**os.environ, "PYTHONPATH": str(ROOT)})
+            subprocess.run(child, check=True, stdout=sys.stderr, env=os.environ | {"PYTHONPATH": path})
             record["lines"].append(json.loads((folder / f"{variant}.json").read_text()))
             print(json.dumps(record["lines"][-1]), flush=True)
     speed = {line["variant"]: line["samples_per_second"] for line in record["lines"]}
@@ -166,6 +178,7 @@ def main() -> None:
             "max_staleness": args.max_staleness,
             **{f"faster_than_{name}": round(fast / other, 2) for name, other in speed.items()},
             "staleness": next(line["staleness"] for line in record["lines"] if line["variant"] == "async"),
+            "medians": {line["variant"]: line["medians"] for line in record["lines"]},
         }
         record["lines"].append(compared)
         print(json.dumps(compared), flush=True)

@@ -1,4 +1,4 @@
-"""An agent loop of one turn, whose length is drawn from a log-normal distribution, for async_step.py."""
+"""The agent loop of async_step.py: one turn, with a length from a log-normal distribution."""
 
 import math
 import random

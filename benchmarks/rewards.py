@@ -1,4 +1,4 @@
-"""Cost of calling a reward function: microseconds per sample without the work of the function, one JSON line.
+"""Overhead of calling a reward function, in microseconds per sample. Prints one JSON line.
 
     python benchmarks/rewards.py [--samples 512] [--repeats 20]
 

@@ -91,7 +91,7 @@ def fill(module: torch.nn.Module) -> None:
 
 
 class Source:
-    """What a sync reads of a training engine."""
+    """The part of a training engine that a sync reads."""
 
     def __init__(self, module: torch.nn.Module):
         self.module = module

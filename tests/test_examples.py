@@ -55,7 +55,8 @@ def home(tmp_path_factory) -> Path:
     """What the scripts ask for: a model, and rows as examples/data_preprocess writes them."""
     home = tmp_path_factory.mktemp("home")
     tiny_model("llama", home / "model", seed=0)
-    (home / "model" / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    template = "{{ tools or '' }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    (home / "model" / "chat_template.jinja").write_text(template)
     row = {
         "data_source": "openai/gsm8k",
         "prompt": [{"role": "user", "content": "1+1="}],
@@ -136,7 +137,7 @@ def test_the_install_script_installs_what_the_project_can_use(home):
     extras = packages.split("[")[1].split("]")[0].split(",")
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {"ray", "lora"} <= set(extras) <= wanted.keys()
-    assert "Not installed, because this version has no engine that uses them: sglang" in done.stdout
+    assert "Not installed, because this version has no engine that uses them: megatron-core" in done.stdout
     refused = subprocess.run(["bash", str(script)], env=env | {"USE_MEGATRON": "1"}, capture_output=True, text=True)
     assert refused.returncode == 1 and "use USE_MEGATRON=0" in refused.stderr and refused.stdout == ""
 

@@ -63,7 +63,7 @@ COLUMNS: dict[str, Column] = {
     "sum_pi_squared": Column("B T", "float", "sum over the vocabulary of the squared probabilities"),
     "reward_baselines": Column("B", "float", "summed reward of the greedy response to the same prompt"),
     "uid": Column("B", "object", "the prompt a row belongs to: rows of one group share it"),
-    "data_source": Column("B", "object", "which data set the row came from; chooses its reward rule"),
+    "data_source": Column("B", "object", "the dataset of the row; selects its reward rule"),
     "reward_model": Column("B", "object", "what the reward needs, `ground_truth` among it"),
     "extra_info": Column("B", "object", "further facts for the reward function"),
     "raw_prompt": Column("B", "object", "the chat messages or the text before tokenization"),

@@ -1,8 +1,8 @@
-"""An agent that plays a guessing game. It uses the OpenAI client only, and is trained as it is.
+"""An agent that plays a guessing game. It uses only the OpenAI client, and is trained without changes.
 
     python examples/server_agent/guess_agent.py     # plays against a server: OPENAI_BASE_URL, OPENAI_API_KEY
 
-In training, `run` is called once per sample, with a base URL of its own:
+In training, `run` is called once per sample, each time with another base URL:
 
     actor_rollout_ref.rollout.mode=server
     actor_rollout_ref.rollout.server.agent.path=examples/server_agent/guess_agent.py
@@ -12,7 +12,7 @@ import openai
 
 GUESSES = 3
 
-#: one client for all samples: its connections are shared, and making one takes 0.1 s
+#: one client for all samples: they share its connections, and creating a client takes 0.1 s
 CLIENT = openai.OpenAI(base_url="http://localhost:8000/v1", api_key="set by run()", max_retries=0)
 
 

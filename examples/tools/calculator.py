@@ -3,7 +3,7 @@
     rollout.multi_turn.function_tool_path=examples/tools/calculator.py
     reward.custom_reward_function.path=examples/tools/calculator.py
 
-The policy answers "What is 47*83-9?". It cannot multiply, but it can call the calculator and copy the result.
+A prompt is "What is 47*83-9?". The policy cannot multiply, but it can call the calculator and copy the result.
 """
 
 import ast
@@ -42,7 +42,7 @@ def _value(node: ast.AST) -> float:
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
-    """1 if the last number of the response is the ground truth. The response has all turns, those of tools included."""
+    """1 if the last number of the response is the ground truth. The response includes the turns of tools."""
     last_turn = re.split(r"\bassistant\n", solution_str)[-1]
     numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", last_turn)
     return float(bool(numbers) and numbers[-1].replace(",", "") == ground_truth)

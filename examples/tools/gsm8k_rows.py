@@ -1,4 +1,5 @@
-"""Arithmetic word problems for a small instruction-tuned model with the calculator: train.jsonl and test.jsonl.
+"""Arithmetic word problems for a small instruction-tuned model with the calculator: train.parquet and
+test.parquet.
 
     python examples/tools/gsm8k_rows.py --out ~/data/calculator
 
@@ -6,10 +7,12 @@ The problems are in the form of GSM8K, with numbers that a small model cannot mu
 """
 
 import argparse
-import json
 from pathlib import Path
 from random import Random
 from typing import Any
+
+import pyarrow
+import pyarrow.parquet
 
 NAMES = ["Anna", "Ben", "Clara", "David", "Emma", "Farid", "Grace", "Hugo"]
 THINGS = ["apples", "books", "pencils", "tickets", "cookies", "marbles", "flowers", "stickers"]
@@ -45,8 +48,8 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     for name, seed, rows in (("train", 1, 8192), ("test", 0, 256)):
         random = Random(seed)
-        lines = [json.dumps(row(random)) + "\n" for _ in range(rows)]
-        (args.out / f"{name}.jsonl").write_text("".join(lines))
+        table = pyarrow.Table.from_pylist([row(random) for _ in range(rows)])
+        pyarrow.parquet.write_table(table, args.out / f"{name}.parquet")
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def warm_up(task: ModuleType, name: str, out: Path, seed: int) -> Path:
 
 
 def learn(args: argparse.Namespace, task: ModuleType, model: Path) -> list[dict[str, float]]:
-    """Train with GRPO. Returns the metrics of every step, those before the first step included."""
+    """Train with GRPO. Returns the metrics of every step, including those before the first step."""
     for name, seed, rows in (("train", args.seed + 100, PROMPTS[args.task] * args.steps), ("test", 0, 200)):
         random = Random(seed)
         lines = [json.dumps(task.row(random)) + "\n" for _ in range(rows)]

@@ -6,14 +6,14 @@
 #
 # Further arguments are configuration keys, such as algorithm.shuffle_rewards=true for the control.
 set -euo pipefail
-MODEL=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct}
-DATA=${DATA:-$HOME/data/calculator}
-HERE=$(dirname "$0")
+MODEL=${MODEL:?set MODEL to a HuggingFace model with tool calls in its chat template: a folder or an id}
+DATA=${DATA:?set DATA to the folder with train.parquet and test.parquet}
+HERE=$(cd "$(dirname "$0")" && pwd)
 
-python3 -m verl.trainer.main_ppo \
+exec "${PYTHON:-python}" -m verl.trainer.main_ppo \
     algorithm.name=grpo \
-    data.train_files="$DATA/train.jsonl" \
-    data.val_files="$DATA/test.jsonl" \
+    data.train_files="$DATA/train.parquet" \
+    data.val_files="$DATA/test.parquet" \
     data.train_batch_size=64 \
     data.max_prompt_length=320 \
     data.max_response_length=192 \

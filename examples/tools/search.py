@@ -3,7 +3,7 @@
     rollout.multi_turn.tool_config_path=examples/tools/search_tool.yaml
     reward.custom_reward_function.path=examples/tools/search.py
 
-The corpus has one sentence per person; nothing about them is in the questions.
+The corpus has one sentence per person; the prompts contain only a name.
 """
 
 import json

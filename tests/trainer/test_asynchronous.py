@@ -256,7 +256,7 @@ def test_an_error_of_the_update_ends_the_producer(settings):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["placement.rollout_devices=null"], "only on devices of its own"),
+        (["placement.rollout_devices=null"], "only on separate devices"),
         ([f"{ROLLOUT}.deterministic=true"], "generates with the weights that are trained"),
         (["algorithm.shuffle_rewards=true"], "permutes the rewards of a whole batch"),
         ([f"{ROLLOUT}.tensor_model_parallel_size=2"], "tensor_model_parallel_size must be 1"),

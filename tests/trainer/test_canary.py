@@ -20,10 +20,10 @@ LORA = ["actor_rollout_ref.model.lora_rank=4"]
 def test_an_intact_push_has_no_gap_and_changes_nothing(settings):
     for more in ([], LORA):
         checked = train([*settings, *GRPO, *more])
-        assert all(0 <= report.metrics["weight_sync/canary_gap"] < 1e-4 for report in checked)
+        assert all(0 <= report.metrics["weight_sync/canary_mismatch"] < 1e-4 for report in checked)
         plain = train([*settings, *GRPO, *more, f"{ROLLOUT}.check_every=0", "trainer.resume_mode=disable"])
         for a, b in zip(checked, plain, strict=True):
-            assert "weight_sync/canary_gap" not in b.metrics
+            assert "weight_sync/canary_mismatch" not in b.metrics
             for name in ("responses", "rollout_log_probs", "old_log_probs", "advantages"):
                 assert torch.equal(a.batch.batch[name], b.batch.batch[name]), name
             assert a.metrics["actor/grad_norm"] == b.metrics["actor/grad_norm"]

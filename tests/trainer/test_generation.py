@@ -304,7 +304,7 @@ BAD = {
     "rollout.prompt_length=4": "prompts are longer than 4 tokens, the first: ",
     "model.path=./nowhere": "there is no folder './nowhere'",
     "model.path=null": "model.path (override 'model.path=null'): missing",
-    "rollout.name=sglang": "'sglang' is not supported yet: use hf or native",
+    "rollout.name=trtllm": "'trtllm' is not supported yet: use ",
     "trainer.backend=ray": "ray is not supported by generation without training: use local",
     "trainer.nnodes=2": "generation runs on one host",
     "trainer.device=cuda": "device 'cuda' was requested",

@@ -18,6 +18,7 @@ class VersionEngine(RolloutEngine):
     One of 8 requests stops after two tokens until a push of weights interrupts it, for at most `hold` seconds.
     """
 
+    samples_policy = False
     hold = 0.0
     samples_policy = False
 

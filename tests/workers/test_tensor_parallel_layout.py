@@ -12,8 +12,8 @@ from verl.protocol import DataProto
 from verl.rollout.base import ROLLOUT_ENGINES, Completion, RolloutEngine, RolloutEnv, make_rollout_engine
 from verl.single_controller.dispatch import Coordinates, Layout, registered_methods
 from verl.single_controller.worker import RankEnv
+from verl.workers.rollout.methods import RolloutMethods, rollout_env
 from verl.workers.rollout.role import Rollout
-from verl.workers.rollout.worker import RolloutMethods, rollout_env
 
 TP = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
 

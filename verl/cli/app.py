@@ -14,7 +14,7 @@ app = typer.Typer(
 
 @app.callback()
 def _verl() -> None:
-    """Makes every command a subcommand, also while there is only one."""
+    """With a callback, typer treats a single command as a subcommand."""
 
 
 app.command("serve")(serve)

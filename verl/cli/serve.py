@@ -18,7 +18,7 @@ _MAX_MODEL_LEN = 8192
 
 def serve(
     model: Annotated[str, typer.Argument(help="Hugging Face model: a folder or a Hub id.")],
-    engine: Annotated[str, typer.Option(help="Rollout engine: native, hf, vllm, or a registered one.")] = "native",
+    engine: Annotated[str, typer.Option(help="Rollout engine: native, hf, vllm, sglang, or a custom one.")] = "native",
     host: Annotated[str, typer.Option(help="Address to listen on. 0.0.0.0: all interfaces.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 chooses a free one.", min=0, max=65535)] = 8000,
     api_key: Annotated[
@@ -98,8 +98,8 @@ def load(
     """Load the model into a rollout engine.
 
     Args:
-        settings: of the `rollout` section.
-        model_settings: path, trust_remote_code, and template: a file.
+        settings: values of the `rollout` section.
+        model_settings: path, trust_remote_code, and template (a file).
         device: auto, cpu or cuda.
         lengths: maximum length of a sequence, or None; default length of a response.
         name: name of the model in the API.
@@ -147,7 +147,7 @@ def load(
 def _with_extra(error: Exception) -> Exception:
     """Name the extra to install, if a package of the server is missing."""
     if isinstance(error, ModuleNotFoundError) and error.name in ("starlette", "uvicorn"):
-        return ImportError(f"verl serve needs {error.name}: pip install starlette uvicorn")
+        return ImportError(f"verl serve needs {error.name}: pip install -e '.[server]' in a clone")
     return error
 
 

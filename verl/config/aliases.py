@@ -129,7 +129,7 @@ def _vllm(value: Any, lookup: Lookup) -> dict[str, Any]:
 
 
 def _actor_type(value: Any, lookup: Lookup) -> dict[str, Any]:
-    """The training engine of the actor, or the engine that generates with it."""
+    """A training engine, or a rollout engine that generates with the actor."""
     return {_ARR + ("rollout.name" if value in ("vllm", "sglang") else "actor.strategy"): value}
 
 
@@ -141,7 +141,7 @@ def _backend(value: Any, lookup: Lookup) -> dict[str, Any]:
 
 
 def _staleness(value: Any, lookup: Lookup) -> dict[str, Any]:
-    """Samples generated ahead, as a fraction of those between two weight syncs -> updates by which they are stale."""
+    """Samples generated ahead, as a fraction of those between two weight syncs -> staleness in updates."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
         raise ValueError(f"found {value!r}, expected a number of at least 0")
     updates = _int(lookup("async_training.trigger_parameter_sync_step") or 1)
@@ -156,8 +156,8 @@ def _require_batches(value: Any, lookup: Lookup) -> dict[str, Any]:
     mini, batch = lookup(_ARR + "actor.ppo_mini_batch_size"), lookup("data.train_batch_size")
     if _int(value) * _int(mini) != _int(batch):
         raise ValueError(
-            f"found {value}: an update has require_batches x ppo_mini_batch_size = {_int(value) * _int(mini)} prompts; "
-            f"set data.train_batch_size to it (found {batch})"
+            f"found {value}: an update has require_batches x ppo_mini_batch_size = {_int(value) * _int(mini)} prompts: "
+            f"set data.train_batch_size={_int(value) * _int(mini)} (found {batch})"
         )
     return {}
 
@@ -174,14 +174,14 @@ def _trainer_mode(value: Any, lookup: Lookup) -> dict[str, Any]:
     if value != "separate_async":
         raise ValueError(
             f"found {value!r}: use sync or separate_async (trainer.async.max_staleness); generation overlaps training "
-            "only on devices of its own"
+            "only on separate devices"
         )
     ahead = lookup("trainer.v1.separate_async.num_warmup_batches")
     return {"trainer.async.max_staleness": 1 if ahead is None else _int(ahead)}
 
 
 def _part(value: Any, lookup: Lookup) -> dict[str, Any]:
-    """Read by another key."""
+    """Applied by the alias of another key."""
     return {}
 
 

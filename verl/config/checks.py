@@ -126,7 +126,7 @@ def _rollout_ranks(config: Config) -> Iterator[Problem]:
 
 
 def _tensor_parallel_rollout(prefix: str, rollout: RolloutEngineConfig, ranks: int) -> Iterator[Problem]:
-    """Every tensor-parallel group of the rollout has all its ranks. A custom engine is checked when it is made."""
+    """The tensor-parallel size divides the number of rollout ranks. A custom engine is checked when it is made."""
     key, size = f"{prefix}tensor_model_parallel_size", rollout.tensor_model_parallel_size
     if size > 1 and rollout.name in _WITHOUT_TENSOR_PARALLELISM:
         yield Problem(
@@ -218,7 +218,7 @@ def _weight_sync(config: Config) -> Iterator[Problem]:
     rollout, separate = config.actor_rollout_ref.rollout, config.rollout_is_separate
     key, found = _ROLLOUT + "weight_sync", rollout.weight_sync
     if separate and found not in ("auto", "collective", "disk"):
-        yield Problem(key, f"found {found}, but the rollout has devices of its own: use auto, collective or disk")
+        yield Problem(key, f"found {found}, but the rollout has separate devices: use auto, collective or disk")
     if not separate and found in ("collective", "disk"):
         yield Problem(
             key, f"found {found}, but rollout and training share devices: use auto, or set placement.rollout_devices"
@@ -304,7 +304,7 @@ def _asynchronous(config: Config) -> Iterator[Problem]:
     """What asynchronous training does not support, and the hosts of its rollout."""
     rollout, groups = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
     found = {
-        "generation overlaps training only on devices of its own: set placement.rollout_devices and "
+        "generation overlaps training only on separate devices: set placement.rollout_devices and "
         "placement.actor_devices": not config.rollout_is_separate,
         "rollout.deterministic=true generates with the weights that are trained: turn it off": rollout.deterministic,
         "rollout.tensor_model_parallel_size must be 1": rollout.tensor_model_parallel_size > 1,
@@ -314,7 +314,7 @@ def _asynchronous(config: Config) -> Iterator[Problem]:
     }
     devices = config.placement.rollout_devices
     if not config.actor_rollout_ref.hybrid_engine and not config.rollout_is_separate:
-        what = "false, but placement.rollout_devices gives the rollout no devices of its own: set it, or use true"
+        what = "false, but placement.rollout_devices gives the rollout no separate devices: set it, or use true"
         yield Problem("actor_rollout_ref.hybrid_engine", what)
     if rollout.nnodes and devices is None:
         what = "the hosts of training and rollout must have the same number of processes: use trainer.n_gpus_per_node"

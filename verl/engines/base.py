@@ -160,7 +160,7 @@ class TrainEngine(ABC):
         iterate."""
 
     def rollout_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """`weights` in the dtype of the rollout engine, where a tensor is valid until the next one is read.
+        """`weights` in the dtype of the rollout engine. A tensor is valid until the next one is read.
 
         Override it if casting before gathering is cheaper. None: not cast.
         """
@@ -169,7 +169,7 @@ class TrainEngine(ABC):
 
     def adapter_config(self) -> dict[str, Any] | None:
         """The configuration of LoRA adapters in PEFT format, and `scaling`: layer -> factor of B A. None: no adapters
-        that can be pushed apart from the base weights."""
+        that can be pushed separately from the base weights."""
         return None
 
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

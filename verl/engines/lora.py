@@ -169,18 +169,18 @@ class Adapters:
 
     def merged(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (HuggingFace name, parameter) with the adapters merged; as sharded as the module."""
-        for name, layer, value in self._own():
+        for name, layer, value in self._without_adapters():
             if layer is not None:
                 value = (value + layer.get_delta_weight(TRAINED).detach()).to(value.dtype)
             yield name, value
 
     def base(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (HuggingFace name, parameter) without the adapters; as sharded as the module."""
-        for name, _, value in self._own():
+        for name, _, value in self._without_adapters():
             yield name, value
 
-    def _own(self) -> Iterator[tuple[str, nn.Module | None, torch.Tensor]]:
-        """Yield (HuggingFace name, the adapted layer if it is its weight, parameter) of every other parameter."""
+    def _without_adapters(self) -> Iterator[tuple[str, nn.Module | None, torch.Tensor]]:
+        """Yield (HuggingFace name, its adapted layer or None, parameter) of all parameters but the adapters."""
         for name, parameter in self.module.named_parameters():
             layer_name, inside, last = name.rpartition(".base_layer.")
             if ".lora_" in name:

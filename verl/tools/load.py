@@ -25,7 +25,7 @@ def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> 
         function_tool_path: Python file or module with functions decorated with `@function_tool`.
 
     Raises:
-        ValueError: an invalid file or entry, or two tools of one name.
+        ValueError: an invalid file or entry, or two tools with the same name.
     """
     tools: dict[str, Tool] = {}
     if tool_config_path is not None:
@@ -102,7 +102,7 @@ def read_yaml_list(path: str, key: str | None) -> list[Any]:
 
 
 def _entries(path: str, key: str, known: set[str]) -> list[tuple[str, dict[str, Any]]]:
-    """(name in errors, entry) of a list of mappings."""
+    """Yield (name for error messages, entry) of a list of mappings."""
     entries = []
     for position, entry in enumerate(read_yaml_list(path, key)):
         where = f"{path}: {key}[{position}]"

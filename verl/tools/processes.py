@@ -1,4 +1,4 @@
-"""Tools in worker processes: calls with deadlines that a failing tool cannot escape.
+"""Tools in worker processes: calls with deadlines, also for tools that block or crash.
 
     tools = ToolProcesses(settings, size=4)
     observation = await tools.call("trajectory 7", "execute", {"name": "add", "parameters": {"a": 1}, "kwargs": {}}, 30)

@@ -1,4 +1,4 @@
-"""What runs tools: the interface of the runners, and what they share."""
+"""The interface of the runners of tools, and the types that they share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,14 +45,14 @@ class ToolRunner(Protocol):
             trajectory: id of the trajectory.
             method: the method.
             arguments: its other arguments.
-            seconds: time limit; None for none.
+            seconds: time limit; None: no limit.
 
         Raises:
             ToolFailure: the call failed.
         """
 
     def forget(self, trajectory: str) -> None:
-        """End a trajectory: its process may serve others."""
+        """End a trajectory. Its process is available to others."""
 
     def close(self) -> None:
         """End all processes."""

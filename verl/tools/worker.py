@@ -3,7 +3,7 @@
 Started as `python -m verl.tools.worker FD`, where FD is its end of the connection. It reads pickled `ToolSettings` and
 replies ("ready",) or ("broken", message). Then it reads (number, method, arguments, seconds), replies ("started",
 number) when the call starts, and ("value", number, value), ("late", number, hangs) or ("error", number, description).
-It ends when the connection is closed, also while a tool blocks the event loop.
+It ends when the connection is closed, even if a tool blocks the event loop.
 """
 
 import asyncio

@@ -5,7 +5,8 @@
 
 The flow is that of synchronous training with one more operator, `buffer`, and runs in stages. The producer thread
 admits prompts, and scores groups as they finish; `Trainer.step` runs the flow from the buffer on. `sync_weights`
-interrupts the requests of the rollout, pushes, and lets them continue with the new weights.
+interrupts the requests of the rollout, pushes, and lets them continue with the new weights. Bounded staleness and
+interruptible generation are those of AReaL (Fu et al. 2025, arXiv 2505.24298).
 """
 
 import logging
@@ -33,7 +34,7 @@ from verl.trainer.sample_buffer import AsyncPrompts, SampleBuffer
 logger = logging.getLogger("verl.trainer")
 
 _COLLECT_SECONDS = 0.02  # for which a rollout worker waits for the first finished group; other calls wait behind it
-_IDLE_SECONDS = 0.1  # between two looks of a producer that has nothing to do
+_IDLE_SECONDS = 0.1  # between two polls of an idle producer
 _JOIN_SECONDS = 10.0  # for the producer to end, once the workers have ended
 
 
@@ -145,7 +146,7 @@ class Producer:
             self._thread.start()
 
     def stop(self, seconds: float = _JOIN_SECONDS) -> None:
-        """End the thread, and wait for its end. A call that it is in ends with the workers."""
+        """End the thread, and wait for its end. A call in progress ends when the workers end."""
         self._stopped.set()
         self.buffer.fail(RuntimeError("asynchronous generation was stopped"))
         if self._thread is not None:
@@ -236,7 +237,7 @@ class Asynchronous:
         self.generation = Generation(roles, uses_agent_loop(config), config.trainer["async"].partial_rollout)
 
     def describe(self) -> str:
-        """For the summary of the run."""
+        """A line for the summary of the run."""
         k = self.config.trainer.max_staleness
         what = "are interrupted" if self.generation.partial else "end first"
         return f"samples are at most {k} updates old; at a push of weights, running responses {what}"

@@ -21,12 +21,13 @@ from verl.protocol import DataProto
 from verl.rollout.base import Completion
 from verl.single_controller.worker_group import WorkerGroup
 
+CANARY_METRIC = "weight_sync/canary_mismatch"
 #: tokens of the prompt and of the response
 _TOKENS = 16
-#: dtype -> (mean, maximum) difference of log-probs that is still rounding. About 100 times what is measured in float32
+#: dtype -> largest (mean, maximum) difference of log-probs due to rounding. About 100 times what is measured in float32
 #: and 25 times in bfloat16 (docs/rollout.md)
 _LIMITS = {"float32": (2e-3, 2e-2), "16 bits": (0.1, 1.0)}
-#: dtype -> mean change of the trainer's log-probs that is certainly due to an update
+#: dtype -> mean change of the trainer's log-probs above which an update must have caused it
 _CHANGED = {"float32": 1e-5, "16 bits": 1e-3}
 _MUCH = 4.0  # times closer to the old weights than to the current ones
 
@@ -85,7 +86,7 @@ class Canary:
         """Check every rollout rank.
 
         Returns:
-            The metric weight_sync/canary_gap; empty if the engine does not generate with the policy.
+            The metric weight_sync/canary_mismatch; empty if the engine does not generate with the policy.
 
         Raises:
             StaleWeightsError: an engine has other weights.
@@ -108,7 +109,7 @@ class Canary:
             self._compare(rank, check)
             self._last[rank] = check
             gaps.append(float(check.mismatch.mean()))
-        return {"weight_sync/canary_gap": max(gaps)}
+        return {CANARY_METRIC: max(gaps)}
 
     def _trained(self, rows: list[list[int]]) -> list[torch.Tensor]:
         """The trainer's log-probs of each response."""

@@ -43,7 +43,7 @@ _IDENTITY = (
     "reward.custom_reward_function.path",
     "reward.reward_function",
 )
-_POLL_INTERVAL = 0.05  # seconds between two looks at a checkpoint that is being written
+_POLL_INTERVAL = 0.05  # seconds between two polls of a checkpoint that is being written
 _WRITE_TIMEOUT = 3600.0  # seconds after which a write is given up
 
 _RESTARTS = {"optimizer": "the moments of Adam start at 0", "extra": "the learning-rate schedule starts over"}

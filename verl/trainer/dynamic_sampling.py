@@ -59,7 +59,7 @@ class PromptQueue(Prompts):
         self.waiting = self.before_waiting(rows)
 
     def before_waiting(self, rows: DataProto) -> DataProto:
-        """The waiting prompts behind other prompts, as in `put_back`."""
+        """The waiting prompts after other prompts, as `put_back` would leave them."""
         waiting = self.waiting
         prompts = rows.select(list(waiting.tensors), list(waiting.non_tensor_batch), [])
         return DataProto.concat([prompts, waiting])

@@ -115,18 +115,14 @@ class PPOTrainer(Trainer):
         #: input, output, score, ... of every response of the last validation
         self.validation_texts: list[dict[str, Any]] = []
         data = run.config.data
-        super().__init__(
-            run,
-            PromptSource(
-                self.train_dataset, data.train_batch_size, seed=data.seed, shuffle=data.shuffle, collate=inputs.collate
-            ),
-        )
-        imports = tuple(self.config.imports)
-        self.specs = {role: replace(spec, imports=imports) for role, spec in self.worker_specs().items()}
+        order = {"seed": data.seed, "shuffle": data.shuffle, "collate": inputs.collate}
+        super().__init__(run, PromptSource(self.train_dataset, data.train_batch_size, **order))
+        specs = self.worker_specs().items()
+        self.specs = {role: replace(spec, imports=tuple(self.config.imports)) for role, spec in specs}
         self.pools = pools_of(self.config, list(self.specs))
         if self.asynchronous is not None:
             self.asynchronous.begin_at_buffer(self.pipeline)
-        if self.config.trainer.overlap:
+        if run.config.trainer.overlap:
             self.pipeline.processes_of = self.processes_of
         self.validation = build_validation_flow(self.config, self.roles, self.val_reward_manager).compile(
             inputs=("prompt_ids", "uid", "data_source", "reward_model")

@@ -5,9 +5,9 @@ from typing import Any
 
 from verl.rollout.weight_sync import SyncReport
 from verl.single_controller.worker_group import Future, WorkerGroup
-from verl.trainer.canary import Canary
+from verl.trainer.canary import CANARY_METRIC, Canary
 
-_POLL = 0.02  # seconds between two looks at calls that wait for one another
+_POLL = 0.02  # seconds between two polls of calls that wait for one another
 
 
 class RolloutWeights:
@@ -31,6 +31,7 @@ class RolloutWeights:
         self.by_disk = by_disk
         self.version: int | None = None
         self._is_connected = False
+        self._unreported: dict[str, float] = {}  # of a check outside of the flow, for the next push
 
     def push(self, version: int) -> dict[str, float]:
         """Push the actor's current weights to the rollout. Returns the metrics weight_sync/*.
@@ -45,6 +46,7 @@ class RolloutWeights:
         self.version = version
         size, seconds = max(report.bytes for report in reports), max(report.seconds for report in reports)
         metrics = {"weight_sync/version": version, "weight_sync/bytes": size, "weight_sync/seconds": seconds}
+        metrics, self._unreported = metrics | self._unreported, {}
         if size:
             metrics["weight_sync/gb_per_second"] = size / seconds / 1e9
         if size and (limit := min(report.bandwidth for report in reports)):
@@ -69,7 +71,8 @@ class RolloutWeights:
     def require(self, version: int) -> None:
         """Push unless the rollout already has this version."""
         if self.version != version:
-            self.push(version)
+            metrics = self.push(version)
+            self._unreported = {name: metrics[name] for name in (CANARY_METRIC,) if name in metrics}
 
     def sleep(self) -> None:
         """Free the memory that only generation needs, including the rollout's copy of the weights, if any."""

@@ -32,7 +32,7 @@ from verl.protocol import DataProto
 from verl.trainer.dynamic_sampling import PromptQueue, group_rows
 from verl.trainer.ppo_operators import Prompts, length_metrics
 
-_LOOK = 0.5  # seconds between two looks at signals and errors, while the training loop waits
+_LOOK = 0.5  # seconds between two checks for signals and errors while the training loop waits
 
 
 @dataclass(eq=False)
@@ -142,12 +142,12 @@ class SampleBuffer:
             self._tokens += int(batch.batch["response_mask"].sum())
 
     def settle(self, uids: Sequence[str], runs: Sequence[RunReports] = ()) -> None:
-        """End the way of groups to the buffer: those that `put` was given are available to steps.
+        """Finish the operators for groups: those passed to `put` become available to steps.
 
         The others have been filtered by an operator, and make room for new prompts.
 
         Args:
-            uids: of the groups that were on their way.
+            uids: of the groups that the operators have processed.
             runs: reports of the operators, which are divided among the groups that arrived.
         """
         with self.lock:
@@ -215,7 +215,7 @@ class SampleBuffer:
         return [uid for uid in self._finished if uid in chosen] if len(chosen) == self.batch_size else None
 
     def _drop_stale(self, step: int) -> None:
-        """Return the prompts of groups that are older than was admitted to the queue."""
+        """Drop groups that are older than allowed, and return their prompts to the queue."""
         oldest = step - 1 - self.max_staleness
         stale = [uid for uid in self._finished if self.groups[uid].oldest_version < oldest]
         for uid in stale:
@@ -248,9 +248,9 @@ class SampleBuffer:
 
 
 class AsyncPrompts(PromptQueue):
-    """The prompts of asynchronous training. What is saved includes the prompts that are not trained yet, as waiting.
+    """The prompts of asynchronous training. The saved state includes those that are not trained yet.
 
-    So a resumed run generates them again, first: no prompt is lost or repeated.
+    A resumed run generates them again first, so no prompt is lost or repeated.
 
     Attributes:
         buffer: has the prompts that have left the queue.

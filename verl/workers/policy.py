@@ -19,8 +19,8 @@ from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import free_port
 from verl.utils.device import peak_memory, resolve_device, resolve_dtype
 from verl.workers.engine_worker import EngineWorker, aggregation, micro_batching
+from verl.workers.rollout.methods import NO_TIMEOUT, RolloutMethods, rollout_env
 from verl.workers.rollout.role import Rollout, RolloutSource, bucket_bytes
-from verl.workers.rollout.worker import NO_TIMEOUT, RolloutMethods, rollout_env
 
 
 class ActorWorker(RolloutMethods, EngineWorker):

@@ -20,7 +20,7 @@ from verl.config.schema.trainer import PlacementConfig, RayConfig, TrainerConfig
 class ActorRolloutRefConfig(Section):
     """`actor_rollout_ref`: the policy as actor, rollout and reference."""
 
-    hybrid_engine: bool = field(True, "actor and rollout share processes; false: the rollout has devices of its own")
+    hybrid_engine: bool = field(True, "actor and rollout share processes; false: the rollout has separate devices")
     nccl_timeout: float | None = field(
         None, "timeout of collectives in seconds; null: trainer.worker_timeout applies", gt=0
     )
@@ -76,9 +76,9 @@ class Config(Schema):
 
 
 def _with_rollout_hosts(given: dict[str, Any]) -> dict[str, Any]:
-    """`placement` and the size of the run for `rollout.nnodes`, unless `placement.rollout_devices` is given.
+    """Set `placement` and the size of the run from `rollout.nnodes`, unless `placement.rollout_devices` is given.
 
-    With one host for training and one for the rollout, both are the same host, with the processes of both.
+    With one host for training and one for the rollout, both run on the same host.
     """
     rollout = "actor_rollout_ref.rollout."
     keys = ("trainer.nnodes", "trainer.n_gpus_per_node", rollout + "nnodes", rollout + "n_gpus_per_node")
@@ -92,7 +92,7 @@ def _with_rollout_hosts(given: dict[str, Any]) -> dict[str, Any]:
     elif own == rollout_own:
         size = {"trainer.nnodes": hosts + rollout_hosts}
     else:
-        return given  # refused by the checks
+        return given  # rejected by the checks
     first, last = hosts * own, hosts * own + rollout_hosts * rollout_own
     return given | size | {
         "placement.actor_devices": list(range(first)),

@@ -130,7 +130,7 @@ class ServerConfig(Section):
     max_concurrency: int = field(256, "maximum number of agents that run concurrently, per rollout process", ge=1)
     on_new_conversation: Literal["error", "last", "longest"] = field(
         "error",
-        "a call that does not extend the conversation of its sample; error: refused with status 409; last, longest: "
+        "a call that does not extend the conversation of its sample; error: rejected with status 409; last, longest: "
         "starts a new trajectory, and the last one or the one with most sampled tokens is trained",
     )
     failure_score: float = field(0.0, "score of a sample whose agent fails or exceeds its time limit")
@@ -146,7 +146,7 @@ class RolloutConfig(RolloutEngineConfig):
     )
     n: int = field(1, "responses per prompt (group size)", ge=1)
     nnodes: int = field(
-        0, "hosts of a rollout with devices of its own, in addition to trainer.nnodes; 0: see `placement`", ge=0
+        0, "hosts of a rollout with separate devices, in addition to trainer.nnodes; 0: see `placement`", ge=0
     )
     n_gpus_per_node: int | None = field(None, "its processes per host; null: trainer.n_gpus_per_node", ge=1)
     seed: int = field(42, "sampling seed", default_from="${trainer.seed}", ge=0)

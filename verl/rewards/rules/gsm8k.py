@@ -12,7 +12,7 @@ How a number is read:
 
 Which number of free text is the final answer (`flexible`); the first match counts:
 
-1. the number after `####`, the format of the data set
+1. the number after `####`, the format of the dataset
 2. the number in the last `\boxed{...}`, or after the last `<answer>`
 3. the number after an announcement: `the answer is 72`, `**Answer:** 72 clips in 2 months`
 4. in the last sentence with a number: the number after the last `=`, `≈` or `rounds to`; otherwise the bold number;
@@ -60,7 +60,7 @@ def extract(text: str, method: str = "strict") -> int | Fraction | None:
 
     Args:
         text: The response.
-        method: "strict": the number directly after the last `####` that is followed by one, as in the data set.
+        method: "strict": the number directly after the last `####` that is followed by one, as in the dataset.
             "flexible": the number a reader would take for the final answer, by the rules of the module docstring.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Interrupts a function in the main thread with an alarm signal, which is enough for functions that are only slow."""
+"""Time limits for functions in the main thread, by an alarm signal. For slow functions, not for untrusted ones."""
 
 import contextlib
 import signal

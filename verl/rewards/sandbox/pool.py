@@ -312,7 +312,7 @@ class _Pace:
         return max(1, int(min(fitting, 8 * self._calls, pending / self._shares)))
 
     def record(self, calls: int, seconds: float) -> None:
-        """Take the measured time of a message into account."""
+        """Update the estimate with the measured time of a message."""
         self._calls += calls
         self._seconds += seconds
 
@@ -446,7 +446,7 @@ class _Run:
                 if outcome is None:
                     continue
                 position = worker.positions.popleft()
-                if not worker.positions:  # released first, since the caller may not ask for more
+                if not worker.positions:  # released before the yield: the caller may stop iterating
                     self._pace.record(worker.calls, worker.seconds)
                     self._release(worker)
                 yield position, outcome

@@ -1,7 +1,7 @@
 """The agent loop of tool calls and interactions (`rollout.multi_turn`).
 
 generate -> parse -> run the tools concurrently -> append their responses -> generate, until the policy writes a turn
-without a call. With an interaction, such a turn is answered by the simulated user, until the interaction ends.
+without a call. With an interaction, the simulated user replies to such a turn, until the interaction ends.
 Trajectories are append-only: sampled tokens are never decoded and tokenized again.
 """
 
@@ -216,7 +216,7 @@ class MultiTurnLoop:
             state.turn_scores.append(reply.reward)
         return [] if reply.ends else [{"role": "user", "content": reply.text}]
 
-    # ---- the end ------------------------------------------------------------------------------------------------
+    # ---- end of a trajectory ------------------------------------------------------------------------------------
 
     async def _finish(self, trajectory: Trajectory, state: _State) -> None:
         """Collect the rewards and release the instances."""

@@ -92,7 +92,7 @@ class ServerManager:
         image_data: Any = None,
         **kwargs: Any,
     ) -> TokenOutput:
-        """Generate one completion. sampling_params: temperature, top_k, top_p and max_tokens replace the configured."""
+        """Generate one completion. sampling_params: may override temperature, top_k, top_p, max_tokens."""
         if image_data:
             raise ValueError("images are not supported by agent loops")
         params = self._params(sampling_params, len(prompt_ids))
@@ -116,7 +116,7 @@ class ServerManager:
 
 @dataclasses.dataclass
 class DictConfigWrap:
-    """A configuration that is not copied."""
+    """Wraps a configuration, so that it is passed on without a copy."""
 
     config: Any
 
@@ -128,7 +128,7 @@ class AgentLoopBase(ABC):
         trainer_config: has `config`, the configuration.
         server_manager: generates.
         tokenizer: the policy's tokenizer.
-        processor: None.
+        processor: always None; multimodal input is not supported.
         **kwargs: further entries of the loop in `agent_loop_config_path`.
     """
 
@@ -153,7 +153,7 @@ class AgentLoopBase(ABC):
     ) -> list[int]:
         """Token ids of messages with the generation prompt.
 
-        With remove_system_prompt, of messages between two turns: without what the template writes before them.
+        With remove_system_prompt, for messages between two turns: without the text that the template adds before them.
         """
         if images or videos:
             raise ValueError("images and video are not supported by agent loops")
@@ -199,7 +199,7 @@ class PublicLoop:
         name = self.cls.__name__
         if list(output.prompt_ids) != list(prompt.token_ids):
             raise ValueError(
-                f"the agent loop {name} uses another prompt than the data set ({len(output.prompt_ids)} and "
+                f"the agent loop {name} uses a prompt that is not that of the dataset ({len(output.prompt_ids)} and "
                 f"{len(prompt.token_ids)} tokens): use the messages of raw_prompt, with the tools of "
                 "rollout.multi_turn.tool_config_path"
             )
@@ -209,7 +209,7 @@ class PublicLoop:
         ids, mask = list(output.response_ids), list(output.response_mask)
         for completion in completions:
             start = next((k for k in range(at, len(mask)) if mask[k]), len(mask))
-            sampled = completion.token_ids[: len(ids) - start]  # the last turn may be cut
+            sampled = completion.token_ids[: len(ids) - start]  # the last turn may be truncated
             if ids[start : start + len(sampled)] != sampled or not all(mask[start : start + len(sampled)]):
                 break
             trajectory.add_tokens(ids[at:start])
@@ -281,4 +281,4 @@ def _server_agent(config: BaseModel, tokenizer: Any) -> AgentLoop:
     except ModuleNotFoundError as error:
         if error.name not in ("starlette", "uvicorn"):
             raise
-        raise ImportError(f"rollout.mode=server needs {error.name}: pip install starlette uvicorn") from error
+        raise ImportError(f"rollout.mode=server needs {error.name}: pip install -e '.[server]' in a clone") from error

@@ -1,4 +1,4 @@
-"""The decoder that the loops of the native engine run: projections, layers and constants, without module classes."""
+"""The decoder of the native engine: projections, layers and constants, without module classes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -178,7 +178,7 @@ class Decoder:
         return self.tp.all_gather(self.head(states))
 
     def reduced(self, projection: Projection, x: torch.Tensor) -> torch.Tensor:
-        """A projection of which each rank has some inputs (`Layer.out`, `Layer.down`): (N, in) -> (N, H)."""
+        """A projection whose inputs are split over the ranks (`Layer.out`, `Layer.down`): (N, in) -> (N, H)."""
         return self.tp.all_reduce(projection(x))
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:

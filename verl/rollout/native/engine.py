@@ -205,7 +205,7 @@ class NativeRollout(RolloutEngine):
                 target = self if name in _OPERATIONS else self._cuda_decoder or self._torch_decoder
                 try:
                     getattr(target, name)(*args)
-                except ValueError as error:  # of settings, which all ranks share: rank 0 goes on or ends
+                except ValueError as error:  # an invalid setting, which rank 0 has found too: it handles the error
                     failed = error
         if failed is not None:
             raise failed
@@ -271,7 +271,7 @@ class NativeRollout(RolloutEngine):
     def _new_cache(self, slots: int, length: int, keep: bool) -> None:
         """Allocate a cache. keep: with the rows of the old one; otherwise that is freed first."""
         old, self._cache = (self._cache, None) if keep else (None, None)
-        self._torch_decoder = None  # has the old one too
+        self._torch_decoder = None  # it refers to the old cache
         self._cache = (SlotCache if self.forward is None else BatchInvariantCache)(self._decoder, slots, length)
         if keep:
             self._cache.copy_from(old)

@@ -1,8 +1,8 @@
 """The slices of a model's parameters that one rank of a tensor-parallel group has.
 
 Attention heads and the units of the MLP are split by the outputs of q, k, v, gate and up, and by the inputs of o and
-down; embedding and head by tokens. With more ranks than key/value heads, several ranks have the same head. All other
-parameters are whole on every rank.
+down; embedding and head by tokens. With more ranks than key/value heads, several ranks have the same head. Every
+rank has all other parameters in full.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ def check_sizes(sizes: Mapping[str, Any], ranks: int) -> None:
 
 
 class Slices:
-    """Which part of each parameter of a model this rank has.
+    """The slice of each parameter of a model that this rank has.
 
     Args:
         config: the model's config.
@@ -52,7 +52,7 @@ class Slices:
         k = heads + first, heads + first + shared
         v = k[0] + kv_heads, k[1] + kv_heads
         one, own = (0, ranks), [(rank, rank + 1)]
-        # last part of a layer's name -> dimension, number of equal units in it, and this rank's ranges of units
+        # last component of a layer's name -> dimension, number of equal units in it, and this rank's ranges of units
         self._rules: dict[str, tuple[int, int, list[tuple[int, int]]]] = {
             "q_proj": (0, heads, [q]),
             "k_proj": (0, kv_heads, [(first, first + shared)]),
@@ -94,6 +94,6 @@ class SliceReceiver(ModuleReceiver):
         self.slices = slices
         self.full_shapes = shapes
 
-    def part_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """See `StoredWeights.part_of`."""
+    def slice_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """See `StoredWeights.slice_of`."""
         return self.slices.of(name, full)

@@ -1,7 +1,7 @@
 """The agent loop `server_agent` (`rollout.mode=server`): trains agents that call the policy over HTTP.
 
-The server runs in the rollout process, on the loopback interface. Every sample has a base URL of its own, whose calls
-are joined into the trajectory of the sample (see `episodes`).
+The server runs in the rollout process, on the loopback interface. Every sample has its own base URL, whose calls are
+joined into the trajectory of the sample (see `episodes`).
 """
 
 import asyncio
@@ -61,7 +61,7 @@ class ServerAgentLoop:
         self._failures, self._has_worked = 0, False
 
     def _find(self, episode_id: str) -> Episode:
-        """Called in the server's thread."""
+        """The running episode with this id. Called in the server's thread."""
         episode = self.episodes.get(episode_id)
         if episode is None:
             raise ApiError(410, f"there is no running episode {episode_id!r}", code="episode_over")
@@ -114,7 +114,7 @@ class ServerAgentLoop:
             error = f"the time limit of {self.settings.timeout:g} s (rollout.server.timeout) was exceeded"
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
-            if episode.is_full:  # the usual end of an agent whose response length is used up
+            if episode.is_full:  # expected: the response length is used up
                 logger.debug("an agent ended: %s", error)
             else:
                 metrics["agent_errors"] = 1.0
@@ -128,7 +128,7 @@ class ServerAgentLoop:
         self._has_worked |= episode.calls > 0 or facts["agent_error"] is None
         if not self._has_worked and self._failures >= _FAILED_AT_START:
             raise ValueError(
-                f"rollout.server.agent: {self._failures} agents failed before any got a response of the policy; the "
+                f"rollout.server.agent: {self._failures} agents failed before any got a response from the policy; the "
                 f"last one: {facts['agent_error']}"
             )
 

@@ -20,7 +20,7 @@ import numpy as np
 from verl.config import schema
 from verl.registry import load_object
 
-#: what reward functions get in extra_info, for a trial of them
+#: extra_info of the trial of the reward function before training
 TRIAL_FACTS = {"agent_score": 0.0, "agent_error": None, "agent_info": {}, "num_turns": 2}
 
 _ARGUMENTS = ("sample", "base_url", "api_key", "model")
@@ -144,7 +144,7 @@ class CommandAgent:
 
 
 def in_thread(function: Callable[[], Any]) -> "Future[Any]":
-    """Call a function in a thread of its own."""
+    """Call a function in a new thread."""
     future: Future[Any] = Future()
 
     def work() -> None:
@@ -170,7 +170,7 @@ def _last_result(output: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A value of a column as JSON."""
+    """A value of a column in a form that JSON can encode."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     return dict(value) if isinstance(value, Mapping) else str(value)

@@ -151,7 +151,7 @@ class _EventStream(Response):
                     data = f"data: {event}\n\n".encode()
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except OSError:  # of a server that reports a disconnect when it sends
+        except OSError:  # some servers report a disconnect when sending
             raise ClientDisconnect from None
         finally:
             self.running.end()
@@ -194,7 +194,7 @@ async def _read_json(request: Request, max_body: int) -> Any:
 
 
 def _error_response(error: ApiError) -> Response:
-    # OpenAI's client repeats calls with status 409, which would fail in the same way
+    # OpenAI's client retries calls with status 409, which would fail in the same way
     headers = {"x-should-retry": "false"} if error.status == 409 else {}
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
 
@@ -209,7 +209,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 class _Authentication:
-    """Refuses requests without the token, except for /health."""
+    """Rejects requests without the token, except for /health."""
 
     def __init__(self, app: ASGIApp, api_key: str):
         self.app, self.expected = app, f"Bearer {api_key}".encode()

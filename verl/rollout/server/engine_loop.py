@@ -1,4 +1,4 @@
-"""A rollout engine in a thread with an event loop of its own, for callers in another event loop."""
+"""Runs a rollout engine in a thread with its own event loop, for callers in another event loop."""
 
 import asyncio
 import threading

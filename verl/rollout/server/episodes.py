@@ -61,7 +61,7 @@ class StepGenerator(Generator):
             self._tasks.discard(task)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Nothing to do: the requests end with their callers."""
+        """Does nothing: a request is cancelled with its caller."""
 
     def cancel(self) -> None:
         """Cancel all requests. Called in the event loop of the agent loops."""
@@ -132,7 +132,7 @@ class Episode:
         self.prompt_length, self.on_new = prompt_length, on_new
         self.conversations: list[_Conversation] = []
         self.calls = 0
-        self.is_full = False  # a call was refused because the response length is used up
+        self.is_full = False  # a call was rejected because the response length is used up
         self._pending: _Pending | None = None
         self._is_closed = False
         self._lock = threading.Lock()
@@ -243,10 +243,10 @@ class Episode:
 
 
 def comparable(message: Message) -> dict[str, Any]:
-    """What two equal messages have in common.
+    """The part of a message that is compared with another one.
 
-    Of an assistant message: its content without outer white space, which agents often strip, and names and arguments of
-    its tool calls.
+    Of an assistant message: its content without leading and trailing white space, which agents often strip, and the
+    names and arguments of its tool calls.
     """
     if message["role"] != "assistant":
         return dict(message)

@@ -1,4 +1,4 @@
-"""Running the application with uvicorn: in the foreground until a signal, or in a thread."""
+"""Runs the application with uvicorn: in the foreground until a signal, or in a thread."""
 
 import asyncio
 import logging
@@ -97,7 +97,7 @@ class ServerThread:
         self.loop.close()
 
     def close(self) -> None:
-        """Stop, with a second for running calls."""
+        """Stop. Running calls have one second to finish."""
         self._server.should_exit = True
         self._thread.join()
         self._socket.close()

@@ -90,7 +90,7 @@ def _usage(running: Running, choices: Iterable[Choice]) -> dict[str, int]:
 
 
 def _log_probs(running: Running, token_ids: Sequence[int], log_probs: Sequence[float], offset: int) -> dict[str, Any]:
-    """offset: number of characters of the response before these tokens."""
+    """The log-probs of tokens in OpenAI's form. offset: number of characters of the response before them."""
     texts = [running.model.tokenizer.decode([token]) for token in token_ids]
     if running.call.is_chat:
         content = [

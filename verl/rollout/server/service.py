@@ -16,7 +16,7 @@ from verl.rollout.stop_strings import StopStrings
 
 
 class Generator(Protocol):
-    """What the server needs of an engine. Called in the server's event loop (see `EngineLoop`)."""
+    """The engine as the server uses it. Called in the server's event loop (see `EngineLoop`)."""
 
     @property
     def weight_version(self) -> int | None:
@@ -31,7 +31,7 @@ class Generator(Protocol):
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What the server knows about its model.
+    """The model that is served, and the defaults of its calls.
 
     Args:
         name: its name in the API.
@@ -112,8 +112,8 @@ class Choice:
 
     Args:
         index: of the choice.
-        request: what was asked of the engine.
-        completion: what it returned.
+        request: the request to the engine.
+        completion: its completion.
         content: the text; without tool calls, if the call has tools.
         tool_calls: in OpenAI's form.
         weight_version: the oldest version of the weights that sampled it.
@@ -149,7 +149,7 @@ class Delta:
 
 
 class Conversation(Protocol):
-    """Makes the requests of a call, and is told of its choices. Calls without one have a `SingleCall`."""
+    """Makes the requests of a call, and receives its choices. A call outside of an episode has a `SingleCall`."""
 
     generator: Generator
 
@@ -164,7 +164,7 @@ class Conversation(Protocol):
 
 
 class SingleCall:
-    """A call that stands alone."""
+    """A call outside of an episode."""
 
     def __init__(self, model: ServedModel, generator: Generator):
         self.model, self.generator = model, generator
@@ -244,7 +244,7 @@ class Running:
                 task.cancel()
 
     def end(self) -> None:
-        """Abort what still runs."""
+        """Abort the requests that are still running."""
         if not self._is_done:
             self._is_done = True
             self.conversation.generator.abort([request.request_id for request in self.requests])

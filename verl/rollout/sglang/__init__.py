@@ -1,1 +1,1 @@
-"""`rollout.name=sglang`: SGLang, in processes of its own. Modules of this package import SGLang at use only."""
+"""`rollout.name=sglang`: SGLang, in separate processes. Modules of this package import SGLang at use only."""

@@ -39,12 +39,12 @@ def arguments_of(job: Job) -> dict[str, Any]:
 
 
 class SglangRollout(RolloutEngine):
-    """Generates with SGLang, whose scheduler is another process. On rank 0 of a tensor-parallel group.
+    """Generates with SGLang (Zheng et al. 2023, arXiv 2312.07104), on rank 0 of a tensor-parallel group.
 
     Log-probs are those of the distribution that was sampled from, in float32; of the unscaled distribution when greedy.
 
     With SGLang's `enable_deterministic_inference`, random numbers of a response depend only on its seed and sample id.
-    Without it, SGLang has one random stream for all requests: a run is not repeated exactly.
+    Without it, SGLang has one random stream for all requests, so a run is not reproducible.
 
     Args:
         service: runs the requests.
@@ -135,8 +135,8 @@ class SglangFollower(RolloutEngine):
         self._receiver = FollowerReceiver()
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Raises ValueError: rank 0 generates."""
-        raise ValueError("rollout.name=sglang: rank 0 of a tensor-parallel group generates")
+        """Not supported on this rank. Raises ValueError."""
+        raise ValueError("rollout.name=sglang: rank 0 of a tensor-parallel group generates; call follow() on others")
 
     def follow(self) -> None:
         """See `RolloutEngine.follow`."""

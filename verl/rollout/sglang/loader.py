@@ -1,7 +1,7 @@
 """Loads a push in SGLang's scheduler, and verifies it there.
 
-SGLang calls `load` for each bucket (`custom_weight_loader`). An error that leaves it would end the scheduler, and with
-it the trainer's process. So the outcome is written to a file, which the trainer reads (`read_outcomes`).
+SGLang calls `load` for each bucket (`custom_weight_loader`). An exception would end the scheduler, and with it the
+trainer's process. So the outcome is written to a file, which the trainer reads (`read_outcomes`).
 """
 
 import json
@@ -46,9 +46,9 @@ def read_outcomes(outcome: Path, ranks: int) -> None:
 
 
 def group_of(name: str) -> str:
-    """The part of the model in which a parameter is compared: its layer, or itself outside of the layers.
+    """The group of parameters that is compared as one: the layer, or the parameter itself outside of the layers.
 
-    A fused parameter of SGLang, such as qkv_proj, is in the layer of its parts.
+    A fused parameter of SGLang, such as qkv_proj, is in the same layer as the parameters that it joins.
     """
     found = re.match(r"(.*?\.\d+)\.", name)
     return found[1] if found else name

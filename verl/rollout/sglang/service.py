@@ -54,7 +54,7 @@ class Job:
     """A request, and its tokens so far.
 
     Attributes:
-        rid: its id in SGLang; "" while it is not there.
+        rid: its id in SGLang; "" before it is submitted.
         aborted: whether `abort` named it.
         spans: (first token, weight version) as SGLang reports them.
     """
@@ -238,7 +238,7 @@ class Service:
         job.spans = [span for span in job.spans if span[0] < before] + spans
 
     def _reason(self, job: Job, found: dict[str, Any]) -> FinishReason | None:
-        """The finish reason of SGLang in our terms."""
+        """The finish reason of SGLang as a `FinishReason`."""
         params, length = job.request.params, len(job.token_ids)
         match found["type"]:
             case "abort" if job.aborted:
@@ -248,7 +248,7 @@ class Service:
             case "stop" | "length" if length == params.max_tokens:
                 return "length"
             case "stop":
-                return None  # an end token of the model that is none of the request: it goes on
+                return None  # an end token of the model that the request does not stop at: it is continued
         raise ValueError(
             f"sample id {job.request.sample_id}: SGLang ended the request after {length} of {params.max_tokens} "
             f"tokens: {found}"

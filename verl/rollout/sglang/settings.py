@@ -143,8 +143,8 @@ def engine_args(
 
 
 def _context_length(length: int, hf_config: Any) -> int:
-    """SGLang keeps a few positions of its context free. It refuses a context above the positions of the model; those
-    beyond `length` are not used, since longer requests are refused."""
+    """SGLang keeps a few positions of its context free. It rejects a context above the positions of the model; those
+    beyond `length` are not used, since longer requests are rejected."""
     positions = hf_config.get_text_config().to_dict().get("max_position_embeddings")
     if positions is not None and length <= positions < length + _SLACK:
         os.environ.setdefault(_LONGER_CONTEXT, "1")
@@ -171,7 +171,7 @@ def memory_share(asked: float, device: torch.device) -> float:
 
 
 def _host_cache_tokens(hf_config: Any, dtype: torch.dtype, length: int, rows: int) -> int:
-    """Tokens of the KV cache on a CPU: what the rows need, up to a quarter of the free memory."""
+    """Tokens of the KV cache on a CPU: those of all concurrent sequences, up to a quarter of the free memory."""
     text = hf_config.get_text_config()
     heads = text.to_dict().get("num_key_value_heads") or text.num_attention_heads
     head_dim = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads

@@ -1,4 +1,4 @@
-"""Weights of the trainer into SGLang's processes, and their memory."""
+"""Loads the trainer's weights into SGLang's processes, and manages the memory of the engine."""
 
 import logging
 import tempfile
@@ -11,6 +11,7 @@ import torch
 
 from verl.rollout.sglang.loader import INSTRUCTION, add_sums, instruction, read_outcomes
 from verl.rollout.sglang.service import Service
+from verl.rollout.weight_sync.base import check_parameters
 from verl.rollout.weight_sync.buckets import BUCKET_BYTES, pack
 
 log = logging.getLogger(__name__)
@@ -107,17 +108,13 @@ class SglangReceiver:
             ValueError: unknown, repeated or missing parameters, another shape, or weights that SGLang did not load.
         """
         self._shapes = self._shapes or self._read_shapes()
-        names: set[str] = set()
         with self._service.exclusive("a weight push"), tempfile.TemporaryDirectory(prefix="verl-sglang-") as folder:
             self.filled = False
             self._memory.allocate("weights")
             if self._sessions:
                 _check(self._service.engine.begin_weight_update())
             try:
-                sums = self._send_all(self._checked(weights, version, names), Path(folder))
-                if missing := self._shapes.keys() - names:
-                    first = sorted(missing)[:3]
-                    raise ValueError(f"weights of version {version}: {len(missing)} are missing, first {first}")
+                sums = self._send_all(check_parameters(weights, self._shapes, version), Path(folder))
                 self._send([], Path(folder), sums, version)
             finally:
                 if self._sessions:
@@ -130,20 +127,6 @@ class SglangReceiver:
         with self._service.exclusive("release()", idle=True):
             self.filled = False
             self._memory.free("kv_cache", "weights")
-
-    def _checked(
-        self, weights: Iterable[tuple[str, torch.Tensor]], version: int, names: set[str]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in weights:
-            if name not in self._shapes or name in names:
-                raise ValueError(f"weights of version {version}: parameter {name!r} is unknown or was sent twice")
-            if self._shapes[name] != tensor.shape:
-                raise ValueError(
-                    f"weights of version {version}: {name} has shape {tuple(tensor.shape)}, expected "
-                    f"{tuple(self._shapes[name])}"
-                )
-            names.add(name)
-            yield name, tensor.detach()
 
     def _send_all(self, weights: Iterator[tuple[str, torch.Tensor]], folder: Path) -> dict[str, int]:
         """Send the weights in buckets. Returns the sums of their bits."""
@@ -199,7 +182,7 @@ def _check(result: tuple[bool, str]) -> None:
 
 
 class FollowerReceiver:
-    """The receiver of the other ranks of a tensor-parallel group: rank 0 loads the weights of all."""
+    """The receiver of the other ranks of a tensor-parallel group: rank 0 loads the weights of the group."""
 
     def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Take part in gathering the weights."""
@@ -207,4 +190,4 @@ class FollowerReceiver:
             pass
 
     def release(self) -> None:
-        """Nothing: rank 0 frees the memory of all."""
+        """Does nothing: rank 0 frees the memory of the group."""

@@ -1,6 +1,6 @@
 """What the adapter needs of the installed vLLM, found from signatures and attributes instead of version numbers.
 
-`verl.config.supported.missing_package` finds out before a run starts that vLLM is not installed.
+`verl.config.supported.missing_package` reports a missing vLLM before a run starts.
 """
 
 import importlib.metadata
@@ -36,11 +36,13 @@ class Capabilities:
         version: for messages.
         flat_logprobs: log-probs of a response come as flat lists, without an object per token.
         async_scheduling: the next step can be scheduled while the last one runs; it can be turned off.
+        fused_all_reduce: a compiler pass replaces all-reduce and norm by a kernel of FlashInfer; it can be turned off.
     """
 
     version: str
     flat_logprobs: bool
     async_scheduling: bool
+    fused_all_reduce: bool
 
 
 def installed_version() -> str:
@@ -54,7 +56,10 @@ def installed_version() -> str:
 
 
 def set_environment() -> None:
-    """Set the variables that vLLM reads at import, unless they are set: one process, only errors in the log.
+    """Set the variables that vLLM reads, unless they are set: one process, only errors in the log, all-reduces by NCCL.
+
+    vLLM's other all-reduces share GPU memory between processes by CUDA IPC or NVLink multicast, which not every host
+    has, or compile their kernels when the engine starts, which takes minutes.
 
     Raises:
         ValueError: VLLM_ENABLE_V1_MULTIPROCESSING=1; weights are loaded in this process.
@@ -64,6 +69,8 @@ def set_environment() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # threads are those of the process
+    os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
+    os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
 
 
 def probe() -> Capabilities:
@@ -99,10 +106,13 @@ def probe() -> Capabilities:
             f"rollout.name=vllm: vLLM {installed_version()} lacks {', '.join(lacking)}; tested versions: {_tested()}. "
             f"To install: {VLLM_INSTALL}"
         )
+    from vllm.config import PassConfig
+
     return Capabilities(
         installed_version(),
         flat_logprobs="flat_logprobs" in _parameters(SamplingParams),
         async_scheduling="async_scheduling" in _parameters(EngineArgs),
+        fused_all_reduce="fuse_allreduce_rms" in _parameters(PassConfig),
     )
 
 

@@ -25,7 +25,7 @@ _LENGTH = "rollout.max_model_len, by default data.max_prompt_length + data.max_r
 
 
 class VllmRollout(RolloutEngine):
-    """Generates with vLLM. All ranks of a tensor-parallel group have an engine and take the same steps.
+    """Generates with vLLM (Kwon et al. 2023, arXiv 2309.06180). All ranks of a group take the same steps.
 
     Log-probs are those of the distribution that was sampled from (vLLM's `processed_logprobs`): after temperature,
     min-p, top-k and top-p, in float32; of the unscaled distribution when greedy. vLLM applies min-p before top-k and
@@ -128,7 +128,7 @@ class VllmRollout(RolloutEngine):
             )
 
     def _prepare(self) -> None:
-        """On the thread that steps."""
+        """Before requests are added, on the thread that steps the engine."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # the current device of this thread
         self._receiver.check_filled()
@@ -192,7 +192,7 @@ class EngineMemory:
         self._sleep(level=1)
 
     def drop(self) -> None:
-        """Free the KV cache and the weights, which are lost."""
+        """Free the KV cache and discard the weights."""
         if self._asleep:  # level 1, whose weights are in host memory
             self._wake({"weights", "kv_cache"})
         self._sleep(level=2)

@@ -26,8 +26,8 @@ def make_vllm(
     env: RolloutEnv,
     train_engine: SharesWeights | None = None,
 ) -> VllmRollout:
-    """Make the engine. Its weights are a copy: of the trainer's, which pushes them before the first generation, or of
-    the files without training.
+    """Make the engine. It has its own copy of the weights: the trainer pushes them before the first generation; without
+    training they are read from the files.
 
     Raises:
         ImportError, ValueError: vLLM is not installed or not supported (`capabilities.probe`), settings that contradict

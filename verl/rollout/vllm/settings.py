@@ -124,10 +124,27 @@ def engine_args(
     else:
         args["kv_cache_memory_bytes"] = _host_cache_bytes(hf_config, dtype, length, config.max_num_seqs, env.tp_size)
     if env.tp_size > 1:
-        args["disable_custom_all_reduce"] = True  # it shares memory between processes, which sleep mode frees
-        if capabilities.async_scheduling:
-            args["async_scheduling"] = False  # its order of steps depends on time; all ranks must take the same steps
+        args |= _tensor_parallel_args(capabilities, given)
     return args | given
+
+
+def _tensor_parallel_args(capabilities: Capabilities, given: dict[str, Any]) -> dict[str, Any]:
+    """given: `engine_kwargs.vllm`."""
+    args: dict[str, Any] = {"disable_custom_all_reduce": True}  # it shares memory, which sleep mode frees
+    if capabilities.async_scheduling:
+        args["async_scheduling"] = False  # its order of steps depends on time; all ranks must take the same steps
+    if capabilities.fused_all_reduce:
+        args["compilation_config"] = _without_fused_all_reduce(given.pop("compilation_config", None))
+    return args
+
+
+def _without_fused_all_reduce(given: int | dict[str, Any] | None) -> dict[str, Any]:
+    """`compilation_config` with the pass off unless it sets it; see `capabilities.set_environment`.
+
+    vLLM 0.24 has it on by default for tensor parallelism on Hopper and Blackwell.
+    """
+    config = {"mode": given} if isinstance(given, int) else dict(given or {})
+    return config | {"pass_config": {"fuse_allreduce_rms": False} | dict(config.get("pass_config") or {})}
 
 
 def memory_share(asked: float, device: torch.device) -> float:
@@ -145,7 +162,7 @@ def memory_share(asked: float, device: torch.device) -> float:
 
 
 def _host_cache_bytes(hf_config: Any, dtype: torch.dtype, length: int, rows: int, tp_size: int) -> int:
-    """Memory of the KV cache on a CPU: what the rows need, up to a quarter of the free memory."""
+    """Bytes of the KV cache on a CPU: those of all concurrent sequences, up to a quarter of the free memory."""
     text = hf_config.get_text_config()
     heads = text.num_key_value_heads if "num_key_value_heads" in text.to_dict() else text.num_attention_heads
     head_dim = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
@@ -158,7 +175,7 @@ def _host_cache_bytes(hf_config: Any, dtype: torch.dtype, length: int, rows: int
 
 
 def join_process_group(env: RolloutEnv) -> None:
-    """Initialize torch.distributed unless it is: vLLM forms its groups from the default group.
+    """Initialize torch.distributed unless it is initialized: vLLM forms its groups from the default group.
 
     Raises:
         ValueError: the process is in a group of another size.

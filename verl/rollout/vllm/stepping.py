@@ -61,10 +61,10 @@ class Channel(Protocol):
     """Sends the decisions of rank 0 to the other ranks of a tensor-parallel group."""
 
     def send(self, message: Any) -> None:
-        """On rank 0."""
+        """Send a message. Called on rank 0."""
 
     def receive(self) -> Any:
-        """On the other ranks."""
+        """Receive a message. Called on the other ranks."""
 
 
 class Stepper:

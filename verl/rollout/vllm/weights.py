@@ -1,4 +1,4 @@
-"""Weights of the trainer into vLLM's model, and the proof that they arrived."""
+"""Loads the trainer's weights into vLLM's model, and verifies them."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -64,7 +64,7 @@ class VllmReceiver:
         again.
 
         Raises:
-            ValueError: unknown, repeated or missing parameters, another shape, or weights that vLLM did not take over.
+            ValueError: unknown, repeated or missing parameters, another shape, or weights that vLLM did not load.
         """
         self._shapes = self._shapes or self._read_shapes()
         with self._engine.stepper.between_steps("a weight push") as running:
@@ -148,7 +148,7 @@ class SentBits:
         tensor-parallel group."""
         names = sorted(self._parameters)
         if unset := [name for name in names if name not in self._parts]:
-            raise ValueError(f"weights of version {version}: vLLM's parameters {unset[:3]} received nothing")
+            raise ValueError(f"weights of version {version}: vLLM's parameters {unset[:3]} were not loaded")
         own = torch.stack([sum_of_bits(self._parameters[name]) for name in names]).cpu()
         total, ranks = _sum_over_group(own)
         for index, name in enumerate(names):
@@ -159,8 +159,8 @@ class SentBits:
                 )
 
     def _matches(self, name: str, own: torch.Tensor, total: torch.Tensor, ranks: int) -> bool:
-        """Sharded: the ranks together have all bits. Replicated: each has them. Key and value heads of which there are
-        fewer than ranks: some ranks have the same ones."""
+        """Whether the bits are those that were sent. Sharded: the ranks together have all bits. Replicated: each has
+        them. With fewer key/value heads than ranks, several ranks have the same head."""
         parts = self._parts[name]
         sums = [int(part) for _, part in parts]
         if _wrap(sum(sums)) in (int(own), int(total)):

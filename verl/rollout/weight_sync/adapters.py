@@ -1,4 +1,4 @@
-"""LoRA-only sync: the base weights are sent once, then only the adapters.
+"""Sync of LoRA adapters (Hu et al. 2021, arXiv 2106.09685): the base weights are sent once, then only the adapters.
 
 An engine that cannot apply adapters merges them into a copy of the base weights that it keeps: W + scaling * B A is
 computed from that copy in every push, so rounding errors do not add up.
@@ -28,7 +28,7 @@ def parts_of(engine: WeightSource | AdapterSource, adapters: bool, has_base: boo
 
     Args:
         engine: the training engine.
-        adapters: whether adapters are sent apart from the base weights. Requires an `AdapterSource`.
+        adapters: whether adapters are sent separately from the base weights. Requires an `AdapterSource`.
         has_base: whether the receivers have the base weights.
     """
     if not adapters:
@@ -42,14 +42,12 @@ class MergedAdapters:
 
     Args:
         parameter: HuggingFace name -> the engine's parameter, which is overwritten.
-        part_of: (HuggingFace name, full tensor) -> the part that the engine stores.
+        slice_of: (HuggingFace name, full tensor) -> the slice that the engine stores.
     """
 
-    def __init__(
-        self, parameter: Callable[[str], torch.Tensor], part_of: Callable[[str, torch.Tensor], torch.Tensor]
-    ):
+    def __init__(self, parameter: Callable[[str], torch.Tensor], slice_of: Callable[[str, torch.Tensor], torch.Tensor]):
         self._parameter = parameter
-        self._part_of = part_of
+        self._slice_of = slice_of
         self._base: dict[str, torch.Tensor] = {}
 
     def clear(self) -> None:
@@ -61,7 +59,7 @@ class MergedAdapters:
         """Set every adapted weight to base + scaling * B A.
 
         Raises:
-            ValueError: a tensor that is no LoRA matrix, or a layer of which one is missing.
+            ValueError: a tensor that is not a LoRA matrix, or a layer with only one of the two.
         """
         halves: dict[str, torch.Tensor] = {}
         for name, tensor in tensors:
@@ -76,7 +74,7 @@ class MergedAdapters:
             base = self._base.setdefault(layer, weight.detach().clone())
             dtype = torch.promote_types(base.dtype, a.dtype)
             a, b = a.to(base.device, dtype), b.to(base.device, dtype)
-            weight.copy_(base.to(dtype) + self._part_of(name, b @ a) * config["scaling"][layer])
+            weight.copy_(base.to(dtype) + self._slice_of(name, b @ a) * config["scaling"][layer])
         if halves:
             raise ValueError(
                 f"adapters of version {version}: one of lora_A and lora_B of {sorted(halves)[0]} is missing"
@@ -100,7 +98,7 @@ def sends_adapters(setting: str, has_adapters: bool, takes_adapters: bool, cheap
         cheaper: whether `auto` prefers adapters: they cross processes, or the engine applies them without merging.
 
     Raises:
-        ValueError: adapters are demanded of an engine that takes none.
+        ValueError: adapters are required, but the engine does not take them.
     """
     if setting == "adapters" and has_adapters and not takes_adapters:
         raise ValueError(

@@ -1,5 +1,6 @@
-"""The contracts of a weight sync: what a training engine gives, what a rollout engine receives, and the report."""
+"""The contracts of a weight sync: what a training engine provides, what a rollout engine receives, and the report."""
 
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ class AdapterSource(WeightSource, Protocol):
 
 
 class WeightReceiver(Protocol):
-    """The rollout engine's side."""
+    """The rollout engine's side of a weight sync."""
 
     def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Load all parameters, by HuggingFace name: iterate to the end of `weights`. A tensor is valid until the next
@@ -67,10 +68,10 @@ class StoredWeights(ABC):
 
     @abstractmethod
     def stored(self, name: str) -> torch.Tensor | None:
-        """What is stored of a loaded parameter; None if it is stored in another form."""
+        """The tensor that is stored for a loaded parameter; None if the engine stores it in another form."""
 
-    def part_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """The part of a sent parameter that is stored, such as a tensor-parallel slice. The default: all of it."""
+    def slice_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """The slice of a sent parameter that is stored, such as that of a tensor-parallel rank. Default: all of it."""
         return full
 
 
@@ -136,6 +137,34 @@ class WeightSync(ABC):
     @abstractmethod
     def push(self, engine: WeightSource, version: int) -> SyncReport:
         """Push the current weights. Called on every training rank."""
+
+
+def check_parameters(
+    weights: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, torch.Size], version: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters of a push, and check that each of `shapes` is sent once.
+
+    Raises:
+        ValueError: unknown, repeated or missing parameters, or another shape.
+    """
+    missing = set(shapes)
+    for name, tensor in weights:
+        if name not in missing:
+            raise ValueError(f"weights of version {version}: parameter {name!r} is unknown or was sent twice")
+        if shapes[name] != tensor.shape:
+            raise ValueError(
+                f"weights of version {version}: {name} has shape {tuple(tensor.shape)}, expected {tuple(shapes[name])}"
+            )
+        missing.remove(name)
+        yield name, tensor
+    if missing:
+        raise ValueError(f"weights of version {version}: {len(missing)} are missing, first {sorted(missing)[:3]}")
+
+
+def describe_error(error: BaseException) -> str:
+    """Type and message of an error, for other processes. Valid UTF-8: surrogates of a path are replaced."""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    return text.encode(errors="replace").decode()
 
 
 def incomplete(receiver: object) -> ValueError:

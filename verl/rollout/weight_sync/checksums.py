@@ -1,7 +1,7 @@
 """Checksums of weights, computed on the device with one read per direction and no copy.
 
 The 64-bit words of a tensor fill rows of 1,024 words. The sums of all rows and of all columns, modulo 2^64, are the
-same on every device. Changing a single word always changes them, and a row tells where.
+same on every device. Changing a single word always changes them, and a row shows where.
 """
 
 from collections.abc import Sequence

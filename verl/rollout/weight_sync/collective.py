@@ -15,7 +15,6 @@ A push has one or two parts (base weights, adapters). Per part:
 
 import pickle
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -23,7 +22,14 @@ import torch
 from torch import distributed as dist
 
 from verl.rollout.weight_sync.adapters import Part, parts_of
-from verl.rollout.weight_sync.base import AdapterConfig, SyncReport, WeightReceiver, WeightSource, WeightSync
+from verl.rollout.weight_sync.base import (
+    AdapterConfig,
+    SyncReport,
+    WeightReceiver,
+    WeightSource,
+    WeightSync,
+    describe_error,
+)
 from verl.rollout.weight_sync.buckets import BUCKET_BYTES, Bucket, pack
 from verl.rollout.weight_sync.checksums import COLUMNS, ROW_BYTES, combine, fold, hexadecimal, sums_of
 from verl.rollout.weight_sync.loading import Loading, transit_fault
@@ -41,7 +47,7 @@ class CollectiveSync(WeightSync):
         group: the group with the rollout ranks; None on training ranks other than 0, which only gather weights.
         dtype: dtype of the sent weights; None: not cast.
         bucket_bytes: max size of a bucket of several parameters.
-        adapters: whether adapters are sent apart from the base weights, which are then sent once.
+        adapters: whether adapters are sent separately from the base weights, which are then sent once.
     """
 
     def __init__(
@@ -90,7 +96,7 @@ class _Sending:
         group, sync, sent = self.group, self.sync, 0
         group.broadcast_object((self.version, self.part.config, sync.bucket_bytes, is_last))
         _exchange(group)
-        # adapters are not cast: products of rounded matrices would differ from the trainer's
+        # adapters are not cast: B A of rounded matrices would differ from the trainer's
         dtype = sync.dtype if self.part.config is None else None
         buckets = pack(
             self.part.tensors,
@@ -130,7 +136,7 @@ class _Sending:
             return bucket, sums
         except BaseException as error:
             with suppress(RuntimeError):  # of the group
-                _exchange(self.group, reason=_describe(error), raises=False)
+                _exchange(self.group, reason=describe_error(error), raises=False)
             raise
 
     def _announce(self, bucket: Bucket) -> None:
@@ -202,7 +208,7 @@ class _Receiving:
         except BaseException as error:
             with suppress(RuntimeError):  # of the group
                 if not self.transferring:
-                    _exchange(self.group, reason=_describe(error), raises=False)
+                    _exchange(self.group, reason=describe_error(error), raises=False)
                 for works, _ in self.works.values():
                     for work in works:
                         work.wait()
@@ -247,7 +253,7 @@ class _Receiving:
         try:
             return torch.empty(size, dtype=torch.uint8, device=self.group.device), ""
         except Exception as error:  # out of memory
-            return None, _describe(error)
+            return None, describe_error(error)
 
     def _finish(self, bucket: Bucket) -> None:
         """Wait for a bucket and compare its checksums."""
@@ -266,12 +272,6 @@ class _Receiving:
             f"{hexadecimal(combine([found]))}, expected {hexadecimal(combine([sent]))}; the first differing "
             f"parameter is {name}",
         )
-
-
-def _describe(error: BaseException) -> str:
-    """Type and message of an error, for other ranks. Valid UTF-8: surrogates of a path are replaced."""
-    text = "".join(traceback.format_exception_only(error)).strip()
-    return text.encode(errors="replace").decode()
 
 
 def _exchange(

@@ -1,4 +1,4 @@
-"""Which method pushes the weights (`rollout.weight_sync`), and what the link of this host can reach."""
+"""Selects the method of the weight sync (`rollout.weight_sync`), and measures the bandwidth of a copy."""
 
 import time
 

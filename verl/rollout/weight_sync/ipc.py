@@ -17,7 +17,6 @@ over a `Channel`, whose other end must be trusted, such as an authenticated `mul
 import io
 import pickle
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
@@ -36,6 +35,7 @@ from verl.rollout.weight_sync.base import (
     WeightReceiver,
     WeightSource,
     WeightSync,
+    describe_error,
 )
 from verl.rollout.weight_sync.buckets import BUCKET_BYTES, Bucket, pack
 from verl.rollout.weight_sync.checksums import ROW_BYTES, combine, fold, sums_of
@@ -52,7 +52,7 @@ class IpcSync(WeightSync):
         device: device of the trainer and of the engine's processes.
         dtype: dtype of the sent weights; None: not cast.
         bucket_bytes: size of each of the two buckets.
-        adapters: whether adapters are sent apart from the base weights.
+        adapters: whether adapters are sent separately from the base weights.
         bandwidth: bytes per second of a copy on this device, for the report.
         timeout: seconds until a process that does not answer is an error.
     """
@@ -119,7 +119,7 @@ class _Sending:
                 sums.append(found)
                 sent += bucket.bytes
         except BaseException as error:
-            _send_all(self.channels, ("error", _describe(error)), ignore_errors=True)
+            _send_all(self.channels, ("error", describe_error(error)), ignore_errors=True)
             raise
         while self.pending:
             self._wait(self.pending[0])
@@ -130,7 +130,7 @@ class _Sending:
 
     def _send(self, bucket: Bucket, sums: torch.Tensor) -> None:
         content = bucket.content
-        if len(content) > self.sync.bucket_bytes and not content.is_cuda:  # a parameter in memory of its own
+        if len(content) > self.sync.bucket_bytes and not content.is_cuda:  # a parameter in separate memory
             content = _shared(len(content), content.device).copy_(content)
         slot = self.slots.get(content.data_ptr())
         handle = None
@@ -187,13 +187,13 @@ def receive_ipc(receiver: WeightReceiver, channel: Channel, version: int) -> Syn
     except _SenderError:
         raise
     except BaseException as error:
-        channel.send_bytes(pickle.dumps(_describe(error)))
+        channel.send_bytes(pickle.dumps(describe_error(error)))
         raise
     return SyncReport(version, received, time.perf_counter() - start, fold(checksums))
 
 
 class _SenderError(ValueError):
-    """The trainer failed, and needs no answer."""
+    """The trainer failed, and expects no reply."""
 
 
 class _Receiving:
@@ -238,7 +238,7 @@ def _shared(size: int, device: torch.device) -> torch.Tensor:
 
 
 def _whole(content: torch.Tensor, size: int) -> torch.Tensor:
-    """The buffer of which `content` is the start."""
+    """The whole buffer that begins with `content`."""
     return content.as_strided((size,), (1,), content.storage_offset())
 
 
@@ -269,7 +269,3 @@ def _send_all(channels: list[Channel], message: tuple, ignore_errors: bool = Fal
         except (BrokenPipeError, OSError):
             if not ignore_errors:
                 raise ValueError(f"weight sync: rollout process {process} has ended") from None
-
-
-def _describe(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(error)).strip()

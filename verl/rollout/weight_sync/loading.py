@@ -10,7 +10,7 @@ from verl.rollout.weight_sync.checksums import COLUMNS, bytes_of, combine, sums_
 
 
 class Loading:
-    """One part of a push on its way into a receiver.
+    """Loads one part of a push into a receiver, and verifies it.
 
     Attributes:
         complete: whether the receiver has read all weights.
@@ -32,7 +32,7 @@ class Loading:
             The checksum of its tensors.
 
         Raises:
-            ValueError: the receiver cannot take it, did not read all of it, or stores something else.
+            ValueError: the receiver cannot load it, did not read all of it, or stores other values.
         """
         if part.config is None:
             self.receiver.receive(self._read(part.tensors), self.version)
@@ -52,8 +52,8 @@ class Loading:
             sent = sums_of(bytes_of(tensor if stored is None else tensor.to(stored.dtype)))
             self._sent[name] = sent
             if stored is not None:
-                part = self.receiver.part_of(name, tensor)
-                self._expected[name] = sent if part is tensor else sums_of(bytes_of(part.to(stored.dtype)))
+                kept = self.receiver.slice_of(name, tensor)
+                self._expected[name] = sent if kept is tensor else sums_of(bytes_of(kept.to(stored.dtype)))
             yield name, tensor
         self.complete = True
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from verl.rollout.weight_sync.adapters import MergedAdapters
-from verl.rollout.weight_sync.base import AdapterConfig, AdapterReceiver, StoredWeights
+from verl.rollout.weight_sync.base import AdapterConfig, AdapterReceiver, StoredWeights, check_parameters
 
 
 class ModuleReceiver(StoredWeights, AdapterReceiver):
@@ -21,7 +21,7 @@ class ModuleReceiver(StoredWeights, AdapterReceiver):
         #: shapes of the parameters that are sent
         self.full_shapes: Mapping[str, torch.Size] = self.shapes
         self.filled = filled
-        self._adapters = MergedAdapters(module.get_parameter, self.part_of)
+        self._adapters = MergedAdapters(module.get_parameter, self.slice_of)
         self._has_base = False
         if not filled:
             self.release()
@@ -40,19 +40,8 @@ class ModuleReceiver(StoredWeights, AdapterReceiver):
                 parameter.data = parameter.data.new_empty(shape)
         self.filled = self._has_base = False
         self._adapters.clear()
-        missing = set(self.shapes)
-        for name, tensor in weights:
-            if name not in missing:
-                raise ValueError(f"weights of version {version}: parameter {name!r} is unknown or was sent twice")
-            if self.full_shapes[name] != tensor.shape:
-                raise ValueError(
-                    f"weights of version {version}: {name} has shape {tuple(tensor.shape)}, expected "
-                    f"{tuple(self.full_shapes[name])}"
-                )
-            missing.remove(name)
-            self.module.get_parameter(name).copy_(self.part_of(name, tensor))
-        if missing:
-            raise ValueError(f"weights of version {version}: {len(missing)} are missing, first {sorted(missing)[:3]}")
+        for name, tensor in check_parameters(weights, self.full_shapes, version):
+            self.module.get_parameter(name).copy_(self.slice_of(name, tensor))
         self.filled = self._has_base = True
 
     @property

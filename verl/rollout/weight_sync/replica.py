@@ -14,7 +14,7 @@ class ReplicaSync(WeightSync):
 
     Args:
         rollout: the rollout engine.
-        adapters: whether adapters are sent apart from the base weights.
+        adapters: whether adapters are sent separately from the base weights.
         bandwidth: bytes per second of a copy on this device, for the report.
     """
 

@@ -38,7 +38,7 @@ class TransferGroup:
             options._timeout = wait
             torch.cuda.set_device(device)
             self.data = dist.ProcessGroupNCCL(dist.PrefixStore("data", self.store), rank, size, options)
-        else:  # a group of its own: control messages do not wait for a bucket
+        else:  # a separate group: control messages do not wait for a bucket
             self.data = dist.ProcessGroupGloo(dist.PrefixStore("data", self.store), rank, size, wait)
 
     def start_broadcast(self, tensor: torch.Tensor) -> dist.Work:

@@ -1,6 +1,9 @@
 """Clusters of one host, without Ray: this process, or processes of this host."""
 
+import os
 from collections.abc import Mapping
+
+import torch
 
 from verl.config import schema
 from verl.single_controller.cluster import Pools, RunConfig, start_pools
@@ -50,6 +53,10 @@ class InProcessCluster:
 class ProcessCluster:
     """One process per rank on this host; the roles of a pool share its processes.
 
+    Unless OMP_NUM_THREADS is set, the processes of all pools share the CPU cores. With more threads than cores, every
+    parallel region of one process waits until the scheduler has run all of its threads: milliseconds instead of
+    microseconds, as soon as another process works at the same time.
+
     Args:
         device: "auto", "cpu" or "cuda"; on "cuda" rank i of a pool sees the i-th device of the pool.
         timeout: seconds that one call may take before a hang is reported.
@@ -63,6 +70,7 @@ class ProcessCluster:
         self.timeout = timeout
         self.env = dict(env or {})
         self._groups: dict[str, WorkerGroup] = {}
+        self._threads_before: int | None = None  # of this process
 
     def check(self, config: RunConfig) -> None:
         _check_one_host(config)
@@ -71,20 +79,38 @@ class ProcessCluster:
 
     def start(self, pools: Pools, specs: Mapping[str, WorkerSpec]) -> dict[str, WorkerGroup]:
         on_gpu = resolve_device(self.device).type == "cuda"
+        env = self._share_cores(sum(placed[0][1].world_size for placed in pools.values()), on_gpu) | self.env
 
         def start(roles: dict[str, WorkerSpec], pool: ResourcePool) -> dict[str, WorkerGroup]:
             devices = None
             if on_gpu:
                 devices = pool.devices if pool.devices is not None else range(pool.world_size)
-            where = {"timeout": self.timeout, "devices": devices, "env": self.env, "separate_process": True}
+            where = {"timeout": self.timeout, "devices": devices, "env": env, "separate_process": True}
             return colocate(roles, pool.world_size, **where)
 
-        self._groups = start_pools(pools, specs, start)
+        try:
+            self._groups = start_pools(pools, specs, start)
+        except BaseException:
+            self.shutdown()
+            raise
         return self._groups
+
+    def _share_cores(self, ranks: int, on_gpu: bool) -> dict[str, str]:
+        """Limit the CPU threads of this process. Returns the environment that limits those of the workers."""
+        if "OMP_NUM_THREADS" in os.environ | self.env:
+            return {}
+        self._threads_before = torch.get_num_threads()
+        # on a CPU the workers compute most of the time; with GPUs, this process needs its cores at the same time
+        threads = max(1, self._threads_before // (ranks + on_gpu))
+        torch.set_num_threads(threads)
+        return {"OMP_NUM_THREADS": str(threads)}
 
     def shutdown(self) -> None:
         for group in self._groups.values():
             group.shutdown()
+        if self._threads_before is not None:
+            torch.set_num_threads(self._threads_before)
+            self._threads_before = None
 
 
 def _check_one_host(config: RunConfig) -> None:

@@ -25,11 +25,7 @@ from verl.rollout.base import (
     run_coroutine,
 )
 from verl.rollout.stop_strings import StopStrings
-from verl.rollout.weight_sync import (
-    SyncReport,
-    WeightSync,
-    local_sync,
-)
+from verl.rollout.weight_sync import SyncReport, WeightSync, local_sync
 from verl.utils.rng import fork_seed
 from verl.workers.rollout.service import GenerationService
 

@@ -20,18 +20,18 @@ from typing import Any
 
 import torch
 
-from verl.rollout.agent_loop import GenerateFn, Prompt, Trajectory
+from verl.rollout.agent_loop.base import GenerateFn, Prompt, Trajectory
 from verl.rollout.base import Completion, Request, RolloutEngine, gather_coroutines
 from verl.utils.rng import fork_seed
 
 #: runs the trajectory of one prompt with the given function as its engine
 RunTrajectory = Callable[[Prompt, GenerateFn], Awaitable[Trajectory]]
 
-_POLL = 0.1  # seconds between two looks at whether the thread is alive
+_POLL = 0.1  # seconds between two checks that the thread is alive
 
 
 class GenerationService:
-    """Runs trajectories in an event loop of its own thread.
+    """Runs trajectories in an event loop in a separate thread.
 
     Args:
         engine: has the weight version, and aborts requests.
@@ -70,7 +70,7 @@ class GenerationService:
         self._loop.call_soon_threadsafe(self._start, uid, list(prompts))
 
     def collect(self, timeout: float) -> list[tuple[str, list[Trajectory]]]:
-        """Return the groups that have ended since the last call, each with its uid, in the order of their ends.
+        """Return the groups that have ended since the last call, each with its uid, in the order in which they ended.
 
         Args:
             timeout: seconds to wait for the first one.

@@ -1,6 +1,5 @@
-"""Workers of the rollout role: `RolloutMethods` for a process that also trains, and `RolloutWorker`."""
+"""The worker of a rollout in a separate process."""
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -10,64 +9,13 @@ from verl.config import schema
 from verl.engines.parallel import init_process_group, reduce_values
 from verl.protocol import DataProto
 from verl.rollout.agent_loop import Prompt
-from verl.rollout.base import (
-    Completion,
-    RolloutEnv,
-)
 from verl.rollout.stop_strings import StopStrings
-from verl.rollout.weight_sync import (
-    AdapterReceiver,
-    SyncReport,
-    TransferGroup,
-    receive_collective,
-    receive_disk,
-)
-from verl.single_controller.dispatch import Coordinates, Dispatch, register
-from verl.single_controller.worker import Worker
+from verl.rollout.weight_sync import AdapterReceiver, SyncReport, TransferGroup, receive_collective, receive_disk
+from verl.single_controller.dispatch import Dispatch, register
 from verl.utils.device import resolve_device, resolve_dtype
+from verl.workers.rollout.methods import NO_TIMEOUT, RolloutMethods, rollout_env
 from verl.workers.rollout.role import Rollout
 from verl.workers.rollout.service import GenerationService
-
-#: timeout of a weight transfer in seconds if none is configured: the controller has its own timeout
-NO_TIMEOUT = 86400.0
-
-
-class RolloutMethods(Worker, ABC):
-    """Registered methods of the role "rollout", for workers with an attribute `rollout`."""
-
-    rollout: Rollout
-
-    def layout(self, mesh: str | None = None) -> Coordinates:
-        """In the mesh "rollout", consecutive ranks form a tensor-parallel group of the engine, regardless of model
-        parallelism in training."""
-        if mesh != "rollout":
-            return super().layout(mesh)
-        env = self.rollout.env
-        return Coordinates(dp=self.rank // env.tp_size, tp=env.tp_rank)
-
-    @abstractmethod
-    def max_over_ranks(self, values: list[float]) -> list[float]:
-        """The maximum of each value over all ranks of the group."""
-
-    @register(dispatch_mode=Dispatch.ND_COMPUTE, mesh="rollout")
-    def generate_sequences(self, batch: DataProto) -> DataProto | None:
-        """Generate one trajectory per row; see `Rollout.generate`."""
-        return self.rollout.generate(batch, self.max_over_ranks)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def canary_response(self, prompt_ids: list[int], max_tokens: int) -> Completion | None:
-        """See `Rollout.canary_response`."""
-        return self.rollout.canary_response(prompt_ids, max_tokens)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def sleep_rollout(self) -> None:
-        """Free all memory of generation. Weights must be synced before the next generation."""
-        self.rollout.sleep()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def free_rollout_cache(self) -> None:
-        """Free the KV cache. The weights are kept."""
-        self.rollout.free_cache()
 
 
 class RolloutWorker(RolloutMethods):
@@ -216,20 +164,3 @@ class RolloutWorker(RolloutMethods):
                 "finish_reason": [t.finish_reason for t in trajectories],
             }
         )
-
-
-def rollout_env(
-    worker: Worker,
-    config: schema.RolloutEngineConfig,
-    device: torch.device,
-    pad_token_id: int,
-    compute_dtype: torch.dtype | None,
-) -> RolloutEnv:
-    """The `RolloutEnv` of a worker: consecutive ranks form a tensor-parallel group."""
-    size = config.tensor_model_parallel_size
-    if worker.world_size % size:
-        raise ValueError(
-            f"rollout.tensor_model_parallel_size={size} does not divide the {worker.world_size} rollout ranks"
-        )
-    ranks = worker.rank, worker.world_size, worker.local_rank
-    return RolloutEnv(*ranks, device, pad_token_id, compute_dtype, tp_rank=worker.rank % size, tp_size=size)
