@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -201,6 +202,8 @@ def test_a_user_replies_until_the_interaction_ends(files, tokenizer):
     ]
     assert trajectory.facts["turn_scores"] == [0.5, 0.5, 0.5] and trajectory.turns == 3
     assert loop.runner.host.interactions["echo"].left == {}
+    for raw in (np.array([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], dtype=object), "u"):
+        assert run(loop, Policy(tokenizer, "a", "b", "c"), **columns, raw_prompt=raw).turns == 3
 
 
 def test_interactions_that_fail_and_samples_without_arguments(files, tokenizer):

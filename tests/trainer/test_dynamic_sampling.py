@@ -246,3 +246,15 @@ def test_metrics_of_a_step_are_those_of_every_sample_that_was_generated(settings
     assert found["reward/failed_rows"] == failed > 0
     kept = report.batch.batch["response_mask"].sum(1).float().mean().item()
     assert found["filter_groups/response_length_mean"] == pytest.approx(kept)
+
+
+def test_greedy_baselines_of_the_groups_that_are_kept(settings):
+    remax = ["algorithm.name=remax", "algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=score"]
+    trainer, reports = LocalPPOTrainer(overrides=[*settings, *remax, "trainer.total_training_steps=1"]), []
+    trainer.on_step.append(reports.append)
+    trainer.fit()
+    batch = reports[0].batch
+    baselines = batch.batch["reward_baselines"].view(4, 2)
+    assert torch.equal(baselines[:, 0], baselines[:, 1])
+    scores = batch.batch["token_level_scores"].sum(1).view(4, 2)
+    assert (scores[:, 0] != scores[:, 1]).all()

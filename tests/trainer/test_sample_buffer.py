@@ -227,3 +227,11 @@ def test_the_operator_keeps_a_batch_and_returns_one():
     run.step += 1
     batch = run.buffer()
     assert batch.batch["responses"].shape == (2 * B, 5) and batch.meta_info["global_step"] == 1
+
+
+def test_synchronous_training_resumes_unless_prompts_are_waiting():
+    run, plain = Run(1), Prompts(Source(), lambda: 0, 100)
+    plain.load_state_dict(run.queue.state_dict())
+    run.admit()
+    with pytest.raises(ValueError, match="8 prompts that were taken from the data and are not trained"):
+        plain.load_state_dict(run.queue.state_dict())

@@ -31,7 +31,7 @@ from verl.trainer.ppo_operators import Prompts
 logger = logging.getLogger("verl.trainer")
 
 #: names of the summed reward; the first is ours, the others are those of public verl
-_SUMMED_REWARD = ("reward", "score", "seq_reward", "seq_final_reward")
+SUMMED_REWARD = ("reward", "score", "seq_reward", "seq_final_reward")
 
 
 class PromptQueue(Prompts):
@@ -68,6 +68,8 @@ class PromptQueue(Prompts):
         return {"source": self.source.state_dict(), "size": self.size, "waiting": self.waiting}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "waiting" not in state:  # of a run without a queue
+            return super().load_state_dict(state)
         self.source.load_state_dict(state["source"])
         self.size, self.waiting = state["size"], state["waiting"]
 
@@ -156,12 +158,12 @@ class DynamicSampling(Stateful):
 
     def values_of(self, batch: DataProto) -> np.ndarray:
         """The metric of every row, (B,) float64. Raises ValueError if it is missing or not numeric."""
-        if self.metric in _SUMMED_REWARD:
+        if self.metric in SUMMED_REWARD:
             return batch.batch["token_level_rewards"].sum(1).double().numpy()
         column = f"reward_{self.metric}"
         if column not in batch:
             given = [name.removeprefix("reward_") for name in batch.non_tensor_batch if name.startswith("reward_")]
-            known = [*_SUMMED_REWARD, *(name for name in given if name != "model")]
+            known = [*SUMMED_REWARD, *(name for name in given if name != "model")]
             raise ValueError(
                 f"algorithm.filter_groups.metric={self.metric}: the reward function does not return it: "
                 f"{did_you_mean(self.metric, known)}"

@@ -75,6 +75,15 @@ class Prompts(Stateful):
         return self.source.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume, also from a checkpoint with a queue of prompts. Raises ValueError if prompts are waiting in it."""
+        if "waiting" in state:
+            if state["waiting"] is not None and len(state["waiting"]):
+                raise ValueError(
+                    f"the checkpoint has {len(state['waiting'])} prompts that were taken from the data and are not "
+                    "trained yet, of asynchronous training or dynamic sampling: resume with the same "
+                    "trainer.async.max_staleness and algorithm.filter_groups"
+                )
+            state = state["source"]
         self.source.load_state_dict(state)
 
 
@@ -245,7 +254,8 @@ class GreedyBaseline:
     def generate(self, batch: DataProto) -> None:
         """Generate a greedy response to every prompt of the batch."""
         _, first, _ = _groups(batch)
-        prompts = batch.select([], None)[first].replace(sample_index=np.zeros(len(first), dtype=object))
+        names = [name for name in batch.non_tensor_batch if name not in GENERATED]  # without the sampled responses
+        prompts = batch.select([], names)[first].replace(sample_index=np.zeros(len(first), dtype=object))
         with_columns = uses_agent_loop(self.config)
         self._responses = prompts.union(generate(self.roles, "greedy", with_columns)(prompts))
 

@@ -47,6 +47,7 @@ from verl.rollout.base import ROLLOUT_ENGINES
 from verl.rollout.server.agents import TRIAL_FACTS, load_agent
 from verl.single_controller.cluster import CLUSTERS, Cluster, make_cluster
 from verl.tracking.tracking import check_trackers
+from verl.trainer.dynamic_sampling import SUMMED_REWARD
 from verl.trainer.inputs import Inputs, base_settings, dataset_class, try_rewards
 from verl.trainer.launch import Recipe
 from verl.trainer.model_limits import check_reads_tokens_of
@@ -426,7 +427,7 @@ def reward_names(run: Run) -> None:
     """Reward values that settings refer to are returned by the reward function or written by an operator."""
     algorithm = run.config.algorithm
     named: dict[str, list[str]] = {}
-    if algorithm.filter_groups.enable:
+    if algorithm.filter_groups.enable and algorithm.filter_groups.metric not in SUMMED_REWARD:
         named["algorithm.filter_groups.metric"] = [algorithm.filter_groups.metric]
     if algorithm.adv_estimator == "gdpo":
         named["algorithm.gdpo_reward_keys"] = algorithm.gdpo_reward_keys

@@ -18,7 +18,7 @@ generated again.
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -260,12 +260,6 @@ class AsyncPrompts(PromptQueue):
 
     def __init__(self, prompts: Prompts, size: int):
         super().__init__(prompts, size)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if "source" in state:
-            super().load_state_dict(state)
-        else:  # of synchronous training
-            self.source.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
         with self.buffer.lock:

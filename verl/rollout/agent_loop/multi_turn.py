@@ -125,7 +125,9 @@ class MultiTurnLoop:
                 f"{did_you_mean(str(name), self.interactions)}"
             )
         raw = columns.get("raw_prompt")
-        messages = [{"role": "user", "content": raw}] if isinstance(raw, str) else [dict(m) for m in raw or ()]
+        if raw is None or isinstance(raw, str):
+            raw = [] if raw is None else [{"role": "user", "content": raw}]
+        messages = [dict(message) for message in raw]  # of a list or an array
         self._number += 1
         return _State(f"{os.getpid()}-{self._number}", kwargs, name, given, messages)
 
