@@ -20,7 +20,6 @@ class VersionEngine(RolloutEngine):
 
     samples_policy = False
     hold = 0.0
-    samples_policy = False
 
     #: when tokens were sampled, by time.perf_counter; of all engines of this process
     times: list[float] = []
