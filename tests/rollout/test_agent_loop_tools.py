@@ -10,8 +10,9 @@ from transformers import AutoTokenizer
 from examples.quickstart.tiny_model import tiny_model
 from verl.config import load_config
 from verl.registry import import_module
-from verl.rollout.agent_loop import AGENT_LOOPS, MultiTurnLoop, Prompt, Trajectory, make_agent_loop
+from verl.rollout.agent_loop import AGENT_LOOPS, MultiTurnLoop, Prompt, Trajectory, base, make_agent_loop
 from verl.rollout.agent_loop.chat import ChatContinuation
+from verl.rollout.agent_loop.public import ServerManager
 from verl.rollout.base import Completion, Request, SamplingParams
 
 ROLLOUT = "actor_rollout_ref.rollout."
@@ -328,6 +329,27 @@ def test_a_loop_of_public_verl(tmp_path, tokenizer):
     )
     assert sum(trajectory.response_mask) == 4 and trajectory.log_probs[0] == -1.0 and trajectory.turns == 2
     assert trajectory.facts == {"num_turns": 4}
+
+
+def test_sampling_of_the_run_is_kept_in_a_loop_of_public_verl(tokenizer, caplog):
+    base._noted.clear()
+    policy = Policy(tokenizer, "a", "b")
+    params = SamplingParams(20, (7,), temperature=0.8, top_p=0.9)
+    server = ServerManager(Prompt([5], params, 0), policy, tokenizer)
+    given = {"temperature": 0.1, "top_p": 0.9, "n": 4, "seed": None, "stop": "x", "stop_token_ids": [9], "logprobs": 1}
+    for _ in range(2):
+        asyncio.run(server.generate("r", prompt_ids=[5], sampling_params=given | {"max_tokens": 3}))
+    for request in policy.requests:
+        used = request.params
+        assert (used.temperature, used.top_p, used.max_tokens, used.stop_token_ids) == (0.8, 0.9, 3, (7, 9))
+        assert used.stop.strings == ("x",)
+    noted = [record.getMessage() for record in caplog.records]
+    assert noted == [
+        f"the agent sets {name}, which is not applied: the run is configured with {used}"
+        for name, used in (("temperature=0.1", "temperature=0.8"), ("n=4", "n=1"))
+    ]
+    with pytest.raises(ValueError, match=r"sampling_params: \['best_of'\] not supported"):
+        asyncio.run(server.generate("r", prompt_ids=[5], sampling_params={"best_of": 2}))
 
 
 def test_loops_of_a_file(tmp_path, tokenizer):

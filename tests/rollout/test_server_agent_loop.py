@@ -11,9 +11,8 @@ import pytest
 
 from examples.quickstart.tiny_model import tiny_model
 from verl.config import schema
-from verl.rollout.agent_loop import Prompt, Trajectory, make_agent_loop
+from verl.rollout.agent_loop import Prompt, Trajectory, base, make_agent_loop
 from verl.rollout.base import Completion, Request, SamplingParams
-from verl.rollout.server import episodes
 from verl.rollout.server.agents import in_thread, read_result
 from verl.rollout.server.episodes import Episode, StepGenerator
 from verl.rollout.server.protocol import read_call
@@ -191,7 +190,7 @@ def test_several_conversations(tokenizer, on_new, turns):
 
 
 def test_sampling_of_the_run_is_kept_and_stops_of_the_agent_apply(tokenizer, caplog):
-    episodes._noted.clear()
+    base._noted.clear()
 
     def act(client, sample):
         return float(say(client, START, temperature=0.1, seed=3, stop=["l"]).message.content == "he")
@@ -393,3 +392,23 @@ def test_results_that_are_not_scores(value):
     with pytest.raises(ValueError, match="expected a finite number"):
         read_result(value)
     assert read_result({"a": 1}) == (None, {"a": 1}) and read_result(True) == (1.0, {})
+
+
+def test_the_limit_of_agents_holds_while_another_event_loop_runs(tokenizer):
+    config = schema.RolloutConfig(server={"agent": {"command": ["true"]}, "max_concurrency": 2})
+    agents = make_agent_loop("server_agent", config, tokenizer)
+
+    async def slot() -> asyncio.Semaphore:
+        return agents._slot()
+
+    training, validation = asyncio.new_event_loop(), asyncio.new_event_loop()
+    try:
+        first = training.run_until_complete(slot())
+        other = validation.run_until_complete(slot())
+        assert first is not other and training.run_until_complete(slot()) is first
+        validation.close()
+        asyncio.run(slot())
+        assert validation not in agents._slots and agents._slots[training] is first
+    finally:
+        training.close()
+        agents.server.close()

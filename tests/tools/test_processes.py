@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from verl.tools.host import Observation
+from verl.tools.host import Observation, Rewards
 from verl.tools.processes import ToolProcesses
 from verl.tools.runner import ToolFailure, ToolSettings
 
@@ -130,7 +130,7 @@ def test_state_stays_with_its_trajectory_and_its_loss_is_told(tools):
         assert (await tools.call("a", "execute", count, 5)).text == "5"
         assert (await outcome(tools, "count", trajectory="b")).text == "1"
         assert (await tools.call("a", "execute", count, 5)).text == "6"
-        assert await tools.call("a", "rewards", {"kwargs": {}}, 5) == {"count": 0.6}
+        assert await tools.call("a", "rewards", {"kwargs": {}}, 5) == Rewards({"count": 0.6}, {})
         assert await outcome(tools, "crash", trajectory="c") == "the process exited with status 3"
         lost = await outcome(tools, "count", trajectory="b")
         assert "the state of this trajectory is lost" in lost

@@ -8,10 +8,10 @@ import torch
 
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import infer_schema
-from verl.tools.host import Observation, ToolHost, read_arguments, read_result, truncate_text
+from verl.tools.host import Observation, Rewards, ToolHost, read_arguments, read_result, truncate_text
 from verl.tools.load import load_interactions, load_tools, tool_schemas
 from verl.tools.runner import ToolSettings
-from verl.tools.schemas import ToolResponse
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 PUBLIC_FORM = """
 from typing import Any, Optional
@@ -74,10 +74,10 @@ def test_a_tool_of_public_verl_keeps_an_instance_per_trajectory(public_tool):
         assert first == Observation("try 1 of 3", -0.05)
         assert await host.execute("b", "check", {"answer": "7"}, kwargs) == Observation("try 1 of 3", -0.0)
         assert (await host.execute("a", "check", {"answer": "7"}, kwargs)).text == "try 2 of 3"
-        assert await host.rewards("a", {"check": kwargs}) == {"check": 1.5}
+        assert await host.rewards("a", {"check": kwargs}) == Rewards({"check": 1.5}, {})
         # named in tools_kwargs, and never called
-        assert await host.rewards("c", {"check": kwargs}) == {"check": 0.5}
-        assert await host.rewards("b", {}) == {"check": 1.0}
+        assert await host.rewards("c", {"check": kwargs}) == Rewards({"check": 0.5}, {})
+        assert await host.rewards("b", {}) == Rewards({"check": 1.0}, {})
         assert host.tools["check"]._instance_dict == {}
 
     asyncio.run(run())
@@ -226,8 +226,29 @@ def test_calls_of_one_turn_share_an_instance(tmp_path):
 
 def test_a_tool_without_execute_fails_its_calls(tmp_path):
     schema = {"type": "function", "function": {"name": "t"}}
-    from verl.tools.schemas import OpenAIFunctionToolSchema
-
     tool = BaseTool({}, OpenAIFunctionToolSchema.model_validate(schema))
     with pytest.raises(NotImplementedError, match="does not define execute"):
         asyncio.run(tool.execute("x", {}))
+
+
+def test_an_error_of_one_tool_keeps_the_rewards_of_others_and_releases_all(public_tool):
+    class Broken(BaseTool):
+        async def create(self, instance_id=None, **kwargs):
+            return instance_id, ToolResponse()
+
+        async def calc_reward(self, instance_id, **kwargs):
+            raise self.config["error"]
+
+        async def release(self, instance_id, **kwargs):
+            released.append(self.name)
+
+    released: list[str] = []
+    host = ToolHost(ToolSettings(tool_config_path=public_tool))
+    for name, error in (("broken", ValueError("no reward")), ("exits", SystemExit(3))):
+        schema = OpenAIFunctionToolSchema.model_validate({"type": "function", "function": {"name": name}})
+        host.tools[name] = Broken({"error": error}, schema)
+    kwargs = {"broken": {}, "exits": {}, "check": {"calc_reward_kwargs": {"bonus": 0.5}}}
+    ended = asyncio.run(host.rewards("a", kwargs))
+    assert ended == Rewards({"check": 0.5}, {"broken": "ValueError: no reward", "exits": "SystemExit: 3"})
+    assert sorted(released) == ["broken", "exits"] and not host._instances
+    assert not host.tools["check"]._instance_dict

@@ -259,6 +259,7 @@ def test_an_error_of_the_update_ends_the_producer(settings):
         (["placement.rollout_devices=null"], "only on separate devices"),
         ([f"{ROLLOUT}.deterministic=true"], "generates with the weights that are trained"),
         (["algorithm.shuffle_rewards=true"], "permutes the rewards of a whole batch"),
+        ([f"{ROLLOUT}.mode=server"], "time limit of the agents of rollout.mode=server would include weight syncs"),
         ([f"{ROLLOUT}.tensor_model_parallel_size=2"], "tensor_model_parallel_size must be 1"),
         (
             ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=2"]
@@ -288,6 +289,40 @@ def test_the_old_policy_is_the_one_that_sampled_unless_there_is_a_correction(set
     trainer, (*_, report) = train(settings, correction, "trainer.resume_mode=disable", steps=2)
     assert "rollout_correction" in [op.name for op in trainer.pipeline.operators]
     assert not torch.equal(report.batch.batch["old_log_probs"], report.batch.batch["rollout_log_probs"])
+
+
+@pytest.mark.parametrize("filter", ["top_p=0.9", "top_k=5", "min_p=0.1"])
+def test_filtered_log_probs_of_the_rollout_are_not_those_of_the_old_policy(filter, settings, caplog):
+    chosen = [*settings, *GRPO, "trainer.async.max_staleness=1", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
+    trainer = PPOTrainer(overrides=[*chosen, f"{ROLLOUT}.{filter}"])
+    old = next(op for op in trainer.pipeline.operators if op.name == "old_log_prob")
+    assert old.on == "actor" and "entropys" in old.writes
+    assert f"the distribution filtered by rollout.{filter} and algorithm.rollout_correction is not set" in caplog.text
+    caplog.clear()
+    PPOTrainer(overrides=[*chosen, f"{ROLLOUT}.{filter}", "algorithm.rollout_correction.rollout_is=token"])
+    assert "filtered by" not in caplog.text
+
+
+# ---- a second fit -----------------------------------------------------------------------------------------------
+
+
+def test_a_second_fit_continues(settings):
+    trainer, first = train(settings, "trainer.save_freq=2", k=2, steps=2, kind=SlowTrainer)
+    second: list[StepReport] = []
+    trainer.on_step.append(second.append)
+    trainer.total_steps = 6
+    trainer.fit()
+    assert [report.step for report in second] == [3, 4, 5, 6]
+    assert sorted(uids_of([*first[:2], *second])) == sorted(f"0:{row}" for row in range(24))
+    assert all(check_spans(report, 2) for report in second)
+    assert max(report.metrics["async/staleness_max"] for report in second) > 0, "prompts of later steps are admitted"
+
+
+def test_a_second_fit_without_a_checkpoint_is_refused(settings):
+    trainer, _ = train(settings, steps=1)
+    trainer.total_steps = 2
+    with pytest.raises(ValueError, match="the trainer is at step 1, but there is no checkpoint to resume from"):
+        trainer.fit()
 
 
 # ---- processes --------------------------------------------------------------------------------------------------

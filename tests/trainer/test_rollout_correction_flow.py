@@ -147,6 +147,10 @@ def test_what_cannot_be_is_refused(overrides, message):
     ("overrides", "message"),
     [
         ([f"{CORRECTION}rollout_is=token", f"{LOSS}=decoupled_ppo"], "does not take rollout_is_weights"),
+        (
+            [f"{CORRECTION}bypass_mode=true", "actor_rollout_ref.rollout.top_p=0.9"],
+            "the distribution filtered by rollout.top_p=0.9, and",
+        ),
         ([f"{LOSS}=bypass_mode"], "but .* is bypass_mode"),
         (
             [f"{CORRECTION}bypass_mode=true", f"{LOSS}=vanilla", f"{CORRECTION}loss_type=reinforce"],

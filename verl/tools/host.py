@@ -41,6 +41,19 @@ class Observation:
 
 
 @dataclass(frozen=True)
+class Rewards:
+    """The tools of a trajectory at its end.
+
+    Args:
+        rewards: what `calc_reward` returned, by name of the tool.
+        errors: descriptions of the calls of `create`, `calc_reward` or `release` that failed, by name of the tool.
+    """
+
+    rewards: dict[str, float]
+    errors: dict[str, str]
+
+
+@dataclass(frozen=True)
 class Reply:
     """The reply of an interaction.
 
@@ -106,25 +119,31 @@ class ToolHost:
         text = truncate_text(observation.text, limit, side)
         return Observation(text, observation.reward, observation.failed)
 
-    async def rewards(self, trajectory: str, kwargs: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-        """End a trajectory: the rewards of its instances by name of the tool. The instances are released.
+    async def rewards(self, trajectory: str, kwargs: Mapping[str, Mapping[str, Any]]) -> Rewards:
+        """End a trajectory. All its instances are released, also if a tool fails.
 
         kwargs: the sample's `tools_kwargs`. A tool named there has an instance even if it was not called.
         """
-        rewards = {}
-        for name in [name for owner, name in self._instances if owner == trajectory] + list(kwargs):
-            tool = self.tools.get(name)
-            if name in rewards or not isinstance(tool, BaseTool):
-                continue
-            entry = kwargs.get(name) or {}
-            instance = await self._instance(trajectory, tool, entry)
+        named = dict.fromkeys([name for owner, name in self._instances if owner == trajectory] + list(kwargs))
+        tools = [tool for name in named if isinstance(tool := self.tools.get(name), BaseTool)]
+        ended = Rewards({}, {})
+        await asyncio.gather(*(self._end(trajectory, tool, kwargs.get(tool.name) or {}, ended) for tool in tools))
+        return ended
+
+    async def _end(self, trajectory: str, tool: BaseTool, kwargs: Mapping[str, Any], ended: Rewards) -> None:
+        """Add the reward of one instance, or the error of its tool, and release it."""
+        try:
+            instance = await self._instance(trajectory, tool, kwargs)
             try:
-                found = await tool.calc_reward(instance, **(entry.get("calc_reward_kwargs") or {}))
-                rewards[name] = float(found)
+                found = await tool.calc_reward(instance, **(kwargs.get("calc_reward_kwargs") or {}))
+                ended.rewards[tool.name] = float(found)
             finally:
-                del self._instances[trajectory, name]
-                await tool.release(instance, **(entry.get("release_kwargs") or {}))
-        return rewards
+                del self._instances[trajectory, tool.name]
+                await tool.release(instance, **(kwargs.get("release_kwargs") or {}))
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # also sys.exit() of a tool
+            ended.errors[tool.name] = describe(error)
 
     async def start(self, trajectory: str, name: str, kwargs: Mapping[str, Any]) -> None:
         """Start an interaction."""

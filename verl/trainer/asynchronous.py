@@ -51,6 +51,10 @@ class Generation:
         self.roles = roles
         self.with_columns = with_columns
         self.partial = partial
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all prompts, for new workers."""
         self.waiting: list[DataProto] = []  # prompts that are not sent yet
         self._prompts: dict[str, DataProto] = {}  # by uid: the rows of groups that are being generated
         self._sent = 0
@@ -225,7 +229,7 @@ class Asynchronous:
 
     Attributes:
         buffer: set by `edit`.
-        producer: set by `begin_at_buffer`.
+        producer: set by `reset`. It ends with its workers.
     """
 
     buffer: SampleBuffer
@@ -270,14 +274,23 @@ class Asynchronous:
         return sync
 
     def begin_at_buffer(self, pipeline: Pipeline) -> None:
-        """Let the pipeline run from the buffer on. The producer starts with the first step."""
+        """Let the pipeline run from the buffer on."""
         names = [op.name for op in pipeline.operators]
         prompting = pipeline.stage("prompts", "gen")
         scoring = pipeline.stage(names[names.index("gen") + 1], "buffer")
         for stage in (prompting, scoring):
             stage.log_level = logging.DEBUG  # they run many times per step
         pipeline.begin_at("buffer")
-        self.producer = Producer(prompting, scoring, self.generation, self.buffer)
+        self._stages = prompting, scoring
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin with new workers: nothing is in flight, and a new producer starts with the next step."""
+        self.generation.reset()
+        self.buffer.reset()
+        for stage in self._stages:
+            stage.take_held()
+        self.producer = Producer(*self._stages, self.generation, self.buffer)
         self.buffer.on_take = self.producer.start
 
 
@@ -301,14 +314,18 @@ def check_flow(flow: DataFlow) -> None:
 def use_sampled_log_probs(flow: DataFlow, config: schema.Config) -> DataFlow:
     """Without a correction, use the rollout's log-probs as old_log_probs: the ratio is to the policy that sampled.
 
-    Unchanged if algorithm.rollout_correction is set, with actor.old_log_prob_pass=always, and if another operator reads
-    the other columns of `old_log_prob`.
+    Unchanged if algorithm.rollout_correction is set, with actor.old_log_prob_pass=always, if another operator reads the
+    other columns of `old_log_prob`, and with top_k, top_p or min_p: training computes the full distribution, so a ratio
+    to log-probs of the filtered one would not be 1 for equal weights.
     """
     correction = config.algorithm.rollout_correction
     if correction.rollout_is or correction.rollout_rs or correction.bypass_mode or "old_log_prob" not in flow:
         return flow
-    why = "actor.old_log_prob_pass is always"
-    if config.actor_rollout_ref.actor.old_log_prob_pass != "always":
+    why, fix = "actor.old_log_prob_pass is always", ""
+    if filters := config.actor_rollout_ref.rollout.active_filters():
+        why = f"the log-probs of the rollout are those of the distribution filtered by {filters}"
+        fix = ", or turn the filters off"
+    elif config.actor_rollout_ref.actor.old_log_prob_pass != "always":
         old = flow["old_log_prob"]
         others = set(old.writes) - {"old_log_probs"}
         if not any(others & set(op.reads) for op in flow):
@@ -323,8 +340,9 @@ def use_sampled_log_probs(flow: DataFlow, config: schema.Config) -> DataFlow:
         why = f"an operator reads {', '.join(sorted(others))}"
     logger.warning(
         "trainer.async.max_staleness=%d: samples of older weights are trained without a correction, because %s and "
-        "algorithm.rollout_correction is not set: set algorithm.rollout_correction.rollout_is=token",
+        "algorithm.rollout_correction is not set: set algorithm.rollout_correction.rollout_is=token%s",
         config.trainer.max_staleness,
         why,
+        fix,
     )
     return flow

@@ -287,9 +287,19 @@ class Trainer(ABC):
         return self.checkpointer.save(self.global_step)
 
     def load(self) -> None:
-        """Resume from the newest complete checkpoint, or from trainer.resume_from_path; otherwise do nothing."""
+        """Resume from the newest complete checkpoint, or from trainer.resume_from_path; otherwise do nothing.
+
+        Raises:
+            ValueError: this trainer has completed steps, but there is no checkpoint with their weights.
+        """
         step = self.checkpointer.load()
         if step == 0:
+            if 0 < self.global_step < self.total_steps:
+                raise ValueError(
+                    f"the trainer is at step {self.global_step}, but there is no checkpoint to resume from, and the "
+                    "weights of these steps ended with the workers of the last fit(): set trainer.save_freq and "
+                    "trainer.resume_mode=auto to continue in another fit(), or make a new trainer"
+                )
             return
         self.global_step = step
         if step >= self.total_steps and not self.config.trainer.val_only:

@@ -74,6 +74,10 @@ class Canary:
         self.prompt = [(7 + 37 * i) % vocab_size for i in range(min(_TOKENS, prompt_length))]
         self.max_tokens = min(_TOKENS, response_length)
         self.kind = "float32"
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the last checks, for new workers."""
         self._last: dict[int, _Check] = {}  # by rollout rank
 
     def is_due(self, version: int) -> bool:

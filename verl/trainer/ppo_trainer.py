@@ -170,13 +170,16 @@ class PPOTrainer(Trainer):
         )
 
     def init_workers(self) -> None:
+        self.rollout_weights.reset()
+        if self.asynchronous is not None:
+            self.asynchronous.reset()
         self.roles.update(self.cluster.start(self.pools, self.specs))
         self.roles.update(dict.fromkeys(roles_hosted_by_actor(self.config), self.roles["actor"]))
 
     def load(self) -> None:
         super().load()
         if self.asynchronous is not None:
-            self.asynchronous.buffer.start_at(self.global_step)
+            self.asynchronous.buffer.start_at(self.global_step, self.total_steps)
 
     def shutdown(self) -> None:
         if self.asynchronous is None:

@@ -110,6 +110,13 @@ def _problems(config: schema.Config) -> Iterator[Problem]:
         if correction.rollout_is is not None and correction.loss_type == "ppo_clip":
             what = "in bypass mode the ratio of ppo_clip already is the importance weight: leave it null"
             yield Problem(_KEY + "rollout_is", what)
+        if filters := config.actor_rollout_ref.rollout.active_filters():
+            what = (
+                f"true, but the log-probs of the rollout are those of the distribution filtered by {filters}, and "
+                f"training computes those of the full distribution: use false with {_KEY}rollout_is=token, or turn the "
+                "filters off"
+            )
+            yield Problem(_KEY + "bypass_mode", what)
         if correction.rollout_is_batch_normalize:
             what = "true, but in bypass mode no weights are computed for the batch: use false"
             yield Problem(_KEY + "rollout_is_batch_normalize", what)

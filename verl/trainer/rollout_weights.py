@@ -29,9 +29,15 @@ class RolloutWeights:
         self.separate = separate
         self.canary = canary
         self.by_disk = by_disk
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin with new workers, which have no weights and are not connected."""
         self.version: int | None = None
         self._is_connected = False
         self._unreported: dict[str, float] = {}  # of a check outside of the flow, for the next push
+        if self.canary is not None:
+            self.canary.reset()
 
     def push(self, version: int) -> dict[str, float]:
         """Push the actor's current weights to the rollout. Returns the metrics weight_sync/*.

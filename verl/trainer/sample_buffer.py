@@ -98,10 +98,20 @@ class SampleBuffer:
         self.put(batch)
         return HOLD
 
-    def start_at(self, step: int) -> None:
+    def reset(self) -> None:
+        """Return all prompts to the queue, for new workers: what the last ones generated is dropped."""
+        with self.lock:
+            if self.groups:
+                self.queue.put_back(DataProto.concat([group.prompt for group in self.groups.values()]))
+            self.groups, self._finished, self._error = {}, [], None
+            self._dropped = self._tokens = self.filtered = 0
+            self._last_take = time.perf_counter()
+
+    def start_at(self, step: int, total_steps: int) -> None:
         """Begin after this many completed steps, with weights of that version."""
         with self.lock:
             self.version = self._steps_taken = step
+            self.total_steps = total_steps
 
     def set_version(self, version: int) -> None:
         """The rollout has new weights: further prompts may be admitted."""

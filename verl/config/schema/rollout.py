@@ -28,6 +28,11 @@ class SamplingConfig(Section):
         others = ("temperature", "response_length", "stop", "ignore_eos")
         return {name: f.default for name, f in SamplingConfig.model_fields.items() if name not in others}
 
+    def active_filters(self) -> str:
+        """The filters that are on, as in "rollout.top_p=0.9"; empty if there are none, and for greedy decoding."""
+        found = {name: getattr(self, name) for name, off in self.filters().items() if getattr(self, name) != off}
+        return ", ".join(f"rollout.{name}={value}" for name, value in found.items()) if self.temperature else ""
+
 
 class EngineKwargs(Section):
     """Arguments that are passed to an engine unchanged."""

@@ -17,6 +17,7 @@ Load the file with `imports=[path/to/file.py]` and select the loop with
 the batch of the rollout engine.
 """
 
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -26,6 +27,8 @@ from pydantic import BaseModel
 from verl.registry import Registry
 from verl.rollout.base import Completion, FinishReason, Request, SamplingParams
 from verl.utils.rng import fork_seed
+
+logger = logging.getLogger("verl.rollout")
 
 #: one request in, one completion out; the caller does not know which engine serves it
 GenerateFn = Callable[[Request], Awaitable[Completion]]
@@ -148,6 +151,23 @@ class Trajectory:
     def log_probs(self) -> list[float]:
         """The engine's log-prob of each token; 0 where the policy did not sample it."""
         return [p for s in self.segments for p in (s.log_probs if s.author == POLICY else [0.0] * len(s.token_ids))]
+
+
+_noted: set[str] = set()
+
+
+def note_sampling(given: Mapping[str, Any], used: Mapping[str, Any]) -> None:
+    """Log sampling parameters of an agent that differ from those of the run, once each."""
+    for name, value in given.items():
+        if value is not None and value != used[name] and name not in _noted:
+            _noted.add(name)
+            logger.warning(
+                "the agent sets %s=%s, which is not applied: the run is configured with %s=%s",
+                name,
+                value,
+                name,
+                used[name],
+            )
 
 
 class AgentLoop(Protocol):

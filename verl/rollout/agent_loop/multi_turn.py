@@ -18,7 +18,7 @@ from verl.registry import did_you_mean
 from verl.rollout.agent_loop.base import GenerateFn, Prompt, Trajectory, register_agent_loop
 from verl.rollout.agent_loop.chat import ChatContinuation
 from verl.rollout.base import Completion
-from verl.tools.host import Observation, Reply, ToolsInProcess, failure, truncate_text
+from verl.tools.host import Observation, Reply, Rewards, ToolsInProcess, failure, truncate_text
 from verl.tools.load import load_interactions, tool_schemas
 from verl.tools.parsers import TOOL_PARSERS, FunctionCall
 from verl.tools.processes import ToolProcesses
@@ -227,7 +227,10 @@ class MultiTurnLoop:
         limit = self.config.tool_timeout
         try:
             if calls_of_classes or state.tools_kwargs:
-                scores = await self.runner.call(state.id, "rewards", {"kwargs": state.tools_kwargs}, limit)
+                ended: Rewards = await self.runner.call(state.id, "rewards", {"kwargs": state.tools_kwargs}, limit)
+                scores = ended.rewards
+                for name, error in ended.errors.items():
+                    self._count_failure(trajectory, f"calc_reward or release of the tool {name}", ToolFailure(error))
         except ToolFailure as error:
             self._count_failure(trajectory, "calc_reward or release of the tools", error)
         try:

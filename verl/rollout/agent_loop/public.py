@@ -27,12 +27,17 @@ from verl.rollout.agent_loop.base import (
     GenerateFn,
     Prompt,
     Trajectory,
+    note_sampling,
     register_agent_loop,
 )
 from verl.rollout.agent_loop.chat import ChatContinuation
 from verl.rollout.base import Completion, Request, SamplingParams
 from verl.tools.load import load_class, read_yaml_list, tool_schemas
 from verl.utils.rng import fork_seed
+
+#: sampling parameters that are those of the run, and those that an agent sets
+_FIXED = ("temperature", "top_k", "top_p", "min_p", "ignore_eos")
+_APPLIED = {"max_tokens", "max_new_tokens", "stop", "stop_token_ids"}
 
 
 class AgentLoopMetrics(BaseModel):
@@ -77,10 +82,11 @@ class ServerManager:
     Args:
         prompt: the prompt of the sample.
         generate: the rollout engine.
+        tokenizer: the policy's tokenizer, for stop strings.
     """
 
-    def __init__(self, prompt: Prompt, generate: GenerateFn):
-        self._prompt, self._generate = prompt, generate
+    def __init__(self, prompt: Prompt, generate: GenerateFn, tokenizer: Any):
+        self._prompt, self._generate, self._tokenizer = prompt, generate, tokenizer
         self.completions: list[Completion] = []
 
     async def generate(
@@ -92,7 +98,15 @@ class ServerManager:
         image_data: Any = None,
         **kwargs: Any,
     ) -> TokenOutput:
-        """Generate one completion. sampling_params: may override temperature, top_k, top_p, max_tokens."""
+        """Generate one completion.
+
+        Args:
+            request_id: has no effect.
+            prompt_ids: the prompt and all turns so far.
+            sampling_params: `max_tokens` (or `max_new_tokens`), `stop` and `stop_token_ids` are applied. Other values
+                are those of the run, because training computes log-probs with these.
+            image_data: not supported.
+        """
         if image_data:
             raise ValueError("images are not supported by agent loops")
         params = self._params(sampling_params, len(prompt_ids))
@@ -104,11 +118,14 @@ class ServerManager:
         return TokenOutput(token_ids=completion.token_ids, log_probs=completion.log_probs, stop_reason=reason)
 
     def _params(self, given: Mapping[str, Any], length: int) -> SamplingParams:
-        names = {"temperature", "top_k", "top_p", "min_p"}
-        ignored = {"logprobs", "repetition_penalty", "n", "max_new_tokens", "max_tokens"}
-        if unknown := given.keys() - names - ignored:
-            raise ValueError(f"sampling_params: {sorted(unknown)} not supported: use {sorted(names)} and max_tokens")
-        params = dataclasses.replace(self._prompt.params, **{k: v for k, v in given.items() if k in names})
+        params = self._prompt.params
+        fixed = {name: getattr(params, name) for name in (*_FIXED, "seed")} | {"repetition_penalty": 1.0, "n": 1}
+        if unknown := given.keys() - fixed.keys() - _APPLIED - {"logprobs"}:
+            raise ValueError(f"sampling_params: {sorted(unknown)} not supported: use {sorted(_APPLIED)}")
+        note_sampling({name: value for name, value in given.items() if name in fixed}, fixed)
+        strings = given.get("stop") or ()
+        strings = (strings,) if isinstance(strings, str) else strings
+        params = params.with_stops(strings, given.get("stop_token_ids") or (), self._tokenizer.decode)
         left = len(self._prompt.token_ids) + params.max_tokens - length
         limit = given.get("max_tokens") or given.get("max_new_tokens") or left
         return dataclasses.replace(params, max_tokens=max(1, min(limit, left)))
@@ -186,11 +203,11 @@ class PublicLoop:
 
     async def run(self, prompt: Prompt, generate: GenerateFn) -> Trajectory:
         """See `AgentLoop.run`."""
-        server = ServerManager(prompt, generate)
+        server = ServerManager(prompt, generate, self.tokenizer)
         loop = self.cls(
             trainer_config=self.config, server_manager=server, tokenizer=self.tokenizer, processor=None, **self.kwargs
         )
-        params = {name: getattr(prompt.params, name) for name in ("temperature", "top_k", "top_p")}
+        params = {name: getattr(prompt.params, name) for name in _FIXED[:3]}
         output = await loop.run(dict(params), **prompt.columns)
         return self._trajectory(prompt, output, server.completions)
 

@@ -95,10 +95,11 @@ class ServerAgentLoop:
         return trajectory
 
     def _slot(self) -> asyncio.Semaphore:
-        """Limits the agents of this event loop; every step has a new one."""
+        """Limits the agents of the running event loop. Every step has a new loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._slots:
-            self._slots = {loop: asyncio.Semaphore(self.settings.max_concurrency)}
+            self._slots = {other: slot for other, slot in self._slots.items() if not other.is_closed()}
+            self._slots[loop] = asyncio.Semaphore(self.settings.max_concurrency)
         return self._slots[loop]
 
     async def _outcome(self, episode: Episode, base_url: str) -> tuple[dict[str, Any], dict[str, float]]:

@@ -6,20 +6,17 @@ puts between two turns is tokenized, and sampled tokens are never rendered and t
 
 import asyncio
 import json
-import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from verl.rollout.agent_loop.base import GenerateFn, Prompt, Trajectory
+from verl.rollout.agent_loop.base import GenerateFn, Prompt, Trajectory, note_sampling
 from verl.rollout.agent_loop.chat import ChatContinuation
 from verl.rollout.base import Completion, Request
 from verl.rollout.server.protocol import ApiError, Call
 from verl.rollout.server.service import Choice, Generator, ServedModel
 from verl.utils.rng import fork_seed
-
-logger = logging.getLogger("verl.rollout.server")
 
 #: what to do with a call that does not extend the conversation, or which of several trajectories is trained
 NewConversation = Literal["error", "last", "longest"]
@@ -148,7 +145,8 @@ class Episode:
                 raise ApiError(409, "another call of this episode is running: wait for it", code="episode_busy")
             if call.n > 1:
                 raise ApiError(400, "n: expected 1 within an episode", param="n", code="unsupported_parameter")
-            _note_sampling(call, self.prompt)
+            given = call.sampling | {"seed": call.seed}
+            note_sampling(given, {name: getattr(self.prompt.params, name) for name in given})
             pending = self._continue(call)
             request = self._request(call, pending)
             self._pending = pending
@@ -270,22 +268,3 @@ def _parsed(arguments: Any) -> Any:
 def _shown(message: Message) -> str:
     text = json.dumps({name: message[name] for name in ("role", "content", "tool_calls") if message.get(name)})
     return text if len(text) <= 200 else f"{text[:200]} ..."
-
-
-_noted: set[str] = set()
-
-
-def _note_sampling(call: Call, prompt: Prompt) -> None:
-    """Log sampling parameters of an agent that differ from those of the run, once each."""
-    given = call.sampling | ({} if call.seed is None else {"seed": call.seed})
-    for name, value in given.items():
-        used = getattr(prompt.params, name)
-        if value != used and name not in _noted:
-            _noted.add(name)
-            logger.warning(
-                "the agent sets %s=%s, which is not applied: the run is configured with %s=%s",
-                name,
-                value,
-                name,
-                used,
-            )

@@ -12,7 +12,6 @@ from verl.rollout.base import Completion, Request, SamplingParams
 from verl.rollout.server.protocol import ApiError, Call
 from verl.rollout.server.text import ResponseText, text_of
 from verl.rollout.server.tool_calls import split_tool_calls
-from verl.rollout.stop_strings import StopStrings
 
 
 class Generator(Protocol):
@@ -98,12 +97,7 @@ class ServedModel:
         """Add the stop strings and tokens of a call. Raises ApiError for a token that does not exist."""
         if any(token >= self.vocab_size for token in call.stop_token_ids):
             raise ApiError(400, f"stop_token_ids: expected ids below {self.vocab_size}", param="stop_token_ids")
-        strings = tuple(dict.fromkeys((*(params.stop.strings if params.stop else ()), *call.stop)))
-        return replace(
-            params,
-            stop=StopStrings(strings, self.tokenizer.decode) if strings else None,
-            stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *call.stop_token_ids))),
-        )
+        return params.with_stops(call.stop, call.stop_token_ids, self.tokenizer.decode)
 
 
 @dataclass
