@@ -1,6 +1,8 @@
 """Checks of one request, shared by the engines in this package: an invalid request fails alone, before it joins a
 batch."""
 
+import math
+from collections.abc import Sequence
 from operator import index as as_int
 from typing import Any
 
@@ -48,6 +50,16 @@ def check_request(
             f"({positions_reason}); shorten the prompt or the response"
         )
     return prompt
+
+
+def check_finite(request: Request, log_probs: Sequence[float]) -> None:
+    """Raise ValueError if a log-prob of a response is not finite."""
+    wrong = next((t for t, value in enumerate(log_probs) if not math.isfinite(value)), None)
+    if wrong is not None:
+        raise ValueError(
+            f"sample id {request.sample_id}, token {wrong}: its logits are not finite: training may have diverged "
+            "(check the learning rate and the last gradient norms)"
+        )
 
 
 def _token_ids(field: str, values: Any) -> list[int]:

@@ -56,6 +56,17 @@ def load_module(
     return module.requires_grad_(False).eval()
 
 
+def parameter_shapes(model: schema.ModelConfig) -> dict[str, torch.Size]:
+    """HuggingFace name of every parameter of a model -> its shape; a tied head is not listed."""
+    from transformers import AutoModelForCausalLM
+
+    config = read_config(model.path, model.override_config, model.trust_remote_code)
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+    module.tie_weights()
+    return {name: parameter.shape for name, parameter in module.named_parameters()}
+
+
 def _build(model: schema.ModelConfig, attention: str | None) -> dict[str, Any]:
     return {"trust_remote_code": model.trust_remote_code} | (
         {} if attention is None else {"attn_implementation": attention}

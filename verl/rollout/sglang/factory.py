@@ -8,13 +8,12 @@ import torch
 from verl.config import schema
 from verl.modeling.huggingface import model_source, read_config
 from verl.rollout.base import RolloutEngine, RolloutEnv, SharesWeights
-from verl.rollout.loading import load_module
+from verl.rollout.loading import load_module, parameter_shapes
 from verl.rollout.sglang.capabilities import probe
 from verl.rollout.sglang.engine import SglangFollower, SglangRollout, arguments_of
 from verl.rollout.sglang.service import Service, start_engine
 from verl.rollout.sglang.settings import engine_args, max_model_len
 from verl.rollout.sglang.weights import SglangMemory, SglangReceiver
-from verl.rollout.vllm.weights import parameter_shapes
 from verl.utils.device import resolve_dtype
 
 log = logging.getLogger(__name__)

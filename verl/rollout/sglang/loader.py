@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl.rollout.vllm.weights import sum_of_bits
+from verl.rollout.weight_sync.checksums import sum_of_bits, wrap
 
 #: name of the instruction in a bucket: JSON as (n,) uint8
 INSTRUCTION = "verl.instruction"
@@ -100,14 +100,9 @@ def find_stale(model: nn.Module, sent: dict[str, int], dtype: str) -> str:
     converted = {group_of(name) for name, parameter in parameters if str(parameter.dtype) != dtype}
     if found.keys() != sent.keys():
         return ""
-    stale = [group for group in found if group not in converted and _wrap(int(found[group])) != _wrap(sent[group])]
+    stale = [group for group in found if group not in converted and wrap(int(found[group])) != wrap(sent[group])]
     if not stale:
         return ""
     return (
         f"the parameters of {', '.join(stale[:3])} do not have the bits that were sent: the engine's weights are stale"
     )
-
-
-def _wrap(number: int) -> int:
-    """Wrap an integer to signed 64 bits."""
-    return (number + 2**63) % 2**64 - 2**63

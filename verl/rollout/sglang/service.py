@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import multiprocessing
 import os
 import threading
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from verl.rollout.base import Completion, FinishReason, Request
+from verl.rollout.checks import check_finite
 from verl.rollout.sglang.capabilities import Capabilities
 
 T = TypeVar("T")
@@ -68,12 +68,7 @@ class Job:
 
     def finish(self, reason: FinishReason) -> Completion:
         """The completion. Raises ValueError if a log-prob is not finite."""
-        wrong = next((t for t, value in enumerate(self.log_probs) if not math.isfinite(value)), None)
-        if wrong is not None:
-            raise ValueError(
-                f"sample id {self.request.sample_id}, token {wrong}: its logits are not finite: training may have "
-                "diverged (check the learning rate and the last gradient norms)"
-            )
+        check_finite(self.request, self.log_probs)
         spans = self.spans if len({version for _, version in self.spans}) > 1 else []
         return Completion(self.token_ids, self.log_probs, reason, spans)
 

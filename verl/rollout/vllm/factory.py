@@ -11,11 +11,10 @@ import torch
 from verl.config import schema
 from verl.modeling.huggingface import model_source, read_config
 from verl.rollout.base import RolloutEnv, SharesWeights
-from verl.rollout.loading import load_module
+from verl.rollout.loading import load_module, parameter_shapes
 from verl.rollout.vllm.capabilities import probe
 from verl.rollout.vllm.engine import VllmRollout
 from verl.rollout.vllm.settings import engine_args, join_process_group, launcher_variables, max_model_len
-from verl.rollout.vllm.weights import parameter_shapes
 from verl.utils.device import resolve_dtype
 from verl.utils.rng import rng_state, set_rng_state
 

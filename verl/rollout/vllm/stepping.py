@@ -7,7 +7,6 @@ With tensor parallelism every rank has an engine, and all must take the same ste
 group decides; before each step it sends new and aborted requests to the others, which run `Stepper.follow`.
 """
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from verl.rollout.base import Completion, FinishReason, Request
+from verl.rollout.checks import check_finite
 from verl.rollout.gathering import fail
 from verl.rollout.stop_strings import SEARCH_INTERVAL
 
@@ -44,14 +44,10 @@ class Job:
         """Deliver the completion, or an error if a log-prob is not finite."""
         if self.future.done():
             return
-        wrong = next((t for t, value in enumerate(self.log_probs) if not math.isfinite(value)), None)
-        if wrong is not None:
-            self.future.set_exception(
-                ValueError(
-                    f"sample id {self.request.sample_id}, token {wrong}: its logits are not finite: training may have "
-                    "diverged (check the learning rate and the last gradient norms)"
-                )
-            )
+        try:
+            check_finite(self.request, self.log_probs)
+        except ValueError as error:
+            self.future.set_exception(error)
             return
         spans = self.versions if len(self.versions) > 1 else []
         self.future.set_result(Completion(self.token_ids, self.log_probs, reason, spans))

@@ -1,35 +1,23 @@
 """Loads the trainer's weights into vLLM's model, and verifies them."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from verl.config import schema
-from verl.modeling.huggingface import read_config
+from verl.rollout.weight_sync.base import check_parameters
+from verl.rollout.weight_sync.checksums import sum_of_bits, wrap
 
 if TYPE_CHECKING:
     from verl.rollout.vllm.engine import VllmRollout
 
 log = logging.getLogger(__name__)
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PROBED_ROWS = 256
 #: largest error of a probed layer, relative to the norms of its row and its input
 _PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-4, torch.bfloat16: 2e-3}
-
-
-def parameter_shapes(model: schema.ModelConfig) -> dict[str, torch.Size]:
-    """HuggingFace name of every parameter of a model -> its shape; a tied head is not listed."""
-    from transformers import AutoModelForCausalLM
-
-    config = read_config(model.path, model.override_config, model.trust_remote_code)
-    with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
-    module.tie_weights()
-    return {name: parameter.shape for name, parameter in module.named_parameters()}
 
 
 class VllmReceiver:
@@ -73,14 +61,11 @@ class VllmReceiver:
             model = engine_model(self._engine.llm)
             sums = SentBits(model)
             try:
-                stream = self._checked(weights, version, sums)
+                checked = check_parameters(weights, self._shapes, version)
+                stream = ((name, sums.add(name, tensor.detach())) for name, tensor in checked)
                 model.load_weights(stream)
                 for _ in stream:  # a loader may stop early
                     pass
-                missing = self._shapes.keys() - sums.names
-                if missing:
-                    first = sorted(missing)[:3]
-                    raise ValueError(f"weights of version {version}: {len(missing)} are missing, first {first}")
                 sums.verify(version)
                 check_layers(model, version)
             finally:
@@ -94,19 +79,6 @@ class VllmReceiver:
         with self._engine.stepper.between_steps("release()", idle=True):
             self.filled = False
             self._engine.memory.drop()
-
-    def _checked(
-        self, weights: Iterable[tuple[str, torch.Tensor]], version: int, sums: "SentBits"
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in weights:
-            if name not in self._shapes or name in sums.names:
-                raise ValueError(f"weights of version {version}: parameter {name!r} is unknown or was sent twice")
-            if self._shapes[name] != tensor.shape:
-                raise ValueError(
-                    f"weights of version {version}: {name} has shape {tuple(tensor.shape)}, expected "
-                    f"{tuple(self._shapes[name])}"
-                )
-            yield name, sums.add(name, tensor.detach())
 
 
 def engine_model(llm: Any) -> nn.Module:
@@ -129,8 +101,6 @@ class SentBits:
         self._packed = {part: fused for fused, parts in model.packed_modules_mapping.items() for part in parts}
         self._mapper = getattr(model, "hf_to_vllm_mapper", None)
         self._parts: dict[str, list[tuple[int, torch.Tensor]]] = {}  # elements and sum
-        #: HuggingFace names that were sent
-        self.names: set[str] = set()
 
     def add(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Count a tensor. Returns it in the dtype and on the device of the parameter that it is loaded into."""
@@ -139,7 +109,6 @@ class SentBits:
             raise ValueError(f"rollout.name=vllm: vLLM's model has no parameter for {name!r}: it is not supported")
         parameter = self._parameters[target]
         tensor = tensor.to(parameter.device, parameter.dtype)
-        self.names.add(name)
         self._parts.setdefault(target, []).append((tensor.numel(), sum_of_bits(tensor)))
         return tensor
 
@@ -163,13 +132,13 @@ class SentBits:
         them. With fewer key/value heads than ranks, several ranks have the same head."""
         parts = self._parts[name]
         sums = [int(part) for _, part in parts]
-        if _wrap(sum(sums)) in (int(own), int(total)):
+        if wrap(sum(sums)) in (int(own), int(total)):
             return True
         others = sum(numel for numel, _ in parts[1:])
         if ranks == 1 or not others:
             return False
         copies, rest = divmod(ranks * self._parameters[name].numel() - parts[0][0], others)
-        return rest == 0 and _wrap(sums[0] + copies * sum(sums[1:])) == int(total)
+        return rest == 0 and wrap(sums[0] + copies * sum(sums[1:])) == int(total)
 
     def _target(self, name: str) -> str | None:
         if self._mapper is not None:
@@ -182,11 +151,6 @@ class SentBits:
         return fused if fused in self._parameters else None
 
 
-def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of the elements' bits as signed integers, on the tensor's device. Zeros add nothing."""
-    return tensor.detach().contiguous().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)
-
-
 def _sum_over_group(values: torch.Tensor) -> tuple[torch.Tensor, int]:
     from vllm.distributed.parallel_state import get_tp_group
 
@@ -195,11 +159,6 @@ def _sum_over_group(values: torch.Tensor) -> tuple[torch.Tensor, int]:
     if group.world_size > 1:
         torch.distributed.all_reduce(total, group=group.cpu_group)
     return total, group.world_size
-
-
-def _wrap(number: int) -> int:
-    """Wrap an integer to signed 64 bits."""
-    return (number + 2**63) % 2**64 - 2**63
 
 
 def check_layers(model: nn.Module, version: int) -> None:

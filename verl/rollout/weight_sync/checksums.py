@@ -13,6 +13,7 @@ COLUMNS = 1024
 ROW_BYTES = 8 * COLUMNS
 
 _ALIGNMENT = 8  # bytes
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
 
 
@@ -51,7 +52,17 @@ def fold(checksums: Sequence[int]) -> int:
     total = 0
     for checksum in checksums:
         total = total * 31 * _ODD + checksum + 1
-    return (total + 2**63) % 2**64 - 2**63
+    return wrap(total)
+
+
+def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of the elements' bits as signed integers, on the tensor's device. Zeros add nothing."""
+    return tensor.detach().contiguous().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)
+
+
+def wrap(number: int) -> int:
+    """Wrap an integer to signed 64 bits."""
+    return (number + 2**63) % 2**64 - 2**63
 
 
 def hexadecimal(checksum: int) -> str:
