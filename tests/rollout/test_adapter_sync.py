@@ -157,6 +157,7 @@ def gathered_on_rank(path: str) -> dict:
     return results
 
 
+@pytest.mark.slow
 def test_parameters_gathered_in_buckets_are_those_gathered_one_by_one(path):
     one, other = run_on_ranks(2, gathered_on_rank, path)
     assert one == other and len(one) == 12

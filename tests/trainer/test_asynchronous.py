@@ -99,7 +99,7 @@ def check_spans(report: StepReport, k: int) -> set[int]:
     return counts
 
 
-@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("k", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_generation_overlaps_training_within_the_bound(k, settings, monkeypatch):
     monkeypatch.setattr(VersionEngine, "hold", 3.0)
     spans, counts = [], set()

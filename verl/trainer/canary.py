@@ -21,7 +21,6 @@ from verl.protocol import DataProto
 from verl.rollout.base import Completion
 from verl.single_controller.worker_group import WorkerGroup
 
-CANARY_METRIC = "weight_sync/canary_mismatch"
 #: tokens of the prompt and of the response
 _TOKENS = 16
 #: dtype -> largest (mean, maximum) difference of log-probs due to rounding. About 100 times what is measured in float32
@@ -113,7 +112,7 @@ class Canary:
             self._compare(rank, check)
             self._last[rank] = check
             gaps.append(float(check.mismatch.mean()))
-        return {CANARY_METRIC: max(gaps)}
+        return {"weight_sync/canary_mismatch": max(gaps)}
 
     def _trained(self, rows: list[list[int]]) -> list[torch.Tensor]:
         """The trainer's log-probs of each response."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from verl.rollout.weight_sync import SyncReport
 from verl.single_controller.worker_group import Future, WorkerGroup
-from verl.trainer.canary import CANARY_METRIC, Canary
+from verl.trainer.canary import Canary
 
 _POLL = 0.02  # seconds between two polls of calls that wait for one another
 
@@ -35,7 +35,6 @@ class RolloutWeights:
         """Begin with new workers, which have no weights and are not connected."""
         self.version: int | None = None
         self._is_connected = False
-        self._unreported: dict[str, float] = {}  # of a check outside of the flow, for the next push
         if self.canary is not None:
             self.canary.reset()
 
@@ -52,7 +51,6 @@ class RolloutWeights:
         self.version = version
         size, seconds = max(report.bytes for report in reports), max(report.seconds for report in reports)
         metrics = {"weight_sync/version": version, "weight_sync/bytes": size, "weight_sync/seconds": seconds}
-        metrics, self._unreported = metrics | self._unreported, {}
         if size:
             metrics["weight_sync/gb_per_second"] = size / seconds / 1e9
         if size and (limit := min(report.bandwidth for report in reports)):
@@ -77,8 +75,7 @@ class RolloutWeights:
     def require(self, version: int) -> None:
         """Push unless the rollout already has this version."""
         if self.version != version:
-            metrics = self.push(version)
-            self._unreported = {name: metrics[name] for name in (CANARY_METRIC,) if name in metrics}
+            self.push(version)
 
     def sleep(self) -> None:
         """Free the memory that only generation needs, including the rollout's copy of the weights, if any."""

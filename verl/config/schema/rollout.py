@@ -78,7 +78,7 @@ class CheckpointEngineConfig(Section):
     """`actor_rollout_ref.rollout.checkpoint_engine`: buckets of the weight sync."""
 
     update_weights_bucket_megabytes: int = field(
-        128, "size of a bucket in MiB; sender and receiver have two buckets each in memory", ge=1
+        512, "size of a bucket in MiB; sender and receiver have two buckets each in memory", ge=1
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from verl.rollout.weight_sync.checksums import ROW_BYTES, bytes_of
 
 #: max bytes of a bucket; a larger parameter has a bucket by itself
-BUCKET_BYTES = 128 * 2**20
+BUCKET_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
