@@ -183,6 +183,18 @@ def test_rewards_of_classes(files, tokenizer, caplog):
     assert caplog.text.count("there is no tool 'coumt': did you mean 'count'") == 1
 
 
+def test_a_tool_whose_reward_fails_counts_and_others_keep_theirs(files, tokenizer, caplog):
+    (files / "tools.py").write_text(TOOLS + "\nclass Broken(Counter):\n    calc_reward = None\n")
+    entry = CONFIG.removeprefix("tools: [").removesuffix("]")
+    broken = entry.replace("Counter", "Broken").replace("count}", "broken}")
+    (files / "tools.yaml").write_text(f"tools: [{broken}, {entry}]")
+    loop = tool_loop(files, tokenizer, f"multi_turn.tool_config_path={files / 'tools.yaml'}")
+    found = run(loop, Policy(tokenizer, "done"), extra_info={"tools_kwargs": {"broken": {}, "count": {}}})
+    assert found.facts["rollout_reward_scores"] == {"count": 2.0}
+    assert (found.metrics["tool_errors"], found.metrics["tool_timeouts"]) == (1, 0)
+    assert "calc_reward or release of the tool broken: TypeError" in caplog.text and not loop.runner.host._instances
+
+
 # ---- interactions -------------------------------------------------------------------------------------------------
 
 

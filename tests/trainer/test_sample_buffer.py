@@ -183,13 +183,26 @@ def test_a_checkpoint_has_every_prompt_that_is_not_trained_in_its_order():
     resumed = Run(max_staleness=2)
     resumed.queue.load_state_dict(state)
     resumed.step = run.step
-    resumed.buffer.start_at(run.step)
+    resumed.buffer.start_at(run.step, 4)
+    assert resumed.buffer.room() == 3 * B  # of the steps 2 to 4
     for _ in range(3):
         resumed.admit()
         resumed.finish(list(resumed.admitted)[:B])
         trained += uids_of(resumed.take())
         resumed.push()
     assert trained == ["3", "0", "1", "2", *(str(i) for i in range(4, 16))]
+
+
+def test_a_reset_returns_the_prompts_and_forgets_the_error():
+    run = Run(max_staleness=1)
+    run.admit()
+    run.finish(["2", "0"])
+    run.buffer.fail(RuntimeError("stopped"))
+    run.buffer.reset()
+    run.admitted.clear()
+    assert run.admit() == 2 * B and list(run.admitted) == [str(i) for i in range(8)]
+    run.finish(["0", "1", "2", "3"])
+    assert uids_of(run.take()) == ["0", "1", "2", "3"]
 
 
 def test_a_checkpoint_of_synchronous_training_is_resumed():

@@ -107,12 +107,10 @@ class SamplingParams(_SamplingFields):
         """The token ids that end a response; empty with `ignore_eos`."""
         return () if self.ignore_eos else self.stop_token_ids
 
-    def with_stops(
-        self, strings: Iterable[str], token_ids: Iterable[int], decode: Callable[[list[int]], str]
-    ) -> "SamplingParams":
+    def with_stops(self, strings: Iterable[str], token_ids: Iterable[int], decode: Callable) -> "SamplingParams":
         """Add stop strings and stop tokens. decode: the tokenizer's method."""
-        every = tuple(dict.fromkeys((*(self.stop.strings if self.stop else ()), *strings)))
-        stop = StopStrings(every, decode) if every else None
+        every = dict.fromkeys((*(self.stop.strings if self.stop else ()), *strings))
+        stop = StopStrings(tuple(every), decode) if every else None
         return replace(self, stop=stop, stop_token_ids=tuple(dict.fromkeys((*self.stop_token_ids, *token_ids))))
 
     @property
