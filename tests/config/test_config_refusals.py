@@ -1,5 +1,6 @@
 """Invalid settings: one table of everything that `load_config` refuses, and how the problems are reported."""
 
+import logging
 import re
 
 import pytest
@@ -321,3 +322,26 @@ def test_engines_that_are_not_registered(override, message):
 def test_a_key_in_the_wrong_section(override, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_config(overrides=[override])
+
+
+def test_tools_that_no_loop_calls_are_noted(caplog):
+    tools = "actor_rollout_ref.rollout.multi_turn.function_tool_path=tools.py"
+    with caplog.at_level(logging.WARNING, "verl.config"):
+        load_config(overrides=[tools])
+    assert any("no tool is called" in text and "multi_turn.enable=true" in text for text in caplog.messages)
+    caplog.clear()
+    load_config(overrides=[tools, "actor_rollout_ref.rollout.multi_turn.enable=true"])
+    assert not any("no tool is called" in text for text in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["weight_sync=disk"], "weight_sync=disk needs a folder"),
+        (["weight_sync_dir=/tmp/w"], "weight_sync=auto writes no files"),
+    ],
+)
+def test_the_folder_of_the_weight_sync(keys, message):
+    separate = ["trainer.n_gpus_per_node=2", "placement.actor_devices=[0]", "placement.rollout_devices=[1]"]
+    with pytest.raises(ConfigError, match=message):
+        load_config(overrides=[*separate, *(f"actor_rollout_ref.rollout.{key}" for key in keys)])

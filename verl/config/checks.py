@@ -12,7 +12,7 @@ from verl.config.fields import Schema, flatten, not_saved, to_flat_dict
 from verl.config.schema.data import DataConfig
 from verl.config.schema.offline import GenerationConfig
 from verl.config.schema.ppo import Config
-from verl.config.schema.rollout import RolloutEngineConfig
+from verl.config.schema.rollout import RolloutConfig, RolloutEngineConfig
 from verl.config.schema.sft import SFTConfig, SFTDataConfig, SFTTrainerConfig
 from verl.config.schema.trainer import RunConfig, TrainerConfig
 
@@ -67,7 +67,19 @@ def notes_of(config: Schema) -> list[str]:
         notes.append(f"{_ROLLOUT}{key} has no effect where the rollout engine runs in the process of the trainer")
     if config.trainer.max_staleness and config.data.gen_batch_size not in (None, config.data.train_batch_size):
         notes.append("data.gen_batch_size has no effect with trainer.async.max_staleness > 0")
-    return notes
+    return notes + _tool_notes(config.actor_rollout_ref.rollout)
+
+
+def _tool_notes(rollout: RolloutConfig) -> list[str]:
+    """Tools are set, but the loop of all rows without the column agent_name calls none."""
+    paths = ("tool_config_path", "function_tool_path")
+    given = [f"{_ROLLOUT}multi_turn.{name}" for name in paths if getattr(rollout.multi_turn, name) is not None]
+    if not given or rollout.agent.default_agent_loop not in ("single_turn", "single_turn_agent"):
+        return []
+    return [
+        f"{' and '.join(given)}: prompts describe the tools, but no tool is called, except for rows with the column "
+        f"agent_name: set {_ROLLOUT}multi_turn.enable=true"
+    ]
 
 
 def _batches(config: Config) -> Iterator[Problem]:
@@ -223,8 +235,10 @@ def _weight_sync(config: Config) -> Iterator[Problem]:
         yield Problem(
             key, f"found {found}, but rollout and training share devices: use auto, or set placement.rollout_devices"
         )
-    if (found == "disk") != (rollout.weight_sync_dir is not None):
-        what = f"{rollout.weight_sync_dir!r} with weight_sync={found}: expected a folder with weight_sync=disk only"
+    if found == "disk" and rollout.weight_sync_dir is None:
+        yield Problem(_ROLLOUT + "weight_sync_dir", "missing: weight_sync=disk needs a folder")
+    if found != "disk" and rollout.weight_sync_dir is not None:
+        what = f"{rollout.weight_sync_dir!r}, but weight_sync={found} writes no files: use weight_sync=disk, or null"
         yield Problem(_ROLLOUT + "weight_sync_dir", what)
 
 
