@@ -25,6 +25,7 @@ import torch
 from transformers import AutoTokenizer
 
 from examples.quickstart.tiny_model import tiny_model
+from verl.trainer.base import StepReport
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.sft_trainer import SFTTrainer
 from verl.utils.log import setup_logging
@@ -77,8 +78,15 @@ def warm_up(task: ModuleType, name: str, out: Path, seed: int) -> Path:
             "trainer.logger=[jsonl]",
         ]
     )
+    print(f"warm-up: {steps} steps of supervised fine-tuning on {len(chats):,} demonstrations", flush=True)
+    trainer.on_step.append(lambda report: show_warm_up(report, steps))
     trainer.fit()
     return trainer.checkpoints.latest() / "actor" / "huggingface"
+
+
+def show_warm_up(report: StepReport, steps: int) -> None:
+    if report.step % 50 == 0:
+        print(f"warm-up step {report.step:4} of {steps}  loss {report.metrics['train/nll']:.3f}", flush=True)
 
 
 def learn(args: argparse.Namespace, task: ModuleType, model: Path) -> list[dict[str, float]]:
