@@ -1,6 +1,6 @@
 """Training engines: one model, its optimizer and its checkpoints. Names are loaded at first use."""
 
-import importlib
+from verl.utils.lazy import lazy_names
 
 _HOME = {
     "ENGINES": "verl.engines.base",
@@ -14,13 +14,4 @@ _HOME = {
 }
 
 __all__ = [*_HOME]
-
-
-def __getattr__(name: str):
-    if name not in _HOME:
-        raise AttributeError(f"module 'verl.engines' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
-
-
-def __dir__():
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

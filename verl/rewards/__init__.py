@@ -3,7 +3,7 @@
 Names are loaded at first use, so that a worker process which runs one rule does not import torch.
 """
 
-import importlib
+from verl.utils.lazy import lazy_names
 
 # `REWARD_FUNCTION_REGISTRY` is taken from `resolve`, because importing that module registers the built-in functions.
 _HOME = {
@@ -25,13 +25,4 @@ _HOME = {
 }
 
 __all__ = [*_HOME]
-
-
-def __getattr__(name: str):
-    if name not in _HOME:
-        raise AttributeError(f"module 'verl.rewards' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
-
-
-def __dir__():
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

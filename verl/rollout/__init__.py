@@ -1,6 +1,6 @@
 """Rollout: engines that generate responses, and what synchronizes their weights. Names are loaded at first use."""
 
-import importlib
+from verl.utils.lazy import lazy_names
 
 _HOME = {
     "Completion": "verl.rollout.base",
@@ -24,13 +24,4 @@ _HOME = {
 }
 
 __all__ = list(_HOME)
-
-
-def __getattr__(name: str):
-    if name not in _HOME:
-        raise AttributeError(f"module 'verl.rollout' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
-
-
-def __dir__():
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

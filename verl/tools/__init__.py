@@ -3,7 +3,7 @@
 The decorator `function_tool` is in the module of that name: `from verl.tools.function_tool import function_tool`.
 """
 
-import importlib
+from verl.utils.lazy import lazy_names
 
 _HOME = {
     "BaseInteraction": "verl.tools.interactions",
@@ -17,13 +17,4 @@ _HOME = {
 }
 
 __all__ = list(_HOME)
-
-
-def __getattr__(name: str):
-    if name not in _HOME:
-        raise AttributeError(f"module 'verl.tools' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
-
-
-def __dir__():
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -17,39 +17,30 @@ Whatever is copied is verified by checksums on the engine's side: in transit, an
 `version` is the number of completed training steps, so that a resumed run reproduces it.
 """
 
-import importlib
+from verl.utils.lazy import lazy_names
 
 _HOME = {
-    "SyncReport": "base",
-    "WeightReceiver": "base",
-    "WeightSource": "base",
-    "WeightSync": "base",
-    "AdapterReceiver": "base",
-    "RemoteReceiver": "base",
-    "StoredWeights": "base",
-    "BUCKET_BYTES": "buckets",
-    "checksum_of": "checksums",
-    "InProcessSync": "in_process",
-    "ReplicaSync": "replica",
-    "ModuleReceiver": "module_receiver",
-    "CollectiveSync": "collective",
-    "TransferGroup": "transfer_group",
-    "receive_collective": "collective",
-    "IpcSync": "ipc",
-    "receive_ipc": "ipc",
-    "DiskSync": "disk",
-    "receive_disk": "disk",
-    "local_sync": "factory",
+    "SyncReport": "verl.rollout.weight_sync.base",
+    "WeightReceiver": "verl.rollout.weight_sync.base",
+    "WeightSource": "verl.rollout.weight_sync.base",
+    "WeightSync": "verl.rollout.weight_sync.base",
+    "AdapterReceiver": "verl.rollout.weight_sync.base",
+    "RemoteReceiver": "verl.rollout.weight_sync.base",
+    "StoredWeights": "verl.rollout.weight_sync.base",
+    "BUCKET_BYTES": "verl.rollout.weight_sync.buckets",
+    "checksum_of": "verl.rollout.weight_sync.checksums",
+    "InProcessSync": "verl.rollout.weight_sync.in_process",
+    "ReplicaSync": "verl.rollout.weight_sync.replica",
+    "ModuleReceiver": "verl.rollout.weight_sync.module_receiver",
+    "CollectiveSync": "verl.rollout.weight_sync.collective",
+    "TransferGroup": "verl.rollout.weight_sync.transfer_group",
+    "receive_collective": "verl.rollout.weight_sync.collective",
+    "IpcSync": "verl.rollout.weight_sync.ipc",
+    "receive_ipc": "verl.rollout.weight_sync.ipc",
+    "DiskSync": "verl.rollout.weight_sync.disk",
+    "receive_disk": "verl.rollout.weight_sync.disk",
+    "local_sync": "verl.rollout.weight_sync.factory",
 }
 
 __all__ = list(_HOME)
-
-
-def __getattr__(name: str):
-    if name not in _HOME:
-        raise AttributeError(f"module 'verl.rollout.weight_sync' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__():
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _HOME)
