@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,16 +246,34 @@ def compare(chosen: list[Variant], rows: dict[str, dict], folder: Path) -> None:
         row["ok"] = worst == 0 if variant.exactly else worst < TOLERANCE[variant.dtype]
 
 
-def run_all(chosen: list[Variant], devices: Devices, folder: Path, device: str, until: float) -> dict[str, dict]:
-    """Every variant as soon as there are GPUs for it, in their order; those of more GPUs are not overtaken."""
-    rows: dict[str, dict] = {}
+_SKIPPED = "not run: too few GPUs or no time left"
 
-    def work(variant: Variant, taken: list[int]) -> None:
+
+def run_all(
+    chosen: Sequence[Any],
+    devices: Devices,
+    run: Callable[[Any, list[int]], dict[str, Any]],
+    until: float,
+    failed: Callable[[Any], dict[str, Any]],
+    skipped: Callable[[Any], dict[str, Any]],
+) -> dict[str, dict[str, Any]]:
+    """Every variant as soon as there are GPUs for it, in their order; those of more GPUs are not overtaken.
+
+    Args:
+        chosen: objects with `name` and `gpus`.
+        devices: the GPUs.
+        run: (variant, its GPUs) -> its row.
+        until: when the last one may start.
+        failed, skipped: variant -> the row of one whose `run` raises, and of one that does not start.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+
+    def work(variant: Any, taken: list[int]) -> None:
         try:
-            rows[variant.name] = execute(variant, taken, folder, device)
+            rows[variant.name] = run(variant, taken)
         except Exception:
             traceback.print_exc()
-            rows[variant.name] = {"variant": variant.name, "test": variant.kind, "gpus": variant.gpus, "ok": False}
+            rows[variant.name] = failed(variant)
         finally:
             devices.give_back(taken)
         print(json.dumps(rows[variant.name]), flush=True)
@@ -263,8 +282,7 @@ def run_all(chosen: list[Variant], devices: Devices, folder: Path, device: str, 
         for variant in chosen:
             taken = devices.take(variant.gpus, until)
             if taken is None:
-                note = "not run: too few GPUs or no time left"
-                rows[variant.name] = {"variant": variant.name, "test": variant.kind, "ok": True, "note": note}
+                rows[variant.name] = skipped(variant)
                 continue
             threads.submit(work, variant, taken)
     return {variant.name: rows[variant.name] for variant in chosen}
@@ -310,7 +328,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
-        rows = run_all(chosen, Devices(gpus), folder, args.device, begun + args.seconds - 25)  # what is begun may end
+        rows = run_all(
+            chosen,
+            Devices(gpus),
+            lambda variant, taken: execute(variant, taken, folder, args.device),
+            begun + args.seconds - 25,  # what is begun may end
+            failed=lambda v: {"variant": v.name, "test": v.kind, "gpus": v.gpus, "ok": False},
+            skipped=lambda v: {"variant": v.name, "test": v.kind, "ok": True, "note": _SKIPPED},
+        )
         compare(chosen, rows, folder)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(

@@ -25,8 +25,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.gpu.run_executors import Devices, installed_gpus, machine, prepare  # noqa: E402
+from tests.gpu.run_executors import Devices, installed_gpus, machine, prepare, run_all  # noqa: E402
 
 #: mean |log-prob of the engine - log-prob of the trainer| of a sampled token, bf16
 GAP = 0.05
@@ -205,37 +203,6 @@ def figures(steps: list[dict[str, float]]) -> dict[str, float]:
 # ---- all of them ----------------------------------------------------------------------------------------------------
 
 
-def run_all(
-    chosen: list[Variant], devices: Devices, folder: Path, end: float, last_start: float, device: str
-) -> list[dict[str, Any]]:
-    """Every variant as soon as there are GPUs for it, in their order."""
-    rows: dict[str, dict[str, Any]] = {}
-
-    def work(variant: Variant, taken: list[int]) -> None:
-        try:
-            rows[variant.name] = execute(variant, taken, folder, end, device)
-        except Exception:
-            traceback.print_exc()
-            rows[variant.name] = {"variant": variant.name, "gpus": variant.gpus, "ok": False}
-        finally:
-            devices.give_back(taken)
-        print(json.dumps(rows[variant.name]), flush=True)
-
-    with ThreadPoolExecutor(8) as threads:
-        for variant in chosen:
-            taken = devices.take(variant.gpus, last_start)
-            if taken is None:
-                rows[variant.name] = {
-                    "variant": variant.name,
-                    "gpus": variant.gpus,
-                    "ok": True,
-                    "result": "not run: no time left",
-                }
-                continue
-            threads.submit(work, variant, taken)
-    return [rows[variant.name] for variant in chosen]
-
-
 def table(rows: list[dict[str, Any]]) -> str:
     names = [
         "variant",
@@ -285,7 +252,15 @@ def main() -> int:
             tiny_model("qwen2", folder / "half", seed=0, size="small")
         print(f"prepared in {time.monotonic() - begun:.0f} s", flush=True)
         end = begun + args.seconds
-        rows = run_all(chosen, Devices(gpus), folder, end, end - min(START, args.seconds / 2), args.device)
+        rows = run_all(
+            chosen,
+            Devices(gpus),
+            lambda variant, taken: execute(variant, taken, folder, end, args.device),
+            end - min(START, args.seconds / 2),
+            failed=lambda v: {"variant": v.name, "gpus": v.gpus, "ok": False},
+            skipped=lambda v: {"variant": v.name, "gpus": v.gpus, "ok": True, "result": "not run: no time left"},
+        )
+        rows = list(rows.values())
         for log in folder.glob("*.log") if args.logs else []:
             args.logs.mkdir(parents=True, exist_ok=True)
             shutil.copy(log, args.logs)
