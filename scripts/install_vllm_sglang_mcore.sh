@@ -6,7 +6,7 @@
 #
 # The script has the same name in public verl. Rollout engines of this version are `native`, `hf`, `vllm` and `sglang`,
 # training engines `fsdp` and `fsdp2`. vLLM is installed on a host with a GPU; on a CPU, see scripts/setup_vllm_cpu.sh.
-# SGLang needs another torch than vLLM, so it is not installed: EXTRAS=sglang in an environment of its own. Megatron-LM
+# SGLang needs another torch than vLLM, so it is not installed: EXTRAS=sglang in a separate environment. Megatron-LM
 # has no engine here, and USE_MEGATRON=1 is an error. For a virtual environment with the CPU build of torch, see
 # scripts/setup_venv.sh.
 set -euo pipefail

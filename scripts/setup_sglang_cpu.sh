@@ -4,7 +4,7 @@
 #   bash scripts/setup_sglang_cpu.sh .venv-sglang
 #
 # SGLang has no kernels for a CPU in package indexes: tests/rollout/sglang_cpu replaces the packages that it imports, so
-# this environment is for tests only. On a host with a GPU: pip install -e '.[sglang]' into an environment of its own.
+# this environment is for tests only. On a host with a GPU: pip install -e '.[sglang]' into a separate environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -4,7 +4,7 @@
 #   bash scripts/setup_vllm_cpu.sh .venv-vllm
 #   .venv-vllm/bin/python -m verl.trainer.main_ppo ... actor_rollout_ref.rollout.name=vllm
 #
-# On a host with a GPU: pip install -e '.[vllm]' into an environment of its own.
+# On a host with a GPU: pip install -e '.[vllm]' into a separate environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import threading
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from verl.config import load_config, schema
 from verl.config.errors import ConfigError
 from verl.config.supported import check_built_in
 from verl.rollout.base import Completion, Request, RolloutEnv, SamplingParams, make_rollout_engine
+from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.sampling import filter_logits
 from verl.rollout.sglang import capabilities, loader, settings, weights
 from verl.rollout.sglang.engine import SglangRollout, arguments_of
@@ -327,13 +329,14 @@ def test_keys_of_the_rollout_section_are_arguments_of_sglang(monkeypatch):
         max_num_batched_tokens=33, engine_kwargs=kwargs,
     )  # fmt: skip
     hf_config = LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=2, max_position_embeddings=100)
-    found = settings.engine_args(rollout, schema.ModelConfig(path="m"), ENV, torch.float32, hf_config, dummy=True)
+    pushed = EngineCopy(schema.ModelConfig(path="m"), hf_config, torch.float32, is_trained=True, merges=False)
+    found = settings.engine_args(rollout, pushed, ENV)
     expected = {"context_length": 108, "max_running_requests": 7, "disable_radix_cache": True, "dtype": "float32"}
     expected |= {"chunked_prefill_size": 33, "load_format": "dummy", "page_size": 1, "tp_size": 1}
     assert {key: found[key] for key in expected} == expected
     assert os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] == "1"
     other = RolloutEnv(1, 2, 1, torch.device(DEVICE), 0)
-    others = settings.engine_args(rollout, schema.ModelConfig(path="m"), other, torch.float32, hf_config, dummy=False)
+    others = settings.engine_args(rollout, replace(pushed, is_trained=False), other)
     assert others["random_seed"] != found["random_seed"] and others["load_format"] == "auto"
 
 

@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 
 from verl.config import schema
 from verl.rollout.base import Request, RolloutEnv, SamplingParams, make_rollout_engine
+from verl.rollout.engine_copy import EngineCopy
 from verl.rollout.stop_strings import StopStrings
 from verl.rollout.vllm import capabilities, settings
 from verl.rollout.vllm.stepping import Job, Stepper
@@ -242,8 +243,8 @@ def test_all_reduces_of_tensor_parallelism_are_those_of_nccl(given, expected, mo
         env = RolloutEnv(0, size, 0, torch.device("cpu"), 0, tp_size=size)
         config = schema.RolloutConfig(tensor_model_parallel_size=size, engine_kwargs=kwargs)
         able = capabilities.Capabilities("x", flat_logprobs=True, async_scheduling=True, fused_all_reduce=fused)
-        args = (config, schema.ModelConfig(path="m"), env, torch.float32, hf_config, able)
-        found[size, fused] = settings.engine_args(*args, dummy=True)
+        pushed = EngineCopy(schema.ModelConfig(path="m"), hf_config, torch.float32, is_trained=True, merges=False)
+        found[size, fused] = settings.engine_args(config, pushed, env, able)
     assert found[2, True]["compilation_config"] == expected
     assert found[1, True].get("compilation_config") == found[2, False].get("compilation_config") == (
         given.get("compilation_config")

@@ -472,29 +472,14 @@ def make_rollout_engine(
     return engine
 
 
-@register_rollout_engine("native")
-def _native(
-    config: BaseModel, model: BaseModel, env: RolloutEnv, train_engine: SharesWeights | None = None
-) -> RolloutEngine:
-    return load_object("verl.rollout.native.factory", "make_native")(config, model, env, train_engine)
+def _register_built_in(name: str, module: str, factory: str) -> None:
+    @register_rollout_engine(name)
+    def make(
+        config: BaseModel, model: BaseModel, env: RolloutEnv, train_engine: SharesWeights | None = None
+    ) -> RolloutEngine:
+        return load_object(module, factory)(config, model, env, train_engine)
 
 
-@register_rollout_engine("hf")
-def _hf(
-    config: BaseModel, model: BaseModel, env: RolloutEnv, train_engine: SharesWeights | None = None
-) -> RolloutEngine:
-    return load_object("verl.rollout.hf", "make_hf")(config, model, env, train_engine)
-
-
-@register_rollout_engine("vllm")
-def _vllm(
-    config: BaseModel, model: BaseModel, env: RolloutEnv, train_engine: SharesWeights | None = None
-) -> RolloutEngine:
-    return load_object("verl.rollout.vllm.factory", "make_vllm")(config, model, env, train_engine)
-
-
-@register_rollout_engine("sglang")
-def _sglang(
-    config: BaseModel, model: BaseModel, env: RolloutEnv, train_engine: SharesWeights | None = None
-) -> RolloutEngine:
-    return load_object("verl.rollout.sglang.factory", "make_sglang")(config, model, env, train_engine)
+_BUILT_IN = {"native": "native.factory", "hf": "hf", "vllm": "vllm.factory", "sglang": "sglang.factory"}
+for _name, _module in _BUILT_IN.items():
+    _register_built_in(_name, f"verl.rollout.{_module}", f"make_{_name}")

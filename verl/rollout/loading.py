@@ -8,6 +8,15 @@ from torch import nn
 
 from verl.config import schema
 from verl.modeling.huggingface import load_pretrained, read_config
+from verl.rollout.base import RolloutEnv
+from verl.utils.device import resolve_dtype
+
+
+def engine_dtype(config: schema.RolloutEngineConfig, env: RolloutEnv) -> torch.dtype:
+    """The dtype of an engine's weights: `rollout.dtype`, by default that of the training computation."""
+    if config.dtype == "auto" and env.compute_dtype is not None:
+        return env.compute_dtype
+    return resolve_dtype(config.dtype, env.device)
 
 
 def empty_module(

@@ -237,7 +237,7 @@ def _read_reward(rest: Sequence[Any]) -> float:
 
 
 def _has_reward(found: tuple) -> bool:
-    """Whether a tuple is (response, reward, metrics) or the start of it, and not a value of its own."""
+    """Whether a tuple is (response, reward, metrics) or the start of it, and not another value."""
     if found and isinstance(found[0], ToolResponse):
         return True
     reward = found[1] if len(found) > 1 else None

@@ -9,12 +9,11 @@ from verl.config import schema
 from verl.modeling.batch_invariant import model as batch_invariant
 from verl.modeling.huggingface import read_config
 from verl.rollout.base import RolloutEnv, SharesWeights
-from verl.rollout.loading import empty_module, load_module
+from verl.rollout.loading import empty_module, engine_dtype, load_module
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.slices import SliceReceiver, Slices
 from verl.rollout.tensor_parallel import TensorParallel
 from verl.rollout.weight_sync import ModuleReceiver
-from verl.utils.device import resolve_dtype
 
 
 def make_native(
@@ -42,9 +41,7 @@ def make_native(
         "max_response": config.response_length,
         "graphs": not config.enforce_eager,
     }
-    dtype = resolve_dtype(config.dtype, env.device)
-    if config.dtype == "auto" and env.compute_dtype is not None:
-        dtype = env.compute_dtype
+    dtype = engine_dtype(config, env)
     if env.tp_size > 1:
         return _make_tensor_parallel(model, env, train_engine, dtype, options)
     shared = None if train_engine is None or model.has_adapters else train_engine.shared_module()

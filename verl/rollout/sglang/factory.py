@@ -3,18 +3,15 @@
 import logging
 from functools import partial
 
-import torch
-
 from verl.config import schema
-from verl.modeling.huggingface import model_source, read_config
 from verl.rollout.base import RolloutEngine, RolloutEnv, SharesWeights
-from verl.rollout.loading import load_module, parameter_shapes
+from verl.rollout.engine_copy import EngineCopy, check_not_deterministic, max_model_len
+from verl.rollout.loading import parameter_shapes
 from verl.rollout.sglang.capabilities import probe
 from verl.rollout.sglang.engine import SglangFollower, SglangRollout, arguments_of
 from verl.rollout.sglang.service import Service, start_engine
-from verl.rollout.sglang.settings import engine_args, max_model_len
+from verl.rollout.sglang.settings import engine_args
 from verl.rollout.sglang.weights import SglangMemory, SglangReceiver
-from verl.utils.device import resolve_dtype
 
 log = logging.getLogger(__name__)
 
@@ -32,19 +29,12 @@ def make_sglang(
         ImportError, ValueError: SGLang is not installed or not supported (`capabilities.probe`), settings that
             contradict each other, or `rollout.deterministic`.
     """
-    if isinstance(config, schema.RolloutConfig) and config.deterministic:
-        raise ValueError("rollout.deterministic needs the layers of the trainer: set rollout.name=native")
+    check_not_deterministic(config)
     if env.tp_rank > 0:
         return SglangFollower()
     capabilities = probe(env.device.type == "cuda")
-    dtype = resolve_dtype(config.dtype, env.device)
-    if config.dtype == "auto" and env.compute_dtype is not None:
-        dtype = env.compute_dtype
-    model = model.model_copy(update={"path": model_source(model.path)})
-    hf_config = read_config(model.path, model.override_config, model.trust_remote_code)
-    is_trained = train_engine is not None or env.compute_dtype is not None
-    merges = not is_trained and model.lora_adapter_path is not None
-    args = engine_args(config, model, env, dtype, hf_config, dummy=is_trained or merges)
+    copy = EngineCopy.of(config, model, env, train_engine)
+    args = engine_args(config, copy, env)
     if not args.get("enable_deterministic_inference"):
         log.info(
             "rollout.name=sglang: sampled tokens do not depend on rollout.seed alone; with "
@@ -55,22 +45,18 @@ def make_sglang(
     receiver = SglangReceiver(
         service,
         memory,
-        partial(parameter_shapes, model),
-        dtype=dtype,
+        partial(parameter_shapes, copy.model),
+        dtype=copy.dtype,
         device=env.device,
         ranks=env.tp_size,
         sessions=capabilities.update_sessions,
-        filled=not is_trained and not merges,
+        filled=copy.reads_files,
     )
-    if merges:
-        module = load_module(model, dtype, torch.device("cpu"))
-        receiver.receive(module.named_parameters(), version=0)
-    elif is_trained:
-        receiver.release()  # the trainer gets the memory until the first push
+    copy.fill(receiver)
     return SglangRollout(
         service,
         memory,
         receiver,
-        vocab_size=hf_config.get_text_config().vocab_size,
+        vocab_size=copy.hf_config.get_text_config().vocab_size,
         max_length=max_model_len(config),
     )

@@ -10,6 +10,7 @@ import torch
 
 from verl.config import schema
 from verl.rollout.base import RolloutEnv
+from verl.rollout.engine_copy import EngineCopy, cache_bytes_per_token, check_engine_kwargs, max_model_len
 from verl.rollout.stop_strings import SEARCH_INTERVAL
 from verl.utils.rng import fork_seed
 
@@ -68,12 +69,7 @@ _SEEDS = 2**31  # of random_seed
 def check_kwargs(given: dict[str, Any]) -> None:
     """Raise ValueError for arguments in `engine_kwargs.sglang` that contradict this adapter or another key, and for an
     environment variable that changes the log-probs."""
-    for name in given:
-        if name in _OWNED:
-            raise ValueError(f"rollout.engine_kwargs.sglang.{name}: set {_OWNED[name]} instead")
-        reason = _FIXED.get(name, _NOT_SUPPORTED.get(name))
-        if reason is not None:
-            raise ValueError(f"rollout.engine_kwargs.sglang.{name} is not supported: {reason}; remove it")
+    check_engine_kwargs("sglang", given, _OWNED, _NOT_SUPPORTED | _FIXED)
     if os.environ.get(_ORIGINAL_LOG_PROBS, "0").lower() in ("1", "true"):
         raise ValueError(
             f"rollout.name=sglang: {_ORIGINAL_LOG_PROBS} is set: log-probs would be those before the temperature, but "
@@ -81,31 +77,22 @@ def check_kwargs(given: dict[str, Any]) -> None:
         )
 
 
-def max_model_len(config: schema.RolloutEngineConfig) -> int:
-    """Longest sequence, prompt plus response."""
-    return config.max_model_len or config.prompt_length + config.response_length
-
-
 def engine_args(
     config: schema.RolloutEngineConfig,
-    model: schema.ModelConfig,
+    copy: EngineCopy,
     env: RolloutEnv,
-    dtype: torch.dtype,
-    hf_config: Any,
-    dummy: bool,
 ) -> dict[str, Any]:
     """Arguments of `sglang.Engine`.
 
     Args:
-        config, model: the `rollout` and `model` sections.
+        config: the `rollout` section.
+        copy: the model, and where its weights come from.
         env: where the engine runs.
-        dtype: of the weights and the computation.
-        hf_config: HuggingFace config of the model.
-        dummy: allocate the weights without reading them from files.
 
     Raises:
         ValueError: an argument in `engine_kwargs.sglang` that is not supported, or a quantized model.
     """
+    model, hf_config, dtype = copy.model, copy.hf_config, copy.dtype
     given, length = dict(config.engine_kwargs.sglang), max_model_len(config)
     check_kwargs(given)
     if "quantization_config" in hf_config.to_dict():
@@ -116,7 +103,7 @@ def engine_args(
         "model_path": model.path,
         "trust_remote_code": model.trust_remote_code,
         "dtype": _NAMES[dtype],
-        "load_format": "dummy" if dummy else "auto",
+        "load_format": "auto" if copy.reads_files else "dummy",
         "tp_size": env.tp_size,
         "context_length": _context_length(length, hf_config),
         "max_running_requests": config.max_num_seqs,
@@ -172,9 +159,6 @@ def memory_share(asked: float, device: torch.device) -> float:
 
 def _host_cache_tokens(hf_config: Any, dtype: torch.dtype, length: int, rows: int) -> int:
     """Tokens of the KV cache on a CPU: those of all concurrent sequences, up to a quarter of the free memory."""
-    text = hf_config.get_text_config()
-    heads = text.to_dict().get("num_key_value_heads") or text.num_attention_heads
-    head_dim = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
-    per_token = 2 * text.num_hidden_layers * heads * head_dim * dtype.itemsize
+    per_token = cache_bytes_per_token(hf_config, dtype)
     needed = (rows + 1) * (length + _SLACK)
     return min(needed, max(psutil.virtual_memory().available // 4 // per_token, 2 * (length + _SLACK)))

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from verl.config import schema
-from verl.modeling.huggingface import model_source, read_config
 from verl.rollout.base import RolloutEnv, SharesWeights
-from verl.rollout.loading import load_module, parameter_shapes
+from verl.rollout.engine_copy import EngineCopy, check_not_deterministic, max_model_len
+from verl.rollout.loading import parameter_shapes
 from verl.rollout.vllm.capabilities import probe
 from verl.rollout.vllm.engine import VllmRollout
-from verl.rollout.vllm.settings import engine_args, join_process_group, launcher_variables, max_model_len
-from verl.utils.device import resolve_dtype
+from verl.rollout.vllm.settings import engine_args, join_process_group, launcher_variables
 from verl.utils.rng import rng_state, set_rng_state
 
 
@@ -32,34 +31,23 @@ def make_vllm(
         ImportError, ValueError: vLLM is not installed or not supported (`capabilities.probe`), settings that contradict
             each other, or `rollout.deterministic`.
     """
-    if isinstance(config, schema.RolloutConfig) and config.deterministic:
-        raise ValueError("rollout.deterministic needs the layers of the trainer: set rollout.name=native")
+    check_not_deterministic(config)
     capabilities = probe()
-    dtype = resolve_dtype(config.dtype, env.device)
-    if config.dtype == "auto" and env.compute_dtype is not None:
-        dtype = env.compute_dtype
-    model = model.model_copy(update={"path": model_source(model.path)})
-    hf_config = read_config(model.path, model.override_config, model.trust_remote_code)
-    is_trained = train_engine is not None or env.compute_dtype is not None
-    merges = not is_trained and model.lora_adapter_path is not None
-    args = engine_args(config, model, env, dtype, hf_config, capabilities, dummy=is_trained or merges)
+    copy = EngineCopy.of(config, model, env, train_engine)
+    args = engine_args(config, copy, env, capabilities)
     join_process_group(env)
     engine = VllmRollout(
         _make_llm(args, env),
         capabilities,
-        vocab_size=hf_config.get_text_config().vocab_size,
+        vocab_size=copy.hf_config.get_text_config().vocab_size,
         max_length=max_model_len(config),
-        shapes=partial(parameter_shapes, model),
-        has_weights=not is_trained and not merges,
+        shapes=partial(parameter_shapes, copy.model),
+        has_weights=copy.reads_files,
         sleeps=bool(args.get("enable_sleep_mode")),
         device=env.device,
         channel=_Group() if env.tp_size > 1 else None,
     )
-    if merges:
-        module = load_module(model, dtype, torch.device("cpu"))
-        engine.receiver().receive(module.named_parameters(), version=0)
-    elif is_trained:
-        engine.receiver().release()  # the trainer gets the memory until the first push
+    copy.fill(engine.receiver())
     return engine
 
 

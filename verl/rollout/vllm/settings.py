@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from verl.config import schema
 from verl.rollout.base import RolloutEnv
+from verl.rollout.engine_copy import EngineCopy, cache_bytes_per_token, check_engine_kwargs, max_model_len
 from verl.rollout.vllm.capabilities import Capabilities
 
 log = logging.getLogger(__name__)
@@ -54,41 +55,27 @@ _FREE_SHARE = 0.9  # of the free GPU memory, for the engine
 
 def check_kwargs(given: dict[str, Any]) -> None:
     """Raise ValueError for arguments in `engine_kwargs.vllm` that contradict this adapter or another key."""
-    for name in given:
-        if name in _OWNED:
-            raise ValueError(f"rollout.engine_kwargs.vllm.{name}: set {_OWNED[name]} instead")
-        reason = _FIXED.get(name, _NOT_SUPPORTED.get(name))
-        if reason is not None:
-            raise ValueError(f"rollout.engine_kwargs.vllm.{name} is not supported: {reason}; remove it")
-
-
-def max_model_len(config: schema.RolloutEngineConfig) -> int:
-    """Longest sequence, prompt plus response."""
-    return config.max_model_len or config.prompt_length + config.response_length
+    check_engine_kwargs("vllm", given, _OWNED, _NOT_SUPPORTED | _FIXED)
 
 
 def engine_args(
     config: schema.RolloutEngineConfig,
-    model: schema.ModelConfig,
+    copy: EngineCopy,
     env: RolloutEnv,
-    dtype: torch.dtype,
-    hf_config: Any,
     capabilities: Capabilities,
-    dummy: bool,
 ) -> dict[str, Any]:
     """Arguments of `vllm.LLM`.
 
     Args:
-        config, model: the `rollout` and `model` sections.
+        config: the `rollout` section.
+        copy: the model, and where its weights come from.
         env: where the engine runs.
-        dtype: of the weights and the computation.
-        hf_config: HuggingFace config of the model.
         capabilities: of the installed vLLM.
-        dummy: allocate the weights without reading them from files.
 
     Raises:
         ValueError: an argument in `engine_kwargs.vllm` that is not supported, or a quantized model.
     """
+    model, hf_config, dtype = copy.model, copy.hf_config, copy.dtype
     given, length = dict(config.engine_kwargs.vllm), max_model_len(config)
     check_kwargs(given)
     if "quantization_config" in hf_config.to_dict():
@@ -101,7 +88,7 @@ def engine_args(
         "model": model.path,
         "trust_remote_code": model.trust_remote_code,
         "dtype": _NAMES[dtype],
-        "load_format": "dummy" if dummy else "auto",
+        "load_format": "auto" if copy.reads_files else "dummy",
         "tensor_parallel_size": env.tp_size,
         "distributed_executor_backend": "external_launcher",
         "max_model_len": length,
@@ -163,10 +150,7 @@ def memory_share(asked: float, device: torch.device) -> float:
 
 def _host_cache_bytes(hf_config: Any, dtype: torch.dtype, length: int, rows: int, tp_size: int) -> int:
     """Bytes of the KV cache on a CPU: those of all concurrent sequences, up to a quarter of the free memory."""
-    text = hf_config.get_text_config()
-    heads = text.num_key_value_heads if "num_key_value_heads" in text.to_dict() else text.num_attention_heads
-    head_dim = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
-    per_token = 2 * text.num_hidden_layers * max(heads // tp_size, 1) * head_dim * dtype.itemsize
+    per_token = cache_bytes_per_token(hf_config, dtype, tp_size)
     row = -(-length // _PAGE) * _PAGE * per_token
     return min((rows + 1) * row, max(psutil.virtual_memory().available // 4, 2 * row))
 

@@ -1,0 +1,99 @@
+"""What the factories of vLLM and SGLang share: engines of other libraries, with their own copy of the weights."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from verl.config import schema
+from verl.modeling.huggingface import model_source, read_config
+from verl.rollout.base import RolloutEnv, SharesWeights
+from verl.rollout.loading import engine_dtype, load_module
+from verl.rollout.weight_sync import WeightReceiver
+
+
+@dataclass(frozen=True)
+class EngineCopy:
+    """The model of such an engine, and where its weights come from.
+
+    Attributes:
+        model: the `model` section, with a local path.
+        hf_config: HuggingFace config of the model.
+        dtype: of the weights and the computation.
+        is_trained: the trainer pushes the weights before the first generation.
+        merges: the weights are those of the files with adapters merged.
+    """
+
+    model: schema.ModelConfig
+    hf_config: Any
+    dtype: torch.dtype
+    is_trained: bool
+    merges: bool
+
+    @classmethod
+    def of(
+        cls,
+        config: schema.RolloutEngineConfig,
+        model: schema.ModelConfig,
+        env: RolloutEnv,
+        train_engine: SharesWeights | None,
+    ) -> "EngineCopy":
+        """For the arguments of a factory."""
+        is_trained = train_engine is not None or env.compute_dtype is not None
+        model = model.model_copy(update={"path": model_source(model.path)})
+        hf_config = read_config(model.path, model.override_config, model.trust_remote_code)
+        merges = not is_trained and model.lora_adapter_path is not None
+        return cls(model, hf_config, engine_dtype(config, env), is_trained, merges)
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether the engine itself reads the weights from the model's files."""
+        return not self.is_trained and not self.merges
+
+    def fill(self, receiver: WeightReceiver) -> None:
+        """Load the weights that the engine has not read; those that the trainer will push use no memory until then."""
+        if self.merges:
+            module = load_module(self.model, self.dtype, torch.device("cpu"))
+            receiver.receive(module.named_parameters(), version=0)
+        elif self.is_trained:
+            receiver.release()
+
+
+def check_not_deterministic(config: schema.RolloutEngineConfig) -> None:
+    """Raise ValueError for `rollout.deterministic`."""
+    if isinstance(config, schema.RolloutConfig) and config.deterministic:
+        raise ValueError("rollout.deterministic needs the layers of the trainer: set rollout.name=native")
+
+
+def check_engine_kwargs(
+    engine: str, given: Mapping[str, Any], owned: Mapping[str, str], not_supported: Mapping[str, str]
+) -> None:
+    """Raise ValueError for arguments in `engine_kwargs.<engine>` that contradict the adapter or another key.
+
+    Args:
+        engine: vllm or sglang.
+        given: the arguments.
+        owned: argument -> the key that sets it.
+        not_supported: argument -> why it cannot be set.
+    """
+    for name in given:
+        if name in owned:
+            raise ValueError(f"rollout.engine_kwargs.{engine}.{name}: set {owned[name]} instead")
+        if name in not_supported:
+            raise ValueError(
+                f"rollout.engine_kwargs.{engine}.{name} is not supported: {not_supported[name]}; remove it"
+            )
+
+
+def max_model_len(config: schema.RolloutEngineConfig) -> int:
+    """Longest sequence, prompt plus response."""
+    return config.max_model_len or config.prompt_length + config.response_length
+
+
+def cache_bytes_per_token(hf_config: Any, dtype: torch.dtype, tp_size: int = 1) -> int:
+    """Bytes of the KV cache of one token, on one of `tp_size` ranks."""
+    text = hf_config.get_text_config()
+    heads = text.to_dict().get("num_key_value_heads") or text.num_attention_heads
+    head_dim = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * max(heads // tp_size, 1) * head_dim * dtype.itemsize
