@@ -112,6 +112,7 @@ def load(
     from pydantic import ValidationError
 
     from verl.config import schema
+    from verl.config.inputs import check_model_path
     from verl.data.tokenization import load_tokenizer
     from verl.rollout.base import RolloutEnv, SamplingParams, make_rollout_engine
     from verl.rollout.server.service import ServedModel
@@ -119,6 +120,8 @@ def load(
     from verl.trainer.model_limits import ModelLimits
     from verl.utils.device import resolve_device
 
+    for problem in check_model_path("MODEL", model_settings["path"]):
+        raise ValueError(str(problem))
     template = model_settings.pop("template")
     if template is not None:
         model_settings["custom_chat_template"] = Path(template).read_text()

@@ -20,6 +20,7 @@ from verl.protocol import DataProto
 from verl.rewards import RewardManager
 from verl.rollout.agent_loop import SINGLE_TURN
 from verl.single_controller.worker_group import WorkerGroup
+from verl.trainer.agents import check_failures
 from verl.trainer.metrics import response_lengths
 from verl.utils.balance import balanced_partition
 from verl.utils.rng import fork_seed
@@ -109,6 +110,7 @@ def generate(roles: Roles, sampling: str, with_columns: bool = False) -> Callabl
         inputs.meta_info["sampling"] = sampling
         found = roles["rollout"].generate_sequences(inputs)
         check_vocabulary(found.batch["responses"], batch.meta_info.get("vocab_size"))
+        check_failures(found, stops=sampling == "train")
         found.meta_info["metrics"] |= length_metrics(found)
         return found
 

@@ -1,6 +1,7 @@
 """Calls to engine requests, and completions to choices."""
 
 import asyncio
+import functools
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -8,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from verl.rollout.agent_loop.chat import shows_tools
 from verl.rollout.base import Completion, Request, SamplingParams
 from verl.rollout.server.protocol import ApiError, Call
 from verl.rollout.server.text import ResponseText, text_of
@@ -50,11 +52,25 @@ class ServedModel:
     tool_parser: str = "hermes"
     sampling_keys: frozenset[str] | None = None
 
+    @functools.cached_property
+    def shows_tools(self) -> bool:
+        """Whether the chat template describes tools."""
+        return shows_tools(self.tokenizer)
+
     def encode_chat(self, call: Call) -> list[int]:
         """Token ids of the messages with the generation prompt. Raises ApiError."""
         if self.tokenizer.chat_template is None:
             raise ApiError(
                 400, f"the tokenizer of {self.name} has no chat template: use /v1/completions", param="messages"
+            )
+        if call.tools and not self.shows_tools:
+            raise ApiError(
+                400,
+                f"the chat template of {self.name} ignores tools, so the model would not see them: use a model whose "
+                "template has tools, or set a template (verl serve --chat-template, or "
+                "actor_rollout_ref.model.custom_chat_template)",
+                param="tools",
+                code="unsupported_parameter",
             )
         try:
             text = self.tokenizer.apply_chat_template(
