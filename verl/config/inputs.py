@@ -32,7 +32,7 @@ def check_code(config: Schema) -> Iterator[Problem]:
     """For `extra_checks`: files of tools, agents and custom code exist. A Python module is not looked for."""
     values = flatten(config.model_dump(), type(config))
     for path in values.get("imports", ()):
-        yield from _code("imports", path)
+        yield from check_code_file("imports", path)
     seen: set[str] = set()
     for end in (*_YAML, *_CODE):
         for key in (key for key in values if key.endswith("." + end) or key == end):
@@ -40,7 +40,7 @@ def check_code(config: Schema) -> Iterator[Problem]:
             if not path or path in seen:  # `data` has the tools of `multi_turn` by default
                 continue
             seen.add(path)
-            yield from _code(key, path, is_module=end in _CODE)
+            yield from check_code_file(key, path, is_module=end in _CODE)
 
 
 def check_models(config: Schema) -> Iterator[Problem]:
@@ -77,7 +77,7 @@ def check_data(config: Schema) -> Iterator[Problem]:
         yield from _files(key, paths)
 
 
-def _code(key: str, path: str, is_module: bool = True) -> Iterator[Problem]:
+def check_code_file(key: str, path: str, is_module: bool = True) -> Iterator[Problem]:
     """A file must exist. is_module: a name such as my_package.tools is a Python module."""
     file = Path(path).expanduser()
     if not file.is_file() and not (is_module and file.suffix != ".py" and "/" not in path):

@@ -92,13 +92,13 @@ def _fix(role: str, wanted: Mapping[str, Sequence[int]], nnodes: int, total: int
         return ""
     per_node = -(-(max(devices) + 1) // nnodes)
     others = sorted(set(range(nnodes * per_node)) - set(devices))
-    actor = "" if "actor" in wanted or not others else f" and placement.actor_devices={others}"
-    return f": use trainer.n_gpus_per_node={per_node}, which counts the processes of all roles,{actor}".rstrip(",")
+    actor = "" if "actor" in wanted or not others else f", and placement.actor_devices={others}"
+    return f": use trainer.n_gpus_per_node={per_node}, which counts the processes of all roles{actor}"
 
 
 def _assignment(role: str, devices: Iterable[int], wanted: Mapping[str, Sequence[int]]) -> str:
     """A role and its devices."""
-    unset = "" if role in wanted else " (not set)"
+    unset = "" if role in wanted else " (not set: all of them)"
     return f"{role}_devices={sorted(devices)}{unset}"
 
 

@@ -1,12 +1,11 @@
-"""Tools, interactions, agents and agent loops of a run: checks before the first step, failures, and a description."""
+"""Tools, interactions, agents and agent loops of a run: checks before the first step, and a description."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from verl.config import Problem, schema
-from verl.protocol import DataProto
 from verl.rollout.agent_loop import AGENT_LOOPS, SINGLE_TURN, MultiTurnLoop
 from verl.rollout.agent_loop.chat import ChatContinuation, shows_tools
 from verl.rollout.agent_loop.public import read_loops
@@ -17,9 +16,6 @@ logger = logging.getLogger("verl.trainer")
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _SERVER_LOOP = "server_agent"
-
-
-# ---- before the first step ------------------------------------------------------------------------------------------
 
 
 def agent_loop_names(rollout: schema.RolloutConfig) -> set[str]:
@@ -111,28 +107,3 @@ def describe_agents(config: schema.Config) -> dict[str, str]:
     limits = [f"at most {count} {who} turn{'s' * (count != 1)}" for who, count in most.items() if count is not None]
     found["turns"] = "; ".join([*limits, f"at most {rollout.response_length} tokens after the prompt"])
     return found
-
-
-# ---- failures -------------------------------------------------------------------------------------------------------
-
-
-def check_failures(batch: DataProto, stops: bool) -> None:
-    """Log how many agents or interactions of a batch have failed, with the first error.
-
-    Args:
-        batch: generated samples; `agent_facts` has `agent_failure` for those that failed.
-        stops: raise if all of them have failed.
-
-    Raises:
-        ValueError: all samples have failed: there is nothing to learn from.
-    """
-    found: Iterable[dict[str, Any]] = batch.non_tensor_batch.get("agent_facts", ())
-    failed = [(row, facts["agent_failure"]) for row, facts in enumerate(found) if "agent_failure" in facts]
-    if not failed:
-        return
-    row, error = failed[0]
-    counted = f"the agent or interaction of {len(failed)} of {len(batch)} samples failed"
-    message = f"{counted}; the first one, of sample {row}: {error}"
-    if stops and len(failed) == len(batch):
-        raise ValueError(f"{message}. A step in which all samples fail cannot be trained on")
-    logger.warning("%s", message)

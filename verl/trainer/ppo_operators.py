@@ -1,5 +1,6 @@
 """The operators of policy optimization, which `ppo_flow` arranges into a flow."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,11 @@ from verl.protocol import DataProto
 from verl.rewards import RewardManager
 from verl.rollout.agent_loop import SINGLE_TURN
 from verl.single_controller.worker_group import WorkerGroup
-from verl.trainer.agents import check_failures
 from verl.trainer.metrics import response_lengths
 from verl.utils.balance import balanced_partition
 from verl.utils.rng import fork_seed
+
+logger = logging.getLogger("verl.trainer")
 
 if TYPE_CHECKING:
     from verl.trainer.rollout_weights import RolloutWeights
@@ -146,6 +148,28 @@ def check_vocabulary(responses: torch.Tensor, vocab_size: int | None) -> None:
             f"sample {at[0]}: the rollout engine or agent loop returned token id {int(responses[at])}, but the model's "
             f"vocabulary has {vocab_size} tokens"
         )
+
+
+def check_failures(batch: DataProto, stops: bool) -> None:
+    """Log how many agents or interactions of a batch have failed, with the first error.
+
+    Args:
+        batch: generated samples; `agent_facts` has `agent_failure` for those that failed.
+        stops: raise if all of them have failed.
+
+    Raises:
+        ValueError: all samples have failed: there is nothing to learn from.
+    """
+    found: Sequence[dict[str, Any]] = batch.non_tensor_batch.get("agent_facts", ())
+    failed = [(row, facts["agent_failure"]) for row, facts in enumerate(found) if "agent_failure" in facts]
+    if not failed:
+        return
+    row, error = failed[0]
+    counted = f"the agent or interaction of {len(failed)} of {len(batch)} samples failed"
+    message = f"{counted}; the first one, of sample {row}: {error}"
+    if stops and len(failed) == len(batch):
+        raise ValueError(f"{message}. A step in which all samples fail cannot be trained on")
+    logger.warning("%s", message)
 
 
 def sync_weights(weights: "RolloutWeights") -> Callable[[DataProto], None]:

@@ -35,6 +35,7 @@ from verl.config import (
 )
 from verl.config.checks import check_combinations
 from verl.config.fields import Schema
+from verl.config.inputs import check_code_file
 from verl.config.presets import PRESETS
 from verl.config.schema.offline import EvalConfig, GenerationConfig
 from verl.config.supported import settings_without_effect
@@ -224,7 +225,8 @@ def recipe_settings(run: Run) -> Iterable[Problem]:
 def imports(run: Run) -> None:
     """Import the user's files and modules, which register losses, estimators and rewards."""
     for address in run.config.imports:
-        import_module(address)
+        if not [*check_code_file("imports", address)]:  # a missing one is a problem of `files`
+            import_module(address)
 
 
 def output_folders(run: Run) -> None:

@@ -108,7 +108,7 @@ class ServerAgentLoop:
     async def _outcome(self, episode: Episode, base_url: str) -> tuple[dict[str, Any], dict[str, float]]:
         """Run the agent. Returns what the reward function gets in extra_info, and metrics.
 
-        The facts of an agent that failed have `agent_failure`, which `trainer.agents.check_failures` reads.
+        The facts of an agent that failed have `agent_failure`, which `ppo_operators.check_failures` reads.
         """
         call = AgentCall(dict(episode.prompt.columns), base_url, self.api_key, self.model.name)
         metrics = {"agent_errors": 0.0, "agent_timeouts": 0.0}

@@ -1,7 +1,6 @@
 """Calls to engine requests, and completions to choices."""
 
 import asyncio
-import functools
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -52,18 +51,13 @@ class ServedModel:
     tool_parser: str = "hermes"
     sampling_keys: frozenset[str] | None = None
 
-    @functools.cached_property
-    def shows_tools(self) -> bool:
-        """Whether the chat template describes tools."""
-        return shows_tools(self.tokenizer)
-
     def encode_chat(self, call: Call) -> list[int]:
         """Token ids of the messages with the generation prompt. Raises ApiError."""
         if self.tokenizer.chat_template is None:
             raise ApiError(
                 400, f"the tokenizer of {self.name} has no chat template: use /v1/completions", param="messages"
             )
-        if call.tools and not self.shows_tools:
+        if call.tools and not shows_tools(self.tokenizer, call.template_kwargs):
             raise ApiError(
                 400,
                 f"the chat template of {self.name} ignores tools, so the model would not see them: use a model whose "
