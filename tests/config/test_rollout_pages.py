@@ -1,5 +1,6 @@
 """The pages on rollout, weight sync, asynchronous training, tools and agents: every key is in the schema."""
 
+import json
 import re
 import shlex
 
@@ -8,24 +9,52 @@ import pytest
 from tests.pages import DOCS, ROOT, blocks
 from verl.config import load_config, to_flat_dict
 from verl.config.presets import PRESETS
+from verl.data.tokenization import check_messages
+from verl.rollout.agent_loop import MultiTurnLoop, Prompt
+from verl.rollout.base import SamplingParams
+from verl.tools.load import load_interactions, tool_schemas
 
-PAGES = ("rollout.md", "weight_sync.md", "async.md", "multi_turn.md", "server.md")
+PAGES = ("rollout.md", "weight_sync.md", "async.md", "multi_turn.md", "server.md", "custom_agent_loop.md")
 PREFIXES = ("", "actor_rollout_ref.", "actor_rollout_ref.rollout.", "actor_rollout_ref.rollout.multi_turn.")
 
 
 def main_ppo(page: str) -> list[list[str]]:
-    """The arguments of every main_ppo command of a page; `...` stands for further settings."""
+    """The arguments of every main_ppo command of a page."""
     lines = [line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
     found = [shlex.split(line, comments=True) for line in lines if "-m verl.trainer.main_ppo" in line]
-    return [[word for word in words[3:] if word != "..."] for words in found]
+    return [words[3:] for words in found]
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands(page, monkeypatch):
     monkeypatch.chdir(ROOT)
     for words in main_ppo(page):
+        assert "..." not in words, f"{page}: incomplete: {words}"
         path = words[words.index("--config") + 1] if "--config" in words else None
         load_config(path, [word for word in words if "=" in word], presets=PRESETS)
+
+
+def test_rows_of_datasets():
+    """The rows with arguments of tools and interactions are read as the agent loop reads them."""
+    tools, interaction = (json.loads(block) for block in blocks("multi_turn.md", "json"))
+    for row in (tools, interaction):
+        assert {"data_source", "prompt", "reward_model", "extra_info"} == row.keys()
+        check_messages(row["prompt"], "the row of the page")
+    overrides = [
+        f"actor_rollout_ref.rollout.multi_turn.{key}"
+        for key in (
+            "tool_isolation=none",
+            f"tool_config_path={ROOT / 'examples/tools/search_tool.yaml'}",
+            f"interaction_config_path={ROOT / 'examples/tools/guess_interaction.yaml'}",
+        )
+    ]
+    loop = object.__new__(MultiTurnLoop)
+    loop.config = load_config(overrides=overrides).actor_rollout_ref.rollout.multi_turn
+    loop.tool_names = [each["function"]["name"] for each in tool_schemas(loop.config.tool_config_path, None)]
+    loop.interactions, loop._unknown, loop._number = [*load_interactions(loop.config.interaction_config_path)], set(), 0
+    read = [loop._state_of(Prompt([1], SamplingParams(1, ()), 0, row)) for row in (tools, interaction)]
+    assert read[0].tools_kwargs["search"]["calc_reward_kwargs"] == {"weight": 0.5} and not loop._unknown
+    assert read[1].interaction == "guess" and read[1].interaction_kwargs["secret"] == 3
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -66,7 +66,7 @@ def serve(
         TOOL_PARSERS[tool_parser]  # an unknown name is an error
         sock = listen(host, port)  # before the model is loaded, so that a port in use is reported at once
         made, served = load(settings, model_settings, device, lengths, served_model_name or model)
-    except USER_ERRORS as error:
+    except (*USER_ERRORS, OSError) as error:  # OSError: transformers finds no weights in a folder
         raise typer.Exit(print_error(_with_extra(error))) from None
     print(f"serving {served.name} with the engine {engine}, up to {served.max_model_len} tokens per sequence")
     _run(made, replace(served, tool_parser=tool_parser), sock, api_key, limits)
