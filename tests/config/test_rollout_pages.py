@@ -5,14 +5,15 @@ import re
 import shlex
 
 import pytest
+from transformers import AutoTokenizer
 
+from examples.quickstart.tiny_model import tiny_model
 from tests.pages import DOCS, ROOT, blocks
 from verl.config import load_config, to_flat_dict
 from verl.config.presets import PRESETS
 from verl.data.tokenization import check_messages
-from verl.rollout.agent_loop import MultiTurnLoop, Prompt
+from verl.rollout.agent_loop import Prompt, make_agent_loop
 from verl.rollout.base import SamplingParams
-from verl.tools.load import load_interactions, tool_schemas
 
 PAGES = ("rollout.md", "weight_sync.md", "async.md", "multi_turn.md", "server.md", "custom_agent_loop.md")
 PREFIXES = ("", "actor_rollout_ref.", "actor_rollout_ref.rollout.", "actor_rollout_ref.rollout.multi_turn.")
@@ -34,27 +35,24 @@ def test_commands(page, monkeypatch):
         load_config(path, [word for word in words if "=" in word], presets=PRESETS)
 
 
-def test_rows_of_datasets():
+def test_rows_of_datasets(tmp_path):
     """The rows with arguments of tools and interactions are read as the agent loop reads them."""
-    tools, interaction = (json.loads(block) for block in blocks("multi_turn.md", "json"))
-    for row in (tools, interaction):
+    rows = [json.loads(block) for block in blocks("multi_turn.md", "json")]
+    for row in rows:
         assert {"data_source", "prompt", "reward_model", "extra_info"} == row.keys()
         check_messages(row["prompt"], "the row of the page")
-    overrides = [
-        f"actor_rollout_ref.rollout.multi_turn.{key}"
-        for key in (
-            "tool_isolation=none",
-            f"tool_config_path={ROOT / 'examples/tools/search_tool.yaml'}",
-            f"interaction_config_path={ROOT / 'examples/tools/guess_interaction.yaml'}",
-        )
-    ]
-    loop = object.__new__(MultiTurnLoop)
-    loop.config = load_config(overrides=overrides).actor_rollout_ref.rollout.multi_turn
-    loop.tool_names = [each["function"]["name"] for each in tool_schemas(loop.config.tool_config_path, None)]
-    loop.interactions, loop._unknown, loop._number = [*load_interactions(loop.config.interaction_config_path)], set(), 0
-    read = [loop._state_of(Prompt([1], SamplingParams(1, ()), 0, row)) for row in (tools, interaction)]
-    assert read[0].tools_kwargs["search"]["calc_reward_kwargs"] == {"weight": 0.5} and not loop._unknown
-    assert read[1].interaction == "guess" and read[1].interaction_kwargs["secret"] == 3
+    folder, turns = ROOT / "examples/tools", "actor_rollout_ref.rollout.multi_turn."
+    files = {
+        "tool_config_path": folder / "search_tool.yaml",
+        "interaction_config_path": folder / "guess_interaction.yaml",
+    }
+    overrides = [f"{turns}{key}={path}" for key, path in files.items()]
+    config = load_config(overrides=[f"{turns}enable=true", f"{turns}tool_isolation=none", *overrides])
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model("qwen2", tmp_path))
+    loop = make_agent_loop("tool_agent", config.actor_rollout_ref.rollout, tokenizer)
+    tools, interaction = (loop._state_of(Prompt([1], SamplingParams(1, ()), 0, row)) for row in rows)
+    assert tools.tools_kwargs["search"]["calc_reward_kwargs"] == {"weight": 0.5} and not loop._unknown
+    assert interaction.interaction == "guess" and interaction.interaction_kwargs["secret"] == 3
 
 
 @pytest.mark.parametrize("page", PAGES)
