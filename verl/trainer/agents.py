@@ -10,7 +10,7 @@ from verl.rollout.agent_loop import AGENT_LOOPS, SINGLE_TURN, MultiTurnLoop
 from verl.rollout.agent_loop.chat import ChatContinuation, shows_tools
 from verl.rollout.agent_loop.public import read_loops
 from verl.rollout.server.agents import load_agent
-from verl.tools.load import load_interactions, tool_schemas
+from verl.tools.load import interaction_classes, tool_schemas
 
 logger = logging.getLogger("verl.trainer")
 
@@ -46,7 +46,7 @@ def check_agent(rollout: schema.RolloutConfig) -> Iterator[Problem]:
         )
     elif is_server:
         load_agent(rollout.server.agent)
-    elif runs_tools(rollout) and not any((*_tools_of(rollout), *load_interactions(turns.interaction_config_path))):
+    elif runs_tools(rollout) and not any((*_tools_of(rollout), *interaction_classes(turns.interaction_config_path))):
         name = "multi_turn.enable" if turns.enable else "agent.default_agent_loop"
         yield Problem(
             f"{key}.{name}",
@@ -101,7 +101,7 @@ def describe_agents(config: schema.Config) -> dict[str, str]:
         where = "worker processes" if turns.tool_isolation == "process" else "the rollout process"
         limit = "no time limit" if turns.tool_timeout is None else f"{turns.tool_timeout:g} s per call"
         found["tools"] = f"{', '.join(tools)}; calls in the format {turns.format}, run in {where}, {limit}"
-    if interactions := load_interactions(turns.interaction_config_path):
+    if interactions := interaction_classes(turns.interaction_config_path):
         found["interaction"] = ", ".join(interactions)
     most = {"assistant": turns.max_assistant_turns, "user": turns.max_user_turns}
     limits = [f"at most {count} {who} turn{'s' * (count != 1)}" for who, count in most.items() if count is not None]

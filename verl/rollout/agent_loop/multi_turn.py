@@ -19,7 +19,7 @@ from verl.rollout.agent_loop.base import GenerateFn, Prompt, Trajectory, registe
 from verl.rollout.agent_loop.chat import ChatContinuation
 from verl.rollout.base import Completion
 from verl.tools.host import Observation, Reply, Rewards, ToolsInProcess, failure, truncate_text
-from verl.tools.load import load_interactions, tool_schemas
+from verl.tools.load import interaction_classes, tool_schemas
 from verl.tools.parsers import TOOL_PARSERS, FunctionCall
 from verl.tools.processes import ToolProcesses
 from verl.tools.runner import ToolFailure, ToolRunner, ToolSettings
@@ -71,7 +71,7 @@ class MultiTurnLoop:
         schemas = tool_schemas(*files)
         self.tool_names = [schema["function"]["name"] for schema in schemas]
         self._unknown: set[str] = set()  # tools of samples that do not exist, each logged once
-        self.interactions = list(load_interactions(self.config.interaction_config_path))
+        self.interactions = list(interaction_classes(self.config.interaction_config_path))
         if not schemas and not self.interactions:
             raise ValueError(
                 "the agent loop tool_agent has no tools and no interactions: set rollout.multi_turn.tool_config_path, "
