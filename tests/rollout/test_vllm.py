@@ -114,13 +114,9 @@ def test_a_stop_string_ends_the_request_in_the_engine_too(stepper, engine):
 def test_tokens_are_handed_out_as_they_come(stepper, engine):
     chunks: dict[int, list] = {1: [], 2: []}
 
-    def streamed(first: int, stop: StopStrings | None = None) -> Job:
-        found = job(first, 20, stop=stop)
-        found.request = replace(found.request, on_tokens=lambda ids, log_probs: chunks[first].append((ids, log_probs)))
-        return found
-
-    stop = StopStrings(("210 211",), lambda ids: " ".join(map(str, ids)))
-    jobs = [streamed(1), streamed(2, stop)]
+    jobs = [job(1, 20), job(2, 20, stop=StopStrings(("210 211",), lambda ids: " ".join(map(str, ids))))]
+    for each, found in zip(jobs, chunks.values()):
+        each.request = replace(each.request, on_tokens=lambda *new, found=found: found.append(new))
     stepper.submit(jobs)
     whole, stopped = (each.future.result(10) for each in jobs)
     # the last token comes with the completion

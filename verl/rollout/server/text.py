@@ -77,9 +77,9 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
     text = tokenizer.decode([token])
     if "\ufffd" not in text:
         return text.encode()
-    piece = tokenizer.convert_ids_to_tokens(token)
-    if (byte := _BYTE_TOKEN.fullmatch(piece)) is not None:
+    characters = tokenizer.convert_ids_to_tokens(token)
+    if (byte := _BYTE_TOKEN.fullmatch(characters)) is not None:
         return bytes.fromhex(byte[1])
-    if all(character in _BYTES for character in piece):
-        return bytes(_BYTES[character] for character in piece)
+    if all(each in _BYTES for each in characters):
+        return bytes(_BYTES[each] for each in characters)
     return text.encode()
