@@ -1,6 +1,7 @@
 """The command `verl` and `verl serve`: help without torch, errors before a model is loaded."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -48,6 +49,20 @@ def folder(tmp_path_factory):
 def test_wrong_options_are_one_error(folder, options, message, capfd):
     status, text = call("serve", folder, "--port", "0", "--device", "cpu", *options)
     assert status == 1 and message in text + capfd.readouterr().err
+
+
+def test_a_folder_without_a_model_is_one_error(folder, tmp_path, capfd):
+    def complaint(path) -> str:
+        status, text = call("serve", str(path), "--port", "0", "--device", "cpu")
+        assert status == 1
+        return text + capfd.readouterr().err
+
+    empty = complaint(tmp_path)
+    assert f"error: MODEL: '{tmp_path}' has no config.json: expected the folder of a Hugging Face model" in empty
+    assert "error: MODEL: there is no folder './nowhere'" in complaint("./nowhere")
+    ignored = shutil.ignore_patterns("*.safetensors")
+    without = complaint(shutil.copytree(folder, tmp_path / "model", ignore=ignored))
+    assert "no file named model.safetensors" in without and "Traceback" not in without
 
 
 def test_a_port_in_use_is_reported_before_the_model_is_loaded():

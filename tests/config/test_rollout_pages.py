@@ -1,31 +1,58 @@
 """The pages on rollout, weight sync, asynchronous training, tools and agents: every key is in the schema."""
 
+import json
 import re
 import shlex
 
 import pytest
+from transformers import AutoTokenizer
 
+from examples.quickstart.tiny_model import tiny_model
 from tests.pages import DOCS, ROOT, blocks
 from verl.config import load_config, to_flat_dict
 from verl.config.presets import PRESETS
+from verl.data.tokenization import check_messages
+from verl.rollout.agent_loop import Prompt, make_agent_loop
+from verl.rollout.base import SamplingParams
 
-PAGES = ("rollout.md", "weight_sync.md", "async.md", "multi_turn.md", "server.md")
+PAGES = ("rollout.md", "weight_sync.md", "async.md", "multi_turn.md", "server.md", "custom_agent_loop.md")
 PREFIXES = ("", "actor_rollout_ref.", "actor_rollout_ref.rollout.", "actor_rollout_ref.rollout.multi_turn.")
 
 
 def main_ppo(page: str) -> list[list[str]]:
-    """The arguments of every main_ppo command of a page; `...` stands for further settings."""
+    """The arguments of every main_ppo command of a page."""
     lines = [line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
     found = [shlex.split(line, comments=True) for line in lines if "-m verl.trainer.main_ppo" in line]
-    return [[word for word in words[3:] if word != "..."] for words in found]
+    return [words[3:] for words in found]
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands(page, monkeypatch):
     monkeypatch.chdir(ROOT)
     for words in main_ppo(page):
+        assert "..." not in words, f"{page}: incomplete: {words}"
         path = words[words.index("--config") + 1] if "--config" in words else None
         load_config(path, [word for word in words if "=" in word], presets=PRESETS)
+
+
+def test_rows_of_datasets(tmp_path):
+    """The rows with arguments of tools and interactions are read as the agent loop reads them."""
+    rows = [json.loads(block) for block in blocks("multi_turn.md", "json")]
+    for row in rows:
+        assert {"data_source", "prompt", "reward_model", "extra_info"} == row.keys()
+        check_messages(row["prompt"], "the row of the page")
+    folder, turns = ROOT / "examples/tools", "actor_rollout_ref.rollout.multi_turn."
+    files = {
+        "tool_config_path": folder / "search_tool.yaml",
+        "interaction_config_path": folder / "guess_interaction.yaml",
+    }
+    overrides = [f"{turns}{key}={path}" for key, path in files.items()]
+    config = load_config(overrides=[f"{turns}enable=true", f"{turns}tool_isolation=none", *overrides])
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model("qwen2", tmp_path))
+    loop = make_agent_loop("tool_agent", config.actor_rollout_ref.rollout, tokenizer)
+    tools, interaction = (loop._state_of(Prompt([1], SamplingParams(1, ()), 0, row)) for row in rows)
+    assert tools.tools_kwargs["search"]["calc_reward_kwargs"] == {"weight": 0.5} and not loop._unknown
+    assert interaction.interaction == "guess" and interaction.interaction_kwargs["secret"] == 3
 
 
 @pytest.mark.parametrize("page", PAGES)

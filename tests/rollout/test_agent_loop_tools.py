@@ -223,8 +223,14 @@ def test_interactions_that_fail_and_samples_without_arguments(files, tokenizer):
     loop = interaction_loop(files, tokenizer, "multi_turn.max_user_turns=1")
     columns = {"extra_info": {"interaction_kwargs": {"name": "echo", "replies": 9}}}
     failed = run(loop, Policy(tokenizer, "fail", "never"), **columns)
-    assert failed.turns == 1 and failed.metrics["tool_errors"] == 1
-    assert run(loop, Policy(tokenizer, "a", "b", "never"), **columns).turns == 2
+    assert failed.turns == 1 and failed.metrics["tool_errors"] == failed.metrics["interaction_errors"] == 1
+    assert failed.facts["agent_failure"] == "interaction echo: ValueError: no"
+    worked = run(loop, Policy(tokenizer, "a", "b", "never"), **columns)
+    assert worked.turns == 2 and worked.metrics["interaction_errors"] == 0 and "agent_failure" not in worked.facts
+    without = run(loop, Policy(tokenizer, "a"))
+    assert without.metrics["interaction_errors"] == 1 and without.turns == 1
+    hint = "interaction echo: KeyError: 'replies' (the sample has no extra_info.interaction_kwargs)"
+    assert without.facts["agent_failure"] == hint
     with pytest.raises(ValueError, match="found 'ecko': did you mean 'echo'"):
         run(loop, Policy(tokenizer), extra_info={"interaction_kwargs": {"name": "ecko"}})
 

@@ -5,6 +5,7 @@ import json
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import openai
 import pytest
@@ -127,7 +128,8 @@ def test_tokens_are_appended_and_never_tokenized_again(tokenizer):
     assert tokenizer.decode(sampled[:-1]) == "hello" and rendered != sampled[:-1]
 
 
-def test_stripped_replies_and_tool_calls_continue_the_trajectory(tokenizer):
+def test_stripped_replies_and_tool_calls_continue_the_trajectory(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ 'tools ' if tools else '' }}" + tokenizer.chat_template)
     call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 
@@ -206,9 +208,13 @@ def test_the_response_length_limits_the_trajectory(tokenizer):
     (trajectory,) = run(tokenizer, Policy(tokenizer), three_turns, max_tokens=20)
     assert trajectory.turns == 1 and trajectory.finish_reason == "length" and len(trajectory) == 6
     assert trajectory.facts["agent_score"] == 0 and "have reached 20 tokens" in trajectory.facts["agent_error"]
-    assert trajectory.metrics == {"agent_errors": 0, "agent_timeouts": 0, "agent_empty": 0}
+    none = {"agent_errors": 0, "agent_timeouts": 0, "agent_empty": 0, "agent_out_of_tokens": 0}
+    assert trajectory.metrics == {**none, "agent_out_of_tokens": 1} and "agent_failure" not in trajectory.facts
     (trajectory,) = run(tokenizer, Policy(tokenizer), three_turns, max_tokens=4)
     assert len(trajectory) == 4 and trajectory.finish_reason == "length"
+    assert trajectory.metrics == {**none, "agent_out_of_tokens": 1}
+    (trajectory,) = run(tokenizer, Policy(tokenizer), three_turns)
+    assert trajectory.metrics == none
     long = [{"role": "user", "content": "long " * 100}]
     (trajectory,) = run(tokenizer, Policy(tokenizer), lambda client, sample: say(client, long))
     assert "data.max_prompt_length" in trajectory.facts["agent_error"] and not sum(trajectory.response_mask)
@@ -241,6 +247,17 @@ def test_one_agent_that_fails_does_not_stop_the_others(tokenizer):
     assert [t.metrics["agent_empty"] for t in found] == [1, 1, 0, 0, 0]
     assert [t.token_ids for t in found[:2]] == [[tokenizer.eos_token_id]] * 2 and found[0].response_mask == [0]
     assert all(sum(t.response_mask) == 6 for t in found[2:])
+
+
+def test_a_wrong_result_counts_also_when_the_tokens_are_used_up(tokenizer):
+    def act(client, sample):
+        with suppress(openai.BadRequestError):
+            three_turns(client, sample)
+        return "a text"
+
+    (trajectory,) = run(tokenizer, Policy(tokenizer), act, max_tokens=20)
+    assert trajectory.metrics["agent_errors"] == trajectory.metrics["agent_out_of_tokens"] == 1
+    assert trajectory.facts["agent_failure"].startswith("after 1 call of the policy: ValueError: the agent returned 'a")
 
 
 def test_a_call_that_runs_at_the_time_limit_is_cancelled(tokenizer):
@@ -323,7 +340,7 @@ async def _until_last(deltas):
 
 # ---- kinds of agents ------------------------------------------------------------------------------------------------
 
-FILE = '''
+FILE = """
 import asyncio, openai
 
 async def run(sample, base_url, api_key, model):
@@ -338,9 +355,9 @@ def plain(sample, base_url, api_key, model):
     return len(client.chat.completions.create(model=model, messages=[{"role": "user", "content": "go"}]).choices)
 
 def few(sample): ...
-'''
+"""
 
-PROGRAM = '''
+PROGRAM = """
 import json, os, sys, urllib.request
 index = json.loads(os.environ["VERL_SAMPLE"])["extra_info"]["index"]
 body = {"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": "go"}]}
@@ -354,7 +371,7 @@ print("some output")
 if index == 1:
     sys.exit("this one fails")
 print(json.dumps({"score": 0.25, "text": found["choices"][0]["message"]["content"]}))
-'''
+"""
 
 
 def test_async_and_plain_functions_and_their_checks(tokenizer, tmp_path):

@@ -1,6 +1,7 @@
 """The native engine over two ranks generates what it generates on one, and refuses what it cannot split."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,37 @@ def test_pushed_weights_are_generated_with_and_errors_reach_both_ranks(tmp_path)
     assert "the KV cache has 100 bytes" in leader["too little memory"]
     for name in ("generate", "generate_one"):
         assert f"{name}() was called on rank 1 of a tensor-parallel group: call follow()" in follower[name]
+
+
+def failing_on_rank(path: Path, failing: int) -> list[tuple[str, str, float]]:
+    """For `run_on_ranks`: the errors of two calls, of which one rank has no memory for the first."""
+    init_process_group(CPU)
+    rank, found = torch.distributed.get_rank(), []
+    engine = engine_of(path, rank, 2)
+    if rank == failing:
+
+        def out_of_memory(self, x):
+            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+        TensorParallel.all_reduce = out_of_memory
+    for _ in range(2):
+        start = time.monotonic()
+        try:
+            together(engine, lambda leader: leader.generate(make_requests(PROMPTS, GREEDY)))
+        except RuntimeError as error:
+            found.append((type(error).__name__, str(error), time.monotonic() - start))
+    return found
+
+
+@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_no_rank_waits_for_one_that_has_failed(failing, tmp_path):
+    ranks = run_on_ranks(2, failing_on_rank, save(tmp_path, "one-kv-head"), failing)
+    named = f"rank {failing} of the tensor-parallel group failed: OutOfMemoryError: tried to allocate 2 GiB"
+    own = ranks[failing][0]
+    assert own[:2] == ("OutOfMemoryError", "tried to allocate 2 GiB")
+    assert [error[:2] for error in ranks[1 - failing]] == [("RuntimeError", named)] * 2
+    assert ranks[failing][1][:2] == ("RuntimeError", named)
+    assert all(seconds < 10 for errors in ranks for _, _, seconds in errors)
 
 
 @pytest.mark.parametrize("case", NAMES)

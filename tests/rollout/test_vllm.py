@@ -7,8 +7,10 @@ import asyncio
 import importlib.util
 import json
 import os
+import pickle
 import sys
 import threading
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -109,6 +111,20 @@ def test_a_stop_string_ends_the_request_in_the_engine_too(stepper, engine):
     assert not engine.running
 
 
+def test_tokens_are_handed_out_as_they_come(stepper, engine):
+    chunks: dict[int, list] = {1: [], 2: []}
+
+    jobs = [job(1, 20), job(2, 20, stop=StopStrings(("210 211",), lambda ids: " ".join(map(str, ids))))]
+    for each, found in zip(jobs, chunks.values()):
+        each.request = replace(each.request, on_tokens=lambda *new, found=found: found.append(new))
+    stepper.submit(jobs)
+    whole, stopped = (each.future.result(10) for each in jobs)
+    # the last token comes with the completion
+    assert chunks[1] == [([token], [-0.5]) for token in range(100, 119)] and whole.token_ids == [*range(100, 120)]
+    # with stop strings, only tokens that were searched for one
+    assert chunks[2] == [([*range(200, 208)], [-0.5] * 8)] and stopped.token_ids == [*range(200, 212)]
+
+
 def test_abort_and_cancel_end_requests_with_their_tokens(stepper, engine):
     long, cancelled, other = job(1, 10**9), job(2, 10**9), job(3, 20)
     stepper.submit([long, cancelled, other])
@@ -172,7 +188,7 @@ def test_the_other_ranks_take_the_steps_of_the_first():
     class Channel:
         def send(self, message):
             with sent:
-                messages.append(message)
+                messages.append(pickle.loads(pickle.dumps(message)))
                 sent.notify_all()
 
         def receive(self):
@@ -189,6 +205,7 @@ def test_the_other_ranks_take_the_steps_of_the_first():
 
     async def run():
         jobs = [job(first, first + 3) for first in range(8)]
+        jobs[0].request = replace(jobs[0].request, on_tokens=lambda ids, log_probs: None)  # of this process
         for each in jobs:
             leader.submit([each])
             await asyncio.sleep(0.001)
@@ -246,8 +263,10 @@ def test_all_reduces_of_tensor_parallelism_are_those_of_nccl(given, expected, mo
         pushed = EngineCopy(schema.ModelConfig(path="m"), hf_config, torch.float32, is_trained=True, merges=False)
         found[size, fused] = settings.engine_args(config, pushed, env, able)
     assert found[2, True]["compilation_config"] == expected
-    assert found[1, True].get("compilation_config") == found[2, False].get("compilation_config") == (
-        given.get("compilation_config")
+    assert (
+        found[1, True].get("compilation_config")
+        == found[2, False].get("compilation_config")
+        == (given.get("compilation_config"))
     )
     assert found[2, True]["disable_custom_all_reduce"] and found[2, True]["async_scheduling"] is False
     assert not {"disable_custom_all_reduce", "async_scheduling"} & found[1, True].keys()
@@ -323,6 +342,16 @@ def pushed(tiny):
     module = AutoModelForCausalLM.from_pretrained(tiny / "tied", dtype=torch.float32)
     rollout.receiver().receive(module.named_parameters(), 1)
     return rollout, module
+
+
+@real
+def test_vllm_streams_tokens(pushed):
+    chunks: list[list[int]] = []
+    params = SamplingParams(12, (), temperature=0)
+    request = Request([5, 6, 7], params, 0, on_tokens=lambda ids, log_probs: chunks.append(ids))
+    completion = asyncio.run(pushed[0].generate_one(request))
+    sent = [token for ids in chunks for token in ids]
+    assert len(chunks) >= 6 and sent == completion.token_ids[: len(sent)]
 
 
 def scaled(module: torch.nn.Module):

@@ -38,15 +38,32 @@ def test_devices_of_several_nodes():
         ({"actor_devices": []}, r"found \[\]"),
         (
             {"actor_devices": [0, 1], "critic_devices": [1, 2]},
-            r"critic on devices \[1, 2\] and actor on \[0, 1\] share only some",
+            r"placement: critic_devices=\[1, 2\] and actor_devices=\[0, 1\] overlap in \[1\]: give these roles the",
         ),
-        ({"critic_devices": [3]}, r"critic on devices \[3\] and actor on \[0, 1, 2, 3\] share only some"),
+        (
+            {"critic_devices": [3]},
+            r"critic_devices=\[3\] and actor_devices=\[0, 1, 2, 3\] \(not set: all of them\) overlap",
+        ),
+        (
+            {"critic_devices": [4]},
+            r"0 to 3 \(trainer.nnodes=1 x trainer.n_gpus_per_node=4\), found \[4\]: use trainer.n_gpus_per_node=5, "
+            r"which counts the processes of all roles, and placement.actor_devices=\[0, 1, 2, 3\]$",
+        ),
         ({"critc_devices": [3]}, "no role 'critc': did you mean 'critic'"),
     ],
 )
 def test_impossible_placements_are_refused(placement, message):
     with pytest.raises(ValueError, match=message):
         place_roles(ROLES, placement, nnodes=1, devices_per_node=4)
+
+
+def test_a_second_device_where_there_is_one():
+    with pytest.raises(ValueError) as error:
+        place_roles(["actor", "rollout"], {"rollout_devices": [1], "actor_devices": [0]}, 1, 1)
+    assert str(error.value) == (
+        "placement.rollout_devices: expected only device 0, the only one there is (trainer.nnodes=1 x "
+        "trainer.n_gpus_per_node=1), found [1]: use trainer.n_gpus_per_node=2, which counts the processes of all roles"
+    )
 
 
 def test_pools_by_name():

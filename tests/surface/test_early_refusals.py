@@ -62,7 +62,7 @@ def complaint(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
         (["actor_rollout_ref.rollout.stop=['']"], "found an empty string"),
         # places
         (["placement.ref_devices=[0]"], "this run has no role 'ref'"),
-        (["placement.actor_devices=[0,0]"], "expected distinct numbers from 0 to 0"),
+        (["placement.actor_devices=[0,0]"], "expected only device 0, the only one there is"),
         (["trainer.nnodes=2"], "trainer.nnodes is 2, but this trainer runs on one host"),
         ([MODEL + "use_liger=true", "trainer.device=cpu"], "Liger kernels need a GPU"),
         # files and folders

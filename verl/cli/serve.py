@@ -66,7 +66,7 @@ def serve(
         TOOL_PARSERS[tool_parser]  # an unknown name is an error
         sock = listen(host, port)  # before the model is loaded, so that a port in use is reported at once
         made, served = load(settings, model_settings, device, lengths, served_model_name or model)
-    except USER_ERRORS as error:
+    except (*USER_ERRORS, OSError) as error:  # OSError: transformers finds no weights in a folder
         raise typer.Exit(print_error(_with_extra(error))) from None
     print(f"serving {served.name} with the engine {engine}, up to {served.max_model_len} tokens per sequence")
     _run(made, replace(served, tool_parser=tool_parser), sock, api_key, limits)
@@ -112,6 +112,7 @@ def load(
     from pydantic import ValidationError
 
     from verl.config import schema
+    from verl.config.inputs import check_model_path
     from verl.data.tokenization import load_tokenizer
     from verl.rollout.base import RolloutEnv, SamplingParams, make_rollout_engine
     from verl.rollout.server.service import ServedModel
@@ -119,6 +120,8 @@ def load(
     from verl.trainer.model_limits import ModelLimits
     from verl.utils.device import resolve_device
 
+    for problem in check_model_path("MODEL", model_settings["path"]):
+        raise ValueError(str(problem))
     template = model_settings.pop("template")
     if template is not None:
         model_settings["custom_chat_template"] = Path(template).read_text()

@@ -4,7 +4,7 @@ from verl.config.batch_summary import batch_summary
 from verl.config.checks import check_critic
 from verl.config.errors import ConfigError, Problem
 from verl.config.fields import differences, to_flat_dict
-from verl.config.inputs import check_data, check_inputs, check_models
+from verl.config.inputs import check_code, check_data, check_inputs, check_models
 from verl.config.load import apply_preset, dump_config, load_config, load_section
 from verl.config.reference import reference_table
 from verl.config.schema.ppo import Config
@@ -17,6 +17,7 @@ __all__ = [
     "Problem",
     "apply_preset",
     "batch_summary",
+    "check_code",
     "check_critic",
     "check_data",
     "check_inputs",

@@ -14,12 +14,33 @@ _ADAPTERS = "lora_adapter_path"
 #: found next to the config of a checkpoint whose weights are not merged
 _CHECKPOINT = ("shards", "lora_adapter", "model_world_size_*")
 _FILES = ("data.train_files", "data.val_files", "data.path")
+#: ends of keys with files of tools, agents and custom code; those of a YAML file, and others, which may be modules
+_YAML = ("multi_turn.tool_config_path", "multi_turn.interaction_config_path", "agent.agent_loop_config_path")
+_YAML += ("data.tool_config_path",)
+_CODE = ("multi_turn.function_tool_path", "server.agent.path", "data.function_tool_path", "custom_cls.path")
+_CODE += ("custom_reward_function.path", "reward_manager.module.path")
 
 
 def check_inputs(config: Schema) -> Iterator[Problem]:
     """For `extra_checks`: model and data are set, and local files exist."""
     yield from check_models(config)
+    yield from check_code(config)
     yield from check_data(config)
+
+
+def check_code(config: Schema) -> Iterator[Problem]:
+    """For `extra_checks`: files of tools, agents and custom code exist. A Python module is not looked for."""
+    values = flatten(config.model_dump(), type(config))
+    for path in values.get("imports", ()):
+        yield from check_code_file("imports", path)
+    seen: set[str] = set()
+    for end in (*_YAML, *_CODE):
+        for key in (key for key in values if key.endswith("." + end) or key == end):
+            path = values[key]
+            if not path or path in seen:  # `data` has the tools of `multi_turn` by default
+                continue
+            seen.add(path)
+            yield from check_code_file(key, path, is_module=end in _CODE)
 
 
 def check_models(config: Schema) -> Iterator[Problem]:
@@ -30,7 +51,7 @@ def check_models(config: Schema) -> Iterator[Problem]:
     if paths[first] is None:
         yield Problem(first, "missing: set it to a model folder or a Hugging Face Hub id")
     for path in dict.fromkeys(paths.values()):
-        yield from _model(next(key for key in paths if paths[key] == path), path)
+        yield from check_model_path(next(key for key in paths if paths[key] == path), path)
     for key, path in values.items():
         name = key.rpartition(".")[2]
         if name in (_TOKENIZERS, _ADAPTERS) and path:
@@ -56,7 +77,14 @@ def check_data(config: Schema) -> Iterator[Problem]:
         yield from _files(key, paths)
 
 
-def _model(key: str, path: str | None) -> Iterator[Problem]:
+def check_code_file(key: str, path: str, is_module: bool = True) -> Iterator[Problem]:
+    """A file must exist. is_module: a name such as my_package.tools is a Python module."""
+    file = Path(path).expanduser()
+    if not file.is_file() and not (is_module and file.suffix != ".py" and "/" not in path):
+        yield Problem(key, f"there is no file {path!r} (looked at {file.resolve()})")
+
+
+def check_model_path(key: str, path: str | None) -> Iterator[Problem]:
     """A model that looks like a local path must exist; other names are Hub ids."""
     if not path:
         return

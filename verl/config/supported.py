@@ -31,6 +31,7 @@ REGISTERED_KINDS: dict[str, str] = {
     "rollout.name": "rollout engine",
     "strategy": "training engine",
     "rollout.agent.default_agent_loop": "agent loop",
+    "rollout.multi_turn.format": "tool parser",
 }
 """End of a key -> the kind of object that is registered under its value."""
 

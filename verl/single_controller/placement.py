@@ -1,6 +1,6 @@
 """Assignment of roles to processes and devices: pure functions of plain values."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from verl.registry import did_you_mean
@@ -59,8 +59,8 @@ def place_roles(
             raise ValueError(f"placement.{role}_devices: this run has no role {role!r}: {did_you_mean(role, roles)}")
         if not devices or len(set(devices)) != len(devices) or not set(devices) <= set(range(total)):
             raise ValueError(
-                f"placement.{role}_devices: expected distinct numbers from 0 to {total - 1} ({nnodes} nodes with "
-                f"{devices_per_node} devices each), found {devices}"
+                f"placement.{role}_devices: expected {_expected(total)} (trainer.nnodes={nnodes} x "
+                f"trainer.n_gpus_per_node={devices_per_node}), found {devices}{_fix(role, wanted, nnodes, total)}"
             )
     shared = wanted.get("actor", list(range(total)))
     pools: dict[frozenset[int], ResourcePool] = {}
@@ -69,15 +69,37 @@ def place_roles(
         devices = frozenset(wanted.get(role, shared))
         for other, pool in pools.items():
             if devices & other and devices != other:
+                both = [_assignment(name, own, wanted) for name, own in ((role, devices), (pool.name, other))]
                 raise ValueError(
-                    f"placement: {role} on devices {sorted(devices)} and {pool.name} on {sorted(other)} share only "
-                    f"some devices: give them the same devices, or none in common"
+                    f"placement: {' and '.join(both)} overlap in {sorted(devices & other)}: give these roles the same "
+                    "devices, or none in common"
                 )
         if devices not in pools:
             counts = [sum(d // devices_per_node == node for d in devices) for node in range(nnodes)]
             pools[devices] = ResourcePool(role, tuple(c for c in counts if c), tuple(sorted(devices)))
         assigned[role] = pools[devices]
     return assigned
+
+
+def _expected(total: int) -> str:
+    return "only device 0, the only one there is" if total == 1 else f"distinct numbers from 0 to {total - 1}"
+
+
+def _fix(role: str, wanted: Mapping[str, Sequence[int]], nnodes: int, total: int) -> str:
+    """How to have the devices that a role asks for; empty if their number is not the problem."""
+    devices = wanted[role]
+    if not devices or min(devices) < 0 or max(devices) < total:
+        return ""
+    per_node = -(-(max(devices) + 1) // nnodes)
+    others = sorted(set(range(nnodes * per_node)) - set(devices))
+    actor = "" if "actor" in wanted or not others else f", and placement.actor_devices={others}"
+    return f": use trainer.n_gpus_per_node={per_node}, which counts the processes of all roles{actor}"
+
+
+def _assignment(role: str, devices: Iterable[int], wanted: Mapping[str, Sequence[int]]) -> str:
+    """A role and its devices."""
+    unset = "" if role in wanted else " (not set: all of them)"
+    return f"{role}_devices={sorted(devices)}{unset}"
 
 
 def pools_by_name(pools: Mapping[str, Sequence[int]], roles: Mapping[str, str]) -> dict[str, ResourcePool]:

@@ -52,7 +52,12 @@ def tool_schemas(tool_config_path: str | None, function_tool_path: str | None) -
 
 def load_interactions(path: str | None) -> dict[str, BaseInteraction]:
     """The interactions of a YAML file, `interaction: [{name, class_name, config}]`, by name; empty without a file."""
-    interactions: dict[str, BaseInteraction] = {}
+    return {name: cls(config=config) for name, (cls, config) in interaction_classes(path).items()}
+
+
+def interaction_classes(path: str | None) -> dict[str, tuple[type[BaseInteraction], dict[str, Any]]]:
+    """Name -> class and config of the interactions of a YAML file; empty without a file."""
+    interactions: dict[str, tuple[type[BaseInteraction], dict[str, Any]]] = {}
     if path is None:
         return interactions
     for where, entry in _entries(path, "interaction", {"name", "class_name", "config"}):
@@ -60,7 +65,7 @@ def load_interactions(path: str | None) -> dict[str, BaseInteraction]:
         name = entry.get("name") or cls.__name__.lower().removesuffix("interaction")
         if name in interactions:
             raise ValueError(f"{where}: there are two interactions {name!r}: rename one")
-        interactions[name] = cls(config={**(entry.get("config") or {}), "name": name})
+        interactions[name] = cls, {**(entry.get("config") or {}), "name": name}
     return interactions
 
 

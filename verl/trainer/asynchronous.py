@@ -244,7 +244,7 @@ class Asynchronous:
         """A line for the summary of the run."""
         k = self.config.trainer.max_staleness
         what = "are interrupted" if self.generation.partial else "end first"
-        return f"samples are at most {k} updates old; at a push of weights, running responses {what}"
+        return f"samples are at most {k} update{'s' * (k != 1)} old; at a push of weights, running responses {what}"
 
     def edit(self, flow: DataFlow, total_steps: int) -> DataFlow:
         """Edit a finished flow: `buffer` follows `reward`, and `gen` and `sync_weights` work in the background."""

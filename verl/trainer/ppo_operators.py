@@ -1,5 +1,6 @@
 """The operators of policy optimization, which `ppo_flow` arranges into a flow."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ from verl.single_controller.worker_group import WorkerGroup
 from verl.trainer.metrics import response_lengths
 from verl.utils.balance import balanced_partition
 from verl.utils.rng import fork_seed
+
+logger = logging.getLogger("verl.trainer")
 
 if TYPE_CHECKING:
     from verl.trainer.rollout_weights import RolloutWeights
@@ -109,6 +112,7 @@ def generate(roles: Roles, sampling: str, with_columns: bool = False) -> Callabl
         inputs.meta_info["sampling"] = sampling
         found = roles["rollout"].generate_sequences(inputs)
         check_vocabulary(found.batch["responses"], batch.meta_info.get("vocab_size"))
+        check_failures(found, stops=sampling == "train")
         found.meta_info["metrics"] |= length_metrics(found)
         return found
 
@@ -144,6 +148,28 @@ def check_vocabulary(responses: torch.Tensor, vocab_size: int | None) -> None:
             f"sample {at[0]}: the rollout engine or agent loop returned token id {int(responses[at])}, but the model's "
             f"vocabulary has {vocab_size} tokens"
         )
+
+
+def check_failures(batch: DataProto, stops: bool) -> None:
+    """Log how many agents or interactions of a batch have failed, with the first error.
+
+    Args:
+        batch: generated samples; `agent_facts` has `agent_failure` for those that failed.
+        stops: raise if all of them have failed.
+
+    Raises:
+        ValueError: all samples have failed: there is nothing to learn from.
+    """
+    found: Sequence[dict[str, Any]] = batch.non_tensor_batch.get("agent_facts", ())
+    failed = [(row, facts["agent_failure"]) for row, facts in enumerate(found) if "agent_failure" in facts]
+    if not failed:
+        return
+    row, error = failed[0]
+    counted = f"the agent or interaction of {len(failed)} of {len(batch)} samples failed"
+    message = f"{counted}; the first one, of sample {row}: {error}"
+    if stops and len(failed) == len(batch):
+        raise ValueError(f"{message}. A step in which all samples fail cannot be trained on")
+    logger.warning("%s", message)
 
 
 def sync_weights(weights: "RolloutWeights") -> Callable[[DataProto], None]:

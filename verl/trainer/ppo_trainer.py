@@ -18,6 +18,7 @@ from verl.single_controller import WorkerSpec
 from verl.single_controller.cluster import Cluster
 from verl.tracking.trackers import Rows
 from verl.tracking.tracking import setup_logging
+from verl.trainer.agents import describe_agents
 from verl.trainer.asynchronous import Asynchronous, use_sampled_log_probs
 from verl.trainer.base import Trainer
 from verl.trainer.canary import Canary
@@ -218,6 +219,7 @@ class PPOTrainer(Trainer):
             "algorithm": f"{self.recipe.name or config.algorithm.adv_estimator}; steps: {self.total_steps}",
             "batch": batch_summary(config, critic=needs_critic(config)),
             "data": f"{self.source.describe()}; validation: {validation}",
+            **describe_agents(config),
             **({"placement": placement_words(self.pools)} if self.world_size > 1 else {}),
             **({"asynchronous": self.asynchronous.describe()} if self.asynchronous is not None else {}),
             "flow": " -> ".join(op.name for op in self.pipeline.operators),

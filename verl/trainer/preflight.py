@@ -24,6 +24,7 @@ from verl.checkpoints.atomic import check_folder
 from verl.config import (
     ConfigError,
     Problem,
+    check_code,
     check_critic,
     check_data,
     check_models,
@@ -34,6 +35,7 @@ from verl.config import (
 )
 from verl.config.checks import check_combinations
 from verl.config.fields import Schema
+from verl.config.inputs import check_code_file
 from verl.config.presets import PRESETS
 from verl.config.schema.offline import EvalConfig, GenerationConfig
 from verl.config.supported import settings_without_effect
@@ -42,11 +44,12 @@ from verl.data.sft_dataset import SFTDataset
 from verl.engines.base import ENGINES
 from verl.engines.loading import check_kernels, check_model
 from verl.registry import did_you_mean, import_module
-from verl.rollout.agent_loop import AGENT_LOOPS
 from verl.rollout.base import ROLLOUT_ENGINES
-from verl.rollout.server.agents import TRIAL_FACTS, load_agent
+from verl.rollout.server.agents import TRIAL_FACTS
 from verl.single_controller.cluster import CLUSTERS, Cluster, make_cluster
+from verl.tools.parsers import TOOL_PARSERS
 from verl.tracking.tracking import check_trackers
+from verl.trainer.agents import agent_loop_names, check_agent, check_tools_in_prompts
 from verl.trainer.dynamic_sampling import SUMMED_REWARD
 from verl.trainer.inputs import Inputs, base_settings, dataset_class, try_rewards
 from verl.trainer.launch import Recipe
@@ -65,6 +68,7 @@ SETTINGS, CONFIG, INPUTS, FLOW = "settings", "config", "inputs", "flow"
 
 _ACTOR = "actor_rollout_ref.actor"
 _TRAINING = (schema.Config, schema.SFTConfig)
+_OUTPUT_FOLDERS = ("default_local_dir", "rollout_data_dir", "validation_data_dir")
 
 
 @dataclass
@@ -205,6 +209,7 @@ def files(run: Run) -> Iterator[Problem]:
     """Models, checkpoints and data files are configured and exist."""
     if not isinstance(run.config, EvalConfig):
         yield from check_models(run.config)
+    yield from check_code(run.config)
     if not run.rows_given:
         yield from check_data(run.config)
 
@@ -220,14 +225,18 @@ def recipe_settings(run: Run) -> Iterable[Problem]:
 def imports(run: Run) -> None:
     """Import the user's files and modules, which register losses, estimators and rewards."""
     for address in run.config.imports:
-        import_module(address)
+        if not [*check_code_file("imports", address)]:  # a missing one is a problem of `files`
+            import_module(address)
 
 
 def output_folders(run: Run) -> None:
-    """All output folders are writable."""
-    for name, path in run.config.trainer.model_dump().items():
-        if name in ("default_local_dir", "rollout_data_dir", "validation_data_dir") and path:
-            check_folder(f"trainer.{name}", Path(path))
+    """All output folders are writable, also that of weight_sync=disk."""
+    folders = {f"trainer.{name}": run.config.trainer.get(name) for name in _OUTPUT_FOLDERS}
+    if isinstance(run.config, schema.Config):
+        folders["actor_rollout_ref.rollout.weight_sync_dir"] = run.config.actor_rollout_ref.rollout.weight_sync_dir
+    for key, path in folders.items():
+        if path:
+            check_folder(key, Path(path))
 
 
 def reward_model(run: Run) -> Iterator[Problem]:
@@ -238,23 +247,11 @@ def reward_model(run: Run) -> Iterator[Problem]:
 
 
 def registered_engines(run: Run) -> list[Problem]:
-    """Engines and agent loops are registered under the configured names."""
-    names = {"rollout.name": ROLLOUT_ENGINES, "strategy": ENGINES, "rollout.agent.default_agent_loop": AGENT_LOOPS}
+    """Engines, agent loops and tool parsers are registered under the configured names."""
+    names = {"rollout.name": ROLLOUT_ENGINES, "strategy": ENGINES, "rollout.multi_turn.format": TOOL_PARSERS}
+    if isinstance(run.config, schema.Config):
+        names["rollout.agent.default_agent_loop"] = agent_loop_names(run.config.actor_rollout_ref.rollout)
     return check_registered(run.config, names)
-
-
-def agent(run: Run) -> Iterator[Problem]:
-    """With rollout.mode=server, there is an agent, and no other agent loop."""
-    rollout, key = run.config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
-    loop, is_server = rollout.agent.default_agent_loop, rollout.mode == "server"
-    if is_server != (loop == "server_agent"):
-        yield Problem(
-            f"{key}.agent.default_agent_loop",
-            f"{loop}, but {key}.mode is {rollout.mode}: mode=server and the agent loop server_agent go together; set "
-            "mode=server only",
-        )
-    elif is_server:
-        load_agent(rollout.server.agent)
 
 
 def required_settings(run: Run) -> None:
@@ -414,6 +411,11 @@ def reward_function(run: Run) -> None:
     run.reward_values = try_rewards(run.inputs, run.config.reward.reward_model.enable, facts)
 
 
+def tools_in_prompts(run: Run) -> None:
+    """The chat template supports the turns of the agent loop; warn if it does not describe the tools."""
+    check_tools_in_prompts(run.config, run.inputs.tokenizer)
+
+
 def recipe_inputs(run: Run) -> None:
     """The loaded data is valid for the recipe."""
     if run.recipe.check_inputs is not None:
@@ -450,7 +452,7 @@ CHECKS: tuple[Check, ...] = (
     Check("output folders", CONFIG, output_folders),
     Check("critic", CONFIG, lambda run: check_critic(run.config, needs_critic(run.config)), schema.Config),
     Check("reward model", CONFIG, reward_model, schema.Config),
-    Check("agent", CONFIG, agent, schema.Config),
+    Check("agent loop", CONFIG, lambda run: check_agent(run.config.actor_rollout_ref.rollout), schema.Config),
     Check("estimator and loss", CONFIG, required_settings, schema.Config),
     Check("group size", CONFIG, group_size, schema.Config),
     Check("rollout correction", CONFIG, lambda run: check_correction(run.config), schema.Config),
@@ -464,6 +466,7 @@ CHECKS: tuple[Check, ...] = (
     Check("checkpoints", CONFIG, saved),
     Check("dataset items", INPUTS, items, schema.Config),
     Check("validation data", INPUTS, validation_data),
+    Check("tools in prompts", INPUTS, tools_in_prompts, schema.Config),
     Check("model limits", INPUTS, model_fits),
     Check("recipe data", INPUTS, recipe_inputs),
     Check("reward function", INPUTS, reward_function, schema.Config),

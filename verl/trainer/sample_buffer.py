@@ -30,7 +30,7 @@ from verl.dataflow.metrics import Total
 from verl.dataflow.pipeline import RunReports, merge_reports
 from verl.protocol import DataProto
 from verl.trainer.dynamic_sampling import PromptQueue, group_rows
-from verl.trainer.ppo_operators import Prompts, length_metrics
+from verl.trainer.ppo_operators import Prompts, check_failures, length_metrics
 
 _LOOK = 0.5  # seconds between two checks for signals and errors while the training loop waits
 
@@ -204,6 +204,7 @@ class SampleBuffer:
             metrics = self._metrics(groups, waited)
             self.lock.notify_all()
         batch = concat_sequences([group.rows for group in groups], self.pad_token_id)
+        check_failures(batch, stops=True)
         reports = [_shared(run, share) for group in groups for run, share in group.reports]
         batch.meta_info = facts | {"metrics": merge_reports(reports)[0] | _sample_metrics(batch) | metrics}
         return batch

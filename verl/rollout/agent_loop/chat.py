@@ -13,6 +13,29 @@ import jinja2
 
 _PLACEHOLDER = "turnofthepolicy"
 _BEFORE = [{"role": "user", "content": "message"}, {"role": "assistant", "content": _PLACEHOLDER}]
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "tool",
+        "description": "A tool.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]},
+    },
+}
+
+
+def shows_tools(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> bool:
+    """Whether the chat template describes tools: otherwise the text with `tools` is that without.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        template_kwargs: arguments of the template.
+    """
+    settings = {**(template_kwargs or {}), "add_generation_prompt": True, "tokenize": False}
+    try:
+        texts = {tokenizer.apply_chat_template(_BEFORE[:1], tools=tools, **settings) for tools in ([_TOOL], None)}
+    except jinja2.TemplateError:  # for this chat or tool: what the template does with others is not known
+        return True
+    return len(texts) > 1
 
 
 class ChatContinuation:

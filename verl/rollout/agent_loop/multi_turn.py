@@ -19,7 +19,7 @@ from verl.rollout.agent_loop.base import GenerateFn, Prompt, Trajectory, registe
 from verl.rollout.agent_loop.chat import ChatContinuation
 from verl.rollout.base import Completion
 from verl.tools.host import Observation, Reply, Rewards, ToolsInProcess, failure, truncate_text
-from verl.tools.load import load_interactions, tool_schemas
+from verl.tools.load import interaction_classes, tool_schemas
 from verl.tools.parsers import TOOL_PARSERS, FunctionCall
 from verl.tools.processes import ToolProcesses
 from verl.tools.runner import ToolFailure, ToolRunner, ToolSettings
@@ -39,6 +39,7 @@ class _State:
         interaction: name of the interaction; None for none.
         interaction_kwargs: its arguments.
         messages: the messages that an interaction reads.
+        failure: why the interaction failed to start or to reply.
     """
 
     id: str
@@ -49,6 +50,7 @@ class _State:
     tool_rewards: list[float] = field(default_factory=list)
     turn_scores: list[float] = field(default_factory=list)
     has_started: bool = False
+    failure: str | None = None
 
 
 @register_agent_loop("tool_agent")
@@ -69,7 +71,7 @@ class MultiTurnLoop:
         schemas = tool_schemas(*files)
         self.tool_names = [schema["function"]["name"] for schema in schemas]
         self._unknown: set[str] = set()  # tools of samples that do not exist, each logged once
-        self.interactions = list(load_interactions(self.config.interaction_config_path))
+        self.interactions = list(interaction_classes(self.config.interaction_config_path))
         if not schemas and not self.interactions:
             raise ValueError(
                 "the agent loop tool_agent has no tools and no interactions: set rollout.multi_turn.tool_config_path, "
@@ -90,6 +92,8 @@ class MultiTurnLoop:
         """See `AgentLoop.run`."""
         trajectory, state = Trajectory(prompt), self._state_of(prompt)
         trajectory.metrics.update(dict.fromkeys(("tool_calls", "tool_errors", "tool_timeouts"), 0.0))
+        if state.interaction is not None:
+            trajectory.metrics["interaction_errors"] = 0.0
         try:
             while (request := trajectory.next_request()) is not None:
                 completion = await generate(request)
@@ -212,7 +216,11 @@ class MultiTurnLoop:
             arguments = {"name": name, "messages": state.messages, "kwargs": kwargs}
             reply: Reply = await self.runner.call(state.id, "respond", arguments, self.config.tool_timeout)
         except ToolFailure as error:
-            self._count_failure(trajectory, f"interaction {name}", error)
+            hint = "" if kwargs else " (the sample has no extra_info.interaction_kwargs)"
+            state.failure = f"interaction {name}: {error}{hint}"
+            trajectory.count("interaction_errors")
+            trajectory.count("tool_errors")
+            trajectory.count("tool_timeouts", error.timed_out)
             return []
         if reply.reward is not None:
             state.turn_scores.append(reply.reward)
@@ -243,6 +251,8 @@ class MultiTurnLoop:
             "turn_scores": state.turn_scores,
             "rollout_reward_scores": scores,
         }
+        if state.failure is not None:
+            trajectory.facts["agent_failure"] = state.failure
 
     def _count_failure(self, trajectory: Trajectory, what: str, error: ToolFailure) -> None:
         logger.warning("%s: %s", what, error)

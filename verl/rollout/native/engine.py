@@ -193,7 +193,7 @@ class NativeRollout(RolloutEngine):
         try:
             yield
         finally:
-            if self.tp.size > 1:
+            if self.tp.size > 1 and not self.tp.has_failed:
                 self.tp.send(None)
 
     def follow(self) -> None:

@@ -91,7 +91,10 @@ class ServerAgentLoop:
         if trajectory is None:
             trajectory = self._empty(prompt)
         trajectory.facts = facts | {"num_turns": trajectory.turns + trajectory.user_turns + 1}
-        trajectory.metrics = metrics | {"agent_empty": float(not trajectory.turns)}
+        trajectory.metrics = metrics | {
+            "agent_empty": float(not trajectory.turns),
+            "agent_out_of_tokens": float(episode.is_full or len(trajectory) >= prompt.params.max_tokens),
+        }
         return trajectory
 
     def _slot(self) -> asyncio.Semaphore:
@@ -103,26 +106,33 @@ class ServerAgentLoop:
         return self._slots[loop]
 
     async def _outcome(self, episode: Episode, base_url: str) -> tuple[dict[str, Any], dict[str, float]]:
-        """Run the agent. Returns what the reward function gets in extra_info, and metrics."""
+        """Run the agent. Returns what the reward function gets in extra_info, and metrics.
+
+        The facts of an agent that failed have `agent_failure`, which `ppo_operators.check_failures` reads.
+        """
         call = AgentCall(dict(episode.prompt.columns), base_url, self.api_key, self.model.name)
         metrics = {"agent_errors": 0.0, "agent_timeouts": 0.0}
         future = asyncio.wrap_future(self.agent.start(call, self.settings.timeout))
+        returned = False
         try:
-            score, info = read_result(await asyncio.wait_for(future, self.settings.timeout + 1))
+            found = await asyncio.wait_for(future, self.settings.timeout + 1)
+            returned = True
+            score, info = read_result(found)
             return {"agent_score": score, "agent_error": None, "agent_info": info}, metrics
         except TimeoutError:
             metrics["agent_timeouts"] = 1.0
             error = f"the time limit of {self.settings.timeout:g} s (rollout.server.timeout) was exceeded"
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
-            if episode.is_full:  # expected: the response length is used up
-                logger.debug("an agent ended: %s", error)
-            else:
-                metrics["agent_errors"] = 1.0
+            # an agent that raises because the response length is used up has not failed
+            metrics["agent_errors"] = float(returned or not episode.is_full)
+        facts = {"agent_score": self.settings.failure_score, "agent_error": error, "agent_info": {}}
         if any(metrics.values()):
             self._failures += 1
-            logger.warning("an agent failed, after %d calls of the policy: %s", episode.calls, error)
-        return {"agent_score": self.settings.failure_score, "agent_error": error, "agent_info": {}}, metrics
+            error = f"after {episode.calls} call{'s' * (episode.calls != 1)} of the policy: {error}"
+            logger.debug("an agent failed %s", error)
+            facts["agent_failure"] = error
+        return facts, metrics
 
     def _check_start(self, episode: Episode, facts: dict[str, Any]) -> None:
         """Raise ValueError if agents fail before any got a response: the agent cannot work."""

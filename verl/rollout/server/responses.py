@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from verl.rollout.server.service import Choice, Delta, Running
+from verl.rollout.server.text import token_bytes
 
 
 async def full_body(running: Running) -> dict[str, Any]:
@@ -91,11 +92,12 @@ def _usage(running: Running, choices: Iterable[Choice]) -> dict[str, int]:
 
 def _log_probs(running: Running, token_ids: Sequence[int], log_probs: Sequence[float], offset: int) -> dict[str, Any]:
     """The log-probs of tokens in OpenAI's form. offset: number of characters of the response before them."""
-    texts = [running.model.tokenizer.decode([token]) for token in token_ids]
+    tokenizer = running.model.tokenizer
+    texts = [tokenizer.decode([token]) for token in token_ids]
     if running.call.is_chat:
         content = [
-            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, value in zip(texts, log_probs, strict=True)
+            {"token": text, "logprob": value, "bytes": list(token_bytes(tokenizer, token)), "top_logprobs": []}
+            for token, text, value in zip(token_ids, texts, log_probs, strict=True)
         ]
         return {"content": content, "refusal": None}
     return {

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from verl.rollout.agent_loop.chat import shows_tools
 from verl.rollout.base import Completion, Request, SamplingParams
 from verl.rollout.server.protocol import ApiError, Call
 from verl.rollout.server.text import ResponseText, text_of
@@ -55,6 +56,15 @@ class ServedModel:
         if self.tokenizer.chat_template is None:
             raise ApiError(
                 400, f"the tokenizer of {self.name} has no chat template: use /v1/completions", param="messages"
+            )
+        if call.tools and not shows_tools(self.tokenizer, call.template_kwargs):
+            raise ApiError(
+                400,
+                f"the chat template of {self.name} ignores tools, so the model would not see them: use a model whose "
+                "template has tools, or set a template (verl serve --chat-template, or "
+                "actor_rollout_ref.model.custom_chat_template)",
+                param="tools",
+                code="unsupported_parameter",
             )
         try:
             text = self.tokenizer.apply_chat_template(

@@ -1,7 +1,15 @@
 """Responses as text, at once or token by token."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
+
+#: the characters that stand for bytes in the tokens of byte-level BPE (Radford et al. 2019, GPT-2): visible ones for
+#: themselves, the others for the remaining bytes in order
+_VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTES = {chr(byte): byte for byte in _VISIBLE}
+_BYTES |= {chr(0x100 + i): byte for i, byte in enumerate(sorted({*range(0x100)} - {*_VISIBLE}))}
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # of SentencePiece
 
 
 class ResponseText:
@@ -62,3 +70,16 @@ def text_of(tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str] = ()) 
     reader = ResponseText(tokenizer, stop)
     reader.token_ids = list(token_ids)
     return reader.finish()
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """The bytes of one token, which may be a part of a character."""
+    text = tokenizer.decode([token])
+    if "\ufffd" not in text:
+        return text.encode()
+    characters = tokenizer.convert_ids_to_tokens(token)
+    if (byte := _BYTE_TOKEN.fullmatch(characters)) is not None:
+        return bytes.fromhex(byte[1])
+    if all(each in _BYTES for each in characters):
+        return bytes(_BYTES[each] for each in characters)
+    return text.encode()

@@ -39,6 +39,14 @@ class Job:
     log_probs: list[float] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
     searched: int = 0  # tokens that were searched for stop strings
+    reported: int = 0  # tokens passed to request.on_tokens
+
+    def report(self) -> None:
+        """Pass new tokens to `request.on_tokens`, with stop strings only those that were searched."""
+        until = len(self.token_ids) if self.request.params.stop is None else self.searched
+        if self.request.on_tokens is not None and until > self.reported:
+            self.request.on_tokens(self.token_ids[self.reported : until], self.log_probs[self.reported : until])
+            self.reported = until
 
     def finish(self, reason: FinishReason) -> None:
         """Deliver the completion, or an error if a log-prob is not finite."""
@@ -205,8 +213,10 @@ class Stepper:
 
     def _step(self, new: list[Job], removed: list[str]) -> list[Any]:
         # stop strings are searched for on rank 0 only
-        requests = [(job.key, replace(job.request, params=replace(job.request.params, stop=None)), job.streams)
-                    for job in new]  # fmt: skip
+        requests = []
+        for job in new:
+            request = replace(job.request, params=replace(job.request.params, stop=None), on_tokens=None)
+            requests.append((job.key, request, job.streams))
         if self._channel is not None:
             self._channel.send((requests, removed))
         return self._take(requests, removed)
@@ -242,7 +252,9 @@ class Stepper:
                 del job.token_ids[end:], job.log_probs[end:]
                 if not output.finished:
                     self._stopped.append(job.key)
-            if end is not None or output.finished:
+            if end is None and not output.finished:
+                job.report()
+            else:
                 with self._changed:
                     del self._running[job.key]
                 job.finish("stop" if end is not None or found.finish_reason == "stop" else "length")

@@ -1,0 +1,230 @@
+"""Tools, interactions, agents and their files are checked before a model is loaded; a step in which all fail stops."""
+
+import json
+import os
+import re
+
+import pytest
+
+from examples.quickstart.tiny_model import tiny_model
+from verl.config import load_config
+from verl.protocol import DataProto
+from verl.single_controller.local.cluster import InProcessCluster, ProcessCluster
+from verl.trainer import main_ppo
+from verl.trainer.agents import describe_agents
+from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.trainer.ppo_operators import check_failures
+
+ROLLOUT = "actor_rollout_ref.rollout"
+TURNS = f"{ROLLOUT}.multi_turn"
+FILES = {
+    "tools.py": '''
+from verl.tools.function_tool import function_tool
+from verl.tools.interactions import BaseInteraction
+
+@function_tool
+def add(a: int, b: int) -> str:
+    """Add.
+
+    Args:
+        a: one.
+        b: two.
+    """
+    return str(a + b)
+
+class Guess(BaseInteraction):
+    async def start_interaction(self, instance_id=None, **kwargs):
+        kwargs["number"]
+    async def generate_response(self, instance_id, messages, **kwargs):
+        return True, "", 1.0, {}
+''',
+    "talk.yaml": "interaction: [{name: guess, class_name: 'tools.py:Guess', config: {}}]",
+    "loops.yaml": "[{name: mine, _target_: 'loop.py:Mine'}]",
+    "loop.py": "class Mine:\n    async def run(self, prompt, generate): ...\n",
+    "agent.py": "def run(sample, base_url, api_key, model):\n    return 'no score'\n",
+    "reward.py": "def compute_score(data_source, solution_str, ground_truth, extra_info): return 0.0\n",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("agents")
+    tiny_model("qwen2", folder / "model")
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    (folder / "train.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"go {i}", "answer": "1"}) + "\n" for i in range(4))
+    )
+    return folder
+
+
+@pytest.fixture
+def settings(folder, tmp_path):
+    return [
+        "algorithm.name=grpo",
+        f"data.train_files={folder / 'train.jsonl'}",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=64",
+        "data.max_response_length=16",
+        f"actor_rollout_ref.model.path={folder / 'model'}",
+        f"{ROLLOUT}.n=2",
+        f"reward.custom_reward_function.path={folder / 'reward.py'}",
+        "reward.isolation=none",
+        "trainer.total_training_steps=1",
+        "trainer.val_before_train=false",
+        "trainer.save_freq=-1",
+        "trainer.logger=[jsonl]",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+    ]
+
+
+@pytest.fixture
+def forbid_workers(monkeypatch):
+    def start(*_):
+        raise AssertionError("workers were started")
+
+    for cluster in (InProcessCluster, ProcessCluster):
+        monkeypatch.setattr(cluster, "start", start)
+
+
+DISK = ["trainer.n_gpus_per_node=2", "placement.actor_devices=[0]", "placement.rollout_devices=[1]"]
+DISK += [f"{ROLLOUT}.weight_sync=disk"]
+TOOLS = [f"{TURNS}.enable=true", f"{TURNS}.function_tool_path=FOLDER/tools.py"]
+SERVER = [f"{ROLLOUT}.mode=server", f"{ROLLOUT}.server.agent.path=FOLDER/agent.py"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([*TOOLS, f"{TURNS}.format=herms"], f"{TURNS}.format .*there is no tool parser 'herms': did you mean 'hermes'"),
+        (
+            [f"{TURNS}.enable=true"],
+            f"{TURNS}.enable: true, but there are no tools and no interactions: set {TURNS}.tool",
+        ),
+        (
+            [f"{ROLLOUT}.agent.default_agent_loop=tool_agent"],
+            f"{ROLLOUT}.agent.default_agent_loop: tool_agent, but there are no tools",
+        ),
+        (
+            [f"{ROLLOUT}.agent.agent_loop_config_path=nowhere.yaml"],
+            rf"{ROLLOUT}.agent.agent_loop_config_path .*: there is no file 'nowhere.yaml' \(looked at /",
+        ),
+        (
+            [f"{TURNS}.enable=true", f"{TURNS}.tool_config_path=no.yaml"],
+            f"{TURNS}.tool_config_path .*no file 'no.yaml'",
+        ),
+        (
+            [f"{TURNS}.enable=true", f"{TURNS}.interaction_config_path=a/b.yaml"],
+            f"{TURNS}.interaction_config_path .*no file 'a/b.yaml'",
+        ),
+        ([f"{ROLLOUT}.mode=server", f"{ROLLOUT}.server.agent.path=no.py"], "server.agent.path .*no file 'no.py'"),
+        (
+            [*DISK, f"{ROLLOUT}.weight_sync_dir=FOLDER/agent.py"],
+            f"{ROLLOUT}.weight_sync_dir: .*agent.py', which is a file",
+        ),
+        (
+            [*SERVER, *TOOLS],
+            f"{TURNS}.enable: true, but {ROLLOUT}.mode is server, where an agent outside of the trainer runs the tools",
+        ),
+        (["placement.rollout_devices=[1]"], r"rollout_devices: expected only device 0.* use trainer.n_gpus_per_node=2"),
+        (["imports=[nowhere.py]"], "imports .*there is no file 'nowhere.py'"),
+    ],
+)
+def test_a_dry_run_finds_what_a_worker_would(overrides, message, settings, folder, forbid_workers, capsys):
+    overrides = [text.replace("FOLDER", str(folder)) for text in overrides]
+    assert main_ppo.main([*settings, *overrides, "--dry-run"]) == 1
+    shown = capsys.readouterr().err
+    assert re.search(message, shown), shown
+    assert "Traceback" not in shown
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_of_weights_that_is_not_writable(settings, tmp_path, forbid_workers, capsys):
+    (tmp_path / "closed").mkdir(mode=0o500)
+    overrides = [*DISK, f"{ROLLOUT}.weight_sync_dir={tmp_path / 'closed'}"]
+    assert main_ppo.main([*settings, *overrides, "--dry-run"]) == 1
+    assert f"{ROLLOUT}.weight_sync_dir: expected a writable folder" in capsys.readouterr().err
+
+
+def test_a_loop_of_a_file_is_a_known_loop(settings, folder, forbid_workers, capsys):
+    overrides = [f"{ROLLOUT}.agent.agent_loop_config_path={folder / 'loops.yaml'}"]
+    overrides += [f"{ROLLOUT}.agent.default_agent_loop=mine"]
+    assert main_ppo.main([*settings, *overrides, "--dry-run"]) == 0
+    assert "; agent loop: mine; " in capsys.readouterr().out
+
+
+def test_a_template_without_tools_is_named(settings, folder, forbid_workers, caplog):
+    overrides = [text.replace("FOLDER", str(folder)) for text in TOOLS]
+    assert main_ppo.main([*settings, *overrides, "--dry-run"]) == 0
+    warning = f"THE PROMPTS DO NOT DESCRIBE THE TOOLS (add): the chat template of {folder / 'model'} renders the same"
+    assert warning in caplog.text
+    caplog.clear()
+    template = "{{ tools | tojson if tools else '' }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    template = f'actor_rollout_ref.model.custom_chat_template="{template}"'
+    assert main_ppo.main([*settings, *overrides, "data.max_prompt_length=512", template, "--dry-run"]) == 0
+    assert "DO NOT DESCRIBE" not in caplog.text
+
+
+def test_the_plan_names_tools_interactions_agents_and_staleness(settings, folder, forbid_workers, capsys):
+    def plan(*overrides: str) -> str:
+        given = [text.replace("FOLDER", str(folder)) for text in overrides]
+        assert main_ppo.main([*settings, *given, "--dry-run"]) == 0
+        return capsys.readouterr().out.splitlines()[-1]
+
+    talk = f"{TURNS}.interaction_config_path=FOLDER/talk.yaml"
+    shown = plan(*TOOLS, talk, f"{TURNS}.max_assistant_turns=3", f"{TURNS}.max_user_turns=1")
+    assert (
+        "; tools: add; calls in the format hermes, run in worker processes, 60 s per call; interaction: guess; "
+        in shown
+    )
+    assert "; turns: at most 3 assistant turns; at most 1 user turn; at most 16 tokens after the prompt; " in shown
+    where = f"run() of {folder / 'agent.py'}, calls the policy over HTTP; at most 256 concurrently per rollout process"
+    assert f"; agent: {where}, 600 s each; " in plan(*SERVER)
+    devices = ["trainer.n_gpus_per_node=2", "placement.actor_devices=[0]", "placement.rollout_devices=[1]"]
+    shown = plan("trainer.async.max_staleness=1", *devices)
+    assert "; asynchronous: samples are at most 1 update old; " in shown
+    assert "at most 2 updates old" in plan("trainer.async.max_staleness=2", *devices)
+    assert describe_agents(load_config(overrides=[f"{ROLLOUT}.agent.default_agent_loop=two_turns"])) == {
+        "agent loop": "two_turns"
+    }
+    assert describe_agents(load_config()) == {}
+
+
+def test_failures_are_counted_and_the_first_is_named(caplog):
+    def batch(*errors: str | None) -> DataProto:
+        facts = [{"num_turns": 2} | ({"agent_failure": error} if error else {}) for error in errors]
+        return DataProto.from_dict(non_tensors={"agent_facts": facts})
+
+    check_failures(batch(None, "first", "second"), stops=True)
+    counted = "the agent or interaction of 2 of 3 samples failed; the first one, of sample 1: first"
+    assert [record.getMessage() for record in caplog.records] == [counted]
+    check_failures(batch("a", "b"), stops=False)
+    with pytest.raises(
+        ValueError, match=r"of 2 of 2 samples failed; the first one, of sample 0: a\. A step in which all"
+    ):
+        check_failures(batch("a", "b"), stops=True)
+    caplog.clear()
+    check_failures(batch(None, None), stops=True)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (SERVER, "of 8 of 8 samples failed; .*the agent returned 'no score': expected a finite number"),
+        (
+            [
+                f"{TURNS}.enable=true",
+                f"{TURNS}.tool_isolation=none",
+                f"{TURNS}.interaction_config_path=FOLDER/talk.yaml",
+            ]
+            + [f"{ROLLOUT}.stop=[{','.join('abcdefghijklmnopqrstuvwxyz')}]", "data.max_response_length=160"],
+            "of sample .: interaction guess: KeyError: 'number' .the sample has no extra_info.interaction_kwargs",
+        ),
+    ],
+)
+def test_a_step_in_which_all_agents_fail_stops_the_run(overrides, message, settings, folder):
+    trainer = LocalPPOTrainer(overrides=[*settings, *(text.replace("FOLDER", str(folder)) for text in overrides)])
+    with pytest.raises(ValueError, match=message):
+        trainer.fit()
+    assert trainer.global_step <= 1
