@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from verl.config.schema import DataConfig
 from verl.data.collate import collate_prompts
-from verl.data.files import PromptSource
+from verl.data.order import PromptSource
 from verl.data.rlhf_dataset import RLHFDataset, check_dataset, check_ground_truth, load_dataset_class
 
 
@@ -32,7 +32,7 @@ def test_the_form_of_published_examples(write, chat_tokenizer):
     text = "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"
     assert chat_tokenizer.decode(item["prompt_ids"]) == text
     assert item["raw_prompt"] == [{"role": "user", "content": "How many?"}]
-    assert item["data_source"] == "default"
+    assert item["data_source"] == "a"  # the name of the file
     assert item["reward_model"] == {"style": "rule", "ground_truth": "4"}
     assert (item["extra_info"], item["ability"], item["index"]) == ({}, "", 0)
     assert dataset[1]["reward_model"]["ground_truth"] == "5"
