@@ -307,17 +307,18 @@ def _copy_of(path: Path) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         for old in cache.glob(f"{place}-*.arrow"):
             old.unlink(missing_ok=True)
-        _write_copy(path, draft)
-        draft.replace(copy)
+        try:
+            _write_copy(path, draft)
+            draft.replace(copy)
+        finally:
+            draft.unlink(missing_ok=True)
     except pa.ArrowException as error:
         raise ValueError(f"{path}: not a valid {path.suffix.lower()[1:]} file: {error}") from error
     except OSError as error:
         raise ValueError(
             f"{path}: no copy for streaming was written to {cache}: {error}. Set XDG_CACHE_HOME to a folder with "
-            f"enough space, or data.streaming=false"
+            "enough space, or data.streaming=false"
         ) from error
-    finally:
-        draft.unlink(missing_ok=True)
     return copy
 
 
