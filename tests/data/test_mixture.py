@@ -50,7 +50,8 @@ def test_each_file_is_read_once_per_pass_in_a_new_order():
         assert {row for _, row in small[start : start + 3]} == {0, 1, 2}
     passes = [tuple(row for _, row in small[start : start + 3]) for start in range(0, 12, 3)]
     assert len(set(passes)) > 1
-    assert items != [item for batch in drawn(MixtureSampler(["a", "b"], [3, 6], [1, 1], 2, seed=6), 12) for item in batch]
+    other = MixtureSampler(["a", "b"], [3, 6], [1, 1], 2, seed=6)
+    assert items != [item for batch in drawn(other, 12) for item in batch]
 
 
 @pytest.mark.parametrize("stop", range(8))
@@ -85,7 +86,8 @@ def test_a_position_of_another_mixture_is_refused(change, message):
 
 
 def test_files_of_different_columns(write, char_tokenizer, caplog):
-    verl_row = {"prompt": "a=", "data_source": "toy", "reward_model": {"style": "rule", "ground_truth": "b"}, "level": 3}
+    truth = {"style": "rule", "ground_truth": "b"}
+    verl_row = {"prompt": "a=", "data_source": "toy", "reward_model": truth, "level": 3}
     files = [write("a.parquet", [verl_row] * 4), write("b.jsonl", [{"prompt": "c=", "solution": "d"}] * 2)]
     with caplog.at_level(logging.INFO, "verl.data"):
         mixture = Mixture([RLHFDataset(file, char_tokenizer) for file in files], files)

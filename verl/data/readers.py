@@ -11,6 +11,7 @@ import csv
 import hashlib
 import json
 import logging
+import mmap
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -178,8 +179,11 @@ class ArrowCopy(_File):
 
     def __init__(self, path: Path):
         super().__init__(path)
-        source = pa.memory_map(str(_copy_of(path)))
-        self._reader = pa.ipc.open_file(source)
+        self._copy = _copy_of(path)
+        with self._copy.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        mapped.madvise(mmap.MADV_RANDOM)  # rows are read in random order: no read-ahead
+        self._reader = pa.ipc.open_file(pa.py_buffer(mapped))
         self.columns = tuple(self._reader.schema.names)
         sizes = [self._reader.get_batch(i).num_rows for i in range(self._reader.num_record_batches)]
         self._ends = np.cumsum([0, *sizes])
@@ -192,8 +196,10 @@ class ArrowCopy(_File):
         return self._reader.get_batch(batch).slice(row - int(self._ends[batch]), 1).to_pylist()[0]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for number in range(self._reader.num_record_batches):
-            yield from self._reader.get_batch(number).to_pylist()
+        with pa.OSFile(str(self._copy)) as file:
+            reader = pa.ipc.open_file(file)
+            for number in range(reader.num_record_batches):
+                yield from reader.get_batch(number).to_pylist()
 
     def to_table(self) -> pa.Table:
         return self._reader.read_all()
