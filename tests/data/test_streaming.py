@@ -91,9 +91,8 @@ def test_overlong_prompts_are_dropped_by_a_pass_that_keeps_numbers(write, char_t
 
 def test_overlong_prompts_are_errors_in_the_sample_and_when_they_are_read(write, char_tokenizer, monkeypatch):
     rows = [dict(row, prompt="a=") for row in ROWS]
-    rows[2000]["prompt"] = "abcdefgh="  # not in the sample: the first 1,024 rows, and every second
-    rows[2001]["prompt"] = "abcdefgh="
-    rows[2000], rows[2003] = rows[2003], rows[2000]
+    for late in (2001, 2003):  # not in the sample: the first 1,024 rows, and every second
+        rows[late]["prompt"] = "abcdefgh="
     path = write("a.jsonl", rows)
     settings = {"streaming": True, "max_prompt_length": 5}
     dataset = RLHFDataset(path, char_tokenizer, settings)
@@ -105,7 +104,7 @@ def test_overlong_prompts_are_errors_in_the_sample_and_when_they_are_read(write,
         RLHFDataset(path, char_tokenizer, settings)
     monkeypatch.delenv("VERL_STRICT_DATA_CHECK")
     rows[100]["prompt"] = "abcdefgh="
-    with pytest.raises(ValueError, match="1 of 1,762 prompts longer than 5 tokens; the first is .*line 101"):
+    with pytest.raises(ValueError, match=r"1 of 1,762 prompts longer than 5 tokens; the first is .*line 101"):
         RLHFDataset(write("b.jsonl", rows), char_tokenizer, settings)
 
 
