@@ -60,7 +60,7 @@ def test_data_format(shell, caplog, monkeypatch):
     *here, strict = commands("data_format.md")
     for command in here:
         shell.run(command)
-    records = Path("tiny/data_run/metrics.jsonl").read_text().splitlines()
+    records = Path("tiny/mixed/metrics.jsonl").read_text().splitlines()
     shares = [json.loads(line).get("data/share/more") for line in records]
     # two prompts per step; 0.7 and 0.3: sums, more | sums, sums
     assert [share for share in shares if share is not None] == [0.5, 0.0]
