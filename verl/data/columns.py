@@ -77,9 +77,9 @@ def reward_model(row: Mapping[str, Any], where: str, ground_truth_key: str) -> d
             raise ValueError(f'{where}: expected reward_model {{"ground_truth": ...}}, found {given!r}')
         found = {"style": "rule", "ground_truth": None} | {k: v for k, v in given.items() if v is not None}
     else:
-        answer, column = row.get(ground_truth_key), ground_truth_key
-        is_number = isinstance(answer, int | float) and not isinstance(answer, bool) and answer == answer
-        found = {"style": "rule", "ground_truth": str(answer) if is_number else answer}
+        given, column = row.get(ground_truth_key), ground_truth_key
+        is_number = isinstance(given, int | float) and not isinstance(given, bool) and given == given
+        found = {"style": "rule", "ground_truth": str(given) if is_number else given}
     truth = found["ground_truth"]
     missing = truth is None or truth != truth or (isinstance(truth, str | list) and len(truth) == 0)
     if isinstance(truth, str) and not truth.strip():

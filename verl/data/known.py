@@ -39,17 +39,17 @@ def final_number(solution: str) -> str:
     return number
 
 
-def _texts(row: Mapping[str, Any], question: str, solution: str) -> tuple[str, str]:
-    missing = [key for key in (question, solution) if not isinstance(row.get(key), str)]
+def _texts(row: Mapping[str, Any], prompt_key: str, solution_key: str) -> tuple[str, str]:
+    missing = [key for key in (prompt_key, solution_key) if not isinstance(row.get(key), str)]
     if missing:
-        raise ValueError(f"expected strings under {question!r} and {solution!r}, missing: {missing}")
-    return row[question], row[solution]
+        raise ValueError(f"expected strings under {prompt_key!r} and {solution_key!r}, missing: {missing}")
+    return row[prompt_key], row[solution_key]
 
 
-def _row(source: str, question: str, instruction: str, truth: str, info: dict[str, Any]) -> dict[str, Any]:
+def _row(source: str, prompt: str, instruction: str, truth: str, info: dict[str, Any]) -> dict[str, Any]:
     return {
         "data_source": source,
-        "prompt": [{"role": "user", "content": f"{question}\n{instruction}"}],
+        "prompt": [{"role": "user", "content": f"{prompt}\n{instruction}"}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": truth},
         "extra_info": info,
@@ -58,19 +58,19 @@ def _row(source: str, question: str, instruction: str, truth: str, info: dict[st
 
 def gsm8k_row(row: Mapping[str, Any], split: str, index: int) -> dict[str, Any]:
     """Convert a question of GSM8K (Cobbe et al. 2021, arXiv 2110.14168)."""
-    question, solution = _texts(row, "question", "answer")
-    info = {"split": split, "index": index, "question": question, "answer": solution}
-    return _row(GSM8K, question, GSM8K_INSTRUCTION, final_number(solution), info)
+    prompt, solution = _texts(row, "question", "answer")
+    info = {"split": split, "index": index, "question": prompt, "answer": solution}
+    return _row(GSM8K, prompt, GSM8K_INSTRUCTION, final_number(solution), info)
 
 
 def _math_row(source: str) -> Callable[[Mapping[str, Any], str, int], dict[str, Any]]:
     def convert(row: Mapping[str, Any], split: str, index: int) -> dict[str, Any]:
         """Convert a problem of MATH (Hendrycks et al. 2021, arXiv 2103.03874): the answer is the last box."""
         problem, solution = _texts(row, "problem", "solution")
-        answer = last_boxed(solution)
-        if answer is None:
+        truth = last_boxed(solution)
+        if truth is None:
             raise ValueError(f"expected a solution with \\boxed{{...}}, found {solution[-60:]!r}")
-        return _row(source, problem, MATH_INSTRUCTION, answer, {"split": split, "index": index})
+        return _row(source, problem, MATH_INSTRUCTION, truth, {"split": split, "index": index})
 
     return convert
 
