@@ -144,8 +144,8 @@ class MixtureSampler:
         self.names, self.sizes, self.batch_size = list(names), list(sizes), batch_size
         self.seed, self.shuffle = seed, shuffle
         self.weights = [float(weight) for weight in weights]
-        exact = [Fraction(str(weight)) for weight in self.weights]
-        self._weights = [weight / sum(exact) for weight in exact]
+        ratios = [Fraction(str(weight)) for weight in self.weights]
+        self._weights = [weight / sum(ratios) for weight in ratios]
         self._first = np.cumsum([0, *self.sizes]).tolist()
         self.step = 0
         self.taken = [0] * len(self.sizes)

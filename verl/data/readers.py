@@ -303,15 +303,15 @@ def _copy_of(path: Path) -> Path:
     """The Arrow copy of a file; it is written if there is none of the file as it is now."""
     state = path.stat()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "verl" / "rows"
-    place = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
-    copy = cache / f"{place}-{state.st_size}-{state.st_mtime_ns}.arrow"
+    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    copy = cache / f"{name}-{state.st_size}-{state.st_mtime_ns}.arrow"
     if copy.is_file():
         return copy
     draft = copy.with_suffix(f".{os.getpid()}.draft")
     logger.info("%s: writing a copy for streaming to %s", path, copy)
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        for old in cache.glob(f"{place}-*.arrow"):
+        for old in cache.glob(f"{name}-*.arrow"):
             old.unlink(missing_ok=True)
         try:
             _write_copy(path, draft)
