@@ -129,8 +129,12 @@ class SelectedRows(Rows):
 
 
 def row_count(files: str | Path | Sequence[str | Path]) -> int:
-    """The number of rows of data files, without reading them into memory."""
-    return sum(count_rows(path) if _is_file(path) else len(open_dataset(path)) for path in file_list(files))
+    """The number of rows of data files, without reading them into memory. Raises ValueError for a file without rows."""
+    counts = {path: count_rows(path) if _is_file(path) else len(open_dataset(path)) for path in file_list(files)}
+    for path, count in counts.items():
+        if count == 0:
+            raise ValueError(f"{path}: the file has no rows")
+    return sum(counts[path] for path in file_list(files))
 
 
 def is_streamed(files: str | Path | Sequence[str | Path], streaming: bool | None) -> bool:
