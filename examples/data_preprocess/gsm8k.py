@@ -16,30 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl.data.files import read_rows
+from verl.data.known import GSM8K, gsm8k_row
 
-DATA_SOURCE = "openai/gsm8k"
-INSTRUCTION = 'Reason step by step. End with a line of "####" followed by the final number alone.'
 SPLITS = ("train", "test")
-
-
-def final_answer(solution: str) -> str:
-    """The number after the last "####" of a worked solution, without thousands commas. Raises ValueError if none."""
-    _, mark, number = solution.rpartition("####")
-    number = number.strip().replace(",", "")
-    if not mark or not number:
-        raise ValueError(f"expected a solution that ends with '#### <number>', found {solution[-60:]!r}")
-    return number
-
-
-def convert(question: str, solution: str, split: str, index: int) -> dict[str, Any]:
-    """Convert one question of the dataset to a training row."""
-    return {
-        "data_source": DATA_SOURCE,
-        "prompt": [{"role": "user", "content": f"{question}\n{INSTRUCTION}"}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": final_answer(solution)},
-        "extra_info": {"split": split, "index": index, "question": question, "answer": solution},
-    }
 
 
 def local_rows(folder: Path, split: str) -> list[dict[str, Any]]:
@@ -47,11 +26,8 @@ def local_rows(folder: Path, split: str) -> list[dict[str, Any]]:
     rows = read_rows(folder / f"{split}.jsonl")
     converted = []
     for index, row in enumerate(rows):
-        missing = [key for key in ("question", "answer") if not isinstance(row.get(key), str)]
-        if missing:
-            raise ValueError(f"{rows.where(index)}: expected strings under 'question' and 'answer', missing: {missing}")
         try:
-            converted.append(convert(row["question"], row["answer"], split, index))
+            converted.append(gsm8k_row(row, split, index))
         except ValueError as error:
             raise ValueError(f"{rows.where(index)}: {error}") from error
     return converted
@@ -62,14 +38,14 @@ def hub_rows(name: str, split: str) -> list[dict[str, Any]]:
     import datasets
 
     rows = datasets.load_dataset(name, "main", split=split)
-    return [convert(row["question"], row["answer"], split, index) for index, row in enumerate(rows)]
+    return [gsm8k_row(row, split, index) for index, row in enumerate(rows)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--local_dir", type=Path, help="folder with train.jsonl and test.jsonl")
-    where.add_argument("--hub", default=DATA_SOURCE, help="name on the HuggingFace hub")
+    where.add_argument("--hub", default=GSM8K, help="name on the HuggingFace hub")
     parser.add_argument("--save_dir", type=Path, required=True, help="folder to write")
     args = parser.parse_args(arguments)
     args.save_dir.mkdir(parents=True, exist_ok=True)

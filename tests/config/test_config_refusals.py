@@ -212,7 +212,7 @@ def test_files_that_cannot_be_read(tmp_path):
 
 def test_inputs_are_set_and_exist(tmp_path):
     with pytest.raises(ConfigError) as error:
-        load_config(overrides=["data.val_files=[nowhere.parquet,a.csv]"], extra_checks=[check_inputs])
+        load_config(overrides=["data.val_files=[nowhere.parquet,a.txt]"], extra_checks=[check_inputs])
     assert [problem.key for problem in error.value.problems] == [
         "actor_rollout_ref.model.path",
         "data.train_files",
@@ -222,7 +222,7 @@ def test_inputs_are_set_and_exist(tmp_path):
     text = str(error.value)
     assert "missing: set it to a model folder or a Hugging Face Hub id" in text
     assert "there is no file 'nowhere.parquet'" in text
-    assert "'a.csv': expected a .parquet, .json or .jsonl file" in text
+    assert "'a.txt': expected a file (.parquet, .jsonl, .json, .csv)" in text
     data = tmp_path / "a.jsonl"
     data.write_text("{}\n")
     good = [f"data.train_files={data}", f"actor_rollout_ref.model.path={tmp_path}"]

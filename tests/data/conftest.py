@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.trainer.conftest import make_tiny, run_settings
 from verl.registry import import_module
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,3 +66,11 @@ def gsm8k_folder():
     if not folder.is_dir():
         pytest.skip("no local copy of GSM8K")
     return folder
+
+
+@pytest.fixture
+def tiny_run(tmp_path):
+    """The overrides of a run of 4 prompts x 2 responses, and its folder."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    return run_settings(make_tiny(folder), tmp_path / "run"), tmp_path / "run"

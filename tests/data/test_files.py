@@ -5,7 +5,8 @@ import re
 import pyarrow.parquet as pq
 import pytest
 
-from verl.data.files import PromptSource, ResumableSampler, read_rows
+from verl.data.files import read_rows
+from verl.data.order import PromptSource, ResumableSampler
 from verl.protocol import DataProto
 
 ROWS = [{"prompt": f"p{i}", "answer": str(i), "extra": {"k": i}} for i in range(5)]
@@ -72,7 +73,10 @@ def test_files_of_different_columns_are_refused_by_name(write):
         ("a.jsonl", b"", "has no rows"),
         ("a.jsonl", b"\xff\xfe{", "expected UTF-8"),
         ("a.parquet", b"not parquet", "not a valid parquet file"),
-        ("a.csv", b"x", r"with the suffix \.parquet, \.jsonl, \.json, found \.csv"),
+        ("a.csv", b"x", "has no rows"),
+        ("a.csv", b"x,y\n1,2\n1,2,3\n", r"line 3: expected 2 values \(x, y\), found 3"),
+        ("a.csv", b'x,y\n"1,2\n', "not a valid CSV file"),
+        ("a.txt", b"x", r"with the suffix \.parquet, \.jsonl, \.json, \.csv, found \.txt"),
         ("a", b"x", "found no suffix"),
     ],
 )
@@ -87,7 +91,7 @@ def test_unreadable_files_are_named_with_the_place(tmp_path, name, content, mess
 def test_missing_files_and_folders_and_wrong_lists(tmp_path, write):
     with pytest.raises(ValueError, match="no such file"):
         read_rows(tmp_path / "none.parquet")
-    with pytest.raises(ValueError, match="found a folder"):
+    with pytest.raises(ValueError, match=r"is a folder, which needs|cannot be loaded"):
         read_rows(str(tmp_path))
     with pytest.raises(ValueError, match="an empty list"):
         read_rows([])

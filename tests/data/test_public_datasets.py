@@ -127,8 +127,9 @@ def test_messages_are_tokenized_when_they_are_batched(public, char_tokenizer):
     assert batch.non_tensor_batch["raw_prompt"][1] == [{"role": "user", "content": "b="}]
     assert "dummy_tensor" not in batch.non_tensor_batch
     as_array = {**items[0], "raw_prompt": np.array(items[0]["raw_prompt"], dtype=object)}
-    assert PromptCollator(char_tokenizer, dataset.config)([as_array]).non_tensor_batch["prompt_ids"][0] == (
-        batch.non_tensor_batch["prompt_ids"][0]
+    assert (
+        PromptCollator(char_tokenizer, dataset.config)([as_array]).non_tensor_batch["prompt_ids"][0]
+        == (batch.non_tensor_batch["prompt_ids"][0])
     )
 
 

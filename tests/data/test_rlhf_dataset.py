@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from verl.config.schema import DataConfig
 from verl.data.collate import collate_prompts
-from verl.data.files import PromptSource
+from verl.data.order import PromptSource
 from verl.data.rlhf_dataset import RLHFDataset, check_dataset, check_ground_truth, load_dataset_class
 
 
@@ -32,7 +32,7 @@ def test_the_form_of_published_examples(write, chat_tokenizer):
     text = "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"
     assert chat_tokenizer.decode(item["prompt_ids"]) == text
     assert item["raw_prompt"] == [{"role": "user", "content": "How many?"}]
-    assert item["data_source"] == "default"
+    assert item["data_source"] == "a"  # the name of the file
     assert item["reward_model"] == {"style": "rule", "ground_truth": "4"}
     assert (item["extra_info"], item["ability"], item["index"]) == ({}, "", 0)
     assert dataset[1]["reward_model"]["ground_truth"] == "5"
@@ -393,3 +393,35 @@ def test_real_questions(gsm8k_folder, write, chat_tokenizer, caplog):
         item = dataset[i]
         text = chat_tokenizer.decode(item["prompt_ids"])
         assert text == f"<|im_start|>user\n{questions[item['index']]}<|im_end|>\n<|im_start|>assistant\n"
+
+
+# ---- columns of TRL -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "prompt", "truth"),
+    [
+        ({"prompt": CHAT, "solution": "$4$"}, CHAT, "$4$"),
+        ({"messages": CHAT, "answer": 4}, CHAT, "4"),
+        ({"messages": CHAT, "solution": "4"}, CHAT, "4"),
+        ({"prompt": CHAT, "messages": [], "answer": "4", "solution": "2 + 2 = 4"}, CHAT, "4"),
+    ],
+)
+def test_rows_of_trl_need_no_setting(write, chat_tokenizer, caplog, given, prompt, truth):
+    with caplog.at_level(logging.INFO, "verl.data"):
+        item = RLHFDataset(write("a.parquet", [given]), chat_tokenizer)[0]
+    assert (item["raw_prompt"], item["reward_model"]["ground_truth"]) == (prompt, truth)
+    column = ["messages", "prompt"]["prompt" in given], ["solution", "answer"]["answer" in given]
+    said = f"prompt from column {column[0]!r}, ground truth from column {column[1]!r}"
+    assert caplog.text.count(said) == (0 if {"prompt", "answer"} <= {*given} else 1)
+
+
+def test_a_column_that_was_set_is_not_replaced(write, chat_tokenizer):
+    path = write("a.jsonl", [{"messages": CHAT, "solution": "2", "label": "4"}])
+    item = RLHFDataset(path, chat_tokenizer, {"ground_truth_key": "label"})[0]
+    assert item["reward_model"]["ground_truth"] == "4"
+    with pytest.raises(ValueError, match=r"no column 'question' for the prompt \(data.prompt_key\)"):
+        RLHFDataset(path, chat_tokenizer, {"prompt_key": "question"})
+    ends = write("b.jsonl", [{"messages": [*CHAT, {"role": "assistant", "content": "4"}], "solution": "4"}])
+    with pytest.raises(ValueError, match="the prompt ends with an assistant message"):
+        RLHFDataset(ends, chat_tokenizer)

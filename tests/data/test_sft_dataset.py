@@ -8,7 +8,7 @@ import pytest
 
 from verl.config.schema import SFTDataConfig
 from verl.data.chat import encode_conversations
-from verl.data.files import PromptSource
+from verl.data.order import PromptSource
 from verl.data.sft_dataset import SFTDataset, collate_sft
 
 CHAT = [

@@ -55,9 +55,7 @@ def test_unknown_and_vanished_texts_are_refused(char_tokenizer):
     check_tokenizer(char_tokenizer, ["abc=", "1,2:3="])
     with pytest.raises(ValueError, match="text 1: every token of 'XYZ' is unknown"):
         check_tokenizer(char_tokenizer, ["abc=", "XYZ"])
-    with pytest.raises(
-        ValueError, match=r"loses text: 'abz=' decodes to 'ab<unk>=' \(first difference at char.* 2\)"
-    ):
+    with pytest.raises(ValueError, match=r"loses text: 'abz=' decodes to 'ab<unk>=' \(first difference at char.* 2\)"):
         check_tokenizer(char_tokenizer, ["abz="])
     char_tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex("[A-Z]"), "")
     with pytest.raises(ValueError, match="returns no tokens for 'XYZ'"):

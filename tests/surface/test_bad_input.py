@@ -280,7 +280,7 @@ def test_a_reward_function_that_is_not_there_or_fits_nothing(complaint, reward, 
     )
     shown = complaint("reward.custom_reward_function.path=null", "reward_function=acuracy_reward")
     assert "no reward function is called 'acuracy_reward': did you mean 'accuracy_reward'?" in shown
-    assert "no reward rule for data_source 'default'; known:" in complaint("reward.custom_reward_function.path=null")
+    assert "no reward rule for data_source 'tiny'; known:" in complaint("reward.custom_reward_function.path=null")
     shown = reward("return 1.0", takes="a, b")
     assert "wrong signature" in shown and "compute_score(a, b) at " in shown and "f(sampled_response, " in shown
 

@@ -32,7 +32,7 @@ def failing_reward(tmp_path, settings):
 
 
 def test_an_exception_in_a_reward_function_keeps_its_stack(settings, tmp_path):
-    with pytest.raises(RewardError, match=r"(?s)raised KeyError: .*sample 2 of 8, data_source 'default'") as caught:
+    with pytest.raises(RewardError, match=r"(?s)raised KeyError: .*sample 2 of 8, data_source 'surface\d+'") as caught:
         main(failing_reward(tmp_path, settings))
     ours = [frame.name for frame in traceback.extract_tb(caught.tb)]
     in_fit = ours[ours.index("fit") :]

@@ -1,7 +1,9 @@
 """Commands of the pages on models, data, debugging, adapters, reward models and SFT run as printed."""
 
+import json
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
@@ -51,6 +53,21 @@ def test_reward_models(shell, caplog):
     words = shlex.split(apart)[4:]  # tests/trainer/test_reward_model_run.py runs what it says
     assert len(LocalPPOTrainer(config_path=words[0], overrides=words[1:]).pools) == 2
     assert "HAS NO EFFECT" not in caplog.text and "is deprecated" not in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_data_format(shell, caplog, monkeypatch):
+    *here, strict = commands("data_format.md")
+    for command in here:
+        shell.run(command)
+    records = Path("tiny/mixed/metrics.jsonl").read_text().splitlines()
+    shares = [json.loads(line).get("data/share/more") for line in records]
+    # two prompts per step; 0.7 and 0.3: sums, more | sums, sums
+    assert [share for share in shares if share is not None] == [0.5, 0.0]
+    variable, command = strict.split(" ", 1)
+    monkeypatch.setenv(*variable.split("="))
+    shell.run(command)
+    assert "is deprecated" not in caplog.text
 
 
 def test_the_readme_links_every_page():

@@ -20,6 +20,7 @@ _SHORT = {
     "model.pretrain_model_path": _ARR + "model.path",
     "reward_function": "reward.reward_function",
     "data.train_path": "data.train_files",
+    "data.answer_key": "data.ground_truth_key",
     "engine.critic_type": "critic.strategy",
     "engine.num_gpus": "trainer.n_gpus_per_node",
     "async_training.partial_rollout": "trainer.async.partial_rollout",

@@ -6,6 +6,7 @@ from pathlib import Path
 from verl.checkpoints.store import CheckpointError, step_of_saved
 from verl.config.errors import Problem
 from verl.config.fields import Schema, flatten
+from verl.utils.data_names import SUFFIXES, DataName, is_data_file
 
 _MODELS = ("actor_rollout_ref.model.path", "critic.model.path", "model.path", "reward.reward_model.model_path")
 #: files that belong to a model
@@ -72,7 +73,7 @@ def check_data(config: Schema) -> Iterator[Problem]:
     files = {key: values[key] for key in _FILES if key in values}
     first = next(iter(files))
     if not files[first]:
-        yield Problem(first, "missing: set it to one or more .parquet, .json or .jsonl files")
+        yield Problem(first, "missing: set it to one or more .parquet, .jsonl, .json or .csv files")
     for key, paths in files.items():
         yield from _files(key, paths)
 
@@ -124,8 +125,10 @@ def _holds(folder: Path, *patterns: str) -> bool:
 
 def _files(key: str, paths: Iterable[str]) -> Iterator[Problem]:
     for path in paths:
-        file = Path(path).expanduser()
-        if file.suffix not in (".parquet", ".json", ".jsonl"):
-            yield Problem(key, f"{path!r}: expected a .parquet, .json or .jsonl file")
-        elif not file.is_file():
-            yield Problem(key, f"there is no file {path!r} (looked at {file.resolve()})")
+        file, name = Path(path).expanduser(), DataName.parse(path)
+        if is_data_file(path):
+            if not file.is_file():
+                yield Problem(key, f"there is no file {path!r} (looked at {file.resolve()})")
+        elif file.is_file() or not (name.is_folder or name.is_hub_name):
+            suffixes = ", ".join(SUFFIXES)
+            yield Problem(key, f"{path!r}: expected a file ({suffixes}), a folder, or a hub dataset OWNER/NAME:SPLIT")

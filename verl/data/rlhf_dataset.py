@@ -1,20 +1,22 @@
 """Prompts for RL: read, checked and tokenized once, before any model is loaded."""
 
+import array
 import copy
 import inspect
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 from torch.utils.data import Dataset
 
-from verl.columns import COLUMNS
+from verl.columns import strict_check_enabled
 from verl.config import schema
 from verl.config.upstream import upstream_defaults
 from verl.data.collate import collate_prompts
+from verl.data.columns import NO_TRUTH, check_columns, find_columns, other_columns, reward_model
 from verl.data.dataset import (
     DatasetConfig,
     Encoded,
@@ -23,7 +25,9 @@ from verl.data.dataset import (
     rows_to_use,
     tokenize_rows,
 )
-from verl.data.files import DEFAULT_SOURCE, Rows, RowTable, extra_info_column, file_list, read_rows
+from verl.data.files import Rows, extra_info_column, file_list, is_streamed, read_rows
+from verl.data.lazy_prompts import LazyPrompts
+from verl.data.readers import RowTable
 from verl.data.tokenization import (
     TokenTable,
     encode_prompts,
@@ -33,15 +37,13 @@ from verl.data.tokenization import (
     truncate,
 )
 from verl.protocol import DataProto
-from verl.registry import did_you_mean, load_object
+from verl.registry import load_object
 from verl.tools.load import tool_schemas
 
 logger = logging.getLogger("verl.data")
 
 Prompt = str | list[dict[str, Any]]
 
-_GROUND_TRUTH_KEY = schema.DataConfig().ground_truth_key
-_NO_TRUTH = {"style": "none", "ground_truth": None}
 _MEDIA_COLUMNS = ("images", "videos", "audios")
 
 
@@ -50,8 +52,10 @@ class RLHFDataset(Dataset):
 
     A row has a prompt (column `prompt_key`: chat messages or text) and what its reward needs: the columns
     `data_source, reward_model {"style", "ground_truth"}, ability, extra_info`, or only `answer` (the column
-    `ground_truth_key`). Text becomes one user message if the tokenizer has a chat template, and stays plain text
-    otherwise; `prompt_format` ("chat" or "text") overrides that. A number in `answer` becomes text.
+    `ground_truth_key`). `messages` in place of `prompt` and `solution` in place of `answer` need no setting. A row
+    without `data_source` gets the name of its file or dataset. Text becomes one user message if the tokenizer has a
+    chat template, and stays plain text otherwise; `prompt_format` ("chat" or "text") overrides that. A number in
+    `answer` becomes text.
 
     `dataset[i]` is a dict: prompt_ids (list of int), raw_prompt (messages or text), data_source, ability, reward_model,
     extra_info, index (the row's number in the files), and the other columns of the row.
@@ -61,7 +65,7 @@ class RLHFDataset(Dataset):
     rows of it).
 
     Args:
-        data_files: one path or several: .parquet, .jsonl, .json.
+        data_files: one path or several: .parquet, .jsonl, .json, .csv, a folder or a dataset of the Hugging Face Hub.
         tokenizer: a Hugging Face tokenizer. A missing pad token is set.
         config: the `data` section (`schema.DataConfig`), or a mapping with some of its keys.
         processor: not supported yet.
@@ -92,13 +96,14 @@ class RLHFDataset(Dataset):
         self.tools = tool_schemas(self.config.tool_config_path, self.config.function_tool_path)
         prepare_tokenizer(tokenizer)
         self._tokenized: Rows | None = None
+        self.streaming = is_streamed(self.data_files, self.config.streaming)
         self._read_files_and_tokenize()
         if type(self).__getitem__ is RLHFDataset.__getitem__:
             self._ensure_tokenized()
 
     def _read_files_and_tokenize(self) -> None:
         """Set `self.dataframe` to the rows to use."""
-        self.dataframe = self.maybe_filter_out_long_prompts(read_rows(self.data_files))
+        self.dataframe = self.maybe_filter_out_long_prompts(read_rows(self.data_files, streaming=self.streaming))
 
     def _ensure_tokenized(self) -> None:
         """Tokenize rows that a subclass has read or selected itself."""
@@ -114,13 +119,51 @@ class RLHFDataset(Dataset):
         """Check and tokenize all rows. Returns the rows to use, without overlong prompts if these are filtered."""
         start = time.perf_counter()
         rows = dataframe if isinstance(dataframe, Rows) else Rows([RowTable(dataframe)])
-        _check_columns(rows, self.config)
+        self.config = find_columns(rows, self.config)
+        self.prompt_key = self.config.prompt_key
+        check_columns(rows, self.config)
         self._extra_info = extra_info_column(rows)
-        self._other_columns = _other_columns(rows, self.config)
-        self._prompt_ids = TokenTable()
+        self._other_columns = other_columns(rows, self.config)
+        if self.streaming:
+            return self._stream(rows)
+        self._prompt_ids: TokenTable | LazyPrompts = TokenTable()
         self._tokenized = rows.select(self._tokenize(rows))
         logger.info("tokenized %s prompts in %.1f s", f"{len(self._tokenized):,}", time.perf_counter() - start)
         return self._tokenized
+
+    def _stream(self, rows: Rows) -> Rows:
+        """The rows to use of files that are read from disk: prompts are tokenized when they are read.
+
+        All rows are checked first only if overlong prompts are dropped, or with VERL_STRICT_DATA_CHECK=1; that keeps
+        the numbers of the rows in memory, not the rows. Otherwise, a sample of the rows is checked.
+        """
+        self._prompt_ids = LazyPrompts(rows, self._ids_of, self.config.max_prompt_length)
+        count = rows_to_use(rows, self.max_samples)
+        if self.config.filter_overlong_prompts or strict_check_enabled():
+            kept = self._tokenize(rows)
+        else:
+            kept = range(count)
+            self._tokenize(rows, self._prompt_ids.sample(count))
+            logger.info(
+                "streaming %s prompts: a sample of %s is checked now, the others when they are read",
+                f"{count:,}",
+                f"{self._prompt_ids.checked:,}",
+            )
+        self._tokenized = self._prompt_ids.rows = rows.select(kept)
+        return self._tokenized
+
+    def _ids_of(self, rows: Rows, item: int) -> list[int]:
+        """Check a row of `rows` and tokenize its prompt."""
+        where = rows.where(item)
+        ((ids, _),) = self._encode([self._check_row(rows[item], rows, item)], lambda i: where)
+        limit, truncation = self.config.max_prompt_length, self.config.truncation
+        if len(ids) > limit and truncation == "error":
+            raise ValueError(
+                f"data.max_prompt_length: {where} has {len(ids):,} tokens, the limit is {limit:,}. Increase the limit, "
+                "or set data.filter_overlong_prompts=True to drop longer prompts before training (one pass over the "
+                "data), or data.truncation to left, right or middle"
+            )
+        return truncate(ids, limit, truncation)
 
     def _build_messages(self, example: dict[str, Any]) -> Any:
         """The prompt of a row: messages or text."""
@@ -146,20 +189,20 @@ class RLHFDataset(Dataset):
             "prompt_ids": self._prompt_ids[item],
             "data_source": self._data_source(row, self.dataframe, item),
             "ability": row.get("ability") or "",
-            "reward_model": _reward_model(row, where, self.config.ground_truth_key),
+            "reward_model": reward_model(row, where, self.config.ground_truth_key),
             "extra_info": row.get(self._extra_info) or {},
             "index": self.dataframe.number(item),
             "raw_prompt": self._prompt(row, where),
         }
 
     def _data_source(self, row: Mapping[str, Any], rows: Rows, index: int) -> str:
-        """The row's own source; otherwise the column that selects the reward; otherwise "default"."""
+        """The row's own source; otherwise the column that selects the reward; otherwise the name of its file."""
         for key in ("data_source", self.config.reward_fn_key):
             if key in row:
                 if not isinstance(row[key], str) or not row[key]:
                     raise ValueError(f"{rows.where(index)}: expected a name in column {key!r}, found {row[key]!r}")
                 return row[key]
-        return DEFAULT_SOURCE
+        return rows.source(index)
 
     def _prompt(self, row: Mapping[str, Any], where: str) -> Prompt:
         """Messages if the prompt goes through the chat template, otherwise text."""
@@ -168,9 +211,9 @@ class RLHFDataset(Dataset):
             row = copy.deepcopy(row)  # it may change the messages in place
         return read_prompt(self._build_messages(row), self.config.prompt_format, has_template, where)
 
-    def _tokenize(self, rows: Rows) -> list[int]:
-        """Check every row and tokenize its prompt. Returns the indices of the rows whose prompt fits."""
-        config, overlong, kept = self.config, {}, []  # overlong: row -> tokens
+    def _tokenize(self, rows: Rows, only: Collection[int] | None = None) -> array.array:
+        """Check the rows, or `only` some, and tokenize their prompts. Returns the indices of those that fit."""
+        config, overlong, kept = self.config, {}, array.array("q")  # overlong: row -> tokens
         count = rows_to_use(rows, self.max_samples)
         tokenized = tokenize_rows(
             self.tokenizer,
@@ -179,6 +222,7 @@ class RLHFDataset(Dataset):
             read=lambda row, index: self._check_row(row, rows, index),
             texts_of=_texts_of,
             encode=self._encode,
+            only=only,
         )
         for index, (ids, _) in tokenized:
             if len(ids) > config.max_prompt_length:
@@ -188,14 +232,14 @@ class RLHFDataset(Dataset):
                 ids = truncate(ids, config.max_prompt_length, config.truncation)
             kept.append(index)
             self._prompt_ids.append(ids)
-        self._report_overlong(overlong, rows, count, bool(kept))
+        self._report_overlong(overlong, rows, count if only is None else len(only), bool(kept))
         return kept
 
     def _check_row(self, row: Mapping[str, Any], rows: Rows, index: int) -> Prompt:
         """The prompt of a row. Raises ValueError if the row cannot be used."""
         where = rows.where(index)
         refuse_media(row, _MEDIA_COLUMNS, where)
-        _reward_model(row, where, self.config.ground_truth_key)
+        reward_model(row, where, self.config.ground_truth_key)
         self._data_source(row, rows, index)
         return self._prompt(row, where)
 
@@ -226,56 +270,6 @@ class RLHFDataset(Dataset):
                 what += f"; {found}, the shortest has {min(overlong.values()):,}: increase data.max_prompt_length"
             raise ValueError(what)
         logger.info("%s %s", "dropped" if config.filter_overlong_prompts else "truncated", found)
-
-
-def _check_columns(rows: Rows, config: schema.DataConfig) -> None:
-    if config.prompt_key not in rows.columns:
-        raise ValueError(
-            f"{rows.names}: no column {config.prompt_key!r} for the prompt (data.prompt_key): "
-            f"{did_you_mean(config.prompt_key, rows.columns)}"
-        )
-    if config.ground_truth_key != _GROUND_TRUTH_KEY and config.ground_truth_key not in rows.columns:
-        raise ValueError(
-            f"{rows.names}: no column {config.ground_truth_key!r} for the ground truth (data.ground_truth_key): "
-            f"{did_you_mean(config.ground_truth_key, rows.columns)}"
-        )
-    if config.reward_fn_key != "data_source" and config.reward_fn_key not in rows.columns:
-        raise ValueError(
-            f"{rows.names}: no column {config.reward_fn_key!r} to select the reward by (data.reward_fn_key): "
-            f"{did_you_mean(config.reward_fn_key, rows.columns)}"
-        )
-
-
-def _other_columns(rows: Rows, config: schema.DataConfig) -> list[str]:
-    """The columns that items keep unchanged. Columns whose names the batch uses itself are dropped with a warning."""
-    read = {config.prompt_key, "data_source", "ability", "reward_model", "extra_info", "extro_info"}
-    others = [name for name in rows.columns if name not in read]
-    reserved = [name for name in others if name in COLUMNS or name == "index"]
-    if reserved:
-        logger.warning("columns of the data files dropped, their names are reserved: %s", ", ".join(reserved))
-    return [name for name in others if name not in reserved]
-
-
-def _reward_model(row: Mapping[str, Any], where: str, ground_truth_key: str) -> dict[str, Any]:
-    """The `reward_model` entry of a row. Raises ValueError if a row of a file with ground truths has none."""
-    if "reward_model" not in row and ground_truth_key not in row:
-        return dict(_NO_TRUTH)
-    if "reward_model" in row and ground_truth_key == _GROUND_TRUTH_KEY:  # another column was chosen by the user
-        given, column = row["reward_model"], "reward_model"
-        if not isinstance(given, Mapping):
-            raise ValueError(f'{where}: expected reward_model {{"ground_truth": ...}}, found {given!r}')
-        reward_model = {"style": "rule", "ground_truth": None} | {k: v for k, v in given.items() if v is not None}
-    else:
-        answer, column = row.get(ground_truth_key), ground_truth_key
-        is_number = isinstance(answer, int | float) and not isinstance(answer, bool) and answer == answer
-        reward_model = {"style": "rule", "ground_truth": str(answer) if is_number else answer}
-    truth = reward_model["ground_truth"]
-    missing = truth is None or truth != truth or (isinstance(truth, str | list) and len(truth) == 0)
-    if isinstance(truth, str) and not truth.strip():
-        missing = True
-    if reward_model["style"] == "rule" and missing:
-        raise ValueError(f"{where}: the ground truth (column {column!r}) is missing: found {row.get(column)!r}")
-    return reward_model
 
 
 def _texts_of(prompt: Prompt) -> list[str]:
@@ -341,7 +335,7 @@ def create_custom_dataset(
 
 def check_ground_truth(dataset: Dataset, function: str) -> None:
     """Raise ValueError if the rows of an RLHFDataset have no ground truth, which the reward function needs."""
-    if isinstance(dataset, RLHFDataset) and dataset[0]["reward_model"] == _NO_TRUTH:
+    if isinstance(dataset, RLHFDataset) and dataset[0]["reward_model"] == NO_TRUTH:
         rows = dataset.dataframe
         raise ValueError(
             f"{rows.names}: no ground truth to score against, which {function} needs: expected a column 'reward_model' "

@@ -82,7 +82,7 @@ class SFTDataset(Dataset):
     response_mask (one per response token: 1 if it is in the loss), index (the row's number in the files).
 
     Args:
-        data_files: one path or several: .parquet, .jsonl, .json.
+        data_files: one path or several: .parquet, .jsonl, .json, .csv, a folder or a dataset of the Hugging Face Hub.
         tokenizer: a Hugging Face tokenizer. A missing pad token is set.
         config: the `data` section (`schema.SFTDataConfig`), or a mapping with some of its keys.
         needed: number of rows -> the rows that a short run reads; the others are tokenized when they are read. Ignored

@@ -4,7 +4,8 @@ from typing import Any
 
 from verl.rewards.resolve import default_compute_score
 from verl.rewards.rules import gsm8k
-from verl.rewards.rules.maths import is_equivalent, last_boxed
+from verl.rewards.rules.maths import is_equivalent
+from verl.utils.boxed import last_boxed
 
 
 def gsm8k_number(solution_str: str, method: str = "strict") -> str | None:

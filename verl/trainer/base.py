@@ -15,7 +15,7 @@ from typing import Any
 from verl.checkpoints.store import CheckpointStore
 from verl.config import to_flat_dict
 from verl.config.fields import Schema, redacted
-from verl.data.files import PromptSource
+from verl.data.order import PromptSource
 from verl.dataflow import HOLD, DataFlow, Pipeline
 from verl.protocol import DataProto
 from verl.single_controller import WorkerGroup

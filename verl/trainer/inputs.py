@@ -14,7 +14,9 @@ from torch.utils.data import Dataset
 
 from verl.config import schema
 from verl.data.collate import PromptCollator, collate_prompts
-from verl.data.files import ResumableSampler, check_batch_size, row_count
+from verl.data.files import row_count
+from verl.data.mixture import Mixture
+from verl.data.order import ResumableSampler, check_batch_size
 from verl.data.rlhf_dataset import RLHFDataset, check_ground_truth, create_custom_dataset, load_dataset_class
 from verl.data.sequences import build_sequences
 from verl.data.sft_dataset import SFTDataset
@@ -29,6 +31,7 @@ from verl.rollout.agent_loop.base import NO_FACTS
 from verl.trainer.launch import Recipe
 from verl.trainer.model_limits import ModelLimits
 from verl.trainer.torchrun import launcher_settings
+from verl.utils.data_names import with_split
 
 logger = logging.getLogger("verl.trainer")
 
@@ -89,7 +92,7 @@ def load_sft_inputs(
         train = load(data.train_files, data.train_max_samples, **further)
     val = val_dataset
     if val is None and data.val_files:
-        val = load(data.val_files, data.val_max_samples)
+        val = load([with_split(file, "test") for file in data.val_files], data.val_max_samples)
     return Inputs(config.model, tokenizer, train, val)
 
 
@@ -133,13 +136,21 @@ def load_dataset(config: schema.Config, tokenizer: Any) -> Dataset:
     """The training prompts. Raises ValueError before they are tokenized if they do not fill a batch."""
     if not config.data.custom_cls.path:
         rows, limit = row_count(config.data.train_files), config.data.train_max_samples
+        limit *= len(config.data.train_weights) or 1
         check_batch_size(config.data.train_batch_size, rows if limit < 0 else min(rows, limit))
-    return _dataset(config, tokenizer, config.data.train_files, config.data.train_max_samples)
+    files, weights, limit = config.data.train_files, config.data.train_weights, config.data.train_max_samples
+    if not weights:
+        return _dataset(config, tokenizer, files, limit)
+    if len(weights) != len(files):
+        raise ValueError(
+            f"data.train_weights: expected one weight for each of data.train_files, {len(files)}, found {len(weights)}"
+        )
+    return Mixture([_dataset(config, tokenizer, [file], limit) for file in files], files)
 
 
 def load_val_dataset(config: schema.Config, tokenizer: Any) -> Dataset | None:
     """The validation prompts; None without `data.val_files`."""
-    files = config.data.val_files
+    files = [with_split(file, "test") for file in config.data.val_files]
     return _dataset(config, tokenizer, files, config.data.val_max_samples) if files else None
 
 

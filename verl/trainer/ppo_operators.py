@@ -13,7 +13,7 @@ from verl.algorithms.binding import bind_arguments
 from verl.algorithms.kl import FixedKLController, apply_kl_penalty
 from verl.columns import outside_vocabulary
 from verl.config import schema
-from verl.data.files import PromptSource
+from verl.data.order import PromptSource
 from verl.dataflow.metrics import Total
 from verl.dataflow.operator import Stateful
 from verl.engines.metrics import MetricSums

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch.utils.data import Dataset
 
 from verl.config import batch_summary, schema
-from verl.data.files import PromptSource
+from verl.data.order import PromptSource
 from verl.dataflow import CONTROLLER, DataFlow
 from verl.protocol import DataProto
 from verl.single_controller import WorkerSpec
@@ -116,7 +116,7 @@ class PPOTrainer(Trainer):
         #: input, output, score, ... of every response of the last validation
         self.validation_texts: list[dict[str, Any]] = []
         data = run.config.data
-        order = {"seed": data.seed, "shuffle": data.shuffle, "collate": inputs.collate}
+        order = {"seed": data.seed, "shuffle": data.shuffle, "weights": data.train_weights, "collate": inputs.collate}
         super().__init__(run, PromptSource(self.train_dataset, data.train_batch_size, **order))
         specs = self.worker_specs().items()
         self.specs = {role: replace(spec, imports=tuple(self.config.imports)) for role, spec in specs}

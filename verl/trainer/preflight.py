@@ -39,6 +39,7 @@ from verl.config.inputs import check_code_file
 from verl.config.presets import PRESETS
 from verl.config.schema.offline import EvalConfig, GenerationConfig
 from verl.config.supported import settings_without_effect
+from verl.data.mixture import Mixture
 from verl.data.rlhf_dataset import RLHFDataset, check_dataset
 from verl.data.sft_dataset import SFTDataset
 from verl.engines.base import ENGINES
@@ -386,8 +387,9 @@ def model_fits(run: Run) -> None:
             limits.check_vocabulary(inputs.tokenizer, dataset.largest_token_id)
             limits.check_sequence_length(dataset.longest_row, "data.max_length")
         return
-    if isinstance(dataset, RLHFDataset) and dataset.is_tokenized:
-        largest, longest = dataset.largest_token_id, dataset.longest_prompt
+    parts = dataset.datasets if isinstance(dataset, Mixture) else [dataset]
+    if all(isinstance(part, RLHFDataset) and part.is_tokenized for part in parts):
+        largest, longest = max(part.largest_token_id for part in parts), max(part.longest_prompt for part in parts)
     else:
         prompt = inputs.collate([dataset[0]]).non_tensor_batch["prompt_ids"][0]
         largest, longest = max(prompt), len(prompt)

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from verl.algorithms.masked import masked_mean
 from verl.config import schema
-from verl.data.files import PromptSource
+from verl.data.order import PromptSource
 from verl.data.sft_dataset import collate_sft
 from verl.dataflow import DataFlow, Operator, Stateful
 from verl.protocol import DataProto

@@ -1,6 +1,8 @@
 """The `data` section of RL: prompts for training and validation."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from verl.config.fields import FilePath, FilePaths, Section, field, section
 
@@ -23,10 +25,12 @@ class DatasetClassConfig(CustomClassConfig):
 class DataConfig(Section):
     """`data`: prompts for training and validation. A dataset class receives this section."""
 
-    train_files: FilePaths = field([], "training files: .parquet, .json, .jsonl")
-    val_files: FilePaths = field([], "validation files")
-    train_max_samples: int = field(-1, "number of training rows to use; -1: all", ge=-1)
+    train_files: FilePaths = field([], "training data: .parquet, .jsonl, .json, .csv, or hub names")
+    val_files: FilePaths = field([], "validation data")
+    train_weights: list[Annotated[float, Field(gt=0)]] = field([], "weight of each of train_files; empty: concatenate")
+    train_max_samples: int = field(-1, "training rows to use (of each entry with train_weights); -1: all", ge=-1)
     val_max_samples: int = field(-1, "number of validation rows to use; -1: all", ge=-1)
+    streaming: bool | None = field(None, "read rows from disk when they are used; null: files over 1 GiB")
     train_batch_size: int = field(1024, "PROMPTS per training step", ge=1)
     gen_batch_size: int | None = field(None, "prompts per generation with filter_groups; null: train_batch_size", ge=1)
     val_batch_size: int | None = field(None, "prompts per validation batch; null: all at once", ge=1)

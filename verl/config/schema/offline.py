@@ -15,7 +15,7 @@ from verl.config.schema.rollout import RolloutEngineConfig
 class GenerationDataConfig(Section):
     """`data`: the prompts, and the file for the responses."""
 
-    path: FilePaths = field([], "files of the prompts: .parquet, .json, .jsonl")
+    path: FilePaths = field([], "prompts: .parquet, .jsonl, .json, .csv, or hub names")
     prompt_key: str = field("prompt", "column of the prompt: chat messages or text")
     prompt_format: PromptFormat = field("auto", "chat messages or plain text; auto: detect")
     n_samples: int = field(1, "responses per prompt", ge=1)
@@ -58,7 +58,7 @@ class GenerationConfig(Schema):
 class EvalDataConfig(Section):
     """`data`: responses to score."""
 
-    path: FilePaths = field([], "files of the responses: .parquet, .json, .jsonl")
+    path: FilePaths = field([], "files of the responses: .parquet, .jsonl, .json, .csv")
     prompt_key: str = field("prompt", "column of the prompt")
     response_key: str = field("responses", "column of the responses, one list per row")
     data_source_key: str = field("data_source", "column that selects the reward function")

@@ -12,8 +12,8 @@ from verl.config.schema.trainer import RunConfig
 class SFTDataConfig(Section):
     """`data`: chats, or prompts with responses. A dataset class receives this section."""
 
-    train_files: FilePaths = field([], "training files: .parquet, .json, .jsonl")
-    val_files: FilePaths = field([], "validation files")
+    train_files: FilePaths = field([], "training data: .parquet, .jsonl, .json, .csv, or hub names")
+    val_files: FilePaths = field([], "validation data")
     train_max_samples: int = field(-1, "number of training rows to use; -1: all", ge=-1)
     val_max_samples: int = field(-1, "number of validation rows to use; -1: all", ge=-1)
     train_batch_size: int = field(256, "examples per optimizer update, over all ranks", ge=1)

@@ -9,11 +9,10 @@ from typing import Any
 
 from verl.rewards.functions import register_reward
 from verl.rewards.rules import gsm8k
+from verl.utils.boxed import last_boxed
 
 _SAID = re.compile(r"(?:answer\s*(?:is|:|=)|####)\s*:?", re.IGNORECASE)
 _TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>\s*$", re.DOTALL | re.IGNORECASE)
-_BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
-_BOX_TAIL = 10_000  # characters at the end of a text that are searched for a box
 _UNIT = re.compile(r"([^\s%]+)(?:\s*%|\s+[^0-9]+)")
 _TEXT = re.compile(r"\\text(?:bf)?\{([^{}]*)\}")
 
@@ -61,19 +60,6 @@ def final_answer(text: str) -> str:
     if boxed is not None:
         return boxed
     return text[begin:].strip().partition("\n")[0] if begin else text
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last closed `\boxed{...}`, or None."""
-    text, open_braces, last = text[-_BOX_TAIL:], [], None
-    for mark in _BRACES.finditer(text):
-        if mark["box"] or mark["open"]:
-            open_braces.append(mark)
-        elif mark["close"] and open_braces:
-            opened = open_braces.pop()
-            if opened["box"] and (last is None or opened.end() > last[0]):
-                last = (opened.end(), mark.start())
-    return None if last is None else text[slice(*last)]
 
 
 def _plain(text: str) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.rewards.functions import register_reward
-from verl.rewards.rules.accuracy import final_answer, last_boxed
+from verl.rewards.rules.accuracy import final_answer
+from verl.utils.boxed import last_boxed
 
 _DEFAULT_COUNT = 10  # A to J, the maximum of common benchmarks
 _MARKS = r"[^A-Za-z\n]{0,6}"  # between words; bounded, so that matching time stays linear

@@ -16,8 +16,9 @@ from functools import cache, lru_cache
 from typing import Any
 
 from verl.rewards.functions import register_reward
-from verl.rewards.rules.accuracy import final_answer, last_boxed
+from verl.rewards.rules.accuracy import final_answer
 from verl.rewards.sandbox.pool import Call, Limits, address_of, shared_pool
+from verl.utils.boxed import last_boxed
 
 logger = logging.getLogger(__name__)
 

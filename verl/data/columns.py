@@ -1,0 +1,89 @@
+"""Which columns of a data file hold the prompt, the ground truth and the rest of an RL row."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from verl.columns import COLUMNS
+from verl.config import schema
+from verl.data.files import Rows
+from verl.registry import did_you_mean
+
+logger = logging.getLogger("verl.data")
+
+NO_TRUTH = {"style": "none", "ground_truth": None}
+"""The `reward_model` of a row without ground truth."""
+PROMPT_KEY = schema.DataConfig().prompt_key
+GROUND_TRUTH_KEY = schema.DataConfig().ground_truth_key
+#: columns of TRL that stand for the default ones
+_OTHER_PROMPT, _OTHER_TRUTH = "messages", "solution"
+
+
+def find_columns(rows: Rows, config: schema.DataConfig) -> schema.DataConfig:
+    """The section with the columns of TRL, `messages` and `solution`, where rows have these and not the default ones.
+
+    A column that the user has set is not replaced. What was used is logged.
+    """
+    found = {}
+    if config.prompt_key == PROMPT_KEY and PROMPT_KEY not in rows.columns and _OTHER_PROMPT in rows.columns:
+        found["prompt_key"] = _OTHER_PROMPT
+    has_truth = {GROUND_TRUTH_KEY, "reward_model"} & {*rows.columns}
+    if config.ground_truth_key == GROUND_TRUTH_KEY and not has_truth and _OTHER_TRUTH in rows.columns:
+        found["ground_truth_key"] = _OTHER_TRUTH
+    if not found:
+        return config
+    config = config.model_copy(update=found)
+    logger.info(
+        "%s: prompt from column %r, ground truth from column %r", rows.names, config.prompt_key, config.ground_truth_key
+    )
+    return config
+
+
+def check_columns(rows: Rows, config: schema.DataConfig) -> None:
+    if config.prompt_key not in rows.columns:
+        raise ValueError(
+            f"{rows.names}: no column {config.prompt_key!r} for the prompt (data.prompt_key): "
+            f"{did_you_mean(config.prompt_key, rows.columns)}"
+        )
+    if config.ground_truth_key != GROUND_TRUTH_KEY and config.ground_truth_key not in rows.columns:
+        raise ValueError(
+            f"{rows.names}: no column {config.ground_truth_key!r} for the ground truth (data.ground_truth_key): "
+            f"{did_you_mean(config.ground_truth_key, rows.columns)}"
+        )
+    if config.reward_fn_key != "data_source" and config.reward_fn_key not in rows.columns:
+        raise ValueError(
+            f"{rows.names}: no column {config.reward_fn_key!r} to select the reward by (data.reward_fn_key): "
+            f"{did_you_mean(config.reward_fn_key, rows.columns)}"
+        )
+
+
+def other_columns(rows: Rows, config: schema.DataConfig) -> list[str]:
+    """The columns that items keep unchanged. Columns whose names the batch uses itself are dropped with a warning."""
+    read = {config.prompt_key, "data_source", "ability", "reward_model", "extra_info", "extro_info"}
+    others = [name for name in rows.columns if name not in read]
+    reserved = [name for name in others if name in COLUMNS or name == "index"]
+    if reserved:
+        logger.warning("columns of the data files dropped, their names are reserved: %s", ", ".join(reserved))
+    return [name for name in others if name not in reserved]
+
+
+def reward_model(row: Mapping[str, Any], where: str, ground_truth_key: str) -> dict[str, Any]:
+    """The `reward_model` entry of a row. Raises ValueError if a row of a file with ground truths has none."""
+    if "reward_model" not in row and ground_truth_key not in row:
+        return dict(NO_TRUTH)
+    if "reward_model" in row and ground_truth_key == GROUND_TRUTH_KEY:  # another column was chosen by the user
+        given, column = row["reward_model"], "reward_model"
+        if not isinstance(given, Mapping):
+            raise ValueError(f'{where}: expected reward_model {{"ground_truth": ...}}, found {given!r}')
+        found = {"style": "rule", "ground_truth": None} | {k: v for k, v in given.items() if v is not None}
+    else:
+        given, column = row.get(ground_truth_key), ground_truth_key
+        is_number = isinstance(given, int | float) and not isinstance(given, bool) and given == given
+        found = {"style": "rule", "ground_truth": str(given) if is_number else given}
+    truth = found["ground_truth"]
+    missing = truth is None or truth != truth or (isinstance(truth, str | list) and len(truth) == 0)
+    if isinstance(truth, str) and not truth.strip():
+        missing = True
+    if found["style"] == "rule" and missing:
+        raise ValueError(f"{where}: the ground truth (column {column!r}) is missing: found {row.get(column)!r}")
+    return found

@@ -1,0 +1,117 @@
+"""Datasets of the Hugging Face Hub, and folders that the `datasets` library reads.
+
+An entry of `data.train_files` is NAME, NAME@CONFIG, NAME:SPLIT or NAME@CONFIG:SPLIT, where NAME is OWNER/NAME on the
+hub or a folder: one that `save_to_disk` wrote, or one with data files. The split is `train` if none is given (`test`
+for `data.val_files`).
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from verl.data.known import KNOWN
+from verl.data.readers import RowTable
+from verl.utils.data_names import DataName, source_name
+
+logger = logging.getLogger("verl.data")
+
+_TIMEOUT = 10.0  # seconds until the hub counts as not reachable
+_SAVED = ("dataset_dict.json", "state.json")  # files of a folder that `save_to_disk` wrote
+
+
+class _Converted(Sequence):
+    """Rows of a known dataset, converted when they are read."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], convert: Callable[..., dict[str, Any]], name: DataName):
+        self._rows, self._convert, self._name = rows, convert, name
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        try:
+            return self._convert(self._rows[index], self._name.split, index)
+        except ValueError as error:
+            raise ValueError(f"{self._name}, row {index} (the first is 0): {error}") from error
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[index] for index in range(len(self)))
+
+
+@functools.lru_cache(maxsize=16)  # a run counts the rows first, and reads them later
+def open_dataset(entry: str | Path) -> RowTable:
+    """Load a hub dataset or a folder. The rows are memory-mapped by `datasets`.
+
+    Args:
+        entry: see the module docstring.
+
+    Raises:
+        ValueError: the library is not installed, the hub is not reachable, or there is no such dataset, configuration
+            or split.
+    """
+    given = DataName.parse(entry)
+    known = KNOWN.get(given.path)
+    name = DataName(given.path, given.config or (known.config if known else None), given.split or "train")
+    library = _library(name)
+    if not name.is_folder:
+        _check_reachable(name)
+    logger.info("loading %s", name)
+    try:
+        rows = _load(library, name)
+    except (OSError, ValueError, KeyError, library.exceptions.DatasetsError) as error:
+        raise ValueError(f"{name}: the dataset cannot be loaded: {type(error).__name__}: {error}") from error
+    if known:
+        logger.info("%s: prompt and ground truth as examples/data_preprocess makes them", name)
+        rows = _Converted(rows, known.convert, name)
+    return RowTable(rows, name=str(name), source=source_name(entry))
+
+
+def _library(name: DataName) -> ModuleType:
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        what = "is a folder" if name.is_folder else "is no file, and read as the name of a hub dataset"
+        raise ValueError(
+            f"{name.path} {what}, which needs the package {error.name}: pip install 'verl[hub]' (or pip install "
+            "datasets), or give a .parquet, .jsonl, .json or .csv file"
+        ) from error
+    return datasets
+
+
+def _load(library: ModuleType, name: DataName) -> Any:
+    path = Path(name.path).expanduser()
+    if not name.is_folder:
+        return library.load_dataset(name.path, name.config, split=name.split)
+    if not any((path / file).is_file() for file in _SAVED):
+        return library.load_dataset(str(path), name.config, split=name.split)
+    found = library.load_from_disk(str(path))
+    if not isinstance(found, Mapping):  # one split, which has no name
+        return found
+    if name.split not in found:
+        raise ValueError(f"expected one of the splits {', '.join(found)}, found {name.split!r}")
+    return found[name.split]
+
+
+def _check_reachable(name: DataName) -> None:
+    """Raise ValueError if the hub does not answer or has no such dataset. Without this check, retries take minutes."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        HfApi().dataset_info(name.path, timeout=_TIMEOUT)
+    except RepositoryNotFoundError as error:
+        raise ValueError(
+            f"{name.path}: no file or folder of this name, and no dataset at {constants.ENDPOINT} (of a private one: "
+            "log in with `hf auth login`)"
+        ) from error
+    except Exception as error:
+        raise ValueError(
+            f"{name.path}: no file or folder of this name, and {constants.ENDPOINT} is not reachable "
+            f"({type(error).__name__}: {error}). HF_HUB_OFFLINE=1 reads a copy that is in the cache; a file or folder "
+            "needs no network"
+        ) from error

@@ -1,0 +1,357 @@
+"""Readers of one data file: its rows as dicts, in memory or from disk.
+
+A reader has `path`, `source` (the data source of rows that name none), `columns`, a length, `[row]`, iteration,
+`where(row)` (file and position, for errors) and `to_table()`. JSON Lines are always read from disk by byte offsets.
+Parquet and CSV files are read into memory, or with streaming from a memory-mapped Arrow copy in the cache folder, which
+gives any row in constant time.
+"""
+
+import array
+import csv
+import hashlib
+import json
+import logging
+import mmap
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from verl.utils.data_names import source_name
+
+logger = logging.getLogger("verl.data")
+
+_CHUNK = 1024  # rows converted from Arrow to Python objects at a time, and per batch of an Arrow copy
+_BOM = b"\xef\xbb\xbf"  # some programs write a byte order mark
+_SAMPLE = 1024  # lines of a streamed file that define its columns
+
+
+class _File:
+    """What all readers of a path share."""
+
+    def __init__(self, path: Path):
+        self.path, self.source = path, source_name(path)
+
+    def where(self, row: int) -> str:
+        return f"{self.path}, row {row} (the first is 0)"
+
+    def to_table(self) -> pa.Table:
+        try:
+            return pa.Table.from_pylist(list(self))
+        except pa.ArrowException as error:
+            raise ValueError(f"{self.path}: its values do not have one type per column: {error}") from error
+
+
+class ParquetFile(_File):
+    """The rows of a parquet file in memory, converted to Python objects on access."""
+
+    def __init__(self, path: Path):
+        try:
+            self.table = pq.read_table(path)
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"{path}: not a valid parquet file: {error}") from error
+        super().__init__(path)
+        self.columns = tuple(self.table.column_names)
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return self.table.slice(row, 1).to_pylist()[0]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for start in range(0, len(self), _CHUNK):
+            yield from self.table.slice(start, _CHUNK).to_pylist()
+
+    def to_table(self) -> pa.Table:
+        return self.table
+
+
+class JsonLines(_File):
+    """The rows of a file with one JSON object per line. Only the offsets of the lines are in memory.
+
+    A missing key is None. With `streaming` the first lines define the columns; otherwise all lines are parsed once.
+    """
+
+    def __init__(self, path: Path, streaming: bool = False):
+        super().__init__(path)
+        self._file = path.open("rb", buffering=1 << 20)
+        self._starts, self._sizes, self._lines = array.array("q"), array.array("q"), array.array("q")
+        position = 0
+        for number, line in enumerate(self._file, start=1):
+            if line.strip():
+                self._starts.append(position)
+                self._sizes.append(len(line))
+                self._lines.append(number)
+            position += len(line)
+        self.streaming = streaming
+        checked = range(min(_SAMPLE, len(self))) if streaming else range(len(self))
+        self.columns = tuple(dict.fromkeys(key for row in checked for key in self._parse(row)))
+        self._empty = dict.fromkeys(self.columns)
+
+    def _parse(self, row: int) -> dict[str, Any]:
+        # pread does not move the position of the file, which forked processes share
+        line = os.pread(self._file.fileno(), self._sizes[row], self._starts[row])
+        line = line.removeprefix(_BOM) if row == 0 else line
+        try:
+            found = json.loads(line.decode())
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{self.where(row)}: expected UTF-8 text: {error}") from error
+        except json.JSONDecodeError as error:
+            what = f"expected one JSON object per line: {error.msg} at character {error.pos + 1}"
+            raise ValueError(f"{self.where(row)}: {what}") from error
+        return _check_object(found, self.where(row))
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        found = self._parse(row)
+        if self.streaming and (extra := found.keys() - self._empty.keys()):
+            raise ValueError(
+                f"{self.where(row)}: the keys {sorted(extra)} are not in the first {_SAMPLE:,} lines, which define the "
+                "columns of a streamed file: add them to one of these lines, or set data.streaming=false"
+            )
+        return self._empty | found
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[row] for row in range(len(self)))
+
+    def where(self, row: int) -> str:
+        return f"{self.path}, line {self._lines[row]}"
+
+
+class JsonList(_File):
+    """The rows of a JSON file that is a list of objects. A missing key is None."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        try:
+            rows = json.loads(path.read_text(encoding="utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: expected UTF-8 text: {error}") from error
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: expected a JSON list of objects: {error}") from error
+        for index, row in enumerate(rows):
+            _check_object(row, self.where(index))
+        self.columns = tuple(dict.fromkeys(key for row in rows for key in row))
+        empty = dict.fromkeys(self.columns)
+        self._rows = [json.dumps(empty | row) for row in rows]  # text, so that every access returns a new object
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return json.loads(self._rows[row])
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return map(json.loads, self._rows)
+
+
+class CsvFile(_File):
+    """The rows of a CSV file in memory. The first line has the names of the columns; every value is text."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self._rows = list(_csv_rows(path))
+        self.columns = tuple(self._rows[0]) if self._rows else ()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return dict(self._rows[row])
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return map(dict, self._rows)
+
+
+class ArrowCopy(_File):
+    """The rows of a parquet or CSV file, from a memory-mapped copy in the cache folder.
+
+    The copy is written once, in chunks, and used again while the file is unchanged.
+    """
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self._copy = _copy_of(path)
+        with self._copy.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        mapped.madvise(mmap.MADV_RANDOM)  # rows are read in random order: no read-ahead
+        self._reader = pa.ipc.open_file(pa.py_buffer(mapped))
+        self.columns = tuple(self._reader.schema.names)
+        sizes = [self._reader.get_batch(i).num_rows for i in range(self._reader.num_record_batches)]
+        self._ends = np.cumsum([0, *sizes])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        batch = int(np.searchsorted(self._ends, row, side="right")) - 1
+        return self._reader.get_batch(batch).slice(row - int(self._ends[batch]), 1).to_pylist()[0]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        with pa.OSFile(str(self._copy)) as file:
+            reader = pa.ipc.open_file(file)
+            for number in range(reader.num_record_batches):
+                yield from reader.get_batch(number).to_pylist()
+
+    def to_table(self) -> pa.Table:
+        return self._reader.read_all()
+
+
+class RowTable(_File):
+    """Rows in memory (a sequence of dicts, such as a Hugging Face dataset) with the interface of a file.
+
+    Args:
+        rows: the rows.
+        name: what errors call them.
+        source: the data source of rows that name none.
+    """
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], name: str = "dataframe", source: str = "default"):
+        self.path, self.source, self._rows = Path(name), source, rows
+        self.columns = tuple(rows[0]) if len(rows) else ()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return dict(self._rows[row])
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (dict(row) for row in self._rows)
+
+
+def open_file(path: Path, streaming: bool) -> "ParquetFile | JsonLines | JsonList | CsvFile | ArrowCopy":
+    """Open a data file of any of the supported suffixes. Raises ValueError if it cannot be read."""
+    suffix = path.suffix.lower()
+    if suffix in (".json", ".jsonl"):
+        if _is_list(path):
+            if streaming:
+                logger.info("%s: a JSON list is read into memory; write JSON Lines (.jsonl) to stream it", path)
+            return JsonList(path)
+        return JsonLines(path, streaming)
+    if streaming:
+        return ArrowCopy(path)
+    return ParquetFile(path) if suffix == ".parquet" else CsvFile(path)
+
+
+def count_rows(path: Path) -> int:
+    """The number of rows of a data file, without keeping them. Of a parquet file, only the metadata is read."""
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        try:
+            return pq.read_metadata(path).num_rows
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"{path}: not a valid parquet file: {error}") from error
+    if suffix == ".csv":
+        return sum(1 for _ in _csv_rows(path))
+    if _is_list(path):
+        return len(JsonList(path))
+    with path.open("rb") as file:
+        return sum(1 for line in file if line.strip())
+
+
+def _is_list(path: Path) -> bool:
+    """Whether the first character of a JSON file is a bracket."""
+    with path.open("rb") as file:
+        while block := file.read(4096).removeprefix(_BOM):
+            if text := block.lstrip():
+                return text.startswith(b"[")
+    return False
+
+
+def _check_object(row: Any, where: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise ValueError(f'{where}: expected a JSON object such as {{"prompt": ...}}, found {type(row).__name__}')
+    return row
+
+
+def _csv_rows(path: Path) -> Iterator[dict[str, str]]:
+    """The rows of a CSV file, one at a time. Raises ValueError for a row that does not have one value per column."""
+    csv.field_size_limit(sys.maxsize)  # the default is 128 KiB
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, strict=True)
+        try:
+            names = next(reader, [])
+            if len(set(names)) < len(names):
+                raise ValueError(f"{path}: expected columns with different names, found {', '.join(names)}")
+            for values in reader:
+                if len(values) != len(names) and values:
+                    raise ValueError(
+                        f"{path}, line {reader.line_num}: expected {len(names)} values ({', '.join(names)}), found "
+                        f"{len(values)}: put values with commas or line breaks in double quotes"
+                    )
+                if values:
+                    yield dict(zip(names, values))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: expected UTF-8 text: {error}") from error
+        except csv.Error as error:
+            raise ValueError(f"{path}, line {reader.line_num}: not a valid CSV file: {error}") from error
+
+
+# ---- the Arrow copy -------------------------------------------------------------------------------------------------
+
+
+def _copy_of(path: Path) -> Path:
+    """The Arrow copy of a file; it is written if there is none of the file as it is now."""
+    state = path.stat()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "verl" / "rows"
+    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    copy = cache / f"{name}-{state.st_size}-{state.st_mtime_ns}.arrow"
+    if copy.is_file():
+        return copy
+    draft = copy.with_suffix(f".{os.getpid()}.draft")
+    logger.info("%s: writing a copy for streaming to %s", path, copy)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        for old in cache.glob(f"{name}-*.arrow"):
+            old.unlink(missing_ok=True)
+        try:
+            _write_copy(path, draft)
+            draft.replace(copy)
+        finally:
+            draft.unlink(missing_ok=True)
+    except pa.ArrowException as error:
+        raise ValueError(f"{path}: not a valid {path.suffix.lower()[1:]} file: {error}") from error
+    except OSError as error:
+        raise ValueError(
+            f"{path}: no copy for streaming was written to {cache}: {error}. Set XDG_CACHE_HOME to a folder with "
+            "enough space, or data.streaming=false"
+        ) from error
+    return copy
+
+
+def _write_copy(path: Path, copy: Path) -> None:
+    schema, batches = _batches(path)
+    with pa.OSFile(str(copy), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+
+
+def _batches(path: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    """The rows of a file in batches, which are read when they are needed."""
+    if path.suffix.lower() == ".parquet":
+        file = pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
+        return file.schema_arrow, file.iter_batches(batch_size=_CHUNK, use_threads=False)
+    rows = _csv_rows(path)
+    first = next(rows, {})
+    schema = pa.schema([(name, pa.string()) for name in first])
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        chunk = [first] if first else []
+        for row in rows:
+            chunk.append(row)
+            if len(chunk) == _CHUNK:
+                yield pa.RecordBatch.from_pylist(chunk, schema)
+                chunk = []
+        if chunk:
+            yield pa.RecordBatch.from_pylist(chunk, schema)
+
+    return schema, batches()
