@@ -71,7 +71,7 @@ VALUES = {
     "data.seed=${trainer.sed}": "did you mean trainer.seed?",
     "trainer.project_name=${oc.env:VERL_SURELY_NOT_SET}": "VERL_SURELY_NOT_SET",
     "algorithm.name=gsp": "there is no algorithm 'gsp'",
-    "algorithm.name=dpo": "'dpo' is not an algorithm of this command: run python -m recipe.dpo.main_dpo",
+    "algorithm.name=dpo": "'dpo' is not an algorithm of this command: run python -m verl.recipe.dpo.main_dpo",
     # not supported
     f"{ROLLOUT}enable_rollout_routing_replay=true": "true is not supported: remove the key (accepted: false)",
     "data.image_key=pictures": "only text is supported",
