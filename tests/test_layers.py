@@ -14,7 +14,7 @@ LAYERS = {
     2: ["verl.algorithms", "verl.dataflow", "verl.modeling", "verl.tools"],
     3: ["verl.engines", "verl.rollout", "verl.single_controller", "verl.data", "verl.rewards"],
     4: ["verl.workers"],
-    5: ["verl.cli", "verl.trainer", "verl.evaluation", "verl.model_merger"],
+    5: ["verl.__main__", "verl.cli", "verl.trainer", "verl.evaluation", "verl.model_merger"],
     6: ["verl.recipe", "recipe", "examples", "benchmarks"],
 }
 LAYER = {part: layer for layer, parts in LAYERS.items() for part in parts}

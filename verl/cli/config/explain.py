@@ -1,4 +1,4 @@
-"""python -m verl.cli.config [--of ppo|sft|generation|evaluation] [WORD ...]: every key, its type, default and help.
+"""verl config explain [--of ppo|sft|generation|evaluation] [WORD ...]: every key, its type, default and help.
 
 With words: only the keys whose line contains all of them, ignoring case. The table is Markdown.
 """
@@ -12,6 +12,7 @@ from verl.config.fields import Schema, fields_of
 from verl.config.schema.offline import EvalConfig, GenerationConfig
 from verl.config.schema.sft import SFTConfig
 from verl.config.upstream import upstream_key
+from verl.trainer.command_line import print_text
 
 SCHEMAS: dict[str, type[Schema]] = {
     "ppo": Config,
@@ -28,9 +29,9 @@ def select(table: str, words: list[str]) -> str:
     return "\n".join([head, rule, *found]) + "\n" if found else ""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print the table; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m verl.cli.config", description="Every key of a configuration.")
+def main(arguments: list[str] | None = None, program: str = "python -m verl.cli.config") -> int:
+    """Print the table; returns the exit status. `program` is the name in --help."""
+    parser = argparse.ArgumentParser(prog=program, description="Every key of a configuration.")
     parser.add_argument("--of", choices=list(SCHEMAS), default="ppo", help="which program's keys (default: ppo)")
     parser.add_argument("words", nargs="*", metavar="WORD", help="show only the keys whose line contains every word")
     given = parser.parse_args(arguments)
@@ -39,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not found:
         print(f"error: {_nothing_found(table, given.of, given.words)}", file=sys.stderr)
         return 1
-    print(found, end="")
+    print_text(found.rstrip("\n"))
     return 0
 
 
@@ -59,7 +60,3 @@ def _nothing_found(table: str, of: str, words: list[str]) -> str:
         return f"{message}: it {what}: {known.instead}"
     near = nearest_key(word, [*fields_of(schema), *schema.aliases.names()])
     return f"{message}: did you mean {near}?" if near else message
-
-
-if __name__ == "__main__":
-    sys.exit(main())
