@@ -77,7 +77,8 @@ def _underscores(word: str) -> str:
 
 def main(arguments: list[str] | None = None, program: str = "python -m verl.model_merger") -> int:
     """Run one command. Returns 0 on success, 1 after an error or if `test` found differences."""
-    given = parser(program).parse_args([_underscores(word) for word in (sys.argv[1:] if arguments is None else arguments)])
+    words = sys.argv[1:] if arguments is None else arguments
+    given = parser(program).parse_args([_underscores(word) for word in words])
     # imported after parsing, so that --help and invalid arguments return immediately
     try:
         from verl.model_merger.merge import MergeOptions, compare, merge
