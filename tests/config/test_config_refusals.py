@@ -15,7 +15,6 @@ from verl.config import (
     unsupported,
 )
 from verl.config.fields import fields_of
-from verl.config.inputs import check_inputs
 from verl.config.schema import Config, GenerationConfig, SFTConfig
 from verl.config.supported import INSTEAD, NO_EFFECT, REGISTERED_KINDS, SUPPORTED, matches
 
@@ -348,7 +347,7 @@ def test_the_folder_of_the_weight_sync(keys, message):
         load_config(overrides=[*separate, *(f"actor_rollout_ref.rollout.{key}" for key in keys)])
 
 
-@pytest.mark.parametrize("path", ["./nothing", "../nothing", "~/nothing", "/nothing", "a/b/c", "a/", "outputs/modle"])
+@pytest.mark.parametrize("path", ["./nothing", "../nothing", "/nothing", "a/b/c", "a/", "outputs/modle"])
 def test_a_missing_local_model_is_not_looked_up_on_the_hub(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs").mkdir()
