@@ -34,11 +34,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from examples.quickstart.run import CRITIC, MODEL_SIZE, SCORER, WARM_UP_STEPS, warm_up
 from examples.quickstart.tasks import TASKS, write_task
 from examples.quickstart.tiny_model import tiny_model
-from recipe.dapo import DAPOTrainer
-from recipe.dpo import DPOTrainer
-from recipe.prime import PRIMETrainer
 from verl.config.presets import PRESETS
 from verl.dataflow import Operator, Pipeline
+from verl.recipe.dapo import DAPOTrainer
+from verl.recipe.dpo import DPOTrainer
+from verl.recipe.prime import PRIMETrainer
 from verl.tracking.curves import WINDOW, moving_mean
 from verl.trainer.base import StepReport
 from verl.trainer.dynamic_sampling import PromptQueue

@@ -1,3 +1,5 @@
-"""Recipes: published methods and evaluations, one folder each."""
+"""The former path of `verl.recipe`: `recipe.dapo` is the package `verl.recipe.dapo`. Not part of the wheel."""
 
-from verl import compat  # noqa: F401 (registers the import hook for old module paths)
+import verl  # noqa: F401 (registers the import hook, which finds the modules)
+
+__path__ = []

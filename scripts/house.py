@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.glossary import banned_identifiers, banned_prose
 
-PACKAGES = ("verl", "recipe")
+PACKAGES = ("verl",)
 GROUPS = (*PACKAGES, "benchmarks", "examples", "scripts", "tests")
 ENTRY = "verl.trainer.main_ppo"
 
@@ -150,7 +150,7 @@ from examples.quickstart.tasks import write_task
 from examples.quickstart.tiny_model import tiny_model
 from verl.trainer.local_trainer import LocalPPOTrainer
 
-inside = tuple(f"{root / package}/" for package in ("verl", "recipe"))
+inside = (f"{root}/verl/",)
 step, update, functions, to_loss = set(), set(), set(), []
 updating = 0
 

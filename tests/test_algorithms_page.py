@@ -40,11 +40,12 @@ def test_every_preset_has_its_line_and_its_paper():
 
 def test_every_recipe_has_its_line():
     folders = {re.search(r"\((.*?)\)", cells[0])[1] for cells in rows("Recipes")}
-    recipes = {path.parent.name for path in ROOT.glob("recipe/*/*.yaml")}
-    assert folders == {f"../recipe/{name}" for name in recipes}
+    recipes = {path.parent.name for path in ROOT.glob("verl/recipe/*/*.yaml")}
+    assert folders == {f"../verl/recipe/{name}" for name in recipes}
     for name in recipes:  # and shows its curve
-        pictures_of_it = re.findall(r"!\[.*?\]\((.*?)\)", (ROOT / "recipe" / name / "README.md").read_text())
-        assert pictures_of_it and all((ROOT / "recipe" / name / picture).is_file() for picture in pictures_of_it)
+        folder = ROOT / "verl" / "recipe" / name
+        pictures_of_it = re.findall(r"!\[.*?\]\((.*?)\)", (folder / "README.md").read_text())
+        assert pictures_of_it and all((folder / picture).is_file() for picture in pictures_of_it)
 
 
 def test_the_figures_are_those_of_the_recorded_runs():

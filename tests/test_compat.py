@@ -24,6 +24,21 @@ def test_an_old_path_is_the_new_module(old):
     assert importlib.import_module(new).__spec__.name == new
 
 
+def test_recipe_is_verl_recipe():
+    """The checkout's folder `recipe` forwards: its modules are the same objects, not second copies."""
+    import recipe.dpo.flow
+    import verl.recipe.dpo.flow
+    from recipe.dpo import DPOTrainer
+    from verl.recipe.dpo.main_dpo import DPOTrainer as same
+
+    assert recipe.dpo.flow is verl.recipe.dpo.flow and DPOTrainer is same
+    assert importlib.import_module("recipe.dpo.trainer") is importlib.import_module("verl.recipe.dpo.main_dpo")
+    spec = importlib.util.find_spec("recipe.dpo.main_dpo")  # what `python -m` runs
+    assert spec.origin.endswith("verl/recipe/dpo/main_dpo.py") and spec.loader.get_code(spec.name) is not None
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("recipe.nothing")
+
+
 def test_classes_of_old_pickles_are_found():
     text = b"cverl.utils.checkpoint_store\nCheckpointError\n."
     from verl.checkpoints.store import CheckpointError

@@ -1,4 +1,4 @@
-"""Every script of examples/ and recipe/: bash reads its command line, its configuration is loaded, its flow compiled.
+"""Scripts of examples/ and verl/recipe/: bash reads the command line, the configuration is loaded, the flow compiled.
 
 Those of reinforcement learning also train: two steps of a tiny model.
 """
@@ -23,8 +23,8 @@ from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.sft_trainer import SFTTrainer
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = sorted(path for folder in ("examples", "recipe") for path in (ROOT / folder).rglob("*.sh"))
-TRAINS_NOTHING = {ROOT / "recipe/r1/run_r1.sh"}  # its commands are tested in tests/recipe/test_r1_eval.py
+SCRIPTS = sorted(path for folder in ("examples", "verl/recipe") for path in (ROOT / folder).rglob("*.sh"))
+TRAINS_NOTHING = {ROOT / "verl/recipe/r1/run_r1.sh"}  # its commands are tested in tests/recipe/test_r1_eval.py
 FINE_TUNING = [path for path in SCRIPTS if "sft" in path.parts]
 TRAINING = [path for path in SCRIPTS if path not in TRAINS_NOTHING and "sft" not in path.parts]
 #: what makes a run of two steps small
@@ -47,7 +47,7 @@ def trainer_class(module: str) -> type[Trainer]:
         return SFTTrainer
     if module == "verl.trainer.main_ppo":
         return PPOTrainer
-    return load_object(module, f"{module.split('.')[1].upper()}Trainer")
+    return load_object(module, f"{module.split('.')[2].upper()}Trainer")
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_the_script_builds_a_trainer(script, home, tmp_path, monkeypatch, caplog
 @pytest.mark.parametrize("script", TRAINING, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_script_trains(script, home, tmp_path):
     further = [*run_to(tmp_path), *SMALL]
-    if script == ROOT / "recipe/dapo/run_gsm8k_local.sh":
+    if script == ROOT / "verl/recipe/dapo/run_gsm8k_local.sh":
         further.append("reward.reward_kwargs.overlong_buffer.len=2")
     reward = f"reward.custom_reward_function.path={home / 'reward.py'}"
     module, arguments = command_of(script, home, reward, *further, N_GPUS="1")

@@ -107,7 +107,7 @@ def test_the_page_runs_as_printed(page, tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.syspath_prepend(str(tmp_path))
-    for folder in ("examples", "recipe"):
+    for folder in ("examples",):
         (tmp_path / folder).symlink_to(ROOT / folder)
     reader = Reader(tmp_path, tiny, capsys)
     blocks = BLOCK.findall(page.read_text())

@@ -61,6 +61,19 @@ def test_the_operator_of_the_readme_is_in_the_flow(settings):
     assert trainer.fit()["timing_s/clip"] >= 0
 
 
+def test_every_subcommand_of_the_readme_is_there():
+    from typer.testing import CliRunner
+
+    from verl.cli.app import app
+
+    listed = CliRunner().invoke(app, ["--help"]).output.partition("Commands:")[2]
+    known = {line.split()[0] for line in listed.splitlines() if line.strip()}
+    commands = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL))
+    named = set(re.findall(r"`verl ([a-z]+)", README)) | set(re.findall(r"^verl (\w+)", commands, re.MULTILINE))
+    assert {"train", "config", "examples"} <= named
+    assert named <= known
+
+
 def test_every_path_in_the_tree_is_there():
     tree = README.split("## Repository layout")[1].split("```")[1]
     for line in tree.strip().splitlines():

@@ -71,7 +71,7 @@ VALUES = {
     "data.seed=${trainer.sed}": "did you mean trainer.seed?",
     "trainer.project_name=${oc.env:VERL_SURELY_NOT_SET}": "VERL_SURELY_NOT_SET",
     "algorithm.name=gsp": "there is no algorithm 'gsp'",
-    "algorithm.name=dpo": "'dpo' is not an algorithm of this command: run python -m recipe.dpo.main_dpo",
+    "algorithm.name=dpo": "'dpo' is not an algorithm of this command: run python -m verl.recipe.dpo.main_dpo",
     # not supported
     f"{ROLLOUT}enable_rollout_routing_replay=true": "true is not supported: remove the key (accepted: false)",
     "data.image_key=pictures": "only text is supported",
@@ -345,3 +345,19 @@ def test_the_folder_of_the_weight_sync(keys, message):
     separate = ["trainer.n_gpus_per_node=2", "placement.actor_devices=[0]", "placement.rollout_devices=[1]"]
     with pytest.raises(ConfigError, match=message):
         load_config(overrides=[*separate, *(f"actor_rollout_ref.rollout.{key}" for key in keys)])
+
+
+@pytest.mark.parametrize("path", ["./nothing", "../nothing", "/nothing", "a/b/c", "a/", "outputs/modle"])
+def test_a_missing_local_model_is_not_looked_up_on_the_hub(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").mkdir()
+    config = load_config(overrides=[f"actor_rollout_ref.model.path={path}"])
+    problems = [problem.what for problem in check_inputs(config) if problem.key == "actor_rollout_ref.model.path"]
+    assert problems == [f"there is no folder {path!r}"]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen2.5-0.5B-Instruct"])
+def test_a_hub_id_is_not_a_path(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(overrides=[f"actor_rollout_ref.model.path={name}"])
+    assert [problem for problem in check_inputs(config) if problem.key == "actor_rollout_ref.model.path"] == []

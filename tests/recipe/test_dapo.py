@@ -1,12 +1,12 @@
-"""recipe/dapo on the tiny model: its settings, its flow, and a run that was stopped and resumed."""
+"""verl/recipe/dapo on the tiny model: its settings, its flow, and a run that was stopped and resumed."""
 
 import shutil
 
 import pytest
 
-from recipe.dapo import DAPOTrainer
 from tests.trainer.conftest import make_tiny, run_settings
 from tests.trainer.test_resume import metrics_of
+from verl.recipe.dapo import DAPOTrainer
 
 
 @pytest.fixture(scope="module")

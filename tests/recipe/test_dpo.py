@@ -1,4 +1,4 @@
-"""recipe/dpo: pairs by hand, the gradient of the two passes against one, pairs that stay together, two steps."""
+"""verl/recipe/dpo: pairs by hand, the gradient of the two passes against one, pairs that stay together, two steps."""
 
 import math
 
@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from recipe.dpo import RECIPE, DPOTrainer
-from recipe.dpo.flow import pairs
-from recipe.dpo.worker import DPOActorWorker, DPOConfig, sequence_weights
 from tests.trainer.conftest import make_tiny, run_settings
 from verl.algorithms.preference import dpo_loss
 from verl.config import load_config
 from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
+from verl.recipe.dpo import RECIPE, DPOTrainer
+from verl.recipe.dpo.flow import pairs
+from verl.recipe.dpo.worker import DPOActorWorker, DPOConfig, sequence_weights
 from verl.trainer.base import StepReport
 from verl.trainer.ppo_operators import Update, UpdatePlan
 

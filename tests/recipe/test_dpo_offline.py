@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipe.dpo import DPOTrainer
-from recipe.dpo.flow import GivenResponses
-from recipe.dpo.worker import DPOSection
 from tests.trainer.conftest import make_tiny, run_settings
 from verl.algorithms.preference import dpo_loss
 from verl.protocol import DataProto
+from verl.recipe.dpo import DPOTrainer
+from verl.recipe.dpo.flow import GivenResponses
+from verl.recipe.dpo.worker import DPOSection
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""recipe/drgrpo: the settings are those of the preset, and what they remove is gone."""
+"""verl/recipe/drgrpo: the settings are those of the preset, and what they remove is gone."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from verl.algorithms.masked import LossAggregation, agg_loss
 from verl.config import load_config, to_flat_dict
 from verl.config.presets import PRESETS
 
-FILE = Path(__file__).parents[2] / "recipe" / "drgrpo" / "drgrpo.yaml"
+FILE = Path(__file__).parents[2] / "verl" / "recipe" / "drgrpo" / "drgrpo.yaml"
 
 
 def test_the_file_and_the_preset_agree():

@@ -1,18 +1,18 @@
-"""recipe/prime: the filter of prompts by hand, both update orders, a reward model that learns, and resumption."""
+"""verl/recipe/prime: the filter of prompts by hand, both update orders, a reward model that learns, and resumption."""
 
 import shutil
 
 import pytest
 import torch
 
-from recipe.prime import RECIPE, PRIMETrainer
-from recipe.prime.flow import PromptFilter
-from recipe.prime.worker import ImplicitPRMWorker, PrimeConfig, PromptFilterConfig
 from tests.trainer.conftest import make_tiny, run_settings
 from tests.trainer.test_resume import metrics_of
 from verl.config import load_config
 from verl.data.sequences import build_sequences
 from verl.protocol import DataProto
+from verl.recipe.prime import RECIPE, PRIMETrainer
+from verl.recipe.prime.flow import PromptFilter
+from verl.recipe.prime.worker import ImplicitPRMWorker, PrimeConfig, PromptFilterConfig
 from verl.trainer.base import StepReport
 
 

@@ -18,8 +18,6 @@ import pytest
 
 from examples.quickstart.tasks import as_rl_rows, held_out_examples
 from examples.quickstart.tiny_model import tiny_model
-from recipe.r1.main_eval import main
-from recipe.r1.reward_score import final_part, reward_func
 from verl.config import load_config
 from verl.config.schema.offline import EvalConfig, GenerationConfig
 from verl.evaluation.statistics import (
@@ -30,6 +28,8 @@ from verl.evaluation.statistics import (
     sign_flip_test,
     sign_test,
 )
+from verl.recipe.r1.main_eval import main
+from verl.recipe.r1.reward_score import final_part, reward_func
 from verl.registry import load_object
 from verl.rewards import ScoreFunction
 
@@ -412,7 +412,7 @@ def commands(page: str) -> list[list[str]]:
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 def test_commands_of_the_page(tmp_path, monkeypatch, capsys):
     """Every command of the page, in its order, on models and prompts at the places that it names."""
-    for folder in ("examples", "recipe"):
+    for folder in ("examples", "verl"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     monkeypatch.chdir(tmp_path)
     quickstart = tmp_path / "outputs/quickstart/reverse-grpo"
@@ -435,9 +435,9 @@ def test_commands_of_the_page(tmp_path, monkeypatch, capsys):
 
 
 def run_script(folder: Path, python: str | Path, *keys: str) -> str:
-    """What recipe/r1/run_r1.sh prints, run from a folder that is not the project's."""
+    """What verl/recipe/r1/run_r1.sh prints, run from a folder that is not the project's."""
     places = {"MODEL": "model", "DATA": "test.parquet", "OUT": "out", "PYTHON": str(python), "PYTHONPATH": str(ROOT)}
-    command = ["bash", str(ROOT / "recipe/r1/run_r1.sh"), *keys]
+    command = ["bash", str(ROOT / "verl/recipe/r1/run_r1.sh"), *keys]
     done = subprocess.run(command, env=os.environ | places, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -449,7 +449,7 @@ def test_commands_of_the_script(tmp_path):
     printer.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$*"\n')
     printer.chmod(0o755)
     lines = [line.split() for line in run_script(tmp_path, printer, "data.n_samples=64").splitlines()]
-    assert [line[:2] for line in lines] == [["-m", "verl.trainer.main_generation"], ["-m", "recipe.r1.main_eval"]]
+    assert [line[:2] for line in lines] == [["-m", "verl.trainer.main_generation"], ["-m", "verl.recipe.r1.main_eval"]]
     generation = load_config(overrides=lines[0][2:], schema=GenerationConfig)
     sampling = generation.rollout
     assert (sampling.temperature, sampling.top_p, sampling.response_length) == (0.6, 0.95, 32768)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from recipe.dapo import DAPOTrainer
-from recipe.dpo import DPOTrainer
-from recipe.prime import PRIMETrainer
 from tests.trainer.conftest import make_tiny, run_settings
+from verl.recipe.dapo import DAPOTrainer
+from verl.recipe.dpo import DPOTrainer
+from verl.recipe.prime import PRIMETrainer
 from verl.trainer.base import StepReport
 
 _OVERLONG = "reward.reward_kwargs.overlong_buffer.len=4"

@@ -1,4 +1,4 @@
-"""recipe/sppo: settings only; the flow of the main trainer, two steps."""
+"""verl/recipe/sppo: settings only; the flow of the main trainer, two steps."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from tests.trainer.conftest import make_tiny, run_settings
 from verl.trainer.base import StepReport
 from verl.trainer.local_trainer import LocalPPOTrainer
 
-FILE = Path(__file__).parents[2] / "recipe" / "sppo" / "sppo.yaml"
+FILE = Path(__file__).parents[2] / "verl" / "recipe" / "sppo" / "sppo.yaml"
 
 
 def test_two_steps(tmp_path):

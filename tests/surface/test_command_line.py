@@ -112,9 +112,9 @@ def test_an_estimator_and_a_loss_by_import(settings, steps, tmp_path):
 
 
 def test_the_help_names_the_program_that_was_asked(capsys):
-    assert main(["--help"], program="recipe.dapo.main_dapo") == 0
+    assert main(["--help"], program="verl.recipe.dapo.main_dapo") == 0
     shown = capsys.readouterr().out
-    assert shown.count("python -m recipe.dapo.main_dapo ") == 2 and "main_ppo" not in shown
+    assert shown.count("python -m verl.recipe.dapo.main_dapo ") == 2 and "main_ppo" not in shown
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(capsys):

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from examples.quickstart.tiny_model import tiny_model
-from recipe.dapo.main_dapo import DAPOTrainer
 from verl.algorithms.policy_losses import register_policy_loss
 from verl.config import ConfigError, schema
 from verl.config.supported import BUILT_IN
 from verl.config.upstream import upstream_engines
+from verl.recipe.dapo.main_dapo import DAPOTrainer
 from verl.single_controller.cluster import make_cluster
 from verl.single_controller.local.cluster import InProcessCluster, ProcessCluster
 from verl.trainer import main_ppo, preflight, sft_trainer
@@ -285,7 +285,7 @@ def test_keyword_arguments_for_roles_are_settings(settings):
 def test_an_estimator_of_a_recipe_names_its_command(settings, capsys):
     assert main_ppo.main([*settings, "algorithm.name=prime", "--dry-run"]) == 1
     assert "'adv' reads 'rm_scores'" in (shown := capsys.readouterr().err)
-    assert "run python -m recipe.prime.main_prime" in shown
+    assert "run python -m verl.recipe.prime.main_prime" in shown
 
 
 def test_a_penalty_buffer_longer_than_the_responses_says_what_to_set(settings, capsys):

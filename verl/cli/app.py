@@ -1,22 +1,48 @@
-"""The command `verl`. A subcommand is a function with annotations of typer, which imports heavy modules at use."""
+"""The command `verl`. A subcommand imports its modules at use, so that `verl --help` takes a fraction of a second."""
+
+from typing import Annotated
 
 import typer
 
+from verl.cli.config.commands import config
+from verl.cli.examples import examples
+from verl.cli.programs import PROGRAMS
 from verl.cli.serve import serve
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from verl import __version__
+
+        typer.echo(f"verl {__version__}")
+        raise typer.Exit()
+
 
 app = typer.Typer(
     name="verl",
     help="Reinforcement-learning post-training of large language models.",
     no_args_is_help=True,
-    add_completion=False,
+    rich_markup_mode=None,  # rich takes longer to load than everything else of --help
+    pretty_exceptions_enable=False,
 )
 
 
 @app.callback()
-def _verl() -> None:
-    """With a callback, typer treats a single command as a subcommand."""
+def _verl(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
+#: the program reads its own options, --help included
+_PASS_ON = {"ignore_unknown_options": True}
+for _program in PROGRAMS:
+    app.command(_program.name, help=_program.help, add_help_option=False, context_settings=_PASS_ON)(_program.command())
+
+app.add_typer(config, name="config")
+app.add_typer(examples, name="examples")
 app.command("serve")(serve)
 
 if __name__ == "__main__":

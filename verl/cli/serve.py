@@ -2,6 +2,7 @@
 
 import secrets
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -57,6 +58,7 @@ def serve(
     lengths, limits = (max_model_len, max_tokens), (max_body_mb * 2**20, shutdown_seconds)
     model_settings = {"path": model, "trust_remote_code": trust_remote_code, "template": chat_template}
     try:
+        from verl.config.inputs import is_local
         from verl.registry import import_module
         from verl.rollout.server.http import listen
         from verl.tools.parsers import TOOL_PARSERS
@@ -64,6 +66,8 @@ def serve(
         for address in imports or []:
             import_module(address)
         TOOL_PARSERS[tool_parser]  # an unknown name is an error
+        if is_local(model) and not Path(model).expanduser().is_dir():
+            raise ValueError(f"there is no folder {model!r}")
         sock = listen(host, port)  # before the model is loaded, so that a port in use is reported at once
         made, served = load(settings, model_settings, device, lengths, served_model_name or model)
     except (*USER_ERRORS, OSError) as error:  # OSError: transformers finds no weights in a folder
@@ -107,8 +111,6 @@ def load(
     Raises:
         ValueError: no such model, engine or device, or lengths that the model does not support.
     """
-    from pathlib import Path
-
     from pydantic import ValidationError
 
     from verl.config import schema

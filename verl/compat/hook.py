@@ -7,7 +7,7 @@ import importlib.util
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from verl.compat.moved import MOVED
@@ -52,6 +52,11 @@ class _Moved(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self._spec  # the import system has set the spec of the old path
 
+    def get_code(self, fullname: str) -> CodeType | None:
+        """The code of the module, for `python -m`."""
+        spec = importlib.util.find_spec(self.target)
+        return spec.loader.get_code(spec.name)
+
 
 class _Published(importlib.abc.Loader):
     """Creates an empty package that resolves its names in `PUBLISHED`."""
@@ -64,12 +69,51 @@ class _Published(importlib.abc.Loader):
             module.__getattr__ = published_names(module.__name__)
 
 
-class MovedModules(importlib.abc.MetaPathFinder):
-    """Finds the modules of both tables. The last finder, so that existing files take precedence."""
+class _Forwarded(importlib.abc.Loader):
+    """Creates a package without files that has the names of the package `target`."""
+
+    def __init__(self, target: str):
+        self.target = target
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__getattr__ = lambda name: getattr(importlib.import_module(self.target), name)
+
+
+def _former_recipe(fullname: str) -> importlib.machinery.ModuleSpec | None:
+    """The spec of `recipe` or `recipe.NAME`, which is `verl.recipe.NAME` now."""
+    target = MOVED.get(f"verl.{fullname}", f"verl.{fullname}")
+    found = importlib.util.find_spec(target)
+    if found is None:
+        return None
+    if found.submodule_search_locations is not None:
+        return importlib.util.spec_from_loader(fullname, _Forwarded(target), is_package=True)
+    return importlib.util.spec_from_loader(fullname, _Moved(target), origin=found.origin)
+
+
+class FormerRecipe(importlib.abc.MetaPathFinder):
+    """Finds the modules below `recipe`, whose packages have no files here.
+
+    The first finder, because an editable installation of an earlier release still maps `recipe` to its folder.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        below = fullname.startswith("recipe.") and path is not None and not list(path)
+        return _former_recipe(fullname) if below else None
+
+
+class MovedModules(importlib.abc.MetaPathFinder):
+    """Finds the modules of both tables, and `recipe`. The last finder, so that existing files take precedence."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.partition(".")[0] == "recipe":
+            return _former_recipe(fullname)
         if fullname in MOVED:
             return importlib.util.spec_from_loader(fullname, _Moved(MOVED[fullname]))
         if fullname in PUBLISHED or fullname in _PARENTS:
@@ -78,4 +122,5 @@ class MovedModules(importlib.abc.MetaPathFinder):
 
 
 if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
+    sys.meta_path.insert(0, FormerRecipe())
     sys.meta_path.append(MovedModules())

@@ -100,7 +100,7 @@ def check_model_path(key: str, path: str | None) -> Iterator[Problem]:
                 f"(python -m verl.model_merger merge --backend fsdp --local_dir {folder.parent} --target_dir FOLDER) "
                 "and use FOLDER",
             )
-    elif _local(path):
+    elif is_local(path):
         yield Problem(key, f"there is no folder {path!r}")
 
 
@@ -111,12 +111,19 @@ def _files_of_model(key: str, path: str, files: tuple[str, ...]) -> Iterator[Pro
         for name in files:
             if not (folder / name).is_file():
                 yield Problem(key, f"{path!r} has no {name}")
-    elif _local(path):
+    elif is_local(path):
         yield Problem(key, f"there is no folder {path!r}")
 
 
-def _local(path: str) -> bool:
-    return path.startswith(("/", "./", "../", "~"))
+def is_local(path: str) -> bool:
+    """Whether a model's name is a path, not a Hub id (`name` or `namespace/name`).
+
+    A name in a folder that exists is a path too: with a folder `outputs`, `outputs/modle` is not looked up on the Hub.
+    """
+    if path.startswith(("/", ".", "~")) or path.endswith("/") or path.count("/") > 1:
+        return True
+    above, slash, _ = path.partition("/")
+    return bool(slash) and Path(above).is_dir()
 
 
 def _holds(folder: Path, *patterns: str) -> bool:

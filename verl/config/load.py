@@ -33,8 +33,8 @@ Presets = Mapping[str, Mapping[str, Any]]
 _IDENTITY = ("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode")
 #: algorithms that are not presets -> their command
 _OTHER_COMMANDS = {
-    "dpo": "python -m recipe.dpo.main_dpo",
-    "sppo": "python -m verl.trainer.main_ppo --config recipe/sppo/sppo.yaml",
+    "dpo": "python -m verl.recipe.dpo.main_dpo",
+    "sppo": "python -m verl.trainer.main_ppo --config verl/recipe/sppo/sppo.yaml",
     "sft": "python -m verl.trainer.sft_trainer",
 }
 _ABSENT = Setting("", None, "")

@@ -145,7 +145,7 @@ _preset(
 _preset(
     "prime",
     "Cui et al. 2025 (2502.01456): process rewards of an implicit reward model and outcome rewards, each with a "
-    "leave-one-out baseline. The reward model and prompt filtering are in recipe/prime.",
+    "leave-one-out baseline. The reward model and prompt filtering are in verl/recipe/prime.",
     _PLAIN_GRPO,
     {"algorithm.adv_estimator": "prime", _N: 4},
 )
@@ -197,7 +197,7 @@ _preset(
 _preset(
     "dapo",
     "Yu et al. 2025 (2503.14476): clip-higher, token-mean, dynamic sampling; no KL. The soft overlong penalty is in "
-    "recipe/dapo.",
+    "verl/recipe/dapo.",
     _PLAIN_GRPO,
     {
         "algorithm.filter_groups.enable": True,

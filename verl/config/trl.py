@@ -60,6 +60,7 @@ RL = _RUN | {
     "gradient_checkpointing": _MODEL + "enable_gradient_checkpointing",
     "use_liger_kernel": _MODEL + "use_liger",
     "lora_r": _MODEL + "lora_rank",
+    "lora_alpha": _MODEL + "lora_alpha",
     "lora_target_modules": _MODEL + "target_modules",
     "bf16": _ACTOR + "fsdp_config.dtype",
     "fp16": _ACTOR + "fsdp_config.dtype",
@@ -72,11 +73,13 @@ RL = _RUN | {
 
 SFT = _RUN | {
     "learning_rate": "optim.lr",
+    "weight_decay": "optim.weight_decay",
     "max_grad_norm": "optim.clip_grad",
     "warmup_ratio": "optim.lr_warmup_steps_ratio",
     "warmup_steps": "optim.lr_warmup_steps",
     "per_device_train_batch_size": "data.micro_batch_size_per_gpu",
     "gradient_accumulation_steps": "data.train_batch_size",
+    "max_length": "data.max_length",
     "max_seq_length": "data.max_length",
     "dataset_name": "data.train_files",
     "train_dataset": "data.train_files",
@@ -85,8 +88,25 @@ SFT = _RUN | {
     "gradient_checkpointing": "model.enable_gradient_checkpointing",
     "use_liger_kernel": "model.use_liger",
     "lora_r": "model.lora_rank",
+    "lora_alpha": "model.lora_alpha",
     "bf16": "engine.dtype",
     "save_total_limit": "trainer.max_ckpt_to_keep",
+}
+
+#: arguments of PPOConfig, beside those of GRPOConfig with the same meaning
+PPO = {name: RL[name] for name in RL.keys() - {"num_iterations", "beta", "epsilon", "epsilon_high", "loss_type"}} | {
+    "exp_name": "trainer.experiment_name",
+    "sft_model_path": _MODEL + "path",
+    "reward_model_path": "reward.reward_model.model_path",
+    "num_ppo_epochs": _ACTOR + "ppo_epochs",
+    "num_mini_batches": _ACTOR + "ppo_mini_batch_size",
+    "response_length": "data.max_response_length",
+    "kl_coef": "algorithm.kl_ctrl.kl_coef",
+    "kl_estimator": "algorithm.kl_penalty",
+    "cliprange": _ACTOR + "clip_ratio",
+    "cliprange_value": "critic.cliprange_value",
+    "gamma": "algorithm.gamma",
+    "lam": "algorithm.lam",
 }
 
 

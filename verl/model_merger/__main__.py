@@ -9,9 +9,9 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 _EPILOG = """\
 examples:
-  python -m verl.model_merger merge --backend fsdp \\
+  {program} merge --backend fsdp \\
       --local_dir checkpoints/gsm8k/global_step_410/actor --target_dir merged/gsm8k-410
-  python -m verl.model_merger test --backend fsdp \\
+  {program} test --backend fsdp \\
       --local_dir checkpoints/gsm8k/global_step_410/actor --test_hf_dir merged/gsm8k-410
 """
 
@@ -23,12 +23,12 @@ def _bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the argument parser."""
+def parser(program: str = "python -m verl.model_merger") -> argparse.ArgumentParser:
+    """Return the argument parser. `program` is the name in --help."""
     top = argparse.ArgumentParser(
-        prog="python -m verl.model_merger",
+        prog=program,
         description="Convert a training checkpoint to a HuggingFace model and verify the result.",
-        epilog=_EPILOG,
+        epilog=_EPILOG.format(program=program).replace("verl merge merge", "verl merge"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(dest="command", required=True)
@@ -75,9 +75,10 @@ def _underscores(word: str) -> str:
     return (f"--{name[2:].replace('-', '_')}" if name.startswith("--") else name) + equals + value
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, program: str = "python -m verl.model_merger") -> int:
     """Run one command. Returns 0 on success, 1 after an error or if `test` found differences."""
-    given = parser().parse_args([_underscores(word) for word in (sys.argv[1:] if arguments is None else arguments)])
+    words = sys.argv[1:] if arguments is None else arguments
+    given = parser(program).parse_args([_underscores(word) for word in words])
     # imported after parsing, so that --help and invalid arguments return immediately
     try:
         from verl.model_merger.merge import MergeOptions, compare, merge

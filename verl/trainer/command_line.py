@@ -1,5 +1,6 @@
 """Common command line of all programs: `--config FILE.yaml key=value ...`, --dry-run, --print-config, --help."""
 
+import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -61,9 +62,29 @@ def _hydra_config(options: dict[str, str]) -> str | None:
     return None if found is None else str(found)
 
 
+def usage(text: str, program: str) -> str:
+    """The --help of a program.
+
+    Args:
+        text: with `{program}` for the command.
+        program: a module, which `python -m` runs, or a subcommand of `verl`, such as "verl train".
+    """
+    if not program.startswith("verl "):
+        return text.format(program=f"python -m {program}")
+    return text.format(program=program).replace("python -m verl.cli.config", "verl config explain")
+
+
+def print_text(text: str) -> None:
+    """Print a text of any length. A reader that has closed the pipe (`| head`) is not an error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more at exit
+
+
 def command_line(
     arguments: list[str] | None,
-    usage: str,
+    help_text: str,
     settings: "Callable[[str | None, list[str]], Schema]",
     run: Program,
     dry_run: Program | None = None,
@@ -72,18 +93,18 @@ def command_line(
 
     Args:
         arguments: None for sys.argv.
-        usage: what --help prints.
+        help_text: what --help prints.
         settings: the configuration that --print-config prints.
         run: the program; it reports its own errors.
         dry_run: what --dry-run runs instead; None if the program has none.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    return run_under_launcher(lambda: _command(arguments, usage, settings, run, dry_run))
+    return run_under_launcher(lambda: _command(arguments, help_text, settings, run, dry_run))
 
 
 def _command(
     arguments: list[str],
-    usage: str,
+    help_text: str,
     settings: "Callable[[str | None, list[str]], Schema]",
     run: Program,
     dry_run: Program | None,
@@ -91,12 +112,12 @@ def _command(
     try:
         path, overrides, flags = split_arguments(arguments)
         if flags & {"--help", "-h"}:
-            print(usage)
+            print_text(help_text)
             return 0
         if "--print-config" in flags:
             from verl.config.load import dump_config
 
-            print(dump_config(settings(path, overrides), everything=True))
+            print_text(dump_config(settings(path, overrides), everything=True))
             return 0
         if "--dry-run" in flags and dry_run is None:
             raise ValueError("--dry-run is not supported by this program")

@@ -9,14 +9,14 @@ import sys
 from verl.config import load_config
 from verl.config.schema.offline import EvalConfig
 from verl.evaluation.report import Evaluation, run_command
-from verl.trainer.command_line import command_line
+from verl.trainer.command_line import command_line, usage
 from verl.trainer.launch import dry_run
 
 __all__ = ["Evaluation", "main"]
 
-HELP = """usage: python -m verl.trainer.main_eval [--config FILE.yaml] key=value ...
+HELP = """usage: {program} [--config FILE.yaml] key=value ...
 
-  python -m verl.trainer.main_eval data.path=responses.parquet data.response_key=responses \\
+  {program} data.path=responses.parquet data.response_key=responses \\
       reward.custom_reward_function.path=reward.py reward.custom_reward_function.name=compute_score
 
   data.compare_path=other.parquet   compare with another model's responses to the same prompts
@@ -27,11 +27,11 @@ HELP = """usage: python -m verl.trainer.main_eval [--config FILE.yaml] key=value
 """
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Returns the exit status."""
+def main(arguments: list[str] | None = None, program: str = "verl.trainer.main_eval") -> int:
+    """Run the command. Returns the exit status. `program` is the name in --help."""
     return command_line(
         arguments,
-        HELP,
+        usage(HELP, program),
         lambda path, overrides: load_config(path, overrides, schema=EvalConfig),
         run_command,
         lambda path, overrides: dry_run(lambda: Evaluation(config_path=path, overrides=overrides)),

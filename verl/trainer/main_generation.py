@@ -8,15 +8,15 @@ import sys
 from verl.config import load_config
 from verl.config.schema.offline import GenerationConfig
 from verl.evaluation.generate import GenerationRun, run_command
-from verl.trainer.command_line import command_line
+from verl.trainer.command_line import command_line, usage
 from verl.trainer.launch import dry_run
 from verl.trainer.torchrun import launcher_settings
 
 __all__ = ["GenerationRun", "main"]
 
-HELP = """usage: python -m verl.trainer.main_generation [--config FILE.yaml] key=value ...
+HELP = """usage: {program} [--config FILE.yaml] key=value ...
 
-  python -m verl.trainer.main_generation \\
+  {program} \\
       data.path=test.parquet data.prompt_key=prompt data.n_samples=8 data.batch_size=128 \\
       data.output_path=responses.parquet \\
       model.path=/path/to/model rollout.temperature=0.6 rollout.top_p=0.95 rollout.response_length=1024
@@ -28,11 +28,11 @@ HELP = """usage: python -m verl.trainer.main_generation [--config FILE.yaml] key
 """
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Returns the exit status."""
+def main(arguments: list[str] | None = None, program: str = "verl.trainer.main_generation") -> int:
+    """Run the command. Returns the exit status. `program` is the name in --help."""
     return command_line(
         arguments,
-        HELP,
+        usage(HELP, program),
         lambda path, overrides: load_config(path, overrides, base=launcher_settings(), schema=GenerationConfig),
         run_command,
         lambda path, overrides: dry_run(lambda: GenerationRun(config_path=path, overrides=overrides)),

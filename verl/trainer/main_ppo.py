@@ -8,15 +8,15 @@ import sys
 from typing import TYPE_CHECKING
 
 from verl.compat.hook import published_names
-from verl.trainer.command_line import USER_ERRORS, command_line, print_error
+from verl.trainer.command_line import USER_ERRORS, command_line, print_error, usage
 
 if TYPE_CHECKING:
     from verl.config import Config
     from verl.trainer.ppo_trainer import PPOTrainer
 
-HELP = """usage: python -m {program} [--config FILE.yaml] key=value ...
+HELP = """usage: {program} [--config FILE.yaml] key=value ...
 
-  python -m {program} \\
+  {program} \\
       algorithm.adv_estimator=grpo \\
       data.train_files=train.parquet data.val_files=test.parquet data.train_batch_size=64 \\
       actor_rollout_ref.model.path=/path/to/model actor_rollout_ref.rollout.n=8 \\
@@ -39,7 +39,7 @@ def main(
     Args:
         arguments: None for sys.argv.
         trainer: a subclass of PPOTrainer; None for PPOTrainer. trainer.backend chooses its cluster.
-        program: the module's name in --help.
+        program: the name in --help: a module, or a subcommand of `verl`.
 
     Raises:
         TypeError: `trainer` is not a subclass of PPOTrainer.
@@ -76,7 +76,7 @@ def main(
 
         return _wrong_settings(path, overrides) or dry_run(lambda: build(path, overrides))
 
-    return command_line(arguments, HELP.format(program=program), settings, start, check)
+    return command_line(arguments, usage(HELP, program), settings, start, check)
 
 
 def _wrong_settings(path: str | None, overrides: list[str]) -> int:

@@ -211,7 +211,8 @@ def skip_old_log_prob(flow: DataFlow, config: schema.Config) -> DataFlow:
 
 #: columns that only a recipe, or a role that is off by default, writes -> what to do
 _WRITERS = {
-    "rm_scores": "run python -m recipe.prime.main_prime for process rewards, or set reward.reward_model.enable=true"
+    "rm_scores": "run python -m verl.recipe.prime.main_prime for process rewards, or set "
+    "reward.reward_model.enable=true"
 }
 
 

@@ -6,15 +6,15 @@ The class is in `verl.trainer.sft`. It is loaded at first use, so that a missing
 import sys
 from typing import TYPE_CHECKING, Any
 
-from verl.trainer.command_line import command_line
+from verl.trainer.command_line import command_line, usage
 
 if TYPE_CHECKING:
     from verl.config.schema import SFTConfig
     from verl.trainer.sft import SFTTrainer
 
-HELP = """usage: python -m verl.trainer.sft_trainer [--config FILE.yaml] key=value ...
+HELP = """usage: {program} [--config FILE.yaml] key=value ...
 
-  python -m verl.trainer.sft_trainer \\
+  {program} \\
       data.train_files=train.parquet data.prompt_key=question data.response_key=answer data.train_batch_size=64 \\
       model.path=/path/to/model optim.lr=1e-5 trainer.total_epochs=1 trainer.save_freq=100
 
@@ -25,8 +25,8 @@ HELP = """usage: python -m verl.trainer.sft_trainer [--config FILE.yaml] key=val
 """
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run; returns the exit status."""
+def main(arguments: list[str] | None = None, program: str = "verl.trainer.sft_trainer") -> int:
+    """Run; returns the exit status. `program` is the name in --help."""
 
     def build(path: str | None, overrides: list[str]) -> "SFTTrainer":
         from verl.trainer.sft import SFTTrainer
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         return load_config(path, overrides, base=launcher_settings(), schema=SFTConfig)
 
-    return command_line(arguments, HELP, settings, start, check)
+    return command_line(arguments, usage(HELP, program), settings, start, check)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,172 @@
+"""The command `verl`: its subcommands, their exit codes, what they load, completion, and examples."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from verl import __version__
+from verl.cli.app import app
+from verl.cli.examples import FOLDER, names, needed
+from verl.cli.programs import PROGRAMS
+from verl.config import load_config
+from verl.config.presets import PRESETS
+from verl.trainer import command_line
+
+ROOT = Path(__file__).parents[2]
+
+
+def call(*arguments: str) -> tuple[int, str]:
+    found = CliRunner().invoke(app, list(arguments))
+    assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
+    return found.exit_code, found.output
+
+
+def test_help_has_every_subcommand():
+    status, text = call("--help")
+    listed = [line.split()[0] for line in text.partition("Commands:")[2].splitlines() if line.strip()]
+    assert status == 0 and [program.name for program in PROGRAMS] == listed[: len(PROGRAMS)]
+    assert {"serve", "config", "examples"} <= set(listed) and "--install-completion" in text
+    assert call("--version") == (0, f"verl {__version__}\n")
+
+
+def test_an_unknown_subcommand():
+    status, text = call("trian")
+    assert status == 2 and "Did you mean 'train'?" in text
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_the_help_of_a_subcommand_is_its_programs(program, capsys):
+    if program.name == "quickstart":
+        return  # loads torch; tests/test_quickstart.py runs the script
+    status, text = call(program.name, "--help")
+    assert status == 0 and text.startswith(f"usage: verl {program.name} ") and "python -m" not in text
+
+
+def test_arguments_reach_the_program():
+    status, text = call("train", "--config", "nothing.yaml", "--dry-run")
+    assert status == 1 and "there is no file 'nothing.yaml'" in text
+    status, text = call("train", "algorithm.name=grpo", "+data.seed=3", "--print-config", "--trainer.seed=7")
+    assert status == 0
+    expected = load_config(overrides=["algorithm.name=grpo", "data.seed=3", "trainer.seed=7"], presets=PRESETS)
+    assert load_config(base=yaml.safe_load(text), presets=PRESETS) == expected
+    status, text = call("sft", "data.train_batchsize=3", "--dry-run")
+    assert status == 1 and "did you mean data.train_batch_size?" in text
+
+
+def test_plan_is_the_dry_run(monkeypatch):
+    given = []
+    monkeypatch.setattr("verl.trainer.main_ppo.main", lambda *args, **kwargs: given.append((args, kwargs)) or 3)
+    assert call("plan", "a.b=1", "-c", "x.yaml")[0] == 3
+    assert given == [((["--dry-run", "a.b=1", "-c", "x.yaml"],), {"program": "verl plan"})]
+
+
+def test_merge_is_the_default_command_of_merge(monkeypatch):
+    given = []
+    monkeypatch.setattr("verl.model_merger.__main__.main", lambda words, program: given.append(words) or 0)
+    for words in (["--backend", "fsdp"], ["merge", "--backend", "fsdp"], ["test", "--backend", "fsdp"], []):
+        assert call("merge", *words)[0] == 0
+    assert [words[0] for words in given] == ["merge", "merge", "test", "--help"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion(shell):
+    env = {"_VERL_COMPLETE": f"complete_{shell}"}
+    words = {"COMP_WORDS": "verl tra", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "verl tra"}
+    assert "train" in CliRunner().invoke(app, [], env=env | words, prog_name="verl").output
+    words = {"COMP_WORDS": "verl train data.train_f", "COMP_CWORD": "2"}
+    words["_TYPER_COMPLETE_ARGS"] = words["COMP_WORDS"]
+    assert "data.train_files=" in CliRunner().invoke(app, [], env=env | words, prog_name="verl").output
+
+
+def test_a_closed_pipe_is_not_an_error():
+    """`verl train --print-config | head -1`, as `python -m verl.trainer.main_ppo`: no traceback."""
+    code = "import sys; from verl.trainer.command_line import print_text; print_text('x\\n' * 100000); sys.exit(0)"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, cwd=ROOT)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+# ---- config ---------------------------------------------------------------------------------------------------------
+
+
+def test_show(tmp_path):
+    (tmp_path / "a.yaml").write_text("data: {train_batch_size: 64}\n")
+    status, text = call("config", "show", "--changed", "--config", str(tmp_path / "a.yaml"), "trainer.seed=3")
+    assert status == 0
+    shown = yaml.safe_load(text)
+    assert shown["data"] == {"train_batch_size": 64} and shown["trainer"] == {"seed": 3}
+    status, text = call("config", "show", "model.path=m", "--of", "sft")
+    assert status == 0 and yaml.safe_load(text)["model"]["path"] == "m"
+    status, text = call("config", "show", "trainer.max_steps=3")
+    assert status == 1 and "did you mean trainer.total_training_steps?" in text
+
+
+def test_diff(tmp_path):
+    """Files, algorithms, folders of runs and of checkpoints."""
+    (tmp_path / "a.yaml").write_text("trainer: {seed: 3}\n")
+    run = tmp_path / "run"
+    for step in (9, 10):
+        (run / f"global_step_{step}").mkdir(parents=True)
+        (run / f"global_step_{step}" / "config.yaml").write_text(f"trainer: {{seed: {step}}}\n")
+    status, text = call("config", "diff", str(tmp_path / "a.yaml"), str(run))
+    key, *values = text.splitlines()[-1].split()
+    assert status == 1 and (key, values) == ("trainer.seed", ["3", "10"])  # the newest checkpoint
+    assert call("config", "diff", str(run / "global_step_9"), str(run / "global_step_9"))[0] == 0
+    (run / "run.json").write_text('{"config": {"trainer": {"seed": 3}}}')
+    assert "trainer.seed" not in call("config", "diff", str(tmp_path / "a.yaml"), str(run))[1]
+    status, text = call("config", "diff", "defaults", "dapo")
+    assert status == 1 and "algorithm.filter_groups.enable" in text
+    status, text = call("config", "diff", "dapoo", "grpo")
+    assert status == 2 and "did you mean 'dapo'?" in text
+    status, text = call("config", "diff", str(tmp_path), "grpo")
+    assert status == 2 and "expected the folder of a run" in text
+
+
+def test_explain_and_convert(tmp_path):
+    status, text = call("config", "explain", "clip_ratio_c")
+    assert status == 0 and "dual clip" in text
+    (tmp_path / "trl.yaml").write_text("num_generations: 4\nper_device_train_batch_size: 8\nfoo: 1\n")
+    status, text = call("config", "convert", str(tmp_path / "trl.yaml"), "--overrides")
+    assert status == 0 and "actor_rollout_ref.rollout.n=4\n" in text and "# no counterpart: foo: 1" in text
+    assert call("config", "convert", str(tmp_path / "nothing.yaml"))[0] == 1
+
+
+# ---- examples -------------------------------------------------------------------------------------------------------
+
+
+def test_examples_are_listed_with_a_summary():
+    status, text = call("examples")
+    assert status == 0 and set(names()) == {line for line in text.splitlines() if line in names()}
+    assert "calculator_loop.py  A custom agent loop, complete" in text
+
+
+def test_copies_have_what_they_import(tmp_path):
+    """The files lie as in a checkout, so that the commands of the docs work."""
+    assert needed("server_agent") == ["server_agent", "tools", "quickstart"]
+    status, text = call("examples", "copy", "server_agent", str(tmp_path))
+    assert status == 0 and str(tmp_path / "examples/tools/guess.py") in text
+    assert (tmp_path / "examples/server_agent/run.py").read_text() == (FOLDER / "server_agent/run.py").read_text()
+    status, text = call("examples", "copy", "tools", str(tmp_path))
+    assert status == 1 and "exists" in text
+    assert call("examples", "copy", "tools", str(tmp_path), "--overwrite")[0] == 0
+    status, text = call("examples", "copy", "quickstrat", str(tmp_path))
+    assert status == 1 and "did you mean 'quickstart'?" in text
+
+
+def test_the_package_has_the_examples():
+    """`verl/examples` is a link in a checkout; the wheel has the files, because packages and their data follow it."""
+    link = ROOT / "verl" / "examples"
+    assert link.is_symlink() and link.resolve() == ROOT / "examples"
+
+
+def test_the_help_shows_the_command_that_was_typed():
+    shown = command_line.usage("{program} x: python -m verl.cli.config", "verl train")
+    assert shown == "verl train x: verl config explain"
+    assert command_line.usage("{program} x", "a.b") == "python -m a.b x"

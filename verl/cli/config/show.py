@@ -1,0 +1,100 @@
+"""`verl config show` and `verl config diff`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from verl.cli.config.explain import SCHEMAS
+from verl.config import dump_config, load_config, to_flat_dict
+from verl.config.fields import Schema, flatten
+from verl.config.presets import PRESETS
+from verl.registry import did_you_mean
+from verl.trainer.command_line import USER_ERRORS, print_error, print_text
+from verl.trainer.torchrun import launcher_settings
+
+_UNSET = "(not set)"
+
+
+def show(path: str | None, overrides: list[str], of: str, changed: bool) -> int:
+    """Print the resolved configuration as YAML. Returns the exit status.
+
+    Args:
+        path: a YAML file.
+        overrides: `key=value`.
+        of: a name of `SCHEMAS`.
+        changed: only the keys that differ from their defaults.
+    """
+    try:
+        print_text(dump_config(_load(path, overrides, of), everything=not changed).rstrip("\n"))
+    except USER_ERRORS as error:
+        return print_error(error)
+    return 0
+
+
+def diff(a: str, b: str, of: str) -> int:
+    """Print the keys whose values differ. Returns 0 if there are none, 1 if there are some, 2 after an error."""
+    try:
+        one, other = values_of(a, of), values_of(b, of)
+    except USER_ERRORS as error:
+        return print_error(error) + 1
+    keys = [key for key in {**one, **other} if one.get(key, _UNSET) != other.get(key, _UNSET)]
+    if not keys:
+        print_text(f"{a} and {b} are equal")
+        return 0
+    rows = [("key", a, b), *((key, _text(one, key), _text(other, key)) for key in keys)]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    print_text("\n".join(f"{key:<{widths[0]}}  {left:<{widths[1]}}  {right}" for key, left, right in rows))
+    return 1
+
+
+def values_of(name: str, of: str) -> dict[str, Any]:
+    """Dotted key -> value of a configuration.
+
+    Args:
+        name: a YAML file, the folder of a run or of a checkpoint, an algorithm, or `defaults`.
+        of: a name of `SCHEMAS`.
+
+    Raises:
+        ValueError: there is no such configuration, or it is invalid.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _values_of_run(path, of)
+    if path.is_file():
+        return to_flat_dict(_load(str(path), [], of))
+    if name == "defaults":
+        return to_flat_dict(SCHEMAS[_known(of)]())
+    if name in PRESETS and of == "ppo":
+        return to_flat_dict(_load(None, [f"algorithm.name={name}"], of))
+    names = ["defaults", *(PRESETS if of == "ppo" else ())]
+    raise ValueError(f"there is no file, folder or algorithm {name!r}: {did_you_mean(name, names)}")
+
+
+def _values_of_run(folder: Path, of: str) -> dict[str, Any]:
+    """The configuration in a run's folder: run.json, or config.yaml of its newest checkpoint."""
+    record = folder / "run.json"
+    if record.is_file() and (config := json.loads(record.read_text(encoding="utf-8")).get("config")):
+        return flatten(config, SCHEMAS[_known(of)])
+    steps = sorted(folder.glob("global_step_*/config.yaml"), key=lambda path: int(path.parent.name.rpartition("_")[2]))
+    file = folder / "config.yaml" if (folder / "config.yaml").is_file() else steps[-1] if steps else None
+    if file is None:
+        raise ValueError(f"{folder} has no run.json, config.yaml or global_step_N: expected the folder of a run")
+    return to_flat_dict(_load(str(file), [], of))
+
+
+def _load(path: str | None, overrides: list[str], of: str) -> Schema:
+    schema = SCHEMAS[_known(of)]
+    if of == "evaluation":
+        return load_config(path, overrides, schema=schema)
+    presets = PRESETS if of == "ppo" else None
+    return load_config(path, overrides, base=launcher_settings(), presets=presets, schema=schema)
+
+
+def _known(of: str) -> str:
+    if of not in SCHEMAS:
+        raise ValueError(f"--of {of}: {did_you_mean(of, SCHEMAS)}")
+    return of
+
+
+def _text(values: dict[str, Any], key: str) -> str:
+    return json.dumps(values[key], ensure_ascii=False, default=str) if key in values else _UNSET

@@ -1,0 +1,63 @@
+"""Subcommands of `verl` that are programs of their own: `verl train ARGUMENTS` is `python -m verl.trainer.main_ppo`."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+_FLAGS = ("--config", "--dry-run", "--print-config", "--help")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A subcommand that passes its arguments on.
+
+    Attributes:
+        name: the subcommand.
+        module: has `main(arguments, program) -> exit status`.
+        help: one line for `verl --help`.
+        schema: whose keys are completed: a name of `verl.cli.config.SCHEMAS`; "" if there is no configuration.
+        first: arguments before those given.
+    """
+
+    name: str
+    module: str
+    help: str
+    schema: str = ""
+    first: tuple[str, ...] = ()
+
+    def command(self) -> Callable[..., None]:
+        """The function that typer registers: it runs the program and exits with its status."""
+
+        def run(
+            arguments: Annotated[list[str] | None, typer.Argument(autocompletion=self.completions)] = None,
+        ) -> None:
+            main = importlib.import_module(self.module).main
+            raise typer.Exit(main([*self.first, *(arguments or [])], program=f"verl {self.name}"))
+
+        return run
+
+    def completions(self, incomplete: str) -> list[str]:
+        """Keys of the configuration, and flags, that start with `incomplete`."""
+        if not self.schema:
+            return []
+        from verl.cli.config import SCHEMAS
+        from verl.config.fields import fields_of
+
+        words = [*_FLAGS, *(f"{key}=" for key in fields_of(SCHEMAS[self.schema]))]
+        return [word for word in words if word.startswith(incomplete)]
+
+
+PROGRAMS = (
+    Program("train", "verl.trainer.main_ppo", "Train with reinforcement learning: PPO, GRPO and others.", "ppo"),
+    Program("plan", "verl.trainer.main_ppo", "Run all checks of train and print its plan.", "ppo", ("--dry-run",)),
+    Program("sft", "verl.trainer.sft_trainer", "Supervised fine-tuning.", "sft"),
+    Program("generate", "verl.trainer.main_generation", "Generate responses to the prompts of a file.", "generation"),
+    Program("eval", "verl.trainer.main_eval", "Score responses; pass@k; compare two models.", "evaluation"),
+    Program("merge", "verl.cli.merge", "Merge a checkpoint into a Hugging Face model."),
+    Program("check", "verl.cli.check", "Check packages and devices, and print the fixes."),
+    Program("quickstart", "verl.cli.quickstart", "Train a tiny model with GRPO and watch its reward rise."),
+)
+

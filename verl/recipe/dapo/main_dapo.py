@@ -1,0 +1,44 @@
+"""python -m verl.recipe.dapo.main_dapo key=value ...: DAPO, with dapo.yaml below the settings on the command line.
+
+DAPO (Yu et al. 2025, arXiv 2503.14476) is the main trainer's flow with dynamic sampling:
+
+    prompts -> repeat -> gen -> reward -> filter_groups -> old_log_prob -> adv -> update_actor
+
+- clip-higher, token-level loss: settings of the loss `vanilla`, in dapo.yaml
+- dynamic sampling: `verl.trainer.dynamic_sampling`, which `algorithm.filter_groups.enable` adds to any flow
+- soft overlong penalty: the reward manager `dapo`
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from verl.config import Config, Problem
+from verl.trainer.launch import Recipe
+from verl.trainer.main_ppo import main
+from verl.trainer.ppo_trainer import PPOTrainer
+
+
+def check_settings(config: Config) -> Iterator[Problem]:
+    """DAPO needs dynamic sampling."""
+    if not config.algorithm.filter_groups.enable:
+        yield Problem("algorithm.filter_groups.enable", "false, but DAPO uses dynamic sampling: use true")
+
+
+RECIPE = Recipe("DAPO", Path(__file__).with_name("dapo.yaml"), check=check_settings)
+
+
+class DAPOTrainer(PPOTrainer):
+    """DAPO on the cluster of trainer.backend.
+
+    >>> DAPOTrainer(overrides=["data.train_files=train.parquet", "actor_rollout_ref.model.path=my-model"]).fit()
+    """
+
+    recipe = RECIPE
+
+
+LocalDAPOTrainer = DAPOTrainer  # its name in earlier releases
+
+
+if __name__ == "__main__":
+    sys.exit(main(trainer=DAPOTrainer, program="verl.recipe.dapo.main_dapo"))
