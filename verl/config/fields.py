@@ -14,6 +14,8 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from verl.config.naming import default_names, fill_names
+
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
@@ -159,6 +161,18 @@ class Schema(Section):
 
         filled = {key: fill(reference) for key, reference in derived.items() if key not in flat}
         return unflatten(flat | filled)
+
+    @model_validator(mode="after")
+    def _fill_names(self) -> "Schema":
+        """Replace {data}, {algorithm}, {model} and {digest} in the names and paths of `trainer`."""
+        trainer = vars(self).get("trainer")
+        wanted = {k: v for k, v in vars(trainer).items() if isinstance(v, str) and "{" in v} if trainer else {}
+        if wanted:
+            plain = {key: found.default for key, found in fields_of(type(self)).items()}
+            names = default_names(to_flat_dict(self), plain)
+            # in place, as the section is frozen; `_fill_defaults` has made it of plain values, so it is not shared
+            vars(trainer).update({key: fill_names(value, names) for key, value in wanted.items()})
+        return self
 
     @classmethod
     def derive(cls, given: dict[str, Any]) -> dict[str, Any]:
