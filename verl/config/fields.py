@@ -14,8 +14,6 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from verl.config.naming import default_names, fill_names
-
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
@@ -164,15 +162,27 @@ class Schema(Section):
 
     @model_validator(mode="after")
     def _fill_names(self) -> "Schema":
-        """Replace {data}, {algorithm}, {model} and {digest} in the names and paths of `trainer`."""
+        """Replace the names of `default_names` in the strings of `trainer`."""
         trainer = vars(self).get("trainer")
         wanted = {k: v for k, v in vars(trainer).items() if isinstance(v, str) and "{" in v} if trainer else {}
         if wanted:
             plain = {key: found.default for key, found in fields_of(type(self)).items()}
-            names = default_names(to_flat_dict(self), plain)
+            names = self.default_names(to_flat_dict(self), plain)
             # in place, as the section is frozen; `_fill_defaults` has made it of plain values, so it is not shared
-            vars(trainer).update({key: fill_names(value, names) for key, value in wanted.items()})
+            for name, value in names.items():
+                wanted = {key: text.replace(f"{{{name}}}", value) for key, text in wanted.items()}
+            vars(trainer).update(wanted)
         return self
+
+    @classmethod
+    def default_names(cls, flat: Mapping[str, Any], plain: Mapping[str, Any]) -> Mapping[str, str]:
+        """Override to replace {name} in the strings of `trainer`.
+
+        Args:
+            flat: dotted key -> value of every field.
+            plain: the same of the defaults.
+        """
+        return {}
 
     @classmethod
     def derive(cls, given: dict[str, Any]) -> dict[str, Any]:

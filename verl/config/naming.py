@@ -63,13 +63,6 @@ def default_names(flat: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str
     }
 
 
-def fill_names(value: Any, names: Mapping[str, str]) -> Any:
-    """Replace {data}, {algorithm}, {model} and {digest} in a string; other values are unchanged."""
-    if not isinstance(value, str):
-        return value
-    return re.sub(r"\{(data|algorithm|model|digest)\}", lambda match: names[match[1]], value)
-
-
 def is_defining(key: str) -> bool:
     """Whether runs with different values of this setting are different experiments."""
     if key in _DEFINING:

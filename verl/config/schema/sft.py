@@ -1,9 +1,11 @@
 """The configuration of SFT: `load_config(..., schema=SFTConfig)`."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from verl.config.aliases import SFT
 from verl.config.fields import FilePaths, Schema, Section, StrList, field, section
+from verl.config.naming import default_names
 from verl.config.schema.data import DatasetClassConfig, PromptFormat
 from verl.config.schema.model import CheckpointConfig, CheckpointContents, EngineConfig, ModelConfig, OptimConfig
 from verl.config.schema.trainer import RunConfig
@@ -77,3 +79,7 @@ class SFTConfig(Schema):
     checkpoint: SFTCheckpointConfig = section(SFTCheckpointConfig, "contents of a checkpoint")
     trainer: SFTTrainerConfig = section(SFTTrainerConfig, "the run")
     imports: StrList = field([], "Python files or modules that every process imports first (custom code)")
+
+    @classmethod
+    def default_names(cls, flat: Mapping[str, Any], plain: Mapping[str, Any]) -> Mapping[str, str]:
+        return default_names(flat, plain)

@@ -28,9 +28,13 @@ class RunConfig(Section):
 
     total_epochs: int = field(30, "training epochs", ge=1)
     total_training_steps: int | None = field(None, "number of training steps; null: by total_epochs", ge=1)
-    project_name: str = field(PROJECT, "project name for trackers and folders; {data}: name of the data set")
+    project_name: str = field(
+        PROJECT, "project name for trackers and folders; {data}: name of the data set", default_from=PROJECT
+    )
     experiment_name: str = field(
-        EXPERIMENT, "name of the run; {digest}: of the settings that define it (docs/checkpoints.md)"
+        EXPERIMENT,
+        "name of the run; {digest}: of the settings that define it (docs/checkpoints.md)",
+        default_from=EXPERIMENT,
     )
     default_local_dir: FilePath = field(
         f"checkpoints/{PROJECT}/{EXPERIMENT}",
