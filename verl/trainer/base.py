@@ -192,6 +192,8 @@ class Trainer(ABC):
                     with Interruption(self._position) as self.interruption:
                         while not (trainer.val_only or self.end_reason or self.interruption.requested):
                             metrics |= self._logged_step(tracking)
+                        if self.interruption.requested and self.global_step > 0:  # received after a step was saved
+                            self._save_if_due()
                         self.checkpointer.wait()
                     self._report_end()
                 return metrics
@@ -244,7 +246,7 @@ class Trainer(ABC):
         trainer = self.config.trainer
         ends = self.end_reason is not None or self.interruption.requested is not None
         is_due = self._is_due(trainer.save_freq) or (ends and trainer.save_at_end)
-        if not is_due and not self.watch.improved:
+        if not (is_due or self.watch.improved) or self.checkpointer.saved_step == self.global_step:
             return
         if self._has_skipped_updates() and self.global_step < self.total_steps:
             # a run that is about to end for skipped updates must resume from before them

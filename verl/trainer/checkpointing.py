@@ -81,6 +81,9 @@ class Checkpointer:
         tokenizer: saved with each model.
         keep: role -> number of newest checkpoints to keep; None: all.
         watch: its state is saved; it names the best checkpoint.
+
+    Attributes:
+        saved_step: step of the last checkpoint that was saved or loaded; None before.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class Checkpointer:
         self.tokenizer = tokenizer
         self.keep = keep
         self.watch = watch
+        self.saved_step: int | None = None
         self._pending: _Pending | None = None
 
     # ---- writing ----------------------------------------------------------------------------------------------------
@@ -130,6 +134,7 @@ class Checkpointer:
             save_state(state | {"config": redacted(to_flat_dict(self.config))}, folder, "trainer")
             (folder / "config.yaml").write_text(dump_config(self.config, redact=True))
             self._pending = _Pending(path, start, stack.pop_all(), self._best_record(step, is_due))
+        self.saved_step = step
         self.poll()
         if self._pending is not None:
             logger.info("[save] blocked for %.2fs; writing %s in the background", time.perf_counter() - start, path)
@@ -225,6 +230,7 @@ class Checkpointer:
         set_rng_state(state["rng"])
         if "validations" in state:
             self._restore_best(state["validations"])
+        self.saved_step = state["global_step"]
         logger.info("resumed from %s: %d steps are done", folder, state["global_step"])
         return state["global_step"]
 
