@@ -1,6 +1,7 @@
 """When a run saves: at its end, after SIGINT or SIGTERM, at its best validation; and early stopping."""
 
 import json
+import math
 import os
 import signal
 import threading
@@ -8,10 +9,12 @@ import threading
 import pytest
 
 from tests.trainer.test_resume import metrics_of
+from verl.config.schema import TrainerConfig
 from verl.trainer.interruption import Stopped
 from verl.trainer.launch import run as launch
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.main_ppo import main
+from verl.trainer.validation_watch import Best, ValidationWatch
 
 METRIC = "val-core/task/acc/mean@1"
 
@@ -57,9 +60,8 @@ def chosen(settings) -> list[str]:
 @pytest.mark.parametrize(
     ("given", "saved"),
     [
-        ([], [3]),
         (["trainer.save_freq=-1"], [3]),
-        (["trainer.save_freq=2"], [2, 3]),
+        pytest.param(["trainer.save_freq=2"], [2, 3], marks=pytest.mark.slow),
         (["trainer.save_freq=2", "trainer.save_at_end=false"], [2]),
         (["trainer.save_at_end=false"], []),
     ],
@@ -73,7 +75,9 @@ def test_a_run_saves_at_its_end(given, saved, chosen, tmp_path, caplog):
 # ---- signals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)]
+)
 def test_a_signal_finishes_the_step_and_saves_it(number, status, chosen, tmp_path, capsys):
     """The run is resumed by the same command, and its metrics are those of an uninterrupted run."""
     run, before = tmp_path / "run", [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
@@ -165,7 +169,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(chosen, tmp_path):
     assert again.global_step == 4
 
 
-@pytest.mark.parametrize("kept", [1, None])
+@pytest.mark.parametrize("kept", [1, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_resumed_run_has_the_best_of_an_uninterrupted_one(kept, chosen, tmp_path):
     plain = [*chosen, "trainer.save_best=true", "trainer.test_freq=1", "trainer.save_freq=2"]
     plain += [f"trainer.max_actor_ckpt_to_keep={kept}"] if kept else []
@@ -214,29 +218,68 @@ def test_without_validations_there_is_no_best(key, chosen, capsys):
     ("given", "values", "last"),
     [
         # best 0.7 at step 3; 4, 5 and 6 are not better: the third one ends the run
-        ("{patience: 3}", [0.2, 0.5, 0.7, 0.6, 0.7, 0.1, 0.9], 6),
-        ("{patience: 1}", [0.2, 0.5, 0.7, 0.6, 0.7, 0.1, 0.9], 4),
-        # +0.05 does not count with min_delta 0.1, and 0.5 stays the reference: 0.6 is not more than 0.1 better
-        ("{patience: 2, min_delta: 0.1}", [0.2, 0.5, 0.55, 0.6, 0.9], 4),
-        ("{patience: 2, mode: min}", [0.5, 0.4, 0.45, 0.39, 0.5, 0.39, 0.1], 6),
-        ("{patience: 2}", [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7], 7),
+        ({"patience": 3}, [0.2, 0.5, 0.7, 0.6, 0.7, 0.1, 0.9], 6),
+        ({"patience": 1}, [0.2, 0.5, 0.7, 0.6, 0.7, 0.1, 0.9], 4),
+        # 0.55 and 0.6 are not more than 0.1 above 0.5, which stays the reference
+        ({"patience": 2, "min_delta": 0.1}, [0.2, 0.5, 0.55, 0.6, 0.9], 4),
+        ({"patience": 2, "mode": "min"}, [0.5, 0.4, 0.45, 0.39, 0.5, 0.39, 0.1], 6),
+        ({"patience": 2}, [0.1, math.nan, 0.1, 0.4], 3),
+        ({"patience": 2}, [0.1, 0.2, 0.3, 0.4, 0.5], None),
     ],
 )
-@pytest.mark.parametrize("stop", [None, 3])
-def test_early_stopping_ends_at_the_step_computed_by_hand(given, values, last, stop, chosen, tmp_path, caplog):
-    """Without an interruption, and with one after step 3."""
+def test_patience_counted_by_hand(given, values, last):
+    """Also when the state is saved and restored after every validation."""
+    config = TrainerConfig(early_stopping=given, save_best=False)
+    watch, ended = ValidationWatch(config), None
+    for step, value in enumerate(values, 1):
+        watch.observe(step, {METRIC: value})
+        if watch.reason and not ended:
+            ended = step
+        state, watch = watch.state_dict(), ValidationWatch(config)
+        watch.load_state_dict(json.loads(json.dumps(state)))
+    assert ended == last
+
+
+def test_early_stopping_is_a_normal_end_and_survives_an_interruption(chosen, tmp_path, caplog):
     caplog.set_level("INFO")
-    plain = [*chosen, f"trainer.early_stopping={given}", "trainer.test_freq=1", "trainer.total_training_steps=7"]
-    series = dict(enumerate(values, 1))
-    if stop:
-        trainer = scripted(LocalPPOTrainer(overrides=plain), series)
-        trainer.on_step.append(lambda report: report.step == stop and os.kill(os.getpid(), signal.SIGINT))
-        with pytest.raises(Stopped):
-            trainer.fit()
+    plain = [*chosen, "trainer.early_stopping.patience=1", "trainer.test_freq=1", "trainer.total_training_steps=7"]
+    series = {1: 0.2, 2: 0.5, 3: 0.4, 4: 0.9}
+    trainer = scripted(LocalPPOTrainer(overrides=plain), series)
+    trainer.on_step.append(lambda report: report.step == 2 and os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(Stopped):
+        trainer.fit()
     trainer = scripted(LocalPPOTrainer(overrides=plain), series)
     trainer.fit()
-    assert trainer.global_step == last and last in steps_in(tmp_path / "run")
-    assert ("early stopping at step" in caplog.text) == (last < 7)
+    assert trainer.global_step == 3 and steps_in(tmp_path / "run") == [2, 3]
+    reason = f"{METRIC} has not improved in 1 validations (best: 0.5 at step 2; trainer.early_stopping.patience=1)"
+    assert trainer.end_reason == reason and f"early stopping at step 3 of 7: {reason}" in caplog.text
     again = scripted(LocalPPOTrainer(overrides=plain), series)
     again.fit()
-    assert again.global_step == last and "nothing to train" in caplog.text
+    assert again.global_step == 3 and "nothing to train" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("metrics", "name", "value", "mode"),
+    [
+        ({"val-core/a/acc/mean@4": 0.5, "val-core/a/acc/best@4": 0.9}, "val-core/a/acc/mean@4", 0.5, "max"),
+        (
+            {"val-core/b/acc/mean@1": 0.5, "val-core/a/acc/mean@1": 0.25},
+            "mean of val-core/a/acc/mean@1, val-core/b/acc/mean@1",
+            0.375,
+            "max",
+        ),
+        ({"val/loss": 2.0}, "val/loss", 2.0, "min"),
+    ],
+)
+def test_the_main_metric(metrics, name, value, mode):
+    watch = ValidationWatch(TrainerConfig(save_best=True))
+    watch.observe(5, metrics)
+    assert watch.best == Best(name, value, 5, mode)
+
+
+def test_another_metric_does_not_take_over_the_best_value(caplog):
+    watch = ValidationWatch(TrainerConfig(save_best="val/a"))
+    watch.observe(1, {"val/a": 0.9})
+    other = ValidationWatch(TrainerConfig(save_best="val/b"))
+    other.load_state_dict(watch.state_dict())
+    assert other.best is None and "the best value of val/a in the checkpoint is not used" in caplog.text

@@ -88,9 +88,14 @@ def step_of(folder: Path) -> int:
     return int(match.group(1))
 
 
+def _target(folder: Path) -> Path:
+    """Return the checkpoint that a link such as `best` leads to; the folder itself if it is not a link."""
+    return folder.resolve() if folder.is_symlink() else folder
+
+
 def step_of_saved(folder: Path) -> int:
     """Return the step of a checkpoint, reading only its manifest. Raises CheckpointError if it has none."""
-    return _read(folder).step
+    return _read(_target(folder)).step
 
 
 def verify(folder: str | Path) -> Path:
@@ -204,8 +209,7 @@ class CheckpointStore:
         """Verify and return the checkpoint at `path`. There is no fallback to another one."""
         if path is None:
             raise ValueError("trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N")
-        path = Path(path)
-        return verify(path.resolve() if path.is_symlink() else path)  # `best` is a link
+        return verify(_target(Path(path)))
 
     def best(self) -> dict[str, Any] | None:
         """Return the contents of `best_checkpoint.json`, which has `step`; None if there is no such file."""
