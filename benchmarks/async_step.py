@@ -74,7 +74,7 @@ def overrides(work: Work, folder: Path, args: argparse.Namespace) -> list[str]:
         f"trainer.default_local_dir={folder / args.child}",
         "trainer.logger=[jsonl]",
         "trainer.val_before_train=false",
-        "trainer.save_freq=-1",
+        "trainer.save_at_end=false",
         "trainer.n_gpus_per_node=2",
         f"trainer.async.max_staleness={staleness}",
         *VARIANTS[args.child],

@@ -60,7 +60,7 @@ def overrides(args: argparse.Namespace, folder: Path, engine: str, placement: st
         "reward.custom_reward_function.path": ROOT / "benchmarks" / "grpo_step.py",
         "trainer.total_training_steps": args.steps,
         "trainer.n_gpus_per_node": devices,
-        "trainer.save_freq": -1,
+        "trainer.save_at_end": False,
         "trainer.resume_mode": "disable",
         "trainer.logger": "[jsonl]",
         "trainer.default_local_dir": folder / f"{engine}_{placement}",

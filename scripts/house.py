@@ -195,7 +195,8 @@ trainer = Traced(overrides=[
     "actor_rollout_ref.actor.old_log_prob_pass=always",
     f"reward.custom_reward_function.path={root / 'examples/quickstart/tasks.py'}",
     "trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.test_freq=-1",
-    "trainer.save_freq=-1", "trainer.device=cpu", f"trainer.default_local_dir={work / 'run'}", "trainer.logger=[jsonl]",
+    "trainer.save_at_end=false", "trainer.device=cpu", f"trainer.default_local_dir={work / 'run'}",
+    "trainer.logger=[jsonl]",
 ])
 trainer.on_step.append(lambda report: report.step == 1 and [x.clear() for x in (step, update, functions, to_loss)])
 sys.setprofile(profile)

@@ -36,7 +36,7 @@ SMALL = [
     "actor_rollout_ref.rollout.n=2",
     "trainer.val_before_train=false",
     "trainer.test_freq=-1",
-    "trainer.save_freq=-1",
+    "trainer.save_at_end=false",
     "trainer.total_training_steps=2",
 ]
 

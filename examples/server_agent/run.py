@@ -54,7 +54,7 @@ def learn(args: argparse.Namespace, model: Path) -> list[float]:
             "actor_rollout_ref.actor.use_kl_loss=false",
             f"trainer.total_training_steps={args.steps}",
             "trainer.val_before_train=false",
-            "trainer.save_freq=-1",
+            "trainer.save_at_end=false",
             f"trainer.seed={args.seed}",
             f"trainer.default_local_dir={args.out / 'rl'}",
             "trainer.logger=[jsonl]",

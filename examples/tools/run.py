@@ -119,7 +119,7 @@ def learn(args: argparse.Namespace, task: ModuleType, model: Path) -> list[dict[
             f"trainer.total_training_steps={args.steps}",
             f"trainer.test_freq={args.test_freq}",
             "trainer.val_before_train=true",
-            "trainer.save_freq=-1",
+            "trainer.save_at_end=false",
             f"trainer.seed={args.seed}",
             f"trainer.default_local_dir={args.out / 'rl'}",
             "trainer.logger=[jsonl]",

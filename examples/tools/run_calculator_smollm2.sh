@@ -33,7 +33,7 @@ exec "${PYTHON:-python}" -m verl.trainer.main_ppo \
     reward.custom_reward_function.path="$HERE/calculator.py" \
     trainer.total_training_steps=100 \
     trainer.test_freq=20 \
-    trainer.save_freq=-1 \
+    trainer.save_at_end=false \
     trainer.logger='[console,jsonl]' \
     trainer.default_local_dir=outputs/tools/calculator_smollm2 \
     "$@"

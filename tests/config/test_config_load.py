@@ -194,7 +194,8 @@ def test_derived_defaults_of_a_config_built_in_python():
 def test_derived_fields_have_the_default_of_their_source():
     """So a section that is built on its own has the defaults of the whole."""
     values = to_flat_dict(Config())
-    for key in derived_fields(Config):
+    named = {"trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir"}  # test_naming.py
+    for key in derived_fields(Config).keys() - named:
         assert values[key] == fields_of(Config)[key].default, key
 
 

@@ -191,7 +191,7 @@ OURS = {
     "trainer.device",
     "trainer.logger",
     "trainer.n_gpus_per_node",
-    "trainer.save_freq",
+    *("trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir"),  # from data and algorithm
 }
 
 

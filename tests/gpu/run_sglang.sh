@@ -30,7 +30,7 @@ plain() {
         actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.gpu_memory_utilization=0.4 \
         $kwargs.attention_backend="$backend" $kwargs.sampling_backend=pytorch actor_rollout_ref.actor.ppo_mini_batch_size=16 \
         reward.reward_function=accuracy_reward trainer.default_local_dir="$out/run" trainer.total_training_steps=2 \
-        trainer.val_before_train=false trainer.save_freq=-1 trainer.resume_mode=disable
+        trainer.val_before_train=false trainer.save_at_end=false trainer.resume_mode=disable
 }
 if [ "$(python3 -c "import torch; print(torch.cuda.device_count())")" -gt 1 ]; then
     (CUDA_VISIBLE_DEVICES=1 seeded; printf '%s\n' "${codes[@]}" >"$out/codes.txt") >"$out/seeded.txt" 2>&1 &

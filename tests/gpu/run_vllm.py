@@ -111,7 +111,7 @@ def run_one(name: str, folder: Path, device: str) -> None:
         "trainer.total_training_steps=3",
         "trainer.logger=[jsonl]",
         "trainer.val_before_train=false",
-        "trainer.save_freq=-1",
+        "trainer.save_at_end=false",
         "trainer.resume_mode=disable",
     ]
     steps: list[dict[str, float]] = []

@@ -39,7 +39,7 @@ def test_a_stopped_run_says_from_which_checkpoint_it_resumes(tiny, tmp_path, num
     output.close()
     assert run.wait(60) == 128 + number, "".join(lines) + rest
     last = rest.strip().splitlines()[-1]
-    assert last.startswith(f"stopped by {word} in step ")
+    assert last.startswith(f"stopped by {word} after step ")
     assert f"the same command resumes from {out}/global_step_" in last
     assert "Traceback" not in rest, rest
     assert not psutil.wait_procs(children, timeout=10)[1]

@@ -45,7 +45,7 @@ def run_settings(tiny: Path, run: Path) -> list[str]:
         f"trainer.default_local_dir={run}",
         "trainer.logger=[jsonl]",
         "trainer.val_before_train=false",
-        "trainer.save_freq=-1",
+        "trainer.save_at_end=false",
     ]
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from verl.engines.checkpoint import ShardWriter
 from verl.trainer.base import StepReport
+from verl.trainer.interruption import Stopped
 from verl.trainer.local_trainer import LocalPPOTrainer
 
 KL = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=true"]
@@ -131,8 +132,13 @@ def test_a_write_that_fails_stops_the_run_and_leaves_the_checkpoints_of_before(s
     assert names(tmp_path / "run") == ["global_step_1"]
 
 
-@pytest.mark.parametrize("steps", [1, 2])  # waited for at the end, and by the next save
-def test_an_interruption_while_a_checkpoint_is_waited_for_keeps_it(steps, settings, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("steps", "signals", "kept"),  # waited for at the end, and by the next save
+    [(1, 1, ["global_step_1"]), (2, 1, ["global_step_1", "global_step_2"]), (1, 2, [])],
+)
+def test_a_second_sigint_discards_the_checkpoint_that_is_waited_for(
+    steps, signals, kept, settings, tmp_path, monkeypatch
+):
     gate = Gate(monkeypatch)
     given = [*ASYNC, "trainer.save_freq=1", f"trainer.total_training_steps={steps}"]
     trainer = LocalPPOTrainer(overrides=[*settings, *given])
@@ -142,15 +148,19 @@ def test_an_interruption_while_a_checkpoint_is_waited_for_keeps_it(steps, settin
     def interrupted() -> None:
         if checkpointer._pending is not None:
             checkpointer.wait = wait
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-            threading.Timer(0.6, gate.opened.set).start()
+            for number in range(signals):
+                threading.Timer(0.2 + 0.2 * number, os.kill, (os.getpid(), signal.SIGINT)).start()
+            threading.Timer(1.0, gate.opened.set).start()
         wait()
 
     checkpointer.wait = interrupted
-    with pytest.raises(KeyboardInterrupt):
+    if signals == 1:  # all steps are done: a normal end
         trainer.fit()
-    assert names(tmp_path / "run") == ["global_step_1"]
-    assert "global_step_1 to be written; interrupt again to discard it" in caplog.text
+    else:
+        with pytest.raises(Stopped) as stop:
+            trainer.fit()
+        assert not stop.value.finished
+    assert [name for name in names(tmp_path / "run") if not name.startswith(".")] == kept
 
 
 def test_a_run_that_fails_keeps_the_checkpoint_that_it_was_writing(settings, tmp_path, monkeypatch):

@@ -62,7 +62,7 @@ def settings(tmp_path):
         "reward.isolation=none",
         "trainer.total_training_steps=1",
         "trainer.val_before_train=false",
-        "trainer.save_freq=-1",
+        "trainer.save_at_end=false",
         "trainer.logger=[jsonl]",
         f"trainer.default_local_dir={tmp_path / 'run'}",
     ]

@@ -57,7 +57,7 @@ def one_sided(
     return pg_loss, {"actor/clip_c": clip_c, "actor/clip_low": clip_low, "actor/ppo_kl": ppo_kl.detach().item()}
 '''
 
-STEP = ["trainer.total_training_steps=1", "trainer.save_freq=-1", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+STEP = ["trainer.total_training_steps=1", "trainer.save_at_end=false", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
 
 
 def one_step(settings: list[str], *overrides: str) -> dict[str, float]:

@@ -133,32 +133,17 @@ def test_a_role_that_the_checkpoint_does_not_have(settings):
 KL = ["actor_rollout_ref.actor.use_kl_loss=true"]  # as with algorithm.name=grpo
 
 
-def test_a_run_without_a_name_does_not_resume_another_experiment(settings, tiny, tmp_path, monkeypatch):
+def test_a_run_without_a_name_resumes_itself_and_no_other_experiment(settings, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plain = [s for s in settings if not s.startswith("trainer.default_local_dir")]
     plain += ["trainer.save_freq=1", "trainer.total_training_steps=1"]
-    LocalPPOTrainer(overrides=[*plain, "algorithm.name=grpo"]).fit()
+    grpo = LocalPPOTrainer(overrides=[*plain, "algorithm.name=grpo"])
+    grpo.fit()
     other = LocalPPOTrainer(overrides=[*plain, "algorithm.adv_estimator=rloo", *KL])
-    message = r"gsm8k/global_step_1 belongs to another experiment \(algorithm.adv_estimator: grpo -> rloo\), and both "
-    with pytest.raises(ValueError, match=message):
-        other.fit()
-    for further in (["trainer.total_training_steps=2"], ["trainer.total_training_steps=2", "algorithm.gamma=0.9"]):
-        same = LocalPPOTrainer(overrides=[*plain, "algorithm.name=grpo", *further])
-        same.fit()
-        assert same.global_step == 2
-    named = LocalPPOTrainer(
-        overrides=[*plain, "algorithm.adv_estimator=rloo", *KL, "trainer.experiment_name=mine"]
-    )
-    named.fit()
-    resumed = LocalPPOTrainer(
-        overrides=[
-            *plain,
-            "algorithm.adv_estimator=rloo",
-            *KL,
-            "trainer.total_training_steps=3",
-            "trainer.resume_mode=resume_path",
-            "trainer.resume_from_path=checkpoints/verl_examples/gsm8k/global_step_1",
-        ]
-    )
-    resumed.fit()
-    assert resumed.global_step == 3
+    assert other.folder.parent == grpo.folder.parent and other.folder != grpo.folder
+    other.fit()
+    assert other.global_step == 1 and other.checkpointer.newest().endswith(f"{other.folder}/global_step_1")
+    same = LocalPPOTrainer(overrides=[*plain, "algorithm.name=grpo", "trainer.total_training_steps=2"])
+    assert same.folder == grpo.folder
+    same.fit()
+    assert (grpo.folder / "global_step_2").is_dir() and not (other.folder / "global_step_2").is_dir()

@@ -75,7 +75,7 @@ def settings(folder, run, agent: str, *others: str) -> list[str]:
         f"trainer.default_local_dir={run / 'run'}",
         "trainer.logger=[jsonl]",
         "trainer.val_before_train=false",
-        "trainer.save_freq=-1",
+        "trainer.save_at_end=false",
         "trainer.total_training_steps=2",
         *others,
     ]

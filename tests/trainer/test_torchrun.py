@@ -177,6 +177,6 @@ def test_nothing_is_left_of_a_run_that_is_stopped(stopped, command, tmp_path):
     _, alive = psutil.wait_procs(processes, timeout=10)
     assert not alive
     shown = (tmp_path / "log").read_text()
-    expected = {"torchrun": "stopped by SIGINT in step", "worker": "was killed by SIGKILL"}
-    assert expected.get(stopped, "stopped by SIGTERM in step") in shown
+    expected = {"torchrun": "stopped by SIGINT after step", "worker": "was killed by SIGKILL"}
+    assert expected.get(stopped, "stopped by SIGTERM after step") in shown
     assert "global_step_" in shown

@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 LATEST = "latest_checkpointed_iteration.txt"
+BEST = "best_checkpoint.json"
+BEST_LINK = "best"
 
 # hidden folders next to the checkpoints: being written, replaced by another of the same step, being deleted
 _WRITING, _REPLACED, _GARBAGE = ".writing_", ".replaced_", ".garbage_"
@@ -86,9 +88,14 @@ def step_of(folder: Path) -> int:
     return int(match.group(1))
 
 
+def _target(folder: Path) -> Path:
+    """Return the checkpoint that a link such as `best` leads to; the folder itself if it is not a link."""
+    return folder.resolve() if folder.is_symlink() else folder
+
+
 def step_of_saved(folder: Path) -> int:
     """Return the step of a checkpoint, reading only its manifest. Raises CheckpointError if it has none."""
-    return _read(folder).step
+    return _read(_target(folder)).step
 
 
 def verify(folder: str | Path) -> Path:
@@ -202,16 +209,51 @@ class CheckpointStore:
         """Verify and return the checkpoint at `path`. There is no fallback to another one."""
         if path is None:
             raise ValueError("trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N")
-        return verify(path)
+        return verify(_target(Path(path)))
+
+    def best(self) -> dict[str, Any] | None:
+        """Return the contents of `best_checkpoint.json`, which has `step`; None if there is no such file."""
+        path = self.root / BEST
+        return json.loads(path.read_text()) if path.is_file() else None
+
+    def mark_best(self, record: Mapping[str, Any]) -> None:
+        """Make the checkpoint of `record["step"]` the best one: it is not deleted, and the link `best` leads to it.
+
+        Args:
+            record: plain values. With a true `saved_as_best`, the checkpoint was not due otherwise; it is deleted when
+                another one becomes the best.
+        """
+        previous, step = self.best(), record["step"]
+        _write_atomically(self.root / BEST, json.dumps(dict(record), indent=1) + "\n")
+        self._link_best(step)
+        if previous is None or previous["step"] == step or not previous.get("saved_as_best"):
+            return
+        superseded = self.path(previous["step"])
+        if (superseded / MANIFEST).is_file() and superseded != self.newest():
+            self._discard(superseded)
+
+    def _link_best(self, step: int) -> None:
+        """Replace the link `best`. It is for users; this class reads `best_checkpoint.json`."""
+        link, draft = self.root / BEST_LINK, self.root / f".{BEST_LINK}.draft"
+        if link.exists() and not link.is_symlink():
+            logger.warning("%s is not a link: it is left as it is; %s names the best checkpoint", link, BEST)
+            return
+        try:
+            draft.unlink(missing_ok=True)
+            draft.symlink_to(self.path(step).name)
+            draft.replace(link)
+        except OSError as error:  # a file system without links
+            logger.warning("no link %s: %s; %s names the best checkpoint", link, error, BEST)
 
     def prune(self, keep: int) -> None:
-        """Delete checkpoints older than the newest `keep`."""
+        """Delete checkpoints older than the newest `keep`, except the best."""
         for saved in self._surplus(self._scan()[0], _checked_keep("keep", keep)):
             self._discard(saved.folder)
 
     def prune_subfolder(self, name: str, keep: int | None) -> None:
         """Delete the sub-folder `name` (actor, critic) of checkpoints older than the newest `keep` that have it.
 
+        The best checkpoint is not changed.
         The manifest records the deletion, and the checkpoint can no longer be resumed from. If no sub-folder is left,
         the whole checkpoint is deleted.
         """
@@ -229,13 +271,17 @@ class CheckpointStore:
             self._discard(saved.folder / name)
 
     def _surplus(self, checkpoints: list[_Saved], keep: int) -> list[_Saved]:
-        """Return the checkpoints beyond the `keep` newest intact ones, except the newest that can be resumed from."""
+        """Return the checkpoints beyond the `keep` newest intact ones.
+
+        The newest that can be resumed from and the best are not among them.
+        """
         intact = [saved for saved in checkpoints if saved.size_fault() is None]
         if len(intact) <= keep:
             return []
-        resumable = self.newest()
+        best = self.best()
+        kept = {self.newest(), self.path(best["step"]) if best else None}
         oldest = intact[keep - 1].serial
-        return [saved for saved in checkpoints if saved.serial < oldest and saved.folder != resumable]
+        return [saved for saved in checkpoints if saved.serial < oldest and saved.folder not in kept]
 
     def _scan(self) -> tuple[list[_Saved], list[str]]:
         """Return all checkpoints with a readable manifest, newest first, and the errors of the others."""

@@ -160,6 +160,30 @@ class Schema(Section):
         filled = {key: fill(reference) for key, reference in derived.items() if key not in flat}
         return unflatten(flat | filled)
 
+    @model_validator(mode="after")
+    def _fill_names(self) -> "Schema":
+        """Replace the names of `default_names` in the strings of `trainer`."""
+        trainer = vars(self).get("trainer")
+        wanted = {k: v for k, v in vars(trainer).items() if isinstance(v, str) and "{" in v} if trainer else {}
+        if wanted:
+            plain = {key: found.default for key, found in fields_of(type(self)).items()}
+            names = self.default_names(to_flat_dict(self), plain)
+            # in place, as the section is frozen; `_fill_defaults` has made it of plain values, so it is not shared
+            for name, value in names.items():
+                wanted = {key: text.replace(f"{{{name}}}", value) for key, text in wanted.items()}
+            vars(trainer).update(wanted)
+        return self
+
+    @classmethod
+    def default_names(cls, flat: Mapping[str, Any], plain: Mapping[str, Any]) -> Mapping[str, str]:
+        """Override to replace {name} in the strings of `trainer`.
+
+        Args:
+            flat: dotted key -> value of every field.
+            plain: the same of the defaults.
+        """
+        return {}
+
     @classmethod
     def derive(cls, given: dict[str, Any]) -> dict[str, Any]:
         """Override to compute defaults from several fields. Returns `given` (by dotted key) with additions."""

@@ -22,8 +22,10 @@ from verl.single_controller import WorkerGroup
 from verl.tracking.trackers import Rows
 from verl.tracking.tracking import Tracking
 from verl.trainer.checkpointing import Checkpointer
+from verl.trainer.interruption import Interruption, Stopped
 from verl.trainer.metrics import timing_metrics
 from verl.trainer.preflight import FLOW, Run, run_checks
+from verl.trainer.validation_watch import ValidationWatch
 from verl.utils.lock import lock_folder
 from verl.utils.rng import seed_everything
 
@@ -61,6 +63,8 @@ class Trainer(ABC):
         global_step: number of completed steps.
         roles: role -> worker group, filled by `init_workers`.
         on_step: functions called with a StepReport after each step.
+        watch: the best validation so far, for trainer.save_best and trainer.early_stopping.
+        interruption: whether SIGINT or SIGTERM was received.
         ready: whether workers are started and the checkpoint is loaded; later errors are not setup errors.
     """
 
@@ -77,6 +81,8 @@ class Trainer(ABC):
         self.total_steps: int = trainer.total_training_steps or source.steps_per_epoch * trainer.total_epochs
         self.global_step = 0
         self.ready = False
+        self.watch = ValidationWatch(trainer)
+        self.interruption = Interruption()
         self.roles: dict[str, WorkerGroup] = StartedRoles()
         self.on_step: list[Callable[[StepReport], None]] = []
         self._skipped: dict[str, int] = {}  # metric of a role -> consecutive steps without a single update
@@ -94,6 +100,7 @@ class Trainer(ABC):
             pipeline=self.pipeline,
             tokenizer=self.tokenizer,
             keep=self.checkpoints_to_keep,
+            watch=self.watch,
         )
 
     # ---- what a subclass defines ------------------------------------------------------------------------------------
@@ -162,10 +169,10 @@ class Trainer(ABC):
 
         Raises:
             InUseError: another run uses trainer.default_local_dir.
+            Stopped: SIGINT or SIGTERM. The step in flight is finished and saved first (docs/checkpoints.md).
         """
         trainer = self.config.trainer
         with lock_folder(self.checkpoints.root):
-            self.checkpointer.check_experiment()
             seed_everything(trainer.seed)
             self.announce()
             try:
@@ -180,9 +187,15 @@ class Trainer(ABC):
                 with self._tracking() as tracking:
                     if trainer.val_only or (trainer.val_before_train and self.global_step == 0):
                         metrics = self._validate(tracking)
-                    while self.global_step < self.total_steps and not trainer.val_only:
-                        metrics |= self._logged_step(tracking)
-                self.checkpointer.wait()
+                    elif self.watch.skipped:
+                        metrics = self._skipped_validation(tracking)
+                    with Interruption(self._position) as self.interruption:
+                        while not (trainer.val_only or self.end_reason or self.interruption.requested):
+                            metrics |= self._logged_step(tracking)
+                        if self.interruption.requested and self.global_step > 0:  # received after a step was saved
+                            self._save_if_due()
+                        self.checkpointer.wait()
+                    self._report_end()
                 return metrics
             except BaseException as error:
                 self.checkpointer.finish_pending_save(error)
@@ -217,25 +230,39 @@ class Trainer(ABC):
         tracking.log(metrics, self.global_step)
         tracking.log_samples("train/generations", self.step_samples(report.batch), self.global_step)
         self._check_skipped(metrics)
-        if self._is_due(trainer.test_freq):
-            metrics |= self._validate(tracking)
-        if self._is_due(trainer.save_freq):
-            if any(self._skipped.values()) and trainer.max_skipped_steps > 0 and self.global_step < self.total_steps:
-                # a run that is about to end for skipped updates must resume from before them
-                logger.warning("step %d is not saved: all its updates were skipped", self.global_step)
-            else:
-                self.save()
+        self.watch.improved = False
+        is_last = trainer.test_freq not in (-1, 0) and self.global_step == self.total_steps
+        if self._is_due(trainer.test_freq) or is_last:
+            # a validation can take longer than the time between SIGTERM and SIGKILL
+            self.watch.skipped = self.interruption.requested is not None
+            if not self.watch.skipped:
+                metrics |= self._validate(tracking)
+        self._save_if_due()
         for callback in self.on_step:
             callback(report)
         return metrics
 
+    def _save_if_due(self) -> None:
+        trainer = self.config.trainer
+        ends = self.end_reason is not None or self.interruption.requested is not None
+        is_due = self._is_due(trainer.save_freq) or (ends and trainer.save_at_end)
+        if not (is_due or self.watch.improved) or self.checkpointer.saved_step == self.global_step:
+            return
+        if self._has_skipped_updates() and self.global_step < self.total_steps:
+            # a run that is about to end for skipped updates must resume from before them
+            logger.warning("step %d is not saved: all its updates were skipped", self.global_step)
+        else:
+            self.checkpointer.save(self.global_step, is_due)
+
     def _is_due(self, freq: int | str) -> bool:
         """Whether an action with this frequency, such as `trainer.save_freq`, is due after this step."""
-        if freq not in (-1, 0) and self.global_step == self.total_steps:
-            return True
         if freq == "after_each_epoch":
             freq = self.source.steps_per_epoch
         return isinstance(freq, int) and freq > 0 and self.global_step % freq == 0
+
+    def _has_skipped_updates(self) -> bool:
+        """Whether all updates of a role were skipped in this step, and the run may end for it."""
+        return any(self._skipped.values()) and self.config.trainer.max_skipped_steps > 0
 
     def _check_skipped(self, metrics: dict[str, float]) -> None:
         """End a run that can no longer update a role. Raises FloatingPointError."""
@@ -260,6 +287,17 @@ class Trainer(ABC):
             tracking.log(metrics, self.global_step)
             tracking.log_samples("val/generations", self.validation_samples(), self.global_step)
             logger.info("[validate] %.2fs", metrics["timing_s/testing"])
+        if self.global_step == 0 or self.config.trainer.val_only:
+            self.watch.check(metrics)
+        elif not self._has_skipped_updates():
+            self.watch.observe(self.global_step, metrics)
+        return metrics
+
+    def _skipped_validation(self, tracking: Tracking) -> dict[str, float]:
+        """The validation of the checkpoint's step, which was due when the run was interrupted."""
+        metrics = self._validate(tracking)
+        if self.watch.improved:
+            self.checkpointer.save(self.global_step, is_due=self._is_due(self.config.trainer.save_freq))
         return metrics
 
     def _tracking(self) -> Tracking:
@@ -279,6 +317,26 @@ class Trainer(ABC):
         for group in set(self.roles.values()):
             group.shutdown()
         self.cluster.shutdown()
+
+    # ---- the end of a run -------------------------------------------------------------------------------------------
+
+    @property
+    def end_reason(self) -> str | None:
+        """Why the run has ended; None while there are further steps."""
+        if self.global_step >= self.total_steps:
+            return f"all {self.total_steps} steps are done"
+        return self.watch.reason
+
+    def _report_end(self) -> None:
+        """Log why a run ended early. Raises Stopped after SIGINT or SIGTERM."""
+        if self.watch.reason is not None:
+            logger.info("early stopping at step %d of %d: %s", self.global_step, self.total_steps, self.watch.reason)
+        if self.interruption.requested is not None and self.end_reason is None:
+            raise Stopped(self.interruption.requested, finished=True)
+
+    def _position(self) -> str:
+        saves = " and saving it" if self.config.trainer.save_at_end else ""
+        return f"step {self.global_step} of {self.total_steps}{saves}"
 
     # ---- checkpoints and messages -----------------------------------------------------------------------------------
 
@@ -302,7 +360,15 @@ class Trainer(ABC):
                 )
             return
         self.global_step = step
-        if step >= self.total_steps and not self.config.trainer.val_only:
+        if self.config.trainer.val_only or self.watch.skipped or self.end_reason is None:
+            return
+        if step < self.total_steps:
+            logger.warning(
+                "nothing to train: the run ended at step %d of %d, because %s. To continue, raise "
+                "trainer.early_stopping.patience, or set it to null",
+                *(step, self.total_steps, self.watch.reason),
+            )
+        else:
             logger.warning(
                 "nothing to train: the checkpoint is at step %d and the run ends at step %d. To continue, raise "
                 "trainer.total_training_steps or trainer.total_epochs; to start a fresh run, set a new "

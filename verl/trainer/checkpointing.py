@@ -11,17 +11,20 @@ A checkpoint is complete once everything is written and it has its final name.
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoints.store import CheckpointStore
+from verl.checkpoints.store import MANIFEST, CheckpointStore
 from verl.config import dump_config, to_flat_dict
 from verl.config.fields import Schema, redacted
+from verl.config.schema.trainer import RunConfig
 from verl.dataflow import Pipeline
 from verl.single_controller import WorkerGroup
+from verl.trainer.interruption import Stopped
 from verl.trainer.saved_state import load_state, save_state
+from verl.trainer.validation_watch import ValidationWatch
 from verl.utils.rng import rng_state, set_rng_state
 
 logger = logging.getLogger("verl.trainer")
@@ -33,15 +36,7 @@ _FREE_TO_CHANGE = (
     "trainer.total_training_steps",
     "trainer.total_epochs",
     "trainer.logger",
-)
-#: settings that identify an experiment
-_IDENTITY = (
-    "actor_rollout_ref.model.path",
-    "model.path",
-    "data.train_files",
-    "algorithm.adv_estimator",
-    "reward.custom_reward_function.path",
-    "reward.reward_function",
+    "trainer.save_at_end",
 )
 _POLL_INTERVAL = 0.05  # seconds between two polls of a checkpoint that is being written
 _WRITE_TIMEOUT = 3600.0  # seconds after which a write is given up
@@ -51,11 +46,27 @@ _RESTARTS = {"optimizer": "the moments of Adam start at 0", "extra": "the learni
 
 @dataclass(frozen=True)
 class _Pending:
-    """A checkpoint that is being written. start: `perf_counter` at the start. folder: completes it when closed."""
+    """A checkpoint that is being written.
+
+    Attributes:
+        start: `perf_counter` at the start.
+        folder: completes it when closed.
+        best: for `CheckpointStore.mark_best`, if it is the best one.
+    """
 
     path: Path
     start: float
     folder: ExitStack
+    best: Mapping[str, Any] | None
+
+
+def saving_words(trainer: RunConfig) -> str:
+    """When a run saves checkpoints, for its plan."""
+    words = {-1: "", 0: "", "after_each_epoch": "after each epoch"}.get(
+        trainer.save_freq, f"every {trainer.save_freq} steps"
+    )
+    parts = [words, "at the end" if trainer.save_at_end else "", "the best" if trainer.save_best else ""]
+    return ", ".join(part for part in parts if part) or "never"
 
 
 class Checkpointer:
@@ -69,6 +80,10 @@ class Checkpointer:
         pipeline: the flow, whose state is saved.
         tokenizer: saved with each model.
         keep: role -> number of newest checkpoints to keep; None: all.
+        watch: its state is saved; it names the best checkpoint.
+
+    Attributes:
+        saved_step: step of the last checkpoint that was saved or loaded; None before.
     """
 
     def __init__(
@@ -81,6 +96,7 @@ class Checkpointer:
         pipeline: Pipeline,
         tokenizer: Any,
         keep: Callable[[], Mapping[str, int | None]],
+        watch: ValidationWatch,
     ):
         self.store = store
         self.config = config
@@ -89,12 +105,14 @@ class Checkpointer:
         self.pipeline = pipeline
         self.tokenizer = tokenizer
         self.keep = keep
+        self.watch = watch
+        self.saved_step: int | None = None
         self._pending: _Pending | None = None
 
     # ---- writing ----------------------------------------------------------------------------------------------------
 
-    def save(self, step: int) -> Path:
-        """Write `global_step_<step>`.
+    def save(self, step: int, is_due: bool = True) -> Path:
+        """Write `global_step_<step>`. is_due: false if it is saved only because it is the best so far.
 
         Roles with checkpoint.async_save write in the background while training continues. The checkpoint is complete
         (it is renamed to its final name, and older ones are deleted) once everything is written.
@@ -112,13 +130,19 @@ class Checkpointer:
                 self.roles[role].save_checkpoint(folder / role)
                 self.tokenizer.save_pretrained(folder / role / "huggingface")
             state = {"global_step": step, "flow": self.pipeline.state_dict(), "rng": rng_state()}
+            state |= {"validations": self.watch.state_dict()}
             save_state(state | {"config": redacted(to_flat_dict(self.config))}, folder, "trainer")
             (folder / "config.yaml").write_text(dump_config(self.config, redact=True))
-            self._pending = _Pending(path, start, stack.pop_all())
+            self._pending = _Pending(path, start, stack.pop_all(), self._best_record(step, is_due))
+        self.saved_step = step
         self.poll()
         if self._pending is not None:
             logger.info("[save] blocked for %.2fs; writing %s in the background", time.perf_counter() - start, path)
         return path
+
+    def _best_record(self, step: int, is_due: bool) -> Mapping[str, Any] | None:
+        best = self.watch.best
+        return asdict(best) | {"saved_as_best": not is_due} if best is not None and best.step == step else None
 
     def _require_finite(self, role: str, step: int) -> None:
         """Raise FloatingPointError if weights or optimizer state of a role are not finite."""
@@ -159,12 +183,20 @@ class Checkpointer:
         with pending.folder:
             for group in groups:
                 group.finish_checkpoint()
+        if pending.best is not None:
+            self.store.mark_best(pending.best)
+            logger.info("[save] best checkpoint: %(metric)s = %(value).4g at step %(step)d", pending.best)
         for role, keep in self.keep().items():
             self.store.prune_subfolder(role, keep)
         logger.info("[save] %.2fs %s", time.perf_counter() - pending.start, pending.path)
 
     def finish_pending_save(self, error: BaseException) -> None:
         """Complete the pending checkpoint of a run that failed with `error`, if its workers can still write it."""
+        if self._pending is not None and isinstance(error, Stopped):  # a second signal: at once
+            logger.warning("%s is discarded", self._pending.path)
+            pending, self._pending = self._pending, None
+            with suppress(Stopped), pending.folder:
+                raise error
         if self._pending is not None and isinstance(error, KeyboardInterrupt):
             logger.warning("waiting for %s to be written; interrupt again to discard it", self._pending.path)
         try:
@@ -173,26 +205,6 @@ class Checkpointer:
             error.add_note(f"the checkpoint that was being written is lost: {second}")
 
     # ---- reading ----------------------------------------------------------------------------------------------------
-
-    def check_experiment(self) -> None:
-        """Raise ValueError if the run has a default name, and the folder has a checkpoint of another experiment.
-
-        Two experiments with the default name share a folder, and the second would resume from the first.
-        """
-        trainer, newest = self.config.trainer, self.store.newest()
-        default = Path(type(self.config)().trainer.default_local_dir)
-        if trainer.resume_mode != "auto" or newest is None or self.store.root.absolute() != default.absolute():
-            return
-        saved, now = load_state(newest, "trainer")["config"], redacted(to_flat_dict(self.config))
-        changed = [key for key in _IDENTITY if key in now and key in saved and saved[key] != now[key]]
-        if changed:
-            raise ValueError(
-                f"{newest} belongs to another experiment "
-                f"({', '.join(f'{k}: {saved[k]} -> {now[k]}' for k in changed)}), "
-                f"and both have the default name {trainer.experiment_name!r}. Choose a new trainer.experiment_name. To "
-                "continue from this checkpoint with the new settings, set trainer.resume_mode=resume_path and "
-                f"trainer.resume_from_path={newest}. To start from scratch here, set trainer.resume_mode=disable"
-            )
 
     def load(self) -> int:
         """Restore the checkpoint that trainer.resume_mode names.
@@ -216,8 +228,23 @@ class Checkpointer:
             self._report_not_loaded(role, folder, not_loaded)
         self.pipeline.load_state_dict(state["flow"])
         set_rng_state(state["rng"])
+        if "validations" in state:
+            self._restore_best(state["validations"])
+        self.saved_step = state["global_step"]
         logger.info("resumed from %s: %d steps are done", folder, state["global_step"])
         return state["global_step"]
+
+    def _restore_best(self, state: Mapping[str, Any]) -> None:
+        """Restore the watch. `best_checkpoint.json` names its best checkpoint again, if that still exists.
+
+        They differ if the run was killed before the file was written, or resumes from an earlier checkpoint.
+        """
+        self.watch.load_state_dict(state)
+        best, marked = self.watch.best, self.store.best()
+        if best is None or (marked and {**marked, **asdict(best)} == marked):
+            return
+        if (self.store.path(best.step) / MANIFEST).is_file():
+            self.store.mark_best(asdict(best) | {"saved_as_best": False})
 
     def _folder_to_load(self) -> Path | None:
         trainer = self.config.trainer
@@ -263,7 +290,8 @@ class Checkpointer:
         """From which checkpoint a run that ends now would resume, for a message."""
         saved, trainer = self.store.newest(), self.config.trainer
         if saved is None:
-            return f"no checkpoint was saved (trainer.save_freq is {trainer.save_freq})"
+            words = f"trainer.save_freq is {trainer.save_freq}, trainer.save_at_end is {trainer.save_at_end}"
+            return f"no checkpoint was saved ({words.lower()})"
         if trainer.resume_mode == "disable":
             return f"the newest checkpoint is {saved}: trainer.resume_mode=auto resumes from it"
         return f"the same command resumes from {saved}"

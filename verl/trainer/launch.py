@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from verl.config import Config, ConfigError, Problem
 from verl.config.fields import Schema
 from verl.trainer.command_line import USER_ERRORS, print_error
+from verl.trainer.interruption import Stopped
 from verl.utils.disk import DiskFullError
 from verl.utils.log import setup_logging
 
@@ -91,8 +92,9 @@ def run(build: "Callable[[], Trainer]") -> int:
     """Build a trainer and train. Returns the exit status.
 
     User errors are found while building, before a model is loaded, or while the workers start: one message, status 1.
-    The same holds for a full disk. Other errors keep their traceback. Ctrl-C and SIGTERM end the workers
-    with status 130 or 143; the message says from which checkpoint the run resumes.
+    The same holds for a full disk. Other errors keep their traceback. SIGINT (Ctrl-C) and SIGTERM end the run with
+    status 130 and 143: after the step in flight, which is saved, or at once before the first step and at a second
+    SIGINT. The message says from which checkpoint the run resumes.
     """
     setup_logging()
     try:
@@ -103,9 +105,11 @@ def run(build: "Callable[[], Trainer]") -> int:
     try:
         trainer.fit()
     except KeyboardInterrupt as stop:
-        number = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT
-        print(f"\nstopped by {number.name} {trainer.progress_summary()}", file=sys.stderr)
-        return 128 + number
+        stop = stop if isinstance(stop, Stopped) else Stopped(signal.SIGINT)
+        progress = trainer.progress_summary()
+        progress = progress.replace("in step", "after step", 1) if stop.finished else progress
+        print(f"\nstopped by {stop.signal.name} {progress}", file=sys.stderr)
+        return stop.exit_status
     except DiskFullError as error:
         return print_error(error)
     except Exception as error:
@@ -118,9 +122,5 @@ def run(build: "Callable[[], Trainer]") -> int:
     return 0
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM was received."""
-
-
 def _terminated(number: int, frame: object) -> None:
-    raise Terminated
+    raise Stopped(number)

@@ -341,14 +341,16 @@ def micro_batch_losses(run: Run) -> None:
 
 
 def saved(run: Run) -> None:
-    """Warn if the run saves nothing."""
+    """save_best and early stopping have validations. Warn if the run saves nothing."""
     trainer = run.config.trainer
-    if trainer.save_freq in (-1, 0) and not trainer.val_only:
-        logger.warning(
-            "the trained model will not be saved, because trainer.save_freq is %d: trainer.save_freq=last saves it "
-            "after the last step",
-            trainer.save_freq,
-        )
+    wanted = {"save_best": trainer.save_best, "early_stopping.patience": trainer.early_stopping.patience}
+    for name, value in wanted.items():
+        if value and trainer.test_freq in (-1, 0):
+            raise ValueError(
+                f"trainer.{name} is set, but trainer.test_freq is {trainer.test_freq}: set trainer.test_freq"
+            )
+    if trainer.save_freq in (-1, 0) and not (trainer.save_at_end or trainer.save_best or trainer.val_only):
+        logger.warning("the trained model will not be saved, because trainer.save_at_end is false")
 
 
 def unused(run: Run) -> None:

@@ -413,6 +413,8 @@ def _become(module: ModuleType, descriptors: Sequence[int], env: Mapping[str, st
     os.environ.clear()
     os.environ.update(env)
     signal.pthread_sigmask(signal.SIG_SETMASK, {STACK_SIGNAL} if stacks else ())
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.argv[:] = [module.__file__, *map(str, inherited)]
     sys.modules["__main__"] = module
     importlib.invalidate_caches()  # folders may have changed since the server read them
@@ -431,6 +433,8 @@ def _num_threads(env: Mapping[str, str]) -> int:
 
 def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {STACK_SIGNAL})  # blocked until the child has a handler
+    for number in (signal.SIGINT, signal.SIGTERM):  # Slurm signals every process of a job; the parent ends this one
+        signal.signal(number, signal.SIG_IGN)
     module = _Server(socket.socket(fileno=int(sys.argv[1]))).serve()
     module.main()
 

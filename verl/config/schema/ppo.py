@@ -4,10 +4,12 @@ Keys and defaults are those of the scripts of verl users. Defaults that differ w
 `native`, one process, the console as logger, `auto` for device and dtype.
 """
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from verl.config.aliases import RL
 from verl.config.fields import Schema, Section, StrList, field, fields_of, section
+from verl.config.naming import default_names
 from verl.config.schema.actor import ActorConfig, CriticConfig, RefConfig
 from verl.config.schema.algorithm import AlgorithmConfig
 from verl.config.schema.data import DataConfig
@@ -45,6 +47,10 @@ class Config(Schema):
     placement: PlacementConfig = section(PlacementConfig, "devices of the roles")
     imports: StrList = field([], "Python files or modules that every process imports first (custom code)")
     ray_kwargs: RayConfig = section(RayConfig, "how Ray is started")
+
+    @classmethod
+    def default_names(cls, flat: Mapping[str, Any], plain: Mapping[str, Any]) -> Mapping[str, str]:
+        return default_names(flat, plain)
 
     @property
     def rollout_is_separate(self) -> bool:

@@ -1,9 +1,11 @@
 """The configuration of SFT: `load_config(..., schema=SFTConfig)`."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from verl.config.aliases import SFT
-from verl.config.fields import FilePath, FilePaths, Schema, Section, StrList, field, section
+from verl.config.fields import FilePaths, Schema, Section, StrList, field, section
+from verl.config.naming import default_names
 from verl.config.schema.data import DatasetClassConfig, PromptFormat
 from verl.config.schema.model import CheckpointConfig, CheckpointContents, EngineConfig, ModelConfig, OptimConfig
 from verl.config.schema.trainer import RunConfig
@@ -60,13 +62,6 @@ class SFTTrainerConfig(RunConfig):
     """`trainer`: the SFT run."""
 
     total_epochs: int = field(4, "training epochs", ge=1)
-    project_name: str = field("gsm8k-sft", "project name for trackers and folders")
-    experiment_name: str = field("test", "name of the run")
-    default_local_dir: FilePath = field(
-        "checkpoints/gsm8k-sft/test",
-        "folder of checkpoints and logs",
-        default_from="checkpoints/${trainer.project_name}/${trainer.experiment_name}",
-    )
     seed: int = field(1, "seed of all random number generators", ge=0)
     max_ckpt_to_keep: int | None = field(None, "number of checkpoints to keep; null: all", ge=1)
 
@@ -84,3 +79,7 @@ class SFTConfig(Schema):
     checkpoint: SFTCheckpointConfig = section(SFTCheckpointConfig, "contents of a checkpoint")
     trainer: SFTTrainerConfig = section(SFTTrainerConfig, "the run")
     imports: StrList = field([], "Python files or modules that every process imports first (custom code)")
+
+    @classmethod
+    def default_names(cls, flat: Mapping[str, Any], plain: Mapping[str, Any]) -> Mapping[str, str]:
+        return default_names(flat, plain)

@@ -6,8 +6,21 @@ import pydantic
 from annotated_types import Ge
 
 from verl.config.fields import FilePath, Section, StrList, field, section
+from verl.config.naming import EXPERIMENT, PROJECT
 
 _Steps = Annotated[int, Ge(-1)]
+
+
+BestMode = Literal["auto", "max", "min"]
+
+
+class EarlyStoppingConfig(Section):
+    """`trainer.early_stopping`: on with `patience`."""
+
+    patience: int | None = field(None, "end after this many validations in a row without improvement; null: off", ge=1)
+    metric: str | None = field(None, "validation metric; null: that of save_best, or the main one")
+    min_delta: float = field(0.0, "smallest change that counts as an improvement", ge=0)
+    mode: BestMode = field("auto", "whether the best value is the largest; auto: min for names ending in loss")
 
 
 class RunConfig(Section):
@@ -15,10 +28,16 @@ class RunConfig(Section):
 
     total_epochs: int = field(30, "training epochs", ge=1)
     total_training_steps: int | None = field(None, "number of training steps; null: by total_epochs", ge=1)
-    project_name: str = field("verl_examples", "project name for trackers and folders")
-    experiment_name: str = field("gsm8k", "name of the run")
+    project_name: str = field(
+        PROJECT, "project name for trackers and folders; {data}: name of the data set", default_from=PROJECT
+    )
+    experiment_name: str = field(
+        EXPERIMENT,
+        "name of the run; {digest}: of the settings that define it (docs/checkpoints.md)",
+        default_from=EXPERIMENT,
+    )
     default_local_dir: FilePath = field(
-        "checkpoints/verl_examples/gsm8k",
+        f"checkpoints/{PROJECT}/{EXPERIMENT}",
         "folder of checkpoints and logs",
         default_from="checkpoints/${trainer.project_name}/${trainer.experiment_name}",
     )
@@ -36,9 +55,16 @@ class RunConfig(Section):
     test_freq: _Steps | Literal["after_each_epoch"] = field(
         -1, "validate every N steps, and after the last one; -1: never"
     )
-    save_freq: _Steps | Literal["after_each_epoch", "last"] = field(
-        "last", "save a checkpoint every N steps, and after the last one; last: only then; -1: never"
+    save_freq: _Steps | Literal["after_each_epoch"] = field(-1, "save a checkpoint every N steps; -1: never by step")
+    save_at_end: bool = field(True, "save a checkpoint after the last step, and when SIGINT or SIGTERM ends the run")
+    save_best: bool | str = field(
+        False,
+        "keep the checkpoint with the best value of this validation metric; true: the main one (docs/checkpoints.md)",
     )
+    save_best_mode: BestMode = field(
+        "auto", "whether the best value is the largest; auto: min for names ending in loss"
+    )
+    early_stopping: EarlyStoppingConfig = section(EarlyStoppingConfig, "end the run when validation stops improving")
     max_skipped_steps: int = field(
         5, "stop after this many steps without an update because of non-finite gradients; 0: never", ge=0
     )

@@ -6,6 +6,7 @@ that the parent has ended. On SIGUSR1 the stacks of all threads are written to S
 """
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -27,7 +28,17 @@ def start_parent_watchdog(lifeline: int) -> subprocess.Popen:
     The watchdog is a shell in the process group of this process: it works while this process is stuck in C code, and
     when this process is killed at the same moment as its parent.
     """
-    return subprocess.Popen(["/bin/sh", "-c", "read line; kill -KILL 0"], stdin=lifeline)
+    return subprocess.Popen(["/bin/sh", "-c", "trap '' INT TERM; read line; kill -KILL 0"], stdin=lifeline)
+
+
+def ignore_interruptions() -> None:
+    """Leave SIGINT and SIGTERM to the controller, which ends this process after the step in flight.
+
+    Slurm and systemd signal every process of a job. The handler does nothing: unlike SIG_IGN, programs that this
+    process starts do not inherit it.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: None)
 
 
 class WorkerHost:
@@ -92,6 +103,7 @@ def _receive(connection: socket.socket) -> Message:
 
 def main() -> None:
     connection, lifeline, stacks = map(int, sys.argv[1:])
+    ignore_interruptions()
     watchdog = start_parent_watchdog(lifeline)
     dump_stacks_on_request(stacks)
     host = WorkerHost()

@@ -2,6 +2,8 @@
 
 import functools
 import os
+import signal
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,7 +79,7 @@ class RayCluster:
         self._started = not ray.is_initialized()
         can_grow = True
         if self._started:
-            session = ray.init(**self.ray_init).address_info["session_dir"]
+            session = self._init_ray()
             can_grow = not session.endswith(f"_{os.getpid()}")  # Ray names a session after the process that started it
         # this host may have no GPU where the nodes do
         use_gpu = self.device == "cuda" or (self.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
@@ -95,6 +97,14 @@ class RayCluster:
 
         self._groups = start_pools(pools, specs, start)
         return self._groups
+
+    def _init_ray(self) -> str:
+        """Start or join a cluster, and return its session folder. Ray's handler of SIGTERM, which exits, is undone."""
+        handler = signal.getsignal(signal.SIGTERM)
+        session = ray.init(**self.ray_init).address_info["session_dir"]
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+        return session
 
     def shutdown(self) -> None:
         for group in self._groups.values():

@@ -1,0 +1,285 @@
+"""When a run saves: at its end, after SIGINT or SIGTERM, at its best validation; and early stopping."""
+
+import json
+import math
+import os
+import signal
+import threading
+
+import pytest
+
+from tests.trainer.test_resume import metrics_of
+from verl.config.schema import TrainerConfig
+from verl.trainer.interruption import Stopped
+from verl.trainer.launch import run as launch
+from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.trainer.main_ppo import main
+from verl.trainer.validation_watch import Best, ValidationWatch
+
+METRIC = "val-core/task/acc/mean@1"
+
+
+def steps_in(folder) -> list[int]:
+    return sorted(int(path.name.removeprefix("global_step_")) for path in folder.glob("global_step_*"))
+
+
+def validated(folder, step: int) -> bool:
+    return any(name.startswith("val-core/") for name in metrics_of(folder)[step])
+
+
+def scripted(trainer: LocalPPOTrainer, values: dict[int, float]) -> LocalPPOTrainer:
+    """Let the validations of a trainer give these values: step -> value."""
+    trainer.validate = lambda: {METRIC: values[trainer.global_step]}
+    return trainer
+
+
+def signalled_in_step(trainer: LocalPPOTrainer, step: int, *numbers: int) -> LocalPPOTrainer:
+    """Let a trainer receive signals in the middle of a step: when the advantages are computed."""
+    operator = next(op for op in trainer.pipeline.operators if op.name == "adv")
+    func = operator.func
+
+    def signalled(*args, **kwargs):
+        if trainer.global_step == step:
+            for number in numbers:
+                os.kill(os.getpid(), number)
+        return func(*args, **kwargs)
+
+    object.__setattr__(operator, "func", signalled)
+    return trainer
+
+
+@pytest.fixture
+def chosen(settings) -> list[str]:
+    kept = [s for s in settings if not s.startswith("trainer.save_at_end")]
+    return [*kept, "algorithm.adv_estimator=grpo"]
+
+
+# ---- the end of a run -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "saved"),
+    [
+        (["trainer.save_freq=-1"], [3]),
+        pytest.param(["trainer.save_freq=2"], [2, 3], marks=pytest.mark.slow),
+        (["trainer.save_freq=2", "trainer.save_at_end=false"], [2]),
+        (["trainer.save_at_end=false"], []),
+    ],
+)
+def test_a_run_saves_at_its_end(given, saved, chosen, tmp_path, caplog):
+    LocalPPOTrainer(overrides=[*chosen, *given, "trainer.total_training_steps=3"]).fit()
+    assert steps_in(tmp_path / "run") == saved
+    assert ("the trained model will not be saved" in caplog.text) == (not saved)
+
+
+# ---- signals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)]
+)
+def test_a_signal_finishes_the_step_and_saves_it(number, status, chosen, tmp_path, capsys):
+    """The run is resumed by the same command, and its metrics are those of an uninterrupted run."""
+    run, before = tmp_path / "run", [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    plain = [*chosen, "trainer.test_freq=2", "trainer.total_training_steps=4", "trainer.save_best=true"]
+    stopped = signalled_in_step(LocalPPOTrainer(overrides=plain), 2, number)
+    assert launch(lambda: stopped) == status
+    message = f"stopped by {number.name} after step 2 of 4; the same command resumes from {run}/global_step_2"
+    assert capsys.readouterr().err.splitlines()[-1] == message
+    assert steps_in(run) == [2]
+    assert not validated(run, 2)  # the validation of step 2 is left to the resumed run
+    LocalPPOTrainer(overrides=plain).fit()
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+    interrupted, best = metrics_of(run), json.loads((run / "best_checkpoint.json").read_text())
+    straight = tmp_path / "straight"
+    LocalPPOTrainer(overrides=[*plain, f"trainer.default_local_dir={straight}"]).fit()
+    assert interrupted == metrics_of(straight) and validated(run, 2)
+    expected = json.loads((straight / "best_checkpoint.json").read_text())
+    assert {**best, "saved_as_best": None} == {**expected, "saved_as_best": None}
+
+
+def test_a_signal_between_two_steps_saves_too(chosen, tmp_path):
+    trainer = LocalPPOTrainer(overrides=[*chosen, "trainer.total_training_steps=4"])
+    trainer.on_step.append(lambda report: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Stopped) as stop:
+        trainer.fit()
+    assert stop.value.finished and stop.value.exit_status == 143
+    assert steps_in(tmp_path / "run") == [1]
+
+
+def test_a_second_sigint_stops_at_once_and_keeps_the_last_checkpoint(chosen, tmp_path, capsys):
+    plain = [*chosen, "trainer.save_freq=1", "trainer.total_training_steps=4"]
+    trainer = signalled_in_step(LocalPPOTrainer(overrides=plain), 2, signal.SIGINT, signal.SIGINT)
+    assert launch(lambda: trainer) == 130
+    expected = f"stopped by SIGINT in step 2 of 4; the same command resumes from {tmp_path / 'run'}/global_step_1"
+    assert capsys.readouterr().err.splitlines()[-1] == expected
+    assert steps_in(tmp_path / "run") == [1]
+
+
+def test_repeated_sigterm_is_one_request(chosen, tmp_path):
+    """Launchers send it to every process, and some forward it to their children."""
+    trainer = LocalPPOTrainer(overrides=[*chosen, "trainer.total_training_steps=4"])
+    with pytest.raises(Stopped):
+        signalled_in_step(trainer, 1, signal.SIGTERM, signal.SIGTERM, signal.SIGTERM).fit()
+    assert steps_in(tmp_path / "run") == [1]
+
+
+def test_without_save_at_end_a_signal_saves_nothing(settings, tmp_path, capsys):
+    plain = [*settings, "algorithm.adv_estimator=grpo", "trainer.total_training_steps=4"]
+    trainer = LocalPPOTrainer(overrides=plain)
+    assert launch(lambda: signalled_in_step(trainer, 1, signal.SIGINT)) == 130
+    shown = capsys.readouterr().err.splitlines()[-1]
+    assert shown.startswith("stopped by SIGINT after step 1 of 4; no checkpoint was saved (trainer.save_freq is -1, ")
+    assert steps_in(tmp_path / "run") == []
+
+
+def test_a_signal_in_the_last_step_is_a_normal_end(chosen, tmp_path):
+    trainer = LocalPPOTrainer(overrides=[*chosen, "trainer.total_training_steps=1"])
+    assert launch(lambda: signalled_in_step(trainer, 1, signal.SIGTERM)) == 0
+    assert steps_in(tmp_path / "run") == [1]
+
+
+def test_a_run_in_another_thread_leaves_the_handlers(chosen, tmp_path):
+    before, failed = signal.getsignal(signal.SIGINT), []
+    trainer = LocalPPOTrainer(overrides=[*chosen, "trainer.total_training_steps=1"])
+    trainer.on_step.append(lambda report: failed.append(signal.getsignal(signal.SIGINT) is not before))
+    thread = threading.Thread(target=trainer.fit)
+    thread.start()
+    thread.join()
+    assert failed == [False] and steps_in(tmp_path / "run") == [1]
+
+
+# ---- the best checkpoint --------------------------------------------------------------------------------------------
+
+SERIES = {0: 0.9, 1: 0.2, 2: 0.5, 3: 0.7, 4: 0.6, 5: 0.7, 6: 0.1}  # the best trained step is 3
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(chosen, tmp_path):
+    plain = [*chosen, f"trainer.save_best={METRIC}", "trainer.test_freq=1", "trainer.max_actor_ckpt_to_keep=1"]
+    plain += ["trainer.total_training_steps=6", "trainer.val_before_train=true"]
+    scripted(LocalPPOTrainer(overrides=plain), SERIES).fit()
+    run = tmp_path / "run"
+    assert steps_in(run) == [3, 6]
+    record = {"metric": METRIC, "value": 0.7, "step": 3, "mode": "max", "saved_as_best": True}
+    assert json.loads((run / "best_checkpoint.json").read_text()) == record
+    assert os.readlink(run / "best") == "global_step_3"
+    resumed = [*plain, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={run / 'best'}"]
+    again = LocalPPOTrainer(overrides=[*resumed, "trainer.total_training_steps=4"])
+    scripted(again, SERIES).fit()
+    assert again.global_step == 4
+
+
+@pytest.mark.parametrize("kept", [1, pytest.param(None, marks=pytest.mark.slow)])
+def test_a_resumed_run_has_the_best_of_an_uninterrupted_one(kept, chosen, tmp_path):
+    plain = [*chosen, "trainer.save_best=true", "trainer.test_freq=1", "trainer.save_freq=2"]
+    plain += [f"trainer.max_actor_ckpt_to_keep={kept}"] if kept else []
+    for steps in (4, 6):
+        scripted(LocalPPOTrainer(overrides=[*plain, f"trainer.total_training_steps={steps}"]), SERIES).fit()
+    assert steps_in(tmp_path / "run") == ([3, 6] if kept else [2, 3, 4, 6])  # 1 was superseded, and was not due
+    assert json.loads((tmp_path / "run" / "best_checkpoint.json").read_text())["step"] == 3
+
+
+def test_lower_is_better(chosen, tmp_path):
+    plain = [*chosen, "trainer.save_best=true", "trainer.save_best_mode=min", "trainer.test_freq=1"]
+    values = {1: 0.5, 2: 0.1, 3: 0.3}
+    scripted(LocalPPOTrainer(overrides=[*plain, "trainer.total_training_steps=3"]), values).fit()
+    assert json.loads((tmp_path / "run" / "best_checkpoint.json").read_text())["step"] == 2
+
+
+def test_the_best_file_is_written_again_after_a_kill(chosen, tmp_path):
+    """The process was killed between the checkpoint and best_checkpoint.json."""
+    plain = [*chosen, "trainer.save_best=true", "trainer.test_freq=1", "trainer.max_actor_ckpt_to_keep=1"]
+    scripted(LocalPPOTrainer(overrides=[*plain, "trainer.total_training_steps=3"]), SERIES).fit()
+    best = tmp_path / "run" / "best_checkpoint.json"
+    best.unlink()
+    scripted(LocalPPOTrainer(overrides=[*plain, "trainer.total_training_steps=5"]), SERIES).fit()
+    assert json.loads(best.read_text())["step"] == 3
+    assert steps_in(tmp_path / "run") == [3, 5]
+
+
+@pytest.mark.parametrize("key", ["trainer.save_best=val/acc", "trainer.early_stopping={patience: 2, metric: val/acc}"])
+def test_a_metric_that_does_not_exist_is_refused_before_training(key, chosen):
+    trainer = LocalPPOTrainer(overrides=[*chosen, key, "trainer.test_freq=1", "trainer.val_before_train=true"])
+    with pytest.raises(ValueError, match=r"the validation has no metric 'val/acc'.*known: .*val-core/"):
+        trainer.fit()
+    assert trainer.global_step == 0
+
+
+@pytest.mark.parametrize("key", ["save_best=true", "early_stopping.patience=2"])
+def test_without_validations_there_is_no_best(key, chosen, capsys):
+    assert main([*chosen, f"trainer.{key}"]) == 1
+    assert f"trainer.{key.partition('=')[0]} is set, but trainer.test_freq is -1" in capsys.readouterr().err
+
+
+# ---- early stopping -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "values", "last"),
+    [
+        # best 0.7 at step 3; 4, 5 and 6 are not better: the third one ends the run
+        ({"patience": 3}, [0.2, 0.5, 0.7, 0.6, 0.7, 0.1, 0.9], 6),
+        ({"patience": 1}, [0.2, 0.5, 0.7, 0.6, 0.7, 0.1, 0.9], 4),
+        # 0.55 and 0.6 are not more than 0.1 above 0.5, which stays the reference
+        ({"patience": 2, "min_delta": 0.1}, [0.2, 0.5, 0.55, 0.6, 0.9], 4),
+        ({"patience": 2, "mode": "min"}, [0.5, 0.4, 0.45, 0.39, 0.5, 0.39, 0.1], 6),
+        ({"patience": 2}, [0.1, math.nan, 0.1, 0.4], 3),
+        ({"patience": 2}, [0.1, 0.2, 0.3, 0.4, 0.5], None),
+    ],
+)
+def test_patience_counted_by_hand(given, values, last):
+    """Also when the state is saved and restored after every validation."""
+    config = TrainerConfig(early_stopping=given, save_best=False)
+    watch, ended = ValidationWatch(config), None
+    for step, value in enumerate(values, 1):
+        watch.observe(step, {METRIC: value})
+        if watch.reason and not ended:
+            ended = step
+        state, watch = watch.state_dict(), ValidationWatch(config)
+        watch.load_state_dict(json.loads(json.dumps(state)))
+    assert ended == last
+
+
+def test_early_stopping_is_a_normal_end_and_survives_an_interruption(chosen, tmp_path, caplog):
+    caplog.set_level("INFO")
+    plain = [*chosen, "trainer.early_stopping.patience=1", "trainer.test_freq=1", "trainer.total_training_steps=7"]
+    series = {1: 0.2, 2: 0.5, 3: 0.4, 4: 0.9}
+    trainer = scripted(LocalPPOTrainer(overrides=plain), series)
+    trainer.on_step.append(lambda report: report.step == 2 and os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(Stopped):
+        trainer.fit()
+    trainer = scripted(LocalPPOTrainer(overrides=plain), series)
+    trainer.fit()
+    assert trainer.global_step == 3 and steps_in(tmp_path / "run") == [2, 3]
+    reason = f"{METRIC} has not improved in 1 validations (best: 0.5 at step 2; trainer.early_stopping.patience=1)"
+    assert trainer.end_reason == reason and f"early stopping at step 3 of 7: {reason}" in caplog.text
+    again = scripted(LocalPPOTrainer(overrides=plain), series)
+    again.fit()
+    assert again.global_step == 3 and "nothing to train" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("metrics", "name", "value", "mode"),
+    [
+        ({"val-core/a/acc/mean@4": 0.5, "val-core/a/acc/best@4": 0.9}, "val-core/a/acc/mean@4", 0.5, "max"),
+        (
+            {"val-core/b/acc/mean@1": 0.5, "val-core/a/acc/mean@1": 0.25},
+            "mean of val-core/a/acc/mean@1, val-core/b/acc/mean@1",
+            0.375,
+            "max",
+        ),
+        ({"val/loss": 2.0}, "val/loss", 2.0, "min"),
+    ],
+)
+def test_the_main_metric(metrics, name, value, mode):
+    watch = ValidationWatch(TrainerConfig(save_best=True))
+    watch.observe(5, metrics)
+    assert watch.best == Best(name, value, 5, mode)
+
+
+def test_another_metric_does_not_take_over_the_best_value(caplog):
+    watch = ValidationWatch(TrainerConfig(save_best="val/a"))
+    watch.observe(1, {"val/a": 0.9})
+    other = ValidationWatch(TrainerConfig(save_best="val/b"))
+    other.load_state_dict(watch.state_dict())
+    assert other.best is None and "the best value of val/a in the checkpoint is not used" in caplog.text

@@ -1,0 +1,87 @@
+"""Default names of a project and of an experiment, made of the settings that define the experiment.
+
+    trainer.project_name      {data}                        gsm8k
+    trainer.experiment_name   {algorithm}-{model}-{digest}  grpo-Qwen2.5-0.5B-Instruct-3fa2c1
+
+The digest is of the defining settings that differ from their defaults: the same command has the same names, so that it
+resumes its own run, and another model, data set, algorithm, reward or hyperparameter has a folder of its own. Settings
+of length, speed, placement, validation and output are not part of it.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import PurePath
+from typing import Any
+
+PROJECT, EXPERIMENT = "{data}", "{algorithm}-{model}-{digest}"
+
+#: settings of these sections do not define an experiment ...
+_OUTSIDE = ("placement", "ray_kwargs", "checkpoint", "engine", "trainer")
+#: ... except these
+_DEFINING = ("trainer.seed", "trainer.critic_warmup", "trainer.async.max_staleness")
+#: elsewhere: speed, memory, placement, validation, and limits of time
+_NOT_DEFINING = (
+    *("data.val_*", "data.validation_shuffle", "data.gen_batch_size"),
+    *("*.checkpoint.*", "*.fsdp_config.*", "*.fsdp.*", "*.strategy", "*nccl_timeout", "*.hybrid_engine"),
+    *("*micro_batch_size*", "*use_dynamic_bsz", "*max_token_len*", "*gradient_checkpointing", "*use_remove_padding"),
+    *("*.use_liger", "*.trust_remote_code", "*.tokenizer_path"),
+    *("*.rollout.name", "*.rollout.dtype", "*.rollout.*parallel*", "*.rollout.gpu_memory*", "*.rollout.*cache*"),
+    *("*.rollout.enforce_eager", "*.rollout.max_num*", "*.rollout.max_model_len", "*.rollout.*chunked*"),
+    *("*.rollout.engine_kwargs.*", "*.rollout.nnodes", "*.rollout.n_gpus_per_node", "*.rollout.weight_sync*"),
+    *("*.rollout.lora_sync", "*.rollout.check_every", "*.rollout.checkpoint_engine.*", "*.rollout.val_kwargs.*"),
+    *("*.rollout.server.model_name", "*.rollout.server.max_concurrency", "*.tool_processes", "*.tool_isolation"),
+    *("*.optim.total_training_steps", "reward.isolation", "reward.memory_limit_mb", "reward.sandbox_fusion.*"),
+)
+#: folders and files that are called so do not say what is in them
+_GENERIC = re.compile(
+    r"(train|training|test|val|validation|dev|eval|data|datasets?|rows|part|model|actor|critic|huggingface|hf|merged|"
+    r"snapshots|main|latest|best|checkpoints?|global_step_\d+|[0-9a-f]{40}|[-_.\d]*|/)(-\d+-of-\d+)?",
+    re.I,
+)
+
+
+def default_names(flat: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, str]:
+    """Return the values of {data}, {algorithm}, {model} and {digest}.
+
+    Args:
+        flat: dotted key -> value of every field.
+        plain: the same of the defaults.
+    """
+    files = flat.get("data.train_files") or []
+    model = flat.get("actor_rollout_ref.model.path", flat.get("model.path"))
+    algorithm = flat.get("algorithm.name") or flat.get("algorithm.adv_estimator") or "sft"
+    algorithm = "ppo" if algorithm == "gae" else algorithm
+    data = list(dict.fromkeys(_telling_part(str(path)) or "data" for path in files))
+    return {
+        "data": "+".join(data[:3]) + ("" if len(data) <= 3 else f"+{len(data) - 3}") if data else "data",
+        "algorithm": _clean(str(algorithm)) or "rl",
+        "model": _telling_part(str(model or "")) or "model",
+        "digest": _digest({k: v for k, v in flat.items() if v != plain.get(k) and is_defining(k)}),
+    }
+
+
+def is_defining(key: str) -> bool:
+    """Whether runs with different values of this setting are different experiments."""
+    if key in _DEFINING:
+        return True
+    return key.partition(".")[0] not in _OUTSIDE and not any(fnmatchcase(key, pattern) for pattern in _NOT_DEFINING)
+
+
+def _telling_part(path: str) -> str:
+    """The last part of a path or Hub id that is not generic: `~/gsm8k/train.parquet` -> gsm8k."""
+    parts = PurePath(path.rstrip("/")).parts
+    parts = (*parts[:-1], re.sub(r"\.(parquet|jsonl?|csv|arrow)(\.gz)?$", "", parts[-1])) if parts else ()
+    parts = tuple(part.removeprefix("models--").removeprefix("datasets--") for part in parts)
+    return next((_clean(part) for part in reversed(parts) if not _GENERIC.fullmatch(part) and _clean(part)), "")
+
+
+def _clean(name: str) -> str:
+    return re.sub(r"[^\w.+-]+", "_", name).strip("._-")
+
+
+def _digest(settings: Mapping[str, Any]) -> str:
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:6]

@@ -1,0 +1,72 @@
+"""SIGINT and SIGTERM during training: the step in flight is finished and saved before the run ends.
+
+    with Interruption() as interruption:
+        while not interruption.requested:
+            step()
+
+The first signal is only recorded. A second SIGINT raises `Stopped` at once; further SIGTERMs are ignored, because
+launchers repeat them. Handlers are installed in the main thread only; in another thread nothing changes.
+"""
+
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+logger = logging.getLogger("verl.trainer")
+
+
+class Stopped(KeyboardInterrupt):
+    """A run was ended by SIGINT or SIGTERM.
+
+    Attributes:
+        signal: which one.
+        finished: the step in flight was finished, and saved if trainer.save_at_end is set.
+    """
+
+    def __init__(self, number: int, finished: bool = False):
+        super().__init__(signal.Signals(number).name)
+        self.signal = signal.Signals(number)
+        self.finished = finished
+
+    @property
+    def exit_status(self) -> int:
+        """128 + signal: 130 for SIGINT, 143 for SIGTERM."""
+        return 128 + self.signal
+
+
+class Interruption:
+    """Records SIGINT and SIGTERM while it is entered.
+
+    Args:
+        what: returns what is finished before the run ends, for the message.
+
+    Attributes:
+        requested: the signal that was received; None before.
+    """
+
+    def __init__(self, what: Callable[[], str] = lambda: "the step in flight"):
+        self.what = what
+        self.requested: signal.Signals | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interruption":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) != signal.SIG_IGN:  # as in a background job of a shell
+                    self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        for number, handler in self._previous.items():
+            # None: a handler that was not installed from Python, which cannot be restored
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.requested is None:
+            self.requested = signal.Signals(number)
+            logger.warning("%s: finishing %s; SIGINT (Ctrl-C) stops at once", self.requested.name, self.what())
+        elif number == signal.SIGINT:
+            raise Stopped(number)

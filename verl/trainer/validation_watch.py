@@ -1,0 +1,171 @@
+"""ValidationWatch: which validation of a run was the best, and whether the run has stopped improving.
+
+    watch = ValidationWatch(config.trainer)
+    watch.observe(step, metrics)        # after each validation
+    watch.improved                      # trainer.save_best: the last validation was the best one
+    watch.reason                        # trainer.early_stopping: why the run ends, or None
+
+Its state is in every checkpoint, so a resumed run takes the decisions of an uninterrupted one.
+"""
+
+import logging
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from verl.config.schema.trainer import RunConfig
+from verl.registry import did_you_mean
+
+logger = logging.getLogger("verl.trainer")
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best value of a metric so far, and the step whose weights had it."""
+
+    metric: str
+    value: float
+    step: int
+    mode: str
+
+
+class _Tracker:
+    """The best value of one metric, and the number of validations since.
+
+    Args:
+        metric: its name; None: the main metric of the validation.
+        mode: "max", "min" or "auto".
+        min_delta: smallest change that counts.
+        key: of the setting that names the metric, for errors.
+    """
+
+    def __init__(self, metric: str | None, mode: str, min_delta: float, key: str):
+        self.metric, self.mode, self.min_delta, self.key = metric, mode, min_delta, key
+        self.best: Best | None = None
+        self.without_improvement = 0
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Return whether a validation is the best so far. NaN never is."""
+        name, value = self.value_of(metrics)
+        mode = direction(name, self.mode)
+        sign = -1.0 if mode == "min" else 1.0
+        gain = math.inf if self.best is None else sign * (value - self.best.value)
+        if math.isnan(value) or not gain > self.min_delta:
+            self.without_improvement += 1
+            return False
+        self.best, self.without_improvement = Best(name, value, step, mode), 0
+        return True
+
+    def value_of(self, metrics: Mapping[str, float]) -> tuple[str, float]:
+        """Return the name and the value of the metric in a validation. Raises ValueError if it is not there."""
+        if self.metric is None:
+            return main_metric(metrics)
+        if self.metric not in metrics:
+            known = [name for name in metrics if name.startswith(("val", self.metric.partition("/")[0]))]
+            raise ValueError(
+                f"{self.key}: the validation has no metric {self.metric!r}: {did_you_mean(self.metric, known)}"
+            )
+        return self.metric, metrics[self.metric]
+
+    def state_dict(self) -> dict[str, Any]:
+        best = asdict(self.best) if self.best else None
+        return {"metric": self.metric, "best": best, "without_improvement": self.without_improvement}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state, unless it is of another metric or mode."""
+        best = Best(**state["best"]) if state["best"] else None
+        if best is None or (state["metric"] == self.metric and direction(best.metric, self.mode) == best.mode):
+            self.best, self.without_improvement = best, state["without_improvement"]
+        else:
+            logger.warning("%s has changed: the best value of %s in the checkpoint is not used", self.key, best.metric)
+
+
+class ValidationWatch:
+    """Follows the validations of a run for `trainer.save_best` and `trainer.early_stopping`.
+
+    Attributes:
+        improved: whether the last validation was the best one.
+        skipped: whether the validation of the last step is due, but was skipped by an interruption.
+    """
+
+    def __init__(self, trainer: RunConfig):
+        stopping, best = trainer.early_stopping, trainer.save_best
+        metric = best if isinstance(best, str) else None
+        self.patience = stopping.patience
+        self._best = _Tracker(metric, trainer.save_best_mode, 0.0, "trainer.save_best") if best else None
+        self._stopping = None
+        if stopping.patience:
+            mode = trainer.save_best_mode if stopping.metric is None and stopping.mode == "auto" else stopping.mode
+            self._stopping = _Tracker(
+                stopping.metric or metric, mode, stopping.min_delta, "trainer.early_stopping.metric"
+            )
+        self.improved = False
+        self.skipped = False
+
+    @property
+    def best(self) -> Best | None:
+        """The best validation of `trainer.save_best`; None without one."""
+        return self._best.best if self._best else None
+
+    @property
+    def reason(self) -> str | None:
+        """Why `trainer.early_stopping` ends the run; None if it does not."""
+        stopping = self._stopping
+        if stopping is None or stopping.without_improvement < self.patience or stopping.best is None:
+            return None
+        best, delta = stopping.best, f" by more than {stopping.min_delta:g}" if stopping.min_delta else ""
+        return (
+            f"{best.metric} has not improved{delta} in {stopping.without_improvement} validations "
+            f"(best: {best.value:.4g} at step {best.step}; trainer.early_stopping.patience={self.patience})"
+        )
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Raise ValueError if a validation does not have the metrics."""
+        for tracker in (self._best, self._stopping):
+            if tracker is not None:
+                tracker.value_of(metrics)
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take note of a validation."""
+        self.skipped = False
+        self.improved = self._best is not None and self._best.observe(step, metrics)
+        if self._stopping is not None:
+            self._stopping.observe(step, metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        trackers = {"best": self._best, "stopping": self._stopping}
+        return {name: found and found.state_dict() for name, found in trackers.items()} | {"skipped": self.skipped}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, tracker in (("best", self._best), ("stopping", self._stopping)):
+            if tracker is not None and state.get(name):
+                tracker.load_state_dict(state[name])
+        self.skipped = state["skipped"]
+
+
+def direction(metric: str, mode: str) -> str:
+    """Return "max" or "min". auto: "min" for a metric whose name ends in loss."""
+    return mode if mode != "auto" else "min" if metric.endswith("loss") else "max"
+
+
+def main_metric(metrics: Mapping[str, float]) -> tuple[str, float]:
+    """Return the name and the value of the main metric of a validation.
+
+    RL: val-core/<source>/<acc or reward>/mean@N; with several sources, their mean. SFT: val/loss.
+
+    Raises:
+        ValueError: the validation has neither.
+    """
+    core = [name for name in metrics if re.fullmatch(r"val-core/.*/mean@\d+", name)]
+    if len(core) == 1:
+        return core[0], metrics[core[0]]
+    if core:
+        return f"mean of {', '.join(sorted(core))}", sum(metrics[name] for name in core) / len(core)
+    if "val/loss" in metrics:
+        return "val/loss", metrics["val/loss"]
+    raise ValueError(
+        "the validation has no main metric (val-core/<source>/acc/mean@N or val/loss): set trainer.save_best or "
+        f"trainer.early_stopping.metric to one of {', '.join(sorted(metrics)) or '(no metrics)'}"
+    )
