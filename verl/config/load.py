@@ -9,7 +9,7 @@ compared across fields (checks.py). All problems are raised in one `ConfigError`
 
 import difflib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from verl.config.fields import Schema, derived_fields, differences, fields_of, r
 from verl.config.hydra import read_file, select_groups
 from verl.config.reader import Reader
 from verl.config.schema.ppo import Config
-from verl.config.sources import Layer, Setting, read_mapping, read_overrides
+from verl.config.sources import Layer, Overrides, Setting, read_mapping, read_overrides
 from verl.registry import did_you_mean
 
 T = TypeVar("T", bound=Schema)
@@ -43,8 +43,8 @@ log = logging.getLogger("verl.config")
 
 
 def load_config(
-    path: str | Path | None = None,
-    overrides: Sequence[str] = (),
+    path: str | Path | Mapping[str, Any] | None = None,
+    overrides: Overrides = (),
     *,
     base: Mapping[str, Any] | None = None,
     presets: Presets | None = None,
@@ -54,8 +54,8 @@ def load_config(
     """Load a typed configuration. Later sources win: defaults, preset, `base`, the file at `path`, `overrides`.
 
     Args:
-        path: a YAML file.
-        overrides: `key=value`, with or without a leading `--` or `+`.
+        path: a YAML file, or a dictionary with nested or dotted keys.
+        overrides: `key=value`, with or without a leading `--` or `+`; or a dictionary with nested or dotted keys.
         base: a dictionary with nested or dotted keys.
         presets: algorithm name -> {dotted key: value}, selected by `algorithm.name`.
         schema: the configuration to load.
@@ -72,8 +72,8 @@ def load_config(
 
 
 def read_config(
-    path: str | Path | None = None,
-    overrides: Sequence[str] = (),
+    path: str | Path | Mapping[str, Any] | None = None,
+    overrides: Overrides = (),
     *,
     base: Mapping[str, Any] | None = None,
     presets: Presets | None = None,
@@ -82,6 +82,8 @@ def read_config(
 ) -> tuple[T, list[str]]:
     """Like `load_config`, but returns the warnings instead of logging them."""
     layers = [read_mapping(base, "base")] if base else []
+    if isinstance(path, Mapping):
+        layers, path = [*layers, read_mapping(path, "config")], None
     if path is not None:
         layers += read_file(path)
     last, problems = read_overrides(overrides)
@@ -106,6 +108,16 @@ def read_config(
     if problems:
         raise ConfigError(_located(problem, given) for problem in problems)
     return config, [*notes, *notes_of(config)]
+
+
+def with_overrides(config: T, overrides: Overrides) -> T:
+    """A copy of a configuration with other values, which are read and checked as by `load_config`.
+
+    Defaults that follow from a changed value change with it.
+    """
+    from verl.config.presets import PRESETS
+
+    return load_config(differences(config), overrides, presets=PRESETS, schema=type(config))
 
 
 def load_section(name: str, values: Mapping[str, Any], schema: type[Schema] = Config) -> Any:

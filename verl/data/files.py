@@ -9,7 +9,7 @@ import bisect
 import copy
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,9 @@ class RowTable:
     def __init__(self, rows: Sequence[Mapping[str, Any]]):
         self.path, self._rows = Path("dataframe"), rows
         self.columns = tuple(rows[0]) if len(rows) else ()
+
+    def to_table(self) -> pa.Table:
+        return pa.Table.from_pylist(list(self))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -278,6 +281,31 @@ def read_rows(files: str | Path | Sequence[str | Path]) -> Rows:
             )
         opened.append(file)
     return Rows(opened)
+
+
+def rows_in_memory(given: Any) -> Rows | None:
+    """Rows of a sequence of dicts; None if `given` is a path or a list of paths.
+
+    A list is checked and copied: a key that a row does not have is None. Another sequence, such as a Hugging Face
+    dataset, is read row by row.
+
+    Raises:
+        ValueError: an item of a list is not a dict.
+    """
+    if isinstance(given, str | Path | Mapping) or not isinstance(given, Sized) or not len(given):
+        return None
+    if isinstance(given[0], str | Path):
+        return None
+    if isinstance(given, list | tuple):
+        for i, row in enumerate(given):
+            if not isinstance(row, Mapping):
+                raise ValueError(
+                    f'row {i} (the first is 0): expected a dict such as {{"prompt": ..., "answer": ...}}, found '
+                    f"{type(row).__name__}"
+                )
+        empty = dict.fromkeys(key for row in given for key in row)
+        given = [empty | dict(row) for row in given]
+    return Rows([RowTable(given)])
 
 
 def extra_info_column(rows: Rows) -> str:

@@ -10,7 +10,7 @@ is one function of a `Run` and one line in `CHECKS`.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from verl.config.checks import check_combinations
 from verl.config.fields import Schema
 from verl.config.presets import PRESETS
 from verl.config.schema.offline import EvalConfig, GenerationConfig
+from verl.config.sources import Overrides
 from verl.config.supported import settings_without_effect
 from verl.data.rlhf_dataset import RLHFDataset, check_dataset
 from verl.data.sft_dataset import SFTDataset
@@ -118,8 +119,8 @@ class Check:
 
 def prepare_run(
     config: Schema | None,
-    config_path: str | Path | None = None,
-    overrides: Sequence[str] = (),
+    config_path: str | Path | Mapping[str, Any] | None = None,
+    overrides: Overrides = (),
     *,
     recipe: Recipe | None = None,
     train_dataset: Dataset | None = None,
@@ -130,14 +131,13 @@ def prepare_run(
     """Read the settings unless a config is given, choose the cluster, and run the checks of SETTINGS and CONFIG.
 
     Args:
-        config: the settings, or None to read config_path and overrides.
+        config: the settings, or None to read config_path (a file or a dictionary) and overrides.
         recipe: its schema and its settings are used.
         train_dataset, val_dataset: dataset objects, or None to load them from files.
         cluster: where the workers run; None: `make_cluster` chooses.
         backend: of that cluster; None: `trainer.backend`.
     """
     recipe = recipe or Recipe()
-    _check_given(config, config_path, overrides, recipe)
     rows_given = train_dataset is not None
     if config is None:
         base = base_settings(recipe, train_dataset, val_dataset)
@@ -157,18 +157,6 @@ def prepare_run(
         run.cluster = cluster or make_cluster(config, run.backend)
     run_checks(run, CONFIG)
     return run
-
-
-def _check_given(config: Any, config_path: str | Path | None, overrides: Sequence[str], recipe: Recipe) -> None:
-    """Refuse settings that would be ignored, or that are not of the documented types."""
-    if config is not None and not isinstance(config, recipe.schema):
-        expected, found = recipe.schema.__name__, repr(config) if isinstance(config, str) else type(config).__name__
-        hint = 'for a file, use config_path="x.yaml"; for keys, overrides=["key=value"]'
-        raise TypeError(f"config: expected a {expected}, found {found}: {hint}")
-    if isinstance(overrides, str):
-        raise TypeError(f"overrides: expected a list, found the string {overrides!r}: use overrides=[{overrides!r}]")
-    if config is not None and (config_path is not None or overrides):
-        raise ValueError("give config, or config_path and overrides, not both: load_config(path, overrides) makes one")
 
 
 def _reader_check(check: Check, recipe: Recipe, rows_given: bool) -> Callable[[Schema], Iterable[Problem]]:
