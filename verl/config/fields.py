@@ -76,11 +76,10 @@ class Section(pydantic.BaseModel):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        kind = type(self).__name__
         raise ValueError(
-            f"{kind} is read-only: {name} cannot be set. Make a changed copy of the configuration, "
-            f'config.with_overrides({{"...{name}": {value!r}}}), or pass overrides= to the trainer (of a section alone: '
-            f"section.model_copy(update={{{name!r}: {value!r}}}))"
+            f"{type(self).__name__} is read-only: {name} cannot be set. Make a changed copy of the configuration with "
+            f'config.with_overrides({{"...{name}": {value!r}}}), or of this section with '
+            f"section.model_copy(update={{{name!r}: {value!r}}}); or pass overrides= to the trainer"
         )
 
     def __repr_args__(self) -> Iterator[tuple[str, Any]]:

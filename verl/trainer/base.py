@@ -284,6 +284,7 @@ class Trainer(ABC):
         self.start()
         self.checkpointer.poll()
         self.global_step += 1
+        self.total_steps = max(self.total_steps, self.global_step)
         timings: dict[str, float] = {}
         seconds = 0.0
         batch: Any = HOLD
@@ -384,7 +385,7 @@ class Trainer(ABC):
         """
         step = self.checkpointer.load()
         if step == 0:
-            if 0 < self.global_step < self.total_steps:
+            if self.global_step > 0:
                 raise ValueError(
                     f"the trainer is at step {self.global_step}, but there is no checkpoint to resume from, and the "
                     "weights of these steps ended with the workers of the last fit(): set trainer.save_freq and "

@@ -142,7 +142,7 @@ def _write_model(given: Given, expected: type[Schema], model: Any, tokenizer: An
         raise ValueError(f"give model or {key} ({section.path}), not both")
     if config.trainer.nnodes > 1:
         raise ValueError(
-            f"model: an object is written to a folder of this host, but trainer.nnodes is {config.trainer.nnodes}: save "
+            f"model: an object is written to this host, but trainer.nnodes is {config.trainer.nnodes}: save "
             f"it where all hosts can read it, and set {key}"
         )
     folder = Path(config.trainer.default_local_dir).absolute() / _MODEL_FOLDER

@@ -42,11 +42,12 @@ from verl.data.rlhf_dataset import RLHFDataset, check_dataset
 from verl.data.sft_dataset import SFTDataset
 from verl.engines.base import ENGINES
 from verl.engines.loading import check_kernels, check_model
-from verl.registry import did_you_mean, import_module
+from verl.registry import did_you_mean, import_module, location_of
 from verl.rollout.agent_loop import AGENT_LOOPS
 from verl.rollout.base import ROLLOUT_ENGINES
 from verl.rollout.server.agents import TRIAL_FACTS, load_agent
 from verl.single_controller.cluster import CLUSTERS, Cluster, make_cluster
+from verl.single_controller.local.cluster import ProcessCluster
 from verl.tracking.tracking import check_trackers
 from verl.trainer.dynamic_sampling import SUMMED_REWARD
 from verl.trainer.inputs import Inputs, base_settings, dataset_class, try_rewards
@@ -262,6 +263,19 @@ def required_settings(run: Run) -> None:
         )
 
 
+def worker_code(run: Run) -> None:
+    """The loss is defined where workers in other processes can import it."""
+    name = run.config.actor_rollout_ref.actor.policy_loss.loss_mode
+    loss = get_policy_loss_fn(name)
+    if loss.__module__ == "__main__" and (run.backend == "ray" or isinstance(run.cluster, ProcessCluster)):
+        raise ValueError(
+            f"policy_loss.loss_mode={name}: {location_of(loss)} is defined in the main script or a notebook, which the "
+            "worker processes do not run: move it to a file, and set imports=[file.py]. (With one process, "
+            "trainer.n_gpus_per_node=1, it can stay. Estimators, rewards, operators and datasets can stay anyway: they "
+            "run in this process)"
+        )
+
+
 def group_size(run: Run) -> None:
     """Estimators that compare the responses to one prompt have several of them."""
     name, n = run.config.algorithm.adv_estimator, run.config.actor_rollout_ref.rollout.n
@@ -440,6 +454,7 @@ CHECKS: tuple[Check, ...] = (
     Check("reward model", CONFIG, reward_model, schema.Config),
     Check("agent", CONFIG, agent, schema.Config),
     Check("estimator and loss", CONFIG, required_settings, schema.Config),
+    Check("code of the workers", CONFIG, worker_code, schema.Config),
     Check("group size", CONFIG, group_size, schema.Config),
     Check("rollout correction", CONFIG, lambda run: check_correction(run.config), schema.Config),
     Check("placement", CONFIG, placement, schema.Config),
