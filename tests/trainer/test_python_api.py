@@ -44,6 +44,7 @@ def config(tiny, tmp_path) -> dict[str, Any]:
         "trainer": {"default_local_dir": tmp_path / "run", "logger": ("jsonl",), "val_before_train": False},
         "trainer.save_freq": -1,
         "trainer.total_training_steps": 3,
+        "reward.isolation": "none",
     }
 
 
@@ -75,8 +76,7 @@ def test_objects_train_as_files_do(tiny, settings, config, tmp_path):
 
 
 def test_a_reward_receives_the_columns_of_the_row(config):
-    rows = [{"prompt": "ab=", "answer": 7, "kind": "sum"}, {"prompt": [{"role": "user", "content": "c="}], "answer": 5}]
-    rows[1]["prompt"] = "c="
+    rows = [{"prompt": "ab=", "answer": 7, "kind": "sum"}, {"prompt": "c=", "answer": 5}]
     seen = []
 
     async def score(solution_str, ground_truth, extra_info, data_source):
@@ -251,7 +251,8 @@ def test_generation_with_the_current_weights(config, tiny):
 
 def test_what_objects_print(config, tiny):
     trainer = PPOTrainer(config, train_dataset=rows_of(tiny / "train.jsonl"), reward=letters)
-    flow = "prompts -> repeat -> gen -> sleep_rollout -> reward -> ref -> adv -> update_actor -> sync_weights"
+    first, second = "prompts -> repeat -> gen -> sleep_rollout -> reward", "adv -> update_actor -> sync_weights"
+    flow = f"{first} -> old_log_prob -> ref -> {second}"
     assert repr(trainer) == f"PPOTrainer(step 0 of 3, workers not started; flow: {flow})"
     assert repr(trainer.pipeline) == f"Pipeline({flow})"
     assert repr(trainer.build_flow()).startswith("DataFlow(prompts -> repeat -> gen -> reward")

@@ -20,6 +20,7 @@ from verl.config.checks import check_combinations, notes_of
 from verl.config.errors import ConfigError, Problem, format_value
 from verl.config.fields import Schema, derived_fields, differences, fields_of, redacted, to_flat_dict, unflatten
 from verl.config.hydra import read_file, select_groups
+from verl.config.presets import PRESETS
 from verl.config.reader import Reader
 from verl.config.schema.ppo import Config
 from verl.config.sources import Layer, Overrides, Setting, read_mapping, read_overrides
@@ -57,7 +58,7 @@ def load_config(
         path: a YAML file, or a dictionary with nested or dotted keys.
         overrides: `key=value`, with or without a leading `--` or `+`; or a dictionary with nested or dotted keys.
         base: a dictionary with nested or dotted keys.
-        presets: algorithm name -> {dotted key: value}, selected by `algorithm.name`.
+        presets: algorithm name -> {dotted key: value}, selected by `algorithm.name`; None: the built-in ones.
         schema: the configuration to load.
         extra_checks: functions of the loaded configuration that return further problems.
 
@@ -81,6 +82,7 @@ def read_config(
     extra_checks: Iterable[Check] = (),
 ) -> tuple[T, list[str]]:
     """Like `load_config`, but returns the warnings instead of logging them."""
+    presets = PRESETS if presets is None else presets
     layers = [read_mapping(base, "base")] if base else []
     if isinstance(path, Mapping):
         layers, path = [*layers, read_mapping(path, "config")], None
@@ -94,11 +96,11 @@ def read_config(
     problems += reader.problems
     notes = reader.notes
     if isinstance(given.get("algorithm.name", _ABSENT).value, str):
-        given = agree_with_preset(given, reader.source_of, presets or {}, problems, notes)
+        given = agree_with_preset(given, reader.source_of, presets, problems, notes)
     values = {key: setting.value for key, setting in given.items()}
     if isinstance(values.get("algorithm.name"), str):
         try:
-            values = apply_preset(values, presets or {}, schema)
+            values = apply_preset(values, presets, schema)
         except ValueError as error:
             problems.append(Problem("algorithm.name", str(error)))
     config = _validated(schema, values, problems)
@@ -115,9 +117,7 @@ def with_overrides(config: T, overrides: Overrides) -> T:
 
     Defaults that follow from a changed value change with it.
     """
-    from verl.config.presets import PRESETS
-
-    return load_config(differences(config), overrides, presets=PRESETS, schema=type(config))
+    return load_config(differences(config), overrides, schema=type(config))
 
 
 def load_section(name: str, values: Mapping[str, Any], schema: type[Schema] = Config) -> Any:

@@ -135,7 +135,7 @@ class RowTable:
         return dict(self._rows[row])
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (dict(row) for row in self._rows)
+        return (self[row] for row in range(len(self)))  # iterating a torch dataset may not end
 
     def where(self, row: int) -> str:
         return f"row {row} (the first is 0)"

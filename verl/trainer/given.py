@@ -12,7 +12,6 @@ from typing import Any
 
 from verl.config import load_config, schema
 from verl.config.fields import Schema, flatten
-from verl.config.presets import PRESETS
 from verl.config.sources import Overrides
 
 ConfigSource = Schema | Mapping[str, Any] | str | Path | None
@@ -136,7 +135,7 @@ def _write_model(given: Given, expected: type[Schema], model: Any, tokenizer: An
         raise ValueError(f"model: a model object needs its tokenizer: give tokenizer=, or {key} instead of model")
     config = given.config
     if config is None:
-        config = load_config(given.path, given.overrides, presets=PRESETS, schema=expected)
+        config = load_config(given.path, given.overrides, schema=expected)
     section = config.model if expected is schema.SFTConfig else config.actor_rollout_ref.model
     if section.path:
         raise ValueError(f"give model or {key} ({section.path}), not both")

@@ -196,14 +196,17 @@ def as_dataset(config: schema.Config, tokenizer: Any, given: Any, max_samples: i
     if not are_rows(given) or (isinstance(given, Dataset) and config.data.prompt_key not in given[0]):
         return given
     own = config.data.ground_truth_key
-    rows = [_row(row, config.data.prompt_key, own) for row in given]
+    rows = [given[i] for i in range(len(given))]
+    columns = dict.fromkeys(key for row in rows if isinstance(row, Mapping) for key in row)
+    rows = [_row(row, columns, config.data.prompt_key, own) for row in rows]
     return RLHFDataset(rows, tokenizer, config.data, max_samples=len(rows) if max_samples < 0 else max_samples)
 
 
-def _row(row: Any, prompt_key: str, truth_key: str) -> Any:
+def _row(row: Any, columns: Mapping[str, None], prompt_key: str, truth_key: str) -> Any:
+    """A row with all columns, and the further ones in extra_info."""
     if not isinstance(row, Mapping):
-        return row
-    row = dict(row)
+        return row  # reported by `rows_in_memory`
+    row = {**columns, **row}
     if "ground_truth" in row and truth_key not in row and "reward_model" not in row:
         row[truth_key] = row.pop("ground_truth")
     further = {key: value for key, value in row.items() if key not in (*_READ, prompt_key, truth_key)}
