@@ -293,7 +293,7 @@ def test_settings_of_an_estimator(config, tiny, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             PPOTrainer(config, overrides=[*base, wrong], **given)
-    with pytest.raises(ConfigError, match=r"set a parameter .* as \+algorithm.my_temp=... or algorithm.adv_kwargs"):
+    with pytest.raises(ConfigError, match=r"set a parameter .* as algorithm.adv_kwargs.my_temp=... or \+algorithm.my_"):
         PPOTrainer(config, overrides=[*base, "algorithm.my_temp=3"], **given)
 
 
