@@ -32,7 +32,7 @@ plain() {
         reward.reward_function=accuracy_reward trainer.default_local_dir="$out/run" trainer.total_training_steps=2 \
         trainer.val_before_train=false trainer.save_freq=-1 trainer.resume_mode=disable
 }
-if [ "$(nvidia-smi --list-gpus | wc -l)" -gt 1 ]; then
+if [ "$(python3 -c "import torch; print(torch.cuda.device_count())")" -gt 1 ]; then
     (CUDA_VISIBLE_DEVICES=1 seeded; printf '%s\n' "${codes[@]}" >"$out/codes.txt") >"$out/seeded.txt" 2>&1 &
     CUDA_VISIBLE_DEVICES=0 plain
     wait
