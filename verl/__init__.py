@@ -15,6 +15,9 @@ _HOME = {
     "HOLD": "verl.dataflow",
     "RewardFunction": "verl.rewards.functions",
     "check_env": "verl.env_check",
+    "PPOTrainer": "verl.trainer.ppo_trainer",
+    "SFTTrainer": "verl.trainer.sft",
+    "load_config": "verl.config",
 }
 
 __all__ = ["__version__", *_HOME]

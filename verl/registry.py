@@ -12,6 +12,9 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, Generic, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError
+
 logger = logging.getLogger("verl.registry")
 
 T = TypeVar("T")
@@ -23,6 +26,48 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"{hint}known: {', '.join(known) or '(none)'}"
+
+
+def signature(function: Any) -> inspect.Signature:
+    """The signature of a function, with annotations that are strings evaluated where that is possible."""
+    try:
+        return inspect.signature(function, eval_str=True)
+    except (NameError, SyntaxError, TypeError, AttributeError):
+        return inspect.signature(function)
+
+
+def check_type(parameter: inspect.Parameter, value: Any, key: str) -> None:
+    """Check a setting of a custom function against the annotation of its parameter, or the type of the default.
+
+    An int is accepted for a float, a bool is not a number, and null is accepted if it is the default. A parameter
+    without an annotation whose default is missing or None accepts anything, as does an annotation that pydantic does
+    not know.
+
+    Raises:
+        ValueError: another type; the message names the expected one, and what was found.
+    """
+    annotation, default = parameter.annotation, parameter.default
+    if value is None and default is None:
+        return
+    if annotation is parameter.empty or isinstance(annotation, str):
+        if default is None or default is parameter.empty:
+            return
+        annotation = type(default)
+    if not _validates(annotation, value):
+        expected = inspect.formatannotation(annotation)
+        raise ValueError(f"{key}: expected {expected}, found {value!r} ({type(value).__name__})")
+
+
+def _validates(annotation: Any, value: Any) -> bool:
+    try:
+        adapter = TypeAdapter(annotation)
+    except PydanticSchemaGenerationError:
+        return True
+    try:  # strict: an int is a float, but a bool is not a number
+        adapter.validate_python(value, strict=True)
+    except ValidationError:
+        return isinstance(value, list) and annotation is tuple
+    return True
 
 
 class Registry(Generic[T]):

@@ -85,8 +85,8 @@ def test_a_loop_of_single_steps_trains_as_fit_does(settings, tmp_path):
     trainer.on_step.append(reports.append)
     trainer.fit()
     own = LocalPPOTrainer(overrides=[*chosen, f"trainer.default_local_dir={tmp_path}/own"])
-    with pytest.raises(RuntimeError, match=r"role 'actor' has no workers: call init_workers\(\) first, or use fit"):
-        own.validate()
+    with pytest.raises(RuntimeError, match=r"role 'actor' has no workers: call start\(\) first, or use fit"):
+        own.roles["actor"]
     seed_everything(own.config.trainer.seed)
     own.init_workers()
     with pytest.raises(ValueError, match=r"numbered from 1, found global_step 0: call trainer.step\(\)"):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from verl.registry import did_you_mean
+from verl.registry import check_type, did_you_mean, signature
 
 # parameter names of public verl -> column
 ALIASES = {"index": "uid"}
@@ -124,7 +124,7 @@ def missing_settings(fn: Callable, settings: Mapping[str, Any]) -> tuple[str, ..
 
 
 def check_settings(name: str, fn: Callable, settings: Mapping[str, Any], key: str, extra: Mapping[str, Any]) -> None:
-    """Raise ValueError if `fn` lacks a required setting, or has no parameter for an extra one.
+    """Raise ValueError if `fn` lacks a required setting, has no parameter for an extra one, or one of another type.
 
     Args:
         name: names `fn` in messages.
@@ -139,6 +139,10 @@ def check_settings(name: str, fn: Callable, settings: Mapping[str, Any], key: st
     unknown = [] if "config" in parameter_names(fn) else sorted(extra.keys() - keywords)
     if unknown:
         raise ValueError(f"{key}.{unknown[0]}: {name} has no such setting: {did_you_mean(unknown[0], keywords)}")
+    parameters = signature(fn).parameters
+    for setting, value in extra.items():
+        if setting in parameters:
+            check_type(parameters[setting], value, f"{key}.{setting}")
 
 
 def parameter_names(fn: Callable) -> set[str]:

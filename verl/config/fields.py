@@ -1,13 +1,14 @@
 """Building blocks of the configuration schema: `Section`, `Schema`, and `field` for one documented field."""
 
 import functools
+import importlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
 import pydantic
 from annotated_types import Ge, Gt, Le, Lt
@@ -73,6 +74,19 @@ class Section(pydantic.BaseModel):
         if isinstance(value, bool) and not _accepts_bool(cls.model_fields[info.field_name].annotation):
             raise ValueError("expected a number, found a bool")
         return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise ValueError(
+            f"{type(self).__name__} is read-only: {name} cannot be set. Make a changed copy of the configuration with "
+            f'config.with_overrides({{"...{name}": {value!r}}}), or of this section with '
+            f"section.model_copy(update={{{name!r}: {value!r}}}); or pass overrides= to the trainer"
+        )
+
+    def __repr_args__(self) -> Iterator[tuple[str, Any]]:
+        """The fields that differ from their defaults."""
+        for name, value in vars(self).items():
+            if value != type(self).model_fields[name].get_default(call_default_factory=True):
+                yield name, value
 
     def keys(self) -> list[str]:
         return list(vars(self))
@@ -183,6 +197,19 @@ class Schema(Section):
             plain: the same of the defaults.
         """
         return {}
+
+    def with_overrides(self, overrides: Any) -> Self:
+        """A copy with other values; this configuration is unchanged.
+
+        >>> config.with_overrides({"actor_rollout_ref.actor.optim.lr": 1e-5})
+
+        Args:
+            overrides: a dictionary with nested or dotted keys, or a list of "key=value".
+
+        Raises:
+            ConfigError: unknown keys, and values of a wrong type.
+        """
+        return importlib.import_module("verl.config.load").with_overrides(self, overrides)
 
     @classmethod
     def derive(cls, given: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ compared across fields (checks.py). All problems are raised in one `ConfigError`
 
 import difflib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,9 +20,10 @@ from verl.config.checks import check_combinations, notes_of
 from verl.config.errors import ConfigError, Problem, format_value
 from verl.config.fields import Schema, derived_fields, differences, fields_of, redacted, to_flat_dict, unflatten
 from verl.config.hydra import read_file, select_groups
+from verl.config.presets import PRESETS
 from verl.config.reader import Reader
 from verl.config.schema.ppo import Config
-from verl.config.sources import Layer, Setting, read_mapping, read_overrides
+from verl.config.sources import Layer, Overrides, Setting, read_mapping, read_overrides
 from verl.registry import did_you_mean
 
 T = TypeVar("T", bound=Schema)
@@ -43,8 +44,8 @@ log = logging.getLogger("verl.config")
 
 
 def load_config(
-    path: str | Path | None = None,
-    overrides: Sequence[str] = (),
+    path: str | Path | Mapping[str, Any] | None = None,
+    overrides: Overrides = (),
     *,
     base: Mapping[str, Any] | None = None,
     presets: Presets | None = None,
@@ -54,10 +55,10 @@ def load_config(
     """Load a typed configuration. Later sources win: defaults, preset, `base`, the file at `path`, `overrides`.
 
     Args:
-        path: a YAML file.
-        overrides: `key=value`, with or without a leading `--` or `+`.
+        path: a YAML file, or a dictionary with nested or dotted keys.
+        overrides: `key=value`, with or without a leading `--` or `+`; or a dictionary with nested or dotted keys.
         base: a dictionary with nested or dotted keys.
-        presets: algorithm name -> {dotted key: value}, selected by `algorithm.name`.
+        presets: algorithm name -> {dotted key: value}, selected by `algorithm.name`; None: the built-in ones.
         schema: the configuration to load.
         extra_checks: functions of the loaded configuration that return further problems.
 
@@ -72,8 +73,8 @@ def load_config(
 
 
 def read_config(
-    path: str | Path | None = None,
-    overrides: Sequence[str] = (),
+    path: str | Path | Mapping[str, Any] | None = None,
+    overrides: Overrides = (),
     *,
     base: Mapping[str, Any] | None = None,
     presets: Presets | None = None,
@@ -81,7 +82,10 @@ def read_config(
     extra_checks: Iterable[Check] = (),
 ) -> tuple[T, list[str]]:
     """Like `load_config`, but returns the warnings instead of logging them."""
+    presets = PRESETS if presets is None else presets
     layers = [read_mapping(base, "base")] if base else []
+    if isinstance(path, Mapping):
+        layers, path = [*layers, read_mapping(path, "config")], None
     if path is not None:
         layers += read_file(path)
     last, problems = read_overrides(overrides)
@@ -92,11 +96,11 @@ def read_config(
     problems += reader.problems
     notes = reader.notes
     if isinstance(given.get("algorithm.name", _ABSENT).value, str):
-        given = agree_with_preset(given, reader.source_of, presets or {}, problems, notes)
+        given = agree_with_preset(given, reader.source_of, presets, problems, notes)
     values = {key: setting.value for key, setting in given.items()}
     if isinstance(values.get("algorithm.name"), str):
         try:
-            values = apply_preset(values, presets or {}, schema)
+            values = apply_preset(values, presets, schema)
         except ValueError as error:
             problems.append(Problem("algorithm.name", str(error)))
     config = _validated(schema, values, problems)
@@ -106,6 +110,14 @@ def read_config(
     if problems:
         raise ConfigError(_located(problem, given) for problem in problems)
     return config, [*notes, *notes_of(config)]
+
+
+def with_overrides(config: T, overrides: Overrides) -> T:
+    """A copy of a configuration with other values, which are read and checked as by `load_config`.
+
+    Defaults that follow from a changed value change with it.
+    """
+    return load_config(differences(config), overrides, schema=type(config))
 
 
 def load_section(name: str, values: Mapping[str, Any], schema: type[Schema] = Config) -> Any:

@@ -19,14 +19,17 @@ Named = list[tuple[str, Setting]]
 
 
 _ACTOR = "actor_rollout_ref.actor"
+_REWARD = "reward.custom_reward_function"
 _FREE_SETTINGS = {
     "algorithm": "algorithm.adv_kwargs",
     _ACTOR: f"{_ACTOR}.policy_loss.loss_kwargs",
     f"{_ACTOR}.policy_loss": f"{_ACTOR}.policy_loss.loss_kwargs",
     "data": "data.custom_cls.kwargs",
     "data.custom_cls": "data.custom_cls.kwargs",
+    "reward": f"{_REWARD}.reward_kwargs",
+    _REWARD: f"{_REWARD}.reward_kwargs",
 }
-"""Section -> the field for the additional settings of a custom estimator or loss."""
+"""Section -> the field for the additional settings of a custom estimator, loss, dataset or reward."""
 
 
 class Reader:
@@ -83,9 +86,21 @@ class Reader:
                 self._ignored[key] = given
             elif removed_section or self._field_of(key) or key in self.schema.aliases.computed or self._upstream(key):
                 known.append((key, given))
+            elif given.added and (own := self._free_setting(key)) and not self._name_of_another(key):
+                known.append((own, given))
             else:
                 self.problems.append(Problem(given.key, self._unknown(key, given), given.where))
         return known
+
+    def _name_of_another(self, key: str) -> str | None:
+        """The key of the schema that another library calls by the last name of `key`."""
+        return key_of(key.rpartition(".")[2], self.schema.upstream)
+
+    def _free_setting(self, key: str) -> str | None:
+        """The key of a parameter of a custom function or class, which a user has added to its section."""
+        section, _, name = key.rpartition(".")
+        free = _FREE_SETTINGS.get(section)
+        return f"{free}.{name}" if free in fields_of(self.schema) else None
 
     def _upstream(self, key: str) -> UpstreamKey | None:
         return upstream_key(key, self.schema.upstream)
@@ -221,13 +236,15 @@ class Reader:
                 return f"unknown key: {value_key} is a value ({known[value_key].expected()}), not a section"
         if key in sections_of(self.schema):
             return f"found {format_value(given.value)}, expected a section with the keys {self._keys_below(key)}"
-        if meant := key_of(names[-1], self.schema.upstream):
-            return f"unknown key; did you mean {meant}?"
+        own = self._free_setting(key)
+        if meant := self._name_of_another(key):
+            custom = f" (a parameter of a custom function of this name: {own})" if given.added and own else ""
+            return f"unknown key; did you mean {meant}?{custom}"
         near = nearest_key(given.key, [*known, *aliases.names()]) if key == given.key else nearest_key(key, known)
         if near:
             return f"unknown key; did you mean {near}?"
-        if extra := _FREE_SETTINGS.get(key.rpartition(".")[0]):
-            return f"unknown key; set a parameter of a custom function or class as {extra}.{names[-1]}=..."
+        if own:
+            return f"unknown key; set a parameter of a custom function or class as {own}=... or +{key}=..."
         section = next((name for name in _sections_above(key) if name in sections_of(self.schema)), "")
         where = f"keys of {section}" if section else "top-level keys"
         return f"unknown key ({where}: {self._keys_below(section)})"

@@ -69,12 +69,14 @@ class Setting:
         value: the value as YAML reads it.
         where: the line of the file, or the override.
         text: the value as written, before YAML inferred a type; None where that is not known.
+        added: the key was written with a leading `+`, as Hydra adds a key.
     """
 
     key: str
     value: Any
     where: str
     text: str | None = None
+    added: bool = False
 
     def with_value(self, value: Any) -> "Setting":
         """The same origin with another value."""
@@ -82,6 +84,9 @@ class Setting:
 
 
 Layer = dict[str, Setting]
+
+Overrides = Sequence[str] | Mapping[str, Any]
+"""`key=value` strings, or a dictionary with nested or dotted keys."""
 
 
 def read_text(file: Path) -> str:
@@ -129,12 +134,26 @@ def _written(node: yaml.Node | None, prefix: str) -> dict[str, tuple[int, str | 
 
 
 def read_mapping(values: Mapping[str, Any], where: str) -> Layer:
-    """The settings of a dictionary with nested or dotted keys."""
-    return {key: Setting(key, value, where) for key, value in flatten(values).items()}
+    """The settings of a dictionary with nested or dotted keys, with or without a leading `+`."""
+    layer: Layer = {}
+    for spelled, value in flatten(values).items():
+        key, plain = spelled.lstrip("+"), _without_python_types(value)
+        layer.pop(key, None)
+        layer[key] = Setting(key, plain, where, added=key != spelled)
+    return layer
 
 
-def read_overrides(overrides: Sequence[str]) -> tuple[Layer, list[Problem]]:
+def _without_python_types(value: Any) -> Any:
+    """The value with strings for paths and lists for tuples, as a YAML file has them."""
+    if isinstance(value, Path):
+        return str(value)
+    return [_without_python_types(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def read_overrides(overrides: "Overrides") -> tuple[Layer, list[Problem]]:
     """`key=value` from the command line, with or without a leading `--` or `+`; the last of equal keys wins.
+
+    In Python, overrides may also be a dictionary with nested or dotted keys.
 
     Values are YAML: `null`, `true`, `1e-6`, `[a,b]`, `{a: 1}`, quoted strings. `~key` removes a key from earlier
     sources: its default applies.
@@ -142,11 +161,14 @@ def read_overrides(overrides: Sequence[str]) -> tuple[Layer, list[Problem]]:
     Returns:
         The settings, and a problem for every override that cannot be read.
     """
+    if isinstance(overrides, Mapping):
+        return read_mapping(overrides, "overrides"), []
     layer: Layer = {}
     problems: list[Problem] = []
     for override in overrides:
         name, equals, text = override.partition("=")
-        name = name.strip().removeprefix("--").lstrip("+").strip()
+        name = name.strip().removeprefix("--")
+        name, added = name.lstrip("+").strip(), name.startswith("+")
         where = f"override {override!r}"
         if name.startswith("~") and len(name) > 1:
             layer[name[1:]] = Setting(name[1:], REMOVED, where)
@@ -164,7 +186,7 @@ def read_overrides(overrides: Sequence[str]) -> tuple[Layer, list[Problem]]:
             values = flatten({name: value}) if isinstance(value, Mapping) else {name: value}
             for key, item in values.items():
                 layer.pop(key, None)
-                layer[key] = Setting(key, item, where, text.strip() if key == name else None)
+                layer[key] = Setting(key, item, where, text.strip() if key == name else None, added)
     return layer, problems
 
 

@@ -30,7 +30,7 @@ class PromptCollator:
         return collate_prompts([self._with_token_ids(item, position) for position, item in enumerate(items)])
 
     def _with_token_ids(self, item: Any, position: int) -> Any:
-        if not isinstance(item, Mapping) or item.get("raw_prompt") is None or any(key in item for key in _TOKEN_KEYS):
+        if not isinstance(item, Mapping) or item.get("raw_prompt") is None or any(key in item for key in TOKEN_KEYS):
             return item
         where, data = f"dataset item {position} of the batch", self.data
         given = item["raw_prompt"]
@@ -86,12 +86,12 @@ def _standard_item(item: Any, position: int) -> dict[str, Any]:
     return row
 
 
-_TOKEN_KEYS = ("prompt_ids", "raw_prompt_ids", "input_ids")
-_PROMPT_FORMS = (*_TOKEN_KEYS, "attention_mask", "position_ids", "dummy_tensor")
+TOKEN_KEYS = ("prompt_ids", "raw_prompt_ids", "input_ids")
+_PROMPT_FORMS = (*TOKEN_KEYS, "attention_mask", "position_ids", "dummy_tensor")
 
 
 def _prompt_ids(item: Mapping[str, Any], position: int) -> list[int]:
-    form = next((key for key in _TOKEN_KEYS if key in item), None)
+    form = next((key for key in TOKEN_KEYS if key in item), None)
     if form is None:
         raise ValueError(
             f"dataset item {position} of the batch has no prompt token ids: expected 'prompt_ids', 'raw_prompt_ids', "

@@ -5,7 +5,7 @@ read_rows(files) -> Rows     parquet, jsonl, json, csv; folders and datasets of 
 
 import bisect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from verl.data.hub import open_dataset
-from verl.data.readers import count_rows, open_file
+from verl.data.readers import RowTable, count_rows, open_file
 from verl.utils.data_names import SUFFIXES, DataName, is_data_file
 
 logger = logging.getLogger("verl.data")
@@ -193,6 +193,31 @@ def _is_file(path: Path) -> bool:
     if not (name.is_folder or name.is_hub_name):
         raise ValueError(f"{path}: expected a data file, found no such file")
     return False
+
+
+def rows_in_memory(given: Any) -> Rows | None:
+    """Rows of a sequence of dicts; None if `given` is a path or a list of paths.
+
+    A list is checked and copied: a key that a row does not have is None. Another sequence, such as a Hugging Face
+    dataset, is read row by row.
+
+    Raises:
+        ValueError: an item of a list is not a dict.
+    """
+    if isinstance(given, str | Path | Mapping) or not isinstance(given, Sized) or not len(given):
+        return None
+    if isinstance(given[0], str | Path):
+        return None
+    if isinstance(given, list | tuple):
+        for i, row in enumerate(given):
+            if not isinstance(row, Mapping):
+                raise ValueError(
+                    f'row {i} (the first is 0): expected a dict such as {{"prompt": ..., "answer": ...}}, found '
+                    f"{type(row).__name__}"
+                )
+        empty = dict.fromkeys(key for row in given for key in row)
+        given = [empty | dict(row) for row in given]
+    return Rows([RowTable(given)])
 
 
 def extra_info_column(rows: Rows) -> str:

@@ -210,12 +210,12 @@ class RowTable(_File):
 
     Args:
         rows: the rows.
-        name: what errors call them.
+        name: what errors call them; "": nothing.
         source: the data source of rows that name none.
     """
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]], name: str = "dataframe", source: str = "default"):
-        self.path, self.source, self._rows = Path(name), source, rows
+    def __init__(self, rows: Sequence[Mapping[str, Any]], name: str = "", source: str = "default"):
+        self.path, self.source, self._rows, self._name = Path(name or "dataframe"), source, rows, name
         self.columns = tuple(rows[0]) if len(rows) else ()
 
     def __len__(self) -> int:
@@ -225,7 +225,10 @@ class RowTable(_File):
         return dict(self._rows[row])
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (dict(row) for row in self._rows)
+        return (self[row] for row in range(len(self)))  # iterating a torch dataset may not end
+
+    def where(self, row: int) -> str:
+        return super().where(row) if self._name else f"row {row} (the first is 0)"
 
 
 def open_file(path: Path, streaming: bool) -> "ParquetFile | JsonLines | JsonList | CsvFile | ArrowCopy":

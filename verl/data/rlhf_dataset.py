@@ -25,7 +25,7 @@ from verl.data.dataset import (
     rows_to_use,
     tokenize_rows,
 )
-from verl.data.files import Rows, extra_info_column, file_list, is_streamed, read_rows
+from verl.data.files import Rows, extra_info_column, file_list, is_streamed, read_rows, rows_in_memory
 from verl.data.lazy_prompts import LazyPrompts
 from verl.data.readers import RowTable
 from verl.data.tokenization import (
@@ -66,6 +66,7 @@ class RLHFDataset(Dataset):
 
     Args:
         data_files: one path or several: .parquet, .jsonl, .json, .csv, a folder or a dataset of the Hugging Face Hub.
+            Or the rows: a sequence of dicts, such as a list or a Hugging Face dataset.
         tokenizer: a Hugging Face tokenizer. A missing pad token is set.
         config: the `data` section (`schema.DataConfig`), or a mapping with some of its keys.
         processor: not supported yet.
@@ -85,7 +86,8 @@ class RLHFDataset(Dataset):
     ):
         if processor is not None:
             raise ValueError("RLHFDataset: image processors are not supported yet; remove the argument `processor`")
-        self.data_files = [str(path) for path in file_list(data_files)]
+        self._rows = rows_in_memory(data_files)
+        self.data_files = [] if self._rows is not None else [str(path) for path in file_list(data_files)]
         self.tokenizer, self.processor = tokenizer, processor
         self.config, self.chat_template = read_data_section(config, schema.Config)
         self.max_samples = max_samples if max_samples >= 0 else self.config.train_max_samples
@@ -103,7 +105,8 @@ class RLHFDataset(Dataset):
 
     def _read_files_and_tokenize(self) -> None:
         """Set `self.dataframe` to the rows to use."""
-        self.dataframe = self.maybe_filter_out_long_prompts(read_rows(self.data_files, streaming=self.streaming))
+        rows = self._rows or read_rows(self.data_files, streaming=self.streaming)
+        self.dataframe = self.maybe_filter_out_long_prompts(rows)
 
     def _ensure_tokenized(self) -> None:
         """Tokenize rows that a subclass has read or selected itself."""

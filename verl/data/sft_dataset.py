@@ -19,7 +19,7 @@ from verl.data.dataset import (
     rows_to_use,
     tokenize_rows,
 )
-from verl.data.files import Rows, file_list, read_rows
+from verl.data.files import Rows, file_list, read_rows, rows_in_memory
 from verl.data.sequences import build_sequences
 from verl.data.tokenization import (
     Message,
@@ -83,6 +83,7 @@ class SFTDataset(Dataset):
 
     Args:
         data_files: one path or several: .parquet, .jsonl, .json, .csv, a folder or a dataset of the Hugging Face Hub.
+            Or the rows: a sequence of dicts.
         tokenizer: a Hugging Face tokenizer. A missing pad token is set.
         config: the `data` section (`schema.SFTDataConfig`), or a mapping with some of its keys.
         needed: number of rows -> the rows that a short run reads; the others are tokenized when they are read. Ignored
@@ -99,10 +100,11 @@ class SFTDataset(Dataset):
         config: DatasetConfig = None,
         needed: Callable[[int], Collection[int] | None] | None = None,
     ):
-        self.data_files = [str(path) for path in file_list(data_files)]
+        rows = rows_in_memory(data_files)
+        self.data_files = [] if rows is not None else [str(path) for path in file_list(data_files)]
         self.tokenizer = tokenizer
         self.config, self.chat_template = read_data_section(config, schema.SFTConfig)
-        self.rows = read_rows(self.data_files)
+        self.rows = rows or read_rows(self.data_files)
         prepare_tokenizer(tokenizer)
         self._columns = _find_columns(self.rows, self.config)
         start = time.perf_counter()

@@ -1,10 +1,13 @@
 """DataFlow: an editable list of operators, checked before anything runs."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from verl.dataflow.operator import Operator, as_operator
 from verl.dataflow.pipeline import Pipeline
-from verl.registry import did_you_mean
+from verl.registry import check_type, did_you_mean, signature
 
 
 class DataFlow:
@@ -33,6 +36,9 @@ class DataFlow:
     def __len__(self) -> int:
         return len(self._operators)
 
+    def __repr__(self) -> str:
+        return f"DataFlow({' -> '.join(self.names)})"
+
     def __getitem__(self, name: str) -> Operator:
         return self._operators[self._index(name)]
 
@@ -57,6 +63,32 @@ class DataFlow:
         if operator.name != name:
             self._require_new(operator.name)
         self._operators[at] = operator
+        return self
+
+    def configure(self, settings: Mapping[str, Mapping[str, Any]], key: str) -> "DataFlow":
+        """Set keyword-only parameters of the functions of operators.
+
+        Args:
+            settings: operator name -> {parameter: value}.
+            key: configuration key of `settings`, for messages.
+
+        Raises:
+            ValueError: no operator, or no keyword-only parameter, has such a name, or a value has another type.
+        """
+        for name, values in settings.items():
+            if name not in self.names:
+                raise ValueError(f"{key}.{name}: the flow has no such operator: {did_you_mean(name, self.names)}")
+            operator = self[name]
+            parameters = signature(operator.func).parameters
+            own = {n: p for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+            for setting, value in values.items():
+                if setting not in own:
+                    raise ValueError(
+                        f"{key}.{name}.{setting}: the operator {name!r} has no such keyword-only parameter: "
+                        f"{did_you_mean(setting, own)}"
+                    )
+                check_type(own[setting], value, f"{key}.{name}.{setting}")
+            self.replace(name, replace(operator, func=partial(operator.func, **values)))
         return self
 
     def remove(self, name: str) -> "DataFlow":

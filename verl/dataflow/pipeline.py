@@ -47,6 +47,9 @@ class Pipeline:
         self._stage = operators  # those that `run` executes
         self._dependencies = dependencies(operators)
 
+    def __repr__(self) -> str:
+        return f"Pipeline({' -> '.join(op.name for op in self.operators)})"
+
     def begin_at(self, name: str) -> None:
         """Make `run` start at this operator, which must also be a source. Run those before it as a `stage`."""
         self._stage = self.operators[self._index(name) :]

@@ -19,7 +19,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any, Protocol
 
-from verl.registry import Registry, did_you_mean, location_of
+from verl.registry import Registry, check_type, did_you_mean, location_of, signature
 
 
 class RewardFunction(Protocol):
@@ -277,6 +277,10 @@ def _check_kwargs(func: Callable, form: str, kwargs: Mapping[str, Any]) -> None:
     for name in kwargs:
         if name not in other and not takes_any:
             raise ValueError(f"reward_kwargs: {func!r} has no parameter {name!r}: {did_you_mean(name, other)}")
+    typed = signature(func).parameters
+    for name, value in kwargs.items():
+        if name in parameters:
+            check_type(typed[name], value, f"reward_kwargs.{name}")
     unset = [n for n in other if parameters[n].default is inspect.Parameter.empty and n not in kwargs]
     if unset:
         why = f"no value for {', '.join(unset)}: add a default, or set it in reward_kwargs"

@@ -94,12 +94,15 @@ def _constructor_parameters(manager: type) -> tuple[set[str], bool]:
     return names - _PASSED, True
 
 
-def as_reward_manager(given: Any, tokenizer: Any, **kwargs: Any) -> RewardManager:
+def as_reward_manager(
+    given: Any, tokenizer: Any, reward_kwargs: Mapping[str, Any] | None = None, **kwargs: Any
+) -> RewardManager:
     """A reward given in Python as `reward_fn=`: a RewardManager, a manager of public verl, or a reward function.
 
     Args:
         given: The object. It may also be a function of the whole batch that returns scores (B, T) or (B,).
         tokenizer: Decodes the responses.
+        reward_kwargs: Values of the function's other parameters.
         **kwargs: Arguments of RewardManager.
 
     Raises:
@@ -109,6 +112,6 @@ def as_reward_manager(given: Any, tokenizer: Any, **kwargs: Any) -> RewardManage
         return given
     if is_public_manager(type(given)) and scores_single_samples(type(given)):
         return SingleRewardManager(tokenizer, default_compute_score, manager=given, **kwargs)
-    function = as_score_function(given)
+    function = as_score_function(given, reward_kwargs)
     by_form = {"batch": BatchRewardManager, **dict.fromkeys(COLUMN_FORMS, ColumnsRewardManager)}
     return by_form.get(function.form, NaiveRewardManager)(tokenizer, function, **kwargs)

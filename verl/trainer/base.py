@@ -7,10 +7,10 @@ import gc
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from verl.checkpoints.store import CheckpointStore
 from verl.config import to_flat_dict
@@ -18,6 +18,7 @@ from verl.config.fields import Schema, redacted
 from verl.data.order import PromptSource
 from verl.dataflow import HOLD, DataFlow, Pipeline
 from verl.protocol import DataProto
+from verl.registry import did_you_mean
 from verl.single_controller import WorkerGroup
 from verl.tracking.trackers import Rows
 from verl.tracking.tracking import Tracking
@@ -32,9 +33,17 @@ from verl.utils.rng import seed_everything
 logger = logging.getLogger("verl.trainer")
 
 
-@dataclass(frozen=True)
-class StepReport:
-    """What a callback in `Trainer.on_step` receives after each step. metrics includes timing_s/*."""
+@dataclass(frozen=True, repr=False)
+class StepReport(Mapping[str, float]):
+    """The metrics of one step as a mapping, `report["critic/score/mean"]`, with what else is known of the step.
+
+    Attributes:
+        step: number of the step; the first is 1.
+        total_steps: number of the last step of the run.
+        metrics: what `fit` logs for this step; includes timing_s/*.
+        timings: seconds of each operator.
+        batch: the batch after the last operator.
+    """
 
     step: int
     total_steps: int
@@ -42,17 +51,36 @@ class StepReport:
     timings: dict[str, float]
     batch: DataProto
 
+    def __getitem__(self, name: str) -> float:
+        if name not in self.metrics:
+            raise KeyError(f"step {self.step} has no metric {name!r}: {did_you_mean(name, self.metrics)}")
+        return self.metrics[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.metrics)
+
+    def __len__(self) -> int:
+        return len(self.metrics)
+
+    def __repr__(self) -> str:
+        rows = "".join(f"\n  {name}: {value:g}" for name, value in self.metrics.items())
+        return f"step {self.step} of {self.total_steps}, {len(self.batch)} samples{rows}"
+
 
 class StartedRoles(dict[str, WorkerGroup]):
     """Role -> worker group. A missing role is an error with the fix."""
 
     def __missing__(self, role: str) -> WorkerGroup:
-        started = f"roles with workers: {', '.join(self)}" if self else "call init_workers() first, or use fit()"
+        started = f"roles with workers: {', '.join(self)}" if self else "call start() first, or use fit()"
         raise RuntimeError(f"the role {role!r} has no workers: {started}")
 
 
 class Trainer(ABC):
-    """Owns fit, save and load; a subclass defines the flow, its workers, and how it is validated.
+    """Owns fit, step, save and load; a subclass defines the flow, its workers, and how it is validated.
+
+    `fit`, `step` and `validate` start the workers at their first use. In this process, the model stays loaded until the
+    trainer is deleted. Workers in other processes end with the `fit` that started them, with `shutdown`, or with the
+    block of `with trainer:`.
 
     Args:
         run: settings, cluster and inputs, with all checks passed that need no flow.
@@ -62,6 +90,7 @@ class Trainer(ABC):
         total_steps: number of the last step.
         global_step: number of completed steps.
         roles: role -> worker group, filled by `init_workers`.
+        batch: the batch of the last step; None before the first one.
         on_step: functions called with a StepReport after each step.
         watch: the best validation so far, for trainer.save_best and trainer.early_stopping.
         interruption: whether SIGINT or SIGTERM was received.
@@ -84,6 +113,8 @@ class Trainer(ABC):
         self.watch = ValidationWatch(trainer)
         self.interruption = Interruption()
         self.roles: dict[str, WorkerGroup] = StartedRoles()
+        self.batch: DataProto | None = None
+        self._started = False
         self.on_step: list[Callable[[StepReport], None]] = []
         self._skipped: dict[str, int] = {}  # metric of a role -> consecutive steps without a single update
         flow = self._checked_flow("build_flow", self.build_flow())
@@ -161,8 +192,33 @@ class Trainer(ABC):
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
-    def fit(self) -> dict[str, float]:
-        """Train to the last step, from the newest checkpoint if there is one.
+    def start(self) -> None:
+        """Start the workers, resume from the newest checkpoint if there is one, and push the weights to the rollout.
+
+        Does nothing if this is done. `fit`, `step`, `validate` and `generate` call it.
+        """
+        if self._started:
+            return
+        if self.roles:  # a custom loop has called `init_workers`
+            self.before_first_step()
+        else:
+            seed_everything(self.config.trainer.seed)
+            self.announce()
+            try:
+                self.init_workers()
+                self.load()
+                self.before_first_step()
+            except BaseException:
+                self.shutdown()
+                raise
+        self._started = True
+        self.ready = True
+
+    def fit(self, steps: int | None = None) -> dict[str, float]:
+        """Train to the last step, from the newest checkpoint if there is one. A further `fit` continues.
+
+        Args:
+            steps: number of steps from the current one, instead of all to the last step of the configuration.
 
         Returns:
             The metrics of the last step.
@@ -171,45 +227,77 @@ class Trainer(ABC):
             InUseError: another run uses trainer.default_local_dir.
             Stopped: SIGINT or SIGTERM. The step in flight is finished and saved first (docs/checkpoints.md).
         """
-        trainer = self.config.trainer
+        self.check_steps(steps)
+        was_started = self._started
         with lock_folder(self.checkpoints.root):
-            seed_everything(trainer.seed)
-            self.announce()
             try:
-                self.init_workers()
-                self.load()
-                self.before_first_step()
-                self.ready = True
-                # what exists now lives to the end: exclude it from garbage collection in every step
-                gc.collect()
-                gc.freeze()
-                metrics: dict[str, float] = {}
-                with self._tracking() as tracking:
-                    if trainer.val_only or (trainer.val_before_train and self.global_step == 0):
-                        metrics = self._validate(tracking)
-                    elif self.watch.skipped:
-                        metrics = self._skipped_validation(tracking)
-                    with Interruption(self._position) as self.interruption:
-                        while not (trainer.val_only or self.end_reason or self.interruption.requested):
-                            metrics |= self._logged_step(tracking)
-                        if self.interruption.requested and self.global_step > 0:  # received after a step was saved
-                            self._save_if_due()
-                        self.checkpointer.wait()
-                    self._report_end()
-                return metrics
+                self.start()
+                if steps is not None:
+                    self.total_steps = self.global_step + steps
+                elif was_started and self.global_step >= self.total_steps:
+                    logger.warning("nothing to train: the run ended at step %d; see fit(steps=...)", self.global_step)
+                metrics = self._train()
             except BaseException as error:
                 self.checkpointer.finish_pending_save(error)
+                self.shutdown()
                 raise
             finally:
+                gc.unfreeze()
+            if not was_started and not self.can_stay_loaded:
                 self.shutdown()
+        return metrics
+
+    def _train(self) -> dict[str, float]:
+        """The loop of `fit`: steps with logging, validation and saving."""
+        trainer = self.config.trainer
+        # what exists now lives to the end: exclude it from garbage collection in every step
+        gc.collect()
+        gc.freeze()
+        metrics: dict[str, float] = {}
+        with self._tracking() as tracking:
+            if trainer.val_only or (trainer.val_before_train and self.global_step == 0):
+                metrics = self._validate(tracking)
+            elif self.watch.skipped:
+                metrics = self._skipped_validation(tracking)
+            with Interruption(self._position) as self.interruption:
+                while not (trainer.val_only or self.end_reason or self.interruption.requested):
+                    metrics |= self._logged_step(tracking)
+                if self.interruption.requested and self.global_step > 0:  # received after a step was saved
+                    self._save_if_due()
+                self.checkpointer.wait()
+            self._report_end()
+        return metrics
+
+    @property
+    def can_stay_loaded(self) -> bool:
+        """Whether the workers stay after the `fit` that has started them: none runs in another process."""
+        return all(group.processes is None for group in self.roles.values())
+
+    def check_steps(self, steps: int | None) -> None:
+        """Raise ValueError for a number of steps that `fit` cannot train."""
+        if steps is not None and (not isinstance(steps, int) or steps < 1):
+            raise ValueError(f"fit(steps={steps!r}): expected the number of steps to train, int >= 1")
+
+    def __enter__(self) -> Self:
+        """Start the workers and keep them until the block ends."""
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
 
     def step(self) -> StepReport:
-        """Run one training step: the flow, until it returns a batch. For a custom loop, after `init_workers`.
+        """Train one step: run the flow until it returns a batch. The first call starts the workers.
 
         `fit` calls it, and then logs, validates and saves. Functions in `on_step` are called by `fit` only.
+
+        Returns:
+            The metrics, a mapping with the attributes step, timings and batch.
         """
+        self.start()
         self.checkpointer.poll()
         self.global_step += 1
+        self.total_steps = max(self.total_steps, self.global_step)
         timings: dict[str, float] = {}
         seconds = 0.0
         batch: Any = HOLD
@@ -221,6 +309,7 @@ class Trainer(ABC):
         metrics = dict(batch.meta_info["metrics"]) | self.step_metrics(batch)
         metrics |= timing_metrics(timings, seconds, int(batch.batch["attention_mask"].sum()), self.world_size)
         metrics |= {"training/global_step": self.global_step, "training/epoch": self.source.epoch}
+        self.batch = batch
         return StepReport(self.global_step, self.total_steps, metrics, timings, batch)
 
     def _logged_step(self, tracking: Tracking) -> dict[str, float]:
@@ -312,11 +401,13 @@ class Trainer(ABC):
         )
 
     def shutdown(self) -> None:
-        """End the workers."""
+        """End the workers. The weights of steps after the last checkpoint end with them."""
         gc.unfreeze()
         for group in set(self.roles.values()):
             group.shutdown()
         self.cluster.shutdown()
+        self.roles.clear()
+        self._started = False
 
     # ---- the end of a run -------------------------------------------------------------------------------------------
 
@@ -352,7 +443,7 @@ class Trainer(ABC):
         """
         step = self.checkpointer.load()
         if step == 0:
-            if 0 < self.global_step < self.total_steps:
+            if self.global_step > 0:
                 raise ValueError(
                     f"the trainer is at step {self.global_step}, but there is no checkpoint to resume from, and the "
                     "weights of these steps ended with the workers of the last fit(): set trainer.save_freq and "
@@ -377,6 +468,11 @@ class Trainer(ABC):
                 self.total_steps,
                 self.checkpoints.root,
             )
+
+    def __repr__(self) -> str:
+        flow = " -> ".join(op.name for op in self.pipeline.operators)
+        state = "workers started" if self._started else "workers not started"
+        return f"{type(self).__name__}(step {self.global_step} of {self.total_steps}, {state}; flow: {flow})"
 
     def progress_summary(self) -> str:
         """Message for a run that ends early: its step, and the checkpoint from which it resumes."""

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from verl.config import schema
-from verl.data.collate import PromptCollator, collate_prompts
+from verl.data.collate import TOKEN_KEYS, PromptCollator, collate_prompts
 from verl.data.files import row_count
 from verl.data.mixture import Mixture
 from verl.data.order import ResumableSampler, check_batch_size
@@ -34,6 +34,12 @@ from verl.trainer.torchrun import launcher_settings
 from verl.utils.data_names import with_split
 
 logger = logging.getLogger("verl.trainer")
+
+#: keys of an item that is tokenized, or that the trainer tokenizes
+RL_TOKENS = (*TOKEN_KEYS, "raw_prompt")
+SFT_TOKENS = ("response_ids",)
+#: columns of a row that are not further columns for the reward
+_READ = ("prompt", "answer", "ground_truth", "reward_model", "data_source", "ability", "extra_info")
 
 
 @dataclass
@@ -66,8 +72,10 @@ def load_inputs(
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(model)
     given = reward_manager is not None
     rewards = given_rewards(config, tokenizer, reward_manager) if given else load_rewards(config, tokenizer)
-    train = train_dataset if train_dataset is not None else load_dataset(config, tokenizer)
-    val = val_dataset if val_dataset is not None else load_val_dataset(config, tokenizer)
+    train = as_dataset(config, tokenizer, train_dataset, config.data.train_max_samples)
+    val = as_dataset(config, tokenizer, val_dataset, config.data.val_max_samples)
+    train = train if train is not None else load_dataset(config, tokenizer)
+    val = val if val is not None else load_val_dataset(config, tokenizer)
     return Inputs(model, tokenizer, train, val, rewards, PromptCollator(tokenizer, config.data))
 
 
@@ -86,11 +94,12 @@ def load_sft_inputs(
             return create_custom_dataset(cls, files, tokenizer, data.model_dump(), max_samples, schema="sft")
         return cls(files, tokenizer, data.model_dump() | {"max_samples": max_samples}, **further)
 
-    train = train_dataset
+    train, val = (
+        cls(one, tokenizer, data) if are_rows(one, SFT_TOKENS) else one for one in (train_dataset, val_dataset)
+    )
     if train is None:
         further = {"needed": functools.partial(_rows_of_run, config)} if cls is SFTDataset else {}
         train = load(data.train_files, data.train_max_samples, **further)
-    val = val_dataset
     if val is None and data.val_files:
         val = load([with_split(file, "test") for file in data.val_files], data.val_max_samples)
     return Inputs(config.model, tokenizer, train, val)
@@ -161,9 +170,65 @@ def _dataset(config: schema.Config, tokenizer: Any, files: Sequence[str], max_sa
     return cls(list(files), tokenizer, settings, max_samples=max_samples)
 
 
+def are_rows(given: Any, tokenized: Sequence[str] = RL_TOKENS) -> bool:
+    """Whether these are rows of a table rather than a dataset whose items the trainer takes.
+
+    Args:
+        given: anything with a length whose items are dicts.
+        tokenized: keys that only an item of a dataset has.
+
+    Raises:
+        ValueError: it has no length or no items.
+    """
+    if given is None or isinstance(given, RLHFDataset):
+        return False
+    try:
+        size = len(given)
+    except TypeError:
+        raise ValueError(
+            f"dataset: expected a list of dicts, a dataset with a length, or paths, found {type(given).__name__}"
+        ) from None
+    if isinstance(given, Mapping):
+        raise ValueError(
+            f"dataset: expected one split, found {type(given).__name__} with the keys {', '.join(map(str, given))}"
+        )
+    if size == 0:
+        if isinstance(given, Dataset):
+            return False  # reported by the check of its items
+        raise ValueError("dataset: expected at least one row, found none")
+    first = given[0]
+    if isinstance(given, list | tuple) and not isinstance(first, Mapping):
+        return True  # reported by `rows_in_memory`
+    return isinstance(first, Mapping) and not any(key in first for key in tokenized)
+
+
+def as_dataset(config: schema.Config, tokenizer: Any, given: Any, max_samples: int) -> Any:
+    """The dataset of rows; a dataset as it is. Further columns of a row are also passed to the reward in extra_info."""
+    if not are_rows(given) or (isinstance(given, Dataset) and config.data.prompt_key not in given[0]):
+        return given
+    own = config.data.ground_truth_key
+    rows = [given[i] for i in range(len(given))]
+    columns = dict.fromkeys(key for row in rows if isinstance(row, Mapping) for key in row)
+    rows = [_row(row, columns, config.data.prompt_key, own) for row in rows]
+    return RLHFDataset(rows, tokenizer, config.data, max_samples=len(rows) if max_samples < 0 else max_samples)
+
+
+def _row(row: Any, columns: Mapping[str, None], prompt_key: str, truth_key: str) -> Any:
+    """A row with all columns, and the further ones in extra_info."""
+    if not isinstance(row, Mapping):
+        return row  # reported by `rows_in_memory`
+    row = {**columns, **row}
+    if "ground_truth" in row and truth_key not in row and "reward_model" not in row:
+        row[truth_key] = row.pop("ground_truth")
+    further = {key: value for key, value in row.items() if key not in (*_READ, prompt_key, truth_key)}
+    return {**row, "extra_info": further | dict(row.get("extra_info") or {})} if further else row
+
+
 def given_rewards(config: schema.Config, tokenizer: Any, given: Any) -> RewardManager:
     """Return the reward manager for an object passed to a trainer: a manager, or a reward function of any form."""
-    return as_reward_manager(given, tokenizer, reward_fn_key=config.data.reward_fn_key, **_limits_of(config.reward))
+    kwargs = config.reward.custom_reward_function.reward_kwargs
+    further = {"reward_fn_key": config.data.reward_fn_key, **_limits_of(config.reward)}
+    return as_reward_manager(given, tokenizer, kwargs, **further)
 
 
 def _limits_of(reward: schema.RewardConfig) -> dict[str, Any]:

@@ -157,7 +157,7 @@ def _add_updates(flow: DataFlow, config: schema.Config, roles: Roles) -> DataFlo
     return flow.add_operator(Operator("update_actor", Update(roles, "actor", "update_actor", plan), reads, on=on))
 
 
-def _frees_cache(config: schema.Config) -> bool:
+def frees_cache(config: schema.Config) -> bool:
     """Whether the KV cache is freed while other roles use the device."""
     return config.actor_rollout_ref.rollout.free_cache_engine and not config.rollout_is_separate
 
@@ -173,7 +173,7 @@ def add_weight_sync(flow: DataFlow, config: schema.Config, weights: "RolloutWeig
     generating = [name for name in flow.names if flow[name].on == "rollout"]
     if not generating:
         return flow
-    frees = _frees_cache(config) or (policy.actor.fsdp_config.param_offload and not config.rollout_is_separate)
+    frees = frees_cache(config) or (policy.actor.fsdp_config.param_offload and not config.rollout_is_separate)
     if frees and "filter_groups" in flow and config.reward.reward_model.enable:
         for name in generating:  # the reward model computes between two passes of one step
             flow.insert_before(name, Operator(f"wake_for_{name}", wake_rollout(weights), on="actor"))
@@ -237,6 +237,6 @@ def build_validation_flow(config: schema.Config, roles: Roles, manager: RewardMa
             *reward_operators(config, roles, Reward(manager)),
         ]
     )
-    if _frees_cache(config):
+    if frees_cache(config):
         flow.insert_after("gen", Operator("free_rollout_cache", free_rollout_cache(roles), on="rollout"))
     return flow

@@ -99,11 +99,13 @@ def repeat(n: int) -> Callable[[DataProto], DataProto]:
     return repeat_prompts
 
 
-def generate(roles: Roles, sampling: str, with_columns: bool = False) -> Callable[[DataProto], DataProto]:
+def generate(
+    roles: Roles, sampling: str | Mapping[str, Any], with_columns: bool = False
+) -> Callable[[DataProto], DataProto]:
     """Generate responses to the prompts of the batch.
 
     Args:
-        sampling: "train", "greedy" or "validate".
+        sampling: "train", "greedy" or "validate"; or sampling parameters instead of those of training.
         with_columns: also send the other columns, for agent loops that read them.
     """
 

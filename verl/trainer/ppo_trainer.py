@@ -8,9 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch.utils.data import Dataset
-
-from verl.config import batch_summary, schema
+from verl.config import batch_summary
+from verl.config.sources import Overrides
 from verl.data.order import PromptSource
 from verl.dataflow import CONTROLLER, DataFlow
 from verl.protocol import DataProto
@@ -24,6 +23,7 @@ from verl.trainer.base import Trainer
 from verl.trainer.canary import Canary
 from verl.trainer.checkpointing import saving_words
 from verl.trainer.dynamic_sampling import sample_dynamically
+from verl.trainer.given import ConfigSource, read_given
 from verl.trainer.inputs import given_rewards, load_inputs, stop_token_ids
 from verl.trainer.launch import Recipe, print_config_errors_plainly, recipe_of
 from verl.trainer.metrics import data_metrics, joined, numeric_columns, predictions, validation_metrics
@@ -32,35 +32,47 @@ from verl.trainer.ppo_flow import (
     build_ppo_flow,
     build_validation_flow,
     check_writers,
+    frees_cache,
     needs_critic,
     skip_old_log_prob,
 )
-from verl.trainer.ppo_operators import Prompts
+from verl.trainer.ppo_operators import Prompts, free_rollout_cache, generate, repeat, uses_agent_loop
 from verl.trainer.preflight import INPUTS, prepare_run, run_checks
 from verl.trainer.roles import placement_words, pools_of, roles_hosted_by_actor, worker_specs
 from verl.trainer.rollout_correction import correct_rollout
 from verl.trainer.rollout_weights import RolloutWeights
-from verl.trainer.samples import choose_rows, dump_generations, generations, write_jsonl
+from verl.trainer.samples import (
+    check_sampling,
+    choose_rows,
+    dump_generations,
+    generations,
+    prompt_items,
+    response_texts,
+    write_jsonl,
+)
 
 logger = logging.getLogger("verl.trainer")
-
-
-def with_roles(overrides: Sequence[str], used: dict[str, bool | None]) -> Sequence[str]:
-    """Overrides with the keyword arguments of a trainer that are config keys of the same name."""
-    given = [f"{key}={value}" for key, value in used.items() if value is not None]
-    return [*overrides, *given] if given else overrides
 
 
 class PPOTrainer(Trainer):
     """Policy optimization by the flow of `build_flow`.
 
-    >>> PPOTrainer(config_path="./config.yaml", overrides=["trainer.n_gpus_per_node=2"]).fit()
+    >>> PPOTrainer("config.yaml", overrides={"trainer.n_gpus_per_node": 2}).fit()
+    >>> PPOTrainer({"algorithm.name": "grpo", ...}, train_dataset=[{"prompt": ..., "answer": ...}], reward=score).fit()
 
     Args:
-        config: a Config, or None to read config_path and overrides ("key=value").
-        train_dataset, val_dataset, reward_manager, tokenizer: made from the configuration if None.
-        reward_fn: the reward as an object: a reward manager (one for public verl as well), or a reward function of any
-            form, such as `reward_fn(batch)`, which returns scores (B, T). `reward_manager` is the same argument.
+        config: a YAML file, a dictionary with nested or dotted keys, a Config, or None for overrides alone.
+        config_path: the same as config, for a file.
+        overrides: settings above those of config: "key=value" strings, or a dictionary with nested or dotted keys.
+        train_dataset, val_dataset: rows (a list of dicts, or a Hugging Face dataset), a torch dataset, or paths; None:
+            the files of the configuration. `ground_truth` is another name of the column `answer`. A reward receives the
+            further columns of rows in extra_info.
+        reward: a reward function of any form, also async, of one response or of a batch; a reward manager (one for
+            public verl as well); or the name of a registered reward function. None: that of the configuration.
+            `reward_fn` and `reward_manager` are the same argument.
+        model: a model object of transformers that training starts from, with its tokenizer, instead of
+            actor_rollout_ref.model.path. It is written to trainer.default_local_dir and is not changed.
+        tokenizer: None: that of the model.
         val_reward_fn: the same, for validation; None: the reward of training.
         cluster: where the workers run; None: chosen by trainer.backend and the number of processes.
         use_critic, use_reference_policy, use_rm: override the config keys of these names; None: not set.
@@ -74,15 +86,17 @@ class PPOTrainer(Trainer):
 
     def __init__(
         self,
-        config: schema.Config | None = None,
+        config: ConfigSource = None,
         *,
         config_path: str | Path | None = None,
-        overrides: Sequence[str] = (),
-        train_dataset: Dataset | None = None,
-        val_dataset: Dataset | None = None,
+        overrides: Overrides = (),
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        reward: Any = None,
         reward_manager: Any = None,
         reward_fn: Any = None,
         val_reward_fn: Any = None,
+        model: Any = None,
         tokenizer: Any = None,
         cluster: Cluster | None = None,
         use_critic: bool | None = None,
@@ -91,22 +105,30 @@ class PPOTrainer(Trainer):
     ):
         setup_logging()
         print_config_errors_plainly()
-        if reward_manager is not None and reward_fn is not None:
-            raise ValueError("reward_manager and reward_fn are the same argument: give one of them")
-        used = {"use_critic": use_critic, "use_reference_policy": use_reference_policy, "use_rm": use_rm}
-        run = prepare_run(
+        recipe = recipe_of(type(self))
+        given = read_given(
             config,
             config_path,
-            with_roles(overrides, used),
-            recipe=recipe_of(type(self)),
+            overrides,
+            recipe.schema,
             train_dataset=train_dataset,
             val_dataset=val_dataset,
+            rewards={"reward": reward, "reward_manager": reward_manager, "reward_fn": reward_fn},
+            model=model,
+            tokenizer=tokenizer,
+            settings={"use_critic": use_critic, "use_reference_policy": use_reference_policy, "use_rm": use_rm},
+        )
+        run = prepare_run(
+            given.config,
+            given.path,
+            given.overrides,
+            recipe=recipe,
+            train_dataset=given.train_dataset,
+            val_dataset=given.val_dataset,
             cluster=cluster,
             backend=self.backend,
         )
-        inputs = run.inputs = load_inputs(
-            run.config, train_dataset, val_dataset, reward_fn if reward_manager is None else reward_manager, tokenizer
-        )
+        inputs = run.inputs = load_inputs(run.config, given.train_dataset, given.val_dataset, given.reward, tokenizer)
         run_checks(run, INPUTS)
         self.train_dataset, self.val_dataset = inputs.train_dataset, inputs.val_dataset
         self.reward_manager = self.val_reward_manager = inputs.reward_manager
@@ -151,6 +173,7 @@ class PPOTrainer(Trainer):
         by_disk = rollout.weight_sync == "disk"
         self.rollout_weights = RolloutWeights(self.roles, self.config.rollout_is_separate, canary, by_disk)
         check_writers(flow)
+        flow.configure(self.config.algorithm.operator_kwargs, "algorithm.operator_kwargs")
         if self.asynchronous is not None:
             use_sampled_log_probs(flow, self.config)
         add_weight_sync(skip_old_log_prob(flow, self.config), self.config, self.rollout_weights)
@@ -182,6 +205,18 @@ class PPOTrainer(Trainer):
         super().load()
         if self.asynchronous is not None:
             self.asynchronous.buffer.start_at(self.global_step, self.total_steps)
+
+    @property
+    def can_stay_loaded(self) -> bool:
+        return self.asynchronous is None and super().can_stay_loaded
+
+    def check_steps(self, steps: int | None) -> None:
+        super().check_steps(steps)
+        if steps is not None and self.asynchronous is not None:
+            raise ValueError(
+                f"fit(steps={steps}) is not supported with trainer.async.max_staleness > 0: set "
+                "trainer.total_training_steps"
+            )
 
     def shutdown(self) -> None:
         if self.asynchronous is None:
@@ -284,9 +319,40 @@ class PPOTrainer(Trainer):
         """Generate and score responses to every validation prompt: val-core/<source>/acc/mean@N and related metrics."""
         if self.val_dataset is None:
             return {}
+        self.start()
         logger.info("validating: %s prompts", f"{len(self.val_dataset):,}")
         with nullcontext() if self.asynchronous is None else self.asynchronous.producer.held():
             return self._validate_now()
+
+    def generate(self, prompts: Sequence[Any], *, n: int = 1, **sampling: Any) -> list[Any]:
+        """Generate responses with the current weights. The first call starts the workers.
+
+        >>> trainer.generate(["2+3="], temperature=0)
+        ['5']
+
+        Args:
+            prompts: texts or chats; as in the training data, text becomes a chat if the tokenizer has a chat template.
+            n: number of responses to each prompt.
+            sampling: temperature, top_k, top_p, min_p, ignore_eos, seed and max_tokens, instead of those of training.
+
+        Returns:
+            One text per prompt; with n > 1 a list of n texts per prompt.
+
+        Raises:
+            ValueError: a sampling parameter is not known, or max_tokens is above data.max_response_length.
+        """
+        config = self.config
+        check_sampling(n, sampling, config.actor_rollout_ref.rollout.response_length)
+        items = prompt_items(prompts, self.tokenizer, config.data)
+        batch = self.run.inputs.collate(items).replace(uid=[f"generate:{i}" for i in range(len(items))])
+        self.start()
+        with nullcontext() if self.asynchronous is None else self.asynchronous.producer.held():
+            self.sync_weights()
+            found = generate(self.roles, sampling, uses_agent_loop(config))(repeat(n)(batch))
+            if frees_cache(config):
+                free_rollout_cache(self.roles)(found)
+        texts = response_texts(found, self.tokenizer)
+        return texts if n == 1 else [texts[i : i + n] for i in range(0, len(texts), n)]
 
     def _validate_now(self) -> dict[str, float]:
         self.sync_weights()

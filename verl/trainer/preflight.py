@@ -10,7 +10,7 @@ is one function of a `Run` and one line in `CHECKS`.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,16 +38,18 @@ from verl.config.fields import Schema
 from verl.config.inputs import check_code_file
 from verl.config.presets import PRESETS
 from verl.config.schema.offline import EvalConfig, GenerationConfig
+from verl.config.sources import Overrides
 from verl.config.supported import settings_without_effect
 from verl.data.mixture import Mixture
 from verl.data.rlhf_dataset import RLHFDataset, check_dataset
 from verl.data.sft_dataset import SFTDataset
 from verl.engines.base import ENGINES
 from verl.engines.loading import check_kernels, check_model
-from verl.registry import did_you_mean, import_module
+from verl.registry import did_you_mean, import_module, location_of
 from verl.rollout.base import ROLLOUT_ENGINES
 from verl.rollout.server.agents import TRIAL_FACTS
 from verl.single_controller.cluster import CLUSTERS, Cluster, make_cluster
+from verl.single_controller.local.cluster import ProcessCluster
 from verl.tools.parsers import TOOL_PARSERS
 from verl.tracking.tracking import check_trackers
 from verl.trainer.agents import agent_loop_names, check_agent, check_tools_in_prompts
@@ -123,8 +125,8 @@ class Check:
 
 def prepare_run(
     config: Schema | None,
-    config_path: str | Path | None = None,
-    overrides: Sequence[str] = (),
+    config_path: str | Path | Mapping[str, Any] | None = None,
+    overrides: Overrides = (),
     *,
     recipe: Recipe | None = None,
     train_dataset: Dataset | None = None,
@@ -135,14 +137,13 @@ def prepare_run(
     """Read the settings unless a config is given, choose the cluster, and run the checks of SETTINGS and CONFIG.
 
     Args:
-        config: the settings, or None to read config_path and overrides.
+        config: the settings, or None to read config_path (a file or a dictionary) and overrides.
         recipe: its schema and its settings are used.
         train_dataset, val_dataset: dataset objects, or None to load them from files.
         cluster: where the workers run; None: `make_cluster` chooses.
         backend: of that cluster; None: `trainer.backend`.
     """
     recipe = recipe or Recipe()
-    _check_given(config, config_path, overrides, recipe)
     rows_given = train_dataset is not None
     if config is None:
         base = base_settings(recipe, train_dataset, val_dataset)
@@ -162,18 +163,6 @@ def prepare_run(
         run.cluster = cluster or make_cluster(config, run.backend)
     run_checks(run, CONFIG)
     return run
-
-
-def _check_given(config: Any, config_path: str | Path | None, overrides: Sequence[str], recipe: Recipe) -> None:
-    """Refuse settings that would be ignored, or that are not of the documented types."""
-    if config is not None and not isinstance(config, recipe.schema):
-        expected, found = recipe.schema.__name__, repr(config) if isinstance(config, str) else type(config).__name__
-        hint = 'for a file, use config_path="x.yaml"; for keys, overrides=["key=value"]'
-        raise TypeError(f"config: expected a {expected}, found {found}: {hint}")
-    if isinstance(overrides, str):
-        raise TypeError(f"overrides: expected a list, found the string {overrides!r}: use overrides=[{overrides!r}]")
-    if config is not None and (config_path is not None or overrides):
-        raise ValueError("give config, or config_path and overrides, not both: load_config(path, overrides) makes one")
 
 
 def _reader_check(check: Check, recipe: Recipe, rows_given: bool) -> Callable[[Schema], Iterable[Problem]]:
@@ -269,6 +258,19 @@ def required_settings(run: Run) -> None:
             f"{name}: expected the parameters log_prob and loss_agg_mode, found {sorted(found)} (**kwargs receives "
             "nothing): take loss_agg_mode and return agg_loss(losses, response_mask, loss_agg_mode), so that the "
             "gradient does not depend on the micro-batch size"
+        )
+
+
+def worker_code(run: Run) -> None:
+    """The loss is defined where workers in other processes can import it."""
+    name = run.config.actor_rollout_ref.actor.policy_loss.loss_mode
+    loss = get_policy_loss_fn(name)
+    if loss.__module__ == "__main__" and (run.backend == "ray" or isinstance(run.cluster, ProcessCluster)):
+        raise ValueError(
+            f"policy_loss.loss_mode={name}: {location_of(loss)} is defined in the main script or a notebook, which the "
+            "worker processes do not run: move it to a file, and set imports=[file.py]. (With one process, "
+            "trainer.n_gpus_per_node=1, it can stay. Estimators, rewards, operators and datasets can stay anyway: they "
+            "run in this process)"
         )
 
 
@@ -458,6 +460,7 @@ CHECKS: tuple[Check, ...] = (
     Check("reward model", CONFIG, reward_model, schema.Config),
     Check("agent loop", CONFIG, lambda run: check_agent(run.config.actor_rollout_ref.rollout), schema.Config),
     Check("estimator and loss", CONFIG, required_settings, schema.Config),
+    Check("code of the workers", CONFIG, worker_code, schema.Config),
     Check("group size", CONFIG, group_size, schema.Config),
     Check("rollout correction", CONFIG, lambda run: check_correction(run.config), schema.Config),
     Check("placement", CONFIG, placement, schema.Config),

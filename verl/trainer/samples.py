@@ -11,7 +11,11 @@ import numpy as np
 
 from verl.algorithms.masked import masked_mean
 from verl.checkpoints.atomic import atomic_write
+from verl.config import schema
+from verl.data.rlhf_dataset import RLHFDataset
 from verl.protocol import DataProto
+from verl.registry import did_you_mean
+from verl.rollout.base import SamplingParams
 
 #: fields of a sample; a value of the reward function with one of these names gets the prefix `reward_`
 _FIELDS = {"input", "output", "gts", "score", "advantage", "length", "finish_reason", "data_source", "uid", "step"}
@@ -53,6 +57,42 @@ def generations(batch: DataProto, tokenizer: Any, rows: Sequence[int] | None = N
         sample |= {name: objects[name][i] for name in ("finish_reason", "data_source", "uid") if name in objects}
         samples.append(sample)
     return samples
+
+
+#: sampling parameters of `PPOTrainer.generate`
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "ignore_eos", "seed", "max_tokens")
+
+
+def check_sampling(n: int, sampling: Mapping[str, Any], longest: int) -> None:
+    """Raise ValueError for sampling parameters that generation does not take. longest: limit of max_tokens."""
+    if n < 1:
+        raise ValueError(f"n: expected the number of responses to each prompt, int >= 1, found {n}")
+    for name in sampling:
+        if name not in _SAMPLING:
+            raise ValueError(f"generate: no sampling parameter is called {name!r}: {did_you_mean(name, _SAMPLING)}")
+    if sampling.get("max_tokens", 1) > longest:
+        raise ValueError(
+            f"generate: max_tokens={sampling['max_tokens']} exceeds data.max_response_length ({longest}), the limit of "
+            "the rollout engine"
+        )
+    SamplingParams(**{"max_tokens": longest, "stop_token_ids": (), **sampling})
+
+
+def prompt_items(prompts: Sequence[Any], tokenizer: Any, data: schema.DataConfig) -> list[dict[str, Any]]:
+    """Items of prompts (texts or chats), tokenized as those of the training data."""
+    if isinstance(prompts, str):
+        raise ValueError(f"generate: expected a list of prompts, found the string {prompts!r}: use [{prompts!r}]")
+    rows = [{data.prompt_key: prompt, "data_source": "generate"} for prompt in prompts]
+    settings = data.model_copy(update={"filter_overlong_prompts": False, "ground_truth_key": "answer"})
+    dataset = RLHFDataset(rows, tokenizer, settings.model_copy(update={"reward_fn_key": "data_source"}))
+    return [dataset[i] for i in range(len(dataset))]
+
+
+def response_texts(batch: DataProto, tokenizer: Any) -> list[str]:
+    """The responses of a batch as text, without special tokens."""
+    masks = batch.batch["attention_mask"][:, -batch.batch["responses"].shape[1] :].bool()
+    pairs = zip(batch.batch["responses"], masks)
+    return [tokenizer.decode(response[mask], skip_special_tokens=True) for response, mask in pairs]
 
 
 def plain(value: Any) -> Any:

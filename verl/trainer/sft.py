@@ -1,14 +1,13 @@
 """Supervised fine-tuning (SFT) on the same loop: samples -> update."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Dataset
-
 from verl.algorithms.masked import masked_mean
 from verl.config import schema
+from verl.config.sources import Overrides
 from verl.data.order import PromptSource
 from verl.data.sft_dataset import collate_sft
 from verl.dataflow import DataFlow, Operator, Stateful
@@ -19,6 +18,7 @@ from verl.single_controller.placement import ResourcePool
 from verl.tracking.tracking import setup_logging
 from verl.trainer.base import Trainer
 from verl.trainer.checkpointing import saving_words
+from verl.trainer.given import ConfigSource, read_given
 from verl.trainer.inputs import load_sft_inputs
 from verl.trainer.launch import Recipe
 from verl.trainer.preflight import INPUTS, prepare_run, run_checks
@@ -47,8 +47,13 @@ class SFTTrainer(Trainer):
     """Supervised fine-tuning (SFT) on the responses of a dataset, on one host.
 
     Args:
-        config: an SFTConfig, or None to read config_path and overrides.
-        train_dataset, val_dataset, tokenizer: made from the configuration if None.
+        config: a YAML file, a dictionary with nested or dotted keys, an SFTConfig, or None for overrides alone.
+        config_path: the same as config, for a file.
+        overrides: settings above those of config: "key=value" strings, or a dictionary.
+        train_dataset, val_dataset: rows (a list of dicts, or a Hugging Face dataset), a torch dataset, or paths; None:
+            the files of the configuration.
+        model: a model object of transformers, with its tokenizer, instead of model.path. It is not changed.
+        tokenizer: None: that of the model.
         cluster: where the workers run; None: this process, or processes of this host.
     """
 
@@ -56,27 +61,38 @@ class SFTTrainer(Trainer):
 
     def __init__(
         self,
-        config: schema.SFTConfig | None = None,
+        config: ConfigSource = None,
         *,
         config_path: str | Path | None = None,
-        overrides: Sequence[str] = (),
-        train_dataset: Dataset | None = None,
-        val_dataset: Dataset | None = None,
+        overrides: Overrides = (),
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        model: Any = None,
         tokenizer: Any = None,
         cluster: Cluster | None = None,
     ):
         setup_logging()
-        run = prepare_run(
+        given = read_given(
             config,
             config_path,
             overrides,
-            recipe=Recipe(schema=schema.SFTConfig),
+            schema.SFTConfig,
             train_dataset=train_dataset,
             val_dataset=val_dataset,
+            model=model,
+            tokenizer=tokenizer,
+        )
+        run = prepare_run(
+            given.config,
+            given.path,
+            given.overrides,
+            recipe=Recipe(schema=schema.SFTConfig),
+            train_dataset=given.train_dataset,
+            val_dataset=given.val_dataset,
             cluster=cluster,
             backend="local",
         )
-        inputs = run.inputs = load_sft_inputs(run.config, train_dataset, val_dataset, tokenizer)
+        inputs = run.inputs = load_sft_inputs(run.config, given.train_dataset, given.val_dataset, tokenizer)
         run_checks(run, INPUTS)
         self.train_dataset, self.val_dataset = inputs.train_dataset, inputs.val_dataset
         pad_token_id = inputs.tokenizer.pad_token_id
@@ -128,6 +144,7 @@ class SFTTrainer(Trainer):
         """val/loss: mean negative log-likelihood of the response tokens of the validation data."""
         if self.val_dataset is None:
             return {}
+        self.start()
         batch = self.collate([self.val_dataset[i] for i in range(len(self.val_dataset))])
         inputs = batch.select(["input_ids", "attention_mask", "position_ids", "responses"], [])
         log_probs = self.roles["actor"].compute_log_prob(inputs).batch["old_log_probs"]

@@ -81,6 +81,10 @@ class AlgorithmConfig(Section):
     shuffle_rewards: bool = field(False, "negative control: permute the rewards of the batch")
     adv_kwargs: dict[str, Any] = field({}, "further settings of a custom estimator: its keyword-only parameters")
 
+    operator_kwargs: dict[str, dict[str, Any]] = field(
+        {}, "settings of the operators of the flow, by operator: keyword-only parameters of their functions"
+    )
+
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that the estimator gets."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -160,7 +160,7 @@ class Rollout:
 
         Args:
             batch: columns prompt_ids, uid, sample_index (index of the sample in its group) and those that the agent
-                loop reads; meta_info["sampling"] is "train", "greedy" or "validate".
+                loop reads; meta_info["sampling"] as in `sampling_in_mode`.
             max_over_ranks: maximum over all rollout ranks, so that all ranks pad to the same widths.
 
         Returns:
@@ -297,9 +297,13 @@ class Rollout:
         return [min((version for _, version in t.weight_versions), default=current) for t in trajectories]
 
 
-def sampling_in_mode(params: SamplingParams, mode: str, val: schema.ValSamplingConfig) -> SamplingParams:
+def sampling_in_mode(
+    params: SamplingParams, mode: str | Mapping[str, Any], val: schema.ValSamplingConfig
+) -> SamplingParams:
     """Sampling parameters of a mode: "train", "greedy" (the same, with temperature 0) or "validate"
-    (`rollout.val_kwargs`)."""
+    (`rollout.val_kwargs`); or those of training with other values."""
+    if isinstance(mode, Mapping):
+        return dataclasses.replace(params, **mode)
     if mode == "train":
         return params
     if mode == "greedy":
