@@ -7,10 +7,11 @@ import gc
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.checkpoints.store import CheckpointStore
 from verl.config import to_flat_dict
@@ -22,10 +23,13 @@ from verl.single_controller import WorkerGroup
 from verl.tracking.trackers import Rows
 from verl.tracking.tracking import Tracking
 from verl.trainer.checkpointing import Checkpointer
+from verl.trainer.display import RunDisplay
 from verl.trainer.metrics import timing_metrics
 from verl.trainer.preflight import FLOW, Run, run_checks
 from verl.utils.lock import lock_folder
+from verl.utils.log import setup_logging
 from verl.utils.rng import seed_everything
+from verl.utils.threads import warn_if_crowded
 
 logger = logging.getLogger("verl.trainer")
 
@@ -66,6 +70,10 @@ class Trainer(ABC):
 
     #: roles whose state is saved in a checkpoint, each into the folder of its name
     saved_roles: tuple[str, ...] = ()
+    #: whether the seconds of each operator are logged, unless trainer.log_operators says so
+    logs_operators: ClassVar[bool] = False
+    #: the validation data; None: no validation
+    val_dataset: Any = None
 
     def __init__(self, run: Run, source: PromptSource):
         self.run = run
@@ -74,6 +82,10 @@ class Trainer(ABC):
         self.source = source
         self.tokenizer = run.inputs.tokenizer
         trainer = self.config.trainer
+        if trainer.log_level is not None:
+            setup_logging(trainer.log_level)
+        if trainer.device != "cuda":
+            warn_if_crowded()
         self.total_steps: int = trainer.total_training_steps or source.steps_per_epoch * trainer.total_epochs
         self.global_step = 0
         self.ready = False
@@ -82,6 +94,7 @@ class Trainer(ABC):
         self._skipped: dict[str, int] = {}  # metric of a role -> consecutive steps without a single update
         flow = self._checked_flow("build_flow", self.build_flow())
         self.pipeline: Pipeline = self._checked_flow("finish_flow", self.finish_flow(flow)).compile()
+        self.pipeline.log_level = self.operator_level
         run.columns = {column for operator in self.pipeline.operators for column in operator.writes}
         run_checks(run, FLOW)
         self.folder = run.working_dir / trainer.default_local_dir
@@ -137,6 +150,10 @@ class Trainer(ABC):
     def validate(self) -> dict[str, float]:
         """Metrics of the current weights on the validation data; empty if there is none."""
 
+    def draw_samples(self, batch: DataProto, count: int) -> Rows:
+        """Return `count` samples of a finished batch, drawn at random, with input, output and score."""
+        return ()
+
     def announce(self) -> None:
         """Log what is going to run."""
         logger.info("%s", self.plan().replace("would train", "training", 1))
@@ -147,6 +164,12 @@ class Trainer(ABC):
     def checkpoints_to_keep(self) -> dict[str, int | None]:
         """Role -> how many of its newest checkpoints are kept; None keeps all."""
         return dict.fromkeys(self.saved_roles)
+
+    @property
+    def operator_level(self) -> int:
+        """Log level of the lines `[gen] 1.24s`."""
+        chosen = self.config.trainer.log_operators
+        return logging.INFO if (self.logs_operators if chosen is None else chosen) else logging.DEBUG
 
     @property
     def world_size(self) -> int:
@@ -214,7 +237,9 @@ class Trainer(ABC):
         """One training step; then log, validate and save if due."""
         trainer, report = self.config.trainer, self.step()
         metrics = report.metrics
+        self.display.show_samples(report.batch)
         tracking.log(metrics, self.global_step)
+        self.display.watch(self.global_step, metrics)
         tracking.log_samples("train/generations", self.step_samples(report.batch), self.global_step)
         self._check_skipped(metrics)
         if self._is_due(trainer.test_freq):
@@ -258,20 +283,27 @@ class Trainer(ABC):
         if metrics:
             metrics["timing_s/testing"] = time.perf_counter() - start
             tracking.log(metrics, self.global_step)
+            self.display.watch(self.global_step, metrics)
             tracking.log_samples("val/generations", self.validation_samples(), self.global_step)
-            logger.info("[validate] %.2fs", metrics["timing_s/testing"])
+            logger.log(self.operator_level, "[validate] %.2fs", metrics["timing_s/testing"])
         return metrics
 
-    def _tracking(self) -> Tracking:
+    @contextmanager
+    def _tracking(self) -> Iterator[Tracking]:
+        """The trackers, and what a user sees of the run."""
         trainer = self.config.trainer
-        return Tracking(
-            trainer.logger,
-            trainer.project_name,
-            trainer.experiment_name,
-            config=redacted(to_flat_dict(self.config)),
-            default_local_dir=self.folder,
-            resume_step=self.global_step,
-        )
+        with RunDisplay(self) as self.display:
+            tracking = Tracking(
+                trainer.logger,
+                trainer.project_name,
+                trainer.experiment_name,
+                config=redacted(to_flat_dict(self.config)),
+                default_local_dir=self.folder,
+                resume_step=self.global_step,
+                progress=self.display.progress,
+            )
+            with tracking:
+                yield tracking
 
     def shutdown(self) -> None:
         """End the workers."""

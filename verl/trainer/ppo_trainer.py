@@ -127,6 +127,7 @@ class PPOTrainer(Trainer):
         self.validation = build_validation_flow(self.config, self.roles, self.val_reward_manager).compile(
             inputs=("prompt_ids", "uid", "data_source", "reward_model")
         )
+        self.validation.log_level = self.operator_level
 
     # ---- flow and workers -------------------------------------------------------------------------------------------
 
@@ -270,8 +271,10 @@ class PPOTrainer(Trainer):
         return metrics
 
     def step_samples(self, batch: DataProto) -> Rows:
-        trainer = self.config.trainer
-        rows = choose_rows(len(batch), trainer.log_samples, trainer.seed + self.global_step)
+        return self.draw_samples(batch, self.config.trainer.log_samples)
+
+    def draw_samples(self, batch: DataProto, count: int) -> Rows:
+        rows = choose_rows(len(batch), count, self.config.trainer.seed + self.global_step)
         return generations(batch, self.tokenizer, rows)
 
     def validation_samples(self) -> Rows:
