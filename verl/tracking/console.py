@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
@@ -34,12 +34,14 @@ Sample = tuple[str, str, float]
 """(prompt, response, score)"""
 
 #: label -> metrics of the sparklines, of which the first one present is drawn
-_CURVES = {"score": ("critic/score/mean",), "loss": ("train/loss", "train/nll")}
+_CURVES = {"reward": ("critic/score/mean",), "loss": ("train/loss", "train/nll")}
 #: seconds between two drawings of the panel: at most, while an operator runs, and at least, for very fast steps
 _REDRAW_SECONDS = 1.0
 _MIN_REDRAW_SECONDS = 0.1
 #: warnings that the panel keeps
 _WARNINGS = 2
+#: operators that the panel shows: those that took longest so far
+_OPERATORS = 8
 
 
 class TrainingProgress:
@@ -80,6 +82,7 @@ class TrainingProgress:
         self._own_console = console is not None
         self._live: Live | None = None
         self._curves: dict[str, list[float]] = {}
+        self._seconds: Counter[str] = Counter()  # operator -> of all steps
         self._validations: dict[str, list[tuple[int, float]]] = {}
         self._samples: Sequence[Sample] = ()
         self._durations: deque[float] = deque(maxlen=20)
@@ -144,6 +147,7 @@ class TrainingProgress:
         self._durations.append(sum(timings.values()) if self._last is None else now - self._last)
         self._last = now
         self._step = step, metrics, timings
+        self._seconds.update(timings)
         for label, names in _CURVES.items():
             name = next((name for name in names if name in metrics), None)
             if name is not None:
@@ -228,11 +232,13 @@ class TrainingProgress:
             Text(f"ETA {duration(self._remaining(step)):>7}"),
         )
         steps = {name: value for name, value in metrics.items() if not name.startswith(("val-core/", "val/"))}
-        cells = {label: f"{text:<7}" for label, text in headline(steps).items()}
+        cells = {label: f"{text:<8}" for label, text in headline(steps).items()}
         rows = [bar, _columns(cells, width)]
         rows += [_curve(label, values, width) for label, values in self._curves.items() if len(values) > 1]
         rows += [self._validation(name, width) for name in list(self._validations)[:2]]
-        rows.append(_columns({name: f"{seconds:.2f}s" for name, seconds in _longest(timings).items()}, width))
+        longest = set(sorted(self._seconds, key=lambda name: -self._seconds[name])[:_OPERATORS])
+        shown = {name: f"{f'{seconds:.2f}s':<7}" for name, seconds in timings.items() if name in longest}
+        rows.append(_columns(shown, width))
         rows += [Text(sample_line(*sample, width=width), "dim", no_wrap=True) for sample in self._samples]
         rows += [Text(line, "yellow", no_wrap=True, overflow="ellipsis") for line in self._warnings.lines]
         return self._framed(rows if final else rows + self._now())
@@ -253,13 +259,7 @@ class TrainingProgress:
 
 def _curve(label: str, values: Sequence[float], width: int) -> Text:
     line = sparkline(values, width - len(label) - 18)
-    return Text.assemble((f"{label:<6}", "dim"), f"{values[0]:>6.2f} ", (line, "green"), f" {values[-1]:.2f}")
-
-
-def _longest(timings: Mapping[str, float], count: int = 8) -> dict[str, float]:
-    """The operators that took longest, in their order."""
-    chosen = set(sorted(timings, key=lambda name: -timings[name])[:count])
-    return {name: seconds for name, seconds in timings.items() if name in chosen}
+    return Text.assemble((f"{label:<6}", "dim"), f"{values[0]:>7.2f} ", (line, "green"), f" {values[-1]:.2f}")
 
 
 def _columns(cells: Mapping[str, str], width: int) -> Table:

@@ -8,9 +8,9 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 #: label -> metrics, of which the first one present is shown; in display order
 HEADLINES: dict[str, tuple[str, ...]] = {
-    "score": ("critic/score/mean",),
+    "reward": ("critic/score/mean",),
     "acc": ("reward/acc",),
-    "reward": ("critic/rewards/mean",),
+    "net_reward": ("critic/rewards/mean",),  # after the KL penalty
     "length": ("response_length/mean",),
     "kl": ("actor/ref_kl", "actor/kl", "actor/reward_kl_penalty"),
     "entropy": ("actor/entropy", "actor/entropy_loss"),
@@ -23,15 +23,15 @@ HEADLINES: dict[str, tuple[str, ...]] = {
 }
 
 #: labels that often have the same value (a reward of 0 or 1, no KL in the reward), which is then shown once
-_SCORES = ("score", "acc", "reward")
+_REWARDS = ("reward", "acc", "net_reward")
 
 #: fields of the line of a step: label, headline of the value, characters of the value; in display order
 _FIELDS = (
-    ("reward", "score", 5),
+    ("reward", "reward", 5),
     ("acc", "acc", 4),
     ("loss", "loss", 5),
     ("len", "length", 4),
-    ("kl", "kl", 5),
+    ("kl", "kl", 4),
     ("ent", "entropy", 4),
     ("grad", "grad_norm", 4),
     ("tok/s", "tok/s", 5),
@@ -80,12 +80,12 @@ def duration_in_words(seconds: float) -> str:
 
 
 def headline_values(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return label -> value of the headline metrics. Score, accuracy and reward are there once if they are equal."""
+    """Return label -> value of the headline metrics. Equal reward, accuracy and net reward are there once."""
     found: dict[str, float] = {}
     for label, names in HEADLINES.items():
         name = next((name for name in names if name in metrics), None)
-        shown_scores = [found[other] for other in _SCORES if label in _SCORES and other in found]
-        if name is not None and not any(math.isclose(metrics[name], other, rel_tol=1e-6) for other in shown_scores):
+        shown = [found[other] for other in _REWARDS if label in _REWARDS and other in found]
+        if name is not None and not any(math.isclose(metrics[name], other, rel_tol=1e-6) for other in shown):
             found[label] = metrics[name]
     return found
 
@@ -107,7 +107,7 @@ def step_line(
 ) -> str:
     """The line of a step, in at most `width` characters.
 
-        step  12/100  reward 0.625  len 5.12  kl 0.060  grad 0.41   0.36s  ETA 0:32
+        step  12/100  reward 0.625  len 5.12  kl 0.06  grad 0.41  0.36s  ETA 0:32
 
     Args:
         seconds: of the step.
@@ -121,11 +121,12 @@ def step_line(
             fields[label] = f"  {label} {fixed(values[name], room)}"
     if len(fields) == 2:
         fields |= {name: f"  {name} {text}" for name, text in headline(metrics).items()}
-    fields["seconds"] = f"  {fixed(seconds, 5)}s"
+    fields["seconds"] = f"  {fixed(seconds, 4)}s"
     fields["eta"] = f"  ETA {duration(remaining)}"
     for dropped in _DROPPED_FIRST:
-        # as if the remaining time had hours: it gets shorter, but the fields must stay
-        if sum(map(len, fields.values())) - len(fields["eta"]) + len("  ETA 9:59:59") <= width:
+        # as if the remaining time had all digits: it gets shorter, but the fields must stay
+        longest = "  ETA 59:59" if remaining < 3600 else "  ETA 99:59:59"
+        if sum(map(len, fields.values())) - len(fields["eta"]) + len(longest) <= width:
             break
         fields.pop(dropped, None)
     return "".join(fields.values())

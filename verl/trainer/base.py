@@ -7,7 +7,7 @@ import gc
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,6 @@ from verl.trainer.display import RunDisplay
 from verl.trainer.metrics import timing_metrics
 from verl.trainer.preflight import FLOW, Run, run_checks
 from verl.utils.lock import lock_folder
-from verl.utils.log import setup_logging
 from verl.utils.rng import seed_everything
 from verl.utils.threads import warn_if_crowded
 
@@ -82,8 +81,6 @@ class Trainer(ABC):
         self.source = source
         self.tokenizer = run.inputs.tokenizer
         trainer = self.config.trainer
-        if trainer.log_level is not None:
-            setup_logging(trainer.log_level)
         if trainer.device != "cuda":
             warn_if_crowded()
         self.total_steps: int = trainer.total_training_steps or source.steps_per_epoch * trainer.total_epochs
@@ -149,6 +146,10 @@ class Trainer(ABC):
     @abstractmethod
     def validate(self) -> dict[str, float]:
         """Metrics of the current weights on the validation data; empty if there is none."""
+
+    def running_operators(self) -> Mapping[str, float]:
+        """Operators that are running -> start by `time.perf_counter`."""
+        return self.pipeline.running_since
 
     def draw_samples(self, batch: DataProto, count: int) -> Rows:
         """Return `count` samples of a finished batch, drawn at random, with input, output and score."""

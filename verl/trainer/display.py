@@ -45,7 +45,7 @@ class RunDisplay:
                 print_every=1,
                 quiet=False,
                 details=False,
-                running=lambda: trainer.pipeline.running_since,
+                running=trainer.running_operators,
             )
 
     def show_samples(self, batch: DataProto) -> None:
@@ -112,7 +112,7 @@ class RunDisplay:
         try:
             path = save_curves(self._trainer.folder / "metrics.jsonl", self._trainer.folder / "curves.png")
         except ValueError as error:  # a custom flow without the metrics that are plotted
-            logger.info("no curves: %s", error)
+            logger.debug("no curves: %s", error)
             return ""
         return f", {path.name}"
 

@@ -86,7 +86,7 @@ def entropy_collapse(history: History, scale: float = 1.0) -> str | None:
 
 
 def worse_validation(history: History, scale: float = 1.0, prompts: int | None = None) -> str | None:
-    """A validation result is 20 % below its best, or twice in a row 15 %, and by more than noise.
+    """A validation result is 20 % below its best, or twice in a row 15 %, by more than three standard errors.
 
     Args:
         prompts: number of validation prompts, for the noise: three standard errors of an accuracy. None: unknown.

@@ -1,7 +1,7 @@
 """PPOTrainer: policy optimization on any cluster."""
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -273,6 +273,10 @@ class PPOTrainer(Trainer):
     def step_samples(self, batch: DataProto) -> Rows:
         return self.draw_samples(batch, self.config.trainer.log_samples)
 
+    def running_operators(self) -> Mapping[str, float]:
+        validation = {f"validation: {name}": start for name, start in dict(self.validation.running_since).items()}
+        return {**self.pipeline.running_since, **validation}
+
     def draw_samples(self, batch: DataProto, count: int) -> Rows:
         rows = choose_rows(len(batch), count, self.config.trainer.seed + self.global_step)
         return generations(batch, self.tokenizer, rows)
@@ -286,7 +290,7 @@ class PPOTrainer(Trainer):
         """Generate and score responses to every validation prompt: val-core/<source>/acc/mean@N and related metrics."""
         if self.val_dataset is None:
             return {}
-        logger.info("validating: %s prompts", f"{len(self.val_dataset):,}")
+        logger.log(self.operator_level, "validating: %s prompts", f"{len(self.val_dataset):,}")
         with nullcontext() if self.asynchronous is None else self.asynchronous.producer.held():
             return self._validate_now()
 

@@ -56,7 +56,7 @@ class _TerminalHandler(logging.Handler):
         try:
             message = Text(self.format(record), self._STYLES.get(record.levelno, ""), overflow="fold")
             if record.name == steps.name:
-                console().print(message)
+                console().print(message, soft_wrap=True)  # a command that is copied has no line breaks
                 return
             if record.levelno != logging.INFO:
                 message = Text.assemble((f"{record.levelname} ", "bold"), message)
