@@ -28,7 +28,7 @@ def test_a_short_run_shows_and_leaves_what_it_promises(tmp_path):
     done = quickstart(tmp_path / "run", "--steps", "4")
     assert done.returncode == 0, done.stderr
     assert "in 4 steps of grpo" in done.stdout
-    for shown in ("score", "length", "kl", "entropy", "tok/s", "ETA", "[gen]", "[update_actor]"):
+    for shown in ("reward", "len", "kl", "grad", "ETA", "[gen]", "[update_actor]"):
         assert shown in done.stdout, shown
     assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
     folder = tmp_path / "run" / "rl" / "global_step_4" / "actor" / "huggingface"

@@ -144,7 +144,7 @@ def test_a_program_with_its_own_logging_keeps_it(settings):
 
 def test_the_command_line_of_a_yaml_file(workplace):
     (workplace / "ppo_config.yaml").write_text(CLI_CONFIG.format(reward="accuracy_reward"))
-    few = ["data.max_response_length=6", "trainer.total_epochs=1", "trainer.logger=[console,jsonl]"]
+    few = ["data.max_response_length=6", "trainer.total_epochs=1", "trainer.log_operators=true"]
     shown = run(workplace, "-m", "verl.cli.train", "--config", "ppo_config.yaml", *few)
     assert "12 prompts x 1 sample = 12 responses per step" in shown
     expected = ["prompts", "repeat", "gen", "sleep_rollout", "reward", "old_log_prob", "ref", "values", "kl", "adv"]

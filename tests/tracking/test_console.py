@@ -8,6 +8,9 @@ import pytest
 from rich.console import Console
 
 from verl.tracking.console import TrainingProgress, sparkline
+from verl.tracking.formatting import duration_in_words, fixed, step_line
+from verl.tracking.summary import summary_lines
+from verl.utils import log
 
 METRICS = {
     "critic/score/mean": 0.625,
@@ -19,23 +22,64 @@ TIMINGS = {"gen": 0.61, "reward": 0.004, "update_actor": 0.38}
 SAMPLES = [("s=[bold]abc", "cba\n", 1.0), ("x" * 300, "y" * 300, 0.0)]
 
 
-def shown(terminal, steps, total, samples=None, **options):
+@pytest.fixture(autouse=True)
+def a_usual_terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("CI", raising=False)
+
+
+def shown(terminal, steps, total, samples=None, width=100, validate=None, **options):
     output = io.StringIO()
-    console = Console(file=output, force_terminal=terminal, width=100)
+    console = Console(file=output, force_terminal=terminal, width=width)
     with TrainingProgress(total, "GRPO on reverse", console=console, **options) as progress:
         for step in steps:
             progress.update(step, {**METRICS, "critic/score/mean": step / total}, TIMINGS, samples)
+            if validate is not None:
+                progress.validated(step, {"val-core/gsm8k/acc/mean@1": validate[step], "timing_s/testing": 1.0})
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output.getvalue())
 
 
 def test_lines_where_there_is_no_terminal():
     text = shown(False, range(1, 24), 23, print_every=10)
     steps = [line for line in text.splitlines() if line.startswith("step")]
-    assert [line.split(" ")[1] for line in steps] == ["1/23", "10/23", "20/23", "23/23"]
+    assert [line.split()[1] for line in steps] == ["1/23", "10/23", "20/23", "23/23"]
     assert text.startswith("GRPO on reverse\n")
-    assert steps[0] == "step 1/23 | score 0.0435 | length 5.12 | tok/s 15.2k | seconds 1.25 | ETA 0:22"
+    assert steps[0] == "step  1/23  reward 0.043  len 5.12  tok/s 15234  1.25s  ETA 0:22"
     assert "[gen] 0.61s [reward] 0.00s [update_actor] 0.38s" in text
     assert "\x1b" not in text and "╭" not in text
+
+
+def test_one_line_per_step_and_validation_for_a_trainer():
+    text = shown(False, [1, 2], 2, print_every=1, details=False, validate={1: 0.5, 2: 0.25})
+    assert text.splitlines() == [
+        "step 1/2  reward 0.500  len 5.12  tok/s 15234  1.25s  ETA 0:01",
+        "step 1 validation: gsm8k/acc/mean@1 0.5",
+        "step 2/2  reward 1.000  len 5.12  tok/s 15234  1.25s  ETA 0:00",
+        "step 2 validation: gsm8k/acc/mean@1 0.25 (best 0.5 at step 1)",
+    ]
+
+
+ALL = METRICS | {"reward/acc": 0.5, "actor/ref_kl": 0.06, "actor/entropy": 0.41, "actor/grad_norm": 3.2}
+
+
+def test_the_line_of_a_step_fits_into_80_columns_and_drops_the_same_fields_at_any_value():
+    line = step_line(12, 100, ALL, seconds=0.36, remaining=32, width=80)
+    assert line == " 12/100  reward 0.625  acc 0.50  len 5.12  kl 0.06  grad 3.20  0.36s  ETA 0:32"
+    wide = step_line(12, 100, ALL, seconds=0.36, remaining=32, width=120)
+    assert wide == (
+        "step  12/100  reward 0.625  acc 0.50  len 5.12  kl 0.06  ent 0.41  grad 3.20  tok/s 15234  0.36s  ETA 0:32"
+    )
+    labels = re.findall(r"reward|acc|len|kl|ent|grad|tok/s|step", line)
+    extreme = ALL | {"critic/score/mean": -123456.0, "actor/ref_kl": 1e-9, "response_length/mean": 31_072.0}
+    for seconds in (0.001, 3600.0):
+        other = step_line(1, 100, extreme, seconds=seconds, remaining=3599, width=80)
+        assert len(other) <= 80 and re.findall(r"reward|acc|len|kl|ent|grad|tok/s|step", other) == labels
+
+
+def test_numbers_of_a_fixed_width():
+    values = [0.0, 0.625, 12.5, 123.456, 1234.5, 152_345.0, -0.63, 1e-5, -1e-9, float("nan"), float("inf")]
+    texts = ["0.000", "0.625", "12.50", "123.5", " 1234", " 152k", "-0.63", " 1e-5", "-1e-9", "  nan", "  inf"]
+    assert [fixed(value, 5) for value in values] == texts
 
 
 def test_samples_are_one_line_each_cut_to_the_width_and_no_markup():
@@ -45,8 +89,9 @@ def test_samples_are_one_line_each_cut_to_the_width_and_no_markup():
     assert len(second) <= 100 and second.startswith("- …x") and second.endswith("y…  (0)")
 
 
-def test_a_panel_on_a_terminal():
-    text = shown(True, range(1, 31), 30, SAMPLES)
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_panel_on_a_terminal(width):
+    text = shown(True, range(1, 31), 30, SAMPLES, width=width, validate={s: s / 60 for s in range(1, 31)})
     last = text[text.rindex("╭") :]
     for part in (
         "GRPO on reverse",
@@ -54,11 +99,53 @@ def test_a_panel_on_a_terminal():
         "length 5.12",
         "update_actor 0.38s",
         "+ s=[bold]abc -> cba",
-        "ETA 0:00",
+        "ETA    0:00",
+        "gsm8k/acc/mean@1 0.017 -> 0.500 (step 30), best 0.500 (step 30)",
     ):
         assert part in last
     assert "0.03 ▁" in last and "█ 1.00" in last
-    assert {len(line) for line in last.strip().splitlines()} == {100}
+    assert {len(line) for line in last.strip().splitlines()} == {width}
+
+
+def test_every_frame_has_the_same_height():
+    metrics = [{**ALL, "actor/entropy": value} for value in (0.5, -0.012345, 123.456)]
+    output = io.StringIO()
+    with TrainingProgress(3, "x", console=Console(file=output, force_terminal=True, width=80)) as progress:
+        heights = []
+        for step, values in enumerate(metrics, 1):
+            progress.update(step, values, TIMINGS, SAMPLES)
+            heights.append(len(progress.console.render_lines(progress._panel())))
+    assert heights[1] == heights[2] == heights[0] + 1  # the sparkline needs two steps
+
+
+def test_log_lines_and_prints_appear_above_the_panel_and_warnings_stay_in_it(monkeypatch):
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=80)
+    monkeypatch.setattr(log, "console", lambda: console)
+    logger, handler = logging.getLogger("verl"), log._TerminalHandler()
+    logger.addHandler(handler)
+    try:
+        with TrainingProgress(2, "x", console=console) as progress:
+            progress.update(1, METRICS, TIMINGS)
+            before = len(output.getvalue())
+            logger.warning("little memory: 12 MiB of 345 MiB")
+            print("from a reward function")
+            progress.update(2, METRICS, TIMINGS)
+    finally:
+        logger.removeHandler(handler)
+    after = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output.getvalue()[before:])
+    assert re.search(r"\d\d:\d\d:\d\d WARNING little memory: 12 MiB of 345 MiB *\n╭", after)
+    assert re.search(r"from a reward function\n╭", after)
+    assert "│ little memory: 12 MiB of 345 MiB" in after[after.rindex("╭") :]
+    styled = output.getvalue()[before:]
+    assert re.search(r"little memory: 12 MiB of 345 MiB", styled)  # no color inside a number
+
+
+@pytest.mark.parametrize("variable", [("TERM", "dumb"), ("CI", "true"), ("CI", "1")])
+def test_no_panel_in_ci_and_on_a_dumb_terminal(variable, monkeypatch):
+    monkeypatch.setenv(*variable)
+    text = shown(True, [1], 5)
+    assert "╭" not in text and "step 1/5" in text
 
 
 def test_the_log_is_quiet_meanwhile_and_restored_after_an_error():
@@ -84,3 +171,21 @@ def test_sparkline():
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([0, 0, 0, 8, 8, 8], 2) == "▁█"
     assert sparkline([0, 2, 4, 6, 8, 10, 12, 14], 4) == "▁▃▆█"  # means 1 5 9 13
+
+
+def test_the_summary_of_a_run():
+    rewards = [(step, 0.6 if step <= 10 else 0.9) for step in range(1, 101)]
+    validation = [(0, 0.5), (50, 0.8), (100, 0.75)]
+    history = {"critic/score/mean": rewards, "val-core/gsm8k/acc/mean@1": validation, "actor/lr": rewards}
+    assert summary_lines(history, 100, 100, 123.4) == [
+        "reward 0.60 -> 0.90 in 100 steps (2 min 03 s; means of the first and last 10 steps)",
+        "validation gsm8k/acc/mean@1: 0.500 (step 0) -> 0.750 (step 100), best 0.800 (step 50)",
+    ]
+    assert summary_lines({"train/nll": [(1, 2.0)]}, 1, 5, 3.0) == ["loss 2.00 -> 2.00 in 1 of 5 steps (3 s)"]
+    resumed = {"train/nll": [(8, 2.0), (9, 1.0)], "val/loss": [(8, 1.0), (9, 1.5)]}
+    assert summary_lines(resumed, 9, 10, 3.0) == [
+        "loss 2.00 -> 1.00 in 2 steps, up to step 9 of 10 (3 s)",
+        "validation loss: 1.000 (step 8) -> 1.500 (step 9)",
+    ]
+    assert summary_lines({}, 0, 10, 3.0) == []
+    assert [duration_in_words(s) for s in (41, 123, 5364)] == ["41 s", "2 min 03 s", "1 h 29 min"]

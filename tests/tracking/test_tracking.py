@@ -109,7 +109,7 @@ def test_console_line_has_one_order_and_short_numbers(tmp_path, caplog):
         run.log({"val-core/gsm8k/acc/mean@1": 0.25, "val-aux/gsm8k/reward/mean@1": 0.3, "timing_s/testing": 3.0}, 12)
         run.log({"my/number": 3, "timing_s/step_2": 1.0}, 13)
     assert [record.getMessage() for record in caplog.records] == [
-        "step 12 | score 0.625 | acc 0.5 | reward 0.61 | length 5.12 | kl 0.00123 | entropy 0.5 | pg_loss -0.0123"
+        "step 12 | reward 0.625 | acc 0.5 | net_reward 0.61 | length 5.12 | kl 0.00123 | entropy 0.5 | pg_loss -0.0123"
         " | grad_norm 0.41 | tok/s 152k | seconds 1.23",
         "step 12 | val-core/gsm8k/acc/mean@1 0.25",
         "step 13 | my/number 3",
@@ -118,10 +118,10 @@ def test_console_line_has_one_order_and_short_numbers(tmp_path, caplog):
 
 def test_the_console_shows_a_number_once():
     same = {"critic/score/mean": 0.5, "reward/acc": 0.5 + 1e-9, "critic/rewards/mean": 0.5, "actor/entropy": 0.5}
-    assert headline(same) == {"score": "0.5", "entropy": "0.5"}
-    assert headline({**same, "critic/rewards/mean": 0.4}) == {"score": "0.5", "reward": "0.4", "entropy": "0.5"}
-    assert list(headline({**same, "critic/score/mean": 0.6})) == ["score", "acc", "entropy"]
-    assert list(headline({**same, "reward/acc": float("nan")})) == ["score", "acc", "entropy"]
+    assert headline(same) == {"reward": "0.5", "entropy": "0.5"}
+    assert headline({**same, "critic/rewards/mean": 0.4}) == {"reward": "0.5", "net_reward": "0.4", "entropy": "0.5"}
+    assert list(headline({**same, "critic/score/mean": 0.6})) == ["reward", "acc", "entropy"]
+    assert list(headline({**same, "reward/acc": float("nan")})) == ["reward", "acc", "entropy"]
 
 
 def test_short_numbers():

@@ -28,6 +28,7 @@ class Pipeline:
         inputs: the columns that the batch given to `run` must have.
         timings: the seconds of each operator in the last run.
         spans: when each operator of the last run started and ended, by `time.perf_counter`.
+        running_since: operator name -> start by `time.perf_counter`, of the operators that are running.
         seconds: the wall time of the last run; less than the sum of `timings` if operators overlapped.
         observer: called as (operator name, seconds, batch) after each operator; batch: a shallow copy.
         log_level: of the line about each operator.
@@ -39,6 +40,7 @@ class Pipeline:
         self.operators = operators
         self.inputs = inputs
         self.spans: dict[str, Span] = {}
+        self.running_since: Mapping[str, float] = {}
         self.seconds = 0.0
         self.observer: Observer | None = None
         self.processes_of: Callable[[str], Hashable | None] | None = None
@@ -88,7 +90,7 @@ class Pipeline:
             self.observer,
             self.log_level,
         )
-        self.spans = current.spans
+        self.spans, self.running_since = current.spans, current.running_since
         result: Any = None
         with heartbeat(current.running_since):
             while result is not HOLD and (ready := current.next()) is not None:

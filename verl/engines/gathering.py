@@ -5,10 +5,15 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import all_gather_tensor, wait_tensor
+from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from verl.engines.parallel import full_tensor
+
+try:
+    from torch.distributed._functional_collectives import all_gather_single
+except ImportError:  # its name before torch 2.13, which warns about it in every process and step
+    from torch.distributed._functional_collectives import all_gather_tensor as all_gather_single
 
 #: max bytes of the gathered parameters of one collective; a larger parameter is gathered by itself
 BUCKET_BYTES = 256 * 2**20
@@ -101,7 +106,7 @@ class _Gather:
         self.dtype = dtype or bucket[0].tensor.dtype
         self.group = bucket[0].group
         if self.group is not None:
-            self.gathered = all_gather_tensor(self._own(), 0, self.group)  # asynchronous
+            self.gathered = all_gather_single(self._own(), 0, self.group)  # asynchronous
 
     def _own(self) -> torch.Tensor:
         """The shards of this rank, each padded to the size of the largest shard of any rank."""

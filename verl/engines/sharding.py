@@ -165,7 +165,14 @@ class FSDP2(Sharding):
         return module
 
     def shard(self, model: TokenModel, spec: ModelSpec) -> None:
-        """Shard every decoder layer, then the rest (embedding, final norm and head) as one unit."""
+        """Shard every decoder layer, then the rest (embedding, final norm and head) as one unit.
+
+        torch warns if a sharded module returns a view, because FSDP2 gathers its parameters for the backward pass in a
+        hook on the output tensor: an in-place operation on a view replaces its autograd history, the hook is lost, and
+        the gradients are those of freed parameters. Our modules return new tensors (`modeling/indexing.py`,
+        `layers_cpu.py`), and nothing changes an output in place, so the warning is not filtered: in a model of a user
+        it is real.
+        """
         device, tensor, module = self.device.type, self.tp_size, model.module
         ranks = dist.get_world_size() // tensor
         shard = ranks if self.section.fsdp_size == -1 else self.section.fsdp_size

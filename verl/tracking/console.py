@@ -1,11 +1,10 @@
-"""The display of a running training: a live panel on a terminal, plain lines otherwise."""
+"""The display of a running training: a live panel on a terminal, one line per step otherwise."""
 
-import itertools
 import logging
-import math
+import threading
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 from rich import box
@@ -16,74 +15,33 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from verl.tracking.formatting import (
+    core_results,
+    duration,
+    headline,
+    sample_line,
+    short,
+    sparkline,
+    step_line,
+    validation_line,
+)
+from verl.tracking.summary import best_point
 from verl.utils import log
 
-_BLOCKS = "▁▂▃▄▅▆▇█"
+__all__ = ["Sample", "TrainingProgress", "headline", "short", "sparkline"]
 
 Sample = tuple[str, str, float]
 """(prompt, response, score)"""
 
-#: label -> metrics, of which the first one present is shown; in display order
-HEADLINES: dict[str, tuple[str, ...]] = {
-    "score": ("critic/score/mean",),
-    "acc": ("reward/acc",),
-    "reward": ("critic/rewards/mean",),
-    "length": ("response_length/mean",),
-    "kl": ("actor/ref_kl", "actor/kl", "actor/reward_kl_penalty"),
-    "entropy": ("actor/entropy", "actor/entropy_loss"),
-    "pg_loss": ("actor/pg_loss",),
-    "vf_loss": ("critic/vf_loss",),
-    "loss": ("train/loss", "train/nll"),
-    "grad_norm": ("actor/grad_norm", "train/grad_norm"),
-    "tok/s": ("perf/throughput",),
-    "seconds": ("timing_s/step",),
-}
-
-#: labels that often have the same value (a reward of 0 or 1, no KL in the reward), which is then shown once
-_SCORES = ("score", "acc", "reward")
-
-
-def short(value: float) -> str:
-    """Format with three significant digits: 0.0123, 1.24, 153k."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= 9.995 * size or (unit != "k" and abs(value) >= size):
-            return f"{value / size:.3g}{unit}"
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def headline(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Return label -> text for the headline metrics, in display order, then the core validation results.
-
-    Score, accuracy and reward are shown once if they are equal. If a custom flow has none of these metrics, all of its
-    metrics are shown, except timings and memory.
-    """
-    found = {}
-    for label, names in HEADLINES.items():
-        name = next((name for name in names if name in metrics), None)
-        shown_scores = [found[other] for other in _SCORES if label in _SCORES and other in found]
-        if name is not None and not any(math.isclose(metrics[name], other, rel_tol=1e-6) for other in shown_scores):
-            found[label] = metrics[name]
-    shown = {label: short(value) for label, value in found.items()}
-    rest = [name for name in metrics if name.startswith(("val-core/", "val/"))]
-    if not shown and not rest:
-        rest = [name for name in metrics if not name.startswith(("timing_s/", "perf/", "training/"))]
-    return shown | {name: short(metrics[name]) for name in rest}
-
-
-def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw values as at most `width` blocks, from ▁ (minimum) to █ (maximum). Equal values give a line in the middle.
-
-    If there are more values than blocks, a block is the mean of adjacent values.
-    """
-    if not values:
-        return ""
-    count = min(width, len(values))
-    edges = [i * len(values) // count for i in range(count + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    low, high = min(means), max(means)
-    if high == low:
-        return _BLOCKS[3] * count
-    return "".join(_BLOCKS[min(int((m - low) / (high - low) * 8), 7)] for m in means)
+#: label -> metrics of the sparklines, of which the first one present is drawn
+_CURVES = {"reward": ("critic/score/mean",), "loss": ("train/loss", "train/nll")}
+#: seconds between two drawings of the panel: at most, while an operator runs, and at least, for very fast steps
+_REDRAW_SECONDS = 1.0
+_MIN_REDRAW_SECONDS = 0.1
+#: warnings that the panel keeps
+_WARNINGS = 2
+#: operators that the panel shows: those that took longest so far
+_OPERATORS = 8
 
 
 class TrainingProgress:
@@ -92,103 +50,216 @@ class TrainingProgress:
         with TrainingProgress(total_steps=100, title="GRPO") as progress:
             progress.update(step, metrics, timings)
 
-    On a terminal, a panel is redrawn in place. Otherwise, lines are printed every `print_every` steps and at the first
-    and last step. Log lines below WARNING are suppressed meanwhile.
+    On a terminal, a panel is redrawn in place, and log lines appear above it. Otherwise (a file, CI, a notebook,
+    TERM=dumb), lines are printed every `print_every` steps and at the first and last step.
+
+    Args:
+        total_steps: number of the last step.
+        title: title of the panel.
+        print_every: steps between two lines without a terminal.
+        console: where to print; None: the console of the log.
+        quiet: suppress log lines below WARNING meanwhile.
+        details: print the operators and samples below each line.
+        running: returns the operators that are running, name -> start by `time.perf_counter`.
     """
 
-    def __init__(self, total_steps: int, title: str, print_every: int = 10, console: Console | None = None):
+    def __init__(
+        self,
+        total_steps: int,
+        title: str,
+        print_every: int = 10,
+        console: Console | None = None,
+        *,
+        quiet: bool = True,
+        details: bool = True,
+        running: Callable[[], Mapping[str, float]] = dict,
+    ):
         self.total_steps = total_steps
         self.title = title
         self.print_every = print_every
         self.console = console or log.console()
+        self.quiet, self.details, self.running = quiet, details, running
+        self._own_console = console is not None
         self._live: Live | None = None
-        self._rewards: list[float] = []
+        self._curves: dict[str, list[float]] = {}
+        self._seconds: Counter[str] = Counter()  # operator -> of all steps
+        self._validations: dict[str, list[tuple[int, float]]] = {}
         self._samples: Sequence[Sample] = ()
         self._durations: deque[float] = deque(maxlen=20)
         self._last: float | None = None
+        self._drawn = 0.0
         self._log_level = logging.NOTSET
+        self._step: tuple[int, Mapping[str, float], Mapping[str, float]] | None = None
+        self._warnings = _LastWarnings(_WARNINGS)
+        self._ended = threading.Event()
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a panel is shown."""
+        return self._live is not None
 
     def __enter__(self) -> "TrainingProgress":
         logger = logging.getLogger("verl")
         self._log_level = logger.level
-        logger.setLevel(logging.WARNING)
-        if self.console.is_terminal:
-            waiting = Panel(Text("first step ..."), title=self.title, title_align="left", box=box.ROUNDED)
-            self._live = Live(waiting, console=self.console, auto_refresh=False)
+        if self.quiet:
+            logger.setLevel(logging.WARNING)
+        if log.is_live(self.console):
+            logger.addHandler(self._warnings)
+            self._live = Live(self._waiting(), console=self.console, auto_refresh=False)
             self._live.start(refresh=True)
-        else:
-            self.console.print(self.title, markup=False, highlight=False)
+            threading.Thread(target=self._redraw, name="panel", daemon=True).start()
+        elif self.details:
+            self._print(self.title)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self._ended.set()
+        logger = logging.getLogger("verl")
         if self._live is not None:
-            self._live.stop()
-            self._live = None
-        logging.getLogger("verl").setLevel(self._log_level)
+            live, self._live = self._live, None
+            live.transient = self._step is None  # nothing to keep
+            if self._step is not None:
+                live.update(self._panel(final=True), refresh=True)
+            live.stop()
+            logger.removeHandler(self._warnings)
+        if self.quiet:
+            logger.setLevel(self._log_level)
 
     def update(
         self,
         step: int,
         metrics: Mapping[str, float],
-        timings: Mapping[str, float],
+        timings: Mapping[str, float] | None = None,
         samples: Sequence[Sample] | None = None,
     ) -> None:
         """Display a finished step.
 
         Args:
             metrics: name -> value.
-            timings: operator -> seconds.
+            timings: operator -> seconds; None: from the metrics timing_s/*.
             samples: a few (prompt, response, score) to show. The panel keeps them until the next ones.
         """
+        if timings is None:
+            named = {name.removeprefix("timing_s/"): value for name, value in metrics.items()}
+            timings = {name: named[name] for name in named if f"timing_s/{name}" in metrics and name != "step"}
         now = time.monotonic()
         # the time before the first step was spent on loading models
         self._durations.append(sum(timings.values()) if self._last is None else now - self._last)
         self._last = now
-        if "critic/score/mean" in metrics:
-            self._rewards.append(metrics["critic/score/mean"])
+        self._step = step, metrics, timings
+        self._seconds.update(timings)
+        for label, names in _CURVES.items():
+            name = next((name for name in names if name in metrics), None)
+            if name is not None:
+                self._curves.setdefault(label, []).append(metrics[name])
+        self._add_validation(step, metrics)
         if samples:
             self._samples = samples
         if self._live is not None:
-            self._live.update(self._panel(step, metrics, timings), refresh=True)
+            if now - self._drawn >= _MIN_REDRAW_SECONDS or step == self.total_steps:
+                self._drawn = now
+                self._live.update(self._panel(), refresh=True)
         elif step == 1 or step % self.print_every == 0 or step == self.total_steps:
-            self._print(step, metrics, timings)
+            self._print_step()
 
-    def _remaining(self, step: int) -> str:
-        """Remaining time at the pace of the last steps."""
-        seconds = round((self.total_steps - step) * sum(self._durations) / len(self._durations))
-        minutes, seconds = divmod(seconds, 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+    def show_samples(self, samples: Sequence[Sample]) -> None:
+        """Show samples with the next step."""
+        self._samples = samples
 
-    def _print(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
-        values = [f"{label} {text}" for label, text in headline(metrics).items()]
-        seconds = [f"[{name}] {value:.2f}s" for name, value in timings.items()]
-        lines = [" | ".join([f"step {step}/{self.total_steps}", *values, f"ETA {self._remaining(step)}"])]
-        lines.append("    " + " ".join(seconds))
-        lines += ["    " + _one_line(prompt, response, score, width=100) for prompt, response, score in self._samples]
+    def validated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Display a validation."""
+        self._add_validation(step, metrics)
+        if self._live is not None and self._step is not None:
+            self._live.update(self._panel(), refresh=True)
+        elif self._live is None and (results := core_results(metrics)):
+            self._print(validation_line(step, metrics, self._best(next(iter(results)))))
+
+    def _add_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in core_results(metrics).items():
+            self._validations.setdefault(name, []).append((step, value))
+
+    def _best(self, name: str) -> tuple[int, float]:
+        return best_point(name, self._validations[name])
+
+    def _remaining(self, step: int) -> float:
+        """Remaining seconds at the pace of the last steps."""
+        return (self.total_steps - step) * sum(self._durations) / len(self._durations)
+
+    # ---- lines ------------------------------------------------------------------------------------------------------
+
+    def _print(self, text: str) -> None:
+        if self._own_console:
+            # soft_wrap: do not wrap lines in a file
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            log.steps.info("%s", text)
+
+    def _print_step(self) -> None:
+        step, metrics, timings = self._step
+        seconds = metrics.get("timing_s/step", self._durations[-1])
+        lines = [step_line(step, self.total_steps, metrics, seconds, self._remaining(step), self.console.width)]
+        if self.details:
+            lines.append("    " + " ".join(f"[{name}] {value:.2f}s" for name, value in timings.items()))
+            lines += ["    " + sample_line(*sample, width=self.console.width - 4) for sample in self._samples]
         self._samples = ()
-        # soft_wrap: do not wrap lines in a file
-        self.console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+        self._print("\n".join(lines))
 
-    def _panel(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> Panel:
+    # ---- the panel --------------------------------------------------------------------------------------------------
+
+    def _redraw(self) -> None:
+        """Redraw the panel while an operator runs, which may take minutes."""
+        while not self._ended.wait(_REDRAW_SECONDS):
+            live = self._live
+            if live is not None:
+                live.update(self._panel() if self._step is not None else self._waiting(), refresh=True)
+
+    def _waiting(self) -> Panel:
+        return self._framed([Text("first step ..."), *self._now()])
+
+    def _framed(self, rows: list) -> Panel:
+        return Panel(Group(*rows), title=Text(self.title), title_align="left", box=box.ROUNDED)
+
+    def _panel(self, final: bool = False) -> Panel:
+        step, metrics, timings = self._step
         width = self.console.width - 4
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True)
         bar.add_row(
-            Text(f"step {step}/{self.total_steps}", style="bold"),
+            Text(f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}", style="bold"),
             ProgressBar(total=self.total_steps, completed=step),
-            Text(f"ETA {self._remaining(step)}"),
+            Text(f"ETA {duration(self._remaining(step)):>7}"),
         )
-        rows = [bar, _columns(headline(metrics), width)]
-        if len(self._rewards) > 1:
-            line = sparkline(self._rewards, width - 40)
-            first, last = self._rewards[0], self._rewards[-1]
-            rows.append(Text.assemble(("score ", "dim"), f"{first:.2f} ", (line, "green"), f" {last:.2f}"))
-        rows.append(_columns({name: f"{seconds:.2f}s" for name, seconds in timings.items()}, width))
-        rows += [Text(_one_line(*sample, width=width), style="dim") for sample in self._samples]
-        return Panel(Group(*rows), title=Text(self.title), title_align="left", box=box.ROUNDED)
+        steps = {name: value for name, value in metrics.items() if not name.startswith(("val-core/", "val/"))}
+        cells = {label: f"{text:<8}" for label, text in headline(steps).items()}
+        rows = [bar, _columns(cells, width)]
+        rows += [_curve(label, values, width) for label, values in self._curves.items() if len(values) > 1]
+        rows += [self._validation(name, width) for name in list(self._validations)[:2]]
+        longest = set(sorted(self._seconds, key=lambda name: -self._seconds[name])[:_OPERATORS])
+        shown = {name: f"{f'{seconds:.2f}s':<7}" for name, seconds in timings.items() if name in longest}
+        rows.append(_columns(shown, width))
+        rows += [Text(sample_line(*sample, width=width), "dim", no_wrap=True) for sample in self._samples]
+        rows += [Text(line, "yellow", no_wrap=True, overflow="ellipsis") for line in self._warnings.lines]
+        return self._framed(rows if final else rows + self._now())
+
+    def _validation(self, name: str, width: int) -> Text:
+        points, (best_step, best) = self._validations[name], self._best(name)
+        values = f"{points[0][1]:.3f} -> {points[-1][1]:.3f} (step {points[-1][0]}), best {best:.3f} (step {best_step})"
+        line = Text.assemble((f"{name.removeprefix('val-core/')} ", "dim"), values, no_wrap=True, overflow="ellipsis")
+        line.truncate(width)
+        return line
+
+    def _now(self) -> list[Text]:
+        """The operators that run now, so that a long step does not look like a hang."""
+        now = time.perf_counter()
+        names = [f"{name} {now - start:.0f}s" for name, start in dict(self.running()).items()]
+        return [Text.assemble(("now ", "dim"), ", ".join(names), no_wrap=True)]
+
+
+def _curve(label: str, values: Sequence[float], width: int) -> Text:
+    line = sparkline(values, width - len(label) - 18)
+    return Text.assemble((f"{label:<6}", "dim"), f"{values[0]:>7.2f} ", (line, "green"), f" {values[-1]:.2f}")
 
 
 def _columns(cells: Mapping[str, str], width: int) -> Table:
@@ -202,13 +273,12 @@ def _columns(cells: Mapping[str, str], width: int) -> Table:
     return grid
 
 
-def _one_line(prompt: str, response: str, score: float, width: int) -> str:
-    """`+ prompt -> response`, truncated to the width; + for a score above 0. Prompts are truncated at the front."""
-    prompt, response = (" ".join(text.split()) for text in (prompt, response))
-    room = max(width - 12, 20)
-    if len(prompt) > room // 2:
-        prompt = "…" + prompt[-(room // 2) + 1 :]
-    left = room - len(prompt)
-    if len(response) > left:
-        response = response[: left - 1] + "…"
-    return f"{'+' if score > 0 else '-'} {prompt} -> {response}  ({score:.2g})"
+class _LastWarnings(logging.Handler):
+    """Keeps the last warnings of the logger "verl" for the panel."""
+
+    def __init__(self, count: int):
+        super().__init__(logging.WARNING)
+        self.lines: deque[str] = deque(maxlen=count)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage().partition("\n")[0])

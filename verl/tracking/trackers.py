@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from verl.tracking.console import headline, short
+from verl.tracking.console import TrainingProgress
+from verl.tracking.formatting import headline, printable, short
 from verl.utils.log import setup_logging
 
 logger = logging.getLogger(__name__)
@@ -22,13 +23,20 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Run:
-    """The tracked run. `resume_step`: step of the checkpoint it resumes from, 0 for a new run."""
+    """The tracked run.
+
+    Attributes:
+        config: flat: key.with.dots -> value.
+        resume_step: step of the checkpoint it resumes from, 0 for a new run.
+        progress: the display of a trainer, which the tracker `console` updates.
+    """
 
     project_name: str
     experiment_name: str
-    config: Mapping[str, Any]  # flat: key.with.dots -> value
+    config: Mapping[str, Any]
     folder: Path
     resume_step: int = 0
+    progress: TrainingProgress | None = None
 
     def known_id(self, tracker: str) -> str | None:
         """The id that `tracker` gave this run earlier; None for a new run."""
@@ -68,7 +76,7 @@ class Tracker(ABC):
 
 
 class ConsoleTracker(Tracker):
-    """One log line per step, with the headline metrics."""
+    """The display of a trainer (`TrainingProgress`); without one, a log line per step with the headline metrics."""
 
     background = False
 
@@ -77,12 +85,16 @@ class ConsoleTracker(Tracker):
         setup_logging()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        if self.run.progress is not None:
+            show = self.run.progress.update if "timing_s/step" in metrics else self.run.progress.validated
+            show(step, metrics)
+            return
         values = [f"{label} {text}" for label, text in headline(metrics).items()]
         logger.info(" | ".join([f"step {step}", *values]))
 
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
         for i, row in enumerate(rows, 1):
-            values = {key: short(v) if isinstance(v, float) else _printable(str(v)) for key, v in row.items()}
+            values = {key: short(v) if isinstance(v, float) else printable(str(v)) for key, v in row.items()}
             lines = [f"  {key}: {text}".replace("\n", "\n    ") for key, text in values.items()]
             logger.info("step %d, %s %d of %d\n%s", step, name, i, len(rows), "\n".join(lines))
 
@@ -271,11 +283,6 @@ class SwanlabTracker(Tracker):
 
     def finish(self, failed: bool) -> None:
         self._run.finish(state="crashed" if failed else "success")
-
-
-def _printable(text: str) -> str:
-    """Escape control characters, which could change the state of the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def _cell(value: Any) -> str | float:

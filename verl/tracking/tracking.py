@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from verl.compat.hook import published_names
+from verl.tracking.console import TrainingProgress
 from verl.tracking.trackers import TRACKER_REGISTRY, Rows, Run, Tracker
 from verl.utils.log import setup_logging
 
@@ -182,6 +183,7 @@ class Tracking:
         config: flat config to record.
         default_local_dir: folder for local files.
         resume_step: step of the checkpoint that the run resumes from; 0 for a new run.
+        progress: the display that the tracker `console` updates; None: it logs one line per step.
 
     Raises:
         ValueError: if a tracker is unknown, its package is missing, or it cannot start.
@@ -195,13 +197,14 @@ class Tracking:
         config: Mapping[str, Any],
         default_local_dir: str | Path,
         resume_step: int = 0,
+        progress: TrainingProgress | None = None,
     ):
         names = [backends] if isinstance(backends, str) else list(backends)
         check_trackers(names)
         names = list({TRACKER_REGISTRY[name]: name for name in names}.values())  # a tracker with two names runs once
         folder = Path(default_local_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        run = Run(project_name, experiment_name, config, folder, resume_step)
+        run = Run(project_name, experiment_name, config, folder, resume_step, progress)
         self._finished = False
         self._callers = [
             _Caller(name, partial(TRACKER_REGISTRY[name], run), TRACKER_REGISTRY[name].background) for name in names

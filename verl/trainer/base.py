@@ -8,9 +8,10 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from verl.checkpoints.store import CheckpointStore
 from verl.config import to_flat_dict
@@ -23,12 +24,14 @@ from verl.single_controller import WorkerGroup
 from verl.tracking.trackers import Rows
 from verl.tracking.tracking import Tracking
 from verl.trainer.checkpointing import Checkpointer
+from verl.trainer.display import RunDisplay
 from verl.trainer.interruption import Interruption, Stopped
 from verl.trainer.metrics import timing_metrics
 from verl.trainer.preflight import FLOW, Run, run_checks
 from verl.trainer.validation_watch import ValidationWatch
 from verl.utils.lock import lock_folder
 from verl.utils.rng import seed_everything
+from verl.utils.threads import warn_if_crowded
 
 logger = logging.getLogger("verl.trainer")
 
@@ -99,6 +102,10 @@ class Trainer(ABC):
 
     #: roles whose state is saved in a checkpoint, each into the folder of its name
     saved_roles: tuple[str, ...] = ()
+    #: whether the seconds of each operator are logged, unless trainer.log_operators says so
+    logs_operators: ClassVar[bool] = False
+    #: the validation data; None: no validation
+    val_dataset: Any = None
 
     def __init__(self, run: Run, source: PromptSource):
         self.run = run
@@ -107,6 +114,8 @@ class Trainer(ABC):
         self.source = source
         self.tokenizer = run.inputs.tokenizer
         trainer = self.config.trainer
+        if trainer.device != "cuda":
+            warn_if_crowded()
         self.total_steps: int = trainer.total_training_steps or source.steps_per_epoch * trainer.total_epochs
         self.global_step = 0
         self.ready = False
@@ -119,6 +128,7 @@ class Trainer(ABC):
         self._skipped: dict[str, int] = {}  # metric of a role -> consecutive steps without a single update
         flow = self._checked_flow("build_flow", self.build_flow())
         self.pipeline: Pipeline = self._checked_flow("finish_flow", self.finish_flow(flow)).compile()
+        self.pipeline.log_level = self.operator_level
         run.columns = {column for operator in self.pipeline.operators for column in operator.writes}
         run_checks(run, FLOW)
         self.folder = run.working_dir / trainer.default_local_dir
@@ -175,6 +185,14 @@ class Trainer(ABC):
     def validate(self) -> dict[str, float]:
         """Metrics of the current weights on the validation data; empty if there is none."""
 
+    def running_operators(self) -> Mapping[str, float]:
+        """Operators that are running -> start by `time.perf_counter`."""
+        return self.pipeline.running_since
+
+    def draw_samples(self, batch: DataProto, count: int) -> Rows:
+        """Return `count` samples of a finished batch, drawn at random, with input, output and score."""
+        return ()
+
     def announce(self) -> None:
         """Log what is going to run."""
         logger.info("%s", self.plan().replace("would train", "training", 1))
@@ -185,6 +203,12 @@ class Trainer(ABC):
     def checkpoints_to_keep(self) -> dict[str, int | None]:
         """Role -> how many of its newest checkpoints are kept; None keeps all."""
         return dict.fromkeys(self.saved_roles)
+
+    @property
+    def operator_level(self) -> int:
+        """Log level of the lines `[gen] 1.24s`."""
+        chosen = self.config.trainer.log_operators
+        return logging.INFO if (self.logs_operators if chosen is None else chosen) else logging.DEBUG
 
     @property
     def world_size(self) -> int:
@@ -316,7 +340,9 @@ class Trainer(ABC):
         """One training step; then log, validate and save if due."""
         trainer, report = self.config.trainer, self.step()
         metrics = report.metrics
+        self.display.show_samples(report.batch)
         tracking.log(metrics, self.global_step)
+        self.display.watch(self.global_step, metrics)
         tracking.log_samples("train/generations", self.step_samples(report.batch), self.global_step)
         self._check_skipped(metrics)
         self.watch.improved = False
@@ -374,8 +400,9 @@ class Trainer(ABC):
         if metrics:
             metrics["timing_s/testing"] = time.perf_counter() - start
             tracking.log(metrics, self.global_step)
+            self.display.watch(self.global_step, metrics)
             tracking.log_samples("val/generations", self.validation_samples(), self.global_step)
-            logger.info("[validate] %.2fs", metrics["timing_s/testing"])
+            logger.log(self.operator_level, "[validate] %.2fs", metrics["timing_s/testing"])
         if self.global_step == 0 or self.config.trainer.val_only:
             self.watch.check(metrics)
         elif not self._has_skipped_updates():
@@ -389,16 +416,22 @@ class Trainer(ABC):
             self.checkpointer.save(self.global_step, is_due=self._is_due(self.config.trainer.save_freq))
         return metrics
 
-    def _tracking(self) -> Tracking:
+    @contextmanager
+    def _tracking(self) -> Iterator[Tracking]:
+        """The trackers, and what a user sees of the run."""
         trainer = self.config.trainer
-        return Tracking(
-            trainer.logger,
-            trainer.project_name,
-            trainer.experiment_name,
-            config=redacted(to_flat_dict(self.config)),
-            default_local_dir=self.folder,
-            resume_step=self.global_step,
-        )
+        with RunDisplay(self) as self.display:
+            tracking = Tracking(
+                trainer.logger,
+                trainer.project_name,
+                trainer.experiment_name,
+                config=redacted(to_flat_dict(self.config)),
+                default_local_dir=self.folder,
+                resume_step=self.global_step,
+                progress=self.display.progress,
+            )
+            with tracking:
+                yield tracking
 
     def shutdown(self) -> None:
         """End the workers. The weights of steps after the last checkpoint end with them."""

@@ -5,12 +5,13 @@ from verl.trainer.ppo_trainer import PPOTrainer
 
 
 class LocalPPOTrainer(PPOTrainer):
-    """Policy optimization on one host.
+    """Policy optimization on one host. Logs the seconds of each operator (trainer.log_operators).
 
     >>> LocalPPOTrainer(config_path="./config.yaml", train_dataset=train_dataset).fit()
     """
 
     backend = "local"
+    logs_operators = True
 
 
 __getattr__ = published_names(__name__)

@@ -1,7 +1,7 @@
 """PPOTrainer: policy optimization on any cluster."""
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -151,6 +151,7 @@ class PPOTrainer(Trainer):
         self.validation = build_validation_flow(self.config, self.roles, self.val_reward_manager).compile(
             inputs=("prompt_ids", "uid", "data_source", "reward_model")
         )
+        self.validation.log_level = self.operator_level
 
     # ---- flow and workers -------------------------------------------------------------------------------------------
 
@@ -306,8 +307,14 @@ class PPOTrainer(Trainer):
         return metrics
 
     def step_samples(self, batch: DataProto) -> Rows:
-        trainer = self.config.trainer
-        rows = choose_rows(len(batch), trainer.log_samples, trainer.seed + self.global_step)
+        return self.draw_samples(batch, self.config.trainer.log_samples)
+
+    def running_operators(self) -> Mapping[str, float]:
+        validation = {f"validation: {name}": start for name, start in dict(self.validation.running_since).items()}
+        return {**self.pipeline.running_since, **validation}
+
+    def draw_samples(self, batch: DataProto, count: int) -> Rows:
+        rows = choose_rows(len(batch), count, self.config.trainer.seed + self.global_step)
         return generations(batch, self.tokenizer, rows)
 
     def validation_samples(self) -> Rows:
@@ -320,7 +327,7 @@ class PPOTrainer(Trainer):
         if self.val_dataset is None:
             return {}
         self.start()
-        logger.info("validating: %s prompts", f"{len(self.val_dataset):,}")
+        logger.log(self.operator_level, "validating: %s prompts", f"{len(self.val_dataset):,}")
         with nullcontext() if self.asynchronous is None else self.asynchronous.producer.held():
             return self._validate_now()
 

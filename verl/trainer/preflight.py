@@ -63,6 +63,7 @@ from verl.trainer.rollout_correction import check_correction
 from verl.trainer.torchrun import check_launcher
 from verl.trainer.unused_settings import unused_settings
 from verl.utils.device import resolve_device
+from verl.utils.log import setup_logging
 
 logger = logging.getLogger("verl.trainer")
 
@@ -157,6 +158,8 @@ def prepare_run(
         run = Run(config, recipe, rows_given)
         run_checks(run, SETTINGS)
     if isinstance(config, _TRAINING):
+        if config.trainer.log_level is not None:
+            setup_logging(config.trainer.log_level)
         run.backend = backend or config.trainer.backend
         if run.backend not in CLUSTERS:
             raise ValueError(f"no backend is called {run.backend!r}: {did_you_mean(run.backend, CLUSTERS)}")

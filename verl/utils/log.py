@@ -6,7 +6,12 @@ import os
 import sys
 
 from rich.console import Console
-from rich.logging import RichHandler
+from rich.table import Table
+from rich.text import Text
+
+#: the logger of the lines about steps. It has a level of its own, so that a run with log level WARNING prints its steps
+steps = logging.getLogger("verl.steps")
+steps.setLevel(logging.INFO)
 
 
 @functools.cache
@@ -15,19 +20,55 @@ def console() -> Console:
     return Console()
 
 
+def is_live(console: Console) -> bool:
+    """Whether a console can redraw a panel in place: a terminal, but not CI, a notebook, or TERM=dumb."""
+    return (
+        console.is_terminal
+        and not console.is_dumb_terminal
+        and not console.is_jupyter
+        and os.environ.get("CI", "").lower() not in ("1", "true")
+    )
+
+
 class _PlainFormatter(logging.Formatter):
-    """`12:03:44 [gen] 1.24s`; includes the level if it is not INFO."""
+    """`12:03:44 [gen] 1.24s`; with the level if it is not INFO. Lines about steps have no time: they fill the width."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(message)s", datefmt="%H:%M:%S")
         self._with_level = logging.Formatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
+        if record.name == steps.name:
+            return record.getMessage()
         return super().format(record) if record.levelno == logging.INFO else self._with_level.format(record)
 
 
+class _TerminalHandler(logging.Handler):
+    """Prints the time and the message in two columns; a long message is wrapped in its column."""
+
+    _STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "bold red"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            message = Text(self.format(record), self._STYLES.get(record.levelno, ""), overflow="fold")
+            if record.name == steps.name:
+                console().print(message, soft_wrap=True)  # a command that is copied has no line breaks
+                return
+            if record.levelno != logging.INFO:
+                message = Text.assemble((f"{record.levelname} ", "bold"), message)
+            line = Table.grid(padding=(0, 1, 0, 0))
+            line.add_row(Text(self.formatter.formatTime(record, "%H:%M:%S"), "dim"), message)
+            console().print(line)
+        except Exception:
+            self.handleError(record)
+
+
 def setup_logging(level: int | str | None = None) -> None:
-    """Log to the console: colored on a terminal, plain lines otherwise.
+    """Log to the console: with colors on a terminal, plain lines otherwise.
 
     A program that has configured logging keeps its handlers. Calling this again only changes the level.
 
@@ -37,11 +78,12 @@ def setup_logging(level: int | str | None = None) -> None:
     """
     logger = logging.getLogger("verl")
     if level is not None or logger.level == logging.NOTSET:
-        logger.setLevel(level if level is not None else os.environ.get("VERL_LOGGING_LEVEL", "INFO"))
+        chosen = level if level is not None else os.environ.get("VERL_LOGGING_LEVEL", "INFO")
+        logger.setLevel(chosen.upper() if isinstance(chosen, str) else chosen)
     if logger.hasHandlers():
         return
-    if console().is_terminal:
-        handler: logging.Handler = RichHandler(console=console(), show_path=False, log_time_format="%H:%M:%S")
+    if is_live(console()):
+        handler: logging.Handler = _TerminalHandler()
     else:
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(_PlainFormatter())

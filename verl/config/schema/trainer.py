@@ -45,6 +45,12 @@ class RunConfig(Section):
         ["console", "jsonl"],
         "trackers: console, jsonl (files in default_local_dir), tensorboard, wandb, mlflow, swanlab",
     )
+    log_level: Literal["debug", "info", "warning", "error"] | None = field(
+        None, "level of log lines; steps are printed at any level; null: VERL_LOGGING_LEVEL, or info"
+    )
+    log_operators: bool | None = field(
+        None, "log the seconds of each operator of each step; null: only LocalPPOTrainer does"
+    )
     seed: int = field(42, "seed of all random number generators", ge=0)
     device: Literal["auto", "cpu", "cuda"] = field("auto", "auto: a GPU if there is one")
     backend: Literal["local", "ray"] = field("local", "executor: processes of this host, or a Ray cluster")

@@ -33,6 +33,7 @@ from verl.single_controller.local.transport import Kind, Message, Parcel, receiv
 from verl.single_controller.placement import visible_devices
 from verl.single_controller.worker import RankEnv, WorkerSpec, free_port
 from verl.single_controller.worker_group import Failure, Future, WorkerDied, WorkerError, WorkerTimeout, first_error
+from verl.utils import output
 from verl.utils.fork_server import ForkServerError, server_for
 from verl.utils.subprocess_pool import ChildProcess, PythonProcess
 
@@ -179,9 +180,14 @@ class ProcessPool:
     ) -> None:
         """Start the processes, watch them, and end them when no role is left or one of them has failed."""
         try:
-            for rank, env in enumerate(environments):
-                self._ranks.append(self._start_rank(rank, env, preload))
-                self._selector.register(self._ranks[-1].connection, selectors.EVENT_READ, self._ranks[-1])
+            terminal = output.relay()
+            try:
+                for rank, env in enumerate(environments):
+                    self._ranks.append(self._start_rank(rank, env, preload, terminal))
+                    self._selector.register(self._ranks[-1].connection, selectors.EVENT_READ, self._ranks[-1])
+            finally:
+                if terminal is not None:
+                    os.close(terminal)
             started.set_result(None)
             while self.roles and self._fatal is None:
                 self._poll()
@@ -192,11 +198,14 @@ class ProcessPool:
         finally:
             self._close()
 
-    def _start_rank(self, rank: int, env: dict[str, str], preload: list[str] | None) -> _Rank:
-        """Start a process: forked from a server that has imported `preload`; None for a fresh interpreter."""
+    def _start_rank(self, rank: int, env: dict[str, str], preload: list[str] | None, terminal: int | None) -> _Rank:
+        """Start a process: forked from a server that has imported `preload`; None for a fresh interpreter.
+
+        `terminal`: where its output goes; None: to that of this process.
+        """
         parent_end, child_end = socket.socketpair()
         with child_end:
-            inherited = (child_end.fileno(), self._lifeline)
+            inherited = (child_end.fileno(), self._lifeline, *(() if terminal is None else (terminal,)))
             process: ChildProcess | None = None
             if preload is not None:
                 try:

@@ -102,7 +102,11 @@ def _receive(connection: socket.socket) -> Message:
 
 
 def main() -> None:
-    connection, lifeline, stacks = map(int, sys.argv[1:])
+    connection, lifeline, *terminal, stacks = map(int, sys.argv[1:])
+    for descriptor in terminal:
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
     ignore_interruptions()
     watchdog = start_parent_watchdog(lifeline)
     dump_stacks_on_request(stacks)

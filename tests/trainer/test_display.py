@@ -1,0 +1,113 @@
+"""What is printed of a run: steps, operators on request, warnings, and a summary, also of an interrupted run."""
+
+import logging
+
+import pytest
+
+from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.trainer.ppo_trainer import PPOTrainer
+from verl.trainer.sft import SFTTrainer
+from verl.utils.threads import crowded
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """What a run prints, without the times."""
+    heard, logger = [], logging.getLogger("verl")
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    monkeypatch.setenv("COLUMNS", "80")
+    yield heard
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+def console(settings, run, *more):
+    return [*settings, "trainer.logger=[console,jsonl]", f"trainer.default_local_dir={run}", *more]
+
+
+def test_one_line_per_step_and_a_summary_with_paths_and_the_next_command(settings, tmp_path, lines, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = console(settings, "run", "trainer.total_training_steps=2", "trainer.test_freq=1", "trainer.save_freq=2")
+    PPOTrainer(overrides=given).fit()
+    steps = [line for line in lines if line.startswith("step ")]
+    assert [line[:8] for line in steps] == ["step 1/2", "step 1 v", "step 2/2", "step 2 v"]
+    assert all(len(line) <= 80 for line in steps)
+    assert not any(line.startswith(("[gen]", "[validate]")) for line in lines)
+    end = lines[next(i for i, line in enumerate(lines) if line.startswith("reward ")) :]
+    assert end[0].split(" in ")[1].startswith("2 steps (")
+    assert end[1].startswith("validation ") and "(step 1) -> " in end[1]
+    model = "run/global_step_2/actor/huggingface"
+    assert end[2] == f"model:   {model}" and (tmp_path / model).is_dir()
+    assert end[3].startswith("metrics: run/metrics.jsonl")
+    assert end[4].startswith(f"next:    verl generate model.path={model} data.path=")
+    assert end[5] == "         verl report run"
+
+
+def test_an_interrupted_run_has_a_summary_and_a_failed_one_has_not(settings, tmp_path, lines):
+    class Stopping(PPOTrainer):
+        error: type[BaseException] = KeyboardInterrupt
+
+        def step(self):
+            if self.global_step == 1:
+                raise self.error
+            return super().step()
+
+    given = console(settings, tmp_path / "run", "trainer.total_training_steps=5")
+    with pytest.raises(KeyboardInterrupt):
+        Stopping(overrides=given).fit()
+    assert any(line.startswith("reward ") and " in 1 of 5 steps" in line for line in lines)
+    lines.clear()
+    Stopping.error = ZeroDivisionError
+    with pytest.raises(ZeroDivisionError):
+        Stopping(overrides=console(settings, tmp_path / "other", "trainer.total_training_steps=5")).fit()
+    assert not any(line.startswith("reward ") for line in lines)
+
+
+def test_operators_are_logged_by_the_local_trainer_and_on_request(settings):
+    assert LocalPPOTrainer(overrides=settings).pipeline.log_level == logging.INFO
+    for trainer_class, given, level in (
+        (PPOTrainer, "null", logging.DEBUG),
+        (PPOTrainer, "true", logging.INFO),
+        (LocalPPOTrainer, "false", logging.DEBUG),
+    ):
+        trainer = trainer_class(overrides=[*settings, f"trainer.log_operators={given}"])
+        assert trainer.pipeline.log_level == trainer.validation.log_level == level
+
+
+def test_a_quiet_run_prints_steps_and_warnings_only(settings, tmp_path, lines):
+    given = console(settings, tmp_path / "run", "trainer.total_training_steps=1", "trainer.log_level=warning")
+    PPOTrainer(overrides=given).fit()
+    shown = [line.split()[0] for line in lines if not line.startswith("the trained model will not be saved")]
+    assert shown == ["step", "reward", "metrics:", "verl"]
+
+
+def test_divergence_is_a_warning_without_the_console_too(settings, lines, monkeypatch):
+    trainer = PPOTrainer(overrides=[*settings, "trainer.total_training_steps=5"])
+    seen = trainer.step_metrics
+    monkeypatch.setattr(trainer, "step_metrics", lambda batch: seen(batch) | {"actor/ref_kl": 3.0})
+    trainer.fit()
+    (line,) = [line for line in lines if "far from the reference" in line]
+    assert line.startswith("step 5: ") and "KL 3 (step 1) -> 3 nats" in line
+
+
+def test_sft(tiny, tmp_path, lines):
+    given = [f"model.path={tiny / 'model'}", f"data.train_files={tiny / 'train.jsonl'}", "data.train_batch_size=8"]
+    given += ["data.max_length=16", "trainer.total_training_steps=2", f"trainer.default_local_dir={tmp_path / 'run'}"]
+    SFTTrainer(overrides=[*given, "data.prompt_key=prompt", "data.response_key=answer"]).fit()
+    assert [line.split()[2] for line in lines if line.startswith("step ")] == ["loss", "loss"]
+    assert any(line.startswith("loss ") and "in 2 steps" in line for line in lines)
+
+
+def test_the_hint_about_taken_cores():
+    assert crowded(threads=2, load=0.4, cores=2) is None
+    assert crowded(threads=1, load=8.0, cores=2) is None
+    assert crowded(threads=8, load=20.0, cores=64) is None
+    assert crowded(threads=64, load=40.0, cores=64) == (
+        "the cores are taken: load average 40.0 on 64 cores, and torch uses 64 threads, which can make steps many "
+        "times slower. Set OMP_NUM_THREADS=24"
+    )
+    assert crowded(threads=2, load=3.0, cores=2).endswith("Set OMP_NUM_THREADS=1")

@@ -1,0 +1,179 @@
+"""Metrics as text: short numbers, lines of a fixed layout, and sparklines."""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+#: label -> metrics, of which the first one present is shown; in display order
+HEADLINES: dict[str, tuple[str, ...]] = {
+    "reward": ("critic/score/mean",),
+    "acc": ("reward/acc",),
+    "net_reward": ("critic/rewards/mean",),  # after the KL penalty
+    "length": ("response_length/mean",),
+    "kl": ("actor/ref_kl", "actor/kl", "actor/reward_kl_penalty"),
+    "entropy": ("actor/entropy", "actor/entropy_loss"),
+    "pg_loss": ("actor/pg_loss",),
+    "vf_loss": ("critic/vf_loss",),
+    "loss": ("train/loss", "train/nll"),
+    "grad_norm": ("actor/grad_norm", "train/grad_norm"),
+    "tok/s": ("perf/throughput",),
+    "seconds": ("timing_s/step",),
+}
+
+#: labels that often have the same value (a reward of 0 or 1, no KL in the reward), which is then shown once
+_REWARDS = ("reward", "acc", "net_reward")
+
+#: fields of the line of a step: label, headline of the value, characters of the value; in display order
+_FIELDS = (
+    ("reward", "reward", 5),
+    ("acc", "acc", 4),
+    ("loss", "loss", 5),
+    ("len", "length", 4),
+    ("kl", "kl", 4),
+    ("ent", "entropy", 4),
+    ("grad", "grad_norm", 4),
+    ("tok/s", "tok/s", 5),
+)
+#: the fields that a narrow terminal drops, first one first
+_DROPPED_FIRST = ("tok/s", "ent", "step", "grad", "kl", "len", "acc")
+
+
+def short(value: float) -> str:
+    """Format with three significant digits: 0.0123, 1.24, 153k."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= 9.995 * size or (unit != "k" and abs(value) >= size):
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def fixed(value: float, width: int) -> str:
+    """Format with as many digits as fit into `width` characters (at least 4), right-aligned: `0.625`, `12.50`, `1e-05`.
+
+    The width of a column does not depend on its values, so that lines below each other align.
+    """
+    for digits in range(width - 2, -1, -1):
+        text = f"{value:.{digits}f}"
+        if len(text) <= width:
+            break
+    else:
+        text = short(value)
+    if value and math.isfinite(value) and float(text.rstrip("kMG")) == 0:
+        text = f"{value:.0e}".replace("e-0", "e-")
+    return text.rjust(width)
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as a clock does: 0:07, 2:03, 1:29:24."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def duration_in_words(seconds: float) -> str:
+    """Format seconds for a sentence: 41 s, 2 min 03 s, 1 h 29 min."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def headline_values(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return label -> value of the headline metrics. Equal reward, accuracy and net reward are there once."""
+    found: dict[str, float] = {}
+    for label, names in HEADLINES.items():
+        name = next((name for name in names if name in metrics), None)
+        shown = [found[other] for other in _REWARDS if label in _REWARDS and other in found]
+        if name is not None and not any(math.isclose(metrics[name], other, rel_tol=1e-6) for other in shown):
+            found[label] = metrics[name]
+    return found
+
+
+def headline(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Return label -> text for the headline metrics, in display order, then the core validation results.
+
+    If a custom flow has none of these metrics, all of its metrics are shown, except timings and memory.
+    """
+    shown = {label: short(value) for label, value in headline_values(metrics).items()}
+    rest = [name for name in metrics if name.startswith(("val-core/", "val/"))]
+    if not shown and not rest:
+        rest = [name for name in metrics if not name.startswith(("timing_s/", "perf/", "training/"))]
+    return shown | {name: short(metrics[name]) for name in rest}
+
+
+def step_line(
+    step: int, total_steps: int, metrics: Mapping[str, float], seconds: float, remaining: float, width: int = 80
+) -> str:
+    """The line of a step, in at most `width` characters.
+
+        step  12/100  reward 0.625  len 5.12  kl 0.06  grad 0.41  0.36s  ETA 0:32
+
+    Args:
+        seconds: of the step.
+        remaining: seconds to the end of the run.
+        width: if it is narrow, less important fields are dropped. Which ones does not depend on the values.
+    """
+    values = headline_values(metrics)
+    fields = {"step": "step ", "number": f"{step:>{len(str(total_steps))}}/{total_steps}"}
+    for label, name, room in _FIELDS:
+        if name in values:
+            fields[label] = f"  {label} {fixed(values[name], room)}"
+    if len(fields) == 2:
+        fields |= {name: f"  {name} {text}" for name, text in headline(metrics).items()}
+    fields["seconds"] = f"  {fixed(seconds, 4)}s"
+    fields["eta"] = f"  ETA {duration(remaining)}"
+    for dropped in _DROPPED_FIRST:
+        # as if the remaining time had all digits: it gets shorter, but the fields must stay
+        longest = "  ETA 59:59" if remaining < 3600 else "  ETA 99:59:59"
+        if sum(map(len, fields.values())) - len(fields["eta"]) + len(longest) <= width:
+            break
+        fields.pop(dropped, None)
+    return "".join(fields.values())
+
+
+def validation_line(step: int, metrics: Mapping[str, float], best: tuple[int, float] | None) -> str:
+    """The line of a validation: its core results, and the best value of the first one so far."""
+    results = [f"{name.removeprefix('val-core/')} {short(value)}" for name, value in core_results(metrics).items()]
+    earlier = f" (best {short(best[1])} at step {best[0]})" if best is not None and best[0] != step else ""
+    return f"step {step} validation: {', '.join(results)}{earlier}"
+
+
+def core_results(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The core validation results, means first: `val-core/<source>/acc/mean@1`, or `val/loss` of SFT."""
+    names = [name for name in metrics if name.startswith(("val-core/", "val/"))]
+    return {name: metrics[name] for name in sorted(names, key=lambda name: "/mean@" not in name)}
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Draw values as at most `width` blocks, from ▁ (minimum) to █ (maximum). Equal values give a line in the middle.
+
+    If there are more values than blocks, a block is the mean of adjacent values.
+    """
+    if not values:
+        return ""
+    count = min(width, len(values))
+    edges = [i * len(values) // count for i in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    if high == low:
+        return _BLOCKS[3] * count
+    return "".join(_BLOCKS[min(int((m - low) / (high - low) * 8), 7)] for m in means)
+
+
+def sample_line(prompt: str, response: str, score: float, width: int) -> str:
+    """`+ prompt -> response  (1)`, truncated to the width; + for a score above 0. Prompts are cut at the front."""
+    prompt, response = (" ".join(text.split()) for text in (prompt, response))
+    prompt, response = (printable(text) for text in (prompt, response))
+    room = max(width - 12, 20)
+    if len(prompt) > room // 2:
+        prompt = "…" + prompt[-(room // 2) + 1 :]
+    left = room - len(prompt)
+    if len(response) > left:
+        response = response[: left - 1] + "…"
+    return f"{'+' if score > 0 else '-'} {prompt} -> {response}  ({score:.2g})"
+
+
+def printable(text: str) -> str:
+    """Escape control characters, which could change the state of the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)

@@ -1,0 +1,62 @@
+"""The lines at the end of a run: what was learned, and in how long."""
+
+from collections.abc import Mapping, Sequence
+
+from verl.tracking.formatting import duration_in_words
+
+Series = Sequence[tuple[int, float]]
+"""(step, value) in the order of the steps."""
+
+#: steps at both ends over which the reward is averaged
+WINDOW = 10
+#: label -> metrics, of which the first one present is summarized
+_LEARNED = {"reward": ("critic/score/mean",), "loss": ("train/loss", "train/nll")}
+_MAX_VALIDATIONS = 3
+
+
+def summary_lines(history: Mapping[str, Series], steps: int, total_steps: int, seconds: float) -> list[str]:
+    """Summarize a run that has trained `steps` of `total_steps` steps.
+
+        reward 0.61 -> 0.90 in 100 steps (2 min 03 s; means of the first and last 10 steps)
+        validation reverse/acc/mean@1: 0.906 (step 0) -> 0.968 (step 100), best 0.978 (step 80)
+
+    Args:
+        history: metric -> values; metrics other than the reward, the loss and validation results have no line.
+        steps: completed steps, those before a resume included; the history has only those of this process.
+        seconds: of this process.
+    """
+    lines = []
+    of = f" of {total_steps}" if steps < total_steps else ""
+    for label, names in _LEARNED.items():
+        series = next((history[name] for name in names if history.get(name)), ())
+        values = [value for _, value in series]
+        if not values:
+            continue
+        window = min(WINDOW, max(1, len(values) // 2))
+        first, last = (sum(chunk) / window for chunk in (values[:window], values[-window:]))
+        means = f"; means of the first and last {window} steps" if window > 1 else ""
+        trained = f"in {len(values)}{of} step{'s' * (len(values) > 1 or bool(of))}"
+        if len(values) < steps:
+            trained = f"in {len(values)} steps, up to step {steps}{of}"
+        lines.append(f"{label} {first:.2f} -> {last:.2f} {trained} ({duration_in_words(seconds)}{means})")
+    validations = [name for name in history if name.startswith("val-core/") and "/mean@" in name]
+    for name in [*validations[:_MAX_VALIDATIONS], *(["val/loss"] if "val/loss" in history else [])]:
+        lines.append(
+            f"validation {name.removeprefix('val-core/').removeprefix('val/')}: {_first_and_best(name, history)}"
+        )
+    return lines
+
+
+def best_point(name: str, series: Series) -> tuple[int, float]:
+    """The best (step, value) of a metric: the smallest value of a loss, the largest of another metric."""
+    return (min if name.endswith("loss") else max)(series, key=lambda point: point[1])
+
+
+def _first_and_best(name: str, history: Mapping[str, Series]) -> str:
+    series = history[name]
+    (first_step, first), (last_step, last) = series[0], series[-1]
+    if len(series) == 1:
+        return f"{first:.3f} (step {first_step})"
+    best_step, best = best_point(name, series)
+    best_too = f", best {best:.3f} (step {best_step})" if best_step not in (first_step, last_step) else ""
+    return f"{first:.3f} (step {first_step}) -> {last:.3f} (step {last_step}){best_too}"

@@ -1,0 +1,175 @@
+"""Detectors of diverging training: each names what was seen, and the settings to look at.
+
+A detector is a function of the history of metrics and a `scale`, the factor on its thresholds. `DivergenceWatch`
+reports an event once: it is reported again only after the detector no longer fires at half of its thresholds.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+Series = Sequence[tuple[int, float]]
+"""(step, value) in the order of the steps."""
+
+History = Mapping[str, Series]
+"""Metric -> its values."""
+
+#: steps over which a metric of single batches is averaged
+WINDOW = 5
+
+#: the metrics that are read, in addition to validation results
+_OTHERS = ("actor/lr", "train/loss", "train/nll")
+REWARD = ("critic/score/mean",)
+ENTROPY = ("actor/entropy", "actor/entropy_loss")
+KL = ("actor/ref_kl", "actor/kl", "actor/reward_kl_penalty")
+
+
+def find(history: History, names: Sequence[str]) -> Series:
+    """The first of these metrics that there is."""
+    return next((history[name] for name in names if history.get(name)), ())
+
+
+def window_means(series: Series, window: int = WINDOW) -> list[tuple[int, float]]:
+    """(last step, mean) of every window; the first ones are shorter."""
+    sums = [0.0, *itertools.accumulate(value for _, value in series)]
+    starts = [max(0, i - window) for i in range(len(sums))]
+    return [(series[i - 1][0], (sums[i] - sums[starts[i]]) / (i - starts[i])) for i in range(1, len(sums))]
+
+
+def reward_collapse(history: History, scale: float = 1.0) -> str | None:
+    """The mean reward fell below half of its best value, by more than five standard errors."""
+    series = find(history, REWARD)
+    means = window_means(series)
+    if len(means) <= WINDOW:
+        return None
+    best_at = max(range(len(means)), key=lambda i: means[i][1])
+    (best_step, best), (_, now) = means[best_at], means[-1]
+    changes = [abs(b - a) for (_, a), (_, b) in itertools.pairwise(series[: best_at + WINDOW])]
+    deviation = _median(changes) / 0.95  # the median of |a - b| of two normal variables is 0.95 standard deviations
+    error = deviation * math.sqrt(1 / min(best_at + 1, WINDOW) + 1 / WINDOW)
+    if not best - now > scale * max(abs(best) / 2, 5 * error):
+        return None
+    return (
+        f"the reward collapsed: {best:.3g} (step {best_step}) -> {now:.3g} (mean of {WINDOW} steps)"
+        f"{_learning_rate(history)}; then rollout.n (more samples per prompt) and actor.clip_ratio"
+    )
+
+
+def kl_blow_up(history: History, scale: float = 1.0) -> str | None:
+    """The KL to the reference exceeds 1 nat per token (median of the window: single batches have outliers)."""
+    series = find(history, KL)
+    if len(series) < WINDOW:
+        return None
+    now = _median([value for _, value in series[-WINDOW:]])
+    if not now > scale:
+        return None
+    return (
+        f"the policy is far from the reference: KL {series[0][1]:.2g} (step {series[0][0]}) -> {now:.3g} nats per token"
+        f"{_learning_rate(history)}; then a KL penalty (actor.use_kl_loss, actor.kl_loss_coef)"
+    )
+
+
+def entropy_collapse(history: History, scale: float = 1.0) -> str | None:
+    """The entropy fell below a tenth of its first values, and the reward did not rise since it was half of them."""
+    entropy, reward = window_means(find(history, ENTROPY)), window_means(find(history, REWARD))
+    if not entropy or entropy[0][1] <= 0 or not entropy[-1][1] < 0.1 / scale * entropy[0][1]:
+        return None
+    halved = next(step for step, value in entropy if value < entropy[0][1] / 2)
+    at_half = next((value for step, value in reward if step >= halved), None)
+    if at_half is not None and reward[-1][1] > at_half:
+        return None
+    (first_step, first), (_, now) = entropy[0], entropy[-1]
+    return (
+        f"the entropy collapsed: {first:.2g} (step {first_step}) -> {now:.2g}, and the reward did not rise meanwhile"
+        f"{_learning_rate(history)}; then actor.entropy_coeff, a larger actor.clip_ratio_high, or rollout.temperature"
+    )
+
+
+def worse_validation(history: History, scale: float = 1.0, prompts: int | None = None) -> str | None:
+    """A validation result is 20 % below its best, or twice in a row 15 %, by more than three standard errors.
+
+    Args:
+        prompts: number of validation prompts, for the noise: three standard errors of an accuracy. None: unknown.
+    """
+    for name, series in history.items():
+        if not name.startswith("val-core/") or "/mean@" not in name or len(series) < 2:
+            continue
+        (best_step, best), (step, now) = max(series, key=lambda point: point[1]), series[-1]
+        noise = 0.0
+        if prompts and 0 <= now <= best <= 1:  # an accuracy; of another reward, the spread of a prompt is not known
+            noise = 3 * math.sqrt((best * (1 - best) + now * (1 - now)) / prompts)
+        second = max(value for _, value in series[-2:])
+        worse = best - now > scale * 0.2 * abs(best) or best - second > scale * 0.15 * abs(best)
+        if worse and best - now > scale * noise:
+            return (
+                f"validation got worse: {name.removeprefix('val-core/')} {best:.3f} (step {best_step}) -> {now:.3f} "
+                f"(step {step}){_learning_rate(history)}; trainer.save_best keeps the best checkpoint"
+            )
+    return _overfitting(history, scale)
+
+
+def _overfitting(history: History, scale: float) -> str | None:
+    """The validation loss of SFT rose by 5 %."""
+    series = history.get("val/loss", ())
+    if len(series) < 2:
+        return None
+    (best_step, best), (step, now) = min(series, key=lambda point: point[1]), series[-1]
+    if not now - best > scale * 0.05 * abs(best):
+        return None
+    return (
+        f"validation got worse: loss {best:.3f} (step {best_step}) -> {now:.3f} (step {step}); train for fewer steps "
+        "(trainer.total_epochs), or lower optim.lr"
+    )
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _learning_rate(history: History) -> str:
+    """The first setting to look at, with its value."""
+    series = history.get("actor/lr", ())
+    value = f" ({max(value for _, value in series):.3g})" if series else ""
+    return f". Lower actor.optim.lr{value} first"
+
+
+Detector = Callable[..., str | None]
+
+DETECTORS: dict[str, Detector] = {
+    "reward": reward_collapse,
+    "kl": kl_blow_up,
+    "entropy": entropy_collapse,
+    "validation": worse_validation,
+}
+
+
+_KEPT = {*_OTHERS, *REWARD, *ENTROPY, *KL}
+
+
+class DivergenceWatch:
+    """Reports each event once.
+
+    Args:
+        prompts: number of validation prompts, if known.
+    """
+
+    def __init__(self, prompts: int | None = None):
+        self.history: dict[str, list[tuple[int, float]]] = {}
+        self._prompts = prompts
+        self._reported: set[str] = set()
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> list[str]:
+        """Add the metrics of a step or of a validation. Returns one line for each new event."""
+        for name, value in metrics.items():
+            if math.isfinite(value) and (name in _KEPT or name.startswith(("val-core/", "val/"))):
+                self.history.setdefault(name, []).append((step, value))
+        lines = []
+        for kind, detector in DETECTORS.items():
+            options = {"prompts": self._prompts} if detector is worse_validation else {}
+            if kind in self._reported:
+                if detector(self.history, scale=0.5, **options) is None:
+                    self._reported.discard(kind)
+            elif (line := detector(self.history, **options)) is not None:
+                self._reported.add(kind)
+                lines.append(f"step {step}: {line}")
+        return lines

@@ -1,0 +1,36 @@
+"""A hint for runs on cores that other programs use: torch then has more threads than cores, and steps get many times
+slower."""
+
+import functools
+import logging
+import os
+
+import torch
+
+logger = logging.getLogger("verl.trainer")
+
+
+def crowded(threads: int, load: float, cores: int) -> str | None:
+    """The hint, if the threads exceed the free cores.
+
+    Args:
+        threads: threads of torch in each operation.
+        load: load average of the last minute, without this process.
+        cores: cores of the machine.
+    """
+    free = max(cores - load, 0.0)
+    if load < 1 or threads <= free + 0.5 or threads == 1:
+        return None
+    return (
+        f"the cores are taken: load average {load:.1f} on {cores} cores, and torch uses {threads} threads, which can "
+        f"make steps many times slower. Set OMP_NUM_THREADS={max(1, int(free))}"
+    )
+
+
+@functools.cache
+def warn_if_crowded() -> None:
+    """Log the hint, once per process. Call it before workers start, whose load is not that of other programs."""
+    own = 1.0  # this process, which has been importing and tokenizing
+    hint = crowded(torch.get_num_threads(), max(os.getloadavg()[0] - own, 0.0), os.cpu_count() or 1)
+    if hint is not None:
+        logger.warning("%s", hint)
