@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from verl.tracking.console import headline, short
+from verl.tracking.step_files import open_steps
 from verl.utils.log import setup_logging
 
 logger = logging.getLogger(__name__)
@@ -101,30 +102,9 @@ class JsonlTracker(Tracker):
 
     def __init__(self, run: Run):
         super().__init__(run)
-        self._files = {name: self._opened(run.folder / f"{name}.jsonl") for name in ("metrics", "samples")}
-
-    def _opened(self, path: Path):
-        kept, dropped = [], []
-        if path.is_file():
-            for line in path.read_bytes().splitlines(keepends=True):
-                (kept if self._is_kept(line) else dropped).append(line)
-        if dropped:
-            with path.with_suffix(".dropped.jsonl").open("ab") as file:
-                file.writelines(line if line.endswith(b"\n") else line + b"\n" for line in dropped)
-            draft = path.with_suffix(".draft")
-            draft.write_bytes(b"".join(kept))
-            draft.replace(path)
-            logger.info("%s: moved %d lines after step %d to a .dropped file", path, len(dropped), self.run.resume_step)
-        return path.open("a", encoding="utf-8")
-
-    def _is_kept(self, line: bytes) -> bool:
-        """Whether a line is of a step up to the checkpoint. A process that was killed leaves a partial last line."""
-        try:
-            record = json.loads(line)
-        except ValueError:  # no JSON, or no UTF-8
-            return False
-        step = record.get("step") if isinstance(record, dict) else None
-        return isinstance(step, int) and step <= self.run.resume_step and line.endswith(b"\n")
+        self._files = {
+            name: open_steps(run.folder / f"{name}.jsonl", run.resume_step) for name in ("metrics", "samples")
+        }
 
     def _write(self, name: str, record: dict[str, Any]) -> None:
         file = self._files[name]

@@ -7,18 +7,19 @@ import gc
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verl.checkpoints.store import CheckpointStore
 from verl.config import to_flat_dict
-from verl.config.fields import Schema, redacted
+from verl.config.fields import Schema, differences, redacted
 from verl.data.files import PromptSource
 from verl.dataflow import HOLD, DataFlow, Pipeline
 from verl.protocol import DataProto
 from verl.single_controller import WorkerGroup
+from verl.tracking.run_record import RunRecord
 from verl.tracking.trackers import Rows
 from verl.tracking.tracking import Tracking
 from verl.trainer.checkpointing import Checkpointer
@@ -129,6 +130,10 @@ class Trainer(ABC):
         """Return samples of a finished batch for the trackers: a table with equal keys in every row."""
         return ()
 
+    def step_record(self, batch: DataProto) -> Mapping[str, Any]:
+        """Return what `verl report` shows of a finished batch, as JSON; empty: nothing."""
+        return {}
+
     def validation_samples(self) -> Rows:
         """Return samples of the last validation for the trackers."""
         return ()
@@ -164,7 +169,7 @@ class Trainer(ABC):
             InUseError: another run uses trainer.default_local_dir.
         """
         trainer = self.config.trainer
-        with lock_folder(self.checkpoints.root):
+        with lock_folder(self.checkpoints.root), self._record() as record:
             self.checkpointer.check_experiment()
             seed_everything(trainer.seed)
             self.announce()
@@ -172,6 +177,7 @@ class Trainer(ABC):
                 self.init_workers()
                 self.load()
                 self.before_first_step()
+                record.resume(self.global_step)
                 self.ready = True
                 # what exists now lives to the end: exclude it from garbage collection in every step
                 gc.collect()
@@ -181,7 +187,7 @@ class Trainer(ABC):
                     if trainer.val_only or (trainer.val_before_train and self.global_step == 0):
                         metrics = self._validate(tracking)
                     while self.global_step < self.total_steps and not trainer.val_only:
-                        metrics |= self._logged_step(tracking)
+                        metrics |= self._logged_step(tracking, record)
                 self.checkpointer.wait()
                 return metrics
             except BaseException as error:
@@ -210,12 +216,13 @@ class Trainer(ABC):
         metrics |= {"training/global_step": self.global_step, "training/epoch": self.source.epoch}
         return StepReport(self.global_step, self.total_steps, metrics, timings, batch)
 
-    def _logged_step(self, tracking: Tracking) -> dict[str, float]:
+    def _logged_step(self, tracking: Tracking, record: RunRecord) -> dict[str, float]:
         """One training step; then log, validate and save if due."""
         trainer, report = self.config.trainer, self.step()
         metrics = report.metrics
         tracking.log(metrics, self.global_step)
         tracking.log_samples("train/generations", self.step_samples(report.batch), self.global_step)
+        record.add_step(self.global_step, lambda: self.step_record(report.batch), self.global_step == self.total_steps)
         self._check_skipped(metrics)
         if self._is_due(trainer.test_freq):
             metrics |= self._validate(tracking)
@@ -272,6 +279,18 @@ class Trainer(ABC):
             default_local_dir=self.folder,
             resume_step=self.global_step,
         )
+
+    def _record(self) -> RunRecord:
+        trainer, config = self.config.trainer, redacted(to_flat_dict(self.config))
+        defaults = to_flat_dict(type(self.config)())
+        about = {
+            "project": trainer.project_name,
+            "experiment": trainer.experiment_name,
+            "total_steps": self.total_steps,
+            "config": config,
+            "changed": {key: {"value": config[key], "default": defaults[key]} for key in differences(self.config)},
+        }
+        return RunRecord(self.folder, about, self.run.warnings)
 
     def shutdown(self) -> None:
         """End the workers."""

@@ -1,7 +1,7 @@
 """PPOTrainer: policy optimization on any cluster."""
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -38,7 +38,7 @@ from verl.trainer.preflight import INPUTS, prepare_run, run_checks
 from verl.trainer.roles import placement_words, pools_of, roles_hosted_by_actor, worker_specs
 from verl.trainer.rollout_correction import correct_rollout
 from verl.trainer.rollout_weights import RolloutWeights
-from verl.trainer.samples import choose_rows, dump_generations, generations, write_jsonl
+from verl.trainer.samples import choose_rows, dump_generations, generations, step_record, write_jsonl
 
 logger = logging.getLogger("verl.trainer")
 
@@ -273,6 +273,12 @@ class PPOTrainer(Trainer):
         trainer = self.config.trainer
         rows = choose_rows(len(batch), trainer.log_samples, trainer.seed + self.global_step)
         return generations(batch, self.tokenizer, rows)
+
+    def step_record(self, batch: DataProto) -> Mapping[str, Any]:
+        trainer = self.config.trainer
+        if not trainer.log_tokens:
+            return {}
+        return step_record(batch, self.tokenizer, trainer.log_tokens, trainer.seed + self.global_step)
 
     def validation_samples(self) -> Rows:
         # the same prompts in every validation

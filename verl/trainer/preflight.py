@@ -46,6 +46,7 @@ from verl.rollout.agent_loop import AGENT_LOOPS
 from verl.rollout.base import ROLLOUT_ENGINES
 from verl.rollout.server.agents import TRIAL_FACTS, load_agent
 from verl.single_controller.cluster import CLUSTERS, Cluster, make_cluster
+from verl.tracking.run_record import collected
 from verl.tracking.tracking import check_trackers
 from verl.trainer.dynamic_sampling import SUMMED_REWARD
 from verl.trainer.inputs import Inputs, base_settings, dataset_class, try_rewards
@@ -81,6 +82,7 @@ class Run:
         reward_values: names of the values that the reward function returned in its trial call.
         columns: columns that the operators write; set from stage FLOW on.
         passed: names of the checks that have passed.
+        warnings: what the checks have logged as warnings.
         working_dir: where the run started; relative paths refer to it, also if user code changes the directory.
     """
 
@@ -93,6 +95,7 @@ class Run:
     reward_values: set[str] = field(default_factory=set)
     columns: set[str] = field(default_factory=set)
     passed: list[str] = field(default_factory=list)
+    warnings: list[logging.LogRecord] = field(default_factory=list)
     working_dir: Path = field(default_factory=Path.cwd)
 
 
@@ -190,7 +193,8 @@ def run_checks(run: Run, stage: str) -> None:
     problems: list[Problem] = []
     for check in CHECKS:
         if check.stage == stage and check.applies_to(run.config):
-            problems += check.run(run) or ()
+            with collected(run.warnings):
+                problems += check.run(run) or ()
             if problems and stage != SETTINGS:
                 break
             run.passed.append(check.name)
