@@ -2,6 +2,8 @@
 
 import typer
 
+from verl.cli.report import report
+from verl.cli.runs import runs
 from verl.cli.serve import serve
 
 app = typer.Typer(
@@ -18,6 +20,8 @@ def _verl() -> None:
 
 
 app.command("serve")(serve)
+app.add_typer(runs, name="runs")
+app.command("report")(report)
 
 if __name__ == "__main__":
     app()
