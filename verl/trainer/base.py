@@ -25,6 +25,7 @@ from verl.tracking.tracking import Tracking
 from verl.trainer.checkpointing import Checkpointer
 from verl.trainer.metrics import timing_metrics
 from verl.trainer.preflight import FLOW, Run, run_checks
+from verl.utils.device import process_rss
 from verl.utils.lock import lock_folder
 from verl.utils.rng import seed_everything
 
@@ -214,6 +215,7 @@ class Trainer(ABC):
         metrics = dict(batch.meta_info["metrics"]) | self.step_metrics(batch)
         metrics |= timing_metrics(timings, seconds, int(batch.batch["attention_mask"].sum()), self.world_size)
         metrics |= {"training/global_step": self.global_step, "training/epoch": self.source.epoch}
+        metrics["perf/cpu_memory_used_gb"] = process_rss() / 2**30
         return StepReport(self.global_step, self.total_steps, metrics, timings, batch)
 
     def _logged_step(self, tracking: Tracking, record: RunRecord) -> dict[str, float]:
