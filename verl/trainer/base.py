@@ -280,6 +280,7 @@ class Trainer(ABC):
             config=redacted(to_flat_dict(self.config)),
             default_local_dir=self.folder,
             resume_step=self.global_step,
+            changed=list(differences(self.config)),
         )
 
     def _record(self) -> RunRecord:

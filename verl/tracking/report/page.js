@@ -50,21 +50,21 @@ const untip = () => { $("tooltip").hidden = true; };
 function ticks(low, high, count) {
   const rough = (high - low) / count || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((k) => k * power).find((size) => size >= rough);
+  const step = [1, 2, 2.5, 5, 10].map((k) => k * power).find((size) => size >= rough * 0.999);
   const found = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step);
   return found;
 }
 
 /** An empty picture with a grid: its SVG element and the scales x and y. */
-function axes(host, title, xs, ys, height = 190) {
-  const width = Math.max(host.clientWidth, 240), left = 46, right = 8, top = 8, bottom = 22;
+function axes(host, title, xs, ys, height = 190, marks = null) {
+  const width = Math.max(host.clientWidth, 240), left = 46, right = 16, top = 8, bottom = 22;
   const [x0, x1] = xs[0] === xs[1] ? [xs[0] - 1, xs[1] + 1] : xs;
   const [y0, y1] = ys[0] === ys[1] ? [ys[0] - (Math.abs(ys[0]) * 0.1 || 1), ys[1] + (Math.abs(ys[1]) * 0.1 || 1)] : ys;
   const x = (value) => left + ((value - x0) / (x1 - x0)) * (width - left - right);
   const y = (value) => height - bottom - ((value - y0) / (y1 - y0)) * (height - top - bottom);
   const node = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": title });
-  for (const value of ticks(y0, y1, 4)) {
+  for (const value of marks || ticks(y0, y1, 5)) {
     node.append(svg("line", { x1: left, x2: width - right, y1: y(value), y2: y(value), stroke: "var(--grid)" }));
     node.append(svg("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, short(value)));
   }
@@ -169,7 +169,8 @@ function heatmap(host, title, name) {
   const low = Math.min(...values), high = Math.max(...values), distinct = [...new Set(values)].sort((a, b) => a - b);
   const count = low === high ? 1 : distinct.length <= 12 ? Math.max(2, Math.min(20, Math.round((high - low) / Math.min(...distinct.slice(1).map((v, i) => v - distinct[i]))) + 1)) : 20;
   const size = count > 1 ? (high - low) / (count - 1) : 1;
-  const plot = axes(host, title, [0, records.length], [low - size / 2, high + size / 2]);
+  const marks = distinct.length <= 6 ? distinct : null;
+  const plot = axes(host, title, [0, records.length], [low - size / 2, high + size / 2], 190, marks);
   for (const text of plot.node.querySelectorAll("text[text-anchor=middle]")) text.remove();
   records.forEach((record, i) => {
     const bins = new Map(), total = record[name].reduce((sum, [, number]) => sum + number, 0);
@@ -180,7 +181,7 @@ function heatmap(host, title, name) {
     for (const [bin, number] of bins) {
       const middle = low + bin * size, x = plot.x(i), y = plot.y(middle + size / 2);
       const cell = svg("rect", {
-        x, y, width: plot.x(i + 1) - x + 0.4, height: plot.y(middle - size / 2) - y + 0.4,
+        x, y, width: plot.x(i + 1) - x, height: plot.y(middle - size / 2) - y, "shape-rendering": "crispEdges",
         fill: `rgba(var(--pos), ${(0.06 + 0.94 * Math.sqrt(number / total)).toFixed(3)})`,
       });
       cell.addEventListener("pointermove", (event) => tip(event, `step ${record.step}\n${title} about ${short(middle)}: ${number} of ${total}`));
@@ -331,8 +332,11 @@ function showSamples() {
 
 // ---- tables ------------------------------------------------------------------------------------------------------
 
+/** A text with line breaks allowed after dots, slashes and underscores. */
+const breakable = (text) => text.split(/(?<=[._/])/).flatMap((part) => [el("wbr"), part]);
+
 function table(head, rows) {
-  const body = rows.map((row) => el("tr", {}, ...row.map((cell, i) => el("td", i === 0 ? { class: "key" } : {}, cell))));
+  const body = rows.map((row) => el("tr", {}, ...row.map((cell, i) => el("td", i === 0 ? { class: "key" } : {}, ...breakable(cell)))));
   return el("table", {}, el("thead", {}, el("tr", {}, ...head.map((name) => el("th", {}, name)))), el("tbody", {}, ...body));
 }
 
