@@ -30,14 +30,19 @@ def list_runs(folder: _Folder = Path("checkpoints")) -> None:
         raise typer.Exit(1)
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("run", "algorithm", "model", "steps", "reward", "best", "validation", "best", "state", "age"):
-        table.add_column(column, overflow="fold", no_wrap=column != "run", justify="right" if column in _NUMBERS else "left")
+        table.add_column(
+            column, overflow="fold", no_wrap=column != "run", justify="right" if column in _NUMBERS else "left"
+        )
     for run in found:
         total = run.about.get("total_steps")
         training = run.metrics.get(run.reward_name or "", ())
         validation = run.metrics.get(next(iter(run.validation_names), ""), ())
         name = str(run.folder.relative_to(folder)) if run.folder != folder else run.name
         steps = f"{run.steps}/{total}" if total else str(run.steps)
-        figures = [*_last_and_best(run.reward_name, training), *_last_and_best(_first(run.validation_names), validation)]
+        figures = [
+            *_last_and_best(run.reward_name, training),
+            *_last_and_best(_first(run.validation_names), validation),
+        ]
         table.add_row(name, run.algorithm, run.model, steps, *figures, run.state, _duration(run.age))
     _print(table)
 
@@ -74,7 +79,9 @@ def compare_runs(
     if table.row_count:
         _print(table)
     else:
-        typer.echo("no setting differs" if all(run.config for run in found) else "no configuration: a run has no run.json")
+        typer.echo(
+            "no setting differs" if all(run.config for run in found) else "no configuration: a run has no run.json"
+        )
     table = Table("first -> last (best)", *names, box=None, header_style="bold", pad_edge=False)
     for name in metric or _shown_metrics(found):
         table.add_row(name, *(_range(name, run.metrics.get(name)) for run in found))

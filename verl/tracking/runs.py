@@ -162,7 +162,8 @@ def open_run(folder: str | Path) -> RecordedRun:
         inside = find_runs(folder)
         hint = f"; it has the runs {', '.join(str(run.folder) for run in inside[:5])}" if inside else ""
         raise ValueError(
-            f"{folder} is not the folder of a run (trainer.default_local_dir): it has no run.json or metrics.jsonl{hint}"
+            f"{folder} is not the folder of a run (trainer.default_local_dir): it has no run.json or metrics.jsonl"
+            f"{hint}"
         )
     about = json.loads(found.read_text(encoding="utf-8")) if found.is_file() else {}
     return RecordedRun(folder, about)

@@ -25,6 +25,7 @@ from verl.tracking.tracking import Tracking
 from verl.trainer.checkpointing import Checkpointer
 from verl.trainer.metrics import timing_metrics
 from verl.trainer.preflight import FLOW, Run, run_checks
+from verl.trainer.recording import run_record
 from verl.utils.device import process_rss
 from verl.utils.lock import lock_folder
 from verl.utils.rng import seed_everything
@@ -170,7 +171,8 @@ class Trainer(ABC):
             InUseError: another run uses trainer.default_local_dir.
         """
         trainer = self.config.trainer
-        with lock_folder(self.checkpoints.root), self._record() as record:
+        recording = run_record(self.folder, self.config, self.total_steps, self.run.warnings)
+        with lock_folder(self.checkpoints.root), recording as record:
             self.checkpointer.check_experiment()
             seed_everything(trainer.seed)
             self.announce()
@@ -282,18 +284,6 @@ class Trainer(ABC):
             resume_step=self.global_step,
             changed=list(differences(self.config)),
         )
-
-    def _record(self) -> RunRecord:
-        trainer, config = self.config.trainer, redacted(to_flat_dict(self.config))
-        defaults = to_flat_dict(type(self.config)())
-        about = {
-            "project": trainer.project_name,
-            "experiment": trainer.experiment_name,
-            "total_steps": self.total_steps,
-            "config": config,
-            "changed": {key: {"value": config[key], "default": defaults[key]} for key in differences(self.config)},
-        }
-        return RunRecord(self.folder, about, self.run.warnings)
 
     def shutdown(self) -> None:
         """End the workers."""

@@ -35,10 +35,11 @@ from verl.trainer.ppo_flow import (
 )
 from verl.trainer.ppo_operators import Prompts
 from verl.trainer.preflight import INPUTS, prepare_run, run_checks
+from verl.trainer.recording import step_record
 from verl.trainer.roles import placement_words, pools_of, roles_hosted_by_actor, worker_specs
 from verl.trainer.rollout_correction import correct_rollout
 from verl.trainer.rollout_weights import RolloutWeights
-from verl.trainer.samples import choose_rows, dump_generations, generations, step_record, write_jsonl
+from verl.trainer.samples import choose_rows, dump_generations, generations, write_jsonl
 
 logger = logging.getLogger("verl.trainer")
 
