@@ -53,18 +53,18 @@ _OPEN = {"actor/*", "rollout/*"}
 
 @pytest.fixture(autouse=True)
 def logged_metrics_are_listed(request, monkeypatch):
-    """Every metric that a trainer logs in a test is in verl/tracking/metric_names.yaml, and so in docs/metrics.md.
+    """Every metric that a run logs in tests/trainer and tests/recipe is in verl/tracking/metric_names.yaml.
 
-    OWN_METRICS in a module of tests names those that its own code logs.
+    docs/metrics.md is generated from this list. OWN_METRICS in a module of tests names those that its own code logs.
     """
     trainers = sys.modules.get("verl.trainer.base")
-    if trainers is None:
+    if trainers is None or request.path.parent.name not in ("trainer", "recipe"):
         return
     own = getattr(request.module, "OWN_METRICS", ())
 
     def checked(method):
-        def call(self, *args):
-            result = method(self, *args)
+        def call(self, *args, **kwargs):
+            result = method(self, *args, **kwargs)
             logged = getattr(result, "metrics", result)
             missing = [name for name in logged if (entry := find(name)) is None or entry.names in _OPEN]
             missing = [name for name in missing if name not in own]

@@ -1,6 +1,6 @@
 """docs/metrics.md: its tables are those of metric_names.yaml, and every name in it exists in the code.
 
-The fixture `logged_metrics_are_listed` (tests/conftest.py) checks the reverse for every run of every test of a trainer:
+The fixture `logged_metrics_are_listed` (tests/conftest.py) checks the reverse for every run in tests/trainer and tests/recipe:
 PPO, GRPO, SFT, asynchronous and multi-turn runs, dynamic sampling and the recipes.
 """
 
