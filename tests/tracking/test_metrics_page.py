@@ -1,7 +1,7 @@
 """docs/metrics.md: its tables are those of metric_names.yaml, and every name in it exists in the code.
 
-The fixture `logged_metrics_are_listed` (tests/conftest.py) checks the reverse for every run in tests/trainer and tests/recipe:
-PPO, GRPO, SFT, asynchronous and multi-turn runs, dynamic sampling and the recipes.
+The fixture `logged_metrics_are_listed` (tests/conftest.py) checks the reverse for every run in tests/trainer and
+tests/recipe: PPO, GRPO, asynchronous and multi-turn runs, dynamic sampling, DPO and PRIME.
 """
 
 import ast
