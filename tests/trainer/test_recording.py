@@ -58,6 +58,17 @@ def test_the_file_of_steps_is_bounded_and_continues(tmp_path, monkeypatch):
     assert [line["step"] for line in lines(tmp_path / "steps.jsonl")] == [1, 9, 17, 25, 33, 41, 49, 57]
 
 
+def test_a_file_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
+    with RunRecord(tmp_path, {}) as record:
+        record.resume(0)
+        (tmp_path / "steps.jsonl").unlink()
+        (tmp_path / "steps.jsonl").mkdir()
+        for step in (1, 2):
+            record.add_step(step, dict(a=1).copy, last=False)
+    (message,) = caplog.messages
+    assert "steps.jsonl cannot be written" in message and message.endswith("no further steps are recorded")
+
+
 def test_distributions():
     assert distribution([1, 0, 1, float("nan")]) == [(0, 1), (1, 2)]
     many = distribution(list(range(100)))

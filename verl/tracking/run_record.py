@@ -19,6 +19,8 @@ from typing import Any
 from verl.checkpoints.atomic import atomic_write
 from verl.tracking.step_files import open_steps, rewrite
 
+logger = logging.getLogger(__name__)
+
 #: bytes of steps.jsonl beyond which every other step is dropped
 STEPS_LIMIT = 8_000_000
 #: messages in warnings.jsonl, per call of fit
@@ -47,6 +49,7 @@ class RunRecord:
         }
         self._every = 1
         self._step = 0
+        self._broken = False
         self._earlier = earlier
         self._warnings = _WarningFile(folder / "warnings.jsonl", lambda: self._step)
         self._steps = folder / "steps.jsonl"
@@ -84,13 +87,21 @@ class RunRecord:
             last: always record this step.
         """
         self._step = step
-        if (step - 1) % self._every and not last:
+        if self._broken or ((step - 1) % self._every and not last):
             return
         found = make()
         if not found:
             return
+        try:
+            self._append({"step": step, "every": self._every, **found})
+        except OSError as error:  # as with trackers, training continues
+            self._broken = True
+            logger.warning("%s cannot be written (%s): no further steps are recorded", self._steps, error)
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        """Write a line. Drop every other step if the file has become too large."""
         with self._steps.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "every": self._every, **found}, ensure_ascii=False) + "\n")
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
         if self._steps.stat().st_size > STEPS_LIMIT:
             self._every *= 2
             kept = [json.loads(line) for line in self._steps.read_text(encoding="utf-8").splitlines()]
