@@ -101,7 +101,7 @@ class RunRecord:
     def _append(self, record: Mapping[str, Any]) -> None:
         """Write a line. Drop every other step if the file has become too large."""
         with self._steps.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
         if self._steps.stat().st_size > STEPS_LIMIT:
             self._every *= 2
             kept = [json.loads(line) for line in self._steps.read_text(encoding="utf-8").splitlines()]
