@@ -16,6 +16,7 @@ from verl.rewards import REWARD_FUNCTION_REGISTRY, REWARD_MANAGER_REGISTRY, RULE
 from verl.rollout.agent_loop import AGENT_LOOPS
 from verl.rollout.base import ROLLOUT_ENGINES
 from verl.single_controller.dispatch import DISPATCH_MODES
+from verl.tracking.metric_names import find
 
 _REGISTRIES = (
     ADV_ESTIMATOR_REGISTRY,
@@ -44,6 +45,36 @@ def registries_as_they_were():
     for store, entries in zip(STORES, before):
         store.clear()
         store.update(entries)
+
+
+#: entries of the list of metrics that take any name, for custom losses and agent loops
+_OPEN = {"actor/*", "rollout/*"}
+
+
+@pytest.fixture(autouse=True)
+def logged_metrics_are_listed(request, monkeypatch):
+    """Every metric that a run logs in tests/trainer and tests/recipe is in verl/tracking/metric_names.yaml.
+
+    docs/metrics.md is generated from this list. OWN_METRICS in a module of tests names those that its own code logs.
+    """
+    trainers = sys.modules.get("verl.trainer.base")
+    if trainers is None or request.path.parent.name not in ("trainer", "recipe"):
+        return
+    own = getattr(request.module, "OWN_METRICS", ())
+
+    def checked(method):
+        def call(self, *args, **kwargs):
+            result = method(self, *args, **kwargs)
+            logged = getattr(result, "metrics", result)
+            missing = [name for name in logged if (entry := find(name)) is None or entry.names in _OPEN]
+            missing = [name for name in missing if name not in own]
+            assert not missing, f"not in verl/tracking/metric_names.yaml: {missing}"
+            return result
+
+        return call
+
+    for name in ("step", "_validate"):
+        monkeypatch.setattr(trainers.Trainer, name, checked(getattr(trainers.Trainer, name)))
 
 
 @pytest.fixture

@@ -37,6 +37,8 @@ class Shell:
 
     def run(self, command: str) -> None:
         """Fails the test where the command fails."""
+        if command.startswith("verl "):
+            command = command.replace("verl ", "python -m verl.cli.app ", 1)
         if not command.startswith("python "):
             subprocess.run(["bash", "-ec", command], check=True)
             return

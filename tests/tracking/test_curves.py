@@ -5,7 +5,7 @@ import json
 import pytest
 from matplotlib.image import imread
 
-from verl.tracking.curves import moving_mean, read_metrics, save_curves
+from verl.tracking.curves import moving_mean, read_metrics, robust_limits, save_curves
 
 
 @pytest.fixture
@@ -22,8 +22,19 @@ def test_numbers(metrics):
     found = read_metrics(metrics)
     assert found["val-core/reverse/acc/mean@1"] == [(15, 0.4)]
     assert [step for step, _ in found["actor/entropy"]] == [1, 2, 3, *range(5, 31)]
-    assert moving_mean([1, 2, 3, 4], 2) == [1, 1.5, 2.5, 3.5]
+    assert moving_mean([1, 2, 6, 4], 3) == [1.5, 3, 4, 5]
     assert moving_mean([3.0], 10) == [3.0]
+    # centred: it does not lag behind a straight line
+    assert moving_mean(list(range(30)), 11)[5:-5] == list(range(5, 25))
+
+
+def test_a_spike_does_not_stretch_the_axis():
+    usual = [0.01 * (i % 10) for i in range(60)]
+    low, high = robust_limits([*usual, 1.05])
+    assert low <= 0 and 0.09 <= high < 0.12
+    assert robust_limits(usual) is None  # no outliers
+    assert robust_limits([*usual[:40], *[1.0] * 20]) is None  # a second level, not outliers
+    assert robust_limits([0.0] * 50 + [1.0]) is None and robust_limits([1.0, 9.0]) is None
 
 
 def test_picture(metrics, tmp_path):

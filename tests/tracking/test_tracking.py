@@ -90,6 +90,32 @@ def test_tensorboard_resumed_shows_each_step_once(tmp_path):
     ]
 
 
+def test_the_hparams_tab_has_the_settings_that_differ(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams import plugin_data_pb2
+
+    def found(folder):
+        events = EventAccumulator(str(folder / "tensorboard"))
+        events.Reload()
+        contents = events.PluginTagToContent("hparams").items()
+        return {tag: plugin_data_pb2.HParamsPluginData.FromString(content) for tag, content in contents}, events
+
+    changed = ["trainer.seed", "data.train_files"]
+    with Tracking(["tensorboard"], "p", "a", CONFIG, tmp_path / "a", changed=changed) as run:
+        run.log({"val-core/d/acc/mean@1": 0.25}, 0)
+        run.log({"critic/score/mean": 0.5}, 1)
+    tabs, events = found(tmp_path / "a")
+    settings = tabs["_hparams_/session_start_info"].session_start_info.hparams
+    assert settings["trainer.seed"].number_value == 1 and set(settings) == set(changed)
+    assert settings["data.train_files"].string_value == "['a.parquet']"
+    metrics = {info.name.tag for info in tabs["_hparams_/experiment"].experiment.metric_infos}
+    assert metrics == {"val-core/d/acc/mean@1", "critic/score/mean"} == set(events.Tags()["scalars"])
+    with Tracking(["tensorboard"], "p", "b", {"model.path": "m"}, tmp_path / "b") as run:
+        run.log({"train/nll": 2.0}, 1)  # no validation
+    tabs, _ = found(tmp_path / "b")
+    assert [i.name.tag for i in tabs["_hparams_/experiment"].experiment.metric_infos] == ["train/nll"]
+
+
 def test_console_line_has_one_order_and_short_numbers(tmp_path, caplog):
     metrics = {
         "timing_s/step": 1.2345,
@@ -306,28 +332,30 @@ def test_services_work_offline_and_resume_as_the_same_run(tmp_path, name):
     program = (
         "import sys; from verl.tracking.tracking import Tracking\n"
         "name, folder, resume = sys.argv[1], sys.argv[2], int(sys.argv[3])\n"
-        "with Tracking([name], 'project', 'run', {'a.b': 1, 'c': None}, folder, resume_step=resume) as run:\n"
+        "config = {'a.b': 1 + resume, 'c': None} | {f'k.{i}': i for i in range(150)}\n"
+        "with Tracking([name], 'project', 'run', config, folder, resume_step=resume) as run:\n"
         "    for step in (resume + 1, resume + 2):\n"
         "        run.log({'critic/score/mean': step / 10, 'val-core/x/acc/mean@2': 1.0}, step)\n"
         "    run.log_samples('val/generations', [{'input': 'a', 'output': 'b', 'score': 1.0}], resume + 2)\n"
         "assert not run.failures, run.failures\n"
     )
-    ids = []
+    ids, folder = [], tmp_path / "project" / "run"
     for resume in (0, 2):
         subprocess.run(
-            [sys.executable, "-c", program, name, str(tmp_path), str(resume)],
+            [sys.executable, "-c", program, name, str(folder), str(resume)],
             check=True,
             env={**os.environ, "WANDB_MODE": "offline", "SWANLAB_MODE": "offline"},
         )
-        ids.append(json.loads((tmp_path / "tracker_ids.json").read_text())[name])
+        ids.append(json.loads((folder / "tracker_ids.json").read_text())[name])
     assert ids[0] == ids[1]
     if name == "mlflow":
-        rows = sqlite3.connect(tmp_path / "mlflow.db").execute(
-            "select step, value, run_uuid from metrics where key like 'critic%'"
-        )
+        database = sqlite3.connect(tmp_path / "project" / "mlflow.db")  # of all runs of the project
+        rows = database.execute("select step, value, run_uuid from metrics where key like 'critic%'")
         assert sorted(rows) == [(step, step / 10, ids[0]) for step in (1, 2, 3, 4)]
+        params = dict(database.execute("select key, value from params"))
+        assert len(params) == 152 and params["a.b"] == "1"  # of the first start
     else:
-        assert len([path for path in (tmp_path / name).iterdir() if ids[0] in path.name and path.is_dir()]) == 2
+        assert len([path for path in (folder / name).iterdir() if ids[0] in path.name and path.is_dir()]) == 2
 
 
 def test_a_tracker_with_two_names_runs_once(tmp_path):

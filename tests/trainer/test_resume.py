@@ -17,7 +17,7 @@ def metrics_of(folder: Path) -> dict[int, dict[str, float]]:
     found: dict[int, dict[str, float]] = {}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
-        clock = ("time", "timing_s/", "perf/throughput", "perf/time", "rollout/tokens_per_second")
+        clock = ("time", "timing_s/", "perf/", "rollout/tokens_per_second")
         kept = {name: value for name, value in record.items() if not name.startswith(clock)}
         found.setdefault(record["step"], {}).update(kept)
     return found

@@ -7,6 +7,8 @@ import typer
 from verl.cli.config.commands import config
 from verl.cli.examples import examples
 from verl.cli.programs import PROGRAMS
+from verl.cli.report import report
+from verl.cli.runs import runs
 from verl.cli.serve import serve
 
 
@@ -44,6 +46,8 @@ for _program in PROGRAMS:
 app.add_typer(config, name="config")
 app.add_typer(examples, name="examples")
 app.command("serve")(serve)
+app.add_typer(runs, name="runs")
+app.command("report")(report)
 
 if __name__ == "__main__":
     app()

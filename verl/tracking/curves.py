@@ -1,80 +1,160 @@
-"""Plots of learning curves, from the metrics.jsonl of a run."""
+"""Plots of learning curves, of one run or several, from the metrics.jsonl in their folders."""
 
 import importlib
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from verl.tracking.runs import RecordedRun, Series, labels, open_run, read_metrics
+
+__all__ = ["moving_mean", "read_metrics", "robust_limits", "save_comparison", "save_curves"]
 
 #: title of a panel -> metrics, of which the first one present is plotted
-_PANELS: dict[str, tuple[str, ...]] = {
+PANELS: dict[str, tuple[str, ...]] = {
     "score": ("critic/score/mean",),
+    "loss": ("train/nll", "train/loss"),
     "response length (tokens)": ("response_length/mean",),
     "KL to the reference": ("actor/ref_kl", "actor/kl", "actor/reward_kl_penalty"),
     "entropy": ("actor/entropy", "actor/entropy_loss"),
 }
 
 #: steps over which the bold line is averaged
-WINDOW = 10
+WINDOW = 11
 
 
 def moving_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
-    """Trailing mean over at most `window` values."""
-    return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
+    """Centred mean over at most `window` values: `window // 2` on each side, fewer at both ends."""
+    half = window // 2
+    around = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return [sum(part) / len(part) for part in around]
 
 
-def read_metrics(metrics_jsonl: str | Path) -> dict[str, list[tuple[int, float]]]:
-    """Return name -> [(step, value)], sorted by step. Values that were not finite are skipped."""
-    found: dict[str, list[tuple[int, float]]] = {}
-    for line in Path(metrics_jsonl).read_text().splitlines():
-        record = json.loads(line)
-        step = record.pop("step")
-        record.pop("time")
-        for name, value in record.items():
-            if value is not None:
-                found.setdefault(name, []).append((step, value))
-    return found
+def robust_limits(values: Sequence[float]) -> tuple[float, float] | None:
+    """Limits of an axis that a few outliers do not stretch; None if there are none.
+
+    An outlier is further from the middle half of the values than four times its width, and there may be at most 5 %.
+    """
+    ordered = sorted(values)
+    if len(ordered) < 8:
+        return None
+    low, high = (_quantile(ordered, q) for q in (0.25, 0.75))
+    width = high - low
+    kept = [value for value in ordered if low - 4 * width <= value <= high + 4 * width]
+    if width == 0 or len(kept) == len(ordered) or len(kept) < 0.95 * len(ordered):
+        return None
+    margin = 0.05 * (kept[-1] - kept[0])
+    return kept[0] - margin, kept[-1] + margin
+
+
+def _quantile(ordered: Sequence[float], q: float) -> float:
+    return ordered[round(q * (len(ordered) - 1))]
 
 
 def save_curves(metrics_jsonl: str | Path, out_png: str | Path, keys: Sequence[str] | None = None) -> Path:
-    """Plot metrics over steps into a PNG and return its path.
+    """Plot the metrics of a run over steps into a PNG and return its path.
 
-    Each panel shows the values and their mean over the last 10 steps; the first one also shows validation results.
+    Each panel shows the values and their centred mean over 11 steps; the first one also shows validation results.
+    The run.json in the same folder, if there is one, gives the title.
 
     Args:
         metrics_jsonl: file written by the jsonl tracker.
         out_png: file to write.
-        keys: one panel per metric, instead of score, length, KL and entropy.
+        keys: one panel per metric, instead of score or loss, length, KL and entropy.
 
     Raises:
         ValueError: if a key is not in the file, there is nothing to plot, or matplotlib is not installed.
     """
-    found = read_metrics(metrics_jsonl)
-    if keys is not None:
-        missing = [key for key in keys if key not in found]
-        if missing:
-            raise ValueError(f"{metrics_jsonl} has no {missing[0]!r}; it has: {', '.join(sorted(found)) or 'nothing'}")
-        panels = {key: key for key in keys}
-    else:
-        present = {title: [name for name in names if name in found] for title, names in _PANELS.items()}
-        panels = {title: names[0] for title, names in present.items() if names}
-    if not panels:
-        raise ValueError(f"{metrics_jsonl} has nothing to plot: expected one of {sum(_PANELS.values(), ())}")
+    path = Path(metrics_jsonl)
+    run = open_run(path.parent) if path.name == "metrics.jsonl" else RecordedRun(path.parent)
+    run.__dict__["metrics"] = read_metrics(path)
+    return _save([run], [""], out_png, keys, run.title if run.about else "")
+
+
+def save_comparison(runs: Sequence[RecordedRun], out_png: str | Path, keys: Sequence[str] | None = None) -> Path:
+    """Plot the same metrics of several runs into a PNG and return its path. The legend is what differs between them.
+
+    Raises:
+        ValueError: as `save_curves`.
+    """
+    same = {run.algorithm for run in runs}, {run.model for run in runs}
+    title = " · ".join(found.copy().pop() for found in same if len(found) == 1 and "unknown" not in found)
+    return _save(runs, labels(runs), out_png, keys, title)
+
+
+def _save(
+    runs: Sequence[RecordedRun], names: Sequence[str], out_png: str | Path, keys: Sequence[str] | None, title: str
+) -> Path:
+    panels = _panels(runs, keys)
     figure = _figure(len(panels))
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axis, (title, name) in zip(axes, panels.items()):
-        steps, values = zip(*found[name])
-        axis.plot(steps, values, color="tab:blue", alpha=0.3, linewidth=1, label="each step")
-        axis.plot(steps, moving_mean(values), color="tab:blue", linewidth=2, label=f"mean of {WINDOW}")
-        axis.set_title(title)
-        axis.set_xlabel("step")
-        axis.grid(alpha=0.25)
-    for i, name in enumerate(sorted(name for name in found if name.startswith("val-core/")), start=1):
-        axes[0].plot(*zip(*found[name]), f"C{i}o--", linewidth=1, markersize=5, label=name.removeprefix("val-core/"))
-    axes[0].legend(fontsize=8)
+    for index, (axis, (panel, metric)) in enumerate(zip(axes, panels.items())):
+        shown: list[float] = []
+        for color, (run, name) in enumerate(zip(runs, names)):
+            found = next((run.metrics[key] for key in metric if key in run.metrics), None)
+            if found:
+                _draw(axis, found, f"C{color}", name)
+                shown += [value for _, value in found]
+            if index == 0 and keys is None:
+                shown += _draw_validation(axis, run, color, name)
+        _finish(axis, panel, shown)
+    # below the panels, so that it covers no line
+    handles, texts = axes[0].get_legend_handles_labels()
+    figure.legend(handles, texts, loc="outside lower center", ncols=min(4, len(texts)), fontsize=8, frameon=False)
+    if title:
+        figure.suptitle(title, fontsize=10)
     out_png = Path(out_png)
     out_png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out_png, dpi=120)
     return out_png
+
+
+def _panels(runs: Sequence[RecordedRun], keys: Sequence[str] | None) -> Mapping[str, tuple[str, ...]]:
+    """Title -> names of the metric. Raises ValueError if a key is missing, or nothing can be plotted."""
+    present = {name for run in runs for name in run.metrics}
+    where = ", ".join(str(run.folder / "metrics.jsonl") for run in runs)
+    if keys is not None:
+        missing = [key for key in keys if key not in present]
+        if missing:
+            raise ValueError(f"{where} has no {missing[0]!r}; it has: {', '.join(sorted(present)) or 'nothing'}")
+        return {key: (key,) for key in keys}
+    panels = {title: names for title, names in PANELS.items() if present.intersection(names)}
+    if not panels:
+        raise ValueError(f"{where} has nothing to plot: expected one of {sum(PANELS.values(), ())}")
+    return panels
+
+
+def _draw(axis: Any, series: Series, color: str, name: str) -> None:
+    """Plot the values and their moving mean."""
+    steps, values = zip(*series)
+    axis.plot(steps, values, color=color, alpha=0.3, linewidth=1, label=None if name else "each step")
+    axis.plot(steps, moving_mean(values), color=color, linewidth=2, label=name or f"mean of {WINDOW} steps")
+
+
+def _draw_validation(axis: Any, run: RecordedRun, color: int, name: str) -> list[float]:
+    """Plot the validation results, and return their values."""
+    shown: list[float] = []
+    for i, metric in enumerate(run.validation_names):
+        steps, values = zip(*run.metrics[metric])
+        label = run.validation_label(metric)
+        # two points do not make a trend, so they are not joined
+        line = ":" if len(steps) > 2 else ""
+        style = {"color": f"C{color if name else i + 1}", "marker": "osD^v"[i % 5], "markersize": 5, "linewidth": 1}
+        axis.plot(steps, values, linestyle=line, label=f"{name}, {label}" if name else label, **style)
+        shown += values
+    return shown
+
+
+def _finish(axis: Any, title: str, values: Sequence[float]) -> None:
+    """Title, labels, and limits that outliers do not stretch."""
+    axis.set_title(title, fontsize=10)
+    axis.set_xlabel("step")
+    axis.grid(alpha=0.25)
+    limits = robust_limits(values)
+    if limits:
+        axis.set_ylim(*limits)
+        outside = [value for value in values if not limits[0] <= value <= limits[1]]
+        text = f"{len(outside)} outside, to {max(outside, key=abs):.3g}"
+        axis.text(0.98, 0.97, text, transform=axis.transAxes, ha="right", va="top", fontsize=7, color="0.4")
 
 
 def _figure(panels: int):
@@ -83,4 +163,4 @@ def _figure(panels: int):
         matplotlib = importlib.import_module("matplotlib.figure")
     except ModuleNotFoundError as error:
         raise ValueError("plotting needs matplotlib, which is not installed: pip install matplotlib") from error
-    return matplotlib.Figure(figsize=(4.2 * panels, 3.4), layout="constrained")
+    return matplotlib.Figure(figsize=(4.2 * panels, 3.8), layout="constrained")

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from verl.tracking.console import TrainingProgress
 from verl.tracking.formatting import headline, printable, short
+from verl.tracking.step_files import open_steps
 from verl.utils.log import setup_logging
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ class Run:
         config: flat: key.with.dots -> value.
         resume_step: step of the checkpoint it resumes from, 0 for a new run.
         progress: the display of a trainer, which the tracker `console` updates.
+        changed: keys of `config` whose values differ from the defaults.
     """
 
     project_name: str
@@ -37,6 +39,7 @@ class Run:
     folder: Path
     resume_step: int = 0
     progress: TrainingProgress | None = None
+    changed: Sequence[str] = ()
 
     def known_id(self, tracker: str) -> str | None:
         """The id that `tracker` gave this run earlier; None for a new run."""
@@ -113,30 +116,9 @@ class JsonlTracker(Tracker):
 
     def __init__(self, run: Run):
         super().__init__(run)
-        self._files = {name: self._opened(run.folder / f"{name}.jsonl") for name in ("metrics", "samples")}
-
-    def _opened(self, path: Path):
-        kept, dropped = [], []
-        if path.is_file():
-            for line in path.read_bytes().splitlines(keepends=True):
-                (kept if self._is_kept(line) else dropped).append(line)
-        if dropped:
-            with path.with_suffix(".dropped.jsonl").open("ab") as file:
-                file.writelines(line if line.endswith(b"\n") else line + b"\n" for line in dropped)
-            draft = path.with_suffix(".draft")
-            draft.write_bytes(b"".join(kept))
-            draft.replace(path)
-            logger.info("%s: moved %d lines after step %d to a .dropped file", path, len(dropped), self.run.resume_step)
-        return path.open("a", encoding="utf-8")
-
-    def _is_kept(self, line: bytes) -> bool:
-        """Whether a line is of a step up to the checkpoint. A process that was killed leaves a partial last line."""
-        try:
-            record = json.loads(line)
-        except ValueError:  # no JSON, or no UTF-8
-            return False
-        step = record.get("step") if isinstance(record, dict) else None
-        return isinstance(step, int) and step <= self.run.resume_step and line.endswith(b"\n")
+        self._files = {
+            name: open_steps(run.folder / f"{name}.jsonl", run.resume_step) for name in ("metrics", "samples")
+        }
 
     def _write(self, name: str, record: dict[str, Any]) -> None:
         file = self._files[name]
@@ -156,7 +138,11 @@ class JsonlTracker(Tracker):
 
 
 class TensorboardTracker(Tracker):
-    """Event files in `tensorboard/`. A resumed run purges the steps after its checkpoint."""
+    """Event files in `tensorboard/`. A resumed run purges the steps after its checkpoint.
+
+    The HParams tab shows the settings that differ from the defaults, with the training reward and the validation
+    metrics. They are written with the first validation, or at the end of a run without one.
+    """
 
     package = "tensorboard"
     background = False
@@ -167,8 +153,21 @@ class TensorboardTracker(Tracker):
         first = run.resume_step + 1 if run.resume_step else 0
         self._writer = writer(str(run.folder / "tensorboard"), purge_step=first)
         self._writer.add_text("config", _markdown([{"key": k, "value": v} for k, v in run.config.items()]), first)
+        self._has_session = False
+
+    def _write_session(self, validation: Sequence[str]) -> None:
+        """Write what the HParams tab reads. Its metrics are scalars of this run, by their names."""
+        self._has_session = True
+        reward = "train/nll" if "model.path" in self.run.config else "critic/score/mean"
+        settings = {key: _cell(self.run.config[key]) for key in self.run.changed}
+        summaries = importlib.import_module("torch.utils.tensorboard.summary").hparams
+        for summary in summaries(settings, dict.fromkeys([*validation, reward])):
+            self._writer.file_writer.add_summary(summary)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        validation = [name for name in metrics if name.startswith(("val-core/", "val/"))]
+        if validation and not self._has_session:
+            self._write_session(validation)
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -177,6 +176,8 @@ class TensorboardTracker(Tracker):
         self._writer.add_text(name, _markdown(rows), step)
 
     def finish(self, failed: bool) -> None:
+        if not self._has_session:
+            self._write_session(())
         self._writer.close()
 
 
@@ -215,22 +216,34 @@ class WandbTracker(Tracker):
         self._run.finish(exit_code=int(failed))
 
 
+#: limits of MLflow
+_PARAM_LENGTH, _PARAMS_PER_CALL = 6000, 100
+
+
 class MlflowTracker(Tracker):
-    """MLflow: at MLFLOW_TRACKING_URI, or in `mlflow.db` in the run's folder. A resumed run continues the same run."""
+    """MLflow: at MLFLOW_TRACKING_URI, or in `mlflow.db` next to the run's folder, which the runs of a project share.
+
+    The settings are parameters. A resumed run continues the same run; its parameters stay those of the first start.
+    """
 
     package = "mlflow"
 
     def __init__(self, run: Run):
         super().__init__(run)
         mlflow = importlib.import_module("mlflow")
-        self._metric = mlflow.entities.Metric
+        self._metric, self._param = mlflow.entities.Metric, mlflow.entities.Param
         address = mlflow.environment_variables.MLFLOW_TRACKING_URI.get()
-        self._client = mlflow.MlflowClient(address or f"sqlite:///{(run.folder / 'mlflow.db').resolve()}")
-        artifacts = None if address else (run.folder / "mlflow").resolve().as_uri()
+        project = run.folder.resolve().parent
+        self._client = mlflow.MlflowClient(address or f"sqlite:///{project / 'mlflow.db'}")
+        artifacts = None if address else (project / "mlflow").as_uri()
         self._id = run.known_id("mlflow") or self._new_run(artifacts)
         run.remember_id("mlflow", self._id)
         self._client.update_run(self._id, status="RUNNING")
         self._client.log_dict(self._id, dict(run.config), "config.json")
+        known = self._client.get_run(self._id).data.params  # a parameter cannot be changed
+        params = [self._param(k, str(v)[:_PARAM_LENGTH]) for k, v in run.config.items() if k not in known]
+        for start in range(0, len(params), _PARAMS_PER_CALL):
+            self._client.log_batch(self._id, params=params[start : start + _PARAMS_PER_CALL])
 
     def _new_run(self, artifact_location: str | None) -> str:
         experiment = self._client.get_experiment_by_name(self.run.project_name)

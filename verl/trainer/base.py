@@ -8,27 +8,25 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from verl.checkpoints.store import CheckpointStore
-from verl.config import to_flat_dict
-from verl.config.fields import Schema, redacted
+from verl.config.fields import Schema
 from verl.data.order import PromptSource
 from verl.dataflow import HOLD, DataFlow, Pipeline
 from verl.protocol import DataProto
 from verl.registry import did_you_mean
 from verl.single_controller import WorkerGroup
 from verl.tracking.trackers import Rows
-from verl.tracking.tracking import Tracking
 from verl.trainer.checkpointing import Checkpointer
-from verl.trainer.display import RunDisplay
 from verl.trainer.interruption import Interruption, Stopped
 from verl.trainer.metrics import timing_metrics
 from verl.trainer.preflight import FLOW, Run, run_checks
+from verl.trainer.run_log import RunLog
 from verl.trainer.validation_watch import ValidationWatch
+from verl.utils.device import process_rss
 from verl.utils.lock import lock_folder
 from verl.utils.rng import seed_everything
 from verl.utils.threads import warn_if_crowded
@@ -177,6 +175,10 @@ class Trainer(ABC):
         """Return samples of a finished batch for the trackers: a table with equal keys in every row."""
         return ()
 
+    def step_record(self, batch: DataProto) -> Mapping[str, Any]:
+        """Return what `verl report` shows of a finished batch, as JSON; empty: nothing."""
+        return {}
+
     def validation_samples(self) -> Rows:
         """Return samples of the last validation for the trackers."""
         return ()
@@ -253,14 +255,14 @@ class Trainer(ABC):
         """
         self.check_steps(steps)
         was_started = self._started
-        with lock_folder(self.checkpoints.root):
+        with lock_folder(self.checkpoints.root), RunLog(self) as log:
             try:
                 self.start()
                 if steps is not None:
                     self.total_steps = self.global_step + steps
                 elif was_started and self.global_step >= self.total_steps:
                     logger.warning("nothing to train: the run ended at step %d; see fit(steps=...)", self.global_step)
-                metrics = self._train()
+                metrics = self._train(log)
             except BaseException as error:
                 self.checkpointer.finish_pending_save(error)
                 self.shutdown()
@@ -271,21 +273,21 @@ class Trainer(ABC):
                 self.shutdown()
         return metrics
 
-    def _train(self) -> dict[str, float]:
+    def _train(self, log: RunLog) -> dict[str, float]:
         """The loop of `fit`: steps with logging, validation and saving."""
         trainer = self.config.trainer
         # what exists now lives to the end: exclude it from garbage collection in every step
         gc.collect()
         gc.freeze()
         metrics: dict[str, float] = {}
-        with self._tracking() as tracking:
+        with log.steps():
             if trainer.val_only or (trainer.val_before_train and self.global_step == 0):
-                metrics = self._validate(tracking)
+                metrics = self._validate(log)
             elif self.watch.skipped:
-                metrics = self._skipped_validation(tracking)
+                metrics = self._skipped_validation(log)
             with Interruption(self._position) as self.interruption:
                 while not (trainer.val_only or self.end_reason or self.interruption.requested):
-                    metrics |= self._logged_step(tracking)
+                    metrics |= self._logged_step(log)
                 if self.interruption.requested and self.global_step > 0:  # received after a step was saved
                     self._save_if_due()
                 self.checkpointer.wait()
@@ -334,16 +336,14 @@ class Trainer(ABC):
         metrics |= timing_metrics(timings, seconds, int(batch.batch["attention_mask"].sum()), self.world_size)
         metrics |= {"training/global_step": self.global_step, "training/epoch": self.source.epoch}
         self.batch = batch
+        metrics["perf/cpu_memory_used_gb"] = process_rss() / 2**30
         return StepReport(self.global_step, self.total_steps, metrics, timings, batch)
 
-    def _logged_step(self, tracking: Tracking) -> dict[str, float]:
+    def _logged_step(self, log: RunLog) -> dict[str, float]:
         """One training step; then log, validate and save if due."""
         trainer, report = self.config.trainer, self.step()
         metrics = report.metrics
-        self.display.show_samples(report.batch)
-        tracking.log(metrics, self.global_step)
-        self.display.watch(self.global_step, metrics)
-        tracking.log_samples("train/generations", self.step_samples(report.batch), self.global_step)
+        log.step(report)
         self._check_skipped(metrics)
         self.watch.improved = False
         is_last = trainer.test_freq not in (-1, 0) and self.global_step == self.total_steps
@@ -351,7 +351,7 @@ class Trainer(ABC):
             # a validation can take longer than the time between SIGTERM and SIGKILL
             self.watch.skipped = self.interruption.requested is not None
             if not self.watch.skipped:
-                metrics |= self._validate(tracking)
+                metrics |= self._validate(log)
         self._save_if_due()
         for callback in self.on_step:
             callback(report)
@@ -394,14 +394,12 @@ class Trainer(ABC):
                     f"limit (0: no limit); {self.checkpointer.newest()}"
                 )
 
-    def _validate(self, tracking: Tracking) -> dict[str, float]:
+    def _validate(self, log: RunLog) -> dict[str, float]:
         start = time.perf_counter()
         metrics = self.validate()
         if metrics:
             metrics["timing_s/testing"] = time.perf_counter() - start
-            tracking.log(metrics, self.global_step)
-            self.display.watch(self.global_step, metrics)
-            tracking.log_samples("val/generations", self.validation_samples(), self.global_step)
+            log.validation(metrics)
             logger.log(self.operator_level, "[validate] %.2fs", metrics["timing_s/testing"])
         if self.global_step == 0 or self.config.trainer.val_only:
             self.watch.check(metrics)
@@ -409,29 +407,12 @@ class Trainer(ABC):
             self.watch.observe(self.global_step, metrics)
         return metrics
 
-    def _skipped_validation(self, tracking: Tracking) -> dict[str, float]:
+    def _skipped_validation(self, log: RunLog) -> dict[str, float]:
         """The validation of the checkpoint's step, which was due when the run was interrupted."""
-        metrics = self._validate(tracking)
+        metrics = self._validate(log)
         if self.watch.improved:
             self.checkpointer.save(self.global_step, is_due=self._is_due(self.config.trainer.save_freq))
         return metrics
-
-    @contextmanager
-    def _tracking(self) -> Iterator[Tracking]:
-        """The trackers, and what a user sees of the run."""
-        trainer = self.config.trainer
-        with RunDisplay(self) as self.display:
-            tracking = Tracking(
-                trainer.logger,
-                trainer.project_name,
-                trainer.experiment_name,
-                config=redacted(to_flat_dict(self.config)),
-                default_local_dir=self.folder,
-                resume_step=self.global_step,
-                progress=self.display.progress,
-            )
-            with tracking:
-                yield tracking
 
     def shutdown(self) -> None:
         """End the workers. The weights of steps after the last checkpoint end with them."""

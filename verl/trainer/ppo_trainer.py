@@ -38,6 +38,7 @@ from verl.trainer.ppo_flow import (
 )
 from verl.trainer.ppo_operators import Prompts, free_rollout_cache, generate, repeat, uses_agent_loop
 from verl.trainer.preflight import INPUTS, prepare_run, run_checks
+from verl.trainer.recording import step_record
 from verl.trainer.roles import placement_words, pools_of, roles_hosted_by_actor, worker_specs
 from verl.trainer.rollout_correction import correct_rollout
 from verl.trainer.rollout_weights import RolloutWeights
@@ -316,6 +317,12 @@ class PPOTrainer(Trainer):
     def draw_samples(self, batch: DataProto, count: int) -> Rows:
         rows = choose_rows(len(batch), count, self.config.trainer.seed + self.global_step)
         return generations(batch, self.tokenizer, rows)
+
+    def step_record(self, batch: DataProto) -> Mapping[str, Any]:
+        trainer = self.config.trainer
+        if not trainer.log_tokens:
+            return {}
+        return step_record(batch, self.tokenizer, trainer.log_tokens, trainer.seed + self.global_step)
 
     def validation_samples(self) -> Rows:
         # the same prompts in every validation

@@ -51,6 +51,7 @@ from verl.rollout.server.agents import TRIAL_FACTS
 from verl.single_controller.cluster import CLUSTERS, Cluster, make_cluster
 from verl.single_controller.local.cluster import ProcessCluster
 from verl.tools.parsers import TOOL_PARSERS
+from verl.tracking.run_record import collected
 from verl.tracking.tracking import check_trackers
 from verl.trainer.agents import agent_loop_names, check_agent, check_tools_in_prompts
 from verl.trainer.dynamic_sampling import SUMMED_REWARD
@@ -89,6 +90,7 @@ class Run:
         reward_values: names of the values that the reward function returned in its trial call.
         columns: columns that the operators write; set from stage FLOW on.
         passed: names of the checks that have passed.
+        warnings: what the checks have logged as warnings.
         working_dir: where the run started; relative paths refer to it, also if user code changes the directory.
     """
 
@@ -101,6 +103,7 @@ class Run:
     reward_values: set[str] = field(default_factory=set)
     columns: set[str] = field(default_factory=set)
     passed: list[str] = field(default_factory=list)
+    warnings: list[logging.LogRecord] = field(default_factory=list)
     working_dir: Path = field(default_factory=Path.cwd)
 
 
@@ -187,7 +190,8 @@ def run_checks(run: Run, stage: str) -> None:
     problems: list[Problem] = []
     for check in CHECKS:
         if check.stage == stage and check.applies_to(run.config):
-            problems += check.run(run) or ()
+            with collected(run.warnings):
+                problems += check.run(run) or ()
             if problems and stage != SETTINGS:
                 break
             run.passed.append(check.name)

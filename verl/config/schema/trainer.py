@@ -109,6 +109,9 @@ class TrainerConfig(_WithAsync):
     overlap: bool = field(False, "run independent operators of different resource pools concurrently")
     log_samples: int = field(0, "number of samples of each step sent to the trackers, drawn at random", ge=0)
     log_val_generations: int = field(0, "number of validation samples sent to the trackers", ge=0)
+    log_tokens: int = field(
+        4, "number of samples of each step whose tokens are recorded for `verl report`; 0: no record of steps", ge=0
+    )
     rollout_data_dir: FilePath | None = field(None, "folder for the responses of each step (JSONL)")
     validation_data_dir: FilePath | None = field(None, "folder for the responses of each validation (JSONL)")
 

@@ -1,0 +1,115 @@
+"""verl runs: what is read from the folders of runs, and what the commands print."""
+
+import json
+import os
+import time
+
+import pytest
+from matplotlib.image import imread
+from typer.testing import CliRunner
+
+from verl.cli.app import app
+from verl.tracking.curves import save_comparison
+from verl.tracking.runs import differing_settings, find_runs, labels, open_run
+
+
+def make_run(folder, lr=1e-3, gain=0.01, **about):
+    folder.mkdir(parents=True)
+    records = [
+        {"step": s, "time": 0.0, "critic/score/mean": 0.2 + gain * s, "actor/ref_kl": 0.001 * s, "timing_s/step": 2.0}
+        for s in range(1, 31)
+    ]
+    records += [{"step": s, "time": 0.0, "val-core/d/acc/mean@1": 0.4 - abs(s - 20) / 100} for s in (0, 10, 20, 30)]
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records) + '{"step": 31, "cri'
+    )
+    config = {
+        "algorithm.name": "grpo",
+        "actor_rollout_ref.model.path": "/models/tiny",
+        "actor_rollout_ref.actor.optim.lr": lr,
+        "actor_rollout_ref.rollout.val_kwargs.do_sample": False,
+        "trainer.save_freq": int(gain * 1000),
+        "trainer.default_local_dir": str(folder),
+    }
+    run = {"state": "finished", "total_steps": 30, "config": config, **about}
+    (folder / "run.json").write_text(json.dumps(run))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_run(tmp_path / "p" / "a")
+    make_run(tmp_path / "p" / "b", lr=1e-4, gain=0.005)
+    return tmp_path / "p"
+
+
+def test_what_a_run_is(folder):
+    run = open_run(folder / "a")
+    assert (run.algorithm, run.model, run.steps, run.seconds, run.state) == ("grpo", "tiny", 30, 60.0, "finished")
+    assert run.title == "a · grpo · tiny · lr 0.001"
+    assert run.validation_label("val-core/d/acc/mean@1") == "validation (greedy)"
+    assert len(run.metrics["critic/score/mean"]) == 30  # without the line that was cut off
+    with pytest.raises(ValueError, match=r"p is not the folder of a run .* it has the runs .*p/[ab], .*p/[ab]"):
+        open_run(folder)
+
+
+def test_states(tmp_path):
+    import socket
+
+    here = {"state": "running", "host": socket.gethostname()}
+    alive = make_run(tmp_path / "alive", **here, pid=os.getpid(), started=time.time())
+    reused = make_run(tmp_path / "reused", **here, pid=os.getpid(), started=1.0)  # a later process has the id
+    gone = make_run(tmp_path / "gone", **here, pid=2**22 + 1, started=time.time())
+    far = make_run(tmp_path / "far", state="running", host="elsewhere", pid=1, started=1.0)
+    assert [open_run(path).state for path in (alive, reused, gone, far)] == ["running", "killed", "killed", "running"]
+
+
+def test_labels_are_what_differs(folder, tmp_path):
+    runs = [open_run(folder / name) for name in "ab"]
+    assert differing_settings(runs) == {
+        "actor_rollout_ref.actor.optim.lr": [1e-3, 1e-4],
+        "trainer.save_freq": [10, 5],
+    }
+    assert labels(runs) == ["lr=0.001", "lr=0.0001"]
+    twin = open_run(make_run(tmp_path / "p2" / "a"))
+    assert labels([runs[0], twin]) == ["p/a", "p2/a"]  # nothing differs: the names that tell them apart
+
+
+def test_one_picture_of_two_runs(folder, tmp_path):
+    runs = [open_run(folder / name) for name in "ab"]
+    picture = imread(save_comparison(runs, tmp_path / "out" / "both.png"))
+    single = imread(save_comparison(runs, tmp_path / "one.png", ["actor/ref_kl"]))
+    assert picture.shape[1] == pytest.approx(2 * single.shape[1], abs=2)  # score and KL
+    colors = {tuple(pixel) for pixel in (picture[..., :3] * 255).round().astype(int).reshape(-1, 3)}
+    assert {(31, 119, 180), (255, 127, 14)} <= colors  # a color of each run
+
+
+def test_the_commands(folder, tmp_path):
+    listed = CliRunner().invoke(app, ["runs", "list", str(folder)])
+    assert listed.exit_code == 0
+    line = next(line for line in listed.stdout.splitlines() if line.startswith("a "))
+    assert line.split()[:8] == ["a", "grpo", "tiny", "30/30", "0.5", "0.5", "0.3", "0.4"]
+    out = tmp_path / "c.png"
+    compared = CliRunner().invoke(app, ["runs", "compare", str(folder / "a"), str(folder / "b"), "--out", str(out)])
+    assert compared.exit_code == 0 and out.stat().st_size > 10_000
+    rows = {line.split()[0]: line.split()[1:] for line in compared.stdout.splitlines() if line.strip()}
+    assert rows["actor_rollout_ref.actor.optim.lr"] == ["0.001", "0.0001"]
+    assert rows["critic/score/mean"] == ["0.21", "->", "0.5", "(0.5)", "0.205", "->", "0.35", "(0.35)"]
+    assert rows["val-core/d/acc/mean@1"][:4] == ["0.2", "->", "0.3", "(0.4)"]
+    assert rows["actor/ref_kl"][:3] == ["0.001", "->", "0.03"] and rows["steps"] == ["30", "30"]
+    for arguments, message in (
+        (["compare", str(folder / "a")], "two or more runs"),
+        (["compare", str(folder / "a"), str(tmp_path)], "is not the folder of a run"),
+        (["compare", str(folder / "a"), str(folder / "b"), "--metric", "no"], "has no 'no'"),
+        (["list", str(tmp_path / "none")], "no runs in"),
+    ):
+        failed = CliRunner().invoke(app, ["runs", *arguments])
+        assert failed.exit_code == 1 and message in failed.output
+
+
+def test_runs_are_found_newest_first(folder):
+    os.utime(folder / "a" / "metrics.jsonl", (1, 1))
+    os.utime(folder / "a" / "run.json", (1, 1))
+    (folder / "b" / "global_step_1").mkdir()
+    (folder / "b" / "global_step_1" / "metrics.jsonl").touch()  # not a run
+    assert [run.name for run in find_runs(folder.parent)] == ["b", "a"]

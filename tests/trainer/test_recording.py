@@ -1,0 +1,191 @@
+"""What a run records in its folder, and the report that is written from it."""
+
+import json
+import logging
+
+import pytest
+
+from verl.protocol import DataProto
+from verl.tracking import run_record as module
+from verl.tracking.report import report_data, write_report
+from verl.tracking.run_record import RunRecord, collected
+from verl.tracking.runs import open_run
+from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.trainer.recording import MAX_TOKENS, distribution, step_record
+
+logger = logging.getLogger("verl.test")
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_states_and_warnings(tmp_path):
+    earlier: list[logging.LogRecord] = []
+    with collected(earlier):
+        logger.warning("setting %s has no effect", "x")
+        logger.info("not a warning")
+    with RunRecord(tmp_path, {"experiment": "e"}, earlier) as record:
+        record.resume(0)
+        assert open_run(tmp_path).state == "running"
+        record.add_step(1, lambda: {"a": 1}, last=False)
+        logger.error("loss is nan")
+    assert open_run(tmp_path).about["state"] == "finished"
+    found = [(line["step"], line["level"], line["message"]) for line in lines(tmp_path / "warnings.jsonl")]
+    assert found == [(0, "WARNING", "setting x has no effect"), (1, "ERROR", "loss is nan")]
+    for error, state in ((ValueError("no"), "failed"), (KeyboardInterrupt(), "interrupted")):
+        with pytest.raises(type(error)), RunRecord(tmp_path, {}):
+            raise error
+        assert open_run(tmp_path).about["state"] == state
+    logger.warning("after the run")
+    assert len(lines(tmp_path / "warnings.jsonl")) == 2
+
+
+def test_the_file_of_steps_is_bounded_and_continues(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "STEPS_LIMIT", 2000)
+    made = []
+    with RunRecord(tmp_path, {}) as record:
+        record.resume(0)
+        for step in range(1, 101):
+            record.add_step(step, lambda step=step: made.append(step) or {"text": "x" * 80}, last=step == 100)
+    steps = [line["step"] for line in lines(tmp_path / "steps.jsonl")]
+    assert (tmp_path / "steps.jsonl").stat().st_size <= 2000
+    assert steps == [*range(1, 101, 8), 100] and len(made) < 50  # what is not recorded is not computed
+    with RunRecord(tmp_path, {}) as record:
+        record.resume(40)
+        for step in range(41, 60):
+            record.add_step(step, dict(text="y").copy, last=False)
+    assert [line["step"] for line in lines(tmp_path / "steps.jsonl")] == [1, 9, 17, 25, 33, 41, 49, 57]
+
+
+def test_a_file_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
+    with RunRecord(tmp_path, {}) as record:
+        record.resume(0)
+        (tmp_path / "steps.jsonl").unlink()
+        (tmp_path / "steps.jsonl").mkdir()
+        for step in (1, 2):
+            record.add_step(step, dict(a=1).copy, last=False)
+    (message,) = caplog.messages
+    assert "steps.jsonl cannot be written" in message and message.endswith("no further steps are recorded")
+
+
+def test_distributions():
+    assert distribution([1, 0, 1, float("nan")]) == [(0, 1), (1, 2)]
+    many = distribution(list(range(100)))
+    assert len(many) == 20 and many[0] == (2.475, 5) and sum(count for _, count in many) == 100
+    assert distribution([]) == []
+
+
+EVIL = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": len(set(solution_str)) % 2, "note": "</script><script>alert(1)</script><!--"}
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(tiny, tmp_path_factory):
+    """A run of 12 steps with validation, and its batches. Its reward function returns markup."""
+    from tests.trainer.conftest import run_settings
+
+    folder = tmp_path_factory.mktemp("reported")
+    (folder / "reward.py").write_text(EVIL)
+    chosen = [s for s in run_settings(tiny, folder / "run") if not s.startswith("reward.custom")]
+    chosen += [f"reward.custom_reward_function.path={folder / 'reward.py'}", "trainer.total_training_steps=12"]
+    chosen += ["trainer.test_freq=4", "algorithm.name=grpo", "trainer.log_val_generations=2", "trainer.log_tokens=3"]
+    chosen += ["actor_rollout_ref.ref.enable=true"]
+    trainer, batches = LocalPPOTrainer(overrides=chosen), []
+    trainer.on_step.append(lambda report: batches.append(report.batch))
+    trainer.fit()
+    return trainer, batches, folder / "run"
+
+
+def test_a_step_is_recorded_with_the_tokens_of_samples(finished):
+    trainer, batches, folder = finished
+    records = lines(folder / "steps.jsonl")
+    assert [record["step"] for record in records] == list(range(1, 13))
+    for record, batch in zip(records, batches):
+        columns, scores = batch.tensors, batch.tensors["token_level_scores"].sum(1).tolist()
+        assert dict(record["scores"]) == {score: scores.count(score) for score in scores}
+        found = [sample["score"] for sample in record["samples"]]
+        assert len(found) == 3 and max(found) == max(scores) and min(found) == min(scores)
+        pairs = [scores[i : i + 2] for i in range(0, 8, 2)]
+        assert record["groups"]["zero_variance"] == sum(a == b for a, b in pairs) and record["groups"]["count"] == 4
+        for sample in record["samples"]:
+            rows = [i for i, uid in enumerate(batch.non_tensor_batch["uid"]) if str(uid) == sample["uid"]]
+            size = sample["length"]
+            texts = [
+                trainer.tokenizer.batch_decode([[t] for t in columns["responses"][i, :size].tolist()]) for i in rows
+            ]
+            row = rows[texts.index(sample["tokens"])]
+            for name, column in (("rollout_log_probs", "rollout_log_probs"), ("advantages", "advantages")):
+                assert sample[name] == pytest.approx(columns[column][row, :size].tolist(), rel=1e-3, abs=1e-6)
+            assert sample["mask"] == [1] * size
+
+
+def test_long_responses_are_cut(finished):
+    trainer, batches, _ = finished
+    batch = batches[0]
+    wide = {name: column.repeat(1, 100)[:, :600] for name, column in batch.tensors.items() if column.ndim == 2}
+    wide["prompts"] = batch.tensors["prompts"]
+    wide["attention_mask"] = wide["input_ids"].new_ones(8, 600 + wide["prompts"].shape[1])
+    wide = {
+        k: v for k, v in wide.items() if k in {"prompts", "responses", "response_mask", "advantages", "attention_mask"}
+    }
+    wide["token_level_scores"] = batch.tensors["token_level_scores"]
+    long = DataProto.from_dict(wide, dict(batch.non_tensor_batch))
+    (sample,) = step_record(long, trainer.tokenizer, 1, seed=0)["samples"]
+    assert sample["length"] == 600 and len(sample["tokens"]) == len(sample["advantages"]) == MAX_TOKENS == 512
+
+
+def test_the_report_holds_no_markup_of_the_run(finished, tmp_path):
+    page = write_report(finished[2], tmp_path / "r.html").read_text()
+    assert "</script><script>alert" not in page and "\\u003c/script>\\u003cscript>alert(1)" in page
+    assert page.count("</script>") == 2 and "http" not in page.replace("http-equiv", "").replace(
+        "http://www.w3.org/2000/svg", ""
+    )
+    data = report_data(open_run(finished[2]))
+    (score,) = [panel for panel in data["panels"] if panel["title"] == "score"]
+    assert [len(curve["points"]) for curve in score["curves"]] == [12, 3]
+    assert score["curves"][1]["label"] == "validation (greedy)"
+    assert data["changed"]["trainer.total_training_steps"] == {"value": 12, "default": None}
+    assert {operator["name"] for operator in data["timing"]["operators"]} >= {"gen", "reward", "update_actor"}
+    with pytest.raises(ValueError, match=r"has no metrics: expected lines in metrics\.jsonl"):
+        (tmp_path / "run.json").write_text("{}")
+        write_report(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_report_in_a_browser(finished, tmp_path):
+    from tests.browser import open_page
+
+    path = write_report(finished[2], tmp_path / "r.html")
+    steps = lines(finished[2] / "steps.jsonl")
+    for width in (390, 1440):
+        with open_page(path, width) as (page, messages):
+            page.wait_for_selector("#panels path.raw")
+            first = page.locator("#panels .panel").first
+            assert first.locator("path.raw").get_attribute("d").count("L") == 11
+            assert first.locator("circle.dot").count() == 3
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            first.locator("svg").hover()
+            assert page.locator("#tooltip").inner_text().startswith("step ")
+            assert page.locator("#browser .sample").count() == 3
+            page.locator("#step").fill("0")
+            assert page.locator("#step-value").inner_text() == "1"
+            shown = page.locator("#browser .output").first
+            assert shown.locator("span").all_text_contents() == [t or "∅" for t in steps[0]["samples"][0]["tokens"]]
+            colors = {}
+            for name in ("log-prob (rollout)", "mask"):
+                page.locator("#color").select_option(name)
+                colors[name] = shown.locator("span").first.evaluate("e => getComputedStyle(e).backgroundColor")
+            assert colors["mask"] != colors["log-prob (rollout)"]
+            shown.locator("span").first.click()
+            assert "advantage" in page.locator("#token").inner_text()
+            page.locator("#which").select_option("worst of the last quarter")
+            assert page.locator("#browser .sample").count() == 5
+            assert "</script><script>alert(1)" in page.locator("#browser .head").first.inner_text()
+            page.locator("#which").select_option("of the last validation")
+            assert page.locator("#browser .sample").count() == 2
+            page.locator("#all summary").click()
+            page.wait_for_selector("#metrics path.raw")
+            assert messages == []

@@ -1,0 +1,24 @@
+"""verl report: one HTML file about a run."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of the run (trainer.default_local_dir)")],
+    out: Annotated[Path | None, typer.Option(help="file to write; default: report.html in the folder")] = None,
+) -> None:
+    """Write one HTML file about a run: curves, settings, time, samples with their tokens, and warnings.
+
+    The file needs no server and no network.
+    """
+    from verl.tracking.report import write_report
+
+    try:
+        path = write_report(run, out)
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(f"report: {path} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser")

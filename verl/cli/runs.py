@@ -1,0 +1,151 @@
+"""verl runs: lists the runs of a folder, and compares runs."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+runs = typer.Typer(help="List and compare runs.", no_args_is_help=False)
+
+_Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="searched with its subfolders")]
+
+
+@runs.callback(invoke_without_command=True)
+def _default(context: typer.Context) -> None:
+    """List the runs in `checkpoints`, and compare runs."""
+    if context.invoked_subcommand is None:
+        list_runs()
+
+
+@runs.command("list")
+def list_runs(folder: _Folder = Path("checkpoints")) -> None:
+    """List the runs of a folder, the newest first."""
+    from rich.table import Table
+
+    from verl.tracking.runs import find_runs
+
+    found = find_runs(folder)
+    if not found:
+        typer.echo(f"no runs in {folder}: expected folders with run.json or metrics.jsonl", err=True)
+        raise typer.Exit(1)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("run", "algorithm", "model", "steps", "reward", "best", "validation", "best", "state", "age"):
+        table.add_column(
+            column, overflow="fold", no_wrap=column != "run", justify="right" if column in _NUMBERS else "left"
+        )
+    for run in found:
+        total = run.about.get("total_steps")
+        training = run.metrics.get(run.reward_name or "", ())
+        validation = run.metrics.get(next(iter(run.validation_names), ""), ())
+        name = str(run.folder.relative_to(folder)) if run.folder != folder else run.name
+        steps = f"{run.steps}/{total}" if total else str(run.steps)
+        figures = [
+            *_last_and_best(run.reward_name, training),
+            *_last_and_best(_first(run.validation_names), validation),
+        ]
+        table.add_row(name, run.algorithm, run.model, steps, *figures, run.state, _duration(run.age))
+    _print(table)
+
+
+@runs.command("compare")
+def compare_runs(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="folders of two or more runs")],
+    out: Annotated[Path, typer.Option(help="picture to write")] = Path("compare.png"),
+    metric: Annotated[list[str] | None, typer.Option(help="metric to plot; several: --metric A --metric B")] = None,
+) -> None:
+    """Plot the curves of runs into one picture, and print what differs.
+
+    The tables list the settings that differ, and the first, last and best value of each metric in the picture.
+    """
+    from rich.table import Table
+
+    from verl.tracking.curves import save_comparison
+    from verl.tracking.runs import differing_settings, labels, open_run
+
+    try:
+        found = [open_run(folder) for folder in folders]
+        if len(found) < 2:
+            raise ValueError("expected the folders of two or more runs, found one: verl runs compare A B")
+        picture = save_comparison(found, out, metric)
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    names = [str(run.folder) for run in found]
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("setting", *names):
+        table.add_column(column, overflow="fold")
+    for key, values in differing_settings(found).items():
+        table.add_row(key, *("-" if value is None else str(value) for value in values))
+    if table.row_count:
+        _print(table)
+    else:
+        typer.echo(
+            "no setting differs" if all(run.config for run in found) else "no configuration: a run has no run.json"
+        )
+    table = Table("first -> last (best)", *names, box=None, header_style="bold", pad_edge=False)
+    for name in metric or _shown_metrics(found):
+        table.add_row(name, *(_range(name, run.metrics.get(name)) for run in found))
+    table.add_row("steps", *(str(run.steps) for run in found))
+    table.add_row("time", *(_duration(run.seconds) for run in found))
+    _print(table)
+    typer.echo(f"legend: {'; '.join(labels(found))}\npicture: {picture}")
+
+
+_NUMBERS = ("steps", "reward", "best", "validation")
+
+
+def _print(table: Any) -> None:
+    """Print a table: as wide as the terminal, otherwise as wide as its content."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        wide = Console(highlight=False, width=10_000)
+        console = Console(highlight=False, width=max(console.width, wide.measure(table).maximum))
+    console.print(table)
+
+
+def _first(names: list[str]) -> str | None:
+    return names[0] if names else None
+
+
+def _shown_metrics(found: list[Any]) -> list[str]:
+    """The metrics of the panels, and of the validations, that any run has."""
+    from verl.tracking.curves import PANELS
+
+    present = {name for run in found for name in run.metrics}
+    plotted = [name for names in PANELS.values() for name in names if name in present]
+    validation = dict.fromkeys(name for run in found for name in run.validation_names)
+    return [*plotted, *validation, *(name for name in ("perf/throughput", "actor/grad_norm") if name in present)]
+
+
+def _best(name: str | None, series: Any) -> float | None:
+    """The largest score, or the smallest loss; None for a metric that has no best value, such as a length."""
+    values = [value for _, value in series]
+    if name is None or not name.startswith(("critic/score", "critic/rewards", "val", "train/")):
+        return None
+    return min(values) if name.endswith(("loss", "nll")) else max(values)
+
+
+def _last_and_best(name: str | None, series: Any) -> tuple[str, str]:
+    from verl.tracking.console import short
+
+    best = _best(name, series) if series else None
+    return short(series[-1][1]) if series else "-", "-" if best is None else short(best)
+
+
+def _range(name: str, series: Any) -> str:
+    from verl.tracking.console import short
+
+    if not series:
+        return "-"
+    best = _best(name, series)
+    return f"{short(series[0][1])} -> {short(series[-1][1])}" + ("" if best is None else f" ({short(best)})")
+
+
+def _duration(seconds: float) -> str:
+    """`45s`, `12m`, `3.4h`, `2.5d`."""
+    for unit, size in (("d", 86400), ("h", 3600)):
+        if seconds >= size:
+            return f"{seconds / size:.1f}{unit}"
+    return f"{seconds / 60:.0f}m" if seconds >= 120 else f"{seconds:.0f}s"

@@ -1,0 +1,206 @@
+"""Reads the folder of a run, and writes the page: data as JSON in a template, drawn by page.js.
+
+Texts of the run reach the page as JSON only, and page.js inserts them as text nodes, so no response can become markup.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl.tracking.curves import PANELS, moving_mean, robust_limits
+from verl.tracking.metric_names import describe
+from verl.tracking.runs import RecordedRun, Series, open_run, read_lines
+
+#: points of a curve, and columns of a picture over time, that are shown; more are thinned evenly
+MAX_POINTS = 1000
+MAX_COLUMNS = 120
+#: best and worst samples that are listed
+_EXTREMES = 5
+#: validation samples that are shown
+_VALIDATION_SAMPLES = 20
+
+#: panels after those of curves.PANELS: title -> metrics that are drawn together
+_MORE_PANELS: dict[str, tuple[str, ...]] = {
+    "zero-variance groups": ("reward/tied_groups",),
+    "gradient norm": ("actor/grad_norm", "critic/grad_norm", "train/grad_norm"),
+    "training-inference mismatch": ("rollout/logprob_gap_mean", "rollout/logprob_gap_max"),
+    "clipped tokens": ("actor/pg_clipfrac", "critic/vf_clipfrac"),
+    "responses cut at the limit": ("response_length/clip_ratio",),
+    "critic": ("critic/vf_loss", "critic/vf_explained_var"),
+    "staleness": ("async/staleness_mean", "async/staleness_max"),
+    "memory (GiB)": ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb", "perf/cpu_memory_used_gb"),
+    "tokens per second": ("perf/throughput", "rollout/tokens_per_second"),
+}
+
+
+def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
+    """Write the report of a run and return its path.
+
+    Args:
+        folder: folder of the run.
+        out: file to write; None: report.html in the folder.
+
+    Raises:
+        ValueError: if the folder has no run, or the run has no metrics.jsonl.
+    """
+    run = open_run(folder)
+    if not run.metrics:
+        raise ValueError(
+            f"{run.folder} has no metrics: expected lines in metrics.jsonl, which the tracker jsonl of trainer.logger "
+            "writes after each step"
+        )
+    here = Path(__file__).parent
+    data = json.dumps(report_data(run), ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=str)
+    page = (here / "page.html").read_text(encoding="utf-8")
+    for name, text in (
+        ("/*page.css*/", (here / "page.css").read_text(encoding="utf-8")),
+        ("/*page.js*/", (here / "page.js").read_text(encoding="utf-8")),
+        # "<" would end the script element in which the data is; lone surrogates are not UTF-8
+        ("/*data*/", data.replace("<", "\\u003c").encode("utf-8", "backslashreplace").decode()),
+    ):
+        page = page.replace(name, text, 1)
+    out = run.folder / "report.html" if out is None else Path(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(page, encoding="utf-8")
+    return out
+
+
+def report_data(run: RecordedRun) -> dict[str, Any]:
+    """What the page shows, as JSON."""
+    steps = _unique_steps(read_lines(run.folder / "steps.jsonl"))
+    known = [name for name in run.metrics if not name.startswith(("timing_s/", "training/"))]
+    return {
+        "title": run.title,
+        "written": time.strftime("%Y-%m-%d %H:%M"),
+        "about": _about(run),
+        "tiles": _tiles(run),
+        "warnings": list(read_lines(run.folder / "warnings.jsonl")),
+        "panels": list(_panels(run)),
+        "metrics": [_panel(run, name, [name]) for name in sorted(known)],
+        "timing": _timing(run),
+        "steps": steps,
+        "extremes": _extremes(steps),
+        "validation": _validation_samples(run),
+        "changed": dict(run.about.get("changed", {})),
+        "config": dict(run.config),
+    }
+
+
+def _about(run: RecordedRun) -> dict[str, Any]:
+    shown = {
+        "state": run.state,
+        "algorithm": run.algorithm,
+        "model": run.model,
+        "project": run.about.get("project"),
+        "experiment": run.about.get("experiment"),
+        "error": run.about.get("error"),
+    }
+    return {name: value for name, value in shown.items() if value}
+
+
+def _tiles(run: RecordedRun) -> list[tuple[str, str, str]]:
+    """(label, value, note) of the main figures."""
+    total = run.about.get("total_steps")
+    tiles = [("steps", f"{run.steps} of {total}" if total else str(run.steps), "")]
+    if run.reward_name:
+        label = "score" if run.reward_name.startswith("critic/") else "loss"
+        values = [value for _, value in run.metrics[run.reward_name]]
+        edge = min(10, (len(values) + 1) // 2)
+        first, last = sum(values[:edge]) / edge, sum(values[-edge:]) / edge
+        tiles.append((f"training {label}", f"{first:.3g} → {last:.3g}", f"mean of the first and last {edge} steps"))
+    for name in run.validation_names[:2]:
+        series = run.metrics[name]
+        step, best = (min if name.endswith("loss") else max)(series, key=lambda point: point[1])
+        value = f"{series[0][1]:.3g} → {series[-1][1]:.3g}"
+        tiles.append((run.validation_label(name), value, f"best {best:.3g} at step {step}"))
+    minutes, seconds = divmod(round(run.seconds), 60)
+    spent = f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {seconds} s"
+    return [*tiles, ("time", spent, "steps and validations")]
+
+
+def _panels(run: RecordedRun) -> Iterator[dict[str, Any]]:
+    """Panels of the section "curves"."""
+    for index, (title, names) in enumerate(PANELS.items()):
+        present = [name for name in names if name in run.metrics][:1]
+        if present:
+            validation = run.validation_names if title == "score" or (title == "loss" and index == 1) else []
+            yield _panel(run, title, present, validation if run.reward_name == present[0] else [])
+    for title, names in _MORE_PANELS.items():
+        present = [name for name in names if name in run.metrics]
+        if present:
+            yield _panel(run, title, present)
+
+
+def _panel(run: RecordedRun, title: str, names: Sequence[str], validation: Sequence[str] = ()) -> dict[str, Any]:
+    """Curves that share the axes. `limits`: of the y-axis, if outliers would stretch it."""
+    curves = []
+    for name in names:
+        points = _thinned(run.metrics[name], MAX_POINTS)
+        mean = dict(zip((step for step, _ in run.metrics[name]), moving_mean([v for _, v in run.metrics[name]])))
+        smooth = [mean[step] for step, _ in points] if len(points) > 10 else []
+        curves.append({"label": name, "kind": "line", "points": points, "smooth": smooth})
+    for name in validation:
+        points = _thinned(run.metrics[name], MAX_POINTS)
+        curves.append({"label": run.validation_label(name), "kind": "dots", "points": points, "smooth": []})
+    values = [value for curve in curves for _, value in curve["points"]]
+    return {
+        "title": title,
+        "curves": curves,
+        "limits": robust_limits(values),
+        "help": " ".join(dict.fromkeys(text for name in names if (text := describe(name)))),
+    }
+
+
+def _timing(run: RecordedRun) -> dict[str, Any]:
+    """Seconds of each operator in each step."""
+    operators = {
+        name.removeprefix("timing_s/"): dict(series)
+        for name, series in run.metrics.items()
+        if name.startswith("timing_s/") and name not in ("timing_s/step", "timing_s/testing")
+    }
+    total = dict(run.metrics.get("timing_s/step", ()))
+    steps = [step for step, _ in _thinned([(step, 0.0) for step in total], MAX_COLUMNS)]
+    order = sorted(operators, key=lambda name: -sum(operators[name].values()))
+    return {
+        "steps": steps,
+        "step_seconds": [total[step] for step in steps],
+        "operators": [
+            {
+                "name": name,
+                "seconds": [operators[name].get(step, 0.0) for step in steps],
+                "total": sum(operators[name].values()),
+            }
+            for name in order
+        ],
+        "total": sum(total.values()),
+        "testing": sum(value for _, value in run.metrics.get("timing_s/testing", ())),
+    }
+
+
+def _unique_steps(records: Iterator[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The last record of each step, in order."""
+    return [dict(record) for _, record in sorted({record["step"]: record for record in records}.items())]
+
+
+def _extremes(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """The samples with the highest and lowest scores of the last quarter of the recorded steps, as (step, index)."""
+    recent = steps[-max(1, len(steps) // 4) :]
+    found = [(sample["score"], record["step"], i) for record in recent for i, sample in enumerate(record["samples"])]
+    worst = sorted(found, key=lambda item: (item[0], -item[1]))
+    best = sorted(found, key=lambda item: (-item[0], -item[1]))
+    return {"best": [item[1:] for item in best[:_EXTREMES]], "worst": [item[1:] for item in worst[:_EXTREMES]]}
+
+
+def _validation_samples(run: RecordedRun) -> list[dict[str, Any]]:
+    """Samples of the last validation, if trainer.log_val_generations recorded some."""
+    tables = [table for table in read_lines(run.folder / "samples.jsonl") if table.get("name") == "val/generations"]
+    return [{**row, "step": tables[-1]["step"]} for row in tables[-1]["rows"][:_VALIDATION_SAMPLES]] if tables else []
+
+
+def _thinned(series: Series, most: int) -> Series:
+    """At most about `most` points, evenly spaced, with the last one."""
+    stride = -(-len(series) // most)
+    kept = list(series[::stride]) if stride > 1 else list(series)
+    return kept if not series or kept[-1] == series[-1] else [*kept, series[-1]]

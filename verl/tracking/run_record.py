@@ -1,0 +1,149 @@
+"""The record of a run in its folder, which `verl runs` and `verl report` read.
+
+- `run.json`: names, state, configuration, and the settings that differ from the defaults.
+- `warnings.jsonl`: log messages of level WARNING and above.
+- `steps.jsonl`: distributions and a few samples with their tokens, per step. Its size is bounded.
+"""
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from verl.checkpoints.atomic import atomic_write
+from verl.tracking.step_files import open_steps, rewrite
+
+logger = logging.getLogger(__name__)
+
+#: bytes of steps.jsonl beyond which every other step is dropped
+STEPS_LIMIT = 8_000_000
+#: messages in warnings.jsonl, per call of fit
+WARNINGS_LIMIT = 500
+
+
+class RunRecord:
+    """Context manager that writes the record of a run.
+
+    Args:
+        folder: the run's folder.
+        about: JSON values that describe the run: project, experiment, total_steps, config, changed.
+        earlier: warnings of the checks before the run.
+    """
+
+    def __init__(self, folder: Path, about: Mapping[str, Any], earlier: Sequence[logging.LogRecord] = ()):
+        self.folder = folder
+        self._about = {
+            **about,
+            "state": "running",
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started": time.time(),
+            "ended": None,
+            "error": None,
+        }
+        self._every = 1
+        self._step = 0
+        self._broken = False
+        self._earlier = earlier
+        self._warnings = _WarningFile(folder / "warnings.jsonl", lambda: self._step)
+        self._steps = folder / "steps.jsonl"
+
+    def __enter__(self) -> "RunRecord":
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._write()
+        for record in self._earlier:
+            self._warnings.handle(record)
+        self._earlier = ()
+        logging.getLogger("verl").addHandler(self._warnings)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        logging.getLogger("verl").removeHandler(self._warnings)
+        self._warnings.close()
+        interrupted = kind is not None and not issubclass(kind, Exception)
+        state = "finished" if kind is None else "interrupted" if interrupted else "failed"
+        text = None if error is None else f"{type(error).__name__}: {error}"[:2000]
+        self._about |= {"state": state, "ended": time.time(), "error": text}
+        self._write()
+
+    def resume(self, step: int) -> None:
+        """Drop the steps after the checkpoint that the run resumes from; 0 for a new run."""
+        self._step = step
+        open_steps(self._steps, step).close()
+        lines = self._steps.read_text(encoding="utf-8").splitlines()
+        self._every = json.loads(lines[-1])["every"] if lines else 1
+
+    def add_step(self, step: int, make: Callable[[], Mapping[str, Any]], last: bool) -> None:
+        """Write the record of a step, if its turn has come.
+
+        Args:
+            make: called only if the step is recorded.
+            last: always record this step.
+        """
+        self._step = step
+        if self._broken or ((step - 1) % self._every and not last):
+            return
+        found = make()
+        if not found:
+            return
+        try:
+            self._append({"step": step, "every": self._every, **found})
+        except OSError as error:  # as with trackers, training continues
+            self._broken = True
+            logger.warning("%s cannot be written (%s): no further steps are recorded", self._steps, error)
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        """Write a line. Drop every other step if the file has become too large."""
+        with self._steps.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+        if self._steps.stat().st_size > STEPS_LIMIT:
+            self._every *= 2
+            kept = [json.loads(line) for line in self._steps.read_text(encoding="utf-8").splitlines()]
+            kept = [{**item, "every": self._every} for item in kept if (item["step"] - 1) % self._every == 0]
+            rewrite(self._steps, [(json.dumps(item, ensure_ascii=False) + "\n").encode() for item in kept])
+
+    def _write(self) -> None:
+        with atomic_write(self.folder / "run.json") as draft:
+            draft.write_text(json.dumps(self._about, ensure_ascii=False, default=str, indent=1), encoding="utf-8")
+
+
+@contextmanager
+def collected(warnings: list[logging.LogRecord]) -> Iterator[None]:
+    """Append what is logged at WARNING and above to a list while the block runs."""
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = warnings.append  # type: ignore[method-assign]
+    logging.getLogger("verl").addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger("verl").removeHandler(handler)
+
+
+class _WarningFile(logging.Handler):
+    """Writes warnings and errors of this process to a file, with the step in which they were logged."""
+
+    def __init__(self, path: Path, step: Callable[[], int]):
+        super().__init__(logging.WARNING)
+        self._path, self._step, self._count = path, step, 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._count += 1
+        if self._count > WARNINGS_LIMIT:
+            return
+        try:
+            line = {
+                "time": record.created,
+                "step": self._step(),
+                "level": record.levelname,
+                "message": record.getMessage()[:4000],
+            }
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        except (OSError, TypeError, ValueError):
+            self.handleError(record)

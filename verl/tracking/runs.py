@@ -1,0 +1,218 @@
+"""Reads the folders of runs: names, configuration, state and metrics."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+Series = list[tuple[int, float]]
+
+#: settings that differ between any two runs, and say nothing about them
+_NAMES = {"trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir", "trainer.run_id"}
+#: metrics of the training reward or loss, of which the first one present is shown
+REWARDS = ("critic/score/mean", "critic/rewards/mean", "train/nll", "train/loss")
+#: keys that name the algorithm, and the model, of a run
+_ALGORITHM = ("algorithm.name", "algorithm.adv_estimator")
+_MODEL = ("actor_rollout_ref.model.path", "model.path")
+#: keys of the sampling of validation responses
+_GREEDY = ("actor_rollout_ref.rollout.val_kwargs.do_sample", "actor_rollout_ref.rollout.val_kwargs.temperature")
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file; none if there is no file. Damaged lines, as of a killed process, are skipped."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                item = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(item, dict):
+                yield item
+
+
+def read_metrics(metrics_jsonl: str | Path) -> dict[str, Series]:
+    """Return name -> [(step, value)], sorted by step. Values that were not finite are skipped."""
+    path = Path(metrics_jsonl)
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: expected the file that the tracker jsonl writes (trainer.logger)")
+    found: dict[str, Series] = {}
+    for record in read_lines(path):
+        step = record.pop("step")
+        record.pop("time", None)
+        for name, value in record.items():
+            if value is not None:
+                found.setdefault(name, []).append((step, value))
+    return {name: sorted(series, key=lambda point: point[0]) for name, series in found.items()}
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A run in its folder.
+
+    Attributes:
+        folder: trainer.default_local_dir of the run.
+        about: content of run.json; empty for a run that has none.
+    """
+
+    folder: Path
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def metrics(self) -> dict[str, Series]:
+        """Name -> [(step, value)]; empty if there is no metrics.jsonl."""
+        path = self.folder / "metrics.jsonl"
+        return read_metrics(path) if path.is_file() else {}
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Dotted key -> value."""
+        return self.about.get("config", {})
+
+    @property
+    def name(self) -> str:
+        """Folder name, with its parent if it says nothing by itself."""
+        return self.folder.name or str(self.folder)
+
+    @property
+    def algorithm(self) -> str:
+        """Such as `grpo`, or `sft`."""
+        named = next((self.config[key] for key in _ALGORITHM if self.config.get(key)), None)
+        return named or ("sft" if "model.path" in self.config else "unknown")
+
+    @property
+    def model(self) -> str:
+        """Last part of the model's path."""
+        path = next((self.config[key] for key in _MODEL if self.config.get(key)), "unknown")
+        parts = [part for part in Path(path).parts if not part.startswith("global_step_")]
+        kept = [part for part in parts if part not in ("actor", "huggingface", "model", "/")]
+        return kept[-1] if kept else str(path)
+
+    @property
+    def state(self) -> str:
+        """running, finished, interrupted or failed; `killed` if its process has ended without a word."""
+        state = self.about.get("state", "unknown")
+        if state == "running" and self.about.get("host") == socket.gethostname():
+            pid, started = self.about["pid"], self.about["started"]
+            alive = psutil.pid_exists(pid) and psutil.Process(pid).create_time() < started + 1
+            return state if alive else "killed"
+        return state
+
+    @property
+    def steps(self) -> int:
+        """Number of the last step with metrics."""
+        return max((series[-1][0] for series in self.metrics.values()), default=0)
+
+    @property
+    def age(self) -> float:
+        """Seconds since the run last wrote."""
+        files = [self.folder / name for name in ("metrics.jsonl", "run.json")]
+        return time.time() - max((path.stat().st_mtime for path in files if path.is_file()), default=time.time())
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all steps and validations."""
+        names = ("timing_s/step", "timing_s/testing")
+        return sum(value for name in names for _, value in self.metrics.get(name, ()))
+
+    @property
+    def reward_name(self) -> str | None:
+        """The metric of the training reward; of the loss in SFT."""
+        return next((name for name in REWARDS if name in self.metrics), None)
+
+    @property
+    def validation_names(self) -> list[str]:
+        """Validation metrics, the main ones first; of a core metric with several samples, only the mean."""
+        core = sorted(name for name in self.metrics if name.startswith("val-core/") and "/mean@" in name)
+        return core or sorted(name for name in self.metrics if name.startswith(("val-core/", "val/")))
+
+    def validation_label(self, name: str) -> str:
+        """`validation (greedy)`, followed by what tells several validation metrics apart."""
+        kind = ""
+        if _GREEDY[0] in self.config:
+            sampled = self.config[_GREEDY[0]] and self.config.get(_GREEDY[1]) != 0
+            kind = " (sampled)" if sampled else " (greedy)"
+        label = f"validation{kind}" if name.startswith("val-core/") else "validation"
+        return label if len(self.validation_names) == 1 else f"{label}: {name.split('/', 1)[1]}"
+
+    @property
+    def title(self) -> str:
+        """Name, algorithm, model and learning rate."""
+        keys = ("actor_rollout_ref.actor.optim.lr", "optim.lr")
+        rate = next((f"lr {self.config[key]:g}" for key in keys if key in self.config), None)
+        return " · ".join(part for part in (self.name, self.algorithm, self.model, rate) if part and part != "unknown")
+
+
+def open_run(folder: str | Path) -> RecordedRun:
+    """Read a run.
+
+    Raises:
+        ValueError: if the folder has neither run.json nor metrics.jsonl.
+    """
+    folder = Path(folder)
+    found = folder / "run.json"
+    if not found.is_file() and not (folder / "metrics.jsonl").is_file():
+        inside = find_runs(folder)
+        hint = f"; it has the runs {', '.join(str(run.folder) for run in inside[:5])}" if inside else ""
+        raise ValueError(
+            f"{folder} is not the folder of a run (trainer.default_local_dir): it has no run.json or metrics.jsonl"
+            f"{hint}"
+        )
+    about = json.loads(found.read_text(encoding="utf-8")) if found.is_file() else {}
+    return RecordedRun(folder, about)
+
+
+def find_runs(folder: str | Path, depth: int = 4) -> list[RecordedRun]:
+    """The runs in a folder and its subfolders, the newest first."""
+    found = _search(Path(folder), depth) if Path(folder).is_dir() else ()
+    return sorted((open_run(path) for path in found), key=lambda run: run.age)
+
+
+def _search(folder: Path, depth: int) -> Iterator[Path]:
+    if (folder / "run.json").is_file() or (folder / "metrics.jsonl").is_file():
+        yield folder
+    for path in folder.iterdir() if depth else ():
+        if path.is_dir() and not path.name.startswith((".", "global_step_")):
+            yield from _search(path, depth - 1)
+
+
+def differing_settings(runs: Sequence[RecordedRun]) -> dict[str, list[Any]]:
+    """Key -> the value in each run, for the settings that differ. None: the run has no such key."""
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    table = {key: [run.config.get(key) for run in runs] for key in keys if key not in _NAMES}
+    return {key: values for key, values in table.items() if any(value != values[0] for value in values)}
+
+
+def labels(runs: Sequence[RecordedRun]) -> list[str]:
+    """A short label of each run: what differs between the configurations, otherwise the names."""
+    names = _short_names(runs)
+    different = {key: values for key, values in differing_settings(runs).items() if not _is_path(values)}
+    # settings such as trainer.save_freq do not change what is learned
+    different = {key: different[key] for key in different if not key.startswith("trainer.")} or different
+    if not different or len(different) > 3 or any(not run.config for run in runs):
+        return names
+    short = {key: key.rpartition(".")[2] for key in different}
+    found = [", ".join(f"{short[key]}={different[key][i]}" for key in different) for i in range(len(runs))]
+    return found if len(set(found)) == len(runs) else [f"{name}: {text}" for name, text in zip(names, found)]
+
+
+def _short_names(runs: Sequence[RecordedRun]) -> list[str]:
+    """Last parts of the folders, as many as tell them apart."""
+    parts = [run.folder.resolve().parts for run in runs]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-count:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(run.folder) for run in runs]
+
+
+def _is_path(values: Sequence[Any]) -> bool:
+    texts = [item for value in values for item in (value if isinstance(value, list) else [value])]
+    return any(isinstance(text, str) and "/" in text for text in texts)

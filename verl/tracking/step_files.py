@@ -1,0 +1,43 @@
+"""JSONL files with one or more lines per step, which a resumed run continues from its checkpoint."""
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+logger = logging.getLogger(__name__)
+
+
+def open_steps(path: Path, resume_step: int) -> TextIO:
+    """Open a JSONL file to append to it, without the lines of steps after `resume_step`.
+
+    These lines, and those that are damaged, are moved to `<name>.dropped.jsonl`.
+    """
+    kept, dropped = [], []
+    if path.is_file():
+        for line in path.read_bytes().splitlines(keepends=True):
+            (kept if _is_kept(line, resume_step) else dropped).append(line)
+    if dropped:
+        with path.with_suffix(".dropped.jsonl").open("ab") as file:
+            file.writelines(line if line.endswith(b"\n") else line + b"\n" for line in dropped)
+        rewrite(path, kept)
+        logger.info("%s: moved %d lines after step %d to a .dropped file", path, len(dropped), resume_step)
+    return path.open("a", encoding="utf-8")
+
+
+def rewrite(path: Path, lines: Sequence[bytes]) -> None:
+    """Replace a file in one operation."""
+    draft = path.with_suffix(".draft")
+    draft.write_bytes(b"".join(lines))
+    draft.replace(path)
+
+
+def _is_kept(line: bytes, resume_step: int) -> bool:
+    """Whether a line is of a step up to the checkpoint. A process that was killed leaves a partial last line."""
+    try:
+        record = json.loads(line)
+    except ValueError:  # no JSON, or no UTF-8
+        return False
+    step = record.get("step") if isinstance(record, dict) else None
+    return isinstance(step, int) and step <= resume_step and line.endswith(b"\n")

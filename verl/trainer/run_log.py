@@ -1,0 +1,67 @@
+"""What a run shows and keeps: the display, the trackers, and the record for `verl runs` and `verl report`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from verl.config import differences, to_flat_dict
+from verl.config.fields import redacted
+from verl.tracking.tracking import Tracking
+from verl.trainer.display import RunDisplay
+from verl.trainer.recording import run_record
+
+if TYPE_CHECKING:
+    from verl.trainer.base import StepReport, Trainer
+
+
+class RunLog:
+    """Context manager around a run, from before its workers start."""
+
+    def __init__(self, trainer: "Trainer"):
+        self._trainer = trainer
+        self._record = run_record(trainer.folder, trainer.config, trainer.total_steps, trainer.run.warnings)
+        self._display: RunDisplay
+        self._tracking: Tracking
+
+    def __enter__(self) -> "RunLog":
+        self._record.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self._record.__exit__(kind, error, trace)
+
+    @contextmanager
+    def steps(self) -> Iterator[None]:
+        """Context of the steps, after the checkpoint is loaded."""
+        trainer, settings = self._trainer, self._trainer.config.trainer
+        self._record.resume(trainer.global_step)
+        with RunDisplay(trainer) as self._display:
+            self._tracking = Tracking(
+                settings.logger,
+                settings.project_name,
+                settings.experiment_name,
+                config=redacted(to_flat_dict(trainer.config)),
+                default_local_dir=trainer.folder,
+                resume_step=trainer.global_step,
+                progress=self._display.progress,
+                changed=list(differences(trainer.config)),
+            )
+            with self._tracking:
+                yield
+
+    def step(self, report: "StepReport") -> None:
+        """Log a step."""
+        trainer, step = self._trainer, report.step
+        self._display.show_samples(report.batch)
+        self._tracking.log(report.metrics, step)
+        self._display.watch(step, report.metrics)
+        self._tracking.log_samples("train/generations", trainer.step_samples(report.batch), step)
+        self._record.add_step(step, lambda: trainer.step_record(report.batch), step == trainer.total_steps)
+
+    def validation(self, metrics: dict[str, float]) -> None:
+        """Log a validation."""
+        trainer, step = self._trainer, self._trainer.global_step
+        self._tracking.log(metrics, step)
+        self._display.watch(step, metrics)
+        self._tracking.log_samples("val/generations", trainer.validation_samples(), step)
