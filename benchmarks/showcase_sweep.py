@@ -39,7 +39,10 @@ STYLES: dict[str, Callable[[str], list[dict[str, str]] | str]] = {
     "system": _chat("Answer with a number.", "What is {}?"),
     "example": _chat("Answer with a number.", "23 + 45 =", "68", "{} ="),
     "ask-example": _chat("", "What is 23 + 45?", "68", "What is {}?"),
+    # texts, without the chat template; the first has its markup, without a system message
+    "short": lambda e: f"<|im_start|>user\nWhat is {e}?<|im_end|>\n<|im_start|>assistant\n",
     "text": lambda e: f"23 + 45 = 68\n{e} =",
+    "bare": lambda e: f"{e} =",
 }
 
 
@@ -81,6 +84,11 @@ VARIANTS = {
     "ask-example": Variant("ask-example", response=6),
     "text": Variant("text", response=6),
     "text-lr1e-4": Variant("text", response=6, lr=1e-4),
+    "bare": Variant("bare", response=5, lr=1e-4),
+    "short": Variant("short", response=12),
+    "short-lr1e-4": Variant("short", response=12, lr=1e-4),
+    "short-8x16": Variant("short", response=12, lr=1e-4, prompts=8, n=16),
+    "short-1to50": Variant("short", response=12, lr=1e-4, low=1, high=50),
     "example-8x16": Variant("example", response=6, prompts=8, n=16),
     "example-32x8": Variant("example", response=6, prompts=32, lr=1e-4),
     "example-2updates": Variant("example", response=6, prompts=32, more=(f"{ACTOR}ppo_mini_batch_size=8",)),
@@ -126,6 +134,7 @@ def overrides(variant: Variant, model: str, folder: Path, test_rows: int) -> lis
         f"data.train_files={folder / 'train.jsonl'}",
         f"data.val_files={folder / 'test.jsonl'}",
         f"data.train_batch_size={variant.prompts}",
+        f"data.prompt_format={'text' if isinstance(style('1 + 1'), str) else 'chat'}",
         "data.max_prompt_length=96",
         f"data.max_response_length={variant.response}",
         f"actor_rollout_ref.model.path={model}",
