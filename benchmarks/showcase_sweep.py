@@ -9,6 +9,7 @@ at a time as there are pairs of cores; those that cannot end within `--minutes` 
 """
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -20,11 +21,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from examples.quickstart import arithmetic
 
+ROOT = Path(__file__).resolve().parents[1]
 ASK = "What is {}? Reply with the number only."
 
 
@@ -198,10 +199,8 @@ def run_variant(name: str, model: str, folder: Path, seconds: float, test_rows: 
 
     trainer.validate = watched
     trainer.on_step.append(note)
-    try:
+    with contextlib.suppress(TimeIsUp):
         trainer.fit()
-    except TimeIsUp:
-        pass
 
 
 # ------------------------------------------------------------------------------------------------------ all variants
@@ -240,7 +239,7 @@ def run_all(names: list[str], args: argparse.Namespace) -> list[dict]:
             pair = free.pop(0)
             name = waiting.pop(0)
             running[name] = (start(name, pair, args), pair)
-        for name, (process, pair) in list(running.items()):
+        for name, (process, _) in list(running.items()):
             if late:
                 process.kill()
             if process.poll() is not None or late:
