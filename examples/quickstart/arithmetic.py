@@ -1,6 +1,7 @@
-"""Arithmetic for a small chat model: sums and differences of numbers with one or two digits, as chat prompts.
+"""Arithmetic for a small language model: sums and differences of two-digit numbers, with one solved example.
 
-    What is 37 + 48? Reply with the number only.        85
+    23 + 45 = 68
+    37 + 48 =               85
 
 python examples/quickstart/arithmetic.py --out DIR --rows 4096
 
@@ -17,6 +18,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+#: the prompt is a text, not a chat: a few tokens, and the response continues it
+PROMPT_FORMAT = "text"
+EXAMPLE = "23 + 45 = 68\n"
+#: a space, three digits, and the end of the line
+RESPONSE_TOKENS = 5
 TEST_ROWS = 200
 TEST_SEED = 0
 NUMBER = re.compile(r"-?\d+")
@@ -50,11 +56,11 @@ def train_stream(seed: int, low: int = 10, high: int = 99) -> Iterator[tuple[str
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, float]:
-    """1 if the response is the number and nothing else; 0.5 if the number is the last one of a longer text.
+    """1 if the first line of the response is the number and nothing else; 0.5 if it is the last one of a longer line.
 
     Another number with nothing else scores 0.1, and up to 0.3 more for correct digits. acc: 1 or 0, the exact match.
     """
-    response = solution_str.strip().removesuffix(".")
+    response = solution_str.strip().split("\n")[0].strip().removesuffix(".")
     if response == ground_truth:
         return {"score": 1.0, "acc": 1.0}
     if not NUMBER.fullmatch(response):
@@ -63,10 +69,14 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     return {"score": 0.1 + 0.3 * correct / len(ground_truth), "acc": 0.0}
 
 
-def chat(expression: str) -> list[dict[str, str]]:
-    """The prompt. The system message replaces the longer one that a chat template may add."""
-    question = f"What is {expression}? Reply with the number only."
-    return [{"role": "system", "content": ""}, {"role": "user", "content": question}]
+def prompt_of(expression: str) -> str:
+    """The prompt of a question: the solved example, and the question."""
+    return f"{EXAMPLE}{expression} ="
+
+
+def question_in(prompt: str) -> str:
+    """The question without the solved example."""
+    return prompt.removeprefix(EXAMPLE)
 
 
 def row(prompt: list[dict[str, str]] | str, value: int) -> dict[str, Any]:
@@ -83,8 +93,8 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
 def write_arithmetic(folder: str | Path, rows: int, test_rows: int = TEST_ROWS, seed: int = 1) -> Path:
     """Write train.jsonl and test.jsonl into `folder`, and return it."""
     stream = train_stream(seed)
-    write_jsonl(Path(folder, "train.jsonl"), [row(chat(e), v) for e, v in (next(stream) for _ in range(rows))])
-    write_jsonl(Path(folder, "test.jsonl"), [row(chat(e), v) for e, v in held_out(count=test_rows).items()])
+    write_jsonl(Path(folder, "train.jsonl"), [row(prompt_of(e), v) for e, v in (next(stream) for _ in range(rows))])
+    write_jsonl(Path(folder, "test.jsonl"), [row(prompt_of(e), v) for e, v in held_out(count=test_rows).items()])
     return Path(folder)
 
 
