@@ -53,6 +53,7 @@ def settings(model: Path | str, data: Path, out: Path, steps: int, seed: int) ->
         f"{policy}model.path={model}",
         f"{policy}model.enable_gradient_checkpointing=false",
         f"{policy}rollout.n={SAMPLES}",
+        f'{policy}rollout.stop=["\\n"]',
         f"{policy}rollout.val_kwargs.do_sample=false",
         f"{policy}actor.ppo_mini_batch_size={PROMPTS}",  # one update per step: no pass for old log-probs
         f"{policy}actor.optim.lr=3e-5",
