@@ -63,7 +63,8 @@ def settings(model: Path | str, data: Path, out: Path, steps: int, seed: int) ->
         f"reward.custom_reward_function.path={SCORER}",
         f"trainer.total_training_steps={steps}",
         f"trainer.test_freq={steps}",
-        "trainer.save_freq=-1",
+        f"{policy}actor.checkpoint.save_contents=[hf_model]",
+        "trainer.save_freq=last",
         f"trainer.log_val_generations={SHOWN}",
         f"trainer.seed={seed}",
         f"trainer.default_local_dir={out}",
@@ -179,7 +180,8 @@ def report(console: Console, showcase: Showcase, args: argparse.Namespace, secon
         highlight=False,
     )
     curves = save_curves(args.out / "rl" / "metrics.jsonl", args.out / "curves.png")
-    console.print(f"curves: {curves}", highlight=False, soft_wrap=True)
+    saved = args.out / "rl" / f"global_step_{args.steps}" / "actor" / "huggingface"
+    console.print(f"curves: {curves}\nmodel:  {saved}  (HuggingFace format)", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":
