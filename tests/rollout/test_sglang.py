@@ -25,7 +25,7 @@ from verl.rollout.sampling import filter_logits
 from verl.rollout.sglang import capabilities, loader, settings, weights
 from verl.rollout.sglang.engine import SglangRollout, arguments_of
 from verl.rollout.sglang.filters import LogitFilter, filter_params
-from verl.rollout.sglang.service import Job, Service
+from verl.rollout.sglang.service import FailureHandler, Job, ProcessFailed, Service
 from verl.rollout.stop_strings import StopStrings
 
 IS_INSTALLED = importlib.util.find_spec("sglang") is not None
@@ -98,6 +98,21 @@ def service(engine):
 def run(service, *prompts: int, **keys) -> list[Completion]:
     params = SamplingParams(keys.pop("max_tokens", 20), keys.pop("stop_token_ids", ()), **keys)
     return [f.result(10) for f in [service.submit(Request([first], params, first, str(first))) for first in prompts]]
+
+
+def test_a_failed_process_ends_running_and_later_calls(service):
+    handler = FailureHandler()
+    with pytest.raises(ProcessFailed):
+        handler(3, None)  # while the engine starts
+    handler.service = service
+    with service.exclusive("push"):
+        waiting = service.submit(Request([100], SamplingParams(5, ()), 0, "a"))
+        handler(3, None)
+        with pytest.raises(ProcessFailed, match="its error is in the log"):
+            waiting.result(10)
+        with pytest.raises(ProcessFailed):
+            service.submit(Request([100], SamplingParams(5, ()), 0, "b")).result(10)
+        service._failed.clear()
 
 
 def test_tokens_and_log_probs_of_concurrent_requests(service):
@@ -435,6 +450,8 @@ def test_two_steps_of_grpo(tiny, tmp_path):
 
     steps = ["algorithm.name=grpo", "trainer.total_training_steps=2", "trainer.resume_mode=disable"]
     chosen = ["actor_rollout_ref.rollout.name=sglang", f"trainer.device={DEVICE}"]
+    # kernels of SGLang read 16 bytes at a time, and the model's MLP has 172 units
+    chosen += ["actor_rollout_ref.actor.fsdp_config.dtype=fp32"]
     chosen += [f"actor_rollout_ref.rollout.engine_kwargs.sglang.{key}={value}" for key, value in KWARGS.items()]
     found = []
     trainer = LocalPPOTrainer(overrides=[*run_settings(tiny, tmp_path / "run"), *steps, *chosen])

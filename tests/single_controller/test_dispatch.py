@@ -91,6 +91,7 @@ def test_round_trip_of_every_mode_on_every_mesh_up_to_64_ranks():
         world, uneven, even = d * t * p, rows(d + 1), rows(d)
         assert run(Registered(Dispatch.RANK_ZERO), layout, identity, "x") == "x"
         assert run(Registered(Dispatch.ONE_TO_ALL), layout, identity, "x") == ["x"] * world
+        assert run(Registered(Dispatch.ONE_TO_GROUPS), layout, identity, "x") == ["x"] * d
         assert run(Registered(Dispatch.ALL_TO_ALL), layout, identity, list(range(world))) == list(range(world))
         assert run(Registered(Dispatch.DP_COMPUTE), layout, identity, list(range(d))) == list(range(d))
         assert_same(run(Registered(Dispatch.ND_COMPUTE, mesh="other"), layout, identity, uneven), uneven)

@@ -41,7 +41,7 @@ def test_a_push_that_copies_nothing_stops_the_run(settings, monkeypatch):
     monkeypatch.setattr(ReplicaSync, "pushed", ReplicaSync.push, raising=False)
     monkeypatch.setattr(ReplicaSync, "push", copies_nothing)
     free = [f"{ROLLOUT}.free_cache_engine=false"]
-    with pytest.raises(StaleWeightsError, match=r"rollout rank 0 .* weights of version 0, expected version 1"):
+    with pytest.raises(StaleWeightsError, match=r"rollout DP rank 0 .* weights of version 0, expected version 1"):
         train([*settings, *GRPO, *LORA, *free, "actor_rollout_ref.actor.optim.lr=3e-2"])
 
 
@@ -58,7 +58,7 @@ def test_an_engine_that_copied_shared_weights_once_stops_the_run(lr, settings, m
 
     monkeypatch.setattr(NativeRollout, "read", read_once)
     monkeypatch.setattr(NativeRollout, "free", lambda self: None)
-    with pytest.raises(StaleWeightsError, match=r"rollout rank 0 .*version 1"):
+    with pytest.raises(StaleWeightsError, match=r"rollout DP rank 0 .*version 1"):
         train([*settings, *GRPO, f"actor_rollout_ref.actor.optim.lr={lr}"])
 
 
@@ -145,5 +145,5 @@ def test_a_stale_tied_output_layer_stops_the_run(settings, monkeypatch, tiny, tm
     train([*settings, *GRPO])
     monkeypatch.setattr(factory, "ModuleReceiver", Unties)
     free = [f"{ROLLOUT}.free_cache_engine=false", "actor_rollout_ref.actor.optim.lr=3e-2"]
-    with pytest.raises(StaleWeightsError, match="rollout rank 0"):
+    with pytest.raises(StaleWeightsError, match="rollout DP rank 0"):
         train([*settings, *GRPO, *free, "trainer.resume_mode=disable"])

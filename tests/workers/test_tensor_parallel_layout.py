@@ -77,6 +77,18 @@ def test_consecutive_ranks_form_a_group_that_gets_the_same_rows_and_answers_once
     assert [host.maxima for host in hosts] == [[[2.0, 1.0]], [[0.0, 0.0]], [[1.0, 1.0]], [[0.0, 0.0]]]
 
 
+def test_the_canary_has_one_response_per_group():
+    log, ended = [], [threading.Event(), threading.Event()]
+    hosts = [Host(rank, log, ended[rank // 2]) for rank in range(4)]
+    layout = Layout(tuple(host.layout("rollout") for host in hosts))
+    registered = registered_methods(Host)["canary_response"]
+    assert registered.mesh == "rollout"
+    calls = registered.dispatch(layout, ([5, 6],), {"max_tokens": 1})
+    results = [call.finish(host.canary_response(*call.args, **call.kwargs)) for host, call in zip(hosts, calls)]
+    assert log == [(0, [[5, 6]]), (1, "followed"), (2, [[5, 6]]), (3, "followed")]
+    assert registered.collect(layout, results) == [Completion([7], [-0.5], "stop")] * 2
+
+
 def test_the_other_ranks_are_released_if_the_first_one_fails():
     ended = threading.Event()
     host = Host(0, [], ended)

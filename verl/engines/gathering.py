@@ -1,16 +1,44 @@
 """Gathers sharded parameters in buckets: one collective for many parameters, and memory for two buckets at a time."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_gather_tensor, wait_tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from verl.engines.parallel import full_tensor
 
 #: max bytes of the gathered parameters of one collective; a larger parameter is gathered by itself
-BUCKET_BYTES = 64 * 2**20
+BUCKET_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """A parameter to gather.
+
+    Attributes:
+        group: the ranks over which FSDP shards its rows; None for any other layout.
+        size: elements of the largest shard of any rank.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    group: dist.ProcessGroup | None
+    size: int
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> "_Parameter":
+        group = _group(tensor)
+        if group is None:
+            return cls(name, tensor, None, tensor.numel())
+        rows, ranks = tensor.shape[0], group.size()
+        return cls(name, tensor, group, -(-rows // ranks) * (tensor.numel() // max(rows, 1)))
+
+    def goes_with(self, other: "_Parameter") -> bool:
+        """Whether both can be gathered by one collective."""
+        return self.group is not None and self.group is other.group and self.tensor.dtype == other.tensor.dtype
 
 
 def gather_tensors(
@@ -39,85 +67,72 @@ def gather_tensors(
 
 def _buckets(
     named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None, bucket_bytes: int
-) -> Iterator[list[tuple[str, torch.Tensor]]]:
+) -> Iterator[list[_Parameter]]:
     """Split the parameters into lists that are gathered together."""
-    bucket: list[tuple[str, torch.Tensor]] = []
+    bucket: list[_Parameter] = []
     size = 0
     for name, tensor in named:
+        parameter = _Parameter.of(name, tensor)
         room = tensor.numel() * (dtype or tensor.dtype).itemsize
-        if bucket and (size + room > bucket_bytes or not _go_together(bucket[0][1], tensor)):
+        if bucket and (size + room > bucket_bytes or not bucket[0].goes_with(parameter)):
             yield bucket
             bucket, size = [], 0
-        bucket.append((name, tensor))
+        bucket.append(parameter)
         size += room
     if bucket:
         yield bucket
 
 
-def _go_together(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return _group(one) is not None and _group(one) is _group(other) and one.dtype == other.dtype
-
-
-def _row_sharded(tensor: torch.Tensor) -> int | None:
-    """The mesh dimension over which the rows are sharded; None for any other layout."""
-    if not isinstance(tensor, DTensor):
-        return None
-    sharded = [dim for dim, placement in enumerate(tensor.placements) if placement != Replicate()]
-    if len(sharded) != 1 or tensor.placements[sharded[0]] != Shard(0) or not tensor.ndim:
-        return None
-    return sharded[0]
-
-
 def _group(tensor: torch.Tensor) -> dist.ProcessGroup | None:
-    dim = _row_sharded(tensor)
-    return None if dim is None else tensor.device_mesh.get_group(dim)
+    """The ranks over which the rows are sharded; None for any other layout."""
+    if not isinstance(tensor, DTensor) or not tensor.ndim:
+        return None
+    sharded = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if len(sharded) != 1 or tensor.placements[sharded[0]] != Shard(0):
+        return None
+    return tensor.device_mesh.get_group(sharded[0])
 
 
 class _Gather:
     """A bucket that is being gathered: parameters of one group and dtype, or a single other one."""
 
-    def __init__(self, bucket: list[tuple[str, torch.Tensor]], dtype: torch.dtype | None):
+    def __init__(self, bucket: list[_Parameter], dtype: torch.dtype | None):
         self.bucket = bucket
-        self.dtype = dtype or bucket[0][1].dtype
-        self.group = _group(bucket[0][1])
+        self.dtype = dtype or bucket[0].tensor.dtype
+        self.group = bucket[0].group
         if self.group is not None:
             self.gathered = all_gather_tensor(self._own(), 0, self.group)  # asynchronous
 
     def _own(self) -> torch.Tensor:
         """The shards of this rank, each padded to the size of the largest shard of any rank."""
-        device = torch.device(self.bucket[0][1].device_mesh.device_type)
-        shards = [tensor.to_local().detach().reshape(-1) for _, tensor in self.bucket]
-        sizes = [rows * width for rows, width in map(self._shard, self.bucket)]
+        device = torch.device(self.bucket[0].tensor.device_mesh.device_type)
+        shards = [parameter.tensor.to_local().detach().reshape(-1) for parameter in self.bucket]
+        sizes = [parameter.size for parameter in self.bucket]
         if len(shards) == 1 and shards[0].numel() == sizes[0]:
             return shards[0].to(device, self.dtype)
         own = torch.empty(sum(sizes), dtype=self.dtype, device=device)
-        for span, shard in zip(own.split(sizes), shards):
-            span[: len(shard)].copy_(shard)
-            span[len(shard) :].zero_()
+        spans = list(own.split(sizes))
+        for i, shard in enumerate(shards):
+            if len(shard) < sizes[i]:
+                spans[i][len(shard) :].zero_()
+                spans[i] = spans[i][: len(shard)]
+        torch._foreach_copy_(spans, shards)
         return own
-
-    def _shard(self, named: tuple[str, torch.Tensor]) -> tuple[int, int]:
-        """Rows of the largest shard, and elements of a row."""
-        rows = named[1].shape[0]
-        return -(-rows // self.group.size()), named[1].numel() // max(rows, 1)
 
     def finish(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, full tensor)."""
         if self.group is None:
-            ((name, tensor),) = self.bucket
-            yield name, full_tensor(tensor).to(self.dtype)
+            (parameter,) = self.bucket
+            yield parameter.name, full_tensor(parameter.tensor).to(self.dtype)
             return
         gathered = wait_tensor(self.gathered).view(self.group.size(), -1)
         del self.gathered
-        at = 0
-        for name, tensor in self.bucket:
-            rows, width = self._shard((name, tensor))
-            shards = gathered[:, at : at + rows * width]
-            at += rows * width
-            if at == gathered.shape[1]:
-                del gathered
+        shards = list(gathered.split([parameter.size for parameter in self.bucket], dim=1))
+        del gathered
+        shards.reverse()
+        for parameter in self.bucket:
+            shape = parameter.tensor.shape
             # a copy, unless the bucket holds this parameter only
-            full = shards.reshape(-1, width)[: tensor.shape[0]].view(tensor.shape)
-            del shards
-            yield name, full
+            full = shards.pop().reshape(-1)[: parameter.tensor.numel()].view(shape)
+            yield parameter.name, full
             del full

@@ -16,6 +16,7 @@ section 4.1) for any mesh.
 |-------------------|-------------------------------------------------|-----------------------------------------------|
 | RANK_ZERO         | the same arguments                              | the result of rank 0                          |
 | ONE_TO_ALL        | the same arguments                              | a list, one result per rank                   |
+| ONE_TO_GROUPS     | the same arguments                              | a list, one result per DP group               |
 | ALL_TO_ALL        | its entry of every argument (a list)            | a list, one result per rank                   |
 | DP_COMPUTE        | the entry of its DP group                       | a list, one result per DP group               |
 | DP_COMPUTE_PROTO  | its rows of every DataProto, the rest unchanged | the DataProtos of the DP groups, concatenated |
@@ -312,6 +313,10 @@ def _dispatch_same(layout: Layout, args: tuple, kwargs: dict) -> list[Call]:
     return [Call(args, kwargs)] * layout.world_size
 
 
+def _dispatch_same_per_group(layout: Layout, args: tuple, kwargs: dict) -> list[Call]:
+    return _call_per_rank(layout, [Call(args, kwargs)] * layout.dp_size)
+
+
 def _dispatch_same_collect_zero(layout: Layout, args: tuple, kwargs: dict) -> list[Call]:
     return [Call(args, kwargs, collect=rank == 0) for rank in range(layout.world_size)]
 
@@ -348,6 +353,7 @@ class Dispatch(StrEnum):
 
     RANK_ZERO = "RANK_ZERO"
     ONE_TO_ALL = "ONE_TO_ALL"
+    ONE_TO_GROUPS = "ONE_TO_GROUPS"
     ALL_TO_ALL = "ALL_TO_ALL"
     DP_COMPUTE = "DP_COMPUTE"
     DP_COMPUTE_PROTO = "DP_COMPUTE_PROTO"
@@ -364,6 +370,7 @@ class Execute(StrEnum):
 
 register_dispatch_mode(Dispatch.RANK_ZERO, _dispatch_same_collect_zero, _collect_zero)
 register_dispatch_mode(Dispatch.ONE_TO_ALL, _dispatch_same, _collect_all)
+register_dispatch_mode(Dispatch.ONE_TO_GROUPS, _dispatch_same_per_group, _collect_groups)
 register_dispatch_mode(Dispatch.ALL_TO_ALL, _dispatch_entry_per_rank, _collect_all)
 register_dispatch_mode(Dispatch.DP_COMPUTE, _dispatch_entry_per_group, _collect_groups)
 register_dispatch_mode(Dispatch.DP_COMPUTE_PROTO, _dispatch_rows, _collect_rows)

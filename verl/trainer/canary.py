@@ -1,7 +1,7 @@
 """The canary: a fixed prompt that shows whether the rollout engine generates with the current weights.
 
-After the first weight push and every `rollout.check_every` steps, every rollout rank generates a short greedy response,
-and the training engine computes the log-probs of its tokens. The run stops if
+After the first weight push and every `rollout.check_every` steps, every DP rank of the rollout generates a short greedy
+response, and the training engine computes the log-probs of its tokens. The run stops if
 
 - they differ by more than rounding does (`_LIMITS`), or
 - the engine kept the weights of the last check although training has changed the log-probs: the engine returns exactly
@@ -37,7 +37,7 @@ class StaleWeightsError(RuntimeError):
 
 @dataclass
 class _Check:
-    """What one rollout rank generated, and the trainer's log-probs of the same tokens."""
+    """What one DP rank of the rollout generated, and the trainer's log-probs of the same tokens."""
 
     version: int
     tokens: list[int]
@@ -77,7 +77,7 @@ class Canary:
 
     def reset(self) -> None:
         """Forget the last checks, for new workers."""
-        self._last: dict[int, _Check] = {}  # by rollout rank
+        self._last: dict[int, _Check] = {}  # by DP rank
 
     def is_due(self, version: int) -> bool:
         """Whether the weights of this version are checked: the first ones of the process, then at multiples."""
@@ -86,7 +86,7 @@ class Canary:
         return not self._last or (version % self.every == 0 and all(c.version != version for c in self._last.values()))
 
     def check(self, version: int) -> dict[str, float]:
-        """Check every rollout rank.
+        """Check every DP rank of the rollout.
 
         Returns:
             The metric weight_sync/canary_mismatch; empty if the engine does not generate with the policy.
@@ -128,7 +128,7 @@ class Canary:
         if mean <= limits[0] and largest <= limits[1]:
             return
         raise StaleWeightsError(
-            f"rollout rank {rank} does not generate with the weights of version {check.version}: its log-probs of a "
+            f"rollout DP rank {rank} does not generate with the weights of version {check.version}: its log-probs of a "
             f"greedy response differ from those of the trainer by {mean:.3g} on average and {largest:.3g} at most, "
             f"expected at most {limits[0]:g} and {limits[1]:g} ({self.kind}). {_ADVICE}"
         )
@@ -142,7 +142,7 @@ class Canary:
         closer = changed > _MUCH * float(old.mismatch.mean()) and to_old * _MUCH < changed
         if closer or torch.equal(check.rollout, old.rollout):
             raise StaleWeightsError(
-                f"rollout rank {rank} still generates with the weights of version {old.version}, expected version "
+                f"rollout DP rank {rank} still generates with the weights of version {old.version}, expected version "
                 f"{check.version}: training has changed the log-probs of its greedy response by {changed:.3g} on "
                 f"average, but those of the rollout engine changed by "
                 f"{float((check.rollout - old.rollout).abs().mean()):.3g}. {_ADVICE}"

@@ -9,7 +9,7 @@ from verl.rollout.engine_copy import EngineCopy, check_not_deterministic, max_mo
 from verl.rollout.loading import parameter_shapes
 from verl.rollout.sglang.capabilities import probe
 from verl.rollout.sglang.engine import SglangFollower, SglangRollout, arguments_of
-from verl.rollout.sglang.service import Service, start_engine
+from verl.rollout.sglang.service import FailureHandler, Service, start_engine
 from verl.rollout.sglang.settings import engine_args
 from verl.rollout.sglang.weights import SglangMemory, SglangReceiver
 
@@ -40,7 +40,8 @@ def make_sglang(
             "rollout.name=sglang: sampled tokens do not depend on rollout.seed alone; with "
             "engine_kwargs.sglang.enable_deterministic_inference=true they do (slower)"
         )
-    service = Service(start_engine(args), capabilities, arguments_of)
+    on_failure = FailureHandler()
+    service = on_failure.service = Service(start_engine(args, on_failure), capabilities, arguments_of)
     memory = SglangMemory(service, saves=bool(args["enable_memory_saver"]))
     receiver = SglangReceiver(
         service,

@@ -20,22 +20,41 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-def raise_failure(signum: int, frame: Any) -> None:
-    """Handler of SIGQUIT, which SGLang's processes send to this one when they fail."""
-    raise RuntimeError("a process of SGLang has failed: its error is in the log")
+class ProcessFailed(RuntimeError):
+    """A process of SGLang has failed."""
+
+    def __init__(self) -> None:
+        super().__init__("a process of SGLang has failed: its error is in the log")
 
 
-def start_engine(args: dict[str, Any]) -> Any:
+class FailureHandler:
+    """Handler of SIGQUIT, which SGLang's processes send to this one when they fail.
+
+    Attributes:
+        service: whose requests fail then; None while the engine starts, which is interrupted by `ProcessFailed`.
+    """
+
+    def __init__(self) -> None:
+        self.service: Service | None = None
+
+    def __call__(self, signum: int, frame: Any) -> None:
+        if self.service is None:
+            raise ProcessFailed
+        self.service.fail()
+
+
+def start_engine(args: dict[str, Any], on_failure: FailureHandler) -> Any:
     """Make an `sglang.Engine`. The variables and the start method of processes that it sets are restored.
 
     Raises:
+        ProcessFailed: a process of SGLang ended.
         ValueError: an argument that SGLang does not know.
     """
     from sglang.srt.entrypoints.engine import Engine
 
     method, variables = multiprocessing.get_start_method(allow_none=True), dict(os.environ)
     try:
-        return Engine(**args, custom_sigquit_handler=raise_failure)
+        return Engine(**args, custom_sigquit_handler=on_failure)
     except TypeError as error:
         raise ValueError(f"rollout.engine_kwargs.sglang: {error}") from error
     finally:
@@ -99,6 +118,7 @@ class Service:
         self._is_idle.set()
         self._in_engine = 0
         self._is_paused = False
+        self._failed = asyncio.Event()
         #: version that SGLang reports for its weights; None: those of the files
         self.version: str | None = None
         engine.loop = self  # its blocking methods call run_until_complete
@@ -107,12 +127,16 @@ class Service:
     # ---- from any thread ----------------------------------------------------------------------------------------
 
     def run_until_complete(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the thread of the loop, and wait for it."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        """Run a coroutine on the thread of the loop, and wait for it. Raises ProcessFailed as soon as SGLang fails."""
+        return asyncio.run_coroutine_threadsafe(self._unless_failed(coroutine), self._loop).result()
 
     def submit(self, request: Request) -> "Future[Completion]":
-        """Start a request. Cancelling the future aborts it."""
-        return asyncio.run_coroutine_threadsafe(self._complete(Job(request)), self._loop)
+        """Start a request. Cancelling the future aborts it. If SGLang fails, its result is ProcessFailed."""
+        return asyncio.run_coroutine_threadsafe(self._unless_failed(self._complete(Job(request))), self._loop)
+
+    def fail(self) -> None:
+        """End all running and later calls with ProcessFailed: SGLang does not answer any more."""
+        self._loop.call_soon_threadsafe(self._failed.set)
 
     def abort(self, matches: Callable[[Request], bool]) -> None:
         """Abort requests; each is finished with its tokens so far."""
@@ -138,6 +162,18 @@ class Service:
                 self.run_until_complete(self._reopen())
 
     # ---- on the thread of the loop ------------------------------------------------------------------------------
+
+    async def _unless_failed(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine, which is cancelled when SGLang fails."""
+        task, failed = asyncio.ensure_future(coroutine), asyncio.ensure_future(self._failed.wait())
+        try:
+            await asyncio.wait([task, failed], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ProcessFailed
+            return task.result()
+        finally:
+            task.cancel()
+            failed.cancel()
 
     async def _close(self, what: str, idle: bool) -> None:
         if idle and self._in_engine:

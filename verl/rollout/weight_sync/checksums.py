@@ -24,13 +24,14 @@ def sums_of(content: torch.Tensor) -> torch.Tensor:
         (ceil(n / ROW_BYTES) + COLUMNS,) int64 on the device of `content`.
     """
     words = content.view(torch.int64)
-    whole = len(words) // COLUMNS * COLUMNS
+    whole = words.numel() // COLUMNS * COLUMNS
+    if whole == words.numel():
+        body = words.view(-1, COLUMNS)
+        return torch.cat([body.sum(1), body.sum(0)])
     body, rest = words[:whole].view(-1, COLUMNS), words[whole:]
-    rows, columns = body.sum(1), body.sum(0)
-    if len(rest):
-        rows = torch.cat([rows, rest.sum()[None]])
-        columns[: len(rest)] += rest
-    return torch.cat([rows, columns])
+    columns = body.sum(0)
+    columns[: rest.numel()] += rest
+    return torch.cat([body.sum(1), rest.sum(0, keepdim=True), columns])
 
 
 def combine(sums: Sequence[torch.Tensor]) -> int:

@@ -40,9 +40,9 @@ class RolloutMethods(Worker, ABC):
         """Generate one trajectory per row; see `Rollout.generate`."""
         return self.rollout.generate(batch, self.max_over_ranks)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_GROUPS, mesh="rollout")
     def canary_response(self, prompt_ids: list[int], max_tokens: int) -> Completion | None:
-        """See `Rollout.canary_response`."""
+        """See `Rollout.canary_response`. Rank 0 of each tensor-parallel group returns it."""
         return self.rollout.canary_response(prompt_ids, max_tokens)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

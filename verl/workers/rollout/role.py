@@ -112,14 +112,18 @@ class Rollout:
         return self._sync.push(RolloutSource(self.train_engine, self.env.compute_dtype), version)
 
     def canary_response(self, prompt_ids: list[int], max_tokens: int) -> Completion | None:
-        """Generate a greedy response, outside of the statistics. None: the engine does not sample the policy."""
+        """Generate a greedy response, outside of the statistics. None: the engine does not sample the policy, or this
+        is not rank 0 of a tensor-parallel group."""
         if not self.engine.samples_policy:
             return None
         self.wake()
+        if self.env.tp_rank > 0:
+            return self.engine.follow()
         params = sampling_in_mode(self.params, "greedy", self.config.val_kwargs)
         params = dataclasses.replace(params, max_tokens=max_tokens, ignore_eos=True, stop=None)
         requests, stats = [Request(prompt_ids, params, 0)], self.engine.stats
-        completions = self.engine.generate(requests)
+        with self.engine.leading():
+            completions = self.engine.generate(requests)
         check_completions(requests, completions)
         self.engine.stats = stats
         return completions[0]
