@@ -69,6 +69,7 @@ DYNAMIC = (
     "algorithm.filter_groups.at_limit=fill",
 )
 ACTOR = "actor_rollout_ref.actor."
+LINE = ('actor_rollout_ref.rollout.stop=["\\n"]',)
 COSINE = (f"{ACTOR}optim.lr_scheduler_type=cosine", f"{ACTOR}optim.total_training_steps=60")
 VARIANTS = {
     "empty": Variant(),
@@ -99,6 +100,16 @@ VARIANTS = {
     "example-freeze": Variant("example", response=6, lr=3e-4, more=("actor_rollout_ref.model.lora_rank=32",)),
     "example-1to30": Variant("example", response=6, low=1, high=30),
     "empty-1to50": Variant(low=1, high=50),
+    # the prompt of the showcase, ended by a stop string
+    "line": Variant("text", response=5, more=LINE),
+    "line-lr1e-4": Variant("text", response=5, lr=1e-4, more=LINE),
+    "line-lr3e-4": Variant("text", response=5, lr=3e-4, more=LINE),
+    "line-8x8": Variant("text", response=5, prompts=8, lr=1e-4, more=LINE),
+    "line-8x16": Variant("text", response=5, prompts=8, n=16, lr=1e-4, more=LINE),
+    "line-32x4": Variant("text", response=5, prompts=32, n=4, lr=1e-4, more=LINE),
+    "line-exact": Variant("text", response=5, lr=1e-4, reward="exact", more=LINE),
+    "line-entropy": Variant("text", response=5, lr=1e-4, more=(*LINE, f"{ACTOR}entropy_coeff=0.01")),
+    "line-drgrpo": Variant("text", response=5, lr=1e-4, more=(*LINE, "algorithm.name=drgrpo")),
     "text-cosine": Variant("text", response=6, lr=1e-4, more=COSINE),
 }
 
