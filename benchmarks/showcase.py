@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.grpo_step import Child, Reporter, compared, versions
 from examples.quickstart import arithmetic
 
-PROMPTS, SAMPLES, LEARNING_RATE = 16, 8, 3e-5
+PROMPTS, SAMPLES, LEARNING_RATE = 16, 8, 1e-5
 
 
 def run_ours(args: argparse.Namespace, reporter: Reporter) -> None:

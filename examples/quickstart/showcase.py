@@ -56,7 +56,7 @@ def settings(model: Path | str, data: Path, out: Path, steps: int, seed: int) ->
         f'{policy}rollout.stop=["\\n"]',
         f"{policy}rollout.val_kwargs.do_sample=false",
         f"{policy}actor.ppo_mini_batch_size={PROMPTS}",  # one update per step: no pass for old log-probs
-        f"{policy}actor.optim.lr=3e-5",
+        f"{policy}actor.optim.lr=1e-5",
         f"{policy}actor.optim.lr_warmup_steps=3",
         f"{policy}actor.optim.weight_decay=0",
         f"{policy}actor.use_kl_loss=false",
@@ -125,7 +125,7 @@ class Showcase:
 def arguments(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="smollm2, or the folder of a HuggingFace model")
-    parser.add_argument("--steps", type=int, default=45, help="RL steps (default 45)")
+    parser.add_argument("--steps", type=int, default=38, help="RL steps (default 38)")
     parser.add_argument("--test-rows", type=int, default=100, help="held-out questions (default 100)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("outputs/showcase"), help="default: outputs/showcase")
