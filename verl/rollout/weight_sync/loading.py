@@ -22,14 +22,14 @@ class Loading:
         self.version = version
         self.complete = False
         self.bytes = 0
-        self._read_sums: dict[str, torch.Tensor] = {}  # of what is stored of each tensor: all of it, or a slice
-        self._expected: dict[str, torch.Tensor] = {}  # those that can be compared
+        self._sent: dict[str, torch.Tensor] = {}  # sums of every tensor
+        self._expected: dict[str, torch.Tensor] = {}  # of what the receiver stores
 
     def load(self, part: Part) -> int:
         """Load a part and verify it.
 
         Returns:
-            The checksum of its tensors; of a receiver of slices: that of the slices.
+            The checksum of its tensors.
 
         Raises:
             ValueError: the receiver cannot load it, did not read all of it, or stores other values.
@@ -43,17 +43,17 @@ class Loading:
         if not self.complete:
             raise incomplete(self.receiver)
         self._verify()
-        return combine(list(self._read_sums.values()))
+        return combine(list(self._sent.values()))
 
     def _read(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             self.bytes += tensor.numel() * tensor.element_size()
-            stored, kept = self._stored(name), tensor
+            stored = self._stored(name)
+            sent = sums_of(bytes_of(tensor if stored is None else tensor.to(stored.dtype)))
+            self._sent[name] = sent
             if stored is not None:
-                kept = self.receiver.slice_of(name, tensor).to(stored.dtype)
-            sums = self._read_sums[name] = sums_of(bytes_of(kept))
-            if stored is not None:
-                self._expected[name] = sums
+                kept = self.receiver.slice_of(name, tensor)
+                self._expected[name] = sent if kept is tensor else sums_of(bytes_of(kept.to(stored.dtype)))
             yield name, tensor
         self.complete = True
 
