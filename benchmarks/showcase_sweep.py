@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -43,6 +44,7 @@ STYLES: dict[str, Callable[[str], list[dict[str, str]] | str]] = {
     # texts, without the chat template; the first has its markup, without a system message
     "short": lambda e: f"<|im_start|>user\nWhat is {e}?<|im_end|>\n<|im_start|>assistant\n",
     "text": lambda e: f"23 + 45 = 68\n{e} =",
+    "text2": lambda e: f"23 + 45 = 68\n85 - 32 = 53\n{e} =",
     "bare": lambda e: f"{e} =",
 }
 
@@ -62,55 +64,49 @@ class Variant:
     more: tuple[str, ...] = field(default=())
 
 
+ACTOR = "actor_rollout_ref.actor."
+#: a stop string at the end of the line
+LINE = ('actor_rollout_ref.rollout.stop=["\\n"]',)
+COSINE = (*LINE, f"{ACTOR}optim.lr_scheduler_type=cosine", f"{ACTOR}optim.total_training_steps=40")
 DYNAMIC = (
     "algorithm.filter_groups.enable=true",
     "algorithm.filter_groups.metric=score",
-    "algorithm.filter_groups.max_num_gen_batches=4",
+    "algorithm.filter_groups.max_num_gen_batches=3",
     "algorithm.filter_groups.at_limit=fill",
 )
-ACTOR = "actor_rollout_ref.actor."
-LINE = ('actor_rollout_ref.rollout.stop=["\\n"]',)
-COSINE = (f"{ACTOR}optim.lr_scheduler_type=cosine", f"{ACTOR}optim.total_training_steps=60")
+
+
+def _line(more: tuple[str, ...] = LINE, **settings: Any) -> Variant:
+    """The showcase with other settings."""
+    return Variant(**{"style": "text", "response": 5, "lr": 1e-5, "more": more, **settings})
+
+
 VARIANTS = {
-    "empty": Variant(),
-    "empty-lr1e-5": Variant(lr=1e-5),
-    "empty-lr1e-4": Variant(lr=1e-4),
-    "default": Variant("default"),
-    "system": Variant("system"),
-    "empty-last": Variant(reward="last"),
-    "example": Variant("example", response=6),
-    "example-lr1e-5": Variant("example", response=6, lr=1e-5),
-    "example-lr1e-4": Variant("example", response=6, lr=1e-4),
-    "example-exact": Variant("example", response=6, reward="exact"),
-    "example-1to99": Variant("example", response=6, low=1),
-    "ask-example": Variant("ask-example", response=6),
-    "text": Variant("text", response=6),
+    "line": _line(),
+    "line-lr2e-5": _line(lr=2e-5),
+    "line-lr5e-6": _line(lr=5e-6),
+    "line-cosine2e-5": _line(COSINE, lr=2e-5),
+    "two": _line(style="text2"),
+    "two-cosine2e-5": _line(COSINE, style="text2", lr=2e-5),
+    "line-exact": _line(reward="exact"),
+    "two-exact": _line(style="text2", reward="exact"),
+    "line-32x4": _line(prompts=32, n=4),
+    "line-8x8": _line(prompts=8),
+    "line-entropy": _line((*LINE, f"{ACTOR}entropy_coeff=0.01")),
+    "line-dynamic": _line((*LINE, *DYNAMIC), reward="exact"),
+    "line-1to99": _line(low=1),
+    "line-10to50": _line(high=50),
+    "two-1to99": _line(style="text2", low=1),
+    "two-10to50": _line(style="text2", high=50),
+    # other forms of the prompt, which learn more slowly
+    "text-lr3e-5": Variant("text", response=6),
     "text-lr1e-4": Variant("text", response=6, lr=1e-4),
-    "bare": Variant("bare", response=5, lr=1e-4),
+    "example": Variant("example", response=6),
+    "ask-example": Variant("ask-example", response=6),
     "short": Variant("short", response=12),
-    "short-lr1e-4": Variant("short", response=12, lr=1e-4),
-    "short-8x16": Variant("short", response=12, lr=1e-4, prompts=8, n=16),
-    "short-1to50": Variant("short", response=12, lr=1e-4, low=1, high=50),
-    "example-8x16": Variant("example", response=6, prompts=8, n=16),
-    "example-32x8": Variant("example", response=6, prompts=32, lr=1e-4),
-    "example-2updates": Variant("example", response=6, prompts=32, more=(f"{ACTOR}ppo_mini_batch_size=8",)),
-    "example-dynamic": Variant("example", response=6, more=DYNAMIC),
-    "example-drgrpo": Variant("example", response=6, more=("algorithm.name=drgrpo",)),
-    "example-beta": Variant("example", response=6, more=(f"{ACTOR}optim.betas=[0.9,0.99]",)),
-    "example-freeze": Variant("example", response=6, lr=3e-4, more=("actor_rollout_ref.model.lora_rank=32",)),
-    "example-1to30": Variant("example", response=6, low=1, high=30),
-    "empty-1to50": Variant(low=1, high=50),
-    # the prompt of the showcase, ended by a stop string
-    "line": Variant("text", response=5, more=LINE),
-    "line-lr1e-4": Variant("text", response=5, lr=1e-4, more=LINE),
-    "line-lr3e-4": Variant("text", response=5, lr=3e-4, more=LINE),
-    "line-8x8": Variant("text", response=5, prompts=8, lr=1e-4, more=LINE),
-    "line-8x16": Variant("text", response=5, prompts=8, n=16, lr=1e-4, more=LINE),
-    "line-32x4": Variant("text", response=5, prompts=32, n=4, lr=1e-4, more=LINE),
-    "line-exact": Variant("text", response=5, lr=1e-4, reward="exact", more=LINE),
-    "line-entropy": Variant("text", response=5, lr=1e-4, more=(*LINE, f"{ACTOR}entropy_coeff=0.01")),
-    "line-drgrpo": Variant("text", response=5, lr=1e-4, more=(*LINE, "algorithm.name=drgrpo")),
-    "text-cosine": Variant("text", response=6, lr=1e-4, more=COSINE),
+    "bare": Variant("bare", response=5, lr=1e-4),
+    "empty": Variant("empty"),
+    "default": Variant("default"),
 }
 
 
