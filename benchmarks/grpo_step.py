@@ -279,11 +279,11 @@ TRAINERS: dict[str, Callable[[Work, Path, argparse.Namespace, Reporter], None]] 
 
 # ------------------------------------------------------------------------------------------------------- the comparison
 class Child:
-    """A trainer in a separate process, killed at its time limit. betas: one after another."""
+    """A trainer in a separate process, killed at its time limit. betas: one after another. script: what it runs."""
 
-    def __init__(self, name: str, folder: Path, betas: list[float], args: argparse.Namespace):
+    def __init__(self, name: str, folder: Path, betas: list[float], args: argparse.Namespace, script: str = __file__):
         python = args.trl_python if name == "trl" else sys.executable
-        command = [python, str(Path(__file__).resolve()), "--child", name, "--folder", str(folder), *args.of_child]
+        command = [python, str(Path(script).resolve()), "--child", name, "--folder", str(folder), *args.of_child]
         command.append(f"--betas={','.join(map(str, betas))}")
         paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}

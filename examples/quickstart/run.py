@@ -3,6 +3,7 @@
     python examples/quickstart/run.py                      # GRPO on "reverse": abc= -> cba
     python examples/quickstart/run.py --algorithm ppo      # or rloo, remax, reinforce_plus_plus, drgrpo
     python examples/quickstart/run.py --shuffle-rewards    # control: shuffled rewards, no improvement expected
+    python examples/quickstart/run.py --model smollm2      # a real model with 135M parameters: see showcase.py
 
 The script creates a model with 103k random parameters, warms it up with SFT (about 60 % correct), and then trains it
 with RL: 64 prompts x 8 responses per step, reward 1 if correct, otherwise 0. It uses the same trainers as real runs;
@@ -150,6 +151,11 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
 
 def main(given: list[str] | None = None) -> int:
     """Create a model, warm it up, train it, and print the result."""
+    given = sys.argv[1:] if given is None else given
+    if any(word.split("=")[0] == "--model" for word in given):
+        from examples.quickstart import showcase
+
+        return showcase.main(given)
     args = arguments(given)
     setup_logging()
     logging.getLogger("verl").setLevel(logging.WARNING)

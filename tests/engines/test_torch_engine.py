@@ -137,10 +137,12 @@ def test_metrics_do_not_depend_on_the_cut_either(tmp_path):
         assert other == pytest.approx(found[0], rel=1e-4)
 
 
-def test_chunked_log_probs_have_the_gradient_of_whole_ones(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kept", [0, 2**29], ids=["recomputed", "kept"])
+def test_chunked_log_probs_have_the_gradient_of_whole_ones(kept, tmp_path, monkeypatch):
     path = save_model(FAMILIES["qwen2"], tmp_path)
     whole = gradients(path, True, MicroBatching(), "causal_lm", "token-mean")
     monkeypatch.setitem(log_probs.CHUNK_ELEMENTS, "cpu", 3 * 32)
+    monkeypatch.setattr(log_probs, "KEPT_BYTES", kept)
     cut = gradients(path, True, MicroBatching(), "causal_lm", "token-mean")
     assert all(torch.allclose(whole[name], cut[name], rtol=1e-9, atol=1e-12) for name in whole)
 

@@ -40,6 +40,23 @@ def test_no_float32_tensor_of_all_tokens_and_the_vocabulary(outputs, monkeypatch
     assert widest.rows[torch.float32] == widest.rows[torch.bfloat16] == chunk
 
 
+@pytest.mark.parametrize(("kept", "passes"), [(0, 2), (96 * VOCABULARY * 4, 1), (96 * VOCABULARY * 4 - 1, 2)])
+def test_logits_that_fit_are_not_recomputed_on_a_cpu(kept, passes, monkeypatch):
+    """96 states in chunks of 8 are 12 calls of the output layer in a forward pass."""
+    monkeypatch.setitem(log_probs.CHUNK_ELEMENTS, "cpu", 8 * VOCABULARY)
+    monkeypatch.setattr(log_probs, "KEPT_BYTES", kept)
+    states, weight = torch.randn(96, 4, requires_grad=True), torch.randn(4, VOCABULARY)
+    calls = []
+
+    def head(x: torch.Tensor) -> torch.Tensor:
+        calls.append(len(x))
+        return x @ weight
+
+    found = log_probs.token_statistics(states, torch.zeros(96, dtype=torch.long), head, VOCABULARY, ("log_probs",))
+    found["log_probs"].sum().backward()
+    assert calls == [8] * 12 * passes
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("wanted", [(True, False, False), (True, True, False), (True, False, True), (True, True, True)])
 def test_the_gradient_of_the_logits_by_finite_differences(wanted, temperature):

