@@ -1,19 +1,14 @@
-"""What a trainer records for `verl runs` and `verl report`."""
+"""What a trainer records of a step for `verl report`."""
 
-import logging
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from verl.algorithms.kl import k3
-from verl.config import differences, to_flat_dict
-from verl.config.fields import Schema, redacted
 from verl.protocol import DataProto
-from verl.tracking.run_record import RunRecord
 from verl.trainer.samples import choose_rows, generations
 
 #: response tokens of a sample that are recorded
@@ -27,19 +22,6 @@ _PER_TOKEN = {
     "advantages": "advantages",
     "values": "values",
 }
-
-
-def run_record(folder: Path, config: Schema, total_steps: int, warnings: Sequence[logging.LogRecord] = ()) -> RunRecord:
-    """The record of a run with these settings. warnings: of the checks before the run."""
-    trainer, flat, defaults = config.trainer, redacted(to_flat_dict(config)), to_flat_dict(type(config)())
-    about = {
-        "project": trainer.project_name,
-        "experiment": trainer.experiment_name,
-        "total_steps": total_steps,
-        "config": flat,
-        "changed": {key: {"value": flat[key], "default": defaults[key]} for key in differences(config)},
-    }
-    return RunRecord(folder, about, warnings)
 
 
 def step_record(batch: DataProto, tokenizer: Any, count: int, seed: int) -> dict[str, Any]:

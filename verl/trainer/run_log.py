@@ -1,18 +1,33 @@
 """What a run shows and keeps: the display, the trackers, and the record for `verl runs` and `verl report`."""
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from verl.config import differences, to_flat_dict
-from verl.config.fields import redacted
+from verl.config.fields import Schema, redacted
+from verl.tracking.run_record import RunRecord
 from verl.tracking.tracking import Tracking
 from verl.trainer.display import RunDisplay
-from verl.trainer.recording import run_record
 
 if TYPE_CHECKING:
     from verl.trainer.base import StepReport, Trainer
+
+
+def run_record(folder: Path, config: Schema, total_steps: int, warnings: Sequence[logging.LogRecord] = ()) -> RunRecord:
+    """The record of a run with these settings. warnings: of the checks before the run."""
+    trainer, flat, defaults = config.trainer, redacted(to_flat_dict(config)), to_flat_dict(type(config)())
+    about = {
+        "project": trainer.project_name,
+        "experiment": trainer.experiment_name,
+        "total_steps": total_steps,
+        "config": flat,
+        "changed": {key: {"value": flat[key], "default": defaults[key]} for key in differences(config)},
+    }
+    return RunRecord(folder, about, warnings)
 
 
 class RunLog:
