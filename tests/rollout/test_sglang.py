@@ -355,6 +355,34 @@ def test_keys_of_the_rollout_section_are_arguments_of_sglang(monkeypatch):
     assert others["random_seed"] != found["random_seed"] and others["load_format"] == "auto"
 
 
+def test_float32_is_refused_on_a_gpu_before_the_engine_starts():
+    from transformers import LlamaConfig
+
+    hf_config = LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=2)
+    copy = EngineCopy(schema.ModelConfig(path="m"), hf_config, torch.float32, is_trained=True, merges=False)
+    env = RolloutEnv(0, 1, 0, torch.device("cuda", 0), 0, torch.float32)
+    message = r"sglang on cuda:0: expected weights in bf16 or fp16, found fp32: .* set rollout\.dtype=bf16"
+    with pytest.raises(ValueError, match=message):
+        settings.engine_args(schema.RolloutConfig(name="sglang"), copy, env)
+    for dtype, device in ((torch.bfloat16, "cuda"), (torch.float16, "cuda"), (torch.float32, "cpu")):
+        settings.check_dtype(dtype, torch.device(device))
+
+
+@pytest.mark.parametrize("given", [{"cuda_graph_backend_prefill": "tc_piecewise"}, {"enable_torch_compile": True}])
+def test_arguments_that_capture_graphs_contradict_enforce_eager(given):
+    from transformers import LlamaConfig
+
+    hf_config = LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=2)
+    copy = EngineCopy(schema.ModelConfig(path="m"), hf_config, torch.float32, is_trained=True, merges=False)
+    env = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)
+    config = schema.RolloutConfig(name="sglang", engine_kwargs=schema.EngineKwargs(sglang=given))
+    assert settings.engine_args(config, copy, env).items() >= given.items()
+    with pytest.raises(ValueError, match=rf"{next(iter(given))} contradicts rollout\.enforce_eager=true"):
+        settings.engine_args(config.model_copy(update={"enforce_eager": True}), copy, env)
+    eager = schema.RolloutConfig(name="sglang", enforce_eager=True)
+    assert settings.engine_args(eager, copy, env)["disable_cuda_graph"]
+
+
 def test_the_engine_gets_its_share_of_the_free_memory(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * 2**30, 80 * 2**30))
