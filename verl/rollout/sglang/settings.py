@@ -80,7 +80,7 @@ def check_kwargs(given: dict[str, Any]) -> None:
 
 
 def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ValueError for weights that SGLang's kernels do not support: on a GPU they are compiled for 16 bits only."""
+    """Raise ValueError for a dtype that SGLang does not support: its CUDA kernels are compiled for 16 bits only."""
     if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
         names = {torch.float32: "fp32", torch.float64: "fp64"}
         raise ValueError(
@@ -94,8 +94,8 @@ def _check_eager(given: dict[str, Any]) -> None:
     for name in _NOT_EAGER:
         if given.get(name) not in (None, False, "disabled"):
             raise ValueError(
-                f"rollout.engine_kwargs.sglang.{name} contradicts rollout.enforce_eager=true, which disables CUDA graphs "
-                "and torch.compile: remove one of them"
+                f"rollout.engine_kwargs.sglang.{name} contradicts rollout.enforce_eager=true, which disables CUDA "
+                "graphs and torch.compile: remove one of them"
             )
 
 
