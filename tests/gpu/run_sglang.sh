@@ -1,5 +1,5 @@
 #!/bin/bash
-# `rollout.name=sglang` on one GPU, in bfloat16 and without CUDA graphs, in 5 minutes at most with a cold cache of kernels:
+# `rollout.name=sglang` on one GPU, in bfloat16 and without CUDA graphs, in 4 minutes at most (SGLang compiles kernels at first use):
 # the contract of rollout engines, two GRPO steps at the shape of Qwen2.5-0.5B with random weights, pushes, and the
 # contract in the second model family with the seeds of SGLang's deterministic mode. The parts that say most come first.
 # Results go to $1 (a folder): a log per part, and results.json with versions, GPU and a row per part. $2: attention
@@ -22,15 +22,15 @@ preparing=$!
 # SGLang sizes its cache by the free memory before and after loading, so that only one engine may start on a GPU at a time
 VERL_CONTRACT_KWARGS=$plain part 100 contract-qwen2 python3 -m pytest $options tests/rollout/test_engine_contract.py -k sglang-qwen2
 wait $preparing
-part 75 steps python3 -m verl.trainer.main_ppo algorithm.name=grpo data.train_files="$out/sums.jsonl" data.train_batch_size=16 \
+part 60 steps python3 -m verl.trainer.main_ppo algorithm.name=grpo data.train_files="$out/sums.jsonl" data.train_batch_size=16 \
     data.max_prompt_length=64 data.max_response_length=128 actor_rollout_ref.model.path="$out/half" \
     actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.gpu_memory_utilization=0.4 \
     actor_rollout_ref.rollout.dtype=bf16 actor_rollout_ref.rollout.enforce_eager=true \
     $kwargs.attention_backend="$backend" $kwargs.sampling_backend=pytorch actor_rollout_ref.actor.ppo_mini_batch_size=16 \
     reward.reward_function=accuracy_reward trainer.default_local_dir="$out/run" trainer.total_training_steps=2 \
     trainer.val_before_train=false trainer.save_freq=-1 trainer.resume_mode=disable
-VERL_CONTRACT_KWARGS=$plain part 60 pushes python3 -m pytest $options tests/rollout/test_sglang.py -k "scheduler_did_not_load or two_steps"
-VERL_CONTRACT_KWARGS=$seeded part 60 contract-llama python3 -m pytest $options tests/rollout/test_engine_contract.py -k sglang-llama
+VERL_CONTRACT_KWARGS=$plain part 45 pushes python3 -m pytest $options tests/rollout/test_sglang.py -k "scheduler_did_not_load or two_steps"
+VERL_CONTRACT_KWARGS=$seeded part 35 contract-llama python3 -m pytest $options tests/rollout/test_engine_contract.py -k sglang-llama
 
 echo "=== all parts"
 python3 - "$out" "${codes[@]}" <<'END' | tee "$out/results.json"
