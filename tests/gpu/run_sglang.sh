@@ -1,5 +1,5 @@
 #!/bin/bash
-# `rollout.name=sglang` on one GPU, in bfloat16 and without CUDA graphs, in 4 minutes at most (SGLang compiles kernels at first use):
+# `rollout.name=sglang` on one GPU, in bfloat16 and without CUDA graphs, in 4 minutes at most (kernels are compiled):
 # the contract of rollout engines, two GRPO steps at the shape of Qwen2.5-0.5B with random weights, pushes, and the
 # contract in the second model family with the seeds of SGLang's deterministic mode. The parts that say most come first.
 # Results go to $1 (a folder): a log per part, and results.json with versions, GPU and a row per part. $2: attention
