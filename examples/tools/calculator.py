@@ -16,6 +16,8 @@ from typing import Any
 from verl.tools.function_tool import function_tool
 
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+#: how people write operators -> how Python does
+SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "$": None})
 #: fraction of the demonstrations of the warm-up that use the tool
 WITH_TOOL = 0.3
 
@@ -27,7 +29,9 @@ def calculator(expression: str) -> str:
     Args:
         expression: numbers, + - * / and parentheses, such as "2*(3+4)".
     """
-    return f"{_value(ast.parse(expression.strip(), mode='eval').body):.10g}"
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", expression.translate(SIGNS))  # 1,200 is a number
+    text = re.sub(r"(?<=[\d)\s])x(?=[\d(\s])", "*", text)  # 3 x 4 is a product
+    return f"{_value(ast.parse(text.strip().removesuffix('='), mode='eval').body):.10g}"
 
 
 def _value(node: ast.AST) -> float:
