@@ -4,17 +4,18 @@
 #   python examples/tools/word_problems.py --out ~/data/calculator
 #   MODEL=~/models/SmolLM2-135M-Instruct DATA=~/data/calculator bash examples/tools/run_calculator_smollm2.sh
 #
-# Without the warm-up, the model calculates in its head and never calls the tool, so every reward is 0. The warm-up is
-# short: 120 demonstrations, most of them of easier problems. The script prints the accuracy on the test problems before
-# the warm-up, after it, and during GRPO.
+# Without the warm-up, the model never calls the tool, so every reward is 0. The warm-up is short: 40 demonstrations, of
+# which most have one operation. The model then calls the tool, often with a wrong expression, and GRPO improves it. The
+# script prints the accuracy on the test problems before the warm-up, after it, and during GRPO.
 #
 # The chat template of SmolLM2 has no tools, and a warning says that it does not describe them to the policy. Ignore it
 # here: the system message of the problems describes the calculator.
 #
 # Further arguments are configuration keys of GRPO. The control starts from the same warm-up:
 #
-#   WARM=outputs/tools/calculator_smollm2/warm_up/global_step_30/actor/huggingface \
-#   OUT=outputs/tools/calculator_smollm2_shuffled bash examples/tools/run_calculator_smollm2.sh algorithm.shuffle_rewards=true
+#   WARM=outputs/tools/calculator_smollm2/warm_up/global_step_10/actor/huggingface \
+#   OUT=outputs/tools/calculator_smollm2_shuffled \
+#   bash examples/tools/run_calculator_smollm2.sh algorithm.shuffle_rewards=true
 set -euo pipefail
 MODEL=${MODEL:?set MODEL to SmolLM2-135M-Instruct: a folder or an id}
 DATA=${DATA:?set DATA to the folder that word_problems.py wrote}
@@ -64,11 +65,11 @@ if [ -z "$WARM" ]; then
         optim.lr=5e-5 \
         optim.lr_warmup_steps=3 \
         checkpoint.save_contents='[model]' \
-        trainer.total_training_steps=30 \
+        trainer.total_training_steps=10 \
         trainer.save_freq=last \
         trainer.logger='[console,jsonl]' \
         trainer.default_local_dir="$OUT/warm_up"
-    WARM=$OUT/warm_up/global_step_30/actor/huggingface
+    WARM=$OUT/warm_up/global_step_10/actor/huggingface
 fi
 
 "$PYTHON" -m verl.trainer.main_ppo "${grpo[@]}" \

@@ -31,7 +31,7 @@ ONE_OPERATION = [
     ("{p} buys {a} {t} for ${b} each. How many dollars does {p} pay?", "{a}*{b}"),
 ]
 #: fraction of the demonstrations with the problems of RL
-TWO_OPERATIONS_SHOWN = 0.1
+TWO_OPERATIONS_SHOWN = 0.3
 SYSTEM = (
     "Solve the problem with the calculator: write one call, such as "
     '<tool_call>{"name": "calculator", "arguments": {"expression": "2*3+4"}}</tool_call>, and wait for its result. '

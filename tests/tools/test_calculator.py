@@ -27,9 +27,11 @@ def test_an_expression_as_people_write_it(expression, value):
     assert calculator(expression) == value
 
 
-@pytest.mark.parametrize("expression", ["1,20*3", "2**9", "abs(3)", "x", "2*", "3 apples"])
+@pytest.mark.parametrize(
+    "expression", ["1,20*3", "2**9", "abs(3)", "x", "2*", "3 apples", "73 pencils * $57 per pencil"]
+)
 def test_anything_else_is_an_error(expression):
-    with pytest.raises((ValueError, SyntaxError)):
+    with pytest.raises(ValueError, match="expected numbers"):
         calculator(expression)
 
 
@@ -43,7 +45,7 @@ def test_a_demonstration_has_a_call_that_the_parser_reads_and_a_correct_answer()
         assert text == "" and call.name == "calculator"
         assert calculator(**call.read_arguments()) == result["content"] == answer["content"]
         shown.append(sum(sign in json.loads(call.arguments)["expression"][1:] for sign in "+-*"))
-    assert 5 < shown.count(2) < 40 and shown.count(1) + shown.count(2) == 200
+    assert 40 < shown.count(2) < 80 and shown.count(1) + shown.count(2) == 200
 
 
 def test_the_answer_to_a_problem_gets_the_reward():
