@@ -11,7 +11,7 @@
 # The chat template of SmolLM2 has no tools, and a warning says that it does not describe them to the policy. Ignore it
 # here: the system message of the problems describes the calculator.
 #
-# Further arguments are configuration keys of GRPO. The control starts from the same warm-up:
+# Further arguments are configuration keys of GRPO. The control, with the same MODEL, DATA and warm-up:
 #
 #   WARM=outputs/tools/calculator_smollm2/warm_up/global_step_10/actor/huggingface \
 #   OUT=outputs/tools/calculator_smollm2_shuffled \
@@ -79,8 +79,8 @@ fi
 
 # before the warm-up: start, step 0; after it: grpo, step 0
 for run in start grpo; do
-    if [ -f "$OUT/$run/metrics.jsonl" ]; then # a control has no start
-        sed -nE 's/.*"step": ([0-9]+).*"val-core\/calculator\/acc\/mean@1": ([0-9.]+).*/'"$run"', step \1: accuracy \2/p' \
-            "$OUT/$run/metrics.jsonl"
+    log=$OUT/$run/metrics.jsonl
+    if [ -f "$log" ]; then # a control has no start
+        sed -nE 's/.*"step": ([0-9]+).*"val-core\/calculator\/acc\/mean@1": ([0-9.]+).*/'$run', step \1: accuracy \2/p' "$log"
     fi
 done
