@@ -77,10 +77,11 @@ def run_to(folder: Path) -> list[str]:
 
 
 def command_of(script: Path, home: Path, *further: str, **env: str) -> tuple[str, list[str]]:
-    """The module that a script runs, and the arguments that it gives to it."""
+    """The module that a script runs, and the arguments that it gives to it. WARM: the model of the last of several."""
     if script.name == "run_qwen_05_sp2_liger.sh":
         further = (*further, "model.use_liger=false")  # its kernels need a GPU
-    places = {"MODEL": str(home / "model"), "DATA": str(home), "PYTHON": str(home / "print_arguments"), **env}
+    model = str(home / "model")
+    places = {"MODEL": model, "WARM": model, "DATA": str(home), "PYTHON": str(home / "print_arguments"), **env}
     done = subprocess.run(
         ["bash", str(script), *further], env=os.environ | places, capture_output=True, text=True, check=True
     )
