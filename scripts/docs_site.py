@@ -1,0 +1,40 @@
+"""Hooks of mkdocs.yml. The pages are read in a repository browser too, and need these edits for the site:
+
+- the home page is README.md;
+- `<!-- api verl.module.Name -->` becomes the documentation of that object, from its docstrings;
+- a link to a file that is not a page leads to the repository (`repo_url`), or is plain text.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[1]
+OBJECT = re.compile(r"^<!-- api (\S+) -->$", re.MULTILINE)
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add README.md as the home page."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "](")
+    files.append(File.generated(config, "index.md", content=readme))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Insert the objects, and rewrite the links to other files of the repository."""
+    here = posixpath.dirname(page.file.src_uri)
+    folder = "" if page.file.src_uri == "index.md" else posixpath.join("docs", here)
+
+    def link(found: re.Match[str]) -> str:
+        label, target = found[1], found[2]
+        path = posixpath.normpath(posixpath.join(folder, target))
+        is_page = files.get_file_from_path(posixpath.normpath(posixpath.join(here, target))) is not None
+        if is_page or not (ROOT / path).exists():
+            return found[0]
+        return f"[{label}]({config.repo_url.rstrip('/')}/blob/main/{path})" if config.repo_url else label
+
+    return LINK.sub(link, OBJECT.sub(r"::: \1", markdown))
