@@ -1,7 +1,8 @@
 """Hooks of mkdocs.yml. The pages are read in a repository browser too, and need these edits for the site:
 
 - the home page is README.md;
-- `<!-- api verl.module.Name -->` becomes the documentation of that object, from its docstrings;
+- `<!-- api verl.module.Name -->` becomes the documentation of that object, from its docstrings; names of methods after
+  it select these methods, inherited ones included;
 - a link to a file that is not a page leads to the repository (`repo_url`), or is plain text.
 """
 
@@ -13,7 +14,7 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
-OBJECT = re.compile(r"^<!-- api (\S+) -->$", re.MULTILINE)
+OBJECT = re.compile(r"^<!-- api (\S+)((?: \w+)*) -->$", re.MULTILINE)
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 
 
@@ -37,4 +38,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             return found[0]
         return f"[{label}]({config.repo_url.rstrip('/')}/blob/main/{path})" if config.repo_url else label
 
-    return LINK.sub(link, OBJECT.sub(r"::: \1", markdown))
+    return LINK.sub(link, OBJECT.sub(_directive, markdown))
+
+
+def _directive(found: re.Match[str]) -> str:
+    """The directive of mkdocstrings for an object."""
+    path, methods = found[1], found[2].split()
+    options = f"\n    options: {{inherited_members: true, members: [{', '.join(methods)}]}}" if methods else ""
+    return f"::: {path}{options}"
