@@ -36,7 +36,7 @@ def test_every_key_exists():
     page = (DOCS / "troubleshooting.md").read_text()
     keys = set(re.findall(r"((?:actor_rollout_ref|data|algorithm|trainer|reward)(?:\.\w+)+)", page))
     known = fields_of(Config)
-    for key in {key for key in keys if not key.endswith((".py", ".md"))}:
+    for key in {Config.aliases.resolve(key) for key in keys if not key.endswith((".py", ".md"))}:
         above = key.rpartition(".")[0]
         is_section = any(name.startswith(f"{key}.") for name in known)
         assert key in known or is_section or (above in known and known[above].is_mapping), key
