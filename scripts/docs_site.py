@@ -3,6 +3,7 @@
 - the home page is README.md;
 - `<!-- api verl.module.Name -->` becomes the documentation of that object, from its docstrings; names of methods after
   it select these methods, inherited ones included;
+- long keys in tables may break;
 - a link to a file that is not a page leads to the repository (`repo_url`), or is plain text.
 """
 
@@ -15,6 +16,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
 OBJECT = re.compile(r"^<!-- api (\S+)((?: \w+)*) -->$", re.MULTILINE)
+CELL = re.compile(r"(?<=<td><code>)[^<]+(?=</code>)")
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 
 
@@ -46,3 +48,8 @@ def _directive(found: re.Match[str]) -> str:
     path, methods = found[1], found[2].split()
     options = f"\n    options: {{inherited_members: true, members: [{', '.join(methods)}]}}" if methods else ""
     return f"::: {path}{options}"
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Let long keys in tables break after dots and underscores."""
+    return CELL.sub(lambda found: re.sub(r"([._/])(?=\w)", r"\1<wbr>", found[0]), html)
