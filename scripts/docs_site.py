@@ -53,3 +53,13 @@ def _directive(found: re.Match[str]) -> str:
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
     """Let long keys in tables break after dots and underscores."""
     return CELL.sub(lambda found: re.sub(r"([._/])(?=\w)", r"\1<wbr>", found[0]), html)
+
+
+def on_page_context(context: Any, page: Any, config: Any, nav: Any) -> Any:
+    """List an object of the reference once in the table of contents: the page and mkdocstrings have a heading each."""
+    for title in page.toc:
+        following = [*title.children[1:], None]
+        title.children = [
+            item for item, after in zip(title.children, following) if after is None or item.title != after.title
+        ]
+    return context

@@ -25,7 +25,7 @@ def texts_of(tree: ast.AST) -> list[str]:
 def test_every_message_is_in_the_code():
     files = sorted(path for path in PACKAGE.rglob("*.py") if "examples" not in path.parts)
     code = "\n".join(text for path in files for text in texts_of(ast.parse(path.read_text(encoding="utf-8"))))
-    quoted = [line for block in blocks("troubleshooting.md", "log") for line in block.splitlines()]
+    quoted = [line for block in blocks("troubleshooting.md", "output") for line in block.splitlines()]
     assert len(quoted) >= 25
     for line in quoted:
         for part in re.split(r"\.\.\.", line):
