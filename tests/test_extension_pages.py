@@ -27,7 +27,7 @@ BLOCK = re.compile(r"^```(python|bash|text|diff)\n(.*?)^```$", re.DOTALL | re.MU
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
+    return make_tiny(tmp_path_factory.mktemp("sums"))  # rows without a data source get this name
 
 
 BUILT_IN = [dict(store) for store in STORES]
