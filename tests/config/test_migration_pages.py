@@ -30,8 +30,8 @@ def codes(cell: str) -> list[str]:
 
 def test_the_command_of_the_trl_page_is_valid():
     (command,) = re.findall(r"```bash\n(.*?)```", TRL, re.DOTALL)
-    python, module, *arguments = shlex.split(command.replace("\\\n", " "))[1:]
-    assert (python, module) == ("-m", "verl.trainer.main_ppo")
+    program, name, *arguments = shlex.split(command.replace("\\\n", " "))
+    assert (program, name) == ("verl", "train")
     path, overrides, _ = split_arguments(arguments)
     assert load_config(path, overrides, presets=PRESETS).actor_rollout_ref.rollout.n == 8
 

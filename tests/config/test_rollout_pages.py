@@ -22,8 +22,8 @@ PREFIXES = ("", "actor_rollout_ref.", "actor_rollout_ref.rollout.", "actor_rollo
 def main_ppo(page: str) -> list[list[str]]:
     """The arguments of every main_ppo command of a page."""
     lines = [line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
-    found = [shlex.split(line, comments=True) for line in lines if "-m verl.trainer.main_ppo" in line]
-    return [words[3:] for words in found]
+    found = [shlex.split(line, comments=True) for line in lines if "verl train " in line]
+    return [words[words.index("train") + 1 :] for words in found]
 
 
 @pytest.mark.parametrize("page", PAGES)

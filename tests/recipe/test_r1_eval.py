@@ -18,6 +18,7 @@ import pytest
 
 from examples.quickstart.tasks import as_rl_rows, held_out_examples
 from examples.quickstart.tiny_model import tiny_model
+from tests.pages import as_module
 from verl.config import load_config
 from verl.config.schema.offline import EvalConfig, GenerationConfig
 from verl.evaluation.statistics import (
@@ -408,7 +409,12 @@ def test_r1_reward_of_an_unknown_source():
 def commands(page: str) -> list[list[str]]:
     """The words of every command in the bash blocks of a page."""
     blocks = [block.partition("```")[0] for block in page.split("```bash\n")[1:]]
-    return [shlex.split(line) for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+    return [
+        shlex.split(as_module(line))
+        for block in blocks
+        for line in block.replace("\\\n", " ").splitlines()
+        if line.strip()
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")

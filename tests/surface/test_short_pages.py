@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.pages import DOCS, ROOT, commands
+from tests.pages import DOCS, ROOT, as_module, commands
 from verl.trainer.local_trainer import LocalPPOTrainer
 
 
@@ -19,7 +19,7 @@ def test_parallelism(shell):
 
     shapes = set()
     for command in commands("parallelism.md"):
-        words = shlex.split(command)
+        words = shlex.split(as_module(command))
         if words[:3] == ["python", "-m", "verl.trainer.main_ppo"]:
             assert words[3] == "--config"
             trainer_class = RayPPOTrainer if "trainer.backend=ray" in words else LocalPPOTrainer
@@ -50,7 +50,7 @@ def test_reward_models(shell, caplog):
     *here, apart = commands("reward_models.md")
     for command in here:
         shell.run(command)
-    words = shlex.split(apart)[4:]  # tests/trainer/test_reward_model_run.py runs what it says
+    words = shlex.split(as_module(apart))[4:]  # tests/trainer/test_reward_model_run.py runs what it says
     assert len(LocalPPOTrainer(config_path=words[0], overrides=words[1:]).pools) == 2
     assert "HAS NO EFFECT" not in caplog.text and "is deprecated" not in caplog.text
 

@@ -28,14 +28,14 @@ class RewardFunction(Protocol):
     A subclass overrides `__call__` with one of the accepted signatures. The class is also accepted in place of a reward
     function: it is constructed once, with `reward_kwargs`.
 
-    >>> class Rare(RewardFunction):
-    ...     def __init__(self, bonus=0.5):
-    ...         self.bonus, self.seen = bonus, set()
-    ...
-    ...     def __call__(self, sampled_response, reference_answer):
-    ...         new = sampled_response not in self.seen
-    ...         self.seen.add(sampled_response)
-    ...         return float(sampled_response == reference_answer) + self.bonus * new
+        class Rare(RewardFunction):
+            def __init__(self, bonus=0.5):
+                self.bonus, self.seen = bonus, set()
+
+            def __call__(self, sampled_response, reference_answer):
+                new = sampled_response not in self.seen
+                self.seen.add(sampled_response)
+                return float(sampled_response == reference_answer) + self.bonus * new
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> float | Mapping[str, Any] | Sequence[Any]:

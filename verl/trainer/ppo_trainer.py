@@ -58,8 +58,8 @@ logger = logging.getLogger("verl.trainer")
 class PPOTrainer(Trainer):
     """Policy optimization by the flow of `build_flow`.
 
-    >>> PPOTrainer("config.yaml", overrides={"trainer.n_gpus_per_node": 2}).fit()
-    >>> PPOTrainer({"algorithm.name": "grpo", ...}, train_dataset=[{"prompt": ..., "answer": ...}], reward=score).fit()
+        PPOTrainer("config.yaml", overrides={"trainer.n_gpus_per_node": 2}).fit()
+        PPOTrainer({"algorithm.name": "grpo", ...}, train_dataset=[{"prompt": ..., "answer": ...}], reward=score).fit()
 
     Args:
         config: a YAML file, a dictionary with nested or dotted keys, a Config, or None for overrides alone.
@@ -345,8 +345,7 @@ class PPOTrainer(Trainer):
     def generate(self, prompts: Sequence[Any], *, n: int = 1, **sampling: Any) -> list[Any]:
         """Generate responses with the current weights. The first call starts the workers.
 
-        >>> trainer.generate(["2+3="], temperature=0)
-        ['5']
+            trainer.generate(["2+3="], temperature=0)  # ["5"]
 
         Args:
             prompts: texts or chats; as in the training data, text becomes a chat if the tokenizer has a chat template.

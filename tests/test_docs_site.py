@@ -1,0 +1,46 @@
+"""mkdocs.yml lists every page, links lead to files, and the API reference names objects that exist."""
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
+OBJECT = re.compile(r"^<!-- api (\S+)((?: \w+)*) -->$", re.MULTILINE)
+
+
+def entries(nav: Any) -> list[str]:
+    """The pages of a navigation, in order."""
+    if isinstance(nav, str):
+        return [nav]
+    children = nav.values() if isinstance(nav, dict) else nav
+    return [page for child in children for page in entries(child)]
+
+
+def test_every_page_is_in_the_navigation_once():
+    listed = entries(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert sorted(listed) == sorted(["index.md", *(path.relative_to(DOCS).as_posix() for path in PAGES)])
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_relative_link_leads_to_a_file(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    targets = [target for target in LINK.findall(text) if "://" not in target and not target.startswith("mailto:")]
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_every_object_of_the_api_reference_exists():
+    found = [each for page in sorted((DOCS / "api").glob("*.md")) for each in OBJECT.findall(page.read_text())]
+    assert len(found) >= 35
+    for path, methods in found:
+        module, _, name = path.rpartition(".")
+        named = getattr(importlib.import_module(module), name)
+        assert named.__doc__, path
+        for method in methods.split():
+            assert callable(getattr(named, method)), f"{path}.{method}"
