@@ -25,7 +25,7 @@ from verl.data.dataset import (
     rows_to_use,
     tokenize_rows,
 )
-from verl.data.files import Rows, extra_info_column, file_list, is_streamed, read_rows, rows_in_memory
+from verl.data.files import Rows, extra_info_column, file_list, fingerprint, is_streamed, read_rows, rows_in_memory
 from verl.data.lazy_prompts import LazyPrompts
 from verl.data.readers import RowTable
 from verl.data.tokenization import (
@@ -174,6 +174,11 @@ class RLHFDataset(Dataset):
 
     def __len__(self) -> int:
         return len(self.dataframe)
+
+    @property
+    def fingerprint(self) -> str:
+        """See `verl.data.files.fingerprint`."""
+        return fingerprint(self._rows, self.data_files)
 
     @property
     def largest_token_id(self) -> int:
