@@ -249,6 +249,8 @@ class RLHFDataset(Dataset):
         refuse_media(row, _MEDIA_COLUMNS, where)
         reward_model(row, where, self.config.ground_truth_key)
         self._data_source(row, rows, index)
+        if not isinstance(extra := row.get(self._extra_info) or {}, Mapping):
+            raise ValueError(f"{where}: expected a dict in column {self._extra_info!r}, found {extra!r}")
         return self._prompt(row, where)
 
     def _encode(self, prompts: list[Prompt], where: Callable[[int], str]) -> list[Encoded]:
