@@ -168,7 +168,7 @@ def test_folders(tmp_path, monkeypatch):
     assert list(read_rows(f"{tmp_path / 'files'}:test")) == rows[:2]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "openai" / "gsm8k").mkdir(parents=True)
-    with pytest.raises(ValueError, match="read from the folder .*/openai/gsm8k, not from the hub"):
+    with pytest.raises(ValueError, match=r"read from the folder .*/openai/gsm8k, not from the hub"):
         read_rows("openai/gsm8k")
 
 
