@@ -252,6 +252,11 @@ def test_loading_is_fast_and_needs_no_torch():
         (b"a: &x [*x]", "is not valid YAML: an anchor contains itself"),
         (b"\x80\x02\xff", "is not a text file in UTF-8"),
         (b"data: \x00", "is not valid YAML"),
+        # ten levels of ten aliases
+        (
+            b"a0: &a0 [1]\n" + b"".join(b"a%d: &a%d [%s]\n" % (i, i, b"*a%d," % (i - 1) * 10) for i in range(1, 11)),
+            "is not valid YAML: .* more than 100,000 values",
+        ),
     ],
 )
 def test_files_that_cannot_be_read(content, reason, tmp_path):

@@ -150,7 +150,7 @@ def test_the_configuration_accepts_names_and_refuses_other_files(tmp_path):
 # ---- with the library -----------------------------------------------------------------------------------------------
 
 
-def test_folders(tmp_path):
+def test_folders(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
     rows = [{"prompt": f"{i}=", "answer": str(i)} for i in range(5)]
     both = {"train": datasets.Dataset.from_list(rows), "test": datasets.Dataset.from_list(rows[:2])}
@@ -166,6 +166,10 @@ def test_folders(tmp_path):
     for split, part in both.items():
         part.to_parquet(str(tmp_path / "files" / f"{split}.parquet"))
     assert list(read_rows(f"{tmp_path / 'files'}:test")) == rows[:2]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "openai" / "gsm8k").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"read from the folder .*/openai/gsm8k, not from the hub"):
+        read_rows("openai/gsm8k")
 
 
 def test_the_cache_of_the_hub(tmp_path, monkeypatch):

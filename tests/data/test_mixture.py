@@ -5,6 +5,7 @@ import logging
 
 import pytest
 
+from verl.config import ConfigError, load_config
 from verl.data.collate import collate_prompts
 from verl.data.mixture import Mixture
 from verl.data.order import MixtureSampler, PromptSource
@@ -108,6 +109,9 @@ def test_weights_that_fit_no_files(write, char_tokenizer):
         PromptSource(dataset, 1, weights=[1.0], collate=collate_prompts)
     with pytest.raises(ValueError, match="the same file twice"):
         Mixture([dataset, dataset], ["a.jsonl", "a.jsonl"])
+    for weights in ([0, 1], [-1, 2], ["a", 1]):
+        with pytest.raises(ConfigError, match=r"data.train_weights .*expected list\[float\] > 0"):
+            load_config(overrides={"data.train_weights": weights, "data.train_files": ["a.jsonl", "b.jsonl"]})
 
 
 def test_a_run_reports_the_shares_and_resumes(tmp_path, tiny_run):

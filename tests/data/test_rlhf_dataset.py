@@ -425,3 +425,17 @@ def test_a_column_that_was_set_is_not_replaced(write, chat_tokenizer):
     ends = write("b.jsonl", [{"messages": [*CHAT, {"role": "assistant", "content": "4"}], "solution": "4"}])
     with pytest.raises(ValueError, match="the prompt ends with an assistant message"):
         RLHFDataset(ends, chat_tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"extra_info": "text"}, "row 1 .*: expected a dict in column 'extra_info', found 'text'"),
+        ({"answer": "a\udc80"}, r"row 1 .*: the ground truth \(column 'answer'\): character 1 is '.udc80', half of a"),
+        ({"prompt": [{"role": "user", "content": "\ud83d"}]}, "row 1 .*: message 0: character 0 is .*half of"),
+    ],
+)
+def test_rows_that_no_tokenizer_or_reward_reads(char_tokenizer, change, message):
+    row = {"prompt": "a", "answer": "b", "extra_info": None}
+    with pytest.raises(ValueError, match=message):
+        RLHFDataset([row, row | change], char_tokenizer)

@@ -3,6 +3,7 @@
 import io
 import logging
 import re
+import sys
 
 import pytest
 from rich.console import Console
@@ -189,3 +190,24 @@ def test_the_summary_of_a_run():
     ]
     assert summary_lines({}, 0, 10, 3.0) == []
     assert [duration_in_words(s) for s in (41, 123, 5364)] == ["41 s", "2 min 03 s", "1 h 29 min"]
+
+
+@pytest.mark.parametrize(("width", "height"), [(20, 5), (10, 2), (1, 1)])
+def test_a_small_terminal_and_a_score_that_is_nan(width, height):
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height)
+    before = sys.stdout
+    with TrainingProgress(2, "run", console=console) as progress:
+        for step in (1, 2):
+            progress.update(step, METRICS | {"critic/score/mean": float("nan")}, TIMINGS, SAMPLES)
+    assert sys.stdout is before
+    assert sparkline([float("nan"), 1.0, 2.0], 2) == "▁█" and sparkline([1.0], 0) == ""
+
+
+def test_no_panel_where_its_characters_cannot_be_written():
+    raw = io.BytesIO()
+    console = Console(file=io.TextIOWrapper(raw, encoding="ascii"), force_terminal=True, width=80)
+    with TrainingProgress(1, "run", console=console, print_every=1) as progress:
+        assert not progress.is_live
+        progress.update(1, METRICS, TIMINGS)
+    console.file.flush()
+    assert b"reward" in raw.getvalue()

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from verl.cli.app import app
 from verl.tracking.curves import save_comparison
+from verl.tracking.report import report_data, write_report
 from verl.tracking.runs import differing_settings, find_runs, labels, open_run
 
 
@@ -113,3 +114,62 @@ def test_runs_are_found_newest_first(folder):
     (folder / "b" / "global_step_1").mkdir()
     (folder / "b" / "global_step_1" / "metrics.jsonl").touch()  # not a run
     assert [run.name for run in find_runs(folder.parent)] == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a":', "[]", "null", "", b"\xff\xfe", '{"state": "running", "config": null, "changed": [1]}']
+)
+def test_a_damaged_run_json_hides_no_run(folder, tmp_path, text, caplog):
+    (folder / "b" / "run.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    listed = CliRunner().invoke(app, ["runs", "list", str(folder)])
+    assert listed.exit_code == 0, listed.output
+    assert {line.split()[0] for line in listed.output.splitlines()[1:]} == {"a", "b"}
+    report = CliRunner().invoke(app, ["report", str(folder / "b"), "--out", str(tmp_path / "r.html")])
+    assert report.exit_code == 0 and (tmp_path / "r.html").stat().st_size > 10_000
+    if "running" not in str(text):
+        assert f"{folder / 'b' / 'run.json'} cannot be read" in caplog.text
+
+
+def test_run_json_with_other_types_and_without_a_process(tmp_path):
+    import socket
+
+    about = {"state": "running", "host": socket.gethostname(), "config": {"model.path": 7, "algorithm.name": 3}}
+    run = make_run(tmp_path / "a")
+    (run / "run.json").write_text(json.dumps(about))
+    found = open_run(run)
+    assert (found.state, found.model, found.algorithm) == ("running", "7", "3")
+
+
+def test_lines_that_are_no_metrics_are_skipped(tmp_path):
+    lines = [
+        '{"critic/score/mean": 9.0}',
+        '{"step": "7", "critic/score/mean": 9.0}',
+        '{"step": 1, "critic/score/mean": NaN, "name": "x"}',
+        '{"step": 2, "critic/score/mean": 0.5, "actor/kl": Infinity}',
+        "[" * 100_000,
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    steps = [
+        '{"samples": []}',
+        '{"step": 1}',
+        '{"step": 2, "samples": [{"score": NaN, "output": "a"}, {"score": 0.25, "output": "b"}]}',
+    ]
+    (tmp_path / "steps.jsonl").write_text("\n".join(steps))
+    (tmp_path / "samples.jsonl").write_text('{"name": "val/generations"}\n')
+    assert open_run(tmp_path).metrics == {"critic/score/mean": [(2, 0.5)]}
+    data = report_data(open_run(tmp_path))
+    assert [record["step"] for record in data["steps"]] == [2]
+    assert data["extremes"] == {"best": [(2, 1)], "worst": [(2, 1)]} and data["validation"] == []
+    assert write_report(tmp_path).is_file()
+
+
+def test_outputs_that_cannot_be_written(folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    for words in (
+        ["report", str(folder / "a"), "--out", str(tmp_path)],
+        ["report", str(folder / "a"), "--out", str(tmp_path / "file" / "x.html")],
+        ["examples", "copy", "quickstart", str(tmp_path / "file")],
+    ):
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 1 and isinstance(result.exception, SystemExit), words
+        assert result.output.startswith("error: ") and str(tmp_path) in result.output

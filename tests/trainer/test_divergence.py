@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from verl.trainer import divergence
 from verl.trainer.divergence import (
+    REWARD,
     DivergenceWatch,
     entropy_collapse,
     kl_blow_up,
@@ -116,3 +118,20 @@ def test_no_false_alarm_on_recorded_runs(kind):
         ("countdown3", "rloo", 3),
     }
     assert alarms <= (collapsed if kind == "reward" else collapsed | fell)
+
+
+def test_the_time_of_a_step_does_not_grow_with_the_run(monkeypatch):
+    calls = []
+
+    def counting(history, scale=1.0):
+        calls.append(len(history[REWARD[0]]))
+
+    monkeypatch.setattr(divergence, "DETECTORS", {"counting": counting})
+    watch = DivergenceWatch()
+    for step in range(1, 10_001):
+        watch.update(step, {REWARD[0]: 0.5})
+    assert calls[:499] == list(range(1, 500))  # every step of a short run
+    assert sum(calls) < 10_000 * 600  # values read; every step: 50 million
+    before = len(calls)
+    watch.update(10_001, {"val-core/d/acc/mean@1": 0.5})
+    assert len(calls) == before + 1  # and every validation

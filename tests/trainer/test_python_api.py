@@ -386,3 +386,34 @@ def test_the_notebook_learns(tmp_path, monkeypatch):
 def test_the_package_is_typed():
     assert (ROOT / "verl" / "py.typed").is_file()
     assert 'verl = ["py.typed"]' in (ROOT / "pyproject.toml").read_text()
+
+
+# ---- bad arguments --------------------------------------------------------------------------------------------------
+
+
+def test_other_rows_do_not_resume_a_run(config, caplog):
+    """Without the names of files, experiments on different rows have the same default folder."""
+    rows = [{"prompt": f"{letter}=", "answer": letter} for letter in "abcdefgh"]
+    once = {"trainer.total_training_steps": 1, "trainer.save_at_end": True}
+    PPOTrainer(config, overrides=once, train_dataset=rows, reward=letters).fit()
+    other = [*rows[:-1], {"prompt": "h=", "answer": "i"}]
+    with pytest.raises(ValueError, match=r"global_step_1 was written by a run with other training rows\. .* set a new"):
+        PPOTrainer(config, train_dataset=other, reward=letters).fit()
+    again = PPOTrainer(config, overrides={"trainer.total_training_steps": 2}, train_dataset=rows, reward=letters)
+    assert again.fit()["training/global_step"] == 2
+
+
+def test_prompts_and_models_that_are_none(config, tiny):
+    trainer = PPOTrainer(config, train_dataset=[{"prompt": "a=", "answer": "a"}] * 4, reward=letters)
+    for prompts in ([], 5, None):
+        with pytest.raises(ValueError, match=r"generate: expected a list of prompts \(texts or chats\), found"):
+            trainer.generate(prompts)
+    for n in (True, "2", 1.5):
+        with pytest.raises(ValueError, match="n: expected the number of responses to each prompt, int >= 1, found"):
+            trainer.generate(["a="], n=n)
+    with pytest.raises(ValueError, match=r"row 0 .*character 1 is '\\ud83d', half of a surrogate pair"):
+        trainer.generate(["a\ud83d"])
+    without_path = {key: value for key, value in config.items() if key != "actor_rollout_ref"}
+    for model, tokenizer, message in (("abc", object(), "model: .*found str"), (torch.nn.Linear(1, 1), 3, "model: ")):
+        with pytest.raises(ValueError, match=message):
+            PPOTrainer(without_path, model=model, tokenizer=tokenizer, train_dataset=[{}], reward=letters)

@@ -147,3 +147,17 @@ def test_a_run_without_a_name_resumes_itself_and_no_other_experiment(settings, t
     assert same.folder == grpo.folder
     same.fit()
     assert (grpo.folder / "global_step_2").is_dir() and not (other.folder / "global_step_2").is_dir()
+
+
+def test_a_training_file_that_has_changed_is_named(settings, tiny, tmp_path, caplog):
+    file = tmp_path / "train.jsonl"
+    file.write_text((tiny / "train.jsonl").read_text())
+    chosen = [*settings, f"data.train_files={file}", "algorithm.name=grpo", "trainer.save_freq=1"]
+    LocalPPOTrainer(overrides=[*chosen, "trainer.total_training_steps=1"]).fit()
+    before = file.stat().st_size
+    file.write_text(file.read_text().replace('"answer": ', '"answer":  ', 1))
+    LocalPPOTrainer(overrides=[*chosen, "trainer.total_training_steps=2"]).fit()
+    assert (
+        f"the training data has changed since the checkpoint (bytes of the files: {before} -> bytes of the files: "
+        f"{before + 1})"
+    ) in caplog.text

@@ -49,8 +49,12 @@ def copy(
         typer.echo(f"error: {existing[0]} exists: choose another DEST, or use --overwrite", err=True)
         raise typer.Exit(1)
     for path, target in pairs:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, target)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)
+        except OSError as error:
+            typer.echo(f"error: {target} cannot be written: {error.strerror}; choose another DEST", err=True)
+            raise typer.Exit(1) from None
         typer.echo(target)
 
 

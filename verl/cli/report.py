@@ -18,7 +18,7 @@ def report(
 
     try:
         path = write_report(run, out)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
     typer.echo(f"report: {path} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser")

@@ -67,7 +67,7 @@ def compare_runs(
         if len(found) < 2:
             raise ValueError("expected the folders of two or more runs, found one: verl runs compare A B")
         picture = save_comparison(found, out, metric)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
     names = [str(run.folder) for run in found]

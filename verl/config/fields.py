@@ -250,7 +250,9 @@ class ConfigField:
     def expected(self) -> str:
         """The type as shown to users: "int >= 1", "one of hf, native"."""
         members = [member for member in get_args(self.annotation) if get_origin(member) is Annotated]
-        limits = _limits([*self.info.metadata, *(limit for member in members for limit in get_args(member)[1:])])
+        inner = [limit for member in members for limit in get_args(member)[1:]]
+        inner = [one for limit in inner for one in (limit.metadata if isinstance(limit, FieldInfo) else [limit])]
+        limits = _limits([*self.info.metadata, *inner])
         first, *others = (_type_name(kind) for kind in _members(self.annotation))
         return " or ".join([f"{first} {' and '.join(limits)}".strip(), *others])
 

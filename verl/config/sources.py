@@ -15,6 +15,8 @@ from verl.config.fields import flatten
 
 _FILE = "the configuration file"
 
+_MOST_VALUES = 100_000
+
 REMOVED = "<removed>"
 """The value of a key that `~key` removes from earlier sources."""
 
@@ -55,9 +57,22 @@ def _read(text: str) -> Any:
     """
     try:
         value = yaml.load(text, _Loader)
+        _check_size(value)
         return OmegaConf.to_container(OmegaConf.create({"value": value}), resolve=False)["value"]
     except RecursionError as error:
         raise yaml.YAMLError("an anchor contains itself, or sections are nested too deeply") from error
+
+
+def _check_size(value: Any) -> None:
+    """Raise YAMLError for more than _MOST_VALUES values: aliases of aliases multiply, and their expansion is slow."""
+    count, left = 0, [value]
+    while left:
+        item = left.pop()
+        count += 1
+        if count > _MOST_VALUES:
+            raise yaml.YAMLError(f"an anchor contains itself, or there are more than {_MOST_VALUES:,} values")
+        if isinstance(item, dict | list):
+            left.extend(item.values() if isinstance(item, dict) else item)
 
 
 @dataclass(frozen=True)

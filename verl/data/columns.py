@@ -7,6 +7,7 @@ from typing import Any
 from verl.columns import COLUMNS
 from verl.config import schema
 from verl.data.files import Rows
+from verl.data.tokenization import check_encodable
 from verl.registry import did_you_mean
 
 logger = logging.getLogger("verl.data")
@@ -81,6 +82,8 @@ def reward_model(row: Mapping[str, Any], where: str, ground_truth_key: str) -> d
         is_number = isinstance(given, int | float) and not isinstance(given, bool) and given == given
         found = {"style": "rule", "ground_truth": str(given) if is_number else given}
     truth = found["ground_truth"]
+    if isinstance(truth, str):
+        check_encodable(truth, f"{where}: the ground truth (column {column!r})")
     missing = truth is None or truth != truth or (isinstance(truth, str | list) and len(truth) == 0)
     if isinstance(truth, str) and not truth.strip():
         missing = True

@@ -62,7 +62,8 @@ def open_dataset(entry: str | Path) -> RowTable:
     try:
         rows = _load(library, name)
     except (OSError, ValueError, KeyError, library.exceptions.DatasetsError) as error:
-        raise ValueError(f"{name}: the dataset cannot be loaded: {type(error).__name__}: {error}") from error
+        hint = f" (read from the folder {Path(name.path).resolve()}, not from the hub)" if name.is_folder else ""
+        raise ValueError(f"{name}: the dataset cannot be loaded{hint}: {type(error).__name__}: {error}") from error
     if known:
         logger.info("%s: prompt and ground truth as examples/data_preprocess makes them", name)
         rows = _Converted(rows, known.convert, name)

@@ -25,7 +25,7 @@ from verl.data.dataset import (
     rows_to_use,
     tokenize_rows,
 )
-from verl.data.files import Rows, extra_info_column, file_list, is_streamed, read_rows, rows_in_memory
+from verl.data.files import Rows, extra_info_column, file_list, fingerprint, is_streamed, read_rows, rows_in_memory
 from verl.data.lazy_prompts import LazyPrompts
 from verl.data.readers import RowTable
 from verl.data.tokenization import (
@@ -176,6 +176,11 @@ class RLHFDataset(Dataset):
         return len(self.dataframe)
 
     @property
+    def fingerprint(self) -> str:
+        """See `verl.data.files.fingerprint`."""
+        return fingerprint(self._rows, self.data_files)
+
+    @property
     def largest_token_id(self) -> int:
         """The largest token id of all prompts: the model's vocabulary must contain it."""
         return self._prompt_ids.largest
@@ -244,6 +249,8 @@ class RLHFDataset(Dataset):
         refuse_media(row, _MEDIA_COLUMNS, where)
         reward_model(row, where, self.config.ground_truth_key)
         self._data_source(row, rows, index)
+        if not isinstance(extra := row.get(self._extra_info) or {}, Mapping):
+            raise ValueError(f"{where}: expected a dict in column {self._extra_info!r}, found {extra!r}")
         return self._prompt(row, where)
 
     def _encode(self, prompts: list[Prompt], where: Callable[[int], str]) -> list[Encoded]:

@@ -19,7 +19,7 @@ from verl.data.dataset import (
     rows_to_use,
     tokenize_rows,
 )
-from verl.data.files import Rows, file_list, read_rows, rows_in_memory
+from verl.data.files import Rows, file_list, fingerprint, read_rows, rows_in_memory
 from verl.data.sequences import build_sequences
 from verl.data.tokenization import (
     Message,
@@ -120,6 +120,11 @@ class SFTDataset(Dataset):
 
     def __len__(self) -> int:
         return len(self._kept) if self._entries is None else self._count
+
+    @property
+    def fingerprint(self) -> str:
+        """See `verl.data.files.fingerprint`."""
+        return fingerprint(None if self.data_files else self.rows, self.data_files)
 
     @property
     def largest_token_id(self) -> int:

@@ -124,8 +124,20 @@ def check_messages(messages: Any, where: str) -> list[Message]:
         if not isinstance(message["role"], str) or not isinstance(message["content"], str):
             kinds = f"{type(message['role']).__name__} and {type(message['content']).__name__}"
             raise ValueError(f"{where}: message {turn}: expected role and content to be text, found {kinds}")
+        check_encodable(message["content"], f"{where}: message {turn}")
         checked.append({key: value for key, value in message.items() if value is not None})
     return checked
+
+
+def check_encodable(text: str, where: str) -> None:
+    """Raise ValueError for text that no tokenizer reads: half of a surrogate pair, as in the JSON text "\\ud83d"."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where}: character {error.start} is {text[error.start]!a}, half of a surrogate pair, which is no "
+            "character: remove the row, or write the text again from its source"
+        ) from None
 
 
 def as_chat_or_text(prompt: Any, prompt_format: str, has_template: bool, where: str) -> list[Message] | str:
@@ -144,6 +156,7 @@ def as_chat_or_text(prompt: Any, prompt_format: str, has_template: bool, where: 
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
         raise ValueError(f"{where}: the prompt is empty")
     if isinstance(prompt, str):
+        check_encodable(prompt, where)
         as_chat = prompt_format == "chat" or (prompt_format == "auto" and has_template)
         return [{"role": "user", "content": prompt}] if as_chat else prompt
     messages = check_messages(prompt, where)

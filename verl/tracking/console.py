@@ -103,7 +103,7 @@ class TrainingProgress:
         self._log_level = logger.level
         if self.quiet:
             logger.setLevel(logging.WARNING)
-        if log.is_live(self.console):
+        if log.is_live(self.console) and self.console.encoding.startswith("utf"):  # else it cannot be drawn
             logger.addHandler(self._warnings)
             self._live = Live(self._waiting(), console=self.console, auto_refresh=False)
             self._live.start(refresh=True)
@@ -118,10 +118,12 @@ class TrainingProgress:
         if self._live is not None:
             live, self._live = self._live, None
             live.transient = self._step is None  # nothing to keep
-            if self._step is not None:
-                live.update(self._panel(final=True), refresh=True)
-            live.stop()
-            logger.removeHandler(self._warnings)
+            try:
+                if self._step is not None:
+                    live.update(self._panel(final=True), refresh=True)
+            finally:  # gives stdout back
+                live.stop()
+                logger.removeHandler(self._warnings)
         if self.quiet:
             logger.setLevel(self._log_level)
 

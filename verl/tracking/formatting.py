@@ -148,9 +148,10 @@ def core_results(metrics: Mapping[str, float]) -> dict[str, float]:
 def sparkline(values: Sequence[float], width: int) -> str:
     """Draw values as at most `width` blocks, from ▁ (minimum) to █ (maximum). Equal values give a line in the middle.
 
-    If there are more values than blocks, a block is the mean of adjacent values.
+    If there are more values than blocks, a block is the mean of adjacent values. NaN and infinity are skipped.
     """
-    if not values:
+    values = [value for value in values if math.isfinite(value)]
+    if not values or width < 1:
         return ""
     count = min(width, len(values))
     edges = [i * len(values) // count for i in range(count + 1)]

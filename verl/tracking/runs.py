@@ -1,6 +1,8 @@
 """Reads the folders of runs: names, configuration, state and metrics."""
 
 import json
+import logging
+import math
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+logger = logging.getLogger(__name__)
 
 Series = list[tuple[int, float]]
 
@@ -25,30 +29,36 @@ _GREEDY = ("actor_rollout_ref.rollout.val_kwargs.do_sample", "actor_rollout_ref.
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file; none if there is no file. Damaged lines, as of a killed process, are skipped."""
+    """The objects of a JSONL file; none if there is no file. NaN and Infinity are None.
+
+    Damaged lines, as of a killed process, are skipped.
+    """
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
-                item = json.loads(line)
-            except ValueError:
+                item = json.loads(line, parse_constant=lambda name: None)
+            except (ValueError, RecursionError):
                 continue
             if isinstance(item, dict):
                 yield item
 
 
 def read_metrics(metrics_jsonl: str | Path) -> dict[str, Series]:
-    """Return name -> [(step, value)], sorted by step. Values that were not finite are skipped."""
+    """Return name -> [(step, value)], sorted by step.
+
+    Values that are not finite numbers, and lines without the number of a step, are skipped.
+    """
     path = Path(metrics_jsonl)
     if not path.is_file():
         raise ValueError(f"{path} does not exist: expected the file that the tracker jsonl writes (trainer.logger)")
     found: dict[str, Series] = {}
     for record in read_lines(path):
-        step = record.pop("step")
+        step = record.pop("step", None)
         record.pop("time", None)
-        for name, value in record.items():
-            if value is not None:
+        for name, value in record.items() if isinstance(step, int) else ():
+            if isinstance(value, int | float) and math.isfinite(value):
                 found.setdefault(name, []).append((step, value))
     return {name: sorted(series, key=lambda point: point[0]) for name, series in found.items()}
 
@@ -85,24 +95,26 @@ class RecordedRun:
     def algorithm(self) -> str:
         """Such as `grpo`, or `sft`."""
         named = next((self.config[key] for key in _ALGORITHM if self.config.get(key)), None)
-        return named or ("sft" if "model.path" in self.config else "unknown")
+        return str(named or ("sft" if "model.path" in self.config else "unknown"))
 
     @property
     def model(self) -> str:
         """Last part of the model's path."""
-        path = next((self.config[key] for key in _MODEL if self.config.get(key)), "unknown")
+        path = str(next((self.config[key] for key in _MODEL if self.config.get(key)), "unknown"))
         parts = [part for part in Path(path).parts if not part.startswith("global_step_")]
         kept = [part for part in parts if part not in ("actor", "huggingface", "model", "/")]
-        return kept[-1] if kept else str(path)
+        return kept[-1] if kept else path
 
     @property
     def state(self) -> str:
         """running, finished, interrupted or failed; `killed` if its process has ended without a word."""
-        state = self.about.get("state", "unknown")
-        if state == "running" and self.about.get("host") == socket.gethostname():
-            pid, started = self.about["pid"], self.about["started"]
-            alive = psutil.pid_exists(pid) and psutil.Process(pid).create_time() < started + 1
-            return state if alive else "killed"
+        state = str(self.about.get("state", "unknown"))
+        pid, started = self.about.get("pid"), self.about.get("started")
+        if state == "running" and self.about.get("host") == socket.gethostname() and pid and started:
+            try:
+                return state if psutil.Process(pid).create_time() < started + 1 else "killed"
+            except psutil.NoSuchProcess:
+                return "killed"
         return state
 
     @property
@@ -151,7 +163,7 @@ class RecordedRun:
 
 
 def open_run(folder: str | Path) -> RecordedRun:
-    """Read a run.
+    """Read a run. If run.json cannot be read, a warning is logged, and names and settings are unknown.
 
     Raises:
         ValueError: if the folder has neither run.json nor metrics.jsonl.
@@ -165,8 +177,22 @@ def open_run(folder: str | Path) -> RecordedRun:
             f"{folder} is not the folder of a run (trainer.default_local_dir): it has no run.json or metrics.jsonl"
             f"{hint}"
         )
-    about = json.loads(found.read_text(encoding="utf-8")) if found.is_file() else {}
-    return RecordedRun(folder, about)
+    return RecordedRun(folder, _read_about(found) if found.is_file() else {})
+
+
+def _read_about(path: Path) -> dict[str, Any]:
+    """The content of a run.json; empty, with a warning, if it cannot be read."""
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(about, dict):
+            raise ValueError(f"expected an object, found {type(about).__name__}")
+    except (OSError, ValueError, RecursionError) as error:
+        logger.warning("%s cannot be read (%s): names, state and settings of the run are unknown", path, error)
+        return {}
+    for name in ("config", "changed"):
+        if not isinstance(about.get(name), dict):
+            about[name] = {}
+    return about
 
 
 def find_runs(folder: str | Path, depth: int = 4) -> list[RecordedRun]:
@@ -178,9 +204,18 @@ def find_runs(folder: str | Path, depth: int = 4) -> list[RecordedRun]:
 def _search(folder: Path, depth: int) -> Iterator[Path]:
     if (folder / "run.json").is_file() or (folder / "metrics.jsonl").is_file():
         yield folder
-    for path in folder.iterdir() if depth else ():
+    for path in _readable(folder) if depth else ():
         if path.is_dir() and not path.name.startswith((".", "global_step_")):
             yield from _search(path, depth - 1)
+
+
+def _readable(folder: Path) -> list[Path]:
+    """The entries of a folder; none, with a warning, if it may not be read."""
+    try:
+        return list(folder.iterdir())
+    except OSError as error:
+        logger.warning("%s is not searched: %s", folder, error)
+        return []
 
 
 def differing_settings(runs: Sequence[RecordedRun]) -> dict[str, list[Any]]:

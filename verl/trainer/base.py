@@ -140,6 +140,7 @@ class Trainer(ABC):
             tokenizer=self.tokenizer,
             keep=self.checkpoints_to_keep,
             watch=self.watch,
+            train_dataset=run.inputs.train_dataset,
         )
 
     # ---- what a subclass defines ------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from verl.checkpoints.store import MANIFEST, CheckpointStore
 from verl.config import dump_config, to_flat_dict
 from verl.config.fields import Schema, redacted
 from verl.config.schema.trainer import RunConfig
+from verl.data.files import IN_MEMORY
+from verl.data.rlhf_dataset import RLHFDataset
+from verl.data.sft_dataset import SFTDataset
 from verl.dataflow import Pipeline
 from verl.single_controller import WorkerGroup
 from verl.trainer.interruption import Stopped
@@ -81,6 +85,7 @@ class Checkpointer:
         tokenizer: saved with each model.
         keep: role -> number of newest checkpoints to keep; None: all.
         watch: its state is saved; it names the best checkpoint.
+        train_dataset: its fingerprint is saved, if it is a dataset of this package.
 
     Attributes:
         saved_step: step of the last checkpoint that was saved or loaded; None before.
@@ -97,6 +102,7 @@ class Checkpointer:
         tokenizer: Any,
         keep: Callable[[], Mapping[str, int | None]],
         watch: ValidationWatch,
+        train_dataset: Any,
     ):
         self.store = store
         self.config = config
@@ -106,6 +112,7 @@ class Checkpointer:
         self.tokenizer = tokenizer
         self.keep = keep
         self.watch = watch
+        self.train_dataset = train_dataset
         self.saved_step: int | None = None
         self._pending: _Pending | None = None
 
@@ -130,7 +137,7 @@ class Checkpointer:
                 self.roles[role].save_checkpoint(folder / role)
                 self.tokenizer.save_pretrained(folder / role / "huggingface")
             state = {"global_step": step, "flow": self.pipeline.state_dict(), "rng": rng_state()}
-            state |= {"validations": self.watch.state_dict()}
+            state |= {"validations": self.watch.state_dict(), "data": self._fingerprint}
             save_state(state | {"config": redacted(to_flat_dict(self.config))}, folder, "trainer")
             (folder / "config.yaml").write_text(dump_config(self.config, redact=True))
             self._pending = _Pending(path, start, stack.pop_all(), self._best_record(step, is_due))
@@ -217,6 +224,7 @@ class Checkpointer:
             return 0
         state = load_state(folder, "trainer")
         self._report_changed_settings(state["config"])
+        self._check_data(state.get("data"), folder)
         for role in self._present_roles():
             if not (folder / role).is_dir():
                 raise ValueError(
@@ -278,6 +286,24 @@ class Checkpointer:
                 "trainer.experiment_name",
                 ", ".join(words),
             )
+
+    @cached_property
+    def _fingerprint(self) -> str | None:
+        """What tells the training data from others; None for a custom dataset."""
+        known = isinstance(self.train_dataset, RLHFDataset | SFTDataset)
+        return self.train_dataset.fingerprint if known else None
+
+    def _check_data(self, saved: str | None, folder: Path) -> None:
+        """Warn of files that have changed since the checkpoint. Raises ValueError for other rows in memory."""
+        now = self._fingerprint
+        if saved is None or now is None or saved == now:
+            return
+        if saved.startswith(IN_MEMORY) or now.startswith(IN_MEMORY):
+            raise ValueError(
+                f"{folder} was written by a run with other training rows. To start another run, set a new "
+                "trainer.experiment_name or trainer.default_local_dir; to resume, give the rows of that run"
+            )
+        logger.warning("the training data has changed since the checkpoint (%s -> %s)", saved, now)
 
     # ---- messages ---------------------------------------------------------------------------------------------------
 

@@ -133,6 +133,12 @@ def _write_model(given: Given, expected: type[Schema], model: Any, tokenizer: An
     key = "model.path" if expected is schema.SFTConfig else "actor_rollout_ref.model.path"
     if tokenizer is None:
         raise ValueError(f"model: a model object needs its tokenizer: give tokenizer=, or {key} instead of model")
+    for name, found, kind in (("model", model, "a model object"), ("tokenizer", tokenizer, "its tokenizer")):
+        if not callable(getattr(found, "save_pretrained", None)):
+            raise ValueError(
+                f"{name}: expected {kind} of transformers, found {type(found).__name__}; for a folder or a name of "
+                f"the hub, set {key}"
+            )
     config = given.config
     if config is None:
         config = load_config(given.path, given.overrides, schema=expected)

@@ -221,7 +221,10 @@ def _row(row: Any, columns: Mapping[str, None], prompt_key: str, truth_key: str)
     if "ground_truth" in row and truth_key not in row and "reward_model" not in row:
         row[truth_key] = row.pop("ground_truth")
     further = {key: value for key, value in row.items() if key not in (*_READ, prompt_key, truth_key)}
-    return {**row, "extra_info": further | dict(row.get("extra_info") or {})} if further else row
+    given = row.get("extra_info") or {}
+    if not isinstance(given, Mapping):
+        return row  # reported by the dataset
+    return {**row, "extra_info": further | dict(given)} if further else row
 
 
 def given_rewards(config: schema.Config, tokenizer: Any, given: Any) -> RewardManager:

@@ -65,8 +65,8 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "ignore_eos", "seed", "ma
 
 def check_sampling(n: int, sampling: Mapping[str, Any], longest: int) -> None:
     """Raise ValueError for sampling parameters that generation does not take. longest: limit of max_tokens."""
-    if n < 1:
-        raise ValueError(f"n: expected the number of responses to each prompt, int >= 1, found {n}")
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(f"n: expected the number of responses to each prompt, int >= 1, found {n!r}")
     for name in sampling:
         if name not in _SAMPLING:
             raise ValueError(f"generate: no sampling parameter is called {name!r}: {did_you_mean(name, _SAMPLING)}")
@@ -82,6 +82,8 @@ def prompt_items(prompts: Sequence[Any], tokenizer: Any, data: schema.DataConfig
     """Items of prompts (texts or chats), tokenized as those of the training data."""
     if isinstance(prompts, str):
         raise ValueError(f"generate: expected a list of prompts, found the string {prompts!r}: use [{prompts!r}]")
+    if not isinstance(prompts, Iterable) or not (prompts := list(prompts)):
+        raise ValueError(f"generate: expected a list of prompts (texts or chats), found {prompts!r}")
     rows = [{data.prompt_key: prompt, "data_source": "generate"} for prompt in prompts]
     settings = data.model_copy(update={"filter_overlong_prompts": False, "ground_truth_key": "answer"})
     dataset = RLHFDataset(rows, tokenizer, settings.model_copy(update={"reward_fn_key": "data_source"}))

@@ -180,14 +180,17 @@ def _timing(run: RecordedRun) -> dict[str, Any]:
 
 
 def _unique_steps(records: Iterator[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The last record of each step, in order."""
-    return [dict(record) for _, record in sorted({record["step"]: record for record in records}.items())]
+    """The last record of each step, in order. Records without a step or its samples are skipped."""
+    complete = (r for r in records if isinstance(r.get("step"), int) and isinstance(r.get("samples"), list))
+    return [dict(record) for _, record in sorted({record["step"]: record for record in complete}.items())]
 
 
 def _extremes(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """The samples with the highest and lowest scores of the last quarter of the recorded steps, as (step, index)."""
     recent = steps[-max(1, len(steps) // 4) :]
-    found = [(sample["score"], record["step"], i) for record in recent for i, sample in enumerate(record["samples"])]
+    samples = [(record["step"], i, sample) for record in recent for i, sample in enumerate(record["samples"])]
+    # None: the score was NaN or infinite
+    found = [(sample["score"], step, i) for step, i, sample in samples if sample.get("score") is not None]
     worst = sorted(found, key=lambda item: (item[0], -item[1]))
     best = sorted(found, key=lambda item: (-item[0], -item[1]))
     return {"best": [item[1:] for item in best[:_EXTREMES]], "worst": [item[1:] for item in worst[:_EXTREMES]]}
@@ -196,6 +199,7 @@ def _extremes(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 def _validation_samples(run: RecordedRun) -> list[dict[str, Any]]:
     """Samples of the last validation, if trainer.log_val_generations recorded some."""
     tables = [table for table in read_lines(run.folder / "samples.jsonl") if table.get("name") == "val/generations"]
+    tables = [table for table in tables if "step" in table and isinstance(table.get("rows"), list)]
     return [{**row, "step": tables[-1]["step"]} for row in tables[-1]["rows"][:_VALIDATION_SAMPLES]] if tables else []
 
 
