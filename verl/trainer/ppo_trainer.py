@@ -18,12 +18,12 @@ from verl.single_controller.cluster import Cluster
 from verl.tracking.trackers import Rows
 from verl.tracking.tracking import setup_logging
 from verl.trainer.agents import describe_agents
+from verl.trainer.arguments import ConfigSource, read_arguments
 from verl.trainer.asynchronous import Asynchronous, use_sampled_log_probs
 from verl.trainer.base import Trainer
 from verl.trainer.canary import Canary
 from verl.trainer.checkpointing import saving_words
 from verl.trainer.dynamic_sampling import sample_dynamically
-from verl.trainer.given import ConfigSource, read_given
 from verl.trainer.inputs import given_rewards, load_inputs, stop_token_ids
 from verl.trainer.launch import Recipe, print_config_errors_plainly, recipe_of
 from verl.trainer.metrics import data_metrics, joined, numeric_columns, predictions, validation_metrics
@@ -107,7 +107,7 @@ class PPOTrainer(Trainer):
         setup_logging()
         print_config_errors_plainly()
         recipe = recipe_of(type(self))
-        given = read_given(
+        given = read_arguments(
             config,
             config_path,
             overrides,
