@@ -1,4 +1,4 @@
-"""A real language model learns arithmetic with GRPO, on two CPU cores, while its responses change before your eyes.
+"""Train a pretrained language model on arithmetic with GRPO on two CPU cores, and show its responses during training.
 
     python examples/quickstart/run.py --model smollm2                 # SmolLM2-135M-Instruct, see smollm2.py
     python examples/quickstart/run.py --model FOLDER                  # a HuggingFace chat model

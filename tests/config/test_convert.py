@@ -127,7 +127,7 @@ def test_a_script_for_public_verl(tmp_path):
     layer, remarks = read_source(path)
     assert remarks == [
         "not a setting: --config-name=ppo_trainer",
-        "shell variables, to replace by values: data.train_files",
+        "shell variables, replace them with values: data.train_files",
     ]
     found = convert(layer, "auto", Config, 1)
     found.check(PRESETS)
@@ -136,7 +136,7 @@ def test_a_script_for_public_verl(tmp_path):
     assert "data.train_batch_size" not in found.values  # 1024 is the default
     assert remark(found, "use_shm").startswith("no effect here (speed or memory only)")
     assert "unknown key" in remark(found, "trainer.foo") and remark(found, "strategy: ").startswith("problem: ")
-    assert remark(found, "image_key").startswith("off here as in the file")
+    assert remark(found, "image_key").startswith("off in the file, and not supported here")
     assert "trainer.n_gpus_per_node=8 (here 1)" in remark(found, "verl's defaults")
     words = " ".join([*found.values, *found.remarks])
     for key in layer:

@@ -92,7 +92,7 @@ def test_files_of_different_columns(write, char_tokenizer, caplog):
     files = [write("a.parquet", [verl_row] * 4), write("b.jsonl", [{"prompt": "c=", "solution": "d"}] * 2)]
     with caplog.at_level(logging.INFO, "verl.data"):
         mixture = Mixture([RLHFDataset(file, char_tokenizer) for file in files], files)
-    assert "columns that not every file has are dropped: level" in caplog.text
+    assert "columns dropped, because some of the files lack them: level" in caplog.text
     source = PromptSource(mixture, 4, weights=[0.5, 0.5], collate=collate_prompts)
     batch = source()
     columns = batch.non_tensor_batch

@@ -8,8 +8,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from verl.tracking.console import TrainingProgress, sparkline
-from verl.tracking.formatting import duration_in_words, fixed, step_line
+from verl.tracking.console import TrainingProgress
+from verl.tracking.formatting import duration_in_words, fixed, sparkline, step_line
 from verl.tracking.summary import summary_lines
 from verl.utils import log
 

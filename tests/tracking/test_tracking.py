@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.tracking.console import headline, short
+from verl.tracking.formatting import headline, short
 from verl.tracking.trackers import TRACKER_REGISTRY, Tracker
 from verl.tracking.tracking import Tracking, check_trackers
 

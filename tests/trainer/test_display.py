@@ -7,7 +7,7 @@ import pytest
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.sft import SFTTrainer
-from verl.utils.threads import crowded
+from verl.utils.threads import oversubscription
 
 
 @pytest.fixture
@@ -103,11 +103,11 @@ def test_sft(tiny, tmp_path, lines):
 
 
 def test_the_hint_about_taken_cores():
-    assert crowded(threads=2, load=0.4, cores=2) is None
-    assert crowded(threads=1, load=8.0, cores=2) is None
-    assert crowded(threads=8, load=20.0, cores=64) is None
-    assert crowded(threads=64, load=40.0, cores=64) == (
-        "the cores are taken: load average 40.0 on 64 cores, and torch uses 64 threads, which can make steps many "
+    assert oversubscription(threads=2, load=0.4, cores=2) is None
+    assert oversubscription(threads=1, load=8.0, cores=2) is None
+    assert oversubscription(threads=8, load=20.0, cores=64) is None
+    assert oversubscription(threads=64, load=40.0, cores=64) == (
+        "CPU oversubscription: load average 40.0 on 64 cores, and torch uses 64 threads, which can make steps many "
         "times slower. Set OMP_NUM_THREADS=24"
     )
-    assert crowded(threads=2, load=3.0, cores=2).endswith("Set OMP_NUM_THREADS=1")
+    assert oversubscription(threads=2, load=3.0, cores=2).endswith("Set OMP_NUM_THREADS=1")

@@ -1,4 +1,4 @@
-"""Subcommands of `verl` that are programs of their own: `verl train ARGUMENTS` is `python -m verl.trainer.main_ppo`."""
+"""Subcommands of `verl` that run another program: `verl train ARGUMENTS` is `python -m verl.trainer.main_ppo`."""
 
 import importlib
 from collections.abc import Callable
@@ -18,8 +18,8 @@ class Program:
         name: the subcommand.
         module: has `main(arguments, program) -> exit status`.
         help: one line for `verl --help`.
-        schema: whose keys are completed: a name of `verl.cli.config.SCHEMAS`; "" if there is no configuration.
-        first: arguments before those given.
+        schema: name in `verl.cli.config.SCHEMAS` of the schema whose keys the shell completes; "": none.
+        first: arguments that are put before those of the user.
     """
 
     name: str
@@ -60,4 +60,3 @@ PROGRAMS = (
     Program("check", "verl.cli.check", "Check packages and devices, and print the fixes."),
     Program("quickstart", "verl.cli.quickstart", "Train a tiny model with GRPO and watch its reward rise."),
 )
-

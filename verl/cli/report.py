@@ -1,4 +1,4 @@
-"""verl report: one HTML file about a run."""
+"""`verl report`: one HTML file about a run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,10 +15,10 @@ def report(
     The file needs no server and no network.
     """
     from verl.tracking.report import write_report
+    from verl.trainer.command_line import print_error
 
     try:
         path = write_report(run, out)
     except (ValueError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(print_error(error)) from None
     typer.echo(f"report: {path} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser")

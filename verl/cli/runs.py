@@ -1,4 +1,4 @@
-"""verl runs: lists the runs of a folder, and compares runs."""
+"""`verl runs`: list the runs of a folder, and compare runs."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +22,7 @@ def list_runs(folder: _Folder = Path("checkpoints")) -> None:
     """List the runs of a folder, the newest first."""
     from rich.table import Table
 
+    from verl.tracking.formatting import short_duration
     from verl.tracking.runs import find_runs
 
     found = find_runs(folder)
@@ -36,14 +37,14 @@ def list_runs(folder: _Folder = Path("checkpoints")) -> None:
     for run in found:
         total = run.about.get("total_steps")
         training = run.metrics.get(run.reward_name or "", ())
-        validation = run.metrics.get(next(iter(run.validation_names), ""), ())
+        validation = run.metrics.get(_first(run.validation_names) or "", ())
         name = str(run.folder.relative_to(folder)) if run.folder != folder else run.name
         steps = f"{run.steps}/{total}" if total else str(run.steps)
         figures = [
             *_last_and_best(run.reward_name, training),
             *_last_and_best(_first(run.validation_names), validation),
         ]
-        table.add_row(name, run.algorithm, run.model, steps, *figures, run.state, _duration(run.age))
+        table.add_row(name, run.algorithm, run.model, steps, *figures, run.state, short_duration(run.age))
     _print(table)
 
 
@@ -60,7 +61,9 @@ def compare_runs(
     from rich.table import Table
 
     from verl.tracking.curves import save_comparison
+    from verl.tracking.formatting import short_duration
     from verl.tracking.runs import differing_settings, labels, open_run
+    from verl.trainer.command_line import print_error
 
     try:
         found = [open_run(folder) for folder in folders]
@@ -68,8 +71,7 @@ def compare_runs(
             raise ValueError("expected the folders of two or more runs, found one: verl runs compare A B")
         picture = save_comparison(found, out, metric)
     except (ValueError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(print_error(error)) from None
     names = [str(run.folder) for run in found]
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("setting", *names):
@@ -86,7 +88,7 @@ def compare_runs(
     for name in metric or _shown_metrics(found):
         table.add_row(name, *(_range(name, run.metrics.get(name)) for run in found))
     table.add_row("steps", *(str(run.steps) for run in found))
-    table.add_row("time", *(_duration(run.seconds) for run in found))
+    table.add_row("time", *(short_duration(run.seconds) for run in found))
     _print(table)
     typer.echo(f"legend: {'; '.join(labels(found))}\npicture: {picture}")
 
@@ -121,31 +123,24 @@ def _shown_metrics(found: list[Any]) -> list[str]:
 
 def _best(name: str | None, series: Any) -> float | None:
     """The largest score, or the smallest loss; None for a metric that has no best value, such as a length."""
-    values = [value for _, value in series]
+    from verl.tracking.summary import best_point
+
     if name is None or not name.startswith(("critic/score", "critic/rewards", "val", "train/")):
         return None
-    return min(values) if name.endswith(("loss", "nll")) else max(values)
+    return best_point(name, series)[1]
 
 
 def _last_and_best(name: str | None, series: Any) -> tuple[str, str]:
-    from verl.tracking.console import short
+    from verl.tracking.formatting import short
 
     best = _best(name, series) if series else None
     return short(series[-1][1]) if series else "-", "-" if best is None else short(best)
 
 
 def _range(name: str, series: Any) -> str:
-    from verl.tracking.console import short
+    from verl.tracking.formatting import short
 
     if not series:
         return "-"
     best = _best(name, series)
     return f"{short(series[0][1])} -> {short(series[-1][1])}" + ("" if best is None else f" ({short(best)})")
-
-
-def _duration(seconds: float) -> str:
-    """`45s`, `12m`, `3.4h`, `2.5d`."""
-    for unit, size in (("d", 86400), ("h", 3600)):
-        if seconds >= size:
-            return f"{seconds / size:.1f}{unit}"
-    return f"{seconds / 60:.0f}m" if seconds >= 120 else f"{seconds:.0f}s"

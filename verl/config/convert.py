@@ -50,11 +50,11 @@ def read_source(path: Path) -> tuple[Layer, list[str]]:
     """Read a YAML or JSON file, or the words `key=value` of another text file, such as a script.
 
     Returns:
-        The settings, and remarks on words that are none.
+        The settings, and remarks on words that are not settings.
 
     Raises:
         ConfigError: there is no such file, or it is not valid.
-        ValueError: the script has a quote without its end.
+        ValueError: the script has an unclosed quote.
     """
     if path.suffix in (".yaml", ".yml", ".json") or not path.is_file():
         return read_yaml(path), []
@@ -65,7 +65,7 @@ def read_source(path: Path) -> tuple[Layer, list[str]]:
     remarks = [f"not converted: {problem}" for problem in problems]
     remarks += [f"not a setting: {', '.join(others)}"] if others else []
     variables = [key for key, setting in layer.items() if "$" in str(setting.value).replace("${", "")]
-    remarks += [f"shell variables, to replace by values: {', '.join(variables)}"] if variables else []
+    remarks += [f"shell variables, replace them with values: {', '.join(variables)}"] if variables else []
     return layer, remarks
 
 
@@ -157,7 +157,11 @@ def _why_unused(spelled: str, value: Any, schema: type[Schema]) -> str:
     known = upstream_key(key, schema.upstream)
     if known is None:
         return "no counterpart"
-    return f"no effect here ({known.instead})" if known.ignored else f"off here as in the file ({known.instead})"
+    return (
+        f"no effect here ({known.instead})"
+        if known.ignored
+        else f"off in the file, and not supported here ({known.instead})"
+    )
 
 
 def _other_defaults(given: Layer, schema: type[Schema]) -> list[str]:

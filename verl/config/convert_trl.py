@@ -15,7 +15,7 @@ _ACTOR, _OPTIM = _ARR + "actor.", _ARR + "actor.optim."
 
 Values = dict[str, Any]
 Rule = Callable[[Any, Mapping[str, Any]], Values | str]
-"""(value, all arguments) -> our values, or why there are none."""
+"""(value, all arguments) -> values of this project's keys, or the reason why the argument is not converted."""
 
 _RUN = {
     "per_device_train_batch_size": 8,

@@ -1,11 +1,11 @@
-"""Default names of a project and of an experiment, made of the settings that define the experiment.
+"""Default names of a project and of an experiment, derived from the settings that define the experiment.
 
     trainer.project_name      {data}                        gsm8k
     trainer.experiment_name   {algorithm}-{model}-{digest}  grpo-Qwen2.5-0.5B-Instruct-3fa2c1
 
-The digest is of the defining settings that differ from their defaults: the same command has the same names, so that it
-resumes its own run, and another model, data set, algorithm, reward or hyperparameter has a folder of its own. Settings
-of length, speed, placement, validation and output are not part of it.
+The digest covers the defining settings that differ from their defaults. The same command has the same names, so it
+resumes its run; another model, data set, algorithm, reward or hyperparameter has another folder. Settings of length,
+speed, placement, validation and output are not part of the digest.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ _NOT_DEFINING = (
     *("*.rollout.server.model_name", "*.rollout.server.max_concurrency", "*.tool_processes", "*.tool_isolation"),
     *("*.optim.total_training_steps", "reward.isolation", "reward.memory_limit_mb", "reward.sandbox_fusion.*"),
 )
-#: folders and files that are called so do not say what is in them
+#: names of folders and files that do not identify their contents
 _GENERIC = re.compile(
     r"(train|training|test|val|validation|dev|eval|data|datasets?|rows|part|model|actor|critic|huggingface|hf|merged|"
     r"snapshots|main|latest|best|checkpoints?|global_step_\d+|[0-9a-f]{40}|[-_.\d]*|/)(-\d+-of-\d+)?",
@@ -54,11 +54,11 @@ def default_names(flat: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str
     model = flat.get("actor_rollout_ref.model.path", flat.get("model.path"))
     algorithm = flat.get("algorithm.name") or flat.get("algorithm.adv_estimator") or "sft"
     algorithm = "ppo" if algorithm == "gae" else algorithm
-    data = list(dict.fromkeys(_telling_part(str(path)) or "data" for path in files))
+    data = list(dict.fromkeys(_specific_part(str(path)) or "data" for path in files))
     return {
         "data": "+".join(data[:3]) + ("" if len(data) <= 3 else f"+{len(data) - 3}") if data else "data",
         "algorithm": _clean(str(algorithm)) or "rl",
-        "model": _telling_part(str(model or "")) or "model",
+        "model": _specific_part(str(model or "")) or "model",
         "digest": _digest({k: v for k, v in flat.items() if v != plain.get(k) and is_defining(k)}),
     }
 
@@ -70,7 +70,7 @@ def is_defining(key: str) -> bool:
     return key.partition(".")[0] not in _OUTSIDE and not any(fnmatchcase(key, pattern) for pattern in _NOT_DEFINING)
 
 
-def _telling_part(path: str) -> str:
+def _specific_part(path: str) -> str:
     """The last part of a path or Hub id that is not generic: `~/gsm8k/train.parquet` -> gsm8k."""
     parts = PurePath(path.rstrip("/")).parts
     parts = (*parts[:-1], re.sub(r"\.(parquet|jsonl?|csv|arrow)(\.gz)?$", "", parts[-1])) if parts else ()

@@ -1,4 +1,4 @@
-"""Which columns of a data file hold the prompt, the ground truth and the rest of an RL row."""
+"""Columns of RL data: which hold the prompt and the ground truth, and which are passed on."""
 
 import logging
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ NO_TRUTH = {"style": "none", "ground_truth": None}
 """The `reward_model` of a row without ground truth."""
 PROMPT_KEY = schema.DataConfig().prompt_key
 GROUND_TRUTH_KEY = schema.DataConfig().ground_truth_key
-#: columns of TRL that stand for the default ones
+#: columns of TRL that replace missing default columns
 _OTHER_PROMPT, _OTHER_TRUTH = "messages", "solution"
 
 
@@ -41,6 +41,7 @@ def find_columns(rows: Rows, config: schema.DataConfig) -> schema.DataConfig:
 
 
 def check_columns(rows: Rows, config: schema.DataConfig) -> None:
+    """Raise ValueError if the rows lack a column that the settings name: prompt, ground truth or reward key."""
     if config.prompt_key not in rows.columns:
         raise ValueError(
             f"{rows.names}: no column {config.prompt_key!r} for the prompt (data.prompt_key): "

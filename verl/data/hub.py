@@ -18,7 +18,7 @@ from verl.utils.data_names import DataName, source_name
 
 logger = logging.getLogger("verl.data")
 
-_TIMEOUT = 10.0  # seconds until the hub counts as not reachable
+_TIMEOUT = 10.0  # seconds to wait for a reply of the hub
 _SAVED = ("dataset_dict.json", "state.json")  # files of a folder that `save_to_disk` wrote
 
 
@@ -41,7 +41,7 @@ class _Converted(Sequence):
         return (self[index] for index in range(len(self)))
 
 
-@functools.lru_cache(maxsize=16)  # a run counts the rows first, and reads them later
+@functools.lru_cache(maxsize=16)  # a run opens a dataset twice: to count its rows, and to read them
 def open_dataset(entry: str | Path) -> RowTable:
     """Load a hub dataset or a folder. The rows are memory-mapped by `datasets`.
 

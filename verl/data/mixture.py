@@ -40,7 +40,7 @@ class Mixture(Dataset):
         self._keys = [key for key in keys[0] if all(key in others for others in keys)]
         dropped = sorted({key for others in keys for key in others} - {*self._keys})
         if dropped:
-            logger.info("columns that not every file has are dropped: %s", ", ".join(dropped))
+            logger.info("columns dropped, because some of the files lack them: %s", ", ".join(dropped))
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -54,7 +54,7 @@ class Mixture(Dataset):
 
     @staticmethod
     def parts_of(dataset: Any, count: int) -> tuple[list[str], list[int]]:
-        """Names and sizes of the datasets of a mixture. Raises ValueError if there are not `count` of them."""
+        """Names and sizes of the datasets of a mixture. Raises ValueError unless there are `count` datasets."""
         if not isinstance(dataset, Mixture):
             raise ValueError(
                 "data.train_weights mixes the files of data.train_files, but the dataset was given as an object: "

@@ -41,8 +41,8 @@ class _Parameter:
         rows, ranks = tensor.shape[0], group.size()
         return cls(name, tensor, group, -(-rows // ranks) * (tensor.numel() // max(rows, 1)))
 
-    def goes_with(self, other: "_Parameter") -> bool:
-        """Whether both can be gathered by one collective."""
+    def can_join(self, other: "_Parameter") -> bool:
+        """Whether one collective can gather both."""
         return self.group is not None and self.group is other.group and self.tensor.dtype == other.tensor.dtype
 
 
@@ -79,7 +79,7 @@ def _buckets(
     for name, tensor in named:
         parameter = _Parameter.of(name, tensor)
         room = tensor.numel() * (dtype or tensor.dtype).itemsize
-        if bucket and (size + room > bucket_bytes or not bucket[0].goes_with(parameter)):
+        if bucket and (size + room > bucket_bytes or not bucket[0].can_join(parameter)):
             yield bucket
             bucket, size = [], 0
         bucket.append(parameter)

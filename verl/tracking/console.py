@@ -16,11 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from verl.tracking.formatting import (
+    HEADLINES,
     core_results,
     duration,
     headline,
     sample_line,
-    short,
     sparkline,
     step_line,
     validation_line,
@@ -28,13 +28,11 @@ from verl.tracking.formatting import (
 from verl.tracking.summary import best_point
 from verl.utils import log
 
-__all__ = ["Sample", "TrainingProgress", "headline", "short", "sparkline"]
-
 Sample = tuple[str, str, float]
 """(prompt, response, score)"""
 
-#: label -> metrics of the sparklines, of which the first one present is drawn
-_CURVES = {"reward": ("critic/score/mean",), "loss": ("train/loss", "train/nll")}
+#: headlines that are drawn as sparklines
+_CURVES = ("reward", "loss")
 #: seconds between two drawings of the panel: at most, while an operator runs, and at least, for very fast steps
 _REDRAW_SECONDS = 1.0
 _MIN_REDRAW_SECONDS = 0.1
@@ -150,8 +148,8 @@ class TrainingProgress:
         self._last = now
         self._step = step, metrics, timings
         self._seconds.update(timings)
-        for label, names in _CURVES.items():
-            name = next((name for name in names if name in metrics), None)
+        for label in _CURVES:
+            name = next((name for name in HEADLINES[label] if name in metrics), None)
             if name is not None:
                 self._curves.setdefault(label, []).append(metrics[name])
         self._add_validation(step, metrics)

@@ -5,22 +5,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from verl.tracking.formatting import HEADLINES
 from verl.tracking.runs import RecordedRun, Series, labels, open_run, read_metrics
 
 __all__ = ["centred_mean", "moving_mean", "read_metrics", "robust_limits", "save_comparison", "save_curves"]
 
 #: title of a panel -> metrics, of which the first one present is plotted
 PANELS: dict[str, tuple[str, ...]] = {
-    "score": ("critic/score/mean",),
+    "score": HEADLINES["reward"],
     "loss": ("train/nll", "train/loss"),
-    "response length (tokens)": ("response_length/mean",),
-    "KL to the reference": ("actor/ref_kl", "actor/kl", "actor/reward_kl_penalty"),
-    "entropy": ("actor/entropy", "actor/entropy_loss"),
+    "response length (tokens)": HEADLINES["length"],
+    "KL to the reference": HEADLINES["kl"],
+    "entropy": HEADLINES["entropy"],
 }
 
-#: steps over which the bold line is averaged
+#: default window of the trailing mean, in steps
 WINDOW = 10
-#: of a centred mean: odd
+#: default window of the centred mean, in steps; odd
 CENTRED = 11
 
 
@@ -131,7 +132,7 @@ def _panels(runs: Sequence[RecordedRun], keys: Sequence[str] | None) -> Mapping[
 
 
 def _draw(axis: Any, series: Series, color: str, name: str) -> None:
-    """Plot the values and their moving mean."""
+    """Plot the values and their centred mean."""
     steps, values = zip(*series)
     axis.plot(steps, values, color=color, alpha=0.3, linewidth=1, label=None if name else "each step")
     axis.plot(steps, centred_mean(values), color=color, linewidth=2, label=name or f"mean of {CENTRED} steps")

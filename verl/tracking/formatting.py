@@ -79,6 +79,14 @@ def duration_in_words(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
+def short_duration(seconds: float) -> str:
+    """Format seconds for a table: 45s, 12m, 3.4h, 2.5d."""
+    for unit, size in (("d", 86400), ("h", 3600)):
+        if seconds >= size:
+            return f"{seconds / size:.1f}{unit}"
+    return f"{seconds / 60:.0f}m" if seconds >= 120 else f"{seconds:.0f}s"
+
+
 def headline_values(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return label -> value of the headline metrics. Equal reward, accuracy and net reward are there once."""
     found: dict[str, float] = {}

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from verl.checkpoints.atomic import atomic_write
-from verl.tracking.step_files import open_steps, rewrite
+from verl.tracking.step_files import open_steps
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,9 @@ class RunRecord:
             self._every *= 2
             kept = [json.loads(line) for line in self._steps.read_text(encoding="utf-8").splitlines()]
             kept = [{**item, "every": self._every} for item in kept if (item["step"] - 1) % self._every == 0]
-            rewrite(self._steps, [(json.dumps(item, ensure_ascii=False) + "\n").encode() for item in kept])
+            with atomic_write(self._steps) as draft:
+                lines = (json.dumps(item, ensure_ascii=False) + "\n" for item in kept)
+                draft.write_text("".join(lines), encoding="utf-8")
 
     def _write(self) -> None:
         with atomic_write(self.folder / "run.json") as draft:

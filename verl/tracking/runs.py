@@ -13,11 +13,11 @@ from typing import Any
 
 import psutil
 
+from verl.tracking.summary import Series
+
 logger = logging.getLogger(__name__)
 
-Series = list[tuple[int, float]]
-
-#: settings that differ between any two runs, and say nothing about them
+#: names, which differ between any two runs
 _NAMES = {"trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir", "trainer.run_id"}
 #: metrics of the training reward or loss, of which the first one present is shown
 REWARDS = ("critic/score/mean", "critic/rewards/mean", "train/nll", "train/loss")
@@ -53,7 +53,7 @@ def read_metrics(metrics_jsonl: str | Path) -> dict[str, Series]:
     path = Path(metrics_jsonl)
     if not path.is_file():
         raise ValueError(f"{path} does not exist: expected the file that the tracker jsonl writes (trainer.logger)")
-    found: dict[str, Series] = {}
+    found: dict[str, list[tuple[int, float]]] = {}
     for record in read_lines(path):
         step = record.pop("step", None)
         record.pop("time", None)
@@ -88,7 +88,7 @@ class RecordedRun:
 
     @property
     def name(self) -> str:
-        """Folder name, with its parent if it says nothing by itself."""
+        """Folder name."""
         return self.folder.name or str(self.folder)
 
     @property
@@ -107,7 +107,7 @@ class RecordedRun:
 
     @property
     def state(self) -> str:
-        """running, finished, interrupted or failed; `killed` if its process has ended without a word."""
+        """running, finished, interrupted or failed; `killed` if its process ended without writing one of these."""
         state = str(self.about.get("state", "unknown"))
         pid, started = self.about.get("pid"), self.about.get("started")
         if state == "running" and self.about.get("host") == socket.gethostname() and pid and started:

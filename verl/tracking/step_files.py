@@ -2,9 +2,10 @@
 
 import json
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
+
+from verl.checkpoints.atomic import atomic_write
 
 logger = logging.getLogger(__name__)
 
@@ -21,16 +22,10 @@ def open_steps(path: Path, resume_step: int) -> TextIO:
     if dropped:
         with path.with_suffix(".dropped.jsonl").open("ab") as file:
             file.writelines(line if line.endswith(b"\n") else line + b"\n" for line in dropped)
-        rewrite(path, kept)
+        with atomic_write(path) as draft:
+            draft.write_bytes(b"".join(kept))
         logger.info("%s: moved %d lines after step %d to a .dropped file", path, len(dropped), resume_step)
     return path.open("a", encoding="utf-8")
-
-
-def rewrite(path: Path, lines: Sequence[bytes]) -> None:
-    """Replace a file in one operation."""
-    draft = path.with_suffix(".draft")
-    draft.write_bytes(b"".join(lines))
-    draft.replace(path)
 
 
 def _is_kept(line: bytes, resume_step: int) -> bool:

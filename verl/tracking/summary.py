@@ -1,16 +1,16 @@
-"""The lines at the end of a run: what was learned, and in how long."""
+"""The summary at the end of a run: reward or loss, validation results, and duration."""
 
 from collections.abc import Mapping, Sequence
 
-from verl.tracking.formatting import duration_in_words
+from verl.tracking.formatting import HEADLINES, duration_in_words
 
 Series = Sequence[tuple[int, float]]
 """(step, value) in the order of the steps."""
 
 #: steps at both ends over which the reward is averaged
 WINDOW = 10
-#: label -> metrics, of which the first one present is summarized
-_LEARNED = {"reward": ("critic/score/mean",), "loss": ("train/loss", "train/nll")}
+#: headlines that are summarized
+_LEARNED = ("reward", "loss")
 _MAX_VALIDATIONS = 3
 
 
@@ -27,8 +27,8 @@ def summary_lines(history: Mapping[str, Series], steps: int, total_steps: int, s
     """
     lines = []
     of = f" of {total_steps}" if steps < total_steps else ""
-    for label, names in _LEARNED.items():
-        series = next((history[name] for name in names if history.get(name)), ())
+    for label in _LEARNED:
+        series = next((history[name] for name in HEADLINES[label] if history.get(name)), ())
         values = [value for _, value in series]
         if not values:
             continue
@@ -49,7 +49,7 @@ def summary_lines(history: Mapping[str, Series], steps: int, total_steps: int, s
 
 def best_point(name: str, series: Series) -> tuple[int, float]:
     """The best (step, value) of a metric: the smallest value of a loss, the largest of another metric."""
-    return (min if name.endswith("loss") else max)(series, key=lambda point: point[1])
+    return (min if name.endswith(("loss", "nll")) else max)(series, key=lambda point: point[1])
 
 
 def _first_and_best(name: str, history: Mapping[str, Series]) -> str:

@@ -29,7 +29,7 @@ from verl.trainer.validation_watch import ValidationWatch
 from verl.utils.device import process_rss
 from verl.utils.lock import lock_folder
 from verl.utils.rng import seed_everything
-from verl.utils.threads import warn_if_crowded
+from verl.utils.threads import warn_if_oversubscribed
 
 logger = logging.getLogger("verl.trainer")
 
@@ -113,7 +113,7 @@ class Trainer(ABC):
         self.tokenizer = run.inputs.tokenizer
         trainer = self.config.trainer
         if trainer.device != "cuda":
-            warn_if_crowded()
+            warn_if_oversubscribed()
         self.total_steps: int = trainer.total_training_steps or source.steps_per_epoch * trainer.total_epochs
         self.global_step = 0
         self.ready = False

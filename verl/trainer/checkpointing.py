@@ -64,8 +64,8 @@ class _Pending:
     best: Mapping[str, Any] | None
 
 
-def saving_words(trainer: RunConfig) -> str:
-    """When a run saves checkpoints, for its plan."""
+def describe_saving(trainer: RunConfig) -> str:
+    """Text such as "every 20 steps, at the end", for the plan of a run; "never" if it saves no checkpoint."""
     words = {-1: "", 0: "", "after_each_epoch": "after each epoch"}.get(
         trainer.save_freq, f"every {trainer.save_freq} steps"
     )

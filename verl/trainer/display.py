@@ -1,4 +1,4 @@
-"""What a user sees of a run: the panel or one line per step, warnings about divergence, and a summary at the end."""
+"""Console output of a run: a panel or one line per step, warnings about divergence, and a summary at the end."""
 
 import importlib.util
 import logging
@@ -75,7 +75,7 @@ class RunDisplay:
                 log.steps.info("%s", line)
 
     def summary(self) -> list[str]:
-        """What was learned so far, where it is, and the next command."""
+        """Lines with the results so far, the paths of the run, and the next command."""
         trainer, history = self._trainer, self._watch.history
         seconds = time.monotonic() - self._start
         lines = summary_lines(history, trainer.global_step, trainer.total_steps, seconds)

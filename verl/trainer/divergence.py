@@ -1,4 +1,4 @@
-"""Detectors of diverging training: each names what was seen, and the settings to look at.
+"""Detectors of diverging training. A message states the values and the settings to change.
 
 A detector is a function of the history of metrics and a `scale`, the factor on its thresholds. `DivergenceWatch`
 reports an event once: it is reported again only after the detector no longer fires at half of its thresholds.
@@ -8,8 +8,8 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-Series = Sequence[tuple[int, float]]
-"""(step, value) in the order of the steps."""
+from verl.tracking.formatting import HEADLINES
+from verl.tracking.summary import Series, best_point
 
 History = Mapping[str, Series]
 """Metric -> its values."""
@@ -19,15 +19,11 @@ WINDOW = 5
 #: after each this many steps, the detectors run one step more rarely
 _EVERY = 500
 
-#: the metrics that are read, in addition to validation results
-_OTHERS = ("actor/lr", "train/loss", "train/nll")
-REWARD = ("critic/score/mean",)
-ENTROPY = ("actor/entropy", "actor/entropy_loss")
-KL = ("actor/ref_kl", "actor/kl", "actor/reward_kl_penalty")
+REWARD, ENTROPY, KL = HEADLINES["reward"], HEADLINES["entropy"], HEADLINES["kl"]
 
 
 def find(history: History, names: Sequence[str]) -> Series:
-    """The first of these metrics that there is."""
+    """The series of the first of these metrics that the history has; empty if it has none."""
     return next((history[name] for name in names if history.get(name)), ())
 
 
@@ -96,7 +92,7 @@ def worse_validation(history: History, scale: float = 1.0, prompts: int | None =
     for name, series in history.items():
         if not name.startswith("val-core/") or "/mean@" not in name or len(series) < 2:
             continue
-        (best_step, best), (step, now) = max(series, key=lambda point: point[1]), series[-1]
+        (best_step, best), (step, now) = best_point(name, series), series[-1]
         noise = 0.0
         if prompts and 0 <= now <= best <= 1:  # an accuracy; of another reward, the spread of a prompt is not known
             noise = 3 * math.sqrt((best * (1 - best) + now * (1 - now)) / prompts)
@@ -115,7 +111,7 @@ def _overfitting(history: History, scale: float) -> str | None:
     series = history.get("val/loss", ())
     if len(series) < 2:
         return None
-    (best_step, best), (step, now) = min(series, key=lambda point: point[1]), series[-1]
+    (best_step, best), (step, now) = best_point("val/loss", series), series[-1]
     if not now - best > scale * 0.05 * abs(best):
         return None
     return (
@@ -145,7 +141,8 @@ DETECTORS: dict[str, Detector] = {
 }
 
 
-_KEPT = {*_OTHERS, *REWARD, *ENTROPY, *KL}
+#: metrics of the history, in addition to validation results; the loss is for the summary of the run
+_KEPT = {"actor/lr", *HEADLINES["loss"], *REWARD, *ENTROPY, *KL}
 
 
 class DivergenceWatch:

@@ -206,10 +206,10 @@ def as_dataset(config: schema.Config, tokenizer: Any, given: Any, max_samples: i
     """The dataset of rows; a dataset as it is. Further columns of a row are also passed to the reward in extra_info."""
     if not are_rows(given) or (isinstance(given, Dataset) and config.data.prompt_key not in given[0]):
         return given
-    own = config.data.ground_truth_key
+    truth_key = config.data.ground_truth_key
     rows = [given[i] for i in range(len(given))]
     columns = dict.fromkeys(key for row in rows if isinstance(row, Mapping) for key in row)
-    rows = [_row(row, columns, config.data.prompt_key, own) for row in rows]
+    rows = [_row(row, columns, config.data.prompt_key, truth_key) for row in rows]
     return RLHFDataset(rows, tokenizer, config.data, max_samples=len(rows) if max_samples < 0 else max_samples)
 
 

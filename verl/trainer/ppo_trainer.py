@@ -18,12 +18,12 @@ from verl.single_controller.cluster import Cluster
 from verl.tracking.trackers import Rows
 from verl.tracking.tracking import setup_logging
 from verl.trainer.agents import describe_agents
+from verl.trainer.arguments import ConfigSource, read_arguments
 from verl.trainer.asynchronous import Asynchronous, use_sampled_log_probs
 from verl.trainer.base import Trainer
 from verl.trainer.canary import Canary
-from verl.trainer.checkpointing import saving_words
+from verl.trainer.checkpointing import describe_saving
 from verl.trainer.dynamic_sampling import sample_dynamically
-from verl.trainer.given import ConfigSource, read_given
 from verl.trainer.inputs import given_rewards, load_inputs, stop_token_ids
 from verl.trainer.launch import Recipe, print_config_errors_plainly, recipe_of
 from verl.trainer.metrics import data_metrics, joined, numeric_columns, predictions, validation_metrics
@@ -107,7 +107,7 @@ class PPOTrainer(Trainer):
         setup_logging()
         print_config_errors_plainly()
         recipe = recipe_of(type(self))
-        given = read_given(
+        given = read_arguments(
             config,
             config_path,
             overrides,
@@ -278,7 +278,7 @@ class PPOTrainer(Trainer):
 
     def plan(self) -> str:
         words, trainer = self._summary(), self.config.trainer
-        saving = saving_words(trainer)
+        saving = describe_saving(trainer)
         further = "; ".join(f"{topic}: {words[topic]}" for topic in words if topic not in ("model", "algorithm"))
         return (
             f"would train {self.total_steps} steps of {self.recipe.name or self.config.algorithm.adv_estimator} from "

@@ -1,4 +1,4 @@
-"""What a run shows and keeps: the display, the trackers, and the record for `verl runs` and `verl report`."""
+"""Output of a run: the display, the trackers, and the record for `verl runs` and `verl report`."""
 
 import logging
 from collections.abc import Iterator, Sequence

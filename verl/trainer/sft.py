@@ -16,9 +16,9 @@ from verl.single_controller import WorkerSpec
 from verl.single_controller.cluster import Cluster
 from verl.single_controller.placement import ResourcePool
 from verl.tracking.tracking import setup_logging
+from verl.trainer.arguments import ConfigSource, read_arguments
 from verl.trainer.base import Trainer
-from verl.trainer.checkpointing import saving_words
-from verl.trainer.given import ConfigSource, read_given
+from verl.trainer.checkpointing import describe_saving
 from verl.trainer.inputs import load_sft_inputs
 from verl.trainer.launch import Recipe
 from verl.trainer.preflight import INPUTS, prepare_run, run_checks
@@ -72,7 +72,7 @@ class SFTTrainer(Trainer):
         cluster: Cluster | None = None,
     ):
         setup_logging()
-        given = read_given(
+        given = read_arguments(
             config,
             config_path,
             overrides,
@@ -131,7 +131,7 @@ class SFTTrainer(Trainer):
         return (
             f"would train {self.total_steps} steps of SFT from {self.config.model.path} with {self.world_size} "
             f"process{'es' * (self.world_size > 1)}; data: {self.source.describe()}; checkpoints: "
-            f"{saving_words(self.config.trainer)}, in {self.config.trainer.default_local_dir}"
+            f"{describe_saving(self.config.trainer)}, in {self.config.trainer.default_local_dir}"
         )
 
     def step_metrics(self, batch: DataProto) -> dict[str, float]:

@@ -5,7 +5,7 @@
     watch.improved                      # trainer.save_best: the last validation was the best one
     watch.reason                        # trainer.early_stopping: why the run ends, or None
 
-Its state is in every checkpoint, so a resumed run takes the decisions of an uninterrupted one.
+Its state is in every checkpoint, so a resumed run makes the same decisions as an uninterrupted one.
 """
 
 import logging
@@ -128,7 +128,7 @@ class ValidationWatch:
                 tracker.value_of(metrics)
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take note of a validation."""
+        """Update the best value and the patience with a validation."""
         self.skipped = False
         self.improved = self._best is not None and self._best.observe(step, metrics)
         if self._stopping is not None:

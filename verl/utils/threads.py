@@ -1,5 +1,4 @@
-"""A hint for runs on cores that other programs use: torch then has more threads than cores, and steps get many times
-slower."""
+"""Warn if torch has more threads than there are free cores, which makes steps many times slower."""
 
 import functools
 import logging
@@ -10,8 +9,8 @@ import torch
 logger = logging.getLogger("verl.trainer")
 
 
-def crowded(threads: int, load: float, cores: int) -> str | None:
-    """The hint, if the threads exceed the free cores.
+def oversubscription(threads: int, load: float, cores: int) -> str | None:
+    """Return the warning if the threads exceed the free cores, otherwise None.
 
     Args:
         threads: threads of torch in each operation.
@@ -22,15 +21,15 @@ def crowded(threads: int, load: float, cores: int) -> str | None:
     if load < 1 or threads <= free + 0.5 or threads == 1:
         return None
     return (
-        f"the cores are taken: load average {load:.1f} on {cores} cores, and torch uses {threads} threads, which can "
+        f"CPU oversubscription: load average {load:.1f} on {cores} cores, and torch uses {threads} threads, which can "
         f"make steps many times slower. Set OMP_NUM_THREADS={max(1, int(free))}"
     )
 
 
 @functools.cache
-def warn_if_crowded() -> None:
-    """Log the hint, once per process. Call it before workers start, whose load is not that of other programs."""
+def warn_if_oversubscribed() -> None:
+    """Log the warning, once per process. Call it before workers start: their load is not that of other programs."""
     own = 1.0  # this process, which has been importing and tokenizing
-    hint = crowded(torch.get_num_threads(), max(os.getloadavg()[0] - own, 0.0), os.cpu_count() or 1)
-    if hint is not None:
-        logger.warning("%s", hint)
+    warning = oversubscription(torch.get_num_threads(), max(os.getloadavg()[0] - own, 0.0), os.cpu_count() or 1)
+    if warning is not None:
+        logger.warning("%s", warning)

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from verl.tracking.curves import PANELS, centred_mean, robust_limits
+from verl.tracking.formatting import duration_in_words
 from verl.tracking.metric_names import describe
 from verl.tracking.runs import RecordedRun, Series, open_run, read_lines
+from verl.tracking.summary import best_point
 
 #: points of a curve, and columns of a picture over time, that are shown; more are thinned evenly
 MAX_POINTS = 1000
@@ -112,12 +114,10 @@ def _tiles(run: RecordedRun) -> list[tuple[str, str, str]]:
         tiles.append((f"training {label}", f"{first:.3g} → {last:.3g}", f"mean of the first and last {edge} steps"))
     for name in run.validation_names[:2]:
         series = run.metrics[name]
-        step, best = (min if name.endswith("loss") else max)(series, key=lambda point: point[1])
+        step, best = best_point(name, series)
         value = f"{series[0][1]:.3g} → {series[-1][1]:.3g}"
         tiles.append((run.validation_label(name), value, f"best {best:.3g} at step {step}"))
-    minutes, seconds = divmod(round(run.seconds), 60)
-    spent = f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {seconds} s"
-    return [*tiles, ("time", spent, "steps and validations")]
+    return [*tiles, ("time", duration_in_words(run.seconds), "steps and validations")]
 
 
 def _panels(run: RecordedRun) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What a user gives to a trainer in Python instead of files: rows, a reward, a model. Read into settings and datasets.
+"""Reads the arguments of a trainer: settings, and rows, rewards and models that are Python objects instead of files.
 
 Datasets and rewards stay in this process, whatever the cluster. A model object is written to a folder, from which the
 workers load it; the object itself is not changed.
@@ -6,7 +6,7 @@ workers load it; the object itself is not changed.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ _MODEL_FOLDER = "initial_model"
 
 
 @dataclass
-class Given:
+class TrainerArguments:
     """Configuration, datasets and reward as `prepare_run` and `load_inputs` take them.
 
     Attributes:
@@ -39,7 +39,6 @@ class Given:
     train_dataset: Any = None
     val_dataset: Any = None
     reward: Any = None
-    settings: dict[str, Any] = field(default_factory=dict)
 
     def add(self, settings: Mapping[str, Any]) -> None:
         """Add settings above all others."""
@@ -53,7 +52,7 @@ class Given:
             self.overrides = [*self.overrides, *(f"{key}={json.dumps(value)}" for key, value in settings.items())]
 
 
-def read_given(
+def read_arguments(
     config: ConfigSource,
     config_path: str | Path | None,
     overrides: Overrides,
@@ -65,7 +64,7 @@ def read_given(
     model: Any = None,
     tokenizer: Any = None,
     settings: Mapping[str, Any] | None = None,
-) -> Given:
+) -> TrainerArguments:
     """Read the arguments of a trainer.
 
     Args:
@@ -102,7 +101,7 @@ def read_given(
     return given
 
 
-def _read_config(config: Any, config_path: Any, overrides: Any, expected: type[Schema]) -> Given:
+def _read_config(config: Any, config_path: Any, overrides: Any, expected: type[Schema]) -> TrainerArguments:
     """Settings from `config` or `config_path`, and overrides. Refuses what would be ignored, and other types."""
     if isinstance(overrides, str):
         raise TypeError(f"overrides: expected a list, found the string {overrides!r}: use overrides=[{overrides!r}]")
@@ -111,12 +110,12 @@ def _read_config(config: Any, config_path: Any, overrides: Any, expected: type[S
     if isinstance(config, str) and "=" in config:
         raise TypeError(f"config: expected a file, found {config!r}: for keys, use overrides=[{config!r}]")
     if config is None or isinstance(config, str | Path | Mapping):
-        return Given(None, config_path if config is None else config, overrides)
+        return TrainerArguments(None, config_path if config is None else config, overrides)
     if not isinstance(config, expected):
         raise TypeError(
             f"config: expected a {expected.__name__}, a dict or the path of a YAML file, found {type(config).__name__}"
         )
-    return Given(config.with_overrides(overrides) if overrides else config, None, ())
+    return TrainerArguments(config.with_overrides(overrides) if overrides else config, None, ())
 
 
 def _paths(dataset: Any) -> list[str] | None:
@@ -128,7 +127,7 @@ def _paths(dataset: Any) -> list[str] | None:
     return None
 
 
-def _write_model(given: Given, expected: type[Schema], model: Any, tokenizer: Any) -> None:
+def _write_model(given: TrainerArguments, expected: type[Schema], model: Any, tokenizer: Any) -> None:
     """Write a model and its tokenizer to a folder of the run, and set the path of the model to it."""
     key = "model.path" if expected is schema.SFTConfig else "actor_rollout_ref.model.path"
     if tokenizer is None:
