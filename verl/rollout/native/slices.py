@@ -5,14 +5,16 @@ down; embedding and head by tokens. With more ranks than key/value heads, severa
 rank has all other parameters in full.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from verl.rollout.tensor_parallel import TensorParallel
-from verl.rollout.weight_sync import ModuleReceiver
+from verl.rollout.weight_sync import ModuleReceiver, SlicedWeights
+from verl.rollout.weight_sync.plan import Stored
+from verl.utils.shards import Part, matrix_shape, whole
 
 KEY = "rollout.tensor_model_parallel_size"
 #: settings of a model's config that the number of ranks must divide, or be a multiple of in the case of _HEADS
@@ -77,6 +79,25 @@ class Slices:
         parts = [full.narrow(dim, start * unit, (end - start) * unit) for start, end in ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
+    def stored(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Stored:
+        """Which parts of a parameter `of` returns, as boxes."""
+        shape = tuple(shape)
+        full, (rows, columns) = whole(shape), matrix_shape(shape)
+        layer, _, kind = name.rpartition(".")
+        rule = self._rules.get(layer.rpartition(".")[2])
+        if rule is None or (rule[0] == 1 and kind == "bias"):
+            zeros = rule is not None and not self.tp.leads
+            return Stored(shape, rows, columns, () if zeros else (Part(full),), dtype)
+        dim, units, ranges = rule
+        unit, at, parts = (rows, columns)[dim] // units, 0, []
+        for start, end in ranges:
+            if dim == 0:
+                parts.append(Part(full._replace(top=start * unit, bottom=end * unit), row=at))
+            else:
+                parts.append(Part(full._replace(left=start * unit, right=end * unit), column=at))
+            at += (end - start) * unit
+        return Stored(shape, at if dim == 0 else rows, at if dim == 1 else columns, tuple(parts), dtype)
+
     def cut(self, module: nn.Module) -> None:
         """Replace the parameters of a module on "meta" by parameters of the shapes of their slices."""
         for prefix, part in module.named_modules():
@@ -85,14 +106,29 @@ class Slices:
                 part.register_parameter(name, nn.Parameter(own, requires_grad=False))
 
 
-class SliceReceiver(ModuleReceiver):
-    """Receives full parameters one by one into a module that has slices of them."""
+class SliceReceiver(ModuleReceiver, SlicedWeights):
+    """Receives parameters into a module that has slices of them: full ones one by one, or the slices."""
 
     def __init__(self, module: nn.Module, slices: Slices, shapes: Mapping[str, torch.Size]):
         """shapes: those of the full parameters."""
         super().__init__(module)
         self.slices = slices
         self.full_shapes = shapes
+        dtypes = {name: parameter.dtype for name, parameter in module.named_parameters()}
+        self._layout = {name: slices.stored(name, shapes[name], dtype) for name, dtype in dtypes.items()}
+
+    def slice_layout(self) -> Mapping[str, Stored]:
+        """See `SlicedWeights.slice_layout`."""
+        return self._layout
+
+    def open_slices(self) -> Mapping[str, torch.Tensor]:
+        """See `SlicedWeights.open_slices`."""
+        self._allocate()
+        return {name: parameter.detach() for name, parameter in self.module.named_parameters()}
+
+    def close_slices(self) -> None:
+        """See `SlicedWeights.close_slices`."""
+        self.filled = self._has_base = True
 
     def slice_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """See `StoredWeights.slice_of`."""

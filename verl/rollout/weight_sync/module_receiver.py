@@ -34,15 +34,19 @@ class ModuleReceiver(StoredWeights, AdapterReceiver):
     @torch.no_grad()
     def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See `WeightReceiver.receive`. Parameters are cast to the module's dtype."""
+        self._allocate()
+        for name, tensor in check_parameters(weights, self.full_shapes, version):
+            self.module.get_parameter(name).copy_(self.slice_of(name, tensor))
+        self.filled = self._has_base = True
+
+    def _allocate(self) -> None:
+        """Memory for all parameters, whose values are not valid."""
         if not self.filled:
             for name, shape in self.shapes.items():
                 parameter = self.module.get_parameter(name)
                 parameter.data = parameter.data.new_empty(shape)
         self.filled = self._has_base = False
         self._adapters.clear()
-        for name, tensor in check_parameters(weights, self.full_shapes, version):
-            self.module.get_parameter(name).copy_(self.slice_of(name, tensor))
-        self.filled = self._has_base = True
 
     @property
     def has_base(self) -> bool:
