@@ -166,9 +166,7 @@ class _RankBucket:
                 columns = own.shards[index, move.shard].box.columns
                 self.reads.append(_copy_of((index, move.shard), move.box, move.at, columns, at // size))
                 if other == rank:
-                    self.kept.append(
-                        _copy_of((index, -1), move.box, move.to, own.stored[index].columns, at // size)
-                    )
+                    self.kept.append(_copy_of((index, -1), move.box, move.to, own.stored[index].columns, at // size))
                 self._add_sums(index, move, plan, at)
                 at += room(move, self.dtype)
             self.sent[other] = 0 if other == rank else at - before
@@ -342,9 +340,7 @@ class ReshardSync(WeightSync):
         """Pack a bucket and start to exchange it. Returns what is sent and kept, what is received, and the work."""
         packed, received = slot[: bucket.bytes], slot[bucket.bytes : bucket.bytes + sum(bucket.received)]
         buffer = packed.view(bucket.dtype)
-        _copy(
-            [copy.in_buffer(buffer) for copy in bucket.reads], [copy.of(shards[copy.key]) for copy in bucket.reads]
-        )
+        _copy([copy.in_buffer(buffer) for copy in bucket.reads], [copy.of(shards[copy.key]) for copy in bucket.reads])
         if self.peers.size == 1:
             return packed, received, None
         sent = packed[: sum(bucket.sent)]
