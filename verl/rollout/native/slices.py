@@ -124,7 +124,7 @@ class SliceReceiver(ModuleReceiver, SlicedWeights):
     def open_slices(self) -> Mapping[str, torch.Tensor]:
         """See `SlicedWeights.open_slices`."""
         self._allocate()
-        return {name: parameter.detach() for name, parameter in self.module.named_parameters()}
+        return dict(self.module.named_parameters())
 
     def close_slices(self) -> None:
         """See `SlicedWeights.close_slices`."""

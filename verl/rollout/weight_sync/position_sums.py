@@ -108,14 +108,10 @@ class PositionSums:
         weights, cells = self._weights()
         sums = torch.empty(len(weights), dtype=torch.int64, device=self.device)
         spans = sums.split([matrix.size for matrix in self.matrices])
-        words: dict[tuple[int, int], torch.Tensor] = {}
         for matrix, out in zip(self.matrices, spans):
-            key = matrix.source, matrix.word
-            if key not in words:
-                words[key] = sources[matrix.source].view(-1).view(WORDS[matrix.word])
-            shape, at = (matrix.rows, matrix.columns), matrix.start // matrix.word
-            flat = words[key]
-            content = flat.as_strided(shape, (matrix.columns, 1), flat.storage_offset() + at)
+            words, columns = sources[matrix.source].view(WORDS[matrix.word]), matrix.columns
+            at = words.storage_offset() + matrix.start // matrix.word
+            content = words.as_strided((matrix.rows, columns), (columns, 1), at)
             torch.sum(content, matrix.dim, dtype=torch.int64, out=out)
         return total.index_add_(0, cells, sums.mul_(weights))
 

@@ -95,14 +95,14 @@ class _Copy:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The part of the tensor, which is given as one dimension."""
-        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.at)
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of the tensor, which is contiguous."""
+        return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.at)
 
-    def in_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The part in the buffer."""
+    def in_buffer(self, buffer: torch.Tensor, offset: int) -> torch.Tensor:
+        """The part in the buffer. offset: of the buffer in its storage."""
         stride = (1,) if len(self.shape) == 1 else (self.shape[1], 1)
-        return buffer.as_strided(self.shape, stride, buffer.storage_offset() + self.start)
+        return buffer.as_strided(self.shape, stride, offset + self.start)
 
 
 def _copy_of(key: tuple[int, int], box: Box, at: tuple[int, int], columns: int, start: int) -> _Copy:
@@ -236,7 +236,7 @@ class _Shards:
         self._read: dict[tuple[int, int], torch.Tensor] = {}
 
     def of(self, number: int) -> dict[tuple[int, int], torch.Tensor]:
-        """The shards that a bucket reads, as one dimension. Buckets are read in order."""
+        """The shards that a bucket reads. Buckets are read in order."""
         last_use = self.plan.last_use
         found = {}
         for copy in self.plan.buckets[number].reads:
@@ -255,7 +255,7 @@ class _Shards:
                 f"weight sync: the shard of {self.plan.own.names[key[0]]} has {tensor.numel()} elements, expected {box}"
             )
         if key in self.plan.last_use:
-            self._read[key] = tensor.detach().reshape(-1)
+            self._read[key] = tensor.contiguous()
 
     def finish(self) -> None:
         """Read the rest: reading is collective."""
@@ -298,9 +298,9 @@ class ReshardSync(WeightSync):
         plan = self._plan_of(engine, receiver)
         with torch.no_grad():
             stored = receiver.open_slices()
-            flat = [stored[name].view(-1) for name in plan.own.names]
-            sums = self._transfer(plan, _Shards(engine.shards(), plan), flat)
-            checksum = self._verify(plan, flat, sums, version)
+            own = [stored[name] for name in plan.own.names]
+            sums = self._transfer(plan, _Shards(engine.shards(), plan), own)
+            checksum = self._verify(plan, own, sums, version)
         receiver.close_slices()
         self.rollout.weight_version = version
         total, rank = plan.plan, self.peers.rank
@@ -340,7 +340,9 @@ class ReshardSync(WeightSync):
         """Pack a bucket and start to exchange it. Returns what is sent and kept, what is received, and the work."""
         packed, received = slot[: bucket.bytes], slot[bucket.bytes : bucket.bytes + sum(bucket.received)]
         buffer = packed.view(bucket.dtype)
-        _copy([copy.in_buffer(buffer) for copy in bucket.reads], [copy.of(shards[copy.key]) for copy in bucket.reads])
+        offset = buffer.storage_offset()
+        parts = [copy.of(shards[copy.key]) for copy in bucket.reads]
+        _copy([copy.in_buffer(buffer, offset) for copy in bucket.reads], parts)
         if self.peers.size == 1:
             return packed, received, None
         sent = packed[: sum(bucket.sent)]
@@ -359,7 +361,9 @@ class ReshardSync(WeightSync):
             if content is received and work is not None:
                 work.wait()
             buffer = content.view(bucket.dtype)
-            _copy([copy.of(stored[copy.key[0]]) for copy in copies], [copy.in_buffer(buffer) for copy in copies])
+            offset = buffer.storage_offset()
+            parts = [copy.in_buffer(buffer, offset) for copy in copies]
+            _copy([copy.of(stored[copy.key[0]]) for copy in copies], parts)
 
     def _verify(self, plan: _RankPlan, stored: Sequence[torch.Tensor], sums: torch.Tensor, version: int) -> int:
         """Compare what every rank stores with what was sent to it. Collective. Returns the checksum of the push."""
