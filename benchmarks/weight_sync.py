@@ -8,16 +8,17 @@ Weights are random: float32 in training, bfloat16 in the rollout. Cases:
 - `split`: training on device 0, rollout on device 1 (`collective`).
 - `lora`: the same, only the adapters of every linear layer (rank 32).
 - `replica`: FSDP2 on both devices, and an unsharded copy on each (`replica`).
+- `full`: the same by `reshard`.
 - `gather`: FSDP2 on both devices, and a tensor-parallel half of the model on each; all weights are gathered
   (`replica`).
-- `slices`: the same, but each device receives the parts that it lacks (`reshard`).
+- `slices`: the same by `reshard`: each device receives the parts that it lacks.
 - `ipc`: training and rollout in two processes on device 0 (`ipc`).
 - `disk`: written by process 0, read by process 1 (`disk`).
 
 `bytes`: sent to a rollout rank; `kept_bytes`: needed by it, and there already. `limit_seconds`: bytes of the push at
 the rate measured in this run: a broadcast of one block (`split`, `lora`), an all-gather of one block (`replica`,
-`gather`), an all-to-all of one block (`slices`), or a copy on the device (`ipc`). `ratio`: seconds / limit_seconds.
-`above_gib`: peak memory of a push above the weights of both sides on that device. Seconds include the checksums.
+`gather`), an all-to-all of one block (`full`, `slices`), or a copy on the device (`ipc`). `ratio`: seconds /
+limit_seconds. `above_gib`: peak memory of a push above the weights of both sides on that device. Seconds include the checksums.
 """
 
 import argparse
@@ -66,7 +67,7 @@ SHAPES = {
     "1.5B": (1536, 8960, 28, 12, 2, 151936),
     "7B": (3584, 18944, 28, 28, 4, 152064),
 }
-CASES = ("split", "lora", "replica", "gather", "slices", "ipc", "disk")
+CASES = ("split", "lora", "replica", "full", "gather", "slices", "ipc", "disk")
 RANK = 32  # of the adapters
 NARROW = torch.bfloat16
 
@@ -293,6 +294,9 @@ class Bench:
 
     def replica(self) -> dict:
         return self._colocated(ModuleReceiver(model(self.args.shape, self.device, NARROW), filled=True))
+
+    def full(self) -> dict:
+        return self._colocated(ModuleReceiver(model(self.args.shape, self.device, NARROW), filled=True), reshard=True)
 
     def gather(self) -> dict:
         return self._colocated(self._slices())

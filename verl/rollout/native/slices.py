@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from verl.rollout.tensor_parallel import TensorParallel
-from verl.rollout.weight_sync import ModuleReceiver, SlicedWeights
+from verl.rollout.weight_sync import ModuleReceiver
 from verl.rollout.weight_sync.plan import Stored
 from verl.utils.shards import Part, matrix_shape, whole
 
@@ -106,29 +106,19 @@ class Slices:
                 part.register_parameter(name, nn.Parameter(own, requires_grad=False))
 
 
-class SliceReceiver(ModuleReceiver, SlicedWeights):
+class SliceReceiver(ModuleReceiver):
     """Receives parameters into a module that has slices of them: full ones one by one, or the slices."""
+
+    is_sliced = True
 
     def __init__(self, module: nn.Module, slices: Slices, shapes: Mapping[str, torch.Size]):
         """shapes: those of the full parameters."""
         super().__init__(module)
         self.slices = slices
         self.full_shapes = shapes
-        dtypes = {name: parameter.dtype for name, parameter in module.named_parameters()}
-        self._layout = {name: slices.stored(name, shapes[name], dtype) for name, dtype in dtypes.items()}
 
-    def slice_layout(self) -> Mapping[str, Stored]:
-        """See `SlicedWeights.slice_layout`."""
-        return self._layout
-
-    def open_slices(self) -> Mapping[str, torch.Tensor]:
-        """See `SlicedWeights.open_slices`."""
-        self._allocate()
-        return dict(self.module.named_parameters())
-
-    def close_slices(self) -> None:
-        """See `SlicedWeights.close_slices`."""
-        self.filled = self._has_base = True
+    def _stored_layout(self, name: str, parameter: torch.Tensor) -> Stored:
+        return self.slices.stored(name, self.full_shapes[name], parameter.dtype)
 
     def slice_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """See `StoredWeights.slice_of`."""

@@ -92,7 +92,10 @@ class StoredWeights(ABC):
 
 
 class SlicedWeights(ABC):
-    """A receiver whose parameters are slices, into which a sync writes."""
+    """A receiver with a layout of what it stores of each parameter, into which a sync writes."""
+
+    #: whether these are slices, so that few bytes are needed
+    is_sliced: bool = False
 
     @abstractmethod
     def slice_layout(self) -> Mapping[str, Stored]:

@@ -51,7 +51,7 @@ def local_sync(
     else:
         methods = ["replica"]
         if isinstance(receiver, SlicedWeights) and has_shards:
-            methods.insert(0, "reshard")
+            methods.insert(0 if receiver.is_sliced else 1, "reshard")
     if setting not in ("auto", *methods):
         raise ValueError(
             f"rollout.weight_sync={setting}: {type(engine).__name__} on the devices of the trainer is synchronized "

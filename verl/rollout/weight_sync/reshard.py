@@ -299,6 +299,8 @@ class ReshardSync(WeightSync):
         with torch.no_grad():
             stored = receiver.open_slices()
             own = [stored[name] for name in plan.own.names]
+            if scattered := [name for name, tensor in zip(plan.own.names, own) if not tensor.is_contiguous()]:
+                raise ValueError(f"weight sync: expected contiguous parameters in the rollout, found {scattered[:3]}")
             sums = self._transfer(plan, _Shards(engine.shards(), plan), own)
             checksum = self._verify(plan, own, sums, version)
         receiver.close_slices()
