@@ -18,7 +18,8 @@ Weights are random: float32 in training, bfloat16 in the rollout. Cases:
 `bytes`: sent to a rollout rank; `kept_bytes`: needed by it, and there already. `limit_seconds`: bytes of the push at
 the rate measured in this run: a broadcast of one block (`split`, `lora`), an all-gather of one block (`replica`,
 `gather`), an all-to-all of one block (`full`, `slices`), or a copy on the device (`ipc`). `ratio`: seconds /
-limit_seconds. `above_gib`: peak memory of a push above the weights of both sides on that device. Seconds include the checksums.
+limit_seconds. `above_gib`: peak memory of a push above the weights of both sides on that device. Seconds include the
+checksums.
 """
 
 import argparse

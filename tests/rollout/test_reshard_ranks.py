@@ -58,6 +58,7 @@ class Holder(torch.nn.Module):
     ("ranks", "tp", "keys"),
     [
         (2, 2, {}),
+        (3, 1, {}),  # uneven shards
         (4, 2, {}),
         (4, 2, {"tensor_parallel_size": 2}),
         (4, 4, {"fsdp_size": 2}),

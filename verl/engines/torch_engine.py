@@ -317,7 +317,7 @@ class TorchEngine(TrainEngine):
         return None if None in found else found
 
     def shards(self) -> Iterator[torch.Tensor]:
-        with self.on_device(), torch.no_grad():
+        with self.on_device():
             if self.adapters is None:
                 yield from (local_shard(tensor) for tensor in self.module.parameters())
                 return
