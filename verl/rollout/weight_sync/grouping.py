@@ -95,17 +95,15 @@ class HybridGroups:
     def of(self, kind: Kind) -> list[list[int]]:
         """All groups of one kind, by their first rank."""
         groups: dict[tuple[int, ...], list[int]] = {}
+        in_training = {"tp": (2, 0), "pp": (2, 1), "dp": (0, 1)}
+        in_generation = {"generation_tp": (2, 0), "generation_pp": (2, 1), "micro_dp": (0, 1)}
         for rank in range(self.world_size):
-            stage, tensor, replica = self.training(rank)
-            own_stage, own_tensor, micro = self.generation(rank)
-            key = {
-                "tp": (replica, stage),
-                "pp": (replica, tensor),
-                "dp": (stage, tensor),
-                "generation_tp": (replica, micro, own_stage),
-                "generation_pp": (replica, micro, own_tensor),
-                "micro_dp": (replica, own_stage, own_tensor),
-            }[kind]
+            if kind in in_training:
+                place, shared = self.training(rank), in_training[kind]
+                key = place[shared[0]], place[shared[1]]
+            else:
+                place, shared = self.generation(rank), in_generation[kind]
+                key = rank // (self.pp * self.tp), place[shared[0]], place[shared[1]]
             groups.setdefault(key, []).append(rank)
         return sorted(groups.values())
 
@@ -122,9 +120,10 @@ class HybridGroups:
 
     def sources(self, rank: int) -> dict[int, Box]:
         """Rank -> what it must send to this rank, the fewest bytes: within the training replica."""
-        needs, first = self.needs(rank), self.training(rank)[2] * self.pp * self.tp
-        found = {other: self.holds(other).intersect(needs) for other in range(first, first + self.pp * self.tp)}
-        return {other: box for other, box in found.items() if box is not None and other != rank}
+        needs, first = self.needs(rank), rank // (self.pp * self.tp) * self.pp * self.tp
+        stages, tensors = range(needs.top, needs.bottom), range(needs.left, needs.right)
+        others = [first + stage * self.tp + tensor for stage in stages for tensor in tensors]
+        return {other: self.holds(other) for other in others if other != rank}
 
     def volumes(self) -> Volumes:
         """Communication, peak memory and redundancy, as in the paper's table 2.
