@@ -99,11 +99,11 @@ class HybridGroups:
         in_generation = {"generation_tp": (2, 0), "generation_pp": (2, 1), "micro_dp": (0, 1)}
         for rank in range(self.world_size):
             if kind in in_training:
-                place, shared = self.training(rank), in_training[kind]
-                key = place[shared[0]], place[shared[1]]
+                position, shared = self.training(rank), in_training[kind]
+                key = position[shared[0]], position[shared[1]]
             else:
-                place, shared = self.generation(rank), in_generation[kind]
-                key = rank // (self.pp * self.tp), place[shared[0]], place[shared[1]]
+                position, shared = self.generation(rank), in_generation[kind]
+                key = rank // (self.pp * self.tp), position[shared[0]], position[shared[1]]
             groups.setdefault(key, []).append(rank)
         return sorted(groups.values())
 

@@ -63,9 +63,9 @@ class Move(NamedTuple):
     to: tuple[int, int]
     first: bool
 
-    def split(self, pieces: int) -> list["Move"]:
+    def split(self, count: int) -> list["Move"]:
         """Split into so many moves of some rows each, of which some may be empty."""
-        cuts = [self.box.rows * i // pieces for i in range(pieces + 1)]
+        cuts = [self.box.rows * i // count for i in range(count + 1)]
         return [
             self._replace(
                 box=self.box._replace(top=self.box.top + a, bottom=self.box.top + b),
@@ -173,11 +173,11 @@ def _sources(layouts: Sequence[RankLayout]) -> dict[str, tuple[tuple[int, ...], 
             if shard.box.numel:
                 boxes[shard.box] = (*boxes.get(shard.box, ()), (rank, index))
     for name, (shape, boxes) in found.items():
-        _check_exact(f"the training shards of {name}", shape, boxes)
+        _check_coverage(f"the training shards of {name}", shape, boxes)
     return found
 
 
-def _check_exact(what: str, shape: Sequence[int], boxes: Sequence[Box] | Mapping[Box, object]) -> None:
+def _check_coverage(what: str, shape: Sequence[int], boxes: Sequence[Box] | Mapping[Box, object]) -> None:
     """Check that the boxes cover every element once."""
     size, total = whole(shape).numel, sum(box.numel for box in boxes)
     ordered = sorted(boxes)
@@ -221,7 +221,7 @@ def _moves(
                 at = common.top - box.top, common.left - box.left
                 to = part.row + common.top - part.box.top, part.column + common.left - part.box.left
                 moves.append(Move(source, target, shard, common, at, to, first))
-    _check_exact(f"the stored parts of {name}", shape, seen)
+    _check_coverage(f"the stored parts of {name}", shape, seen)
     return tuple(moves)
 
 
@@ -277,8 +277,8 @@ def _buckets(
         if parameter.dtype != dtype or max(total) > limit:
             close()
             dtype, total = parameter.dtype, sizes
-        if (pieces := -(-max(sizes) // limit)) > 1:  # larger than a bucket: some rows of every move in each
-            for split in zip(*(move.split(pieces) for move in every)):
+        if (count := -(-max(sizes) // limit)) > 1:  # larger than a bucket: some rows of every move in each
+            for split in zip(*(move.split(count) for move in every)):
                 gathered = [(index, move) for move in split if move.box.rows]
                 close()
             continue
