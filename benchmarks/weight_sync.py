@@ -8,13 +8,18 @@ Weights are random: float32 in training, bfloat16 in the rollout. Cases:
 - `split`: training on device 0, rollout on device 1 (`collective`).
 - `lora`: the same, only the adapters of every linear layer (rank 32).
 - `replica`: FSDP2 on both devices, and an unsharded copy on each (`replica`).
-- `slices`: FSDP2 on both devices, and a tensor-parallel half of every matrix on each (`replica`).
+- `full`: the same by `reshard`.
+- `gather`: FSDP2 on both devices, and a tensor-parallel half of the model on each; all weights are gathered
+  (`replica`).
+- `slices`: the same by `reshard`: each device receives the parts that it lacks.
 - `ipc`: training and rollout in two processes on device 0 (`ipc`).
 - `disk`: written by process 0, read by process 1 (`disk`).
 
-`limit_seconds`: bytes of the push at the rate measured in this run: a broadcast of one block (`split`, `lora`), an
-all-gather of one block (`replica`, `slices`), or a copy on the device (`ipc`). `ratio`: seconds / limit_seconds.
-`above_gib`: peak memory of a push above the weights of both sides on that device. Seconds include the checksums.
+`bytes`: sent to a rollout rank; `kept_bytes`: needed by it, and there already. `limit_seconds`: bytes of the push at
+the rate measured in this run: a broadcast of one block (`split`, `lora`), an all-gather of one block (`replica`,
+`gather`), an all-to-all of one block (`full`, `slices`), or a copy on the device (`ipc`). `ratio`: seconds /
+limit_seconds. `above_gib`: peak memory of a push above the weights of both sides on that device. Seconds include the
+checksums.
 """
 
 import argparse
@@ -35,7 +40,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from verl.engines.gathering import gather_tensors  # noqa: E402
+from verl.engines.gathering import gather_tensors, local_shard, shard_of  # noqa: E402
+from verl.rollout.native.slices import SliceReceiver, Slices  # noqa: E402
+from verl.rollout.tensor_parallel import TensorParallel  # noqa: E402
 from verl.rollout.weight_sync import (  # noqa: E402
     CollectiveSync,
     DiskSync,
@@ -43,6 +50,7 @@ from verl.rollout.weight_sync import (  # noqa: E402
     ModuleReceiver,
     RemoteReceiver,
     ReplicaSync,
+    ReshardSync,
     SyncReport,
     TransferGroup,
     receive_collective,
@@ -51,6 +59,7 @@ from verl.rollout.weight_sync import (  # noqa: E402
 )
 from verl.rollout.weight_sync.factory import copy_bandwidth  # noqa: E402
 from verl.single_controller.worker import free_port  # noqa: E402
+from verl.utils.shards import Shard  # noqa: E402
 
 #: hidden size, MLP, layers, heads, key-value heads, vocabulary
 SHAPES = {
@@ -59,7 +68,7 @@ SHAPES = {
     "1.5B": (1536, 8960, 28, 12, 2, 151936),
     "7B": (3584, 18944, 28, 28, 4, 152064),
 }
-CASES = ("split", "lora", "replica", "slices", "ipc", "disk")
+CASES = ("split", "lora", "replica", "full", "gather", "slices", "ipc", "disk")
 RANK = 32  # of the adapters
 NARROW = torch.bfloat16
 
@@ -101,9 +110,18 @@ class Source:
             if isinstance(layer, torch.nn.Linear) and "lm_head" not in name
         }
         self.halves: dict[str, torch.Tensor] = {}
+        self.layout: list[Shard] | None = None
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return gather_tensors(self.module.named_parameters(), NARROW)
+
+    def shard_layout(self) -> list[Shard]:
+        if self.layout is None:
+            self.layout = [shard_of(name, tensor) for name, tensor in self.module.named_parameters()]
+        return self.layout
+
+    def shards(self) -> Iterator[torch.Tensor]:
+        return (local_shard(tensor) for tensor in self.module.parameters())
 
     def base_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.weights()
@@ -120,24 +138,6 @@ class Source:
                 if key not in self.halves:
                     self.halves[key] = torch.randn(size, **like) * 1e-3
                 yield key, self.halves[key]
-
-
-class Slices:
-    """A receiver that stores this rank's half of every matrix."""
-
-    def __init__(self, rank: int, size: int):
-        self.rank, self.size = rank, size
-        self.stored: dict[str, torch.Tensor] = {}
-
-    def receive(self, weights, version: int) -> None:
-        for name, tensor in weights:
-            share = tensor.chunk(self.size, 0)[self.rank] if tensor.ndim > 1 else tensor
-            if name not in self.stored:
-                self.stored[name] = torch.empty_like(share)
-            self.stored[name].copy_(share)
-
-    def release(self) -> None:
-        self.stored.clear()
 
 
 class Remote(RemoteReceiver):
@@ -193,6 +193,7 @@ class Bench:
             "shape": self.args.shape,
             "device": torch.cuda.get_device_name() if self.is_gpu else "cpu",
             "bytes": size,
+            "kept_bytes": max(side["kept"] for side in found),
             "seconds": round(seconds, 4),
             "gb_per_second": round(size / seconds / 1e9, 2),
             "limit_gb_per_second": round(limit / 1e9, 1),
@@ -222,6 +223,7 @@ class Bench:
             seconds = min(seconds, time.perf_counter() - start)
         return {
             "bytes": report.bytes,
+            "kept": report.kept,
             "seconds": seconds,
             "above": above,
             "bandwidth": bandwidth or report.bandwidth,
@@ -273,16 +275,35 @@ class Bench:
             seconds = min(seconds, time.perf_counter() - start)
         return size / seconds
 
-    def _colocated(self, receiver) -> dict:
+    def _colocated(self, receiver, reshard: bool = False) -> dict:
         bandwidth, source = self._gather_bandwidth(), self._sharded()
-        sync = ReplicaSync(SimpleNamespace(receiver=lambda: receiver, weight_version=0))
+        engine = SimpleNamespace(receiver=lambda: receiver, weight_version=0)
+        if reshard:
+            sync = ReshardSync(engine, self.device, self.args.bucket_mib * 2**20)
+            return self.measure(lambda version: sync.push(source, version))
+        sync = ReplicaSync(engine)
         return self.measure(lambda version: sync.push(source, version), bandwidth)
+
+    def _slices(self) -> SliceReceiver:
+        module, tp = model(self.args.shape, torch.device("meta"), NARROW), TensorParallel(self.rank, 2)
+        shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+        slices = Slices(module.config, tp)
+        slices.cut(module)
+        module.to_empty(device=self.device)
+        module.tie_weights()
+        return SliceReceiver(module, slices, shapes)
 
     def replica(self) -> dict:
         return self._colocated(ModuleReceiver(model(self.args.shape, self.device, NARROW), filled=True))
 
+    def full(self) -> dict:
+        return self._colocated(ModuleReceiver(model(self.args.shape, self.device, NARROW), filled=True), reshard=True)
+
+    def gather(self) -> dict:
+        return self._colocated(self._slices())
+
     def slices(self) -> dict:
-        return self._colocated(Slices(self.rank, 2))
+        return self._colocated(self._slices(), reshard=True)
 
     def ipc(self) -> dict:
         device = torch.device("cuda", 0) if self.is_gpu else self.device

@@ -146,10 +146,11 @@ def test_a_rollout_on_devices_of_its_own_gives_the_numbers_of_one_process(case, 
 
 
 @slow
-@pytest.mark.parametrize("case", ["batch", "agent loop", "lora", "ray"])
+@pytest.mark.parametrize("case", ["batch", "agent loop", "lora", "ray", "stride"])
 def test_a_tensor_parallel_rollout_in_the_actors_processes_gives_the_numbers_of_whole_models(case, tiny, tmp_path):
-    more = {"batch": [], "agent loop": CALCULATOR, "lora": LORA, "ray": RAY}[case]
-    algorithm = [*GRPO, *SMOOTH, "trainer.n_gpus_per_node=2", *more]
+    more = {"batch": [], "agent loop": CALCULATOR, "lora": LORA, "ray": RAY, "stride": []}[case]
+    ranks = 4 if case == "stride" else 2  # of which the first and the third are a group
+    algorithm = [*GRPO, *SMOOTH, f"trainer.n_gpus_per_node={ranks}", *more]
     whole, split = (
         train([*run_settings(tiny, tmp_path / name), *algorithm, *keys])
         for name, keys in (("whole", []), ("split", [TENSOR_PARALLEL]))
@@ -158,6 +159,8 @@ def test_a_tensor_parallel_rollout_in_the_actors_processes_gives_the_numbers_of_
         for name in ("responses", "rollout_log_probs", "old_log_probs", "advantages", "weight_version"):
             torch.testing.assert_close(b.batch.batch[name], a.batch.batch[name], rtol=1e-5, atol=1e-5, msg=name)
         assert b.metrics["rollout/logprob_gap_max"] < 1e-3 and b.metrics["weight_sync/version"] == step + 1
+        assert 0 < b.metrics["weight_sync/bytes"] < 0.6 * a.metrics["weight_sync/bytes"]
+        assert "weight_sync/kept_bytes" in b.metrics and "weight_sync/kept_bytes" not in a.metrics
 
 
 @slow

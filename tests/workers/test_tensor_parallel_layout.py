@@ -77,6 +77,32 @@ def test_consecutive_ranks_form_a_group_that_gets_the_same_rows_and_answers_once
     assert [host.maxima for host in hosts] == [[[2.0, 1.0]], [[0.0, 0.0]], [[1.0, 1.0]], [[0.0, 0.0]]]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "on_host", "size", "training", "groups"),
+    [
+        (4, 4, 2, {}, [[0, 2], [1, 3]]),  # a rank has a quarter of the rows, inside of its half
+        (8, 8, 2, {}, [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        (8, 8, 4, {"fsdp_size": 4}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (8, 4, 2, {}, [[0, 2], [1, 3], [4, 6], [5, 7]]),  # within a host
+        (4, 4, 2, {"tensor_parallel_size": 2}, [[0, 1], [2, 3]]),  # the ranks with the halves
+        (8, 8, 2, {"tensor_parallel_size": 4}, [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        (4, 1, 2, {}, [[0, 1], [2, 3]]),
+        (4, 4, 2, None, [[0, 1], [2, 3]]),  # own devices
+    ],
+)
+def test_groups_on_the_devices_of_training_contain_its_shards(ranks, on_host, size, training, groups):
+    config = schema.RolloutConfig(name="native", tensor_model_parallel_size=size)
+    training = training if training is None else schema.EngineConfig(**training)
+    envs = []
+    for rank in range(ranks):
+        worker = RolloutMethods.__new__(type("Ranked", (RolloutMethods,), {"max_over_ranks": None}))
+        worker.rank_env = RankEnv(rank, ranks, rank % on_host, on_host)
+        envs.append(rollout_env(worker, config, torch.device("cpu"), 0, None, training))
+    found = [[env.rank for env in envs if env.tp_group == group] for group in range(ranks // size)]
+    assert found == groups
+    assert all([envs[rank].tp_rank for rank in group] == list(range(size)) for group in groups)
+
+
 def test_the_canary_has_one_response_per_group():
     log, ended = [], [threading.Event(), threading.Event()]
     hosts = [Host(rank, log, ended[rank // 2]) for rank in range(4)]

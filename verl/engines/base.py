@@ -16,7 +16,7 @@ A custom engine is listed in `imports` and selected with `actor_rollout_ref.acto
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ import torch
 from verl.config import schema
 from verl.protocol import DataProto
 from verl.registry import Registry, load_object
+from verl.utils.shards import Shard
 
 Tensors = dict[str, torch.Tensor]
 
@@ -166,6 +167,18 @@ class TrainEngine(ABC):
         """
         for name, tensor in self.weights():
             yield name, tensor if dtype is None else tensor.to(dtype)
+
+    def shard_layout(self) -> Sequence[Shard] | None:
+        """Which part of each parameter `shards` yields on this rank; the same object in every call.
+
+        A parameter may have several shards, such as the heads of a fused projection, or none on this rank. Every
+        element is on some rank. None: shards cannot be read; `weights` is used.
+        """
+        return None
+
+    def shards(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors of `shard_layout`, in its order, adapters merged. Collective: all ranks must iterate."""
+        return iter(())
 
     def adapter_config(self) -> dict[str, Any] | None:
         """The configuration of LoRA adapters in PEFT format, and `scaling`: layer -> factor of B A. None: no adapters

@@ -1,4 +1,7 @@
-"""Gathers sharded parameters in buckets: one collective for many parameters, and memory for two buckets at a time."""
+"""Full parameters and shards of them, of an engine with DTensors.
+
+Sharded parameters are gathered in buckets: one collective for many parameters, and memory for two buckets at a time.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -6,9 +9,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import wait_tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardedOver
 
 from verl.engines.parallel import full_tensor
+from verl.utils.shards import Box, Shard, matrix_shape, whole
 
 try:
     from torch.distributed._functional_collectives import all_gather_single
@@ -93,7 +98,7 @@ def _group(tensor: torch.Tensor) -> dist.ProcessGroup | None:
     if not isinstance(tensor, DTensor) or not tensor.ndim:
         return None
     sharded = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    if len(sharded) != 1 or tensor.placements[sharded[0]] != Shard(0):
+    if len(sharded) != 1 or tensor.placements[sharded[0]] != ShardedOver(0):
         return None
     return tensor.device_mesh.get_group(sharded[0])
 
@@ -141,3 +146,37 @@ class _Gather:
             full = shards.pop().reshape(-1)[: parameter.tensor.numel()].view(shape)
             yield parameter.name, full
             del full
+
+
+def shard_of(name: str, tensor: torch.Tensor) -> Shard | None:
+    """Which part of a parameter this rank has; None if its layout is not one of boxes, such as a sum over ranks."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Shard(name, shape, whole(shape))
+    mesh, placements = tensor.device_mesh, tensor.placements
+    sizes, position = mesh.shape, mesh.get_coordinate()
+    ranges = [[0, size] for size in matrix_shape(shape)]
+    width = ranges[1][1] // max(shape[1], 1) if len(shape) > 1 else 1  # of one index of the second dimension
+    ranges[1][1] //= width
+    # where FSDP shards the rows of a tensor-parallel share, the share is taken first, although its dimension is last
+    order = sorted(range(mesh.ndim), key=lambda i: type(placements[i]).__name__ == "_StridedShard")
+    for i in order:
+        if placements[i].is_replicate():
+            continue
+        if placements[i].is_partial() or placements[i].dim > 1:
+            return None
+        bounds = ranges[placements[i].dim]
+        chunk = -(-(bounds[1] - bounds[0]) // sizes[i])
+        start = min(bounds[0] + position[i] * chunk, bounds[1])
+        bounds[:] = start, min(start + chunk, bounds[1])
+    (top, bottom), (left, right) = ranges
+    return Shard(name, shape, Box(top, bottom, left * width, right * width))
+
+
+def local_shard(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """This rank's part of a parameter. like: sharded in the same way as this one; None: as it is. Without gradient."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if isinstance(like, DTensor) and like.placements != tensor.placements:
+        tensor = tensor.redistribute(placements=like.placements)
+    return tensor.to_local()

@@ -7,10 +7,10 @@ Everything that depends on the number of ranks is in the `Sharding` object. An u
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, final
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from verl.engines import checkpoint, memory
 from verl.engines.base import EngineSpec, MicroBatching, Objective, Tensors, TrainEngine
-from verl.engines.gathering import gather_tensors
+from verl.engines.gathering import gather_tensors, local_shard, shard_of
 from verl.engines.loading import ModelSpec, TokenModel, checked, resolve_model
 from verl.engines.lora import Adapters
 from verl.engines.memory import OnDevice, move_optimizer
@@ -34,6 +34,7 @@ from verl.modeling.layers import use_kernels
 from verl.modeling.linear import WeightCache
 from verl.modeling.packing import build_input, row_lengths, to_device
 from verl.protocol import DataProto
+from verl.utils.shards import Shard
 
 logger = logging.getLogger("verl.engines")
 
@@ -303,6 +304,25 @@ class TorchEngine(TrainEngine):
         adapters = self.adapters
         named = adapters.merged() if adapters is not None else _detached(self.module.named_parameters())
         return self._gathered(named, dtype)
+
+    def shard_layout(self) -> Sequence[Shard] | None:
+        return self._shard_layout
+
+    @cached_property
+    def _shard_layout(self) -> Sequence[Shard] | None:
+        if self.sharding.is_unsharded:
+            return None
+        named = self.adapters.base() if self.adapters is not None else self.module.named_parameters()
+        found = [shard_of(name, tensor) for name, tensor in named]
+        return None if None in found else found
+
+    def shards(self) -> Iterator[torch.Tensor]:
+        with self.on_device():
+            if self.adapters is None:
+                yield from (local_shard(tensor) for tensor in self.module.parameters())
+                return
+            for (_, base), (_, merged) in zip(self.adapters.base(), self.adapters.merged()):
+                yield local_shard(merged, base)
 
     def adapter_config(self) -> dict[str, Any] | None:
         return self.adapters.config() if self.adapters is not None else None

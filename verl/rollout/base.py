@@ -392,8 +392,9 @@ class RolloutEnv:
         device: device of the engine.
         pad_token_id: padding token, for engines that pad.
         compute_dtype: compute dtype of training; None without training.
-        tp_rank, tp_size: rank in the tensor-parallel group, and its size. The ranks of a group are consecutive and get
-            the same prompts; the process group of all ranks has been initialized.
+        tp_rank, tp_size: rank in the tensor-parallel group, and its size. The ranks of a group get the same prompts;
+            the process group of all ranks has been initialized.
+        tp_stride: distance of two ranks of a group: 1 (consecutive), except for `native` on the devices of training.
     """
 
     rank: int
@@ -404,6 +405,13 @@ class RolloutEnv:
     compute_dtype: torch.dtype | None = None
     tp_rank: int = 0
     tp_size: int = 1
+    tp_stride: int = 1
+
+    @property
+    def tp_group(self) -> int:
+        """The number of this rank's tensor-parallel group, which is its data-parallel rank."""
+        block = self.tp_size * self.tp_stride
+        return self.rank // block * self.tp_stride + self.rank % self.tp_stride
 
 
 class SharesWeights(Protocol):

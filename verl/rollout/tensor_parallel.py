@@ -47,9 +47,11 @@ class TensorParallel:
         """The group of a rank. Collective: every rollout rank calls it, since it makes the groups of all of them."""
         if env.tp_size == 1:
             return ALONE
-        starts = range(0, env.world_size, env.tp_size)
-        groups = [dist.new_group(range(start, start + env.tp_size), timeout=_TIMEOUT) for start in starts]
-        return cls(env.tp_rank, env.tp_size, groups[env.rank // env.tp_size])
+        block = env.tp_size * env.tp_stride
+        starts = [start + i for start in range(0, env.world_size, block) for i in range(env.tp_stride)]
+        members = [range(start, start + block, env.tp_stride)[: env.tp_size] for start in starts]
+        groups = [dist.new_group(ranks, timeout=_TIMEOUT) for ranks in members]
+        return cls(env.tp_rank, env.tp_size, groups[env.tp_group])
 
     @property
     def group(self) -> dist.ProcessGroup | None:

@@ -51,6 +51,8 @@ class RolloutWeights:
         self.version = version
         size, seconds = max(report.bytes for report in reports), max(report.seconds for report in reports)
         metrics = {"weight_sync/version": version, "weight_sync/bytes": size, "weight_sync/seconds": seconds}
+        if kept := max(report.kept for report in reports):
+            metrics["weight_sync/kept_bytes"] = kept
         if size:
             metrics["weight_sync/gb_per_second"] = size / seconds / 1e9
         if size and (limit := min(report.bandwidth for report in reports)):

@@ -174,7 +174,7 @@ class RolloutConfig(RolloutEngineConfig):
     log_prob_max_token_len_per_gpu: int | None = field(
         None, "tokens per micro-batch of one rank", default_from=_ACTOR + "ppo_max_token_len_per_gpu}", ge=1
     )
-    weight_sync: Literal["auto", "in_process", "replica", "ipc", "collective", "disk"] = field(
+    weight_sync: Literal["auto", "in_process", "replica", "reshard", "ipc", "collective", "disk"] = field(
         "auto", "how weights reach the rollout engine; auto: chosen by placement and engine"
     )
     weight_sync_dir: str | None = field(None, "folder of weight_sync=disk, shared by the trainer and the rollout ranks")

@@ -5,7 +5,7 @@ down; embedding and head by tokens. With more ranks than key/value heads, severa
 rank has all other parameters in full.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch import nn
 
 from verl.rollout.tensor_parallel import TensorParallel
 from verl.rollout.weight_sync import ModuleReceiver
+from verl.rollout.weight_sync.plan import Stored
+from verl.utils.shards import Part, matrix_shape, whole
 
 KEY = "rollout.tensor_model_parallel_size"
 #: settings of a model's config that the number of ranks must divide, or be a multiple of in the case of _HEADS
@@ -77,6 +79,25 @@ class Slices:
         parts = [full.narrow(dim, start * unit, (end - start) * unit) for start, end in ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
+    def stored(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Stored:
+        """Which parts of a parameter `of` returns, as boxes."""
+        shape = tuple(shape)
+        full, (rows, columns) = whole(shape), matrix_shape(shape)
+        layer, _, kind = name.rpartition(".")
+        rule = self._rules.get(layer.rpartition(".")[2])
+        if rule is None or (rule[0] == 1 and kind == "bias"):
+            zeros = rule is not None and not self.tp.leads
+            return Stored(shape, rows, columns, () if zeros else (Part(full),), dtype)
+        dim, units, ranges = rule
+        unit, at, parts = (rows, columns)[dim] // units, 0, []
+        for start, end in ranges:
+            if dim == 0:
+                parts.append(Part(full._replace(top=start * unit, bottom=end * unit), row=at))
+            else:
+                parts.append(Part(full._replace(left=start * unit, right=end * unit), column=at))
+            at += (end - start) * unit
+        return Stored(shape, at if dim == 0 else rows, at if dim == 1 else columns, tuple(parts), dtype)
+
     def cut(self, module: nn.Module) -> None:
         """Replace the parameters of a module on "meta" by parameters of the shapes of their slices."""
         for prefix, part in module.named_modules():
@@ -86,13 +107,18 @@ class Slices:
 
 
 class SliceReceiver(ModuleReceiver):
-    """Receives full parameters one by one into a module that has slices of them."""
+    """Receives parameters into a module that has slices of them: full ones one by one, or the slices."""
+
+    is_sliced = True
 
     def __init__(self, module: nn.Module, slices: Slices, shapes: Mapping[str, torch.Size]):
         """shapes: those of the full parameters."""
         super().__init__(module)
         self.slices = slices
         self.full_shapes = shapes
+
+    def _stored_layout(self, name: str, parameter: torch.Tensor) -> Stored:
+        return self.slices.stored(name, self.full_shapes[name], parameter.dtype)
 
     def slice_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """See `StoredWeights.slice_of`."""

@@ -3,10 +3,11 @@
     report = weight_sync.push(train_engine, version=step)      # collective: call it on every training rank
     report.bytes, report.seconds, report.checksum
 
-Five methods (`rollout.weight_sync`; "auto" chooses by placement and engine):
+Six methods (`rollout.weight_sync`; "auto" chooses by placement and engine):
 
 - in_process: the rollout engine generates with the trainer's parameters; nothing is copied.
 - replica: the rollout engine in the same process has an unsharded copy, gathered from all ranks.
+- reshard: as `replica`, for an engine with slices of the parameters: each rank receives the parts that it lacks.
 - ipc: the rollout engine runs in other processes that share the device; they read buckets where the trainer wrote them.
 - collective: rollout ranks have their own devices; training rank 0 broadcasts buckets over torch.distributed (gloo, or
   NCCL on GPUs).
@@ -26,11 +27,14 @@ _HOME = {
     "WeightSync": "verl.rollout.weight_sync.base",
     "AdapterReceiver": "verl.rollout.weight_sync.base",
     "RemoteReceiver": "verl.rollout.weight_sync.base",
+    "ShardSource": "verl.rollout.weight_sync.base",
+    "SlicedWeights": "verl.rollout.weight_sync.base",
     "StoredWeights": "verl.rollout.weight_sync.base",
     "BUCKET_BYTES": "verl.rollout.weight_sync.buckets",
     "checksum_of": "verl.rollout.weight_sync.checksums",
     "InProcessSync": "verl.rollout.weight_sync.in_process",
     "ReplicaSync": "verl.rollout.weight_sync.replica",
+    "ReshardSync": "verl.rollout.weight_sync.reshard",
     "ModuleReceiver": "verl.rollout.weight_sync.module_receiver",
     "CollectiveSync": "verl.rollout.weight_sync.collective",
     "TransferGroup": "verl.rollout.weight_sync.transfer_group",

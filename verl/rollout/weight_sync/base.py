@@ -2,11 +2,14 @@
 
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+
+from verl.rollout.weight_sync.plan import Stored
+from verl.utils.shards import Shard
 
 #: the configuration of adapters: that of PEFT (r, lora_alpha, target_modules), and `scaling`: layer -> factor of B A
 AdapterConfig = Mapping[str, Any]
@@ -22,6 +25,7 @@ class SyncReport:
         seconds: duration of the push.
         checksum: of what was sent, as verified by the receiver; 0 if nothing was sent.
         bandwidth: bytes per second that the link reaches, measured once; 0 if not measured.
+        kept: bytes that the rollout rank had already and that were not sent to it.
     """
 
     version: int
@@ -29,6 +33,7 @@ class SyncReport:
     seconds: float = 0.0
     checksum: int = 0
     bandwidth: float = 0.0
+    kept: int = 0
 
 
 class WeightSource(Protocol):
@@ -52,6 +57,17 @@ class AdapterSource(WeightSource, Protocol):
         """Yield (HuggingFace name, full tensor) of every parameter without the adapters. Collective."""
 
 
+@runtime_checkable
+class ShardSource(WeightSource, Protocol):
+    """A training engine whose shards can be read without gathering them."""
+
+    def shard_layout(self) -> Sequence[Shard] | None:
+        """Which part of each parameter this rank has; the same object in every call. None: use `weights`."""
+
+    def shards(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that `shard_layout` describes, in that order. Collective."""
+
+
 class WeightReceiver(Protocol):
     """The rollout engine's side of a weight sync."""
 
@@ -73,6 +89,25 @@ class StoredWeights(ABC):
     def slice_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """The slice of a sent parameter that is stored, such as that of a tensor-parallel rank. Default: all of it."""
         return full
+
+
+class SlicedWeights(ABC):
+    """A receiver with a layout of what it stores of each parameter, into which a sync writes."""
+
+    #: whether these are slices, so that few bytes are needed
+    is_sliced: bool = False
+
+    @abstractmethod
+    def slice_layout(self) -> Mapping[str, Stored]:
+        """HuggingFace name -> what this rank stores of the parameter; the same object in every call."""
+
+    @abstractmethod
+    def open_slices(self) -> Mapping[str, torch.Tensor]:
+        """Name -> the contiguous tensor to write into. The engine has no weights until `close_slices`."""
+
+    @abstractmethod
+    def close_slices(self) -> None:
+        """All parameters have been written."""
 
 
 class AdapterReceiver(ABC):

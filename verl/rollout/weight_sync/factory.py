@@ -6,10 +6,11 @@ import torch
 
 from verl.rollout.base import RolloutEngine
 from verl.rollout.weight_sync.adapters import sends_adapters
-from verl.rollout.weight_sync.base import AdapterReceiver, RemoteReceiver, WeightSync
+from verl.rollout.weight_sync.base import AdapterReceiver, RemoteReceiver, SlicedWeights, WeightSync
 from verl.rollout.weight_sync.in_process import InProcessSync
 from verl.rollout.weight_sync.ipc import IpcSync
 from verl.rollout.weight_sync.replica import ReplicaSync
+from verl.rollout.weight_sync.reshard import ReshardSync
 
 _COPIED_BYTES = {"cuda": 256 * 2**20, "cpu": 8 * 2**20}  # of the measured copy
 
@@ -23,6 +24,7 @@ def local_sync(
     has_adapters: bool = False,
     dtype: torch.dtype | None = None,
     bucket_bytes: int,
+    has_shards: bool = False,
 ) -> WeightSync:
     """The sync of an engine that shares the trainer's device.
 
@@ -34,25 +36,35 @@ def local_sync(
         has_adapters: whether the policy is trained with LoRA.
         dtype: dtype in which weights are sent to other processes.
         bucket_bytes: max size of a bucket.
+        has_shards: whether the shards of the training engine can be read.
 
     Raises:
         ValueError: the method does not fit the engine.
     """
     receiver = engine.receiver()
+    takes = isinstance(receiver, AdapterReceiver)
+    applies = takes and receiver.applies_adapters
     if receiver is None:
-        method = "in_process"
+        methods = ["in_process"]
+    elif isinstance(receiver, RemoteReceiver):
+        methods = ["ipc"]
     else:
-        method = "ipc" if isinstance(receiver, RemoteReceiver) else "replica"
-    if setting not in ("auto", method):
+        methods = ["replica"]
+        if isinstance(receiver, SlicedWeights) and has_shards:
+            methods.insert(0 if receiver.is_sliced else 1, "reshard")
+    if setting not in ("auto", *methods):
         raise ValueError(
             f"rollout.weight_sync={setting}: {type(engine).__name__} on the devices of the trainer is synchronized "
-            f"by {method!r}: use auto or {method}"
+            f"by {' or '.join(map(repr, methods))}: use auto or {methods[0]}"
         )
+    method = methods[0] if setting == "auto" else setting
     if method == "in_process":
         return InProcessSync(engine)
-    takes = isinstance(receiver, AdapterReceiver)
-    cheap = method == "ipc" or (takes and receiver.applies_adapters)
-    adapters = sends_adapters(lora_sync, has_adapters, takes, cheap)
+    adapters = sends_adapters(lora_sync, has_adapters, takes, method == "ipc" or applies)
+    if method == "reshard" and not adapters:
+        return ReshardSync(engine, device, bucket_bytes)
+    if setting == "reshard":
+        raise ValueError("rollout.weight_sync=reshard sends merged weights: set rollout.lora_sync=merged")
     if method == "ipc":
         return IpcSync(engine, device, dtype, bucket_bytes, adapters, copy_bandwidth(device))
     return ReplicaSync(engine, adapters, copy_bandwidth(device))

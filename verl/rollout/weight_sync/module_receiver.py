@@ -5,10 +5,12 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from verl.rollout.weight_sync.adapters import MergedAdapters
-from verl.rollout.weight_sync.base import AdapterConfig, AdapterReceiver, StoredWeights, check_parameters
+from verl.rollout.weight_sync.base import AdapterConfig, AdapterReceiver, SlicedWeights, StoredWeights, check_parameters
+from verl.rollout.weight_sync.plan import Stored
+from verl.utils.shards import Part, matrix_shape, whole
 
 
-class ModuleReceiver(StoredWeights, AdapterReceiver):
+class ModuleReceiver(StoredWeights, SlicedWeights, AdapterReceiver):
     """Receives weights into a module. Its parameters use memory only between `receive` and `release`.
 
     Adapters are merged into the parameters; the base weights of the adapted layers are kept for the next push.
@@ -23,6 +25,7 @@ class ModuleReceiver(StoredWeights, AdapterReceiver):
         self.filled = filled
         self._adapters = MergedAdapters(module.get_parameter, self.slice_of)
         self._has_base = False
+        self._layout: dict[str, Stored] = {}
         if not filled:
             self.release()
 
@@ -34,14 +37,37 @@ class ModuleReceiver(StoredWeights, AdapterReceiver):
     @torch.no_grad()
     def receive(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See `WeightReceiver.receive`. Parameters are cast to the module's dtype."""
+        self._allocate()
+        for name, tensor in check_parameters(weights, self.full_shapes, version):
+            self.module.get_parameter(name).copy_(self.slice_of(name, tensor))
+        self.filled = self._has_base = True
+
+    def _allocate(self) -> None:
+        """Memory for all parameters, whose values are not valid."""
         if not self.filled:
             for name, shape in self.shapes.items():
                 parameter = self.module.get_parameter(name)
                 parameter.data = parameter.data.new_empty(shape)
         self.filled = self._has_base = False
         self._adapters.clear()
-        for name, tensor in check_parameters(weights, self.full_shapes, version):
-            self.module.get_parameter(name).copy_(self.slice_of(name, tensor))
+
+    def slice_layout(self) -> Mapping[str, Stored]:
+        """See `SlicedWeights.slice_layout`."""
+        if not self._layout:
+            self._layout = {name: self._stored_layout(name, p) for name, p in self.module.named_parameters()}
+        return self._layout
+
+    def _stored_layout(self, name: str, parameter: torch.Tensor) -> Stored:
+        shape = tuple(self.shapes[name])
+        return Stored(shape, *matrix_shape(shape), (Part(whole(shape)),), parameter.dtype)
+
+    def open_slices(self) -> Mapping[str, torch.Tensor]:
+        """See `SlicedWeights.open_slices`."""
+        self._allocate()
+        return dict(self.module.named_parameters())
+
+    def close_slices(self) -> None:
+        """See `SlicedWeights.close_slices`."""
         self.filled = self._has_base = True
 
     @property

@@ -24,12 +24,12 @@ class RolloutMethods(Worker, ABC):
     rollout: "Rollout"
 
     def layout(self, mesh: str | None = None) -> Coordinates:
-        """In the mesh "rollout", consecutive ranks form a tensor-parallel group of the engine, regardless of model
-        parallelism in training."""
+        """In the mesh "rollout", the ranks of a tensor-parallel group of the engine have the same prompts, regardless
+        of model parallelism in training."""
         if mesh != "rollout":
             return super().layout(mesh)
         env = self.rollout.env
-        return Coordinates(dp=self.rank // env.tp_size, tp=env.tp_rank)
+        return Coordinates(dp=env.tp_group, tp=env.tp_rank)
 
     @abstractmethod
     def max_over_ranks(self, values: list[float]) -> list[float]:
@@ -62,12 +62,34 @@ def rollout_env(
     device: torch.device,
     pad_token_id: int,
     compute_dtype: torch.dtype | None,
+    training: schema.EngineConfig | None = None,
 ) -> RolloutEnv:
-    """The `RolloutEnv` of a worker: consecutive ranks form a tensor-parallel group."""
+    """The `RolloutEnv` of a worker.
+
+    Args:
+        training: how training on the same devices is sharded; None: the rollout has its own devices.
+    """
     size = config.tensor_model_parallel_size
     if worker.world_size % size:
         raise ValueError(
             f"rollout.tensor_model_parallel_size={size} does not divide the {worker.world_size} rollout ranks"
         )
+    stride = 1
+    if training is not None and config.name == "native":
+        stride = _stride(size, training, worker.world_size, worker.rank_env.local_world_size)
     ranks = worker.rank, worker.world_size, worker.local_rank
-    return RolloutEnv(*ranks, device, pad_token_id, compute_dtype, tp_rank=worker.rank % size, tp_size=size)
+    tp_rank = worker.rank // stride % size
+    return RolloutEnv(*ranks, device, pad_token_id, compute_dtype, tp_rank, size, stride)
+
+
+def _stride(size: int, training: schema.EngineConfig, ranks: int, on_host: int) -> int:
+    """The distance of the ranks of a tensor-parallel group of the rollout.
+
+    Consecutive ranks have consecutive shards in training. With a stride of t/t_g, the shard of a rank is inside of the
+    slice that it generates with (HybridFlow, arXiv 2409.19256, section 5.3). A group does not leave the host.
+    """
+    shards = training.tensor_parallel_size
+    if shards == 1:
+        shards = training.fsdp_size if training.fsdp_size != -1 else ranks
+    shards = min(shards, on_host)
+    return shards // size if shards % size == 0 and ranks % shards == 0 else 1

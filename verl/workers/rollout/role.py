@@ -46,6 +46,8 @@ class RolloutSource:
         self.engine = engine
         self.weights = partial(engine.rollout_weights, dtype)
         self.base_weights = partial(engine.base_weights, dtype)
+        self.shard_layout = engine.shard_layout
+        self.shards = engine.shards
         self.adapter_config = engine.adapter_config
         self.adapter_weights = engine.adapter_weights
 
@@ -105,6 +107,7 @@ class Rollout:
                 has_adapters=self.train_engine.adapter_config() is not None,
                 dtype=self.env.compute_dtype,
                 bucket_bytes=bucket_bytes(self.config),
+                has_shards=self.train_engine.shard_layout() is not None,
             )
         if self.engine.receiver() is None and not self._is_onloaded:
             self.train_engine.onload()

@@ -1,0 +1,380 @@
+"""Every rank receives the slices of the parameters that it stores, no others, and faults are named."""
+
+import threading
+from fractions import Fraction
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.rollout.test_native_families import model
+from verl.rollout.native.slices import SliceReceiver, Slices
+from verl.rollout.tensor_parallel import TensorParallel
+from verl.rollout.weight_sync import ReshardSync, SlicedWeights, SyncReport, reshard
+from verl.rollout.weight_sync.checksums import combine
+from verl.rollout.weight_sync.grouping import HybridGroups
+from verl.rollout.weight_sync.plan import RankLayout, Stored, make_plan
+from verl.rollout.weight_sync.position_sums import position_sum
+from verl.rollout.weight_sync.reshard import Peers
+from verl.utils.shards import Box, Part, Shard, matrix_shape, whole
+
+CPU = torch.device("cpu")
+
+
+def make_module(case: str = "qwen2", seed: int = 0) -> torch.nn.Module:
+    more = {"num_key_value_heads": 1} if case == "one-kv-head" else {}
+    module = model("qwen2" if case == "one-kv-head" else case, vocab_size=96, **more)
+    torch.manual_seed(seed)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    return module.requires_grad_(False)
+
+
+def rows_of(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """As torch.chunk splits."""
+    share = -(-size // ranks)
+    return min(rank * share, size), min((rank + 1) * share, size)
+
+
+def row_sharded(name: str, shape: tuple[int, ...], rank: int, ranks: int) -> list[Box]:
+    """FSDP2."""
+    box = whole(shape)
+    top, bottom = rows_of(box.rows, rank, ranks)
+    return [box._replace(top=top, bottom=bottom)]
+
+
+def tensor_and_row_sharded(name: str, shape: tuple[int, ...], rank: int, ranks: int) -> list[Box]:
+    """FSDP2 over rank // 2, and tensor parallelism over two ranks."""
+    box, (shard, tensor), layer = whole(shape), divmod(rank, 2), name.split(".")[-2]
+    if layer in ("o_proj", "down_proj") and name.endswith("weight"):
+        top, bottom = rows_of(box.rows, shard, ranks // 2)
+        return [Box(top, bottom, box.columns // 2 * tensor, box.columns // 2 * (tensor + 1))]
+    if layer in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
+        half = box.rows // 2
+        top, bottom = rows_of(half, shard, ranks // 2)
+        return [box._replace(top=half * tensor + top, bottom=half * tensor + bottom)]
+    return row_sharded(name, shape, rank, ranks)
+
+
+def staged(name: str, shape: tuple[int, ...], rank: int, ranks: int) -> list[Box]:
+    """Pipeline stages of two ranks, each with every second pair of rows, as in a fused projection; others in full."""
+    stage = 1 if ".layers.1." in name else 0
+    if rank // 2 != stage % (ranks // 2):
+        return []
+    box, half = whole(shape), rank % 2
+    if "proj" not in name:
+        return [box]
+    return [box._replace(top=top, bottom=top + 2) for top in range(2 * half, box.rows, 4)]
+
+
+class Source:
+    """The shards of one rank."""
+
+    def __init__(self, module: torch.nn.Module, boxes, rank: int, ranks: int):
+        self.module = module
+        self._layout = [
+            Shard(name, tuple(p.shape), box)
+            for name, p in module.named_parameters()
+            for box in boxes(name, tuple(p.shape), rank, ranks)
+        ]
+
+    def weights(self):
+        return ((name, p.detach()) for name, p in self.module.named_parameters())
+
+    def shard_layout(self):
+        return self._layout
+
+    def shards(self):
+        for shard in self._layout:
+            full = self.module.get_parameter(shard.name).view(matrix_shape(shard.shape))
+            yield full[shard.box.top : shard.box.bottom, shard.box.left : shard.box.right].contiguous()
+
+
+def receiver_of(case: str, rank: int, tp: int, dtype: torch.dtype) -> SliceReceiver:
+    module = make_module(case, seed=1).to(dtype)
+    shapes = {name: p.shape for name, p in module.named_parameters()}
+    slices = Slices(module.config, TensorParallel(rank % tp, tp))
+    for name, parameter in module.named_parameters():
+        parameter.data = slices.of(name, parameter.data).clone(memory_format=torch.contiguous_format)
+    return SliceReceiver(module, slices, shapes)
+
+
+def together(size: int, act) -> list:
+    """act(rank, group) in threads, each a rank of a gloo group; what each returns or raises."""
+    store, found = dist.HashStore(), [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = act(rank, dist.ProcessGroupGloo(store, rank, size))
+        except ValueError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert None not in found, found
+    return found
+
+
+def push(ranks: int, tp: int, boxes, case: str = "qwen2", dtype=torch.bfloat16, bucket: int = 2**20, times: int = 1):
+    """Reports of every rank, its receiver, and the trained module."""
+    trained = make_module(case)
+    receivers = [receiver_of(case, rank, tp, dtype) for rank in range(ranks)]
+
+    def act(rank: int, group) -> SyncReport:
+        engine = SimpleNamespace(receiver=lambda: receivers[rank], weight_version=None)
+        sync, source = ReshardSync(engine, CPU, bucket, group), Source(trained, boxes, rank, ranks)
+        for version in range(times):
+            report = sync.push(source, version)
+        assert max(sync._plan.sizes) <= bucket
+        return report
+
+    return together(ranks, act), receivers, trained
+
+
+def needed(trained: torch.nn.Module, boxes, receiver: SliceReceiver, rank: int, ranks: int) -> tuple[int, int]:
+    """Elements that a rank lacks and that it has already, counted one by one."""
+    lacks = has = 0
+    for name, parameter in trained.named_parameters():
+        rows, columns = matrix_shape(parameter.shape)
+        numbers = torch.arange(parameter.numel()).view(parameter.shape)
+        if name.endswith(("o_proj.bias", "down_proj.bias")) and not receiver.slices.tp.leads:
+            continue
+        wanted = receiver.slices.of(name, numbers).flatten()
+        own = torch.zeros(rows, columns, dtype=torch.bool)
+        for box in boxes(name, tuple(parameter.shape), rank, ranks):
+            own[box.top : box.bottom, box.left : box.right] = True
+        held = int(own.flatten()[wanted].sum())
+        lacks, has = lacks + len(wanted) - held, has + held
+    return lacks, has
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tp", "boxes", "case"),
+    [
+        (2, 2, row_sharded, "qwen2"),
+        (3, 1, row_sharded, "qwen2"),
+        (4, 2, row_sharded, "llama"),
+        (4, 4, row_sharded, "one-kv-head"),
+        (2, 2, row_sharded, "phi3"),
+        (4, 4, tensor_and_row_sharded, "qwen2"),
+        (4, 2, tensor_and_row_sharded, "qwen2"),
+        (4, 2, staged, "qwen2"),
+        (1, 1, row_sharded, "qwen2"),
+    ],
+)
+@pytest.mark.parametrize("bucket", [2**20, 4096])
+def test_every_rank_gets_its_slices_and_only_what_it_lacks(ranks, tp, boxes, case, bucket):
+    reports, receivers, trained = push(ranks, tp, boxes, case, bucket=bucket, times=2)
+    for rank, (report, receiver) in enumerate(zip(reports, receivers)):
+        for name, parameter in trained.named_parameters():
+            expected = receiver.slices.of(name, parameter.to(torch.bfloat16))
+            assert torch.equal(receiver.stored(name), expected), (rank, name)
+        assert receiver.filled
+        lacks, has = needed(trained, boxes, receiver, rank, ranks)
+        assert (report.bytes, report.kept) == (2 * lacks, 2 * has)
+        assert report.checksum == reports[0].checksum
+
+
+def test_the_checksum_is_that_of_the_full_parameters():
+    """Whatever the layouts are."""
+    sums = []
+    for ranks, tp, boxes in ((2, 2, row_sharded), (4, 2, tensor_and_row_sharded)):
+        reports, receivers, trained = push(ranks, tp, boxes, dtype=torch.float32)
+        shards = [Source(trained, boxes, rank, ranks).shard_layout() for rank in range(ranks)]
+        layouts = [RankLayout(tuple(s), r.slice_layout()) for s, r in zip(shards, receivers)]
+        parameters = make_plan(layouts, 2**20).parameters
+        full = [position_sum(trained.get_parameter(p.name), p.word, p.split_columns) for p in parameters]
+        assert reports[0].checksum == combine([torch.tensor(full)])
+        sums.append(reports[0].checksum)
+    assert sums[0] == sums[1]
+
+
+def copying(change):
+    """A fault in the copies into stored tensors: change(targets, sources) -> targets, sources."""
+    honest, lock = reshard._copy, threading.Lock()
+    done = []
+
+    def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        stores = sources and targets[0].dtype == sources[0].dtype
+        with lock:
+            if stores and not done and (changed := change(targets, sources)) is not None:
+                done.append(True)
+                targets, sources = changed
+        honest(targets, sources)
+
+    return copy
+
+
+def missing(targets, sources):
+    return targets[1:], sources[1:]
+
+
+def wrong(targets, sources):
+    sources[0].view(-1)[0] += 1
+    return targets, sources
+
+
+def doubled(targets, sources):
+    """One part also at the place of another one of the same size."""
+    for i, a in enumerate(targets):
+        for j in range(i):
+            if a.shape == targets[j].shape and not torch.equal(sources[i], sources[j]):
+                return [*targets, a], [*sources, sources[j]]
+    return None
+
+
+def swapped(targets, sources):
+    """Two parts of the same tensor in each other's place."""
+    for i, a in enumerate(targets):
+        for j in range(i):
+            b = targets[j]
+            if a.shape == b.shape and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr():
+                both = {i: j, j: i}
+                return targets, [sources[both.get(k, k)] for k in range(len(sources))]
+    return None
+
+
+@pytest.mark.parametrize("fault", [missing, wrong, doubled, swapped])
+def test_a_fault_is_named_on_every_rank(fault, monkeypatch):
+    monkeypatch.setattr(reshard, "_copy", copying(fault))
+    boxes = staged if fault is swapped else row_sharded
+    errors, receivers, _ = push(2, 2, boxes)
+    for error in errors:
+        assert isinstance(error, ValueError), error
+        text = str(error)
+        assert "weights of version 0 were not loaded: 1 slices differ from the training shards: model." in text
+        assert " on rank " in text and text == str(errors[0])
+    assert not any(receiver.filled for receiver in receivers)
+
+
+def test_a_stale_slice_is_named():
+    """Rank 1 keeps the q_proj of the push before."""
+    trained = make_module()
+    receivers = [receiver_of("qwen2", rank, 2, torch.bfloat16) for rank in range(2)]
+    name = "model.layers.1.self_attn.q_proj.weight"
+    barrier = threading.Barrier(2)
+
+    def act(rank: int, group) -> SyncReport:
+        engine = SimpleNamespace(receiver=lambda: receivers[rank], weight_version=None)
+        sync, source = ReshardSync(engine, CPU, 2**20, group), Source(trained, row_sharded, rank, 2)
+        sync.push(source, 4)
+        barrier.wait()
+        if rank == 0:
+            for parameter in trained.parameters():
+                parameter.mul_(1.5)
+        else:
+            opened = receivers[1].open_slices
+            receivers[1].open_slices = lambda: {n: t.clone() if n == name else t for n, t in opened().items()}
+            verify = sync._verify
+            sync._verify = lambda plan, stored, sums, version: verify(
+                plan, [receivers[1].stored(n).view(-1) for n in plan.own.names], sums, version
+            )
+        barrier.wait()
+        return sync.push(source, 5)
+
+    for error in together(2, act):
+        assert str(error) == (
+            f"weights of version 5 were not loaded: 1 slices differ from the training shards: {name} on rank 1"
+        )
+
+
+def test_layouts_that_do_not_fit_are_refused():
+    shape, dtype = (4, 6), torch.float32
+    full = Stored(shape, 4, 6, (Part(whole(shape)),), dtype)
+    top, bottom = Box(0, 2, 0, 6), Box(2, 4, 0, 6)
+
+    def plan(shards: list[list[Shard]], stored: dict) -> None:
+        make_plan([RankLayout(tuple(own), stored) for own in shards], 100)
+
+    plan([[Shard("a", shape, top)], [Shard("a", shape, bottom)]], {"a": full})
+    with pytest.raises(ValueError, match="shards of a: expected each of 24 elements once, found 12"):
+        plan([[Shard("a", shape, top)], []], {"a": full})
+    with pytest.raises(ValueError, match="shards of a: expected each of 24 elements once"):
+        plan([[Shard("a", shape, top)], [Shard("a", shape, Box(1, 3, 0, 6))]], {"a": full})
+    with pytest.raises(ValueError, match=r"training does not have: \['b'\]"):
+        plan([[Shard("a", shape, whole(shape))]], {"a": full, "b": full})
+    with pytest.raises(ValueError, match=r"rollout does not have: \['a'\]"):
+        plan([[Shard("a", shape, whole(shape))]], {})
+    with pytest.raises(ValueError, match=r"a has shape \(6, 4\) in training, \(4, 6\) in the rollout"):
+        plan([[Shard("a", (6, 4), whole((6, 4)))]], {"a": full})
+    half = Stored(shape, 2, 6, (Part(top),), dtype)
+    with pytest.raises(ValueError, match="stored parts of a: expected each of 24 elements once, found 12"):
+        plan([[Shard("a", shape, whole(shape))]], {"a": half})
+
+
+class Grid(SlicedWeights):
+    """Stores the generation shard of layers that are split by rows, of one rank of `HybridGroups`."""
+
+    def __init__(self, groups: HybridGroups, rank: int, layers: int, shape: tuple[int, int]):
+        box = groups.needs(rank)
+        rows = shape[0] // groups.tp
+        mine = Box(box.left * rows, box.right * rows, 0, shape[1])
+        self.tensors = {f"{i}": torch.zeros(mine.rows, shape[1]) for i in range(layers)}
+        self._layout = {
+            name: Stored(shape, mine.rows, mine.columns, (Part(mine),), torch.float32) for name in self.tensors
+        }
+
+    def slice_layout(self):
+        return self._layout
+
+    def open_slices(self):
+        return self.tensors
+
+    def close_slices(self):
+        pass
+
+
+class Trained(Source):
+    """The training shard of one rank of `HybridGroups`."""
+
+    def __init__(self, groups: HybridGroups, rank: int, layers: int, shape: tuple[int, int]):
+        box, self.shape = groups.holds(rank), shape
+        rows, stages = shape[0] // groups.tp, layers // groups.pp
+        own = Box(box.left * rows, box.right * rows, 0, shape[1])
+        self._layout = [Shard(f"{i}", shape, own) for i in range(box.top * stages, box.bottom * stages)]
+
+    def shards(self):
+        for shard in self._layout:
+            yield self.full(shard.name)[shard.box.top : shard.box.bottom]
+
+    def full(self, name: str) -> torch.Tensor:
+        return torch.arange(self.shape[0] * self.shape[1]).view(self.shape) * float(int(name) + 1)
+
+
+@pytest.mark.parametrize("strided", [True, False])
+@pytest.mark.parametrize("sizes", [(1, 4, 1, 1, 2), (1, 4, 2, 1, 2), (2, 2, 1, 1, 1), (2, 4, 1, 1, 2), (1, 8, 1, 1, 1)])
+def test_real_collectives_move_the_bytes_of_the_paper(sizes, strided, monkeypatch):
+    groups, layers, shape = HybridGroups(*sizes, strided=strided), 4, (16, 8)
+    model_bytes, exchange = layers * 16 * 8 * 4, Peers.start_exchange
+    counted = [0] * groups.world_size
+
+    def counting(peers, received, sent, counts, lengths):
+        assert (len(received), len(sent)) == (sum(counts), sum(lengths))
+        counted[peers.rank] += len(received)
+        return exchange(peers, received, sent, counts, lengths)
+
+    monkeypatch.setattr(Peers, "start_exchange", counting)
+    monkeypatch.setattr(Peers, "bandwidth", lambda peers: 0.0)
+    receivers = [Grid(groups, rank, layers, shape) for rank in range(groups.world_size)]
+
+    def act(rank: int, group) -> SyncReport:
+        engine = SimpleNamespace(receiver=lambda: receivers[rank], weight_version=None)
+        return ReshardSync(engine, CPU, 700, group).push(Trained(groups, rank, layers, shape), 1)
+
+    reports = together(groups.world_size, act)
+    for rank, (report, receiver) in enumerate(zip(reports, receivers)):
+        own = groups.holds(rank).intersect(groups.needs(rank))
+        share = Fraction(groups.needs(rank).numel - (own.numel if own else 0), groups.pp * groups.tp)
+        assert counted[rank] == report.bytes == model_bytes * share
+        for name, tensor in receiver.tensors.items():
+            stored = receiver.slice_layout()[name].parts[0].box
+            assert torch.equal(tensor, Trained(groups, rank, layers, shape).full(name)[stored.top : stored.bottom])
+    worst = Fraction(max(counted), model_bytes)
+    if strided:
+        assert worst == Fraction(min(counted), model_bytes) == groups.volumes().communication
+    else:  # the formula is that of gathering the whole model
+        assert worst <= groups.volumes().communication

@@ -1,0 +1,65 @@
+"""The groups of the 3D-HybridEngine, and the table of its paper, for every layout of up to 64 ranks."""
+
+from fractions import Fraction
+
+import pytest
+
+from verl.rollout.weight_sync.grouping import HybridGroups, zero3_volumes
+
+RANKS = 64
+
+
+def layouts():
+    """(p, t, d, p_g, t_g) of up to RANKS ranks."""
+    for p in range(1, RANKS + 1):
+        for t in range(1, RANKS // p + 1):
+            for d in {1, RANKS // (p * t)}:  # replicas are copies
+                for p_g in (n for n in range(1, p + 1) if p % n == 0):
+                    for t_g in (n for n in range(1, t + 1) if t % n == 0):
+                        yield p, t, d, p_g, t_g
+
+
+def test_every_layout_partitions_contains_and_counts_as_the_paper_says():
+    count = 0
+    for p, t, d, p_g, t_g in layouts():
+        count += 1
+        groups = HybridGroups(p, t, d, p_g, t_g)
+        sizes = {"tp": t, "pp": p, "dp": d, "generation_tp": t_g, "generation_pp": p_g, "micro_dp": groups.micro_dp}
+        micro = {}
+        for kind, size in sizes.items():
+            found = groups.of(kind)
+            assert sorted(rank for group in found for rank in group) == list(range(p * t * d))
+            assert {len(group) for group in found} == {size}
+            if kind == "micro_dp":
+                micro = {rank: set(group) for group in found for rank in group}
+        for rank in range(p * t if d == 1 else 0):  # replicas are copies
+            held, needed, sources = groups.holds(rank), groups.needs(rank), groups.sources(rank)
+            assert held.intersect(needed) == held  # nothing is stored twice
+            assert sources.keys() == micro[rank] - {rank}  # it gathers within its micro-DP group only
+            cells = sum(box.numel for box in sources.values())
+            assert Fraction(cells, p * t) == groups.volumes().communication
+            assert Fraction(groups.micro_dp - 1, p * t) == groups.volumes().communication
+            assert Fraction(needed.numel, p * t) == groups.volumes().peak
+        assert groups.volumes().redundancy == 0
+    assert count > 1000
+
+
+def test_the_example_of_the_paper():
+    strided, vanilla = HybridGroups(1, 4, 2, 1, 2), HybridGroups(1, 4, 2, 1, 2, strided=False)
+    assert strided.of("tp") == vanilla.of("tp") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert strided.of("dp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert strided.of("generation_tp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert strided.of("micro_dp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert vanilla.of("generation_tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    # ranks 1, 2, 5 and 6 (counted from 0) have disjoint shards in the vanilla grouping
+    assert [r for r in range(8) if vanilla.holds(r).intersect(vanilla.needs(r)) is None] == [1, 2, 5, 6]
+    every = [zero3_volumes(1, 4, 2), vanilla.volumes(), strided.volumes()]
+    assert [v.communication for v in every] == [Fraction(7, 8), Fraction(3, 4), Fraction(1, 4)]
+    assert [v.peak for v in every] == [1, 1, Fraction(1, 2)]
+    assert [v.redundancy for v in every] == [Fraction(1, 8), Fraction(1, 4), 0]
+
+
+@pytest.mark.parametrize(("sizes", "text"), [((2, 4, 1, 2, 3), "tensor.* 4, found 3"), ((2, 4, 1, 4, 4), "pipeline")])
+def test_generation_must_divide_training(sizes, text):
+    with pytest.raises(ValueError, match=f"{text}"):
+        HybridGroups(*sizes)

@@ -1,0 +1,83 @@
+"""Reshards of the built-in training engine over processes."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.engines.ranks import OPTIMIZER, make_batch, make_engine, qwen2, run_on_ranks, save_model, share_of, train
+from verl.engines.base import MicroBatching
+from verl.rollout.native.slices import SliceReceiver, Slices
+from verl.rollout.tensor_parallel import TensorParallel
+from verl.rollout.weight_sync import ReshardSync
+from verl.rollout.weight_sync.reshard import Peers
+
+
+def on_rank(path: str, ranks: int, tp: int, **keys) -> dict:
+    """For `run_on_ranks`: what is stored after an update and two pushes, and the full parameters."""
+    engine = make_engine(path, OPTIMIZER, sharded=True, **keys)
+    rank = torch.distributed.get_rank()
+    train(engine, share_of(engine, make_batch(12)), MicroBatching(), steps=1)
+    full = {name: tensor.clone() for name, tensor in engine.weights()}
+    slices = Slices(engine.module.config, TensorParallel(rank % tp, tp))
+    empty = {name: slices.of(name, torch.empty_like(tensor)).contiguous() for name, tensor in full.items()}
+    module = Holder(empty)
+    receiver = SliceReceiver(module, slices, {name: tensor.shape for name, tensor in full.items()})
+    counted, exchange = [0], Peers.start_exchange
+
+    def counting(peers, received, sent, counts, sizes):
+        counted[0] += len(received)
+        return exchange(peers, received, sent, counts, sizes)
+
+    sync = ReshardSync(SimpleNamespace(receiver=lambda: receiver, weight_version=0), torch.device("cpu"), 5000)
+    sync.push(engine, 0)
+    Peers.start_exchange = counting
+    report = sync.push(engine, 1)
+    wrong = [name for name, tensor in full.items() if not torch.equal(slices.of(name, tensor), receiver.stored(name))]
+    total = sum(tensor.numel() for tensor in empty.values()) * 4
+    return {"wrong": wrong, "report": report, "counted": counted[0], "stored": total}
+
+
+class Holder(torch.nn.Module):
+    """A module with parameters of these names."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]):
+        super().__init__()
+        self.tensors = {name: torch.nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()}
+
+    def named_parameters(self, *args, **kwargs):
+        return iter(self.tensors.items())
+
+    def get_parameter(self, target: str) -> torch.nn.Parameter:
+        return self.tensors[target]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "tp", "keys"),
+    [
+        (2, 2, {}),
+        (3, 1, {}),  # uneven shards
+        (4, 2, {}),
+        (4, 2, {"tensor_parallel_size": 2}),
+        (4, 4, {"fsdp_size": 2}),
+        (4, 2, {"offload_policy": True}),
+        (2, 2, {"lora_rank": 2, "target_modules": ["q_proj", "down_proj"]}),
+    ],
+)
+def test_fsdp_reshards_to_slices(ranks, tp, keys, tmp_path: Path):
+    path = save_model(qwen2(), tmp_path / "model")
+    found = run_on_ranks(ranks, on_rank, path, ranks, tp, **keys)
+    for rank in found:
+        report = rank["report"]
+        assert not rank["wrong"]
+        padding = rank["counted"] - report.bytes  # of parts to 8 bytes, where the shards are uneven
+        assert padding == 0 or (ranks == 3 and 0 < padding < 100)
+        assert report.bytes + report.kept == rank["stored"]
+        assert report.checksum == found[0]["report"].checksum
+    if ranks == tp == 2 and not keys:  # a half of the rows of q, k, v, gate, up and embedding is there already
+        hidden, mlp, layers = 32, 48, 2
+        columns = layers * (hidden * hidden + hidden * mlp) * 4 // 4  # o and down: a quarter, in float32
+        norms = (2 * layers + 1) * hidden * 4 // 2  # a half
+        assert [rank["report"].bytes for rank in found] == [columns + norms] * 2

@@ -1,0 +1,142 @@
+"""Groups of the 3D-HybridEngine of HybridFlow (Sheng et al. 2024, arXiv 2409.19256, section 5).
+
+Training splits a model p-t-d (pipeline, tensor, data parallel); generation on the same ranks splits it p_g-t_g, which
+makes d_g = p t / (p_g t_g) replicas inside of every training replica. A micro-data-parallel group has the d_g ranks
+whose training shards together are one generation shard.
+
+    groups = HybridGroups(pp=1, tp=4, dp=2, generation_pp=1, generation_tp=2)
+    groups.of("generation_tp")     # [[0, 2], [1, 3], [4, 6], [5, 7]]
+    groups.of("micro_dp")          # [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+Generation groups take ranks at a stride of t/t_g (p/p_g), so that the training shard of every rank lies inside of its
+generation shard: nothing is stored twice, and a rank gathers only within its micro-data-parallel group. The vanilla
+grouping takes consecutive ranks; some ranks then have disjoint shards.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from verl.utils.shards import Box
+
+Kind = Literal["tp", "pp", "dp", "generation_tp", "generation_pp", "micro_dp"]
+
+
+@dataclass(frozen=True)
+class Volumes:
+    """Per rank, relative to the bytes of the model.
+
+    Attributes:
+        communication: received in the transition from training to generation.
+        peak: weights in memory during the transition, at most, without those of training that are outside of it.
+        redundancy: weights of training that are stored in addition to those of generation.
+    """
+
+    communication: Fraction
+    peak: Fraction
+    redundancy: Fraction
+
+
+@dataclass(frozen=True)
+class HybridGroups:
+    """The layout of training and generation over the same ranks.
+
+    A rank has index (D p + P) t + T: the ranks of a training replica are consecutive.
+
+    Args:
+        pp, tp, dp: sizes in training.
+        generation_pp, generation_tp: sizes in generation; they divide pp and tp.
+        strided: the grouping of the paper; False: the vanilla one.
+
+    Raises:
+        ValueError: a size of generation does not divide that of training.
+    """
+
+    pp: int
+    tp: int
+    dp: int
+    generation_pp: int
+    generation_tp: int
+    strided: bool = True
+
+    def __post_init__(self) -> None:
+        for name, size, of in (
+            ("pipeline", self.generation_pp, self.pp),
+            ("tensor", self.generation_tp, self.tp),
+        ):
+            if size < 1 or of < 1 or of % size:
+                raise ValueError(
+                    f"{name}-parallel size of generation: expected a divisor of that of training, {of}, found {size}"
+                )
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.tp * self.dp
+
+    @property
+    def micro_dp(self) -> int:
+        """d_g: replicas of generation inside of one training replica."""
+        return self.pp * self.tp // (self.generation_pp * self.generation_tp)
+
+    def training(self, rank: int) -> tuple[int, int, int]:
+        """(P, T, D): pipeline, tensor and data-parallel rank in training."""
+        replica, inside = divmod(rank, self.pp * self.tp)
+        return inside // self.tp, inside % self.tp, replica
+
+    def generation(self, rank: int) -> tuple[int, int, int]:
+        """(P_g, T_g, micro-data-parallel rank) in generation, inside of the training replica."""
+        stage, tensor, _ = self.training(rank)
+        if not self.strided:
+            micro, inside = divmod(stage * self.tp + tensor, self.generation_pp * self.generation_tp)
+            return inside // self.generation_tp, inside % self.generation_tp, micro
+        stages, tensors = self.pp // self.generation_pp, self.tp // self.generation_tp
+        return stage // stages, tensor // tensors, stage % stages * tensors + tensor % tensors
+
+    def of(self, kind: Kind) -> list[list[int]]:
+        """All groups of one kind, by their first rank."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        in_training = {"tp": (2, 0), "pp": (2, 1), "dp": (0, 1)}
+        in_generation = {"generation_tp": (2, 0), "generation_pp": (2, 1), "micro_dp": (0, 1)}
+        for rank in range(self.world_size):
+            if kind in in_training:
+                position, shared = self.training(rank), in_training[kind]
+                key = position[shared[0]], position[shared[1]]
+            else:
+                position, shared = self.generation(rank), in_generation[kind]
+                key = rank // (self.pp * self.tp), position[shared[0]], position[shared[1]]
+            groups.setdefault(key, []).append(rank)
+        return sorted(groups.values())
+
+    def holds(self, rank: int) -> Box:
+        """The training shard: pipeline stages as rows, tensor-parallel ranks as columns, of p x t equal cells."""
+        stage, tensor, _ = self.training(rank)
+        return Box(stage, stage + 1, tensor, tensor + 1)
+
+    def needs(self, rank: int) -> Box:
+        """The generation shard, in the same cells."""
+        stage, tensor, _ = self.generation(rank)
+        stages, tensors = self.pp // self.generation_pp, self.tp // self.generation_tp
+        return Box(stage * stages, (stage + 1) * stages, tensor * tensors, (tensor + 1) * tensors)
+
+    def sources(self, rank: int) -> dict[int, Box]:
+        """Rank -> what it must send to this rank, the fewest bytes: within the training replica."""
+        needs, first = self.needs(rank), rank // (self.pp * self.tp) * self.pp * self.tp
+        stages, tensors = range(needs.top, needs.bottom), range(needs.left, needs.right)
+        others = [first + stage * self.tp + tensor for stage in stages for tensor in tensors]
+        return {other: self.holds(other) for other in others if other != rank}
+
+    def volumes(self) -> Volumes:
+        """Communication, peak memory and redundancy, as in the paper's table 2.
+
+        Vanilla grouping gathers the whole model inside of the training replica.
+        """
+        cells, own = self.pp * self.tp, self.generation_pp * self.generation_tp
+        if self.strided:
+            return Volumes(Fraction(cells - own, own * cells), Fraction(1, own), Fraction(0))
+        return Volumes(Fraction(cells - 1, cells), Fraction(1), Fraction(1, cells))
+
+
+def zero3_volumes(pp: int, tp: int, dp: int) -> Volumes:
+    """`Volumes` of a model that ZeRO-3 shards over all ranks and gathers in full, as DeepSpeed-Chat does."""
+    ranks = pp * tp * dp
+    return Volumes(Fraction(ranks - 1, ranks), Fraction(1), Fraction(1, ranks))

@@ -1,0 +1,127 @@
+"""Checksums of parts of a parameter that add up to those of the parameter, whatever the parts are.
+
+The words of row i are summed and multiplied by an odd factor of i; where boxes have some of the columns, those of
+column j as well. i and j count in the full parameter, so the sums of disjoint boxes add up, modulo 2^64, to the sum of
+the parameter, and a part at a wrong place changes it. One call sums the rows of many parameters.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from verl.rollout.weight_sync.checksums import wrap
+
+_ROW = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
+_COLUMN = -4417276706812531889  # 0xC2B2AE3D27D4EB4F
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Summed(NamedTuple):
+    """A matrix of words whose rows or columns are summed. size: number of sums."""
+
+    source: int
+    start: int
+    rows: int
+    columns: int
+    word: int
+    dim: int
+
+    @property
+    def size(self) -> int:
+        return self.rows if self.dim == 1 else self.columns
+
+
+@dataclass
+class _Factors:
+    """Ranges of positions, each with a cell that its sums are added to."""
+
+    starts: list[int]
+    sizes: list[int]
+    cells: list[int]
+    factors: list[int]
+
+
+class PositionSums:
+    """A fixed list of matrices to sum, and what each of their rows and columns counts for.
+
+    Args:
+        cells: number of results.
+        device: of the tensors.
+    """
+
+    def __init__(self, cells: int, device: torch.device):
+        self.cells = cells
+        self.device = device
+        self.matrices: list[Summed] = []
+        self._ranges = _Factors([], [], [], [])
+        self._cached: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def add(self, matrix: Summed, ranges: Sequence[tuple[int, int, int]]) -> None:
+        """Add a matrix.
+
+        Args:
+            matrix: what is summed; rows that follow those of the last matrix are summed with them.
+            ranges: (position in the full parameter, number, cell) of its rows or columns, in order.
+        """
+        last = self.matrices[-1] if self.matrices else None
+        joins = (
+            last is not None
+            and matrix.dim == last.dim == 1
+            and (matrix.source, matrix.columns, matrix.word) == (last.source, last.columns, last.word)
+            and matrix.start == last.start + last.rows * last.columns * last.word
+        )
+        if joins:
+            self.matrices[-1] = last._replace(rows=last.rows + matrix.rows)
+        else:
+            self.matrices.append(matrix)
+        for start, size, cell in ranges:
+            self._ranges.starts.append(start)
+            self._ranges.sizes.append(size)
+            self._ranges.cells.append(cell)
+            self._ranges.factors.append(_ROW if matrix.dim == 1 else _COLUMN)
+
+    def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The factor of each sum, and its cell."""
+        if self._cached is None:
+            found = self._ranges
+            sizes = torch.tensor(found.sizes, dtype=torch.int64)
+            ends = sizes.cumsum(0)
+            inside = torch.arange(int(sizes.sum())) - (ends - sizes).repeat_interleave(sizes)
+            at = torch.tensor(found.starts, dtype=torch.int64).repeat_interleave(sizes) + inside
+            factors = torch.tensor(found.factors, dtype=torch.int64).repeat_interleave(sizes)
+            weights = (at * 2 + 1) * factors
+            cells = torch.tensor(found.cells, dtype=torch.int64).repeat_interleave(sizes)
+            self._cached = weights.to(self.device), cells.to(self.device)
+        return self._cached
+
+    def of(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The results: (cells,) int64, on the device.
+
+        Args:
+            sources: contiguous tensors that the matrices refer to by index.
+        """
+        total = torch.zeros(self.cells, dtype=torch.int64, device=self.device)
+        if not self.matrices:
+            return total
+        weights, cells = self._weights()
+        sums = torch.empty(len(weights), dtype=torch.int64, device=self.device)
+        spans = sums.split([matrix.size for matrix in self.matrices])
+        for matrix, out in zip(self.matrices, spans):
+            words, columns = sources[matrix.source].view(WORDS[matrix.word]), matrix.columns
+            at = words.storage_offset() + matrix.start // matrix.word
+            content = words.as_strided((matrix.rows, columns), (columns, 1), at)
+            torch.sum(content, matrix.dim, dtype=torch.int64, out=out)
+        return total.index_add_(0, cells, sums.mul_(weights))
+
+
+def position_sum(full: torch.Tensor, word: int, split_columns: bool) -> int:
+    """The sum of a full parameter, for comparison with the total of its parts."""
+    words = full.detach().contiguous().view(full.shape[0] if full.ndim else 1, -1)
+    words = words.view(WORDS[word]).to(torch.int64)
+    rows = words.sum(1).tolist()
+    total = sum((2 * i + 1) * _ROW * value for i, value in enumerate(rows))
+    if split_columns:
+        total += sum((2 * j + 1) * _COLUMN * value for j, value in enumerate(words.sum(0).tolist()))
+    return wrap(total)
