@@ -118,6 +118,12 @@ def _per_gpu(key: str) -> Callable[[Any, Lookup], dict[str, Any]]:
     return per_gpu
 
 
+def _placement(value: Any, lookup: Lookup) -> dict[str, Any]:
+    if value != "auto":
+        raise ValueError(f"found {value!r}, expected auto, or a section with keys such as actor_devices")
+    return {"placement.auto": True}
+
+
 def _vllm(value: Any, lookup: Lookup) -> dict[str, Any]:
     key = _ARR + "rollout.name"
     if value is True:
@@ -187,6 +193,7 @@ def _part(value: Any, lookup: Lookup) -> dict[str, Any]:
 
 
 _COMPUTED = {
+    "placement": _placement,
     "async_training.staleness_threshold": _staleness,
     "async_training.trigger_parameter_sync_step": _sync_step,
     "async_training.require_batches": _require_batches,

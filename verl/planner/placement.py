@@ -114,13 +114,14 @@ def cost_group(job: Job, device: Device, roles: Sequence[Role], generator: Role)
         generator: the role that generates, here or on other devices.
     """
     return Group(
-        tuple(roles), roles[0].layout.devices, group_memory(job, device, roles), role_seconds(job, device, roles, generator)
+        tuple(roles),
+        roles[0].layout.devices,
+        group_memory(job, device, roles),
+        role_seconds(job, device, roles, generator),
     )
 
 
-def role_seconds(
-    job: Job, device: Device, roles: Sequence[Role], generator: Role
-) -> dict[str, tuple[str, float]]:
+def role_seconds(job: Job, device: Device, roles: Sequence[Role], generator: Role) -> dict[str, tuple[str, float]]:
     """Operator -> (stage, seconds)."""
     found: dict[str, tuple[str, float]] = {}
     taken = sum(weights(job, role) + optimizer_bytes(job, role) for role in roles if role.name != "rollout")
@@ -153,11 +154,8 @@ def is_possible(job: Job, role: Role) -> bool:
     return job.responses // role.updates % data == 0
 
 
-def plan_groups(
-    job: Job, device: Device, groups: Sequence[tuple[Sequence[str], int]], concurrent: bool = True
-) -> Plan:
+def plan_groups(job: Job, device: Device, groups: Sequence[tuple[Sequence[str], int]], concurrent: bool = True) -> Plan:
     """The plan of groups [(role names, devices), ...] with the layouts of the job's roles."""
     placed = [[job.role(name).on(count) for name in names] for names, count in groups]
     generator = next(role for roles in placed for role in roles if role.name == job.generator)
     return Plan(job, device, tuple(cost_group(job, device, roles, generator) for roles in placed), concurrent)
-

@@ -105,9 +105,7 @@ class ModelShape:
 
 def _qwen(name: str, layers: int, hidden: int, mlp: int, heads: int, kv_heads: int, vocabulary: int) -> ModelShape:
     tied = hidden <= 2048
-    return ModelShape(
-        name, layers, hidden, mlp, heads, kv_heads, hidden // heads, vocabulary, tied=tied, qkv_bias=True
-    )
+    return ModelShape(name, layers, hidden, mlp, heads, kv_heads, hidden // heads, vocabulary, tied=tied, qkv_bias=True)
 
 
 def _llama(name: str, layers: int, hidden: int, mlp: int, heads: int, kv_heads: int) -> ModelShape:

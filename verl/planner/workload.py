@@ -166,14 +166,16 @@ class Tokens:
 
 def shares_prefix(job: Job, role: Role, on_gpu: bool) -> bool:
     """Whether the training engine computes a prompt once for its samples (`TorchEngine._shares_prefix`)."""
-    if job.kind != "torch" or role.layout.sequence > 1 or role.lora_rank and on_gpu and role.compute_bytes > 2:
+    if job.kind != "torch" or role.layout.sequence > 1 or (role.lora_rank and on_gpu and role.compute_bytes > 2):
         return False
     return not on_gpu or (role.compute_bytes == 2 and job.length < 4096)
 
 
 def tokens_of(job: Job, role: Role, rows: float, on_gpu: bool) -> Tokens:
     """The tokens of `rows` sequences on one rank, of which those of a prompt are together."""
-    together = min(job.samples, max(1.0, rows)) if shares_prefix(job, role, on_gpu) else 1
+    # balancing the ranks spreads the samples of a prompt over them
+    together = min(job.samples / role.layout.data, rows) if shares_prefix(job, role, on_gpu) else 1
+    together = max(1.0, together)
     found = Tokens(rows / together * job.prompt_tokens, rows * job.response_tokens, rows)
     return found.share(1 / role.layout.sequence)
 
