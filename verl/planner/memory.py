@@ -2,20 +2,23 @@
 
 A phase has the weights and optimizer states of all roles on the device, and the working memory of the role that runs.
 Activations are the tensors that the fused layers save (`modeling/fused_layers.py`); the choice of micro-batches and
-checkpointing is that of `engines/memory.py`. Not modelled: fragmentation of the allocator, and images or tools.
+checkpointing is that of `engines/token_budget.py`. Not modelled: fragmentation of the allocator, and images or tools.
 """
 
 from collections.abc import Mapping, Sequence
 
-from verl.engines import memory as engine_memory
-from verl.engines.memory import ActivationBytes, choose_micro_batching, token_budget
-from verl.engines.micro_batch import MAX_AUTO_TOKENS
+from verl.engines.token_budget import (
+    CACHED_TOKENS,
+    MAX_AUTO_TOKENS,
+    WORKING_LAYERS,
+    ActivationBytes,
+    choose_micro_batching,
+    token_budget,
+)
 from verl.modeling.log_probs import CHUNK_ELEMENTS, KEPT_BYTES, KEPT_SHARE
 from verl.planner.devices import Device
 from verl.planner.workload import Job, Role, rows_per_rank, tokens_of
 
-#: tokens of an update's micro-batch on a CPU (`torch_engine.CACHED_TOKENS`)
-CPU_TOKENS = 5120
 #: tokens of a prefill of the engines
 PREFILL_TOKENS = 8192
 
@@ -119,11 +122,11 @@ def update_choice(job: Job, role: Role, device: Device, taken: float) -> tuple[i
     """(tokens of a micro-batch, whether activations are recomputed) of an update. taken: bytes that are not free."""
     longest = -(-job.length // role.layout.sequence)
     if device.kind == "cpu":
-        tokens = role.update_tokens if role.update_tokens is not None else max(CPU_TOKENS, longest)
+        tokens = role.update_tokens if role.update_tokens is not None else max(CACHED_TOKENS, longest)
         return tokens, role.checkpointing is True
     used = activation_bytes(role)
     layers, pipeline = role.shape.layers, role.layout.pipeline
-    layer = engine_memory.WORKING_LAYERS * used.plain * pipeline / layers
+    layer = WORKING_LAYERS * used.plain * pipeline / layers
     planned = ActivationBytes(used.plain + layer, used.checkpointed + layer)
     free = device.memory - device.reserved - taken
     free -= min(MAX_AUTO_TOKENS * role.shape.vocabulary * role.compute_bytes, KEPT_SHARE * device.memory) + 3 * min(

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -58,7 +59,6 @@ from verl.trainer.dynamic_sampling import SUMMED_REWARD
 from verl.trainer.inputs import Inputs, base_settings, dataset_class, try_rewards
 from verl.trainer.launch import Recipe
 from verl.trainer.model_limits import check_reads_tokens_of
-from verl.trainer.planning import check_memory, place_automatically
 from verl.trainer.ppo_flow import needs_critic
 from verl.trainer.roles import pools_of, roles_of
 from verl.trainer.rollout_correction import check_correction
@@ -156,11 +156,11 @@ def prepare_run(
         config = load_config(
             config_path, overrides, base=base, presets=PRESETS, schema=recipe.schema, extra_checks=checks
         )
-        config = place_automatically(config)
+        config = _planning().place_automatically(config)
         run = Run(config, recipe, rows_given)
         run.passed += [check.name for check in CHECKS if check.stage == SETTINGS and check.applies_to(config)]
     else:
-        config = place_automatically(config)
+        config = _planning().place_automatically(config)
         run = Run(config, recipe, rows_given)
         run_checks(run, SETTINGS)
     if isinstance(config, _TRAINING):
@@ -172,6 +172,13 @@ def prepare_run(
         run.cluster = cluster or make_cluster(config, run.backend)
     run_checks(run, CONFIG)
     return run
+
+
+def _planning() -> ModuleType:
+    """The planner, imported at use."""
+    from verl.trainer import planning
+
+    return planning
 
 
 def _reader_check(check: Check, recipe: Recipe, rows_given: bool) -> Callable[[Schema], Iterable[Problem]]:
@@ -478,7 +485,7 @@ CHECKS: tuple[Check, ...] = (
     Check("model configs", CONFIG, model_configs, (*_TRAINING, GenerationConfig)),
     Check("cluster", CONFIG, lambda run: run.cluster.check(run.config)),
     Check("kernels", CONFIG, kernels),
-    Check("memory", CONFIG, lambda run: check_memory(run.config, run.backend), schema.Config),
+    Check("memory", CONFIG, lambda run: _planning().check_memory(run.config, run.backend), schema.Config),
     Check("micro-batch losses", CONFIG, micro_batch_losses, schema.Config),
     Check("unused settings", CONFIG, unused),
     Check("checkpoints", CONFIG, saved),
