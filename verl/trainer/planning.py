@@ -1,7 +1,7 @@
 """The planner for a run: its estimate, the memory check of the preflight, and `placement: auto`."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from verl.config import schema
@@ -17,7 +17,6 @@ from verl.planner.search import ROLLOUT_SIZES, Search, Space
 from verl.planner.settings import groups_of, job_of, overrides_of
 from verl.planner.shapes import ModelShape
 from verl.planner.workload import Job
-from verl.trainer.roles import roles_of
 
 logger = logging.getLogger("verl.trainer")
 
@@ -60,13 +59,13 @@ def shapes_of(config: schema.Config, names: Sequence[str]) -> dict[str, ModelSha
     return found
 
 
-def estimate(config: schema.Config) -> Estimate:
-    """Memory and time of a configuration on the device of this host.
+def estimate(config: schema.Config, names: Sequence[str]) -> Estimate:
+    """Memory and time of a configuration on the device of this host. names: its roles with separate workers.
 
     Raises:
         ValueError: a model or an engine that the planner does not model.
     """
-    names, device = roles_of(config), host_profile(config.trainer.device)
+    device = host_profile(config.trainer.device)
     job = job_of(config, shapes_of(config, names), names, device.kind == "cuda")
     total = config.trainer.nnodes * config.trainer.n_gpus_per_node
     groups = groups_of(config.placement.model_dump(exclude={"auto"}), names, total)
@@ -74,10 +73,10 @@ def estimate(config: schema.Config) -> Estimate:
     return Estimate(job, device, groups, plan_groups(job, device, groups, concurrent))
 
 
-def describe_estimate(config: schema.Config) -> str:
+def describe_estimate(config: schema.Config, names: Sequence[str]) -> str:
     """The lines that `verl plan` adds to the plan of a run."""
     try:
-        found = estimate(config)
+        found = estimate(config, names)
     except ValueError as error:
         return f"no estimate of memory and time: {error}"
     lines = [*report.memory_lines(found.plan), *report.time_lines(found.plan)]
@@ -96,7 +95,7 @@ def _fix(found: Estimate) -> str:
     return f"smallest change that fits ({report.gib(change[1].peak)} GiB): {describe(*change)}"
 
 
-def check_memory(config: schema.Config, backend: str) -> None:
+def check_memory(config: schema.Config, names: Sequence[str], backend: str) -> None:
     """Raise ValueError if the run needs more memory than there is; warn if it may. On Ray, devices are not known here.
 
     Models and engines that are not modelled are not checked.
@@ -104,7 +103,7 @@ def check_memory(config: schema.Config, backend: str) -> None:
     if backend == "ray":
         return
     try:
-        found = estimate(config)
+        found = estimate(config, names)
     except ValueError as error:
         logger.debug("memory is not checked: %s", error)
         return
@@ -141,7 +140,7 @@ def _search(config: schema.Config, found: Estimate) -> Search:
     return Search(job, found.device, Space(separate_rollout=job.overlaps, rollout_sizes=sizes))
 
 
-def place_automatically(config: Schema) -> Schema:
+def place_automatically(config: Schema, roles_of: Callable[[schema.Config], Sequence[str]]) -> Schema:
     """With `placement: auto`, the configuration with the devices of the best plan. It is printed.
 
     Raises:
@@ -153,7 +152,7 @@ def place_automatically(config: Schema) -> Schema:
     if given:
         raise ValueError(f"placement.auto chooses the devices, but placement.{given[0]} is set: remove one of them")
     try:
-        found = estimate(config)
+        found = estimate(config, roles_of(config))
     except ValueError as error:
         raise ValueError(f"placement=auto is not possible: {error}; set placement.*_devices, or remove it") from error
     plans = _search(config, found).plans(_devices(config))

@@ -282,7 +282,7 @@ class PPOTrainer(Trainer):
             f"would train {self.total_steps} steps of {self.recipe.name or self.config.algorithm.adv_estimator} from "
             f"{words['model']} with {self.world_size} process{'es' * (self.world_size > 1)} on the "
             f"{self.run.backend} backend; {further}; checkpoints: {saving}, in {trainer.default_local_dir}\n"
-            f"{describe_estimate(self.config)}"
+            f"{describe_estimate(self.config, list(self.specs))}"
         )
 
     # ---- metrics ----------------------------------------------------------------------------------------------------

@@ -156,11 +156,11 @@ def prepare_run(
         config = load_config(
             config_path, overrides, base=base, presets=PRESETS, schema=recipe.schema, extra_checks=checks
         )
-        config = _planning().place_automatically(config)
+        config = _planning().place_automatically(config, roles_of)
         run = Run(config, recipe, rows_given)
         run.passed += [check.name for check in CHECKS if check.stage == SETTINGS and check.applies_to(config)]
     else:
-        config = _planning().place_automatically(config)
+        config = _planning().place_automatically(config, roles_of)
         run = Run(config, recipe, rows_given)
         run_checks(run, SETTINGS)
     if isinstance(config, _TRAINING):
@@ -485,7 +485,12 @@ CHECKS: tuple[Check, ...] = (
     Check("model configs", CONFIG, model_configs, (*_TRAINING, GenerationConfig)),
     Check("cluster", CONFIG, lambda run: run.cluster.check(run.config)),
     Check("kernels", CONFIG, kernels),
-    Check("memory", CONFIG, lambda run: _planning().check_memory(run.config, run.backend), schema.Config),
+    Check(
+        "memory",
+        CONFIG,
+        lambda run: _planning().check_memory(run.config, roles_of(run.config), run.backend),
+        schema.Config,
+    ),
     Check("micro-batch losses", CONFIG, micro_batch_losses, schema.Config),
     Check("unused settings", CONFIG, unused),
     Check("checkpoints", CONFIG, saved),
