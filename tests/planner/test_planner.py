@@ -74,8 +74,8 @@ def test_kv_cache_by_hand():
 
 def test_activations_by_hand():
     role = Role("actor", TINY, compute_bytes=2)
-    # per layer: two sums in float32 and two norms in 16 bits with their scales, rotated q, k, v, the output of attention
-    # with its statistics, gate, up and their product
+    # per layer: two sums in float32 and two norms in 16 bits with their scales, rotated q, k, v, the output of
+    # attention with its statistics, gate, up and their product
     layer = 2 * (4 + 2) * 8 + 2 * 4 + 2 * (8 + 8) + 2 * 8 + 4 * 4 + 3 * 2 * 16
     found = activation_bytes(role)
     assert found.plain == 2 * layer
@@ -89,6 +89,8 @@ def test_activations_by_hand():
 @pytest.mark.parametrize("roles", [("actor",), ("actor", "ref", "critic", "reward")])
 def test_more_devices_never_need_more_memory_per_device(kind, roles):
     job = job_of(shapes.built_in("7B"), roles, prompts=1024, kind=kind, engine="vllm", memory_share=0.3)
+    for role in roles:  # what is chosen automatically uses the memory that there is
+        job = job.with_role(role, update_tokens=4096, checkpointing=True)
     for few, many in itertools.pairwise([2, 4, 8, 16, 32, 64]):
         small, large = (plan_groups(job, H200, [(roles, count)]) for count in (few, many))
         assert large.peak <= small.peak
@@ -220,7 +222,7 @@ def test_a_model_that_is_not_modelled():
         ModelShape.of({"num_experts": 8}, "moe")
     with pytest.raises(ValueError, match="has no num_hidden_layers"):
         ModelShape.of({"n_embd": 8}, "gpt2")
-    with pytest.raises(ValueError, match="did you mean|7B"):
+    with pytest.raises(ValueError, match="no built-in model"):
         shapes.built_in("7")
 
 

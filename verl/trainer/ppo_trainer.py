@@ -27,6 +27,7 @@ from verl.trainer.given import ConfigSource, read_given
 from verl.trainer.inputs import given_rewards, load_inputs, stop_token_ids
 from verl.trainer.launch import Recipe, print_config_errors_plainly, recipe_of
 from verl.trainer.metrics import data_metrics, joined, numeric_columns, predictions, validation_metrics
+from verl.trainer.planning import describe_estimate
 from verl.trainer.ppo_flow import (
     add_weight_sync,
     build_ppo_flow,
@@ -273,8 +274,6 @@ class PPOTrainer(Trainer):
             )
 
     def plan(self) -> str:
-        from verl.trainer.planning import describe_estimate
-
         words, trainer = self._summary(), self.config.trainer
         saving = saving_words(trainer)
         further = "; ".join(f"{topic}: {words[topic]}" for topic in words if topic not in ("model", "algorithm"))

@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -54,6 +53,7 @@ from verl.single_controller.local.cluster import ProcessCluster
 from verl.tools.parsers import TOOL_PARSERS
 from verl.tracking.run_record import collected
 from verl.tracking.tracking import check_trackers
+from verl.trainer import planning
 from verl.trainer.agents import agent_loop_names, check_agent, check_tools_in_prompts
 from verl.trainer.dynamic_sampling import SUMMED_REWARD
 from verl.trainer.inputs import Inputs, base_settings, dataset_class, try_rewards
@@ -156,11 +156,11 @@ def prepare_run(
         config = load_config(
             config_path, overrides, base=base, presets=PRESETS, schema=recipe.schema, extra_checks=checks
         )
-        config = _planning().place_automatically(config, roles_of)
+        config = planning.place_automatically(config, roles_of)
         run = Run(config, recipe, rows_given)
         run.passed += [check.name for check in CHECKS if check.stage == SETTINGS and check.applies_to(config)]
     else:
-        config = _planning().place_automatically(config, roles_of)
+        config = planning.place_automatically(config, roles_of)
         run = Run(config, recipe, rows_given)
         run_checks(run, SETTINGS)
     if isinstance(config, _TRAINING):
@@ -172,13 +172,6 @@ def prepare_run(
         run.cluster = cluster or make_cluster(config, run.backend)
     run_checks(run, CONFIG)
     return run
-
-
-def _planning() -> ModuleType:
-    """The planner, imported at use."""
-    from verl.trainer import planning
-
-    return planning
 
 
 def _reader_check(check: Check, recipe: Recipe, rows_given: bool) -> Callable[[Schema], Iterable[Problem]]:
@@ -488,7 +481,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "memory",
         CONFIG,
-        lambda run: _planning().check_memory(run.config, roles_of(run.config), run.backend),
+        lambda run: planning.check_memory(run.config, roles_of(run.config), run.backend),
         schema.Config,
     ),
     Check("micro-batch losses", CONFIG, micro_batch_losses, schema.Config),
