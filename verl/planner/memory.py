@@ -32,6 +32,7 @@ PHASES = {
     "reference log-probs": "ref",
     "values": "critic",
     "reward model": "reward",
+    "cost model": "cost",
     "update of the critic": "critic",
     "update of the actor": "actor",
     "weight push": "actor",

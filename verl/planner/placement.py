@@ -13,6 +13,8 @@ from verl.planner.devices import Device
 from verl.planner.memory import Items, group_memory, optimizer_bytes, peak, weights
 from verl.planner.workload import Job, Role
 
+#: roles that only run forward passes -> their operator
+_SCORES = {"ref": "ref", "reward": "rm", "cost": "cost"}
 STAGES = ("generation", "preparation", "training")
 
 
@@ -136,8 +138,8 @@ def role_seconds(job: Job, device: Device, roles: Sequence[Role], generator: Rol
         elif role.name == "critic":
             found["values"] = ("preparation", step_time.infer_seconds(job, role, device))
             found["update_critic"] = ("training", step_time.update_seconds(job, role, device, taken))
-        elif role.name in ("ref", "reward"):
-            name = "ref" if role.name == "ref" else "rm"
+        elif role.name in _SCORES:
+            name = _SCORES[role.name]
             found[name] = ("preparation", step_time.infer_seconds(job, role, device))
     return found
 

@@ -185,7 +185,7 @@ def generation_seconds(job: Job, role: Role, device: Device, taken: float = 0.0)
         step = max(step, alive * SERVER_ROW_SECONDS)
     if tensor > 1:
         step += 4 * s.layers * collective_seconds(alive * s.hidden * c, tensor, device)
-    return prefill + job.response_tokens * step * rows / alive
+    return job.generations * (prefill + job.response_tokens * step * rows / alive)
 
 
 def _as_engine(role: Role, tensor: int) -> Role:

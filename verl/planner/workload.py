@@ -45,7 +45,7 @@ class Role:
     """A model of the run.
 
     Attributes:
-        name: actor, rollout, ref, critic or reward.
+        name: actor, rollout, ref, critic, reward or, in simulations, cost.
         trains: whether it has gradients and an optimizer.
         value_head: one output instead of logits.
         lora_rank: rank of the trained adapters; 0: all weights are trained.
@@ -104,6 +104,7 @@ class Job:
         bucket_bytes: bucket of the weight sync.
         kind: training engine: "torch" (one process or FSDP2), or "megatron".
         overlaps: generation of the next batch runs during training, on devices of its own.
+        generations: responses that are generated per response that is trained on (2 for ReMax).
         strict: a batch that the ranks do not divide is not possible; otherwise the largest share counts.
     """
 
@@ -120,6 +121,7 @@ class Job:
     bucket_bytes: int = 512 * 2**20
     kind: str = "torch"
     overlaps: bool = False
+    generations: int = 1
     strict: bool = True
 
     @property
