@@ -39,8 +39,13 @@ PHASES = {
 }
 
 
-def activation_bytes(role: Role) -> ActivationBytes:
-    """Bytes per token that the layers keep for the backward pass, without and with checkpointing."""
+def activation_bytes(role: Role, sequence_parallel: bool = False) -> ActivationBytes:
+    """Bytes per token that the layers keep for the backward pass, without and with checkpointing.
+
+    Args:
+        role: the role, with its layout.
+        sequence_parallel: tensor-parallel ranks also split what is between the matrices, as Megatron does.
+    """
     s, c = role.shape, role.compute_bytes
     stream = max(c, role.weight_bytes)
     norms = 2 * (stream + c) * s.hidden + 2 * stream
@@ -51,7 +56,7 @@ def activation_bytes(role: Role) -> ActivationBytes:
     layer = (norms + attention + mlp + adapters) / role.layout.tensor
     plain = s.layers / role.layout.pipeline * layer
     inputs = s.layers / role.layout.pipeline * s.hidden * (stream + (2 if c == 2 else 0))
-    return ActivationBytes(plain, inputs + layer)
+    return ActivationBytes(plain, inputs / (role.layout.tensor if sequence_parallel else 1) + layer)
 
 
 def weights(job: Job, role: Role) -> float:
@@ -125,7 +130,7 @@ def update_choice(job: Job, role: Role, device: Device, taken: float) -> tuple[i
     if device.kind == "cpu":
         tokens = role.update_tokens if role.update_tokens is not None else max(CACHED_TOKENS, longest)
         return tokens, role.checkpointing is True
-    used = activation_bytes(role)
+    used = activation_bytes(role, job.kind == "megatron")
     layers, pipeline = role.shape.layers, role.layout.pipeline
     layer = WORKING_LAYERS * used.plain * pipeline / layers
     planned = ActivationBytes(used.plain + layer, used.checkpointed + layer)
@@ -133,7 +138,7 @@ def update_choice(job: Job, role: Role, device: Device, taken: float) -> tuple[i
     free -= min(MAX_AUTO_TOKENS * role.shape.vocabulary * role.compute_bytes, KEPT_SHARE * device.memory) + 3 * min(
         CHUNK_ELEMENTS["cuda"], MAX_AUTO_TOKENS * role.shape.vocabulary
     ) * role.compute_bytes * (not role.value_head)
-    budget = token_budget(planned, int(free))
+    budget = token_budget(planned, int(free / pipeline))  # as many micro-batches are in flight
     return choose_micro_batching(role.update_tokens, longest, budget, role.checkpointing)
 
 
@@ -143,7 +148,7 @@ def update_items(job: Job, role: Role, device: Device, taken: float) -> Items:
     tokens, checkpoints = update_choice(job, role, device, taken + sum(items.values()))
     largest = tokens_of(job, role, rows_per_rank(job, role.layout.data) / role.updates, device.kind == "cuda").total
     tokens = min(tokens, max(largest, job.length / role.layout.sequence))
-    used = activation_bytes(role)
+    used = activation_bytes(role, job.kind == "megatron")
     in_flight = min(role.layout.pipeline, max(1.0, largest / tokens))
     layer = used.plain * role.layout.pipeline / role.shape.layers
     items["activations"] = tokens * in_flight * (used.checkpointed if checkpoints else used.plain)
