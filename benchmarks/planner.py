@@ -20,7 +20,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,7 @@ CONFIGS: dict[str, tuple[Work, dict[str, Any]]] = {
     "ppo, critic": (WIDE, PPO),
     "grpo, 2 processes": (WIDE, GRPO | {"trainer.n_gpus_per_node": 2}),
 }
-STEPS, WARM_UP = 7, 2
+STEPS, WARM_UP = 5, 2
 
 
 def overrides_of(name: str, folder: Path) -> dict[str, Any]:
@@ -135,7 +137,7 @@ def measure(name: str, folder: Path) -> dict[str, float]:
     trainer = Measured(overrides=overrides_of(name, folder))
     with PeakMemory(children=trainer.world_size > 1) as memory:
         trainer.fit()
-    steps = list(zip(marks, marks[1:]))[WARM_UP - 1 :]
+    steps = list(pairwise(marks))[WARM_UP - 1 :]
     busy = [
         own2 - own1 + max((cpu - before.get(pid, cpu) for pid, cpu in after.items()), default=0.0)
         for (_, own1, before), (_, own2, after) in steps
@@ -172,8 +174,8 @@ def predict(name: str, folder: Path, device: Device) -> Plan:
     return plan_groups(job, device, [(names, config.trainer.n_gpus_per_node)])
 
 
-def cpu_lines(device: Device) -> list[dict[str, Any]]:
-    lines = []
+def cpu_lines(device: Device) -> Iterator[dict[str, Any]]:
+    """One line per CPU configuration."""
     for name, (work, _) in CONFIGS.items():
         with tempfile.TemporaryDirectory() as made:
             folder = Path(made)
@@ -181,9 +183,8 @@ def cpu_lines(device: Device) -> list[dict[str, Any]]:
             plan, found = predict(name, folder, device), run_one(name, folder)
         line = {"name": name, "wall": round(found["wall"], 3)}
         line |= _compared(plan.seconds, found["seconds"], plan.peak / 2**20, found["memory"] / 2**20, "mib")
-        lines.append(line)
         print(json.dumps(line), flush=True)
-    return lines
+        yield line
 
 
 def _compared(seconds: float, measured: float, memory: float, peak: float | None, unit: str) -> dict[str, Any]:
@@ -302,11 +303,18 @@ def main() -> None:
         from verl.planner.calibrate import calibrate
 
         device = calibrate(torch.device("cpu"), print)
-        lines = cpu_lines(device)
+        lines: list[dict[str, Any]] = []
+        for line in cpu_lines(device):
+            lines.append(line)
+            record |= {"cpu": lines, "cpu_goals": summary(lines), "profile": asdict(device), "load": os.getloadavg()[0]}
+            _write(record, args.out)
         print(summary(lines), flush=True)
-        record |= {"cpu": lines, "cpu_goals": summary(lines), "profile": asdict(device), "load": os.getloadavg()[0]}
-    if args.out:
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    _write(record, args.out)
+
+
+def _write(record: dict[str, Any], path: Path | None) -> None:
+    if path:
+        path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

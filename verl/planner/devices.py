@@ -32,6 +32,8 @@ class Device:
         step_seconds: fixed seconds of a step outside of the models.
         push_seconds: fixed seconds of a weight push to another process or engine.
         forward, backward, decode: corrections of the time of a pass, from a calibration.
+        sharded: factor of the time of a pass with FSDP2 over several devices: its hooks, and weights that are neither
+            cast once nor fused once per update.
         reserved: bytes that the process needs beside tensors: the CUDA context and communication buffers.
         source: where the figures are from.
     """
@@ -55,6 +57,7 @@ class Device:
     forward: float = 1.0
     backward: float = 1.0
     decode: float = 1.0
+    sharded: float = 1.0
     reserved: float = 0.0
     source: str = ""
 
@@ -69,7 +72,7 @@ class Device:
 
 # measured on H200s (benchmarks/results): GEMMs of an update 660 TFLOP/s (train_step_gpu.json), element-wise kernels
 # 4.2 TB/s, attention 605 TFLOP/s at 16k tokens, all-gather 230 to 260 GB/s of 450 (weight_sync_h200.json), decoding
-# steps (rollout_h200.jsonl)
+# steps (rollout_h200.jsonl), FSDP2 on two GPUs against one (engines_h200.json, restructure_h200.json)
 _H200 = Device(
     name="H200",
     kind="cuda",
@@ -87,6 +90,7 @@ _H200 = Device(
     decode_row_seconds=0.0,
     step_seconds=0.1,
     push_seconds=0.1,
+    sharded=1.5,
     reserved=1.5 * GIB,
     source="measured on this GPU, benchmarks/results",
 )

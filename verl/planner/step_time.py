@@ -106,12 +106,18 @@ def _bubble(role: Role, micro_batches: float) -> float:
     return 1 + (role.layout.pipeline - 1) / max(1.0, micro_batches)
 
 
+def _sharded(job: Job, role: Role, device: Device) -> float:
+    """What FSDP2 over several devices multiplies the computation with."""
+    return device.sharded if job.kind == "torch" and role.layout.devices > 1 else 1.0
+
+
 def infer_seconds(job: Job, role: Role, device: Device) -> float:
     """Seconds of a pass without gradients over the batch."""
     tokens = tokens_of(job, role, rows_per_rank(job, role.layout.data), device.kind == "cuda")
     size = max(role.infer_tokens or 16384, job.length)
     count = max(1.0, math.ceil(tokens.total / size))
     compute = forward_pass(role, tokens, job, device, count).seconds(device) * _bubble(role, count)
+    compute *= _sharded(job, role, device)
     exchange = _gather_seconds(job, role, device) * count
     return _overlapped(compute, exchange, device) + activations_exchange(role, tokens.total, device)
 
@@ -133,6 +139,7 @@ def update_seconds(job: Job, role: Role, device: Device, taken: float = 0.0) -> 
     passed = forward_pass(role, tokens, job, device, count)
     compute = passed.seconds(device) * (2 if checkpoints else 1)
     compute += passed.backward_seconds(device, role.lora_rank > 0)
+    compute *= _sharded(job, role, device)
     gather = _gather_seconds(job, role, device)
     reduce = _reduce_seconds(job, role, device)
     exchange = count * (2 * gather + reduce) if job.kind == "torch" else 0.0
