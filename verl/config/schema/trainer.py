@@ -127,12 +127,12 @@ class PlacementConfig(Section):
     `placement: auto` sets `auto`.
     """
 
-    auto: bool = field(False, "let the planner choose the devices of all roles, and the size of rollout engines")
     actor_devices: list[int] | None = field(None, "devices of the actor and of roles that have none; null: all")
     rollout_devices: list[int] | None = field(None, "devices of the rollout engine")
     ref_devices: list[int] | None = field(None, "devices of the reference")
     critic_devices: list[int] | None = field(None, "devices of the critic")
     reward_devices: list[int] | None = field(None, "devices of the reward model")
+    auto: bool = field(False, "let the planner choose the devices of all roles, and the size of rollout engines")
 
 
 class RayConfig(Section):
