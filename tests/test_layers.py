@@ -13,7 +13,8 @@ LAYERS = {
     1: ["verl.protocol", "verl.batch", "verl.columns", "verl.registry", "verl.config"],
     2: ["verl.algorithms", "verl.dataflow", "verl.modeling", "verl.tools"],
     3: ["verl.engines", "verl.rollout", "verl.single_controller", "verl.data", "verl.rewards"],
-    4: ["verl.workers"],
+    # the planner predicts what engines and rollout do, so it reads their constants and measures them
+    4: ["verl.workers", "verl.planner"],
     5: ["verl.__main__", "verl.cli", "verl.trainer", "verl.evaluation", "verl.model_merger"],
     6: ["verl.recipe", "recipe", "examples", "benchmarks"],
 }

@@ -9,8 +9,13 @@ from verl.config import schema
 from verl.data.sequences import build_sequences
 from verl.engines import memory, micro_batch
 from verl.engines.base import MicroBatching
-from verl.engines.memory import ActivationBytes, TokenBudget, choose_micro_batching, token_budget
-from verl.engines.micro_batch import MAX_AUTO_TOKENS
+from verl.engines.token_budget import (
+    MAX_AUTO_TOKENS,
+    ActivationBytes,
+    TokenBudget,
+    choose_micro_batching,
+    token_budget,
+)
 from verl.engines.torch_engine import TorchEngine
 from verl.protocol import DataProto
 from verl.workers.engine_worker import aggregation

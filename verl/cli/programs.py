@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-_FLAGS = ("--config", "--dry-run", "--print-config", "--help")
+_FLAGS = ("--config", "--calibrate", "--gpus", "--dry-run", "--print-config", "--help")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Program:
 
 PROGRAMS = (
     Program("train", "verl.trainer.main_ppo", "Train with reinforcement learning: PPO, GRPO and others.", "ppo"),
-    Program("plan", "verl.trainer.main_ppo", "Run all checks of train and print its plan.", "ppo", ("--dry-run",)),
+    Program("plan", "verl.cli.plan", "Check a run; print its memory, time and best placement.", "ppo"),
     Program("sft", "verl.trainer.sft_trainer", "Supervised fine-tuning.", "sft"),
     Program("generate", "verl.trainer.main_generation", "Generate responses to the prompts of a file.", "generation"),
     Program("eval", "verl.trainer.main_eval", "Score responses; pass@k; compare two models.", "evaluation"),

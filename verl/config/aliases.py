@@ -118,6 +118,15 @@ def _per_gpu(key: str) -> Callable[[Any, Lookup], dict[str, Any]]:
     return per_gpu
 
 
+_PLACES = "actor_devices, rollout_devices, ref_devices, critic_devices, reward_devices"
+
+
+def _placement(value: Any, lookup: Lookup) -> dict[str, Any]:
+    if value != "auto":
+        raise ValueError(f"found {value!r}, expected a section with the keys {_PLACES}, or auto")
+    return {"placement.auto": True}
+
+
 def _vllm(value: Any, lookup: Lookup) -> dict[str, Any]:
     key = _ARR + "rollout.name"
     if value is True:
@@ -187,6 +196,7 @@ def _part(value: Any, lookup: Lookup) -> dict[str, Any]:
 
 
 _COMPUTED = {
+    "placement": _placement,
     "async_training.staleness_threshold": _staleness,
     "async_training.trigger_parameter_sync_step": _sync_step,
     "async_training.require_batches": _require_batches,

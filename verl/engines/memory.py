@@ -7,24 +7,18 @@ one layer at a time and costs another forward pass.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from verl.engines.micro_batch import MAX_AUTO_TOKENS
+from verl.engines.token_budget import MAX_AUTO_TOKENS, WORKING_LAYERS, ActivationBytes
 from verl.modeling.log_probs import CHUNK_ELEMENTS, KEPT_SHARE
 
 HOST = torch.device("cpu")
 
-#: share of the free memory that is planned for; the rest covers fragmentation
-SHARE = 0.8
-#: working memory of a backward pass (gradients in flight), as a multiple of the saved activations of one layer
-WORKING_LAYERS = 2
 #: lengths of the two probe sequences; their difference removes what does not depend on the number of tokens
 _SHORT, _LONG = 128, 384
 
@@ -68,22 +62,6 @@ def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> No
 
 
 # ---- tokens that fit ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ActivationBytes:
-    """Bytes per token saved for the backward pass, without and with activation checkpointing."""
-
-    plain: float
-    checkpointed: float
-
-
-@dataclass(frozen=True)
-class TokenBudget:
-    """Max tokens of a micro-batch, without and with activation checkpointing."""
-
-    plain: int
-    checkpointed: int
 
 
 def measure_activations(run: Callable[[int], object], module: nn.Module, vocab_size: int) -> ActivationBytes:
@@ -148,30 +126,3 @@ def logits_bytes(vocab_size: int, itemsize: int, device: torch.device) -> int:
     kept = min(KEPT_SHARE * total, MAX_AUTO_TOKENS * vocab_size * itemsize)
     chunk = min(CHUNK_ELEMENTS[device.type], MAX_AUTO_TOKENS * vocab_size)
     return int(kept + 3 * chunk * itemsize)
-
-
-def token_budget(activations: ActivationBytes, free: int) -> TokenBudget:
-    """The tokens that fit into `free` bytes."""
-    usable = max(0, SHARE * free)
-    return TokenBudget(int(usable / activations.plain), int(usable / activations.checkpointed))
-
-
-def choose_micro_batching(
-    tokens: int | None, longest: int, budget: TokenBudget, checkpointing: bool | Literal["auto"]
-) -> tuple[int | None, bool]:
-    """Choose the token budget of a micro-batch and whether to checkpoint activations.
-
-    Args:
-        tokens: tokens of the largest micro-batch if the user fixed the split, otherwise None.
-        longest: tokens of the longest sequence, which is never split.
-        budget: tokens that fit into the free memory.
-        checkpointing: the config value; "auto" enables it if needed.
-
-        Returns:
-            (max tokens of a micro-batch, whether to checkpoint).
-    """
-    if checkpointing == "auto":
-        # half a full micro-batch without checkpointing is as fast as a full one with it
-        checkpointing = budget.plain < max(longest, tokens if tokens is not None else MAX_AUTO_TOKENS // 2)
-    fits = budget.checkpointed if checkpointing else budget.plain
-    return (tokens if tokens is not None else max(longest, min(MAX_AUTO_TOKENS, fits))), checkpointing

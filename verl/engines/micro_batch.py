@@ -1,11 +1,9 @@
 """Splits a mini-batch into micro-batches, by a number of sequences or by a token budget."""
 
 from verl.engines.base import MicroBatching, Tensors
+from verl.engines.token_budget import MAX_AUTO_TOKENS
 from verl.modeling.shared_prefix import plan_shared_prefixes
 from verl.utils.balance import token_budget_micro_batches
-
-#: tokens that saturate a GPU: larger micro-batches need more memory and are hardly faster
-MAX_AUTO_TOKENS = 16384
 
 
 def plan_micro_batches(

@@ -28,6 +28,7 @@ from verl.engines.micro_batch import plan_micro_batches
 from verl.engines.optimizer import clip_gradients, gradient_norm, lr_multiplier, make_optimizer
 from verl.engines.parallel import full_tensor
 from verl.engines.sharding import Sharding, SingleDevice, make_sharding
+from verl.engines.token_budget import CACHED_TOKENS, TokenBudget, choose_micro_batching, token_budget
 from verl.modeling import attention
 from verl.modeling.batch_invariant.model import BatchInvariantForward
 from verl.modeling.layers import use_kernels
@@ -37,9 +38,6 @@ from verl.protocol import DataProto
 from verl.utils.shards import Shard
 
 logger = logging.getLogger("verl.engines")
-
-#: tokens of an update's micro-batch on a CPU: with few, what they leave for the backward pass stays in the caches
-CACHED_TOKENS = 5120
 
 _INPUTS = ("input_ids", "attention_mask", "position_ids", "responses")
 
@@ -193,8 +191,8 @@ class TorchEngine(TrainEngine):
         # all ranks must decide alike, so the rank with the least memory decides
         mine = [-budget.plain, -budget.checkpointed, longest, largest]
         plain, checkpointed, longest, largest = map(int, self.max_over_ranks([float(value) for value in mine]))
-        budget = memory.TokenBudget(-plain, -checkpointed)
-        tokens, on = memory.choose_micro_batching(None if is_open else largest, longest, budget, checkpointing)
+        budget = TokenBudget(-plain, -checkpointed)
+        tokens, on = choose_micro_batching(None if is_open else largest, longest, budget, checkpointing)
         choice = "recomputed" if on else "kept"
         if self.sharding.is_first_rank and self._logged_choice != choice:
             self._logged_choice = choice
@@ -207,7 +205,7 @@ class TorchEngine(TrainEngine):
         self._checkpoint_activations(on)
         return MicroBatching(tokens=tokens) if is_open else micro
 
-    def _token_budget(self) -> memory.TokenBudget:
+    def _token_budget(self) -> TokenBudget:
         """The tokens that fit into free memory, after what else an update needs."""
         spec, vocabulary = self.model_spec, self.model.vocab_size
         if self._activation_bytes is None:
@@ -219,7 +217,7 @@ class TorchEngine(TrainEngine):
         if self.sharding.is_unsharded and spec.compute_dtype != spec.model_dtype:
             free -= sum(p.numel() for p in self.module.parameters()) * spec.compute_dtype.itemsize  # cached casts
         free -= memory.logits_bytes(vocabulary, spec.compute_dtype.itemsize, spec.device)
-        return memory.token_budget(self._activation_bytes, free)
+        return token_budget(self._activation_bytes, free)
 
     def probe_forward(self, tokens: int) -> Tensors:
         """The outputs of a forward pass over one sequence of `tokens` tokens, to measure its memory."""

@@ -27,6 +27,7 @@ from verl.trainer.dynamic_sampling import sample_dynamically
 from verl.trainer.inputs import given_rewards, load_inputs, stop_token_ids
 from verl.trainer.launch import Recipe, print_config_errors_plainly, recipe_of
 from verl.trainer.metrics import data_metrics, joined, numeric_columns, predictions, validation_metrics
+from verl.trainer.planning import describe_estimate
 from verl.trainer.ppo_flow import (
     add_weight_sync,
     build_ppo_flow,
@@ -283,7 +284,8 @@ class PPOTrainer(Trainer):
         return (
             f"would train {self.total_steps} steps of {self.recipe.name or self.config.algorithm.adv_estimator} from "
             f"{words['model']} with {self.world_size} process{'es' * (self.world_size > 1)} on the "
-            f"{self.run.backend} backend; {further}; checkpoints: {saving}, in {trainer.default_local_dir}"
+            f"{self.run.backend} backend; {further}; checkpoints: {saving}, in {trainer.default_local_dir}\n"
+            f"{describe_estimate(self.config, list(self.specs))}"
         )
 
     # ---- metrics ----------------------------------------------------------------------------------------------------

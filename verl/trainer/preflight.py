@@ -53,6 +53,7 @@ from verl.single_controller.local.cluster import ProcessCluster
 from verl.tools.parsers import TOOL_PARSERS
 from verl.tracking.run_record import collected
 from verl.tracking.tracking import check_trackers
+from verl.trainer import planning
 from verl.trainer.agents import agent_loop_names, check_agent, check_tools_in_prompts
 from verl.trainer.dynamic_sampling import SUMMED_REWARD
 from verl.trainer.inputs import Inputs, base_settings, dataset_class, try_rewards
@@ -155,9 +156,11 @@ def prepare_run(
         config = load_config(
             config_path, overrides, base=base, presets=PRESETS, schema=recipe.schema, extra_checks=checks
         )
+        config = planning.place_automatically(config, roles_of)
         run = Run(config, recipe, rows_given)
         run.passed += [check.name for check in CHECKS if check.stage == SETTINGS and check.applies_to(config)]
     else:
+        config = planning.place_automatically(config, roles_of)
         run = Run(config, recipe, rows_given)
         run_checks(run, SETTINGS)
     if isinstance(config, _TRAINING):
@@ -475,6 +478,12 @@ CHECKS: tuple[Check, ...] = (
     Check("model configs", CONFIG, model_configs, (*_TRAINING, GenerationConfig)),
     Check("cluster", CONFIG, lambda run: run.cluster.check(run.config)),
     Check("kernels", CONFIG, kernels),
+    Check(
+        "memory",
+        CONFIG,
+        lambda run: planning.check_memory(run.config, roles_of(run.config), run.backend),
+        schema.Config,
+    ),
     Check("micro-batch losses", CONFIG, micro_batch_losses, schema.Config),
     Check("unused settings", CONFIG, unused),
     Check("checkpoints", CONFIG, saved),

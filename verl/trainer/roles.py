@@ -70,7 +70,7 @@ def roles_hosted_by_actor(config: schema.Config) -> tuple[str, ...]:
 def pools_of(config: schema.Config, roles: list[str]) -> dict[str, list[tuple[str, ResourcePool]]]:
     """Pool name -> (role, pool) of its roles. Roles without devices share those of the actor."""
     trainer = config.trainer
-    placement = config.placement.model_dump()
+    placement = config.placement.model_dump(exclude={"auto"})
     if not config.rollout_is_separate:  # named, but the actor's
         placement["rollout_devices"] = None
     placed = place_roles(roles, placement, trainer.nnodes, trainer.n_gpus_per_node)

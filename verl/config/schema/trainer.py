@@ -122,13 +122,17 @@ class TrainerConfig(_WithAsync):
 
 
 class PlacementConfig(Section):
-    """`placement`: separate devices per role; null: on the devices of the actor."""
+    """`placement`: separate devices per role; null: on the devices of the actor.
+
+    `placement: auto` sets `auto`.
+    """
 
     actor_devices: list[int] | None = field(None, "devices of the actor and of roles that have none; null: all")
     rollout_devices: list[int] | None = field(None, "devices of the rollout engine")
     ref_devices: list[int] | None = field(None, "devices of the reference")
     critic_devices: list[int] | None = field(None, "devices of the critic")
     reward_devices: list[int] | None = field(None, "devices of the reward model")
+    auto: bool = field(False, "let the planner choose the devices of all roles, and the size of rollout engines")
 
 
 class RayConfig(Section):

@@ -1,0 +1,185 @@
+"""Calibration of this host: rates of matmuls, memory and collectives, and of this project's engines on a small model.
+
+A pass over few tokens gives the fixed costs of a layer, passes over many give the factors `forward`, `backward` and
+`decode`, which correct the analytic model. Figures are medians; those of collectives are minima.
+"""
+
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from verl.config import schema
+from verl.data.sequences import build_sequences
+from verl.engines.base import EngineSpec, MicroBatching, Objective
+from verl.engines.torch_engine import TorchEngine
+from verl.planner import step_time
+from verl.planner.devices import Device
+from verl.planner.host import base_profile
+from verl.planner.placement import role_seconds
+from verl.planner.shapes import ModelShape
+from verl.planner.workload import Job, Role
+from verl.protocol import DataProto
+from verl.rollout.base import Request, SamplingParams
+from verl.rollout.native.engine import NativeRollout
+
+#: of the model and the batch that are measured
+CPU_PROBE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 2048}
+GPU_PROBE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8, "vocab_size": 32000}
+CPU_ROWS, GPU_ROWS = 64, 256
+PROMPT, RESPONSE = 32, 64
+REPEATS = 5
+
+_COLLECTIVES = """
+import sys, time, torch, torch.distributed as dist
+rank, port = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+for size in (2, 2**22):
+    x = torch.ones(size)
+    out = [torch.empty(size), torch.empty(size)]
+    found = []
+    for _ in range(9):
+        start = time.perf_counter()
+        dist.all_gather(out, x)
+        found.append(time.perf_counter() - start)
+    if rank == 0:
+        print(min(found))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def calibrate(device: torch.device, say: Callable[[str], None] = lambda line: None) -> Device:
+    """Measure the profile of this host.
+
+    Args:
+        device: the device to measure.
+        say: receives a line per measured part.
+    """
+    found = base_profile(device)
+    size = 8192 if device.type == "cuda" else 512
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    matmul = 2 * size**3 / _median(lambda: torch.mm(a, a), device)
+    block = torch.ones(2**28 if device.type == "cuda" else 2**24, device=device)
+    other = torch.empty_like(block)
+    bandwidth = 2 * block.nbytes / _median(lambda: other.copy_(block), device)
+    found = replace(found, matmul=matmul, bandwidth=bandwidth, source="calibrated on this host")
+    say(f"matmul {matmul / 1e9:.0f} GFLOP/s, memory {bandwidth / 1e9:.1f} GB/s")
+    if device.type == "cpu":
+        found = replace(found, attention=matmul / 2, **_collective_rates())
+        say(f"collectives {found.link / 1e9:.2f} GB/s, {found.latency * 1e6:.0f} us")
+    found = _with_engine_rates(found, device)
+    say(f"factors: forward {found.forward:.2f}, backward {found.backward:.2f}, decode {found.decode:.2f}")
+    return found
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """The clock of a calibration. One thread of a CPU: its processor time, which other programs do not change."""
+    single = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.process_time if single else time.perf_counter
+
+
+def _median(call: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
+    """Median seconds of a call, after one that is not counted."""
+    found, clock = [], clock_of(device)
+    for _ in range(repeats + 1):
+        start = clock()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(clock() - start)
+    return statistics.median(found[1:])
+
+
+def _collective_rates() -> dict[str, float]:
+    """Rate and latency of a gather between two processes of this host."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    command = [sys.executable, "-c", _COLLECTIVES]
+    other = subprocess.Popen([*command, "1", port])
+    try:
+        printed = subprocess.run([*command, "0", port], capture_output=True, text=True, timeout=120, check=True).stdout
+    finally:
+        other.wait(timeout=120)
+    latency, seconds = map(float, printed.split())
+    rate = 2**22 * 4 / max(1e-9, seconds - latency)  # each rank receives the half of the other one
+    return {"link": rate, "node_link": rate, "latency": latency}
+
+
+# ---- the engines ----------------------------------------------------------------------------------------------------
+
+
+def probe_job(shape: ModelShape, rows: int, prompt: int, response: int, compute_bytes: int) -> Job:
+    """The job that is measured: one process, one update."""
+    role = Role("actor", shape, trains=True, compute_bytes=compute_bytes)
+    return Job((role,), rows, 1, prompt, response, max_rows=rows)
+
+
+def _columns(rows: int, prompt: int, response: int, vocabulary: int) -> DataProto:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(vocabulary, (rows, prompt + response), generator=generator).tolist()
+    columns = build_sequences([row[:prompt] for row in ids], [row[prompt:] for row in ids], pad_token_id=0)
+    columns["advantages"] = torch.randn(columns["responses"].shape, generator=generator)
+    return DataProto.from_dict(columns)
+
+
+def _loss(outputs: dict[str, torch.Tensor], columns: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+    return -(outputs["log_probs"] * columns["advantages"]).mean(), {}
+
+
+def _requests(rows: int, prompt: int, response: int, vocabulary: int) -> Sequence[Request]:
+    generator = torch.Generator().manual_seed(2)
+    params = SamplingParams(response, (), seed=0, ignore_eos=True)
+    prompts = torch.randint(vocabulary, (rows, prompt), generator=generator).tolist()
+    return [Request(ids, params, i) for i, ids in enumerate(prompts)]
+
+
+def _with_engine_rates(profile: Device, device: torch.device) -> Device:
+    """The profile with the rates of the training engine and of the engine native."""
+    on_gpu = device.type == "cuda"
+    sizes, rows = (GPU_PROBE, GPU_ROWS) if on_gpu else (CPU_PROBE, CPU_ROWS)
+    config = Qwen2Config(num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=False, **sizes)
+    shape, vocabulary = ModelShape.of(config.to_dict(), "probe"), sizes["vocab_size"]
+    with device:
+        module = Qwen2ForCausalLM._from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    section = schema.ModelConfig(path="probe", enable_gradient_checkpointing=False)
+    engine = TorchEngine(EngineSpec("causal_lm", section, optimizer=schema.OptimConfig(), device=device), module=module)
+    micro, compute = MicroBatching(tokens="auto"), 2 if on_gpu else 4
+    batch, tiny = (_columns(n, PROMPT, RESPONSE, vocabulary) for n in (rows, 1))
+    tiny = _columns(1, 4, 4, vocabulary)
+    infer = _median(lambda: engine.infer(batch, ("log_probs",), micro), device)
+    fixed = _median(lambda: engine.infer(tiny, ("log_probs",), micro), device)
+    objective = Objective(_loss, ("log_probs",))
+    update = _median(lambda: engine.train_batch(batch, objective, micro), device)
+    rollout = NativeRollout(module, dtype=torch.bfloat16 if on_gpu else None)
+    slow = _median(lambda: rollout.generate(_requests(1, 4, RESPONSE, vocabulary)), device, 3)
+    generated = _median(lambda: rollout.generate(_requests(rows, PROMPT, RESPONSE, vocabulary)), device, 3)
+    profile = replace(
+        profile,
+        layer_seconds=fixed / shape.layers,
+        decode_seconds=slow / RESPONSE / shape.layers,
+    )
+    return _corrected(profile, probe_job(shape, rows, PROMPT, RESPONSE, compute), infer, update, generated)
+
+
+def _corrected(profile: Device, job: Job, infer: float, update: float, generated: float) -> Device:
+    """The profile whose predictions for `job` are the measured seconds of a forward pass, an update and generation."""
+    role = job.roles[0]
+    profile = replace(profile, forward=infer / step_time.infer_seconds(job, role, profile))
+    bare = replace(profile, backward=1.0)
+    whole = step_time.update_seconds(job, role, bare)
+    backward = whole - step_time.update_seconds(job, role, replace(bare, backward=0.0))
+    profile = replace(profile, backward=max(0.1, (update - (whole - backward)) / backward))
+    predicted = role_seconds(job, profile, [role], role)["gen"][1]
+    prefill = predicted - (predicted - role_seconds(job, replace(profile, decode=0.0), [role], role)["gen"][1])
+    return replace(profile, decode=max(0.1, (generated - prefill) / (predicted - prefill)))

@@ -1,0 +1,170 @@
+"""What a device can do: built-in profiles of GPUs, and the profile of this host that `verl plan --calibrate` stores."""
+
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from verl.registry import did_you_mean
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """Rates of a device and its links, all in bytes, FLOPs and seconds.
+
+    Attributes:
+        name: as shown.
+        kind: "cuda" or "cpu".
+        memory: bytes of one device; of a CPU, the memory of the host.
+        per_node: devices of a node.
+        matmul: FLOP/s of the GEMMs of a decoder in the dtype of the computation.
+        attention: FLOP/s of attention over long sequences with heads of 128; `attention_half` is the sequence length
+            that reaches half of it.
+        bandwidth: bytes/s of element-wise kernels.
+        link: bytes/s that a device receives in a collective within a node.
+        node_link: bytes/s that a node receives from others.
+        latency: seconds of a small collective.
+        layer_seconds: fixed seconds of one layer in a forward pass, whatever the tokens.
+        decode_seconds: fixed seconds of one layer in a decoding step of the engine native.
+        decode_row_seconds: seconds of the host per row and decoding step.
+        step_seconds: fixed seconds of a step outside of the models.
+        push_seconds: fixed seconds of a weight push to another process or engine.
+        forward, backward, decode: corrections of the time of a pass, from a calibration.
+        sharded: factor of the time of a pass with FSDP2 over several devices: its hooks, and weights that are neither
+            cast once nor fused once per update.
+        reserved: bytes that the process needs beside tensors: the CUDA context and communication buffers.
+        source: where the figures are from.
+    """
+
+    name: str
+    kind: str
+    memory: float
+    per_node: int
+    matmul: float
+    attention: float
+    attention_half: float
+    bandwidth: float
+    link: float
+    node_link: float
+    latency: float
+    layer_seconds: float
+    decode_seconds: float
+    decode_row_seconds: float
+    step_seconds: float
+    push_seconds: float
+    forward: float = 1.0
+    backward: float = 1.0
+    decode: float = 1.0
+    sharded: float = 1.0
+    reserved: float = 0.0
+    source: str = ""
+
+    def attention_rate(self, length: float, head_dim: int) -> float:
+        """FLOP/s of attention over sequences of this length."""
+        return self.attention * length / (length + self.attention_half) * min(1.0, (head_dim / 128) ** 0.66)
+
+    def link_of(self, devices: int) -> float:
+        """Bytes/s that each of `devices` neighboring devices receives in a collective over all of them."""
+        return self.link if devices <= self.per_node else min(self.link, self.node_link)
+
+
+# measured on H200s (benchmarks/results): GEMMs of an update 660 TFLOP/s (train_step_gpu.json), element-wise kernels
+# 4.2 TB/s, attention 605 TFLOP/s at 16k tokens, all-gather 230 to 260 GB/s of 450 (weight_sync_h200.json), decoding
+# steps (rollout_h200.jsonl), FSDP2 on two GPUs against one (engines_h200.json, restructure_h200.json)
+_H200 = Device(
+    name="H200",
+    kind="cuda",
+    memory=139.8 * GIB,
+    per_node=8,
+    matmul=660e12,
+    attention=706e12,
+    attention_half=2730,
+    bandwidth=4.2e12,
+    link=240e9,
+    node_link=320e9,
+    latency=20e-6,
+    layer_seconds=120e-6,
+    decode_seconds=42e-6,
+    decode_row_seconds=0.0,
+    step_seconds=0.1,
+    push_seconds=0.1,
+    sharded=1.5,
+    reserved=1.5 * GIB,
+    source="measured on this GPU, benchmarks/results",
+)
+
+
+def _scaled(name: str, memory: float, flops: float, bandwidth: float, link: float, node_link: float) -> Device:
+    """A GPU whose published peak rates are these, with the efficiencies measured on an H200 (989 TFLOP/s, 4.8 TB/s, 450
+    GB/s)."""
+    compute = flops / 989e12
+    return replace(
+        _H200,
+        name=name,
+        memory=memory * GIB,
+        matmul=_H200.matmul * compute,
+        attention=_H200.attention * compute,
+        bandwidth=_H200.bandwidth * bandwidth / 4.8e12,
+        link=_H200.link * link / 450e9,
+        node_link=node_link,
+        source="published peak rates x efficiencies measured on an H200",
+    )
+
+
+BUILT_IN = {
+    "H200": _H200,
+    "H100": _scaled("H100", 79.1, 989e12, 3.35e12, 450e9, 320e9),
+    "A100": _scaled("A100", 79.2, 312e12, 2.04e12, 300e9, 160e9),
+}
+
+
+def built_in(name: str) -> Device:
+    """The built-in profile of this name. Raises ValueError if there is none."""
+    found = next((device for key, device in BUILT_IN.items() if key.lower() == name.lower()), None)
+    if found is None:
+        raise ValueError(f"there is no profile of the GPU {name!r}: {did_you_mean(name, BUILT_IN)}")
+    return found
+
+
+def known_gpu(name: str) -> Device | None:
+    """The built-in profile that a device name such as "NVIDIA H200" belongs to."""
+    return next((device for key, device in BUILT_IN.items() if key in name), None)
+
+
+def cache_file() -> Path:
+    """The file of this host's profile: in VERL_CACHE_DIR, or in verl/ of the user's cache folder."""
+    folder = os.environ.get("VERL_CACHE_DIR") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "verl"
+    return Path(folder).expanduser() / "calibration.json"
+
+
+def save(device: Device, versions: dict[str, str]) -> Path:
+    """Store the profile of this host. Returns the file."""
+    path = cache_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps({"device": asdict(device), "versions": versions}, indent=1) + "\n")
+    temporary.replace(path)
+    return path
+
+
+def calibrated(versions: dict[str, str], name: str) -> tuple[Device | None, str]:
+    """The stored profile of this host, if it is of this device and these versions.
+
+    Returns:
+        (profile or None, why there is none).
+    """
+    path = cache_file()
+    if not path.exists():
+        return None, "this host is not calibrated"
+    try:
+        found = json.loads(path.read_text())
+        device = Device(**found["device"])
+        if device.name != name:
+            return None, f"{path} is of {device.name!r}, not of {name!r}"
+        if found["versions"] != versions:
+            return None, f"{path} was written with {found['versions']}, but the versions are now {versions}"
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): run `verl plan --calibrate`") from error
+    return device, ""

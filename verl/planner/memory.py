@@ -1,0 +1,276 @@
+"""Bytes per device in each phase of a step, as the engines of this project allocate them.
+
+A phase has the weights and optimizer states of all roles on the device, and the working memory of the role that runs.
+Activations are the tensors that the fused layers save (`modeling/fused_layers.py`); the choice of micro-batches and
+checkpointing is that of `engines/token_budget.py`. Not modelled: fragmentation of the allocator, and images or tools.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from verl.engines.token_budget import (
+    CACHED_TOKENS,
+    MAX_AUTO_TOKENS,
+    WORKING_LAYERS,
+    ActivationBytes,
+    choose_micro_batching,
+    token_budget,
+)
+from verl.modeling.log_probs import CHUNK_ELEMENTS, KEPT_BYTES, KEPT_SHARE
+from verl.planner.devices import Device
+from verl.planner.workload import Job, Role, rows_per_rank, tokens_of
+
+#: tokens of a prefill of the engines
+PREFILL_TOKENS = 8192
+
+Items = dict[str, float]
+"""What -> bytes per device."""
+
+#: name of the phase -> role that runs, in the order of a step
+PHASES = {
+    "generation": "actor",
+    "old log-probs": "actor",
+    "reference log-probs": "ref",
+    "values": "critic",
+    "reward model": "reward",
+    "cost model": "cost",
+    "update of the critic": "critic",
+    "update of the actor": "actor",
+    "weight push": "actor",
+}
+
+
+def activation_bytes(role: Role, sequence_parallel: bool = False) -> ActivationBytes:
+    """Bytes per token that the layers keep for the backward pass, without and with checkpointing.
+
+    Args:
+        role: the role, with its layout.
+        sequence_parallel: tensor-parallel ranks also split what is between the matrices, as Megatron does.
+    """
+    s, c = role.shape, role.compute_bytes
+    stream = max(c, role.weight_bytes)
+    norms = 2 * (stream + c) * s.hidden + 2 * stream
+    attention = c * (s.q_size + 2 * s.kv_size) + c * s.q_size + 4 * s.heads
+    attention += c * (s.q_size + 2 * s.kv_size) * s.head_norms
+    mlp = 3 * c * s.mlp
+    adapters = c * (2 * s.hidden + s.q_size + s.mlp) if role.lora_rank else 0
+    layer = (norms + attention + mlp + adapters) / role.layout.tensor
+    plain = s.layers / role.layout.pipeline * layer
+    inputs = s.layers / role.layout.pipeline * s.hidden * (stream + (2 if c == 2 else 0))
+    return ActivationBytes(plain, inputs / (role.layout.tensor if sequence_parallel else 1) + layer)
+
+
+def weights(job: Job, role: Role) -> float:
+    """Bytes of the stored weights of a role on one device."""
+    layout = role.layout
+    if job.kind == "megatron":
+        return role.parameters * role.compute_bytes / (layout.tensor * layout.pipeline)
+    return role.parameters * role.weight_bytes / layout.parts
+
+
+def optimizer_bytes(job: Job, role: Role) -> float:
+    """Bytes of Adam's moments on one device; with Megatron's distributed optimizer, also the float32 weights."""
+    layout = role.layout
+    if job.kind == "megatron":
+        return 12 * role.trained / layout.devices
+    return 2 * role.weight_bytes * role.trained / layout.parts
+
+
+def gradients(job: Job, role: Role) -> float:
+    """Bytes of the gradients on one device."""
+    layout = role.layout
+    if job.kind == "megatron":
+        return 4 * role.trained / (layout.tensor * layout.pipeline)
+    return role.weight_bytes * role.trained / layout.parts
+
+
+def gathered(job: Job, role: Role, training: bool) -> float:
+    """Bytes of casts of the weights or, with FSDP2, of what is gathered at a time.
+
+    FSDP2 gathers two layers, and the embedding with the output layer; in training also their gradients, which are
+    reduced in float32.
+    """
+    shape, c, layout = role.shape, role.compute_bytes, role.layout
+    if job.kind == "megatron":
+        return 0.0
+    narrow = c != role.weight_bytes
+    if layout.devices == 1:
+        return c * role.parameters if narrow else 0.0
+    root = role.parameters - shape.layers * shape.layer_parameters
+    layers = 2 * shape.layer_parameters / layout.tensor
+    if training and not role.lora_rank:
+        return (layers + root) * (2 * c + (4 if narrow else 0))
+    return (layers + root) * c
+
+
+def _logit_tokens(job: Job, role: Role, tokens: float, on_gpu: bool) -> float:
+    """Response tokens of a micro-batch of `tokens` tokens."""
+    found = tokens_of(job, role, rows_per_rank(job, role.layout.data), on_gpu)
+    return tokens * found.response / found.total
+
+
+def logits(job: Job, role: Role, tokens: float, device: Device, training: bool) -> float:
+    """Bytes of the logits of a micro-batch: those that are kept for the backward pass, and one chunk."""
+    if role.value_head:
+        return 0.0
+    s, c, on_gpu = role.shape, role.compute_bytes, device.kind == "cuda"
+    rows = _logit_tokens(job, role, tokens, on_gpu)
+    total = rows * s.vocabulary * c
+    chunk_rows = max(1, CHUNK_ELEMENTS[device.kind] // s.vocabulary)
+    chunks = max(1, -(-rows // chunk_rows))
+    chunk = (rows / chunks if on_gpu else min(rows, chunk_rows)) * s.vocabulary * c
+    if not training:
+        return chunk
+    fits = total <= (KEPT_SHARE * device.memory if on_gpu else KEPT_BYTES)
+    return total + chunk if fits or chunks == 1 else 2 * chunk
+
+
+def update_choice(job: Job, role: Role, device: Device, taken: float) -> tuple[int, bool]:
+    """(tokens of a micro-batch, whether activations are recomputed) of an update. taken: bytes that are not free."""
+    longest = -(-job.length // role.layout.sequence)
+    if device.kind == "cpu":
+        tokens = role.update_tokens if role.update_tokens is not None else max(CACHED_TOKENS, longest)
+        return tokens, role.checkpointing is True
+    used = activation_bytes(role, job.kind == "megatron")
+    layers, pipeline = role.shape.layers, role.layout.pipeline
+    layer = WORKING_LAYERS * used.plain * pipeline / layers
+    planned = ActivationBytes(used.plain + layer, used.checkpointed + layer)
+    free = device.memory - device.reserved - taken
+    free -= min(MAX_AUTO_TOKENS * role.shape.vocabulary * role.compute_bytes, KEPT_SHARE * device.memory) + 3 * min(
+        CHUNK_ELEMENTS["cuda"], MAX_AUTO_TOKENS * role.shape.vocabulary
+    ) * role.compute_bytes * (not role.value_head)
+    budget = token_budget(planned, int(free / pipeline))  # as many micro-batches are in flight
+    return choose_micro_batching(role.update_tokens, longest, budget, role.checkpointing)
+
+
+def update_items(job: Job, role: Role, device: Device, taken: float) -> Items:
+    """Working memory of an update. taken: bytes of everything else on the device."""
+    items = {"gradients": gradients(job, role), "gathered weights": gathered(job, role, training=True)}
+    tokens, checkpoints = update_choice(job, role, device, taken + sum(items.values()))
+    largest = tokens_of(job, role, rows_per_rank(job, role.layout.data) / role.updates, device.kind == "cuda").total
+    tokens = min(tokens, max(largest, job.length / role.layout.sequence))
+    used = activation_bytes(role, job.kind == "megatron")
+    in_flight = min(role.layout.pipeline, max(1.0, largest / tokens))
+    layer = used.plain * role.layout.pipeline / role.shape.layers
+    items["activations"] = tokens * in_flight * (used.checkpointed if checkpoints else used.plain)
+    # the gradients of one layer's activations come after those of the logits are freed
+    items["logits, working memory"] = max(logits(job, role, tokens, device, training=True), tokens * layer)
+    return items
+
+
+def infer_items(job: Job, role: Role, device: Device) -> Items:
+    """Working memory of a pass without gradients."""
+    longest = -(-job.length // role.layout.sequence)
+    tokens = max(role.infer_tokens or MAX_AUTO_TOKENS, longest)
+    share = tokens_of(job, role, rows_per_rank(job, role.layout.data), device.kind == "cuda").total
+    tokens = min(tokens, max(share, longest))
+    s, c = role.shape, role.compute_bytes
+    layer = tokens * (2 * max(c, role.weight_bytes) * s.hidden + c * 3 * s.mlp / role.layout.tensor)
+    return {
+        "gathered weights": gathered(job, role, training=False),
+        "activations": layer,
+        "logits, working memory": logits(job, role, tokens, device, training=False),
+    }
+
+
+def rollout_weights(job: Job, role: Role) -> float:
+    """Bytes of the engine's copy of the weights on one device; 0 if it uses those of the trainer."""
+    shared = role.name == "actor" and role.layout.devices == 1 and job.engine in ("native", "hf") and not role.lora_rank
+    if shared and (job.engine == "hf" or role.compute_bytes == role.weight_bytes):
+        return 0.0
+    return role.parameters * role.compute_bytes / job.rollout_tensor
+
+
+def rollout_rows(job: Job, role: Role) -> int:
+    """Sequences of a step that one replica of the engine generates."""
+    return rows_per_rank(job, max(1, role.layout.devices // job.rollout_tensor))
+
+
+def kv_cache_bytes(job: Job, role: Role, rows: int) -> float:
+    """Bytes of the KV cache of `rows` sequences on one device. The prompt of a group is stored once."""
+    groups = -(-rows // job.samples)
+    tokens = groups * job.prompt_tokens + rows * job.response_tokens
+    return tokens * role.shape.kv_bytes(role.compute_bytes) / job.rollout_tensor
+
+
+def generation_items(job: Job, role: Role, device: Device, taken: float) -> Items:
+    """Memory of generation on one device. taken: bytes of everything else."""
+    own = rollout_weights(job, role)
+    rows = min(rollout_rows(job, role), job.max_rows)
+    s, c = role.shape, role.compute_bytes
+    working = rows * s.vocabulary * (c + 4) + PREFILL_TOKENS * (2 * s.hidden + 3 * s.mlp / job.rollout_tensor) * c
+    needed, least = kv_cache_bytes(job, role, rows), kv_cache_bytes(job, role, 1)
+    if job.engine in ("vllm", "sglang"):
+        cache = max(least, job.memory_share * device.memory - own - working)
+    elif device.kind == "cpu":
+        cache = needed
+    else:
+        free = device.memory - device.reserved - taken - own - working
+        cache = max(least, min(needed, 0.9 * max(0.0, free), job.memory_share * device.memory))
+    return {"rollout weights": own, "KV cache": cache, "logits, working memory": working}
+
+
+def push_items(job: Job, role: Role) -> Items:
+    """Memory of a weight push on one device: buckets, and the largest parameter gathered."""
+    if role.layout.devices == 1 and role.name == job.generator and job.engine in ("native", "hf"):
+        return {"rollout weights": rollout_weights(job, role)}
+    size = min(job.bucket_bytes, role.parameters * role.compute_bytes)
+    copy = rollout_weights(job, role) if job.generator == "actor" else 0.0
+    buckets = (4 if job.generator == "actor" else 2) * size
+    return {"rollout weights": copy, "buckets": buckets + role.shape.largest_tensor() * role.weight_bytes}
+
+
+def group_memory(job: Job, device: Device, roles: Sequence[Role]) -> dict[str, Items]:
+    """Bytes per device of every phase on the devices that these roles share.
+
+    Args:
+        job: the run.
+        device: the device.
+        roles: the roles on these devices, with their layouts.
+
+    Returns:
+        Phase -> what -> bytes.
+    """
+    by_name = {role.name: role for role in roles}
+    found: dict[str, Items] = {}
+    for phase in PHASES:
+        role = by_name.get(job.generator if phase == "generation" else PHASES[phase])
+        if role is None or (phase == "old log-probs" and not job.old_log_probs):
+            continue
+        updates = phase.startswith("update")
+        items = _persistent(job, roles, role, updates)
+        taken = sum(items.values())
+        if phase == "generation":
+            more = generation_items(job, role, device, taken)
+        elif updates:
+            more = update_items(job, role, device, taken)
+        elif phase == "weight push":
+            more = push_items(job, role)
+        else:
+            more = infer_items(job, role, device)
+        found[phase] = items | more
+        if device.reserved:
+            found[phase]["CUDA context"] = device.reserved
+    return found
+
+
+def _persistent(job: Job, roles: Sequence[Role], active: Role, updates: bool) -> Items:
+    """Weights and optimizer states on the device while a role runs, whose offloaded weights are there too."""
+    items = {"weights": 0.0, "optimizer": 0.0}
+    for role in roles:
+        if role.name == "rollout":  # its weights are those of the engine
+            continue
+        if role is active or not role.param_offload:
+            items["weights"] += weights(job, role)
+        if (role is active and updates) or not role.optimizer_offload:
+            items["optimizer"] += optimizer_bytes(job, role)
+    return items
+
+
+def total(items: Mapping[str, float]) -> float:
+    return sum(items.values())
+
+
+def peak(phases: Mapping[str, Items]) -> tuple[str, float]:
+    """(phase, bytes) of the largest phase."""
+    name = max(phases, key=lambda phase: total(phases[phase]))
+    return name, total(phases[name])

@@ -1,0 +1,163 @@
+"""The cost of a placement: memory of every group of devices, and seconds of the stages of a step.
+
+Inside a group of devices, latencies add up; across groups, the slowest counts; stages add up (HybridFlow, Sheng et al.
+2024, arXiv 2409.19256, section 6).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from verl.planner import step_time
+from verl.planner.devices import Device
+from verl.planner.memory import Items, group_memory, optimizer_bytes, peak, weights
+from verl.planner.workload import Job, Role
+
+#: roles that only run forward passes -> their operator
+_SCORES = {"ref": "ref", "reward": "rm", "cost": "cost"}
+STAGES = ("generation", "preparation", "training")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Devices that roles share.
+
+    Attributes:
+        roles: the roles, with their layouts on these devices.
+        memory: phase -> what -> bytes per device.
+        seconds: operator -> (stage, seconds).
+    """
+
+    roles: tuple[Role, ...]
+    devices: int
+    memory: Mapping[str, Items]
+    seconds: Mapping[str, tuple[str, float]]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(role.name for role in self.roles)
+
+    @cached_property
+    def stages(self) -> tuple[float, ...]:
+        """Seconds of each stage."""
+        return tuple(sum(s for of, s in self.seconds.values() if of == stage) for stage in STAGES)
+
+    @cached_property
+    def peak(self) -> tuple[str, float]:
+        """(phase, bytes) of the phase that needs most memory."""
+        return peak(self.memory)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A placement with its cost.
+
+    Attributes:
+        job: the run, with the tensor-parallel size of the rollout.
+        device: the device.
+        groups: the groups, the actor's first.
+        concurrent: whether groups work at the same time (trainer.overlap).
+    """
+
+    job: Job
+    device: Device
+    groups: tuple[Group, ...]
+    concurrent: bool = True
+
+    @cached_property
+    def stages(self) -> tuple[float, ...]:
+        """Seconds of each stage of a step."""
+        combine = max if self.concurrent else sum
+        return tuple(combine(group.stages[i] for group in self.groups) for i in range(len(STAGES)))
+
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return step_seconds(self.stages, self.job, self.device)
+
+    @property
+    def devices(self) -> int:
+        return sum(group.devices for group in self.groups)
+
+    @cached_property
+    def peak(self) -> float:
+        """Bytes of the device that needs most."""
+        return max(group.peak[1] for group in self.groups)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.available
+
+    @property
+    def available(self) -> float:
+        """Bytes of memory that one process may use. The processes of a CPU share the memory of the host."""
+        return self.device.memory / (self.devices if self.device.kind == "cpu" else 1)
+
+    @property
+    def words(self) -> str:
+        """Such as "actor, ref on 6; critic on 2"."""
+        return "; ".join(f"{', '.join(group.names)} on {group.devices}" for group in self.groups)
+
+
+def step_seconds(stages: Sequence[float], job: Job, device: Device) -> float:
+    """Seconds of a step from those of its stages."""
+    generation, preparation, training = stages
+    busy = max(generation, preparation + training) if job.overlaps else generation + preparation + training
+    return busy + device.step_seconds
+
+
+def cost_group(job: Job, device: Device, roles: Sequence[Role], generator: Role) -> Group:
+    """Memory and seconds of roles that share devices.
+
+    Args:
+        job: the run.
+        device: the device.
+        roles: with their layouts, all of them on the same number of devices.
+        generator: the role that generates, here or on other devices.
+    """
+    return Group(
+        tuple(roles),
+        roles[0].layout.devices,
+        group_memory(job, device, roles),
+        role_seconds(job, device, roles, generator),
+    )
+
+
+def role_seconds(job: Job, device: Device, roles: Sequence[Role], generator: Role) -> dict[str, tuple[str, float]]:
+    """Operator -> (stage, seconds)."""
+    found: dict[str, tuple[str, float]] = {}
+    taken = sum(weights(job, role) + optimizer_bytes(job, role) for role in roles if role.name != "rollout")
+    for role in roles:
+        if role.name == job.generator:
+            found["gen"] = ("generation", step_time.generation_seconds(job, role, device, taken))
+        if role.name == "actor":
+            if job.old_log_probs:
+                found["old_log_prob"] = ("preparation", step_time.infer_seconds(job, role, device))
+            found["update_actor"] = ("training", step_time.update_seconds(job, role, device, taken))
+            found["sync_weights"] = ("training", step_time.push_seconds(job, role, device, generator))
+        elif role.name == "critic":
+            found["values"] = ("preparation", step_time.infer_seconds(job, role, device))
+            found["update_critic"] = ("training", step_time.update_seconds(job, role, device, taken))
+        elif role.name in _SCORES:
+            name = _SCORES[role.name]
+            found[name] = ("preparation", step_time.infer_seconds(job, role, device))
+    return found
+
+
+def is_possible(job: Job, role: Role) -> bool:
+    """Whether the layout divides the model and, for a strict job, the batch."""
+    if not role.layout.is_possible(role.shape):
+        return False
+    if role.name == job.generator and role.layout.devices % job.rollout_tensor:
+        return False
+    if not job.strict:
+        return True
+    data = role.layout.devices // job.rollout_tensor if role.name == "rollout" else role.layout.data
+    return job.responses // role.updates % data == 0
+
+
+def plan_groups(job: Job, device: Device, groups: Sequence[tuple[Sequence[str], int]], concurrent: bool = True) -> Plan:
+    """The plan of groups [(role names, devices), ...] with the layouts of the job's roles."""
+    placed = [[job.role(name).on(count) for name in names] for names, count in groups]
+    generator = next(role for roles in placed for role in roles if role.name == job.generator)
+    return Plan(job, device, tuple(cost_group(job, device, roles, generator) for roles in placed), concurrent)

@@ -1,0 +1,216 @@
+"""The best placement of the roles on N devices (HybridFlow, Sheng et al. 2024, arXiv 2409.19256, algorithm 1).
+
+For every set partition of the roles, every allocation of devices to its sets and every layout of the models, the cost
+model of `placement` gives the seconds of a step; the fastest placement that fits into memory wins. Layouts are chosen
+once per (set, devices). An allocation that another one beats with fewer devices in every stage is dropped, and a branch
+ends when even the fastest rest cannot beat the best placement so far: the result is that of brute force.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from verl.planner.devices import Device
+from verl.planner.placement import Group, Plan, cost_group, is_possible, role_seconds, step_seconds
+from verl.planner.shapes import ModelShape
+from verl.planner.workload import Job, Layout, Role
+
+#: (tensor, pipeline) sizes of Megatron: tensor parallelism stays in a node, pipelines begin where it ends
+MEGATRON_SIZES = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (8, 4), (8, 8))
+ROLLOUT_SIZES = (1, 2, 4, 8)
+#: largest number of different sizes that are tried for a group
+MOST_SIZES = 64
+
+Partition = tuple[tuple[str, ...], ...]
+
+
+def partitions(names: Sequence[str]) -> Iterator[Partition]:
+    """All set partitions of the names; their number is the Bell number. The first name is in the first set."""
+    if not names:
+        yield ()
+        return
+    first, rest = names[0], names[1:]
+    for mask in range(2 ** len(rest)):
+        together = tuple(name for i, name in enumerate(rest) if not mask >> i & 1)
+        others = [name for i, name in enumerate(rest) if mask >> i & 1]
+        for tail in partitions(others):
+            yield ((first, *together), *tail)
+
+
+def sizes_up_to(devices: int, per_node: int) -> list[int]:
+    """Sizes of a group that are tried: all within a node, then whole nodes, then multiples of several nodes."""
+    small = list(range(1, min(devices, per_node) + 1))
+    unit = per_node * max(1, -(-devices // (per_node * MOST_SIZES)))
+    return small + [size for size in range(unit, devices + 1, unit) if size > per_node]
+
+
+@dataclass(frozen=True)
+class Space:
+    """What the search may change.
+
+    Attributes:
+        separate_rollout: the rollout may have devices of its own.
+        rollout_sizes: tensor-parallel sizes of the rollout.
+        model_sizes: (tensor, pipeline) sizes of training; None: those of the job.
+    """
+
+    separate_rollout: bool = True
+    rollout_sizes: tuple[int, ...] = ROLLOUT_SIZES
+    model_sizes: tuple[tuple[int, int], ...] | None = None
+
+
+class Search:
+    """Finds placements of a job on devices of one kind.
+
+    Args:
+        job: the run, without a role `rollout`.
+        device: the device.
+        space: what may change.
+    """
+
+    def __init__(self, job: Job, device: Device, space: Space | None = None):
+        self.job, self.device = job, device
+        self.space = space if space is not None else Space()
+        rollout = replace(job.role("actor"), name="rollout", trains=False)
+        self.split_job = replace(job, roles=(*job.roles, rollout))
+        self._groups: dict[tuple[tuple[str, ...], bool, int], Group | None] = {}
+        self._jobs: dict[tuple[tuple[str, ...], bool, int], Job] = {}
+
+    def partitions(self) -> list[Partition]:
+        """The partitions to try. A rollout is with the actor or alone: no other role frees its memory for it."""
+        names = [*self.job.names, "rollout"] if self.space.separate_rollout else list(self.job.names)
+        return [
+            partition
+            for partition in partitions(names)
+            if all("rollout" not in names or "actor" in names or len(names) == 1 for names in partition)
+        ]
+
+    def is_split(self, partition: Partition) -> bool:
+        """Whether the rollout has devices of its own."""
+        return ("rollout",) in partition
+
+    def group(self, names: tuple[str, ...], split: bool, devices: int) -> Group | None:
+        """The fastest layout of these roles on this many devices that fits; None if there is none. Cached."""
+        names = tuple(name for name in names if split or name != "rollout")
+        key = (names, split, devices)
+        if key not in self._groups:
+            self._groups[key] = self._best_group(key)
+        return self._groups[key]
+
+    def _best_group(self, key: tuple[tuple[str, ...], bool, int]) -> Group | None:
+        names, split, devices = key
+        found: list[tuple[float, int, Job, list[Role]]] = []
+        for job, roles in self._layouts(names, split, devices):
+            seconds = role_seconds(job, self.device, roles, self._generator(job, roles, split))
+            found.append((sum(s for _, s in seconds.values()), len(found), job, roles))
+        for *_, job, roles in sorted(found, key=lambda entry: entry[:2]):
+            group = cost_group(job, self.device, roles, self._generator(job, roles, split))
+            if group.peak[1] <= self.device.memory / (devices if self.device.kind == "cpu" else 1):
+                self._jobs[key] = job
+                return group
+        return None
+
+    def _generator(self, job: Job, roles: list[Role], split: bool) -> Role:
+        """The role that generates. On other devices, only their number matters, and that little: as many as here."""
+        if split:
+            return replace(job.role("rollout"), layout=Layout(roles[0].layout.devices))
+        return next((role for role in roles if role.name == "actor"), roles[0])
+
+    def _layouts(self, names: tuple[str, ...], split: bool, devices: int) -> Iterator[tuple[Job, list[Role]]]:
+        """Every layout of the roles. Models of one shape have one layout."""
+        base = self.split_job if split else self.job
+        generates = base.generator in names
+        roles = [base.role(name) for name in names]
+        shapes = list(dict.fromkeys(role.shape for role in roles))
+        for sizes in product(*(self._sizes(devices) for _ in shapes)):
+            placed = [self._place(role, devices, sizes[shapes.index(role.shape)]) for role in roles]
+            for tensor in self.space.rollout_sizes if generates else (base.rollout_tensor,):
+                job = replace(base, rollout_tensor=tensor)
+                if all(is_possible(job, role) for role in placed) and self._splits(placed[0].shape, tensor):
+                    yield job, placed
+
+    def _splits(self, shape: ModelShape, tensor: int) -> bool:
+        return shape.heads % tensor == 0 and shape.kv_heads % tensor == 0 and tensor <= self.device.per_node
+
+    def _sizes(self, devices: int) -> list[tuple[int, int] | None]:
+        if self.space.model_sizes is None:
+            return [None]
+        return [(t, p) for t, p in self.space.model_sizes if devices % (t * p) == 0 and t <= self.device.per_node]
+
+    def _place(self, role: Role, devices: int, sizes: tuple[int, int] | None) -> Role:
+        if role.name == "rollout":
+            return replace(role, layout=Layout(devices))
+        if sizes is None:
+            return role.on(devices)
+        return replace(role, layout=replace(role.layout, devices=devices, tensor=sizes[0], pipeline=sizes[1]))
+
+    # ---- allocations ------------------------------------------------------------------------------------------------
+
+    def candidates(self, names: tuple[str, ...], split: bool, devices: int) -> list[Group]:
+        """The groups of all sizes that fit, without those that are not faster than a smaller one."""
+        kept: list[Group] = []
+        for size in sizes_up_to(devices, self.device.per_node):
+            group = self.group(names, split, size)
+            if group is not None and not any(
+                all(ours <= theirs for ours, theirs in zip(smaller.stages, group.stages)) for smaller in kept
+            ):
+                kept.append(group)
+        return kept
+
+    def best_of(self, partition: Partition, devices: int, limit: float = float("inf")) -> Plan | None:
+        """The fastest allocation of at most `devices` devices to the sets of a partition, if it is below `limit`."""
+        split = self.is_split(partition)
+        options = [self.candidates(names, split, devices) for names in partition]
+        if not all(options):
+            return None
+        fewest = [min(group.devices for group in groups) for groups in options]
+        fastest = [tuple(min(group.stages[i] for group in groups) for i in range(3)) for groups in options]
+        best: list[tuple[float, list[Group]]] = [(limit, [])]
+
+        def extend(chosen: list[Group], left: int, stages: tuple[float, ...]) -> None:
+            depth = len(chosen)
+            if depth == len(options):
+                seconds = step_seconds(stages, self.job, self.device)
+                if seconds < best[0][0]:
+                    best[0] = (seconds, list(chosen))
+                return
+            reserved = sum(fewest[depth + 1 :])
+            rest = [fastest[i] for i in range(depth + 1, len(options))]
+            for group in reversed(options[depth]):
+                if group.devices > left - reserved:
+                    continue
+                now = tuple(map(max, stages, group.stages))
+                bound = tuple(max(column) for column in zip(now, *rest))
+                if step_seconds(bound, self.job, self.device) < best[0][0]:
+                    extend([*chosen, group], left - group.devices, now)
+
+        extend([], devices, (0.0, 0.0, 0.0))
+        return self._plan(best[0][1], split) if best[0][1] else None
+
+    def _plan(self, groups: list[Group], split: bool) -> Plan:
+        generator = "rollout" if split else "actor"
+        owner = next(group for group in groups if generator in group.names)
+        return Plan(self._jobs[owner.names, split, owner.devices], self.device, tuple(groups))
+
+    def plans(self, devices: int, count: int = 2) -> list[Plan]:
+        """The fastest plan of each of the best `count` partitions, the best first."""
+        found: list[Plan] = []
+        for partition in self.partitions():
+            limit = found[count - 1].seconds if len(found) >= count else float("inf")
+            plan = self.best_of(partition, devices, limit)
+            if plan is not None:
+                found = sorted([*found, plan], key=lambda plan: plan.seconds)[:count]
+        return found
+
+
+def brute_force(search: Search, devices: int) -> Plan | None:
+    """The fastest plan, by trying every allocation of every partition. For tests: exponential."""
+    best: Plan | None = None
+    for partition in search.partitions():
+        split = search.is_split(partition)
+        for sizes in product(range(1, devices + 1), repeat=len(partition)):
+            groups = [search.group(names, split, size) for names, size in zip(partition, sizes)]
+            if sum(sizes) <= devices and None not in groups:
+                plan = search._plan(groups, split)
+                best = plan if best is None or plan.seconds < best.seconds else best
+    return best

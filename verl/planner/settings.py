@@ -1,0 +1,135 @@
+"""Between a configuration and the planner: settings -> job and groups; a plan -> settings."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from verl.config import schema
+from verl.planner.placement import Plan
+from verl.planner.shapes import ModelShape
+from verl.planner.workload import Job, Layout, Role
+
+#: engines whose memory is modelled
+STRATEGIES = ("fsdp", "fsdp2", "megatron")
+_BYTES = {"fp64": 8, "float64": 8, "fp32": 4, "float32": 4}
+
+
+def _bytes(name: str, automatic: int) -> int:
+    return automatic if name == "auto" else _BYTES.get(name, 2)
+
+
+def job_of(config: schema.Config, shapes: Mapping[str, ModelShape], names: Sequence[str], on_gpu: bool) -> Job:
+    """The job that a configuration describes. Every response counts with its maximum length.
+
+    Args:
+        config: the configuration.
+        shapes: role -> its model, of the roles in `names`.
+        names: roles with separate workers, the actor first.
+        on_gpu: whether it runs on GPUs, which decides dtypes.
+
+    Raises:
+        ValueError: the training engine is a custom one.
+    """
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    if actor.strategy not in STRATEGIES:
+        raise ValueError(f"the planner does not model the engine {actor.strategy!r}, only {', '.join(STRATEGIES)}")
+    correction = config.algorithm.rollout_correction
+    updates = max(1, config.data.train_batch_size // actor.ppo_mini_batch_size)
+    several = updates > 1 or actor.ppo_epochs > 1 or actor.old_log_prob_pass == "always"
+    old = (several or config.algorithm.use_kl_in_reward) and not correction.bypass_mode
+    multi = config.actor_rollout_ref.rollout.multi_turn.enable
+    return Job(
+        tuple(_role(config, name, shapes[name], on_gpu) for name in names),
+        prompts=config.data.train_batch_size,
+        samples=rollout.n,
+        prompt_tokens=rollout.prompt_length,
+        response_tokens=rollout.response_length,
+        old_log_probs=old or multi,
+        engine=rollout.name,
+        rollout_tensor=rollout.tensor_model_parallel_size,
+        memory_share=rollout.gpu_memory_utilization,
+        max_rows=rollout.max_num_seqs,
+        bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20,
+        kind="megatron" if actor.strategy == "megatron" else "torch",
+        generations=2 if config.algorithm.adv_estimator == "remax" else 1,
+        overlaps=config.trainer.max_staleness > 0,
+    )
+
+
+def _role(config: schema.Config, name: str, shape: ModelShape, on_gpu: bool) -> Role:
+    policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward.reward_model
+    length = policy.rollout.prompt_length + policy.rollout.response_length
+    if name == "critic":
+        engine, model, update = critic.fsdp, critic.model, critic
+        infer = (critic.forward_micro_batch_size_per_gpu, critic.use_dynamic_bsz, critic.forward_max_token_len_per_gpu)
+    elif name == "reward":
+        engine, model, update = reward.fsdp, None, None
+        infer = (reward.micro_batch_size_per_gpu, reward.use_dynamic_bsz, reward.forward_max_token_len_per_gpu)
+    else:
+        section = policy.ref if name == "ref" else policy.rollout
+        engine = policy.ref.fsdp_config if name == "ref" else policy.actor.fsdp_config
+        model, update = policy.model, policy.actor if name == "actor" else None
+        infer = (
+            section.log_prob_micro_batch_size_per_gpu,
+            section.log_prob_use_dynamic_bsz,
+            section.log_prob_max_token_len_per_gpu,
+        )
+    role = Role(
+        name,
+        shape,
+        value_head=name in ("critic", "reward"),
+        weight_bytes=_bytes(engine.model_dtype, 4),
+        compute_bytes=_bytes(engine.dtype, 2 if on_gpu else 4),
+        infer_tokens=_tokens(*infer, length),
+        param_offload=engine.param_offload,
+        layout=Layout(
+            1,
+            tensor=engine.tensor_parallel_size,
+            sequence=engine.ulysses_sequence_parallel_size,
+            shard=engine.fsdp_size,
+        ),
+    )
+    if update is None:
+        return role
+    return replace(
+        role,
+        trains=True,
+        lora_rank=model.lora_rank if model.has_adapters else 0,
+        checkpointing=model.enable_gradient_checkpointing,
+        update_tokens=_tokens(
+            update.ppo_micro_batch_size_per_gpu, update.use_dynamic_bsz, update.ppo_max_token_len_per_gpu, length
+        ),
+        optimizer_offload=engine.optimizer_offload,
+        updates=max(1, config.data.train_batch_size // update.ppo_mini_batch_size),
+        epochs=update.ppo_epochs,
+    )
+
+
+def _tokens(rows: int | None, dynamic: bool, tokens: int | None, length: int) -> int | None:
+    """Tokens of a micro-batch; None: chosen by the engine."""
+    return tokens if dynamic or rows is None else rows * length
+
+
+def groups_of(
+    placement: Mapping[str, Sequence[int] | None], names: Sequence[str], devices: int
+) -> list[tuple[tuple[str, ...], int]]:
+    """[(roles, number of devices)] of the `placement` section; a role without devices is with the actor."""
+    shared = placement.get("actor_devices") or range(devices)
+    found: dict[frozenset[int], list[str]] = {}
+    for name in names:
+        found.setdefault(frozenset(placement.get(f"{name}_devices") or shared), []).append(name)
+    return [(tuple(members), len(numbers)) for numbers, members in found.items()]
+
+
+def overrides_of(plan: Plan) -> dict[str, Any]:
+    """The settings that select a plan: keys that a user would set."""
+    found: dict[str, Any] = {"placement.auto": False}
+    first = 0
+    for group in plan.groups if len(plan.groups) > 1 else ():
+        numbers = list(range(first, first + group.devices))
+        first += group.devices
+        found |= {f"placement.{name}_devices": numbers for name in group.names}
+    if len(plan.groups) > 1:
+        found["trainer.overlap"] = True
+    found["actor_rollout_ref.rollout.tensor_model_parallel_size"] = plan.job.rollout_tensor
+    return found

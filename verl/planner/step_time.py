@@ -1,0 +1,228 @@
+"""Seconds of a step: FLOPs, bytes and collectives over the rates of a device.
+
+Matmuls and attention are compute-bound, element-wise kernels and decoding are bandwidth-bound. Collectives of FSDP2
+overlap with the computation on a GPU. The stages of a step follow HybridFlow (Sheng et al. 2024, arXiv 2409.19256):
+generation, preparation (log-probs, values, scores) and training.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from verl.planner.devices import Device
+from verl.planner.memory import (
+    PREFILL_TOKENS,
+    kv_cache_bytes,
+    rollout_rows,
+    rollout_weights,
+    update_choice,
+)
+from verl.planner.workload import Job, Layout, Role, Tokens, rows_per_rank, tokens_of
+
+#: seconds of vLLM's and SGLang's host per row and decoding step (benchmarks/results/rollout_h200.jsonl: 6.5 ms for 256
+#: rows, 25 ms for 1024)
+SERVER_ROW_SECONDS = 24e-6
+#: bytes read and written by the optimizer per trained parameter: AdamW, the gradient norm and clipping, in float32
+ADAM_BYTES = 44
+#: FLOPs of the backward pass of attention, as a multiple of the forward pass at the same rate
+ATTENTION_BACKWARD = 3.1
+#: bytes/s between a device and its host
+HOST_LINK = 40e9
+#: a matmul in float32 on a GPU, relative to 16 bits
+FLOAT32_FACTOR = 1 / 12
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of a forward pass on one rank by cause, before overlap."""
+
+    matmul: float
+    attention: float
+    elementwise: float
+    fixed: float
+
+    def seconds(self, device: Device) -> float:
+        """On a GPU, kernels are launched while others run; on a CPU, all of it adds up."""
+        busy = self.matmul + self.attention + self.elementwise
+        return (max(busy, self.fixed) if device.kind == "cuda" else busy + self.fixed) * device.forward
+
+    def backward_seconds(self, device: Device, adapters: bool) -> float:
+        """The backward pass: gradients of inputs and, without adapters, of weights."""
+        busy = (1 if adapters else 2) * self.matmul + ATTENTION_BACKWARD * self.attention + 2 * self.elementwise
+        return (max(busy, 2 * self.fixed) if device.kind == "cuda" else busy + 2 * self.fixed) * device.backward
+
+
+def matmul_rate(role: Role, device: Device) -> float:
+    return device.matmul * (FLOAT32_FACTOR if device.kind == "cuda" and role.compute_bytes == 4 else 1)
+
+
+def forward_pass(role: Role, tokens: Tokens, job: Job, device: Device, micro_batches: float) -> Pass:
+    """One forward pass over `tokens`, in this number of micro-batches."""
+    s, c, layout = role.shape, role.compute_bytes, role.layout
+    parts = layout.tensor * layout.pipeline
+    head = 0 if role.value_head else s.embedding
+    matmul = 2 * (tokens.total * s.layers * s.layer_matrices + tokens.response * head) / parts
+    if role.lora_rank:
+        matmul += 2 * tokens.total * s.lora_parameters(role.lora_rank) / parts
+    # a token attends to those before it
+    keys = tokens.response * (job.prompt_tokens + job.response_tokens / 2) + tokens.prompt * job.prompt_tokens / 2
+    attention = 4 * s.q_size * s.layers * keys / parts
+    layer = (24 * s.hidden + 6 * s.mlp + 4 * (s.q_size + 2 * s.kv_size)) * c / 2
+    moved = tokens.total * s.layers * layer / parts + tokens.response * (0 if role.value_head else s.vocabulary * c)
+    rate = matmul_rate(role, device)
+    return Pass(
+        matmul / rate,
+        attention / (device.attention_rate(job.length, s.head_dim) * rate / device.matmul),
+        moved / device.bandwidth,
+        micro_batches * s.layers / layout.pipeline * device.layer_seconds,
+    )
+
+
+def collective_seconds(size: float, devices: int, device: Device) -> float:
+    """Seconds to gather or reduce-scatter `size` bytes over neighboring devices."""
+    if devices == 1:
+        return 0.0
+    return size * (devices - 1) / devices / device.link_of(devices) + device.latency * math.log2(devices)
+
+
+def activations_exchange(role: Role, tokens: float, device: Device) -> float:
+    """Seconds of the collectives of tensor and sequence parallelism in one forward pass."""
+    s, c, layout = role.shape, role.compute_bytes, role.layout
+    size = tokens * s.hidden * c
+    layers = s.layers / layout.pipeline
+    found = 0.0
+    if layout.tensor > 1:  # two all-reduces per layer
+        found += layers * 4 * collective_seconds(size, layout.tensor, device)
+    if layout.sequence > 1:  # two all-to-alls per layer, of queries, keys, values and outputs
+        found += layers * 4 * collective_seconds(size / layout.sequence, layout.sequence, device)
+    return found
+
+
+def _overlapped(compute: float, exchange: float, device: Device) -> float:
+    return max(compute, exchange) if device.kind == "cuda" else compute + exchange
+
+
+def _bubble(role: Role, micro_batches: float) -> float:
+    """What the idle time of pipeline parallelism multiplies the computation with."""
+    return 1 + (role.layout.pipeline - 1) / max(1.0, micro_batches)
+
+
+def _sharded(job: Job, role: Role, device: Device) -> float:
+    """What FSDP2 over several devices multiplies the computation with."""
+    return device.sharded if job.kind == "torch" and role.layout.devices > 1 else 1.0
+
+
+def infer_seconds(job: Job, role: Role, device: Device) -> float:
+    """Seconds of a pass without gradients over the batch."""
+    tokens = tokens_of(job, role, rows_per_rank(job, role.layout.data), device.kind == "cuda")
+    size = max(role.infer_tokens or 16384, job.length)
+    count = max(1.0, math.ceil(tokens.total / size))
+    compute = forward_pass(role, tokens, job, device, count).seconds(device) * _bubble(role, count)
+    compute *= _sharded(job, role, device)
+    exchange = _gather_seconds(job, role, device) * count
+    return _overlapped(compute, exchange, device) + activations_exchange(role, tokens.total, device)
+
+
+def _gather_seconds(job: Job, role: Role, device: Device) -> float:
+    """Seconds to gather all weights once with FSDP2."""
+    layout = role.layout
+    if job.kind == "megatron" or layout.devices == 1:
+        return 0.0
+    size = role.parameters * role.compute_bytes / layout.tensor
+    return collective_seconds(size, layout.parts // layout.tensor, device) + role.shape.layers * device.latency
+
+
+def update_seconds(job: Job, role: Role, device: Device, taken: float = 0.0) -> float:
+    """Seconds of all updates of a step."""
+    tokens = tokens_of(job, role, rows_per_rank(job, role.layout.data) / role.updates, device.kind == "cuda")
+    size, checkpoints = update_choice(job, role, device, taken)
+    count = max(1.0, math.ceil(tokens.total / size))
+    passed = forward_pass(role, tokens, job, device, count)
+    compute = passed.seconds(device) * (2 if checkpoints else 1)
+    compute += passed.backward_seconds(device, role.lora_rank > 0)
+    compute *= _sharded(job, role, device)
+    gather = _gather_seconds(job, role, device)
+    reduce = _reduce_seconds(job, role, device)
+    exchange = count * (2 * gather + reduce) if job.kind == "torch" else 0.0
+    passes = 2 * (1.5 if checkpoints else 1)
+    busy = _overlapped(compute * _bubble(role, count), exchange, device)
+    busy += passes * activations_exchange(role, tokens.total, device)
+    once = reduce if job.kind == "megatron" else 0.0
+    once += role.trained / role.layout.parts * ADAM_BYTES / device.bandwidth
+    if role.optimizer_offload or role.param_offload:
+        once += 2 * role.weight_bytes * 3 * role.parameters / role.layout.parts / HOST_LINK
+    return role.updates * role.epochs * (busy + once)
+
+
+def _reduce_seconds(job: Job, role: Role, device: Device) -> float:
+    """Seconds to reduce the gradients over the data-parallel ranks; with Megatron, also to gather the new weights."""
+    layout = role.layout
+    if layout.devices == 1:
+        return 0.0
+    if job.kind == "torch":
+        return collective_seconds(4 * role.trained / layout.tensor, layout.parts // layout.tensor, device)
+    if layout.data == 1:
+        return 0.0
+    # all tensor- and pipeline-parallel ranks of a node share its links
+    size = (4 + role.compute_bytes) * role.trained / (layout.tensor * layout.pipeline)
+    within = layout.devices <= device.per_node
+    link = device.link if within else min(device.link, device.node_link / min(device.per_node, layout.tensor))
+    return size * (layout.data - 1) / layout.data / link
+
+
+def generation_seconds(job: Job, role: Role, device: Device, taken: float = 0.0) -> float:
+    """Seconds to generate the responses of a step. taken: bytes of everything else on the device."""
+    rows, tensor = rollout_rows(job, role), job.rollout_tensor
+    alive = min(rows, job.max_rows, _concurrent_rows(job, role, device, taken))
+    groups = -(-rows // job.samples)
+    s, c = role.shape, role.compute_bytes
+    prompts = Tokens(groups * job.prompt_tokens, 0.0, groups)
+    engine_role = _as_engine(role, tensor)
+    count = max(1.0, prompts.total / PREFILL_TOKENS)
+    prefill = forward_pass(engine_role, prompts, job, device, count).seconds(device)
+    prefill += activations_exchange(engine_role, prompts.total, device)
+    elements = s.layers * s.layer_matrices + s.embedding
+    rate = matmul_rate(role, device)
+    matmul = max(2 * alive * elements / tensor / rate, elements * c / tensor / device.bandwidth)
+    context = job.prompt_tokens + job.response_tokens / 2
+    cache = alive * context * s.kv_bytes(c) / tensor / device.bandwidth
+    sampling = alive * s.vocabulary * 2 * (c + 4) / device.bandwidth
+    fixed = s.layers * device.decode_seconds + alive * device.decode_row_seconds
+    step = (matmul + cache + sampling + fixed) * device.decode
+    if job.engine in ("vllm", "sglang"):
+        step = max(step, alive * SERVER_ROW_SECONDS)
+    if tensor > 1:
+        step += 4 * s.layers * collective_seconds(alive * s.hidden * c, tensor, device)
+    return job.generations * (prefill + job.response_tokens * step * rows / alive)
+
+
+def _as_engine(role: Role, tensor: int) -> Role:
+    """The role as the rollout engine computes it."""
+    return replace(role, layout=Layout(tensor, tensor), lora_rank=0)
+
+
+def _concurrent_rows(job: Job, role: Role, device: Device, taken: float) -> int:
+    """Sequences whose KV cache fits."""
+    own = rollout_weights(job, role)
+    if job.engine in ("vllm", "sglang"):
+        free = job.memory_share * device.memory - own
+    elif device.kind == "cpu":
+        return job.max_rows
+    else:
+        free = min(device.memory - device.reserved - taken - own, job.memory_share * device.memory)
+    return max(1, int(free / (kv_cache_bytes(job, role, job.samples) / job.samples)))
+
+
+def push_seconds(job: Job, role: Role, device: Device, generator: Role) -> float:
+    """Seconds of a weight push from the actor to the devices that generate."""
+    size = role.parameters * role.compute_bytes
+    if generator is not role:
+        joined = role.layout.devices + generator.layout.devices
+        return device.push_seconds + size / device.link_of(joined)
+    if role.layout.devices == 1 and job.engine in ("native", "hf"):
+        return size * 3 / device.bandwidth if rollout_weights(job, role) else 0.0
+    if job.kind == "megatron":
+        # all-gather inside a micro data-parallel group (HybridFlow, table 2)
+        t, p, tg = role.layout.tensor, role.layout.pipeline, job.rollout_tensor
+        share = max(0.0, (t * p - tg) / (tg * t * p))
+        return device.push_seconds + share * size / device.link_of(max(1, t * p // tg))
+    return device.push_seconds + collective_seconds(size, role.layout.parts, device)

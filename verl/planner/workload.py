@@ -1,0 +1,187 @@
+"""What is planned: the roles of a run, a step's batch, and how a role is laid out over devices. Plain values."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from verl.planner.shapes import ModelShape
+
+ENGINE_KINDS = ("torch", "megatron")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is laid out over devices.
+
+    Attributes:
+        devices: number of devices.
+        tensor, pipeline, sequence: sizes of model parallelism; the rest is data parallelism.
+        shard: devices that share the parameters of the engines fsdp and fsdp2, in a tensor-parallel share; -1: all.
+    """
+
+    devices: int
+    tensor: int = 1
+    pipeline: int = 1
+    sequence: int = 1
+    shard: int = -1
+
+    @property
+    def data(self) -> int:
+        return self.devices // (self.tensor * self.pipeline * self.sequence)
+
+    @property
+    def parts(self) -> int:
+        """Into how many shards the engines fsdp and fsdp2 divide the parameters."""
+        return self.devices if self.shard == -1 else min(self.devices, self.shard * self.tensor)
+
+    def is_possible(self, shape: ModelShape) -> bool:
+        """Whether the sizes divide the devices, the heads and the layers."""
+        size = self.tensor * self.pipeline * self.sequence
+        heads = shape.heads % (self.tensor * self.sequence) == 0 and shape.kv_heads % self.tensor == 0
+        return self.devices % size == 0 and heads and shape.layers % self.pipeline == 0
+
+
+@dataclass(frozen=True)
+class Role:
+    """A model of the run.
+
+    Attributes:
+        name: actor, rollout, ref, critic, reward or, in simulations, cost.
+        trains: whether it has gradients and an optimizer.
+        value_head: one output instead of logits.
+        lora_rank: rank of the trained adapters; 0: all weights are trained.
+        weight_bytes, compute_bytes: bytes of an element of the stored weights, and of the computation.
+        checkpointing: recompute activations; "auto": on a GPU, if memory requires it.
+        update_tokens, infer_tokens: tokens of a micro-batch of one rank; None: chosen by the engine.
+        updates: optimizer steps per pass over the batch. epochs: passes.
+        layout: sizes of model parallelism; `devices` is set by the placement.
+    """
+
+    name: str
+    shape: ModelShape
+    trains: bool = False
+    value_head: bool = False
+    lora_rank: int = 0
+    weight_bytes: int = 4
+    compute_bytes: int = 2
+    checkpointing: bool | Literal["auto"] = "auto"
+    update_tokens: int | None = None
+    infer_tokens: int | None = None
+    param_offload: bool = False
+    optimizer_offload: bool = False
+    updates: int = 1
+    epochs: int = 1
+    layout: Layout = Layout(1)
+
+    @property
+    def parameters(self) -> int:
+        return self.shape.parameters(self.value_head)
+
+    @property
+    def trained(self) -> int:
+        """Number of trained parameters."""
+        if not self.trains:
+            return 0
+        return self.shape.lora_parameters(self.lora_rank) if self.lora_rank else self.parameters
+
+    def on(self, devices: int) -> "Role":
+        """The role on this number of devices."""
+        return replace(self, layout=replace(self.layout, devices=devices))
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run: its roles and a step's batch.
+
+    Attributes:
+        roles: the actor first. Without a role `rollout`, the actor's devices generate.
+        prompts, samples: of a step; samples are per prompt.
+        prompt_tokens, response_tokens: lengths, the same for every sample.
+        old_log_probs: whether the step has a pass for old log-probs.
+        engine: rollout engine: native, vllm, sglang, hf.
+        rollout_tensor: tensor-parallel size of the rollout.
+        memory_share: share of the device memory that the rollout may use.
+        max_rows: largest number of concurrent sequences of an engine.
+        bucket_bytes: bucket of the weight sync.
+        kind: training engine: "torch" (one process or FSDP2), or "megatron".
+        overlaps: generation of the next batch runs during training, on devices of its own.
+        generations: responses that are generated per response that is trained on (2 for ReMax).
+        strict: a batch that the ranks do not divide is not possible; otherwise the largest share counts.
+    """
+
+    roles: tuple[Role, ...]
+    prompts: int
+    samples: int
+    prompt_tokens: int
+    response_tokens: int
+    old_log_probs: bool = False
+    engine: str = "native"
+    rollout_tensor: int = 1
+    memory_share: float = 0.5
+    max_rows: int = 1024
+    bucket_bytes: int = 512 * 2**20
+    kind: str = "torch"
+    overlaps: bool = False
+    generations: int = 1
+    strict: bool = True
+
+    @property
+    def length(self) -> int:
+        return self.prompt_tokens + self.response_tokens
+
+    @property
+    def responses(self) -> int:
+        return self.prompts * self.samples
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(role.name for role in self.roles)
+
+    def role(self, name: str) -> Role:
+        return next(role for role in self.roles if role.name == name)
+
+    @property
+    def generator(self) -> str:
+        """The role whose devices generate."""
+        return "rollout" if "rollout" in self.names else "actor"
+
+    def with_role(self, name: str, **changes: object) -> "Job":
+        """A copy with other attributes of one role."""
+        roles = tuple(replace(role, **changes) if role.name == name else role for role in self.roles)
+        return replace(self, roles=roles)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens that one rank computes: of prompts and of responses. rows: sequences."""
+
+    prompt: float
+    response: float
+    rows: float
+
+    @property
+    def total(self) -> float:
+        return self.prompt + self.response
+
+    def share(self, factor: float) -> "Tokens":
+        return Tokens(self.prompt * factor, self.response * factor, self.rows * factor)
+
+
+def shares_prefix(job: Job, role: Role, on_gpu: bool) -> bool:
+    """Whether the training engine computes a prompt once for its samples (`TorchEngine._shares_prefix`)."""
+    if job.kind != "torch" or role.layout.sequence > 1 or (role.lora_rank and on_gpu and role.compute_bytes > 2):
+        return False
+    return not on_gpu or (role.compute_bytes == 2 and job.length < 4096)
+
+
+def tokens_of(job: Job, role: Role, rows: float, on_gpu: bool) -> Tokens:
+    """The tokens of `rows` sequences on one rank, of which those of a prompt are together."""
+    # balancing the ranks spreads the samples of a prompt over them
+    together = min(job.samples / role.layout.data, rows) if shares_prefix(job, role, on_gpu) else 1
+    together = max(1.0, together)
+    found = Tokens(rows / together * job.prompt_tokens, rows * job.response_tokens, rows)
+    return found.share(1 / role.layout.sequence)
+
+
+def rows_per_rank(job: Job, data: int) -> int:
+    """Sequences of a step on the rank that has most."""
+    return -(-job.responses // data)

@@ -1,0 +1,164 @@
+"""The planner for a run: its estimate, the memory check of the preflight, and `placement: auto`."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from verl.config import schema
+from verl.config.fields import Schema
+from verl.config.load import with_overrides
+from verl.modeling.huggingface import read_config
+from verl.planner import report
+from verl.planner.devices import Device
+from verl.planner.fixes import Change, describe, smallest_change
+from verl.planner.host import host_profile
+from verl.planner.placement import Plan, plan_groups
+from verl.planner.search import ROLLOUT_SIZES, Search, Space
+from verl.planner.settings import groups_of, job_of, overrides_of
+from verl.planner.shapes import ModelShape
+from verl.planner.workload import Job
+
+logger = logging.getLogger("verl.trainer")
+
+#: a run is refused if its estimate exceeds the memory by more than the error of the model
+REFUSED_FROM = 1.1
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the planner finds for a configuration: its job, the groups of its placement, and the plan."""
+
+    job: Job
+    device: Device
+    groups: Sequence[tuple[Sequence[str], int]]
+    plan: Plan
+
+    def change(self) -> tuple[Change, Plan] | None:
+        """The smallest change with which the plan fits."""
+        return smallest_change(self.job, self.device, self.groups)
+
+
+def shape_of(path: str, model: schema.ModelConfig | None = None, trust_remote_code: bool = False) -> ModelShape:
+    """The shape of a model, from its config."""
+    overrides = model.override_config if model is not None else {}
+    trust = model.trust_remote_code if model is not None else trust_remote_code
+    return ModelShape.of(read_config(path, overrides, trust).get_text_config().to_dict(), path)
+
+
+def shapes_of(config: schema.Config, names: Sequence[str]) -> dict[str, ModelShape]:
+    """Role -> shape of its model."""
+    policy, reward = config.actor_rollout_ref.model, config.reward.reward_model
+    found = {}
+    for name in names:
+        if name == "critic":
+            found[name] = shape_of(config.critic.model.path, config.critic.model)
+        elif name == "reward":
+            found[name] = shape_of(reward.model_path, trust_remote_code=reward.trust_remote_code)
+        else:
+            found[name] = shape_of(policy.path, policy)
+    return found
+
+
+def estimate(config: schema.Config, names: Sequence[str]) -> Estimate:
+    """Memory and time of a configuration on the device of this host. names: its roles with separate workers.
+
+    Raises:
+        ValueError: a model or an engine that the planner does not model.
+    """
+    device = host_profile(config.trainer.device)
+    job = job_of(config, shapes_of(config, names), names, device.kind == "cuda")
+    total = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    groups = groups_of(config.placement.model_dump(exclude={"auto"}), names, total)
+    concurrent = config.trainer.overlap or len(groups) == 1
+    return Estimate(job, device, groups, plan_groups(job, device, groups, concurrent))
+
+
+def describe_estimate(config: schema.Config, names: Sequence[str]) -> str:
+    """The lines that `verl plan` adds to the plan of a run."""
+    try:
+        found = estimate(config, names)
+    except ValueError as error:
+        return f"no estimate of memory and time: {error}"
+    lines = [*report.memory_lines(found.plan), *report.time_lines(found.plan)]
+    if not found.plan.fits:
+        lines.append(_fix(found))
+    if sum(count for _, count in found.groups) > 1:
+        lines += ["", *report.choice_lines(_search(config, found).plans(_devices(config)))]
+    return "\n".join(lines)
+
+
+def _fix(found: Estimate) -> str:
+    """The smallest change that makes an estimate fit, as text."""
+    change = found.change()
+    if change is None:
+        return "no change of micro-batches, checkpointing, offloading, LoRA or up to 128 times the devices fits"
+    return f"smallest change that fits ({report.gib(change[1].peak)} GiB): {describe(*change)}"
+
+
+def check_memory(config: schema.Config, names: Sequence[str], backend: str) -> None:
+    """Raise ValueError if the run needs more memory than there is; warn if it may. On Ray, devices are not known here.
+
+    Models and engines that are not modelled are not checked.
+    """
+    if backend == "ray":
+        return
+    try:
+        found = estimate(config, names)
+    except ValueError as error:
+        logger.debug("memory is not checked: %s", error)
+        return
+    plan = found.plan
+    if plan.fits:
+        return
+    group = max(plan.groups, key=lambda group: group.peak[1])
+    message = (
+        f"{group.peak[0]} needs about {report.gib(plan.peak)} GiB per device, but there are "
+        f"{report.gib(plan.available)} GiB ({plan.device.name}); {_fix(found)}; `verl plan` prints the table"
+    )
+    if plan.peak > REFUSED_FROM * plan.available:
+        raise ValueError(f"memory: {message}")
+    logger.warning("memory: %s", message)
+
+
+# ---- placement: auto ------------------------------------------------------------------------------------------------
+
+
+def _devices(config: schema.Config) -> int:
+    return config.trainer.nnodes * config.trainer.n_gpus_per_node
+
+
+def _search(config: schema.Config, found: Estimate) -> Search:
+    """The search over placements that the settings allow."""
+    rollout, policy = config.actor_rollout_ref.rollout, config.actor_rollout_ref
+    job = found.job
+    if "rollout" in job.names:
+        roles = tuple(role for role in job.roles if role.name != "rollout")
+        job = replace(job, roles=roles)
+    fixed = policy.model.has_adapters or rollout.name == "hf" or rollout.deterministic
+    sizes = (rollout.tensor_model_parallel_size,) if fixed else ROLLOUT_SIZES
+    # a rollout of its own idles during training, unless training is asynchronous
+    return Search(job, found.device, Space(separate_rollout=job.overlaps, rollout_sizes=sizes))
+
+
+def place_automatically(config: Schema, roles_of: Callable[[schema.Config], Sequence[str]]) -> Schema:
+    """With `placement: auto`, the configuration with the devices of the best plan. It is printed.
+
+    Raises:
+        ValueError: devices are set too, a model is not modelled, or nothing fits.
+    """
+    if not isinstance(config, schema.Config) or not config.placement.auto:
+        return config
+    given = [key for key, value in config.placement.model_dump(exclude={"auto"}).items() if value is not None]
+    if given:
+        raise ValueError(f"placement.auto chooses the devices, but placement.{given[0]} is set: remove one of them")
+    try:
+        found = estimate(config, roles_of(config))
+    except ValueError as error:
+        raise ValueError(f"placement=auto is not possible: {error}; set placement.*_devices, or remove it") from error
+    plans = _search(config, found).plans(_devices(config))
+    if not plans:
+        raise ValueError(f"placement=auto: no placement on {_devices(config)} devices fits; {_fix(found)}")
+    chosen = overrides_of(plans[0])
+    logger.info("placement=auto (%s):\n%s", plans[0].device.source, "\n".join(report.choice_lines(plans)))
+    logger.info("placement=auto sets %s", " ".join(f"{key}={value}" for key, value in chosen.items()))
+    return with_overrides(config, chosen)
