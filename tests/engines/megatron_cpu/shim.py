@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 from verl.engines.megatron import runtime
 
@@ -46,6 +47,7 @@ def install() -> None:
     if "cpu" in runtime.DEVICE_TYPES:
         return
     runtime.DEVICE_TYPES.add("cpu")
+    _device_constructors()  # cached: `with torch.device("meta")` must know the functions by their own identity
     for name in _FACTORIES:
         setattr(torch, name, _without_cuda(getattr(torch, name)))
     cuda = torch.cuda
@@ -61,6 +63,10 @@ def install() -> None:
     to = torch.Tensor.to
     torch.Tensor.to = lambda self, *args, **kw: to(
         self, *(_on_cpu(a) if isinstance(a, str) else a for a in args), **{k: _on_cpu(v) if k == "device" else v for k, v in kw.items()}
+    )
+    type_of = torch.Tensor.type  # the distributed optimizer compares names of types
+    torch.Tensor.type = lambda self, *args, **kw: (
+        type_of(self, *args, **kw) if args or kw else type_of(self).replace("torch.", "torch.cuda.", 1)
     )
     from megatron.core.tensor_parallel import random
 
