@@ -84,10 +84,11 @@ def decoder_config(
         virtual_pipeline_model_parallel_size=megatron.virtual_pipeline_model_parallel_size,
         context_parallel_size=ranks.c_size,
         sequence_parallel=megatron.sequence_parallel and ranks.t_size > 1,
-        # weights are read from files; the packed micro-batches of a step have different lengths
+        # weights are read from files
         perform_initialization=False,
         use_cpu_initialization=True,
-        variable_seq_lengths=True,
+        # packed micro-batches have different lengths; those of the interleaved schedule are padded to the longest
+        variable_seq_lengths=megatron.virtual_pipeline_model_parallel_size is None,
         moe_token_dispatcher_type="alltoall",  # required with variable lengths, also of models without experts
         # gradients are summed over ranks and micro-batches: an objective returns shares of the loss
         calculate_per_token_loss=True,

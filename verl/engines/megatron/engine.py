@@ -31,7 +31,7 @@ from verl.engines.base import EngineSpec, MicroBatching, Objective, Tensors, Tra
 from verl.engines.megatron import convert
 from verl.engines.megatron.model import TokenGPT
 from verl.engines.megatron.runtime import check_device, join_groups
-from verl.engines.megatron.weights import WeightFiles, WeightGatherer, conversions, load_weights
+from verl.engines.megatron.weights import WeightFiles, WeightGatherer, conversions, load_weights, mark_shards
 from verl.engines.metrics import MetricSums
 from verl.engines.micro_batch import plan_micro_batches, split_to
 from verl.engines.optimizer import clip_gradients, lr_multiplier
@@ -108,6 +108,7 @@ class MegatronEngine(TrainEngine):
             )
             chunk.model_type = ModelType.encoder_or_decoder
             chunk.requires_grad_(self.spec.optimizer is not None)
+            mark_shards([chunk], self._table)
             chunks.append(chunk.to(self.device))
         return chunks
 
@@ -207,7 +208,7 @@ class MegatronEngine(TrainEngine):
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self._stages if len(self._stages) > 1 else self._stages[0],
             num_microbatches=len(micro_batches),
-            seq_length=longest,
+            seq_length=longest * self.ranks.c_size,  # of all context-parallel ranks
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -219,14 +220,16 @@ class MegatronEngine(TrainEngine):
         chunks = plan_micro_batches(lengths, micro, budget_factor=self.ranks.c_size)
         if self.section.virtual_pipeline_model_parallel_size:
             chunks = split_to(chunks, -(-len(chunks) // self.ranks.p_size) * self.ranks.p_size)
-        found = []
-        for rows in chunks:
-            taken = {name: values[rows] for name, values in columns.items()}
-            model_input = _pad_tokens(build_input(taken, remove_padding=True), self.ranks.c_size * self.ranks.t_size)
-            if self._sequence_ranks is not None:
-                model_input = model_input.share_of(self._sequence_ranks)
-            found.append(_MicroBatch(rows, taken, model_input.to(self.device)))
-        return found
+        taken = [{name: values[rows] for name, values in columns.items()} for rows in chunks]
+        inputs = [build_input(each, remove_padding=True) for each in taken]
+        multiple = self.ranks.c_size * self.ranks.t_size
+        if not self.config.variable_seq_lengths:
+            longest = max(each.input_ids.shape[1] for each in inputs)
+            multiple *= -(-longest // multiple)
+        inputs = [_pad_tokens(each, multiple) for each in inputs]
+        if self._sequence_ranks is not None:
+            inputs = [each.share_of(self._sequence_ranks) for each in inputs]
+        return [_MicroBatch(*each) for each in zip(chunks, taken, (each.to(self.device) for each in inputs))]
 
     def _shared_metrics(self, sums: MetricSums) -> dict[str, Any]:
         """The metrics of the last stage, on all stages."""

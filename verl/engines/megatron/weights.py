@@ -201,6 +201,17 @@ def load_weights(
         parameter.copy_(value)
 
 
+def mark_shards(chunks: list[torch.nn.Module], table: list[Conversion]) -> None:
+    """Mark the parameters that tensor-parallel ranks shard, which megatron-core does when it initializes weights.
+
+    The gradient norm counts a parameter without the mark on the first rank only.
+    """
+    for _, parameter, conversion in _own(chunks, table):
+        parameter.tensor_model_parallel = conversion.layout != "replicated"
+        parameter.partition_dim = 1 if conversion.layout == "columns" else 0
+        parameter.partition_stride = 1
+
+
 #: heads of another kind of the same model
 _HEADS = ("lm_head", "score", "classifier", "v_head")
 
