@@ -59,6 +59,7 @@ def decoder_config(
         dtype: of parameters and computation.
         recompute: recompute all activations, if the section does not say how.
     """
+    interleaved = megatron.virtual_pipeline_model_parallel_size is not None
     return DecoderConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
@@ -88,7 +89,10 @@ def decoder_config(
         perform_initialization=False,
         use_cpu_initialization=True,
         # packed micro-batches have different lengths; those of the interleaved schedule are padded to the longest
-        variable_seq_lengths=megatron.virtual_pipeline_model_parallel_size is None,
+        variable_seq_lengths=not interleaved,
+        # batched sends to the next and the previous stage cannot be told apart if they are the same rank
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
         moe_token_dispatcher_type="alltoall",  # required with variable lengths, also of models without experts
         # gradients are summed over ranks and micro-batches: an objective returns shares of the loss
         calculate_per_token_loss=True,
@@ -97,7 +101,6 @@ def decoder_config(
         persist_layer_norm=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
-        deallocate_pipeline_outputs=True,
         **_recompute(megatron.override_transformer_config, recompute),
     )
 

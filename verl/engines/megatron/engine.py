@@ -80,6 +80,8 @@ class MegatronEngine(TrainEngine):
         self.dtype = resolve_dtype(self.section.dtype, spec.device)
         recompute = spec.optimizer is not None and spec.model.enable_gradient_checkpointing is True
         self.config = convert.decoder_config(self.hf, self.section, ranks, self.dtype, recompute)
+        # frees outputs that are sent; a GPU's stream still has them then, a send of gloo has not
+        self.config.deallocate_pipeline_outputs = spec.device.type == "cuda"
         self._table = conversions(self.hf, spec.kind)
         self.chunks = self._build()
         load_weights(self.chunks, self._table, WeightFiles(spec.model.path), ranks)

@@ -153,7 +153,7 @@ class TokenGPT(GPTModel):
         self.score = None
         if kind != "causal_lm" and post_process:
             del self.output_layer
-            self.score = nn.Linear(hf.hidden_size, 1, bias=False, dtype=config.params_dtype)
+            self.score = nn.Linear(hf.hidden_size, 1, dtype=config.params_dtype)
         self.rotary = _rotary_embedding(hf)
 
     def forward(

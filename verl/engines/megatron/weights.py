@@ -107,7 +107,7 @@ def conversions(hf: Any, kind: str) -> list[Conversion]:
         found.append(Conversion(f"{ours}mlp.linear_fc1.weight", gated, "gated"))
     found.append(Conversion("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated"))
     if kind != "causal_lm":
-        found.append(Conversion("score.weight", ("score.weight",), "replicated"))
+        found += [Conversion(f"score.{x}", (f"score.{x}",), "replicated") for x in ("weight", "bias")]
     elif not hf.tie_word_embeddings:
         found.append(Conversion("output_layer.weight", ("lm_head.weight",), "rows", rows=hf.vocab_size))
     return found
@@ -180,14 +180,14 @@ def load_weights(
     used = {source for conversion in table for source in conversion.sources}
     spare = [name for name in files.names() if name not in used and f"model.{name}" not in used]
     unknown = [name for name in spare if name.rpartition(".")[2] != "inv_freq" and name.split(".")[0] not in _HEADS]
-    missing = [name for name in used if name not in files and name != "score.weight"]
+    missing = [name for name in used if name not in files and not name.startswith("score.")]
     if unknown or missing:
         raise ValueError(
             f"{files.path!r}: expected the weights of its config.json, missing {sorted(missing)[:5]}, not used "
             f"{sorted(unknown)[:5]}"
         )
     for name, parameter, conversion in _own(chunks, table):
-        if conversion.sources == ("score.weight",) and "score.weight" not in files:
+        if name.startswith("score.") and name not in files:
             parameter.zero_()  # the first advantages are then the returns themselves
             continue
         value = conversion.shard([files[source] for source in conversion.sources], ranks.t, ranks.t_size)
