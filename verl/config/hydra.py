@@ -13,7 +13,7 @@ from typing import Any
 
 from verl.config.errors import ConfigError, Problem
 from verl.config.sources import REMOVED, Layer, Setting, read_text, read_yaml
-from verl.config.upstream import upstream_configs, upstream_engines, upstream_groups
+from verl.config.upstream import upstream_configs, upstream_engines, upstream_groups, upstream_selections
 
 _PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 _SELF = "_self_"
@@ -132,6 +132,8 @@ def _selected(
     builtin = upstream_groups().get(group, []) if group else upstream_configs()
     if option in builtin:
         return []
+    if selection := upstream_selections().get(group, {}).get(option):
+        return [{key: replace(given, key=key, value=value) for key, value in selection.items()}]
     name = f"{group}={option}" if group else option
     if engine := _engine_of(option):
         what = f"{name} selects the engine {engine}, which is not supported yet"

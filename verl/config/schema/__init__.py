@@ -9,7 +9,7 @@ from verl.config.schema.algorithm import (
     RolloutCorrectionConfig,
 )
 from verl.config.schema.data import CustomClassConfig, DataConfig
-from verl.config.schema.megatron import MegatronConfig, MegatronTransformerConfig
+from verl.config.schema.megatron import MegatronConfig, MegatronTransformerConfig, RefMegatronConfig
 from verl.config.schema.model import (
     ActorCheckpointConfig,
     CheckpointConfig,
@@ -100,6 +100,7 @@ __all__ = [
     "PolicyLossConfig",
     "RayConfig",
     "RefConfig",
+    "RefMegatronConfig",
     "RewardConfig",
     "RewardManagerConfig",
     "RewardModelConfig",

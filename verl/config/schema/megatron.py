@@ -4,6 +4,8 @@ from typing import Literal
 
 from verl.config.fields import Precision, Section, StrList, field, section
 
+_ACTOR = "${actor_rollout_ref.actor.megatron."
+
 
 class MegatronTransformerConfig(Section):
     """`megatron.override_transformer_config`: activation recomputation."""
@@ -37,3 +39,31 @@ class MegatronConfig(Section):
     def ranks_with_same_rows(self) -> int:
         """The model-parallel size: how many ranks compute the same rows. World size / this = data-parallel size."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+
+class RefMegatronConfig(MegatronConfig):
+    """`actor_rollout_ref.ref.megatron`: by default the parallel sizes of the actor."""
+
+    tensor_model_parallel_size: int = field(
+        1, "ranks that share every layer", default_from=_ACTOR + "tensor_model_parallel_size}", ge=1
+    )
+    pipeline_model_parallel_size: int = field(
+        1, "pipeline stages", default_from=_ACTOR + "pipeline_model_parallel_size}", ge=1
+    )
+    virtual_pipeline_model_parallel_size: int | None = field(
+        None,
+        "chunks of layers per pipeline stage (interleaved schedule); null: one",
+        default_from=_ACTOR + "virtual_pipeline_model_parallel_size}",
+        ge=2,
+    )
+    context_parallel_size: int = field(
+        1,
+        "ranks that share the tokens of the same sequences",
+        default_from=_ACTOR + "context_parallel_size}",
+        ge=1,
+    )
+    sequence_parallel: bool = field(
+        True,
+        "shard activations between layers over the tensor-parallel ranks",
+        default_from=_ACTOR + "sequence_parallel}",
+    )

@@ -1,7 +1,6 @@
 """Availability of megatron-core, and its process groups."""
 
 import importlib.metadata
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,23 +8,23 @@ import torch
 import torch.distributed as dist
 
 from verl.config import schema
+from verl.config.supported import MEGATRON_INSTALL, MEGATRON_TESTED, missing_package
 from verl.engines.base import EngineSpec
 from verl.engines.parallel import init_process_group, timeout_of
 
-#: release of megatron-core that the engine is tested with
-TESTED = "0.16.1"
 #: device types that megatron-core runs on; tests on a CPU add theirs after replacing what needs CUDA
 DEVICE_TYPES = {"cuda"}
 
 
 def check_installed() -> None:
     """Raise ValueError if megatron-core is missing or of another minor release than the tested one."""
-    install = f"pip install --no-deps megatron-core=={TESTED} (or pip install 'verl[megatron]')"
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
-        raise ValueError(f"strategy=megatron: expected the package megatron-core, found none: {install}")
+    if (missing := missing_package("strategy", "megatron")) is not None:
+        raise ValueError(missing)
     found = importlib.metadata.version("megatron-core")
-    if found.split(".")[:2] != TESTED.split(".")[:2]:
-        raise ValueError(f"strategy=megatron: expected megatron-core {TESTED}, found {found}: {install}")
+    if found.split(".")[:2] != MEGATRON_TESTED.split(".")[:2]:
+        raise ValueError(
+            f"strategy=megatron: expected megatron-core {MEGATRON_TESTED}, found {found}: {MEGATRON_INSTALL}"
+        )
 
 
 def check_device(device: torch.device) -> None:
