@@ -281,6 +281,10 @@ class MegatronEngine(TrainEngine):
     def rollout_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
         return self._gatherer.gather(dtype=dtype)
 
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, buffer in self.chunks[0].rotary.named_buffers():
+            yield f"model.rotary_emb.{name}", buffer
+
     def reference(self) -> AbstractContextManager[None]:
         raise ValueError("strategy=megatron trains all weights, so the initial weights are gone")
 
