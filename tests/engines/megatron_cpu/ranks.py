@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
 
-from tests.engines.ranks import OPTIMIZER, SIZES, make_batch, make_spec, qwen2, results
+from tests.engines.ranks import OPTIMIZER as COSINE
+from tests.engines.ranks import SIZES, make_batch, make_spec, qwen2, results
 from verl.config import schema
 from verl.engines.base import MicroBatching, TrainEngine, make_engine
 
+#: clips every gradient
+OPTIMIZER = COSINE.model_copy(update={"clip_grad": 0.02})
 FOUR_LAYERS = SIZES | {"num_hidden_layers": 4}
 #: a vocabulary that two ranks do not divide
 MODELS: dict[str, PretrainedConfig] = {

@@ -84,6 +84,9 @@ def join_groups(spec: EngineSpec, megatron: schema.MegatronConfig) -> ParallelRa
             f"megatron: {' x '.join(f'{name} {size}' for name, size in sizes.items())} = {product} does not divide the "
             f"{spec.world_size} ranks"
         )
+    if spec.world_size == 1 and not dist.is_initialized():  # megatron-core needs a group of one rank, too
+        backend = "nccl" if spec.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     init_process_group(spec.device, spec.timeout)
     virtual = megatron.virtual_pipeline_model_parallel_size
     if not parallel_state.model_parallel_is_initialized():
