@@ -14,7 +14,19 @@ from torch.utils._device import _device_constructors
 from verl.engines.megatron import runtime
 
 CPU = torch.device("cpu")
-_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "as_tensor", "zeros_like", "empty_like")
+_FACTORIES = (
+    "tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "arange",
+    "rand",
+    "randn",
+    "as_tensor",
+    "zeros_like",
+    "empty_like",
+)
 
 
 def _on_cpu(device: Any) -> Any:
@@ -62,7 +74,9 @@ def install() -> None:
     torch.Tensor.cuda = lambda self, *_, **__: self
     to = torch.Tensor.to
     torch.Tensor.to = lambda self, *args, **kw: to(
-        self, *(_on_cpu(a) if isinstance(a, str) else a for a in args), **{k: _on_cpu(v) if k == "device" else v for k, v in kw.items()}
+        self,
+        *(_on_cpu(a) if isinstance(a, str) else a for a in args),
+        **{k: _on_cpu(v) if k == "device" else v for k, v in kw.items()},
     )
     type_of = torch.Tensor.type  # the distributed optimizer compares names of types
     torch.Tensor.type = lambda self, *args, **kw: (

@@ -28,10 +28,19 @@ from torch.nn.functional import pad
 
 from verl.config import schema
 from verl.engines.base import EngineSpec, MicroBatching, Objective, Tensors, TrainEngine
-from verl.engines.megatron import convert
+from verl.engines.checkpoint import load_extra, save_description
+from verl.engines.loading import ModelSpec, empty_module
+from verl.engines.megatron import checkpoint, convert
 from verl.engines.megatron.model import TokenGPT
 from verl.engines.megatron.runtime import check_device, join_groups
-from verl.engines.megatron.weights import WeightFiles, WeightGatherer, conversions, load_weights, mark_shards
+from verl.engines.megatron.weights import (
+    WeightFiles,
+    WeightGatherer,
+    conversions,
+    global_names,
+    load_weights,
+    mark_shards,
+)
 from verl.engines.metrics import MetricSums
 from verl.engines.micro_batch import plan_micro_batches, split_to
 from verl.engines.optimizer import clip_gradients, lr_multiplier
@@ -91,7 +100,9 @@ class MegatronEngine(TrainEngine):
         if spec.optimizer is not None:
             self._prepare_training(spec.optimizer)
         self._sequence_ranks = (
-            SequenceRanks(ranks.groups.get_context_parallel_group(), ranks.c, ranks.c_size) if ranks.c_size > 1 else None
+            SequenceRanks(ranks.groups.get_context_parallel_group(), ranks.c, ranks.c_size)
+            if ranks.c_size > 1
+            else None
         )
 
     def _build(self) -> list[TokenGPT]:
@@ -290,8 +301,33 @@ class MegatronEngine(TrainEngine):
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
+    def non_finite_state(self) -> list[str]:
+        own = global_names(self.chunks)
+        names = [conversion.name for conversion in self._table]
+        broken = [float(name in own and not own[name].isfinite().all()) for name in names]
+        return [name for name, is_broken in zip(names, self.max_over_ranks(broken)) if is_broken]
+
     def save(self, folder: Path, contents: tuple[str, ...], background: bool = False) -> None:
-        raise NotImplementedError
+        folder = Path(folder)
+        state: dict[str, Any] = {"sizes": checkpoint.sizes_of(self.ranks)}
+        if "model" in contents:
+            state["model"] = checkpoint.model_state(self.chunks)
+        if "optimizer" in contents:
+            state["optimizer"] = checkpoint.optimizer_state(self.optimizer)
+        checkpoint.write_rank(folder, dist.get_rank(), state)
+        full: Tensors = {}
+        for name, tensor in self.weights() if "hf_model" in contents else ():
+            if self.ranks.is_first_rank:
+                full[name] = tensor.cpu()
+        if self.ranks.is_first_rank:
+            module = empty_module(ModelSpec(self.spec.model, self.spec.kind, model_dtype=self.dtype))
+            if full:
+                module.save_pretrained(folder / "huggingface", state_dict=full)
+            else:
+                save_description(module, folder / "huggingface")
+            if "extra" in contents:
+                torch.save({"steps": self.steps}, folder / "extra.pt")
+        dist.barrier()
 
     def is_saved(self) -> bool:
         return True
@@ -300,7 +336,23 @@ class MegatronEngine(TrainEngine):
         """`save` writes in the foreground."""
 
     def load(self, folder: Path, contents: tuple[str, ...]) -> None:
-        raise NotImplementedError
+        folder = Path(folder)
+        if "model" not in contents:
+            raise ValueError(f"checkpoint.load_contents is {list(contents)}: strategy=megatron needs model in it")
+        state = checkpoint.read_rank(folder, dist.get_rank(), self.ranks)
+        for name in {"model", "optimizer"} & set(contents):
+            if name not in state:
+                raise ValueError(f"{folder} was saved without {name}: remove it from checkpoint.load_contents")
+        checkpoint.load_model_state(self.chunks, state["model"], folder)
+        if self.spec.optimizer is None:
+            return
+        if "optimizer" in contents:
+            checkpoint.load_optimizer_state(self.optimizer, state["optimizer"])
+        else:
+            self.optimizer.reload_model_params()
+        if "extra" in contents:
+            self.steps = load_extra(folder)["steps"]
+            self._set_lr()
 
 
 def _check_settings(spec: EngineSpec) -> None:

@@ -150,17 +150,16 @@ class TokenGPT(GPTModel):
             vp_stage=vp_stage,
         )
         self.kind = kind
+        self.padding_id = hf.pad_token_id
         self.score = None
         if kind != "causal_lm" and post_process:
             del self.output_layer
             self.score = nn.Linear(hf.hidden_size, 1, dtype=config.params_dtype)
         self.rotary = _rotary_embedding(hf)
 
-    def forward(
-        self, model_input: ModelInput, outputs: tuple[str, ...], temperature: float
-    ) -> torch.Tensor | Tensors:
+    def forward(self, model_input: ModelInput, outputs: tuple[str, ...], temperature: float) -> torch.Tensor | Tensors:
         """Hidden states (n, 1, H) of a stage that is not the last; else each output, (b, T), float32."""
-        embedded = self.embedding(input_ids=model_input.input_ids, position_ids=None) if self.pre_process else None
+        embedded = self._embed(model_input.input_ids) if self.pre_process else None
         cos, sin = (x[:, None] for x in self._cos_sin(model_input.position_ids))
         states = self.decoder(
             hidden_states=embedded,
@@ -173,6 +172,16 @@ class TokenGPT(GPTModel):
         scattered = {name: model_input.scatter(values.float()) for name, values in found.items()}
         ranks = model_input.packing.ranks
         return scattered if ranks is None else {k: ranks.sum_of_shares(v) for k, v in scattered.items()}
+
+    def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Embedding of this rank's tokens. As in transformers, the row of the padding token gets no gradient."""
+        embedded = self.embedding(input_ids=input_ids, position_ids=None)
+        if self.padding_id is None:
+            return embedded
+        is_padding = (input_ids == self.padding_id).T[..., None]
+        if self.config.sequence_parallel:
+            is_padding = is_padding.chunk(self.config.tensor_model_parallel_size)[self.tp_group.rank()]
+        return torch.where(is_padding, embedded.detach(), embedded)
 
     @torch.no_grad()
     def _cos_sin(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -207,14 +216,13 @@ class TokenGPT(GPTModel):
 
             def head(chunk: torch.Tensor) -> torch.Tensor:
                 logits = linear(chunk, weight)
-                return logits if entries == len(weight) else pad(logits[:, :entries], (0, len(weight) - entries), value=float("-inf"))
+                fill = len(weight) - entries  # of a vocabulary that the ranks do not divide
+                return pad(logits[:, :entries], (0, fill), value=float("-inf")) if fill else logits
 
             def sharded(logits, targets, temperature, wanted):
                 return ShardedStatistics.apply(logits, targets, temperature, wanted, first, self.tp_group)
 
-        return token_statistics(
-            states, model_input.targets, head, len(weight), outputs, temperature, of_logits=sharded
-        )
+        return token_statistics(states, model_input.targets, head, len(weight), outputs, temperature, of_logits=sharded)
 
 
 def _rotary_embedding(hf: Any) -> nn.Module:

@@ -84,11 +84,7 @@ class Conversion:
 def conversions(hf: Any, kind: str) -> list[Conversion]:
     """Every parameter of a model, in the order of HuggingFace's; `kind` as in `EngineSpec`."""
     attention = {"heads": hf.num_attention_heads, "kv_heads": hf.num_key_value_heads, "head_size": head_size(hf)}
-    found = [
-        Conversion(
-            "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "rows", rows=hf.vocab_size
-        )
-    ]
+    found = [Conversion("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "rows", rows=hf.vocab_size)]
     for i in range(hf.num_hidden_layers):
         ours, theirs = f"decoder.layers.{i}.", f"model.layers.{i}."
         for suffix in ("weight", "bias") if hf.model_type == "qwen2" else ("weight",):
