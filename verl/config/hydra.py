@@ -30,7 +30,8 @@ def find_config(name: str | None, directories: list[str]) -> Path | None:
     """
     wanted = name or "ppo_trainer"
     found = _find(wanted, [Path(directory).expanduser() for directory in directories])
-    if found or (wanted.removesuffix(".yaml") in upstream_configs() and name):
+    known = (*upstream_configs(), *upstream_selections()[""])
+    if found or (wanted.removesuffix(".yaml") in known and name):
         return found
     if name is None:
         what = "the folder has no ppo_trainer.yaml: set --config-name to the name of the file"

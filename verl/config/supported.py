@@ -58,7 +58,8 @@ MEGATRON_TESTED = "0.16.1"
 """Version of megatron-core that was tested."""
 
 MEGATRON_INSTALL = (
-    "in a clone, pip install -e '.[megatron]', or on a CPU, for tests: bash scripts/setup_megatron_cpu.sh .venv-megatron"
+    "in a clone, pip install -e '.[megatron]', or on a CPU, for tests: bash scripts/setup_megatron_cpu.sh "
+    ".venv-megatron"
 )
 
 PACKAGES: dict[tuple[str, str], tuple[str, str]] = {
@@ -93,10 +94,7 @@ _OTHER_REGISTERED_KINDS = (
 _OF_MEGATRON = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
     *("context_parallel_size", "sequence_parallel", "use_distributed_optimizer", "seed", "dtype"),
-    *(
-        f"override_transformer_config.recompute_{name}"
-        for name in ("granularity", "modules", "method", "num_layers")
-    ),
+    *(f"override_transformer_config.recompute_{name}" for name in ("granularity", "modules", "method", "num_layers")),
 )
 _OF_FSDP = (
     *("model_dtype", "dtype", "use_torch_compile", "param_offload", "optimizer_offload", "offload_policy"),

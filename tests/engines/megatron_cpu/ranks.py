@@ -15,6 +15,7 @@ from verl.engines.base import MicroBatching, TrainEngine, make_engine
 
 #: clips every gradient
 OPTIMIZER = COSINE.model_copy(update={"clip_grad": 0.02})
+TWO_ROWS = MicroBatching(rows=2)
 FOUR_LAYERS = SIZES | {"num_hidden_layers": 4}
 #: a vocabulary that two ranks do not divide
 MODELS: dict[str, PretrainedConfig] = {
@@ -52,9 +53,7 @@ def megatron_engine(
     return make_engine("megatron", spec)
 
 
-def megatron_on_rank(
-    path: str, micro: MicroBatching = MicroBatching(rows=2), steps: int = 5, **keys: Any
-) -> dict[str, Any]:
+def megatron_on_rank(path: str, micro: MicroBatching = TWO_ROWS, steps: int = 5, **keys: Any) -> dict[str, Any]:
     """For `run_on_ranks`: results after some updates, and where the rank is. keys: as `megatron_engine`."""
     torch.set_num_threads(1)
     engine = megatron_engine(path, **keys)

@@ -1,6 +1,6 @@
 """Log-probs and entropies of logits whose vocabulary is sharded over tensor-parallel ranks.
 
-S: selected states; V: vocabulary; v: the entries of one rank. x: logits / temperature; p: softmax(x) over V; H: entropy.
+S: selected states; V: vocabulary; v: the entries of one rank. x: logits / temperature; p: softmax(x); H: entropy.
 The logits stay sharded: three reductions of (S,) tensors combine the ranks (maximum, sums, target).
 """
 
