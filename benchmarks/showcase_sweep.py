@@ -158,7 +158,7 @@ def overrides(variant: Variant, model: str, folder: Path, test_rows: int) -> lis
         f"reward.custom_reward_function.name={variant.reward}",
         "trainer.total_training_steps=400",
         "trainer.test_freq=10",
-        "trainer.save_freq=-1",
+        "trainer.save_at_end=false",
         "trainer.device=cpu",
         f"trainer.default_local_dir={folder / 'run'}",
         "trainer.logger=[jsonl]",

@@ -1,13 +1,22 @@
 #!/usr/bin/env bash
 # Create the virtual environment $1 and install the project with the extras $2 (such as plot,test). Installs the CPU
 # build of torch (no CUDA packages) if there is no NVIDIA GPU, otherwise the default build.
-# PYTHON=python3.12 selects the interpreter, TORCH="torch==..." another version of torch.
+# PYTHON=python3.12 selects the interpreter, DEVICE=cpu or DEVICE=cuda the build of torch, TORCH="torch==..." its version.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 venv=${1:-.venv}
 extras=${2:-plot,test}
+device=${DEVICE:-auto}
 torch_version=2.13.0
+
+case "$device" in
+    auto | cpu | cuda) ;;
+    *)
+        echo "DEVICE: expected auto, cpu or cuda, found '$device'" >&2
+        exit 1
+        ;;
+esac
 
 interpreter() {  # the first Python that is recent enough, starting with $PYTHON
     local candidate
@@ -22,10 +31,14 @@ interpreter() {  # the first Python that is recent enough, starting with $PYTHON
     return 1
 }
 
+default_build() {  # whether the default build of torch is wanted: it includes CUDA on Linux
+    [ "$device" = cuda ] || [ "$(uname -s)" = Darwin ] || { [ "$device" = auto ] && nvidia-smi -L >/dev/null 2>&1; }
+}
+
 install_torch() {
     if [ -n "${TORCH:-}" ]; then
         pip install --quiet "$TORCH"
-    elif nvidia-smi -L >/dev/null 2>&1 || [ "$(uname -s)" = Darwin ]; then
+    elif default_build; then
         pip install --quiet "torch==$torch_version"
     # some indexes list the CPU build by version; otherwise uv knows where the CPU builds are
     elif pip install --quiet "torch==$torch_version+cpu" 2>/dev/null; then

@@ -1,5 +1,6 @@
 """What every test shares: registries are left as they were found; a shell for the commands of a page."""
 
+import logging
 import os
 import sys
 
@@ -45,6 +46,15 @@ def registries_as_they_were():
     for store, entries in zip(STORES, before):
         store.clear()
         store.update(entries)
+
+
+@pytest.fixture(autouse=True)
+def log_level_as_it_was():
+    """A run sets the level of the logger of the package (trainer.log_level)."""
+    package = logging.getLogger("verl")
+    before = package.level
+    yield
+    package.setLevel(before)
 
 
 #: entries of the list of metrics that take any name, for custom losses and agent loops

@@ -15,7 +15,6 @@ import pytest
 
 from examples.quickstart.tiny_model import tiny_model
 from tests.trainer.conftest import REWARD
-from verl.env_check.packages import TESTED_TOGETHER
 from verl.registry import load_object
 from verl.trainer.base import Trainer
 from verl.trainer.command_line import split_arguments
@@ -77,10 +76,11 @@ def run_to(folder: Path) -> list[str]:
 
 
 def command_of(script: Path, home: Path, *further: str, **env: str) -> tuple[str, list[str]]:
-    """The module that a script runs, and the arguments that it gives to it."""
+    """The module that a script runs, and the arguments that it gives to it. WARM: the model of the last of several."""
     if script.name == "run_qwen_05_sp2_liger.sh":
         further = (*further, "model.use_liger=false")  # its kernels need a GPU
-    places = {"MODEL": str(home / "model"), "DATA": str(home), "PYTHON": str(home / "print_arguments"), **env}
+    model = str(home / "model")
+    places = {"MODEL": model, "WARM": model, "DATA": str(home), "PYTHON": str(home / "print_arguments"), **env}
     done = subprocess.run(
         ["bash", str(script), *further], env=os.environ | places, capture_output=True, text=True, check=True
     )
@@ -140,15 +140,6 @@ def test_the_install_script_installs_what_the_project_can_use(home):
     assert "megatron" not in extras
     chosen = subprocess.run(["bash", str(script)], env=env | {"USE_MEGATRON": "1"}, capture_output=True, text=True)
     assert chosen.returncode == 0 and ",megatron" in chosen.stdout
-
-
-def test_the_image_has_the_versions_that_were_tested_together():
-    lines = (ROOT / "docker/Dockerfile").read_text().splitlines()
-    assert f"FROM python:{TESTED_TOGETHER['Python']}-slim" in lines
-    assert f'RUN pip install "torch=={TESTED_TOGETHER["torch"]}"' in lines
-    for line in lines:
-        if line.startswith("COPY "):
-            assert all((ROOT / name).exists() for name in line.split()[1:-1]), line
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -6,6 +6,7 @@ text                                 each line must be in what the bash block be
 diff                                 applied to a copy of the package, which must still import
 """
 
+import json
 import re
 import runpy
 import shlex
@@ -74,6 +75,8 @@ class Reader:
             said.add("reward.custom_reward_function.path")
         settings = run_settings(self.tiny, self.folder / f"run{self.trained}")
         own = [setting for setting in settings if setting.split("=")[0] not in said]
+        if "imports=[my_rules.py]" in arguments:
+            own += [f"data.{split}_files={self._gsm8k(file)}" for split, file in (("train", "train"), ("val", "test"))]
         own += ["trainer.total_training_steps=2", "trainer.resume_mode=disable", "data.filter_overlong_prompts=false"]
         if arguments[:2] == ["-m", "verl.trainer.main_ppo"]:
             script, rest = ROOT / "verl" / "trainer" / "main_ppo.py", arguments[2:]
@@ -86,6 +89,13 @@ class Reader:
         self.printed += out + err
         self.status = ended.value.code
         self.trained += 1
+
+    def _gsm8k(self, name: str) -> Path:
+        """A copy of the data with the data source of GSM8K."""
+        rows = [json.loads(line) for line in (self.tiny / f"{name}.jsonl").read_text().splitlines()]
+        path = self.folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({**row, "data_source": "openai/gsm8k"}) + "\n" for row in rows))
+        return path
 
     def text(self, text: str) -> None:
         for line in text.strip().splitlines():

@@ -17,6 +17,7 @@ ADAPTERS = {
     "verl.single_controller.ray.actor_pool",
     "verl.single_controller.ray.cluster",
     "verl.single_controller.ray.rank_actor",
+    *(f"verl.engines.megatron.{name}" for name in ("convert", "engine", "model", "weights")),
     # kernels for a GPU, written in Triton
     "verl.modeling.layers_triton",
     "verl.modeling.log_probs_triton",
@@ -44,12 +45,16 @@ def test_errors_of_the_configuration_and_missing_packages_are_printed_without_lo
     program = (
         "import json, sys; from verl.trainer.main_ppo import main;"
         "status = main(['data.train_batchsize=3', 'algorithm.name=grpo', 'actor_rollout_ref.rollout.name=vllm']);"
-        "print(json.dumps([status, 'torch' in sys.modules]));"
+        "from verl.trainer import main_eval, main_generation, sft_trainer;"
+        "others = [sft_trainer.main(['data.train_files=no.parquet']), main_generation.main(['data.path=no.parquet']),"
+        "          main_eval.main(['data.path=no.parquet'])];"
+        "print(json.dumps([status, *others, 'torch' in sys.modules]));"
         "sys.modules['torch'] = None;"  # as if it were not installed
         "from verl.trainer import fsdp_sft_trainer; fsdp_sft_trainer.main(['model.path=x'])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-    assert json.loads(done.stdout) == [1, False]
+    assert json.loads(done.stdout) == [1, 1, 1, 1, False]
+    assert done.stderr.count("there is no file 'no.parquet'") == 3 and "data.output_path: missing" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: the package torch is not installed: pip install 'torch>=")
     assert "did you mean data.train_batch_size?" in done.stderr and "'vllm' needs vLLM, which is not" in done.stderr
 

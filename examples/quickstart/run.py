@@ -18,7 +18,10 @@ import time
 from pathlib import Path
 from random import Random
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from anywhere, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import examples.quickstart  # noqa: F401  found from anywhere, installed or not
+
+sys.path.pop(0)  # of an installed package it is the folder verl, whose modules would hide others
 
 import torch
 from rich.console import Console
@@ -184,6 +187,7 @@ def main(given: list[str] | None = None) -> int:
         f"accuracy {before:.2f} -> {metrics[accuracy]:.2f} on 500 held-out prompts, greedy; "
         f"{time.perf_counter() - start:.0f} s total",
         highlight=False,
+        soft_wrap=True,
     )
     console.print(f"curves: {curves}\nmodel:  {saved}  (HuggingFace format)", highlight=False, soft_wrap=True)
     return 0

@@ -64,7 +64,6 @@ def settings(model: Path | str, data: Path, out: Path, steps: int, seed: int) ->
         f"trainer.total_training_steps={steps}",
         f"trainer.test_freq={steps}",
         f"{policy}actor.checkpoint.save_contents=[hf_model]",
-        "trainer.save_freq=last",
         f"trainer.log_val_generations={SHOWN}",
         f"trainer.seed={seed}",
         f"trainer.default_local_dir={out}",

@@ -16,6 +16,9 @@ from typing import Any
 from verl.tools.function_tool import function_tool
 
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+EXPECTED = "expected numbers, + - * / and parentheses"
+#: how people write operators -> how Python does
+SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "$": None})
 #: fraction of the demonstrations of the warm-up that use the tool
 WITH_TOOL = 0.3
 
@@ -27,7 +30,13 @@ def calculator(expression: str) -> str:
     Args:
         expression: numbers, + - * / and parentheses, such as "2*(3+4)".
     """
-    return f"{_value(ast.parse(expression.strip(), mode='eval').body):.10g}"
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", expression.translate(SIGNS))  # 1,200 is a number
+    text = re.sub(r"(?<=[\d)\s])x(?=[\d(\s])", "*", text)  # 3 x 4 is a product
+    try:
+        tree = ast.parse(text.strip().removesuffix("="), mode="eval")
+    except SyntaxError:
+        raise ValueError(EXPECTED) from None
+    return f"{_value(tree.body):.10g}"
 
 
 def _value(node: ast.AST) -> float:
@@ -38,7 +47,7 @@ def _value(node: ast.AST) -> float:
             return OPERATIONS[type(op)](_value(left), _value(right))
         case ast.UnaryOp(ast.USub(), operand):
             return -_value(operand)
-    raise ValueError("expected numbers, + - * / and parentheses")
+    raise ValueError(EXPECTED)
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:

@@ -35,6 +35,18 @@ def test_columns_settings_defaults():
     }
 
 
+def test_an_int_for_a_float_becomes_a_float():
+    """`algorithm.adv_kwargs.my_temp=3` times an integer mask is a tensor of floats, as with the default 2.0."""
+
+    def f(x, *, my_temp=2.0, annotated: float, number=2, flag=True):
+        return locals()
+
+    found = bind_arguments(f, {"x": 0}, {"my_temp": 3, "annotated": 4, "number": 3, "flag": False})
+    assert found == {"x": 0, "my_temp": 3.0, "annotated": 4.0, "number": 3, "flag": False}
+    types = [type(found[name]) for name in ("my_temp", "annotated", "number", "flag")]
+    assert types == [float, float, int, bool]
+
+
 def test_an_optional_column_is_passed_when_it_is_there():
     assert bind_arguments(ours, {**COLUMNS, "rollout_is_weights": "w"}, {})["rollout_is_weights"] == "w"
 

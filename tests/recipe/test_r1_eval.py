@@ -204,11 +204,13 @@ def test_metrics_of_a_table_by_hand(responses, capsys):
     assert (accuracy["low"], accuracy["high"]) == pytest.approx((0.0, 0.75))
     shown = capsys.readouterr().out
     assert "sums" in shown and "pass@2" in shown and "0.6250" in shown and "0.0000 .. 0.7500" in shown
+    assert "pass@1" in shown and "avg@" not in shown and "score" not in shown  # avg@4 and the score are the accuracy
 
 
-def test_custom_k_and_different_numbers_of_responses(tmp_path):
+def test_custom_k_and_different_numbers_of_responses(tmp_path, capsys):
     path = write_responses(tmp_path / "a.parquet", [("a", [1, 0, 1]), ("a", [0, 1]), ("b", [1, 0, 0, 0, 1, 1])])
     report = evaluate(path, "evaluation.k=[2]")["evaluated"]
+    assert "avg@2" in capsys.readouterr().out
     expected = {"accuracy": (2 / 3 + 1 / 2) / 2, "pass@2": 1.0, "avg@2": 1 / 2, "score": (2 / 3 + 1 / 2) / 2}
     assert values(report["sources"]["a"]) == pytest.approx(expected)
     assert values(report["sources"]["b"])["pass@2"] == pytest.approx(1 - 3 / 15)

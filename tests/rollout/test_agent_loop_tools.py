@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,12 +10,14 @@ from transformers import AutoTokenizer
 
 from examples.quickstart.tiny_model import tiny_model
 from verl.config import load_config
+from verl.data.chat import encode_conversations
 from verl.registry import import_module
 from verl.rollout.agent_loop import AGENT_LOOPS, MultiTurnLoop, Prompt, Trajectory, base, make_agent_loop
 from verl.rollout.agent_loop.chat import ChatContinuation
 from verl.rollout.agent_loop.public import ServerManager
 from verl.rollout.base import Completion, Request, SamplingParams
 
+CALCULATOR = Path(__file__).parents[2] / "examples/tools/calculator.py"
 ROLLOUT = "actor_rollout_ref.rollout."
 TOOLS = '''
 import asyncio
@@ -119,6 +122,20 @@ def test_a_call_its_observation_and_the_answer(files, tokenizer):
     assert trajectory.turns == 2 and trajectory.finish_reason == "stop"
     assert trajectory.metrics == {"tool_calls": 1, "tool_errors": 0, "tool_timeouts": 0}
     assert trajectory.agent_facts["tool_rewards"] == [0.25] and trajectory.agent_facts["num_turns"] == 4
+
+
+def test_sft_on_a_chat_with_a_call_trains_on_the_tokens_of_the_rollout(tokenizer):
+    """A chat whose messages are those of the trajectory: the same tokens, and the same of them in the loss."""
+    turn = call("calculator", expression="12*34+5")
+    config = rollout(f"multi_turn.function_tool_path={CALCULATOR}")
+    loop = make_agent_loop(config.agent.default_agent_loop, config, tokenizer)
+    trajectory = run(loop, Policy(tokenizer, turn, "413"))
+    roles = ("user", "assistant", "tool", "assistant")
+    chat = [{"role": role, "content": text} for role, text in zip(roles, ("hi", turn, "413", "413"))]
+    ((ids, mask),) = encode_conversations(tokenizer, [chat])
+    assert ids == trajectory.prompt.token_ids + trajectory.token_ids
+    assert mask == [0] * len(trajectory.prompt.token_ids) + trajectory.response_mask
+    assert trajectory.metrics["tool_errors"] == 0
 
 
 @pytest.mark.parametrize(

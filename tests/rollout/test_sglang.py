@@ -1,12 +1,12 @@
 """The SGLang adapter: requests with a stand-in for SGLang's engine, the loader, filters and settings, and with SGLang a
 push and training.
 
-Tests of `real` need SGLang: make test-sglang.
+Tests of `real` need SGLang: make test-sglang. Their device, dtype and arguments are those of the contract test
+(`tests.rollout.contract`); on a GPU VERL_CONTRACT_DTYPE=bf16 is needed.
 """
 
 import asyncio
 import importlib.util
-import json
 import os
 import threading
 from dataclasses import replace
@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.rollout.contract import DEVICE, DTYPE, IS_FLOAT32, KWARGS, SHAPE, rounding
 from verl.config import load_config, schema
 from verl.config.errors import ConfigError
 from verl.config.supported import check_built_in
@@ -27,12 +28,12 @@ from verl.rollout.sglang.engine import SglangRollout, arguments_of
 from verl.rollout.sglang.filters import LogitFilter, filter_params
 from verl.rollout.sglang.service import FailureHandler, Job, ProcessFailed, Service
 from verl.rollout.stop_strings import StopStrings
+from verl.utils.device import resolve_device
 
 IS_INSTALLED = importlib.util.find_spec("sglang") is not None
+ACTOR = "actor_rollout_ref.actor.fsdp_config"
 real = pytest.mark.skipif(not IS_INSTALLED, reason="SGLang is not installed: make test-sglang")
-DEVICE = os.environ.get("VERL_CONTRACT_DEVICE", "cpu")
-KWARGS = json.loads(os.environ.get("VERL_CONTRACT_KWARGS", "{}"))
-ENV = RolloutEnv(0, 1, 0, torch.device(DEVICE), 0, torch.float32)
+ENV = RolloutEnv(0, 1, 0, torch.device("cpu"), 0, torch.float32)
 
 
 # ---- requests, with an engine that counts ---------------------------------------------------------------------------
@@ -334,25 +335,44 @@ def test_log_probs_before_the_temperature_are_refused(monkeypatch):
         settings.check_kwargs({})
 
 
-def test_keys_of_the_rollout_section_are_arguments_of_sglang(monkeypatch):
+def pushed() -> EngineCopy:
     from transformers import LlamaConfig
 
+    hf_config = LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=2, max_position_embeddings=100)
+    return EngineCopy(schema.ModelConfig(path="m"), hf_config, torch.float32, is_trained=True, merges=False)
+
+
+def test_keys_of_the_rollout_section_are_arguments_of_sglang(monkeypatch):
     monkeypatch.delenv("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", raising=False)
     kwargs = schema.EngineKwargs(sglang={"page_size": 1})
     rollout = schema.RolloutConfig(
         name="sglang", prompt_length=40, response_length=60, max_num_seqs=7, enable_prefix_caching=False,
         max_num_batched_tokens=33, engine_kwargs=kwargs,
     )  # fmt: skip
-    hf_config = LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=2, max_position_embeddings=100)
-    pushed = EngineCopy(schema.ModelConfig(path="m"), hf_config, torch.float32, is_trained=True, merges=False)
-    found = settings.engine_args(rollout, pushed, ENV)
+    found = settings.engine_args(rollout, pushed(), ENV)
     expected = {"context_length": 108, "max_running_requests": 7, "disable_radix_cache": True, "dtype": "float32"}
     expected |= {"chunked_prefill_size": 33, "load_format": "dummy", "page_size": 1, "tp_size": 1}
     assert {key: found[key] for key in expected} == expected
     assert os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] == "1"
-    other = RolloutEnv(1, 2, 1, torch.device(DEVICE), 0)
-    others = settings.engine_args(rollout, replace(pushed, is_trained=False), other)
+    other = RolloutEnv(1, 2, 1, torch.device("cpu"), 0)
+    others = settings.engine_args(rollout, replace(pushed(), is_trained=False), other)
     assert others["random_seed"] != found["random_seed"] and others["load_format"] == "auto"
+
+
+def test_float32_is_refused_on_a_gpu_before_the_engine_starts():
+    env = replace(ENV, device=torch.device("cuda", 0))
+    with pytest.raises(ValueError, match=r"cuda:0: expected weights in bf16 .* fp32: .* set rollout\.dtype=bf16"):
+        settings.engine_args(schema.RolloutConfig(name="sglang"), pushed(), env)
+    for dtype, device in ((torch.bfloat16, "cuda"), (torch.float16, "cuda"), (torch.float32, "cpu")):
+        settings.check_dtype(dtype, torch.device(device))
+
+
+@pytest.mark.parametrize("given", [{"cuda_graph_backend_prefill": "tc_piecewise"}, {"enable_torch_compile": True}])
+def test_arguments_that_capture_graphs_contradict_enforce_eager(given):
+    config = schema.RolloutConfig(name="sglang", engine_kwargs=schema.EngineKwargs(sglang=given))
+    assert settings.engine_args(config, pushed(), ENV).items() >= given.items()
+    with pytest.raises(ValueError, match=rf"{next(iter(given))} contradicts rollout\.enforce_eager=true"):
+        settings.engine_args(config.model_copy(update={"enforce_eager": True}), pushed(), ENV)
 
 
 def test_the_engine_gets_its_share_of_the_free_memory(monkeypatch, caplog):
@@ -402,19 +422,28 @@ def test_the_other_ranks_of_a_group_only_gather():
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
+    """The folder of `make_tiny`, with a model of `SHAPE`, which kernels of GPUs support."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     from tests.trainer.conftest import make_tiny
 
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
+    folder = make_tiny(tmp_path_factory.mktemp("tiny"))
+    config = AutoConfig.from_pretrained(folder / "model")
+    config.update({key: value for key, value in SHAPE.items() if key != "vocab_size"} | {"head_dim": 64})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "model")
+    return folder
 
 
 @real
 def test_a_push_that_the_scheduler_did_not_load_is_found(tiny, monkeypatch):
     from transformers import AutoModelForCausalLM
 
+    env = replace(ENV, device=resolve_device(DEVICE), compute_dtype=DTYPE)
     limits = dict(max_num_seqs=8, gpu_memory_utilization=0.2, enforce_eager=True)
     kwargs = schema.EngineKwargs(sglang=KWARGS)
     config = schema.RolloutConfig(name="sglang", prompt_length=16, response_length=16, engine_kwargs=kwargs, **limits)
-    rollout = make_rollout_engine("sglang", config, schema.ModelConfig(path=str(tiny / "model")), ENV)
+    rollout = make_rollout_engine("sglang", config, schema.ModelConfig(path=str(tiny / "model")), env)
     module = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)
     named = [(name, parameter.detach().to(DEVICE)) for name, parameter in module.named_parameters()]
     request = Request([1, 2], SamplingParams(4, (), temperature=0.0), 0)
@@ -429,7 +458,7 @@ def test_a_push_that_the_scheduler_did_not_load_is_found(tiny, monkeypatch):
         rollout.generate([request])
     monkeypatch.undo()
     rollout.receiver().receive(named, 3)
-    assert rollout.generate([request])[0].log_probs == pytest.approx(before, abs=1e-6)
+    assert rollout.generate([request])[0].log_probs == pytest.approx(before, abs=1e-6 if IS_FLOAT32 else 1e-2)
     rollout.service.engine.shutdown()
 
 
@@ -445,20 +474,25 @@ def restored(parameters):
 
 @real
 def test_two_steps_of_grpo(tiny, tmp_path):
+    from transformers import AutoModelForCausalLM
+
     from tests.trainer.conftest import run_settings
     from verl.trainer.local_trainer import LocalPPOTrainer
 
     steps = ["algorithm.name=grpo", "trainer.total_training_steps=2", "trainer.resume_mode=disable"]
     chosen = ["actor_rollout_ref.rollout.name=sglang", f"trainer.device={DEVICE}"]
-    # kernels of SGLang read 16 bytes at a time, and the model's MLP has 172 units
-    chosen += ["actor_rollout_ref.actor.fsdp_config.dtype=fp32"]
+    chosen += [f"{key}.dtype={DTYPE}".replace("torch.", "") for key in ("actor_rollout_ref.rollout", ACTOR)]
+    chosen += ["actor_rollout_ref.rollout.enforce_eager=true", "actor_rollout_ref.rollout.gpu_memory_utilization=0.3"]
     chosen += [f"actor_rollout_ref.rollout.engine_kwargs.sglang.{key}={value}" for key, value in KWARGS.items()]
+    # training and the engine each round; the weights of the second step are a little different
+    module = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)
+    bound = 2e-5 if IS_FLOAT32 else 2 * rounding(module.to(DEVICE))
     found = []
     trainer = LocalPPOTrainer(overrides=[*run_settings(tiny, tmp_path / "run"), *steps, *chosen])
     trainer.on_step.append(found.append)
     trainer.fit()
     for step, report in enumerate(found):
-        assert report.metrics["rollout/logprob_gap_max"] < (2e-5 if DEVICE == "cpu" else 0.1)
+        assert report.metrics["rollout/logprob_gap_max"] < bound
         assert report.batch.batch["weight_version"].tolist() == [step] * len(report.batch)
         assert report.metrics["weight_sync/bytes"] > 0
     assert len(found) == 2

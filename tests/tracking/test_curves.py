@@ -5,7 +5,7 @@ import json
 import pytest
 from matplotlib.image import imread
 
-from verl.tracking.curves import moving_mean, read_metrics, robust_limits, save_curves
+from verl.tracking.curves import centred_mean, moving_mean, read_metrics, robust_limits, save_curves
 
 
 @pytest.fixture
@@ -22,10 +22,11 @@ def test_numbers(metrics):
     found = read_metrics(metrics)
     assert found["val-core/reverse/acc/mean@1"] == [(15, 0.4)]
     assert [step for step, _ in found["actor/entropy"]] == [1, 2, 3, *range(5, 31)]
-    assert moving_mean([1, 2, 6, 4], 3) == [1.5, 3, 4, 5]
-    assert moving_mean([3.0], 10) == [3.0]
-    # centred: it does not lag behind a straight line
-    assert moving_mean(list(range(30)), 11)[5:-5] == list(range(5, 25))
+    assert moving_mean([1, 2, 3, 4], 2) == [1, 1.5, 2.5, 3.5]
+    assert moving_mean([3.0], 10) == centred_mean([3.0], 10) == [3.0]
+    assert centred_mean([1, 2, 6, 4], 3) == [1.5, 3, 4, 5]
+    # it does not lag behind a straight line
+    assert centred_mean(list(range(30)), 11)[5:-5] == list(range(5, 25))
 
 
 def test_a_spike_does_not_stretch_the_axis():

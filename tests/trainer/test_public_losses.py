@@ -2,6 +2,7 @@
 
 from verl.trainer.local_trainer import LocalPPOTrainer
 
+OWN_METRICS = ("actor/clip_c", "actor/clip_low")
 THEIRS = '''
 """Written for public verl: nothing here is specific to this project."""
 from typing import Any, Optional

@@ -202,7 +202,8 @@ def test_steps_and_several_fits_train_as_one_fit_does(config, tiny, tmp_path):
 
 
 def test_a_further_fit_says_that_the_run_has_ended(config, tiny, caplog):
-    trainer = PPOTrainer(config, train_dataset=rows_of(tiny / "train.jsonl"), reward=letters)
+    unsaved = {"trainer.save_at_end": False}
+    trainer = PPOTrainer(config, overrides=unsaved, train_dataset=rows_of(tiny / "train.jsonl"), reward=letters)
     trainer.fit()
     assert trainer.fit() == {} and "nothing to train: the run ended at step 3" in caplog.text
     for steps in (0, -1, 1.5):

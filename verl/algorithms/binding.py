@@ -56,7 +56,8 @@ def bind_arguments(
 ) -> dict[str, Any]:
     """Return the keyword arguments for `fn`: each parameter by name from the columns, otherwise from the settings.
 
-    - A column that is None counts as missing. A setting that is None leaves the parameter at its default.
+    - A column that is None counts as missing. A setting that is None leaves the parameter at its default. An int for
+      a parameter whose default or annotation is a float becomes a float.
     - A parameter with a default that is neither a column nor a setting keeps its default. So an optional column is
       passed if it is present.
     - `index` is the column `uid`. `columns` receives all columns, read-only. `config` receives the argument `config`,
@@ -79,10 +80,16 @@ def bind_arguments(
         elif parameter.name == "columns":
             arguments[parameter.name] = MappingProxyType(columns)
         elif settings.get(parameter.name) is not None:
-            arguments[parameter.name] = settings[parameter.name]
+            arguments[parameter.name] = _as_declared(parameter, settings[parameter.name])
         elif parameter.default is parameter.empty:
             raise ValueError(_missing(fn, parameter, columns, settings))
     return arguments
+
+
+def _as_declared(parameter: inspect.Parameter, value: Any) -> Any:
+    """`my_temp=3` of a parameter `my_temp=2.0` is 3.0: an int would change the dtype of integer tensors."""
+    is_float = isinstance(parameter.default, float) or parameter.annotation in (float, "float")
+    return float(value) if is_float and type(value) is int else value
 
 
 def required_columns(fn: Callable, settings_names: Iterable[str]) -> tuple[str, ...]:

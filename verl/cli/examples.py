@@ -1,6 +1,7 @@
 """`verl examples`: list the example scripts and configurations, and copy them to edit."""
 
 import ast
+import json
 import re
 import shutil
 from pathlib import Path
@@ -11,7 +12,7 @@ import typer
 #: a link in a checkout, part of the package otherwise
 FOLDER = Path(__file__).resolve().parents[1] / "examples"
 _IMPORT = re.compile(r"^from examples\.(\w+)", re.MULTILINE)
-_KINDS = (".py", ".sh", ".yaml")
+_KINDS = (".py", ".sh", ".yaml", ".ipynb")
 
 examples = typer.Typer(help="List and copy example scripts and configurations.")
 
@@ -75,8 +76,10 @@ def needed(name: str) -> list[str]:
 
 
 def summary(path: Path) -> str:
-    """The first line of a script's docstring, or of its comment."""
+    """The first line of a script's docstring, or of its comment; the title of a notebook."""
     text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        text = "".join(json.loads(text)["cells"][0]["source"])
     if path.suffix == ".py":
         line = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
     else:

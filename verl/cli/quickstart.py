@@ -1,9 +1,9 @@
 """`verl quickstart`: examples/quickstart/run.py, also from an installed package."""
 
-import runpy
 import sys
 
 from verl.cli.examples import FOLDER
+from verl.registry import import_module
 
 
 def main(arguments: list[str], program: str) -> int:
@@ -11,7 +11,6 @@ def main(arguments: list[str], program: str) -> int:
     before = sys.argv
     sys.argv = [program, *arguments]
     try:
-        runpy.run_path(str(FOLDER / "quickstart" / "run.py"), run_name="__main__")
+        return import_module(str(FOLDER / "quickstart" / "run.py")).main(arguments)
     finally:
         sys.argv = before
-    return 0

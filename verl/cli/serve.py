@@ -67,7 +67,7 @@ def serve(
             import_module(address)
         TOOL_PARSERS[tool_parser]  # an unknown name is an error
         if is_local(model) and not Path(model).expanduser().is_dir():
-            raise ValueError(f"there is no folder {model!r}")
+            raise ValueError(f"MODEL: there is no folder {model!r}")
         sock = listen(host, port)  # before the model is loaded, so that a port in use is reported at once
         made, served = load(settings, model_settings, device, lengths, served_model_name or model)
     except (*USER_ERRORS, OSError) as error:  # OSError: transformers finds no weights in a folder

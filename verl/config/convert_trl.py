@@ -85,6 +85,11 @@ def rules_of(kind: str, gpus: int) -> dict[str, Rule]:
             if isinstance(value, str)
             else {}  # a run resumes by default
         ),
+        "load_best_model_at_end": lambda value, given: {"trainer.save_best": True} if value else {},
+        "metric_for_best_model": lambda value, given: (
+            f"set trainer.save_best to a validation metric{'' if sft else ', such as val-core/DATASET/acc/mean@1'}"
+        ),
+        "greater_is_better": lambda value, given: {"trainer.save_best_mode": "max" if value else "min"},
         "bf16": lambda value, given: {dtype: "bf16"} if value else {},
         "gradient_accumulation_steps": lambda value, given: {},  # part of the batch sizes
     }

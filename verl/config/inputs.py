@@ -6,6 +6,7 @@ from pathlib import Path
 from verl.checkpoints.store import CheckpointError, step_of_saved
 from verl.config.errors import Problem
 from verl.config.fields import Schema, flatten
+from verl.config.schema.offline import GenerationConfig
 from verl.utils.data_names import SUFFIXES, DataName, is_data_file
 
 _MODELS = ("actor_rollout_ref.model.path", "critic.model.path", "model.path", "reward.reward_model.model_path")
@@ -42,6 +43,29 @@ def check_code(config: Schema) -> Iterator[Problem]:
                 continue
             seen.add(path)
             yield from check_code_file(key, path, is_module=end in _CODE)
+
+
+def check_generation(config: GenerationConfig) -> Iterator[Problem]:
+    """For `extra_checks`: the settings of generation without training."""
+    path = config.data.output_path
+    if path is None or Path(path).suffix not in (".parquet", ".jsonl"):
+        found = "missing" if path is None else f"found {path!r}"
+        yield Problem("data.output_path", f"{found}, expected a file that ends with .parquet or .jsonl")
+    if config.data.n_samples > 1 and config.rollout.temperature == 0:
+        yield Problem(
+            "data.n_samples",
+            f"found {config.data.n_samples} with rollout.temperature 0, which generates the same response "
+            f"{config.data.n_samples} times: use a temperature > 0, or data.n_samples=1",
+        )
+    if config.trainer.backend != "local":
+        yield Problem(
+            "trainer.backend", f"{config.trainer.backend} is not supported by generation without training: use local"
+        )
+    if config.trainer.nnodes > 1:
+        yield Problem(
+            "trainer.nnodes",
+            f"found {config.trainer.nnodes}, but generation runs on one host: use 1, and split the file between hosts",
+        )
 
 
 def check_models(config: Schema) -> Iterator[Problem]:

@@ -14,6 +14,11 @@ _RUN = {
     "save_steps": "trainer.save_freq",
     "eval_steps": "trainer.test_freq",
     "resume_from_checkpoint": "trainer.resume_from_path",
+    "load_best_model_at_end": "trainer.save_best",
+    "metric_for_best_model": "trainer.save_best",
+    "greater_is_better": "trainer.save_best_mode",
+    "early_stopping_patience": "trainer.early_stopping.patience",
+    "early_stopping_threshold": "trainer.early_stopping.min_delta",
 }
 
 RL = _RUN | {
@@ -69,6 +74,7 @@ RL = _RUN | {
     "vllm_tensor_parallel_size": _ROLLOUT + "tensor_model_parallel_size",
     "log_completions": "trainer.log_samples",
     "num_completions_to_print": "trainer.log_samples",
+    "save_total_limit": "trainer.max_actor_ckpt_to_keep",
 }
 
 SFT = _RUN | {

@@ -98,7 +98,7 @@ class RLHFDataset(Dataset):
         self.tools = tool_schemas(self.config.tool_config_path, self.config.function_tool_path)
         prepare_tokenizer(tokenizer)
         self._tokenized: Rows | None = None
-        self.streaming = is_streamed(self.data_files, self.config.streaming)
+        self.streaming = self._rows is None and is_streamed(self.data_files, self.config.streaming)
         self._read_files_and_tokenize()
         if type(self).__getitem__ is RLHFDataset.__getitem__:
             self._ensure_tokenized()

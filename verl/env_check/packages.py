@@ -20,7 +20,7 @@ CORE = {
     "omegaconf": ("omegaconf", "2.3"),
     "pydantic": ("pydantic", "2.7"),
     "rich": ("rich", "13"),
-    "typer": ("typer", "0.15"),
+    "typer": ("typer", "0.20"),
     "safetensors": ("safetensors", "0.4"),
     "math_verify": ("math-verify", "0.8"),
     "psutil": ("psutil", "5.9"),

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-TIMEOUT = 60.0
+#: seconds; imports of torch from a cold disk or a network file system take more than a minute
+TIMEOUT = 180.0
 
 # runs each snippet and reports after each, so that a crash can be attributed
 _CHILD = """

@@ -8,11 +8,12 @@ import hashlib
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from verl.config import ConfigError, Problem, check_inputs, check_registered, check_supported, load_config, to_flat_dict
+from verl.config.inputs import check_generation
 from verl.config.schema.offline import GenerationConfig
 from verl.data.tokenization import load_tokenizer
 from verl.dataflow import DataFlow, Operator
@@ -52,29 +53,6 @@ def check_engine(config: GenerationConfig) -> list[Problem]:
     for address in config.imports:
         import_module(address)
     return check_registered(config, {"rollout.name": ROLLOUT_ENGINES})
-
-
-def check_generation(config: GenerationConfig) -> Iterator[Problem]:
-    """Check the settings of generation (for `extra_checks` of `load_config`)."""
-    path = config.data.output_path
-    if path is None or Path(path).suffix not in (".parquet", ".jsonl"):
-        found = "missing" if path is None else f"found {path!r}"
-        yield Problem("data.output_path", f"{found}, expected a file that ends with .parquet or .jsonl")
-    if config.data.n_samples > 1 and config.rollout.temperature == 0:
-        yield Problem(
-            "data.n_samples",
-            f"found {config.data.n_samples} with rollout.temperature 0, which generates the same response "
-            f"{config.data.n_samples} times: use a temperature > 0, or data.n_samples=1",
-        )
-    if config.trainer.backend != "local":
-        yield Problem(
-            "trainer.backend", f"{config.trainer.backend} is not supported by generation without training: use local"
-        )
-    if config.trainer.nnodes > 1:
-        yield Problem(
-            "trainer.nnodes",
-            f"found {config.trainer.nnodes}, but generation runs on one host: use 1, and split the file between hosts",
-        )
 
 
 # ---- the flow -------------------------------------------------------------------------------------------------------

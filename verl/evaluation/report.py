@@ -231,13 +231,11 @@ def _with_overall(sources: dict, overall: object) -> dict:
 
 
 def _shown(metrics: Metrics) -> list[tuple[str, Metric]]:
-    """Skip metrics that repeat the accuracy: pass@1 and avg@1 of single responses, and scores that are 0 or 1."""
-    single = metrics.most_responses == 1
-    return [
-        (name, metric)
-        for name, metric in metrics.metrics.items()
-        if not (single and "@" in name) and (name != "score" or metrics.graded)
-    ]
+    """Skip metrics that repeat the accuracy: avg@k of all responses, scores of 0 or 1, pass@1 of single responses."""
+    repeated = {f"avg@{metrics.most_responses}"}
+    repeated |= set() if metrics.graded else {"score"}
+    repeated |= {"pass@1"} if metrics.most_responses == 1 else set()
+    return [(name, metric) for name, metric in metrics.metrics.items() if name not in repeated]
 
 
 # ---- JSON -----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 from verl.tracking.runs import RecordedRun, Series, labels, open_run, read_metrics
 
-__all__ = ["moving_mean", "read_metrics", "robust_limits", "save_comparison", "save_curves"]
+__all__ = ["centred_mean", "moving_mean", "read_metrics", "robust_limits", "save_comparison", "save_curves"]
 
 #: title of a panel -> metrics, of which the first one present is plotted
 PANELS: dict[str, tuple[str, ...]] = {
@@ -19,10 +19,17 @@ PANELS: dict[str, tuple[str, ...]] = {
 }
 
 #: steps over which the bold line is averaged
-WINDOW = 11
+WINDOW = 10
+#: of a centred mean: odd
+CENTRED = 11
 
 
 def moving_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
+    """Trailing mean over at most `window` values."""
+    return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
+
+
+def centred_mean(values: Sequence[float], window: int = CENTRED) -> list[float]:
     """Centred mean over at most `window` values: `window // 2` on each side, fewer at both ends."""
     half = window // 2
     around = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
@@ -127,7 +134,7 @@ def _draw(axis: Any, series: Series, color: str, name: str) -> None:
     """Plot the values and their moving mean."""
     steps, values = zip(*series)
     axis.plot(steps, values, color=color, alpha=0.3, linewidth=1, label=None if name else "each step")
-    axis.plot(steps, moving_mean(values), color=color, linewidth=2, label=name or f"mean of {WINDOW} steps")
+    axis.plot(steps, centred_mean(values), color=color, linewidth=2, label=name or f"mean of {CENTRED} steps")
 
 
 def _draw_validation(axis: Any, run: RecordedRun, color: int, name: str) -> list[float]:

@@ -145,5 +145,8 @@ class _WarningFile(logging.Handler):
             }
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        except (OSError, TypeError, ValueError):
+        except OSError as error:
+            self._count = WARNINGS_LIMIT
+            logger.warning("%s cannot be written (%s): no further warnings are recorded", self._path, error)
+        except (TypeError, ValueError):
             self.handleError(record)

@@ -96,6 +96,7 @@ def command_line(
     settings: "Callable[[str | None, list[str]], Schema]",
     run: Program,
     dry_run: Program | None = None,
+    check: Callable[[str | None, list[str]], object] | None = None,
 ) -> int:
     """Run a command line. Returns the exit status. Under torchrun, rank 0 runs it and the other ranks wait.
 
@@ -105,9 +106,11 @@ def command_line(
         settings: the configuration that --print-config prints.
         run: the program; it reports its own errors.
         dry_run: what --dry-run runs instead; None if the program has none.
+        check: raises ValueError for errors that are found without torch, whose import takes seconds. It runs first if
+            torch is not loaded yet; the program runs these checks again, and all others.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    return run_under_launcher(lambda: _command(arguments, help_text, settings, run, dry_run))
+    return run_under_launcher(lambda: _command(arguments, help_text, settings, run, dry_run, check))
 
 
 def _command(
@@ -116,6 +119,7 @@ def _command(
     settings: "Callable[[str | None, list[str]], Schema]",
     run: Program,
     dry_run: Program | None,
+    check: Callable[[str | None, list[str]], object] | None,
 ) -> int:
     try:
         path, overrides, flags = split_arguments(arguments)
@@ -129,6 +133,8 @@ def _command(
             return 0
         if "--dry-run" in flags and dry_run is None:
             raise ValueError("--dry-run is not supported by this program")
+        if check is not None and "torch" not in sys.modules:
+            check(path, overrides)
     except USER_ERRORS as error:
         return print_error(error)
     try:

@@ -150,7 +150,12 @@ class DynamicSampling(Stateful):
         if self.fill and len(differing) < len(groups):
             equal = [rows for rows in groups if values[rows].min() == values[rows].max()]
             now.zero_variance.append(batch[np.concatenate(equal)])
-        logger.info("dynamic sampling: %d of %d groups after %d prompts", now.groups, self.num_groups, now.prompts)
+        logger.info(
+            "dynamic sampling: %d prompts, %d groups with different rewards; %d required",
+            now.prompts,
+            now.groups,
+            self.num_groups,
+        )
         if now.groups >= self.num_groups or self._at_limit():
             return self._release()
         self.queue.size = self._next_size()

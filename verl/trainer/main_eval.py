@@ -5,12 +5,16 @@ prompts; as tables on the console and as a JSON file.
 """
 
 import sys
+from typing import TYPE_CHECKING
 
-from verl.config import load_config
+from verl.config import check_data, load_config
+from verl.config.load import read_config
 from verl.config.schema.offline import EvalConfig
-from verl.evaluation.report import Evaluation, run_command
 from verl.trainer.command_line import command_line, usage
-from verl.trainer.launch import dry_run
+from verl.utils.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from verl.evaluation.report import Evaluation
 
 __all__ = ["Evaluation", "main"]
 
@@ -29,14 +33,29 @@ HELP = """usage: {program} [--config FILE.yaml] key=value ...
 
 def main(arguments: list[str] | None = None, program: str = "verl.trainer.main_eval") -> int:
     """Run the command. Returns the exit status. `program` is the name in --help."""
+
+    def start(path: str | None, overrides: list[str]) -> int:
+        from verl.evaluation.report import run_command
+
+        return run_command(path, overrides)
+
+    def plan(path: str | None, overrides: list[str]) -> int:
+        from verl.evaluation.report import Evaluation
+        from verl.trainer.launch import dry_run
+
+        return dry_run(lambda: Evaluation(config_path=path, overrides=overrides))
+
     return command_line(
         arguments,
         usage(HELP, program),
         lambda path, overrides: load_config(path, overrides, schema=EvalConfig),
-        run_command,
-        lambda path, overrides: dry_run(lambda: Evaluation(config_path=path, overrides=overrides)),
+        start,
+        plan,
+        lambda path, overrides: read_config(path, overrides, schema=EvalConfig, extra_checks=[check_data]),
     )
 
+
+__getattr__, _ = lazy_names(__name__, {"Evaluation": "verl.evaluation.report"})
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,13 +4,19 @@ Responses are stored while they are generated: run the same command again to res
 """
 
 import sys
+from typing import TYPE_CHECKING
 
-from verl.config import load_config
+from verl.config import check_inputs, load_config, unsupported
+from verl.config.inputs import check_generation
+from verl.config.load import read_config
 from verl.config.schema.offline import GenerationConfig
-from verl.evaluation.generate import GenerationRun, run_command
+from verl.config.supported import check_built_in
 from verl.trainer.command_line import command_line, usage
-from verl.trainer.launch import dry_run
 from verl.trainer.torchrun import launcher_settings
+from verl.utils.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from verl.evaluation.generate import GenerationRun
 
 __all__ = ["GenerationRun", "main"]
 
@@ -30,14 +36,30 @@ HELP = """usage: {program} [--config FILE.yaml] key=value ...
 
 def main(arguments: list[str] | None = None, program: str = "verl.trainer.main_generation") -> int:
     """Run the command. Returns the exit status. `program` is the name in --help."""
-    return command_line(
-        arguments,
-        usage(HELP, program),
-        lambda path, overrides: load_config(path, overrides, base=launcher_settings(), schema=GenerationConfig),
-        run_command,
-        lambda path, overrides: dry_run(lambda: GenerationRun(config_path=path, overrides=overrides)),
-    )
 
+    def settings(path: str | None, overrides: list[str]) -> GenerationConfig:
+        return load_config(path, overrides, base=launcher_settings(), schema=GenerationConfig)
+
+    def start(path: str | None, overrides: list[str]) -> int:
+        from verl.evaluation.generate import run_command
+
+        return run_command(path, overrides)
+
+    def plan(path: str | None, overrides: list[str]) -> int:
+        from verl.evaluation.generate import GenerationRun
+        from verl.trainer.launch import dry_run
+
+        return dry_run(lambda: GenerationRun(config_path=path, overrides=overrides))
+
+    return command_line(arguments, usage(HELP, program), settings, start, plan, _check_settings)
+
+
+def _check_settings(path: str | None, overrides: list[str]) -> None:
+    checks = [check_inputs, check_generation, unsupported, check_built_in]
+    read_config(path, overrides, base=launcher_settings(), schema=GenerationConfig, extra_checks=checks)
+
+
+__getattr__, _ = lazy_names(__name__, {"GenerationRun": "verl.evaluation.generate"})
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from verl.compat.hook import published_names
-from verl.trainer.command_line import USER_ERRORS, command_line, print_error, usage
+from verl.trainer.command_line import command_line, usage
 
 if TYPE_CHECKING:
     from verl.config import Config
@@ -69,34 +69,23 @@ def main(
     def start(path: str | None, overrides: list[str]) -> int:
         from verl.trainer.launch import run
 
-        return _wrong_settings(path, overrides) or run(lambda: build(path, overrides))
+        return run(lambda: build(path, overrides))
 
     def check(path: str | None, overrides: list[str]) -> int:
         from verl.trainer.launch import dry_run
 
-        return _wrong_settings(path, overrides) or dry_run(lambda: build(path, overrides))
+        return dry_run(lambda: build(path, overrides))
 
-    return command_line(arguments, usage(HELP, program), settings, start, check)
+    return command_line(arguments, usage(HELP, program), settings, start, check, _check_settings)
 
 
-def _wrong_settings(path: str | None, overrides: list[str]) -> int:
-    """Print the errors that are found without torch, if it is not loaded yet: importing it takes seconds.
-
-    Returns:
-        The exit status: 0 if nothing was found; the trainer then runs these checks, and all others.
-    """
-    if "torch" in sys.modules:
-        return 0
+def _check_settings(path: str | None, overrides: list[str]) -> None:
     from verl.config import check_inputs, unsupported
     from verl.config.load import read_config
     from verl.config.presets import PRESETS
     from verl.config.supported import check_built_in
 
-    try:
-        read_config(path, overrides, presets=PRESETS, extra_checks=[check_inputs, unsupported, check_built_in])
-    except USER_ERRORS as error:
-        return print_error(error)
-    return 0
+    read_config(path, overrides, presets=PRESETS, extra_checks=[check_inputs, unsupported, check_built_in])
 
 
 __getattr__ = published_names("verl.trainer.main_ppo")

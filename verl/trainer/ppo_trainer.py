@@ -142,12 +142,16 @@ class PPOTrainer(Trainer):
         data = run.config.data
         order = {"seed": data.seed, "shuffle": data.shuffle, "weights": data.train_weights, "collate": inputs.collate}
         super().__init__(run, PromptSource(self.train_dataset, data.train_batch_size, **order))
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Make the specs of the workers and the pipelines."""
         specs = self.worker_specs().items()
         self.specs = {role: replace(spec, imports=tuple(self.config.imports)) for role, spec in specs}
         self.pools = pools_of(self.config, list(self.specs))
         if self.asynchronous is not None:
             self.asynchronous.begin_at_buffer(self.pipeline)
-        if run.config.trainer.overlap:
+        if self.config.trainer.overlap:
             self.pipeline.processes_of = self.processes_of
         self.validation = build_validation_flow(self.config, self.roles, self.val_reward_manager).compile(
             inputs=("prompt_ids", "uid", "data_source", "reward_model")

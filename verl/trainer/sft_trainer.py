@@ -50,7 +50,16 @@ def main(arguments: list[str] | None = None, program: str = "verl.trainer.sft_tr
 
         return load_config(path, overrides, base=launcher_settings(), schema=SFTConfig)
 
-    return command_line(arguments, usage(HELP, program), settings, start, check)
+    return command_line(arguments, usage(HELP, program), settings, start, check, _check_settings)
+
+
+def _check_settings(path: str | None, overrides: list[str]) -> None:
+    from verl.config import check_inputs, unsupported
+    from verl.config.load import read_config
+    from verl.config.schema import SFTConfig
+    from verl.config.supported import check_built_in
+
+    read_config(path, overrides, schema=SFTConfig, extra_checks=[check_inputs, unsupported, check_built_in])
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Eight responses to every prompt, then accuracy, pass@k and avg@8 by data source.
+# Eight responses to every prompt, then accuracy and pass@k by data source.
 #
 #   MODEL=/path/to/model DATA=test.parquet OUT=outputs/r1 bash verl/recipe/r1/run_r1.sh [key=value ...]
 #

@@ -58,6 +58,8 @@ _NOT_SUPPORTED = {
     "enable_lora": "adapters are merged before the weights are sent",
     "lora_paths": "adapters are merged before the weights are sent",
 }
+#: arguments that take precedence over `disable_cuda_graph`, or compile
+_NOT_EAGER = ("cuda_graph_config", "cuda_graph_backend_decode", "cuda_graph_backend_prefill", "enable_torch_compile")
 _ORIGINAL_LOG_PROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 _LONGER_CONTEXT = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -77,6 +79,26 @@ def check_kwargs(given: dict[str, Any]) -> None:
         )
 
 
+def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ValueError for a dtype that SGLang does not support: its CUDA kernels are compiled for 16 bits only."""
+    if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
+        names = {torch.float32: "fp32", torch.float64: "fp64"}
+        raise ValueError(
+            f"rollout.name=sglang on {device}: expected weights in bf16 or fp16, found {names.get(dtype, dtype)}: "
+            "SGLang's CUDA kernels support no others; set rollout.dtype=bf16"
+        )
+
+
+def _check_eager(given: dict[str, Any]) -> None:
+    """Raise ValueError for arguments with which SGLang captures graphs or compiles despite `disable_cuda_graph`."""
+    for name in _NOT_EAGER:
+        if given.get(name) not in (None, False, "disabled"):
+            raise ValueError(
+                f"rollout.engine_kwargs.sglang.{name} contradicts rollout.enforce_eager=true, which disables CUDA "
+                "graphs and torch.compile: remove one of them"
+            )
+
+
 def engine_args(
     config: schema.RolloutEngineConfig,
     copy: EngineCopy,
@@ -90,11 +112,15 @@ def engine_args(
         env: where the engine runs.
 
     Raises:
-        ValueError: an argument in `engine_kwargs.sglang` that is not supported, or a quantized model.
+        ValueError: an argument in `engine_kwargs.sglang` that is not supported, a quantized model, or a dtype that
+            SGLang does not support on this device.
     """
     model, hf_config, dtype = copy.model, copy.hf_config, copy.dtype
     given, length = dict(config.engine_kwargs.sglang), max_model_len(config)
     check_kwargs(given)
+    check_dtype(dtype, env.device)
+    if config.enforce_eager:
+        _check_eager(given)
     if "quantization_config" in hf_config.to_dict():
         raise ValueError(f"rollout.name=sglang: {model.path} is quantized: {_NOT_SUPPORTED['quantization']}")
     on_gpu = env.device.type == "cuda"

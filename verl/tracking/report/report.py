@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.tracking.curves import PANELS, moving_mean, robust_limits
+from verl.tracking.curves import PANELS, centred_mean, robust_limits
 from verl.tracking.metric_names import describe
 from verl.tracking.runs import RecordedRun, Series, open_run, read_lines
 
@@ -138,7 +138,7 @@ def _panel(run: RecordedRun, title: str, names: Sequence[str], validation: Seque
     curves = []
     for name in names:
         points = _thinned(run.metrics[name], MAX_POINTS)
-        mean = dict(zip((step for step, _ in run.metrics[name]), moving_mean([v for _, v in run.metrics[name]])))
+        mean = dict(zip((step for step, _ in run.metrics[name]), centred_mean([v for _, v in run.metrics[name]])))
         smooth = [mean[step] for step, _ in points] if len(points) > 10 else []
         curves.append({"label": name, "kind": "line", "points": points, "smooth": smooth})
     for name in validation:

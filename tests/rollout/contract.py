@@ -1,0 +1,251 @@
+"""What the contract test of rollout engines runs: a tiny model, its trainer, and the bounds of its dtype."""
+
+import copy
+import json
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+from tests.engines.ranks import make_engine
+from verl.config import schema
+from verl.data.sequences import build_sequences
+from verl.engines.base import MicroBatching
+from verl.protocol import DataProto
+from verl.rollout.base import (
+    ROLLOUT_ENGINES,
+    Completion,
+    Request,
+    RolloutEngine,
+    RolloutEnv,
+    SamplingParams,
+    make_requests,
+    make_rollout_engine,
+)
+from verl.rollout.sampling import draw
+from verl.rollout.weight_sync import ModuleReceiver
+from verl.utils.device import resolve_device, resolve_dtype
+
+DEVICE = os.environ.get("VERL_CONTRACT_DEVICE", "cpu")
+DTYPE = resolve_dtype(os.environ.get("VERL_CONTRACT_DTYPE", "fp32"), torch.device("cpu"))
+IS_FLOAT32 = DTYPE.itemsize == 4
+CHOSEN = os.environ.get("VERL_CONTRACT_ENGINES")
+MODEL = os.environ.get("VERL_CONTRACT_MODEL")
+KWARGS = json.loads(os.environ.get("VERL_CONTRACT_KWARGS", "{}"))
+#: SGLang: whether tokens depend on the seed and the sample id only; GPUs only
+IS_SEEDED = "enable_deterministic_inference" in KWARGS
+#: whether a token may depend on the batch that it is sampled in: two logits are often equal up to rounding
+IS_ROUNDED = not IS_FLOAT32 and not IS_SEEDED
+BOUND = 2e-5 if DEVICE == "cpu" and not MODEL else 2e-4 if DEVICE == "cpu" else 2e-2
+#: of the weights in another push; a deep model amplifies rounding; a power of two is exact in every dtype, and
+#: below 1 errors do not grow
+SCALE = 0.5 if not IS_FLOAT32 else 1.05 if MODEL else 1.5
+#: engines with a package of their own
+PACKAGES = {"vllm": "vllm", "sglang": "sglang"}
+NAMES = ["fake", *sorted(ROLLOUT_ENGINES)]
+STEPPING = ("native", "vllm", "sglang")  # engines that admit and abort requests between steps
+PUSHED_BETWEEN_STEPS = ("vllm", "sglang")  # engines that receive weights while requests are running
+VOCAB = 53
+#: heads of 64 and rows of multiples of 16 bytes, which fused kernels of GPUs need
+SHAPE = dict(
+    vocab_size=VOCAB,
+    hidden_size=256,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+)
+#: of the model's folder: no engine may read it, the request says how it is sampled
+DEFAULTS = {
+    "do_sample": True,
+    "repetition_penalty": 3.0,
+    "temperature": 0.3,
+    "top_k": 2,
+    "top_p": 0.5,
+    "eos_token_id": [*range(0, VOCAB, 4)],
+    "max_new_tokens": 3,
+}
+FAMILIES = {"qwen2": (Qwen2Config, True), "llama": (LlamaConfig, False)}  # config, tied head
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11], [12, 13], [1, 2, 3]]
+
+
+class Naive(RolloutEngine):
+    """A whole forward pass per token, one request after another."""
+
+    def __init__(self, module: torch.nn.Module):
+        self.module = module
+        self._receiver = ModuleReceiver(module)
+
+    @torch.no_grad()
+    def generate(self, requests):
+        self._receiver.check_filled()
+        return [self._one(request) for request in requests]
+
+    def _one(self, request: Request) -> Completion:
+        params, ids, log_probs = request.params, [], []
+        while len(ids) < params.max_tokens:
+            logits = self.module(torch.tensor([[*request.prompt_ids, *ids]], device=DEVICE)).logits[:, -1]
+            sample_id = torch.tensor([request.sample_id], device=DEVICE)
+            token, log_prob = draw(logits, params, sample_id, len(ids))
+            ids.append(int(token))
+            log_probs.append(float(log_prob))
+            if ids[-1] in params.active_stop_ids or (params.stop is not None and params.stop.find(ids) is not None):
+                return Completion(ids, log_probs, "stop")
+        return Completion(ids, log_probs, "length")
+
+    def receiver(self):
+        return self._receiver
+
+
+class Sharded:
+    """A training engine that no rollout engine can share a module with."""
+
+    def __init__(self, module: torch.nn.Module):
+        self.module = module
+
+    def shared_module(self):
+        return None
+
+    def model_forward(self):
+        return None
+
+    def buffers(self):
+        return self.module.named_buffers()
+
+    def weights(self, scale: float = 1.0):
+        for name, parameter in self.module.named_parameters():
+            yield name, parameter.detach() * scale
+
+
+class Shared(Sharded):
+    """A training engine whose module a rollout engine in its process generates with."""
+
+    def shared_module(self):
+        return self.module
+
+
+@torch.no_grad()
+def rounding(module: torch.nn.Module, scale: float = 1.0) -> float:
+    """Bound of log-probs computed in DTYPE, from those of `module`, which is in float32, with weights times `scale`."""
+    if IS_FLOAT32:
+        return BOUND if scale == 1 else 5 * BOUND
+    exact = copy.deepcopy(module)
+    for p in exact.parameters():
+        p.mul_(scale)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(module.config.vocab_size, (16, 32), generator=generator).to(DEVICE)
+    expected = exact(ids).logits.log_softmax(-1)
+    return 2 * float((exact.to(DTYPE)(ids).logits.float().log_softmax(-1) - expected).abs().max())
+
+
+class Setup:
+    """A rollout engine, and the trainer of the same model. Weights have been pushed."""
+
+    def __init__(self, name: str, folder: str):
+        self.name = name
+        self.trainer = make_engine(folder, device=DEVICE, dtype="fp32", model_dtype="fp32")
+        self.source = Sharded(self.trainer.module)
+        self.module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE).eval()
+        self.bound = rounding(self.module)
+        model = schema.ModelConfig(path=folder)
+        limits = dict(max_num_seqs=128, gpu_memory_utilization=0.2, enforce_eager=True)
+        kwargs = schema.EngineKwargs(**{name: KWARGS}) if name in PACKAGES else schema.EngineKwargs()
+        config = schema.RolloutConfig(name=name, prompt_length=64, response_length=448, engine_kwargs=kwargs, **limits)
+        env = RolloutEnv(0, 1, 0, resolve_device(DEVICE), 0, DTYPE)
+        self.make = partial(make_rollout_engine, name, config, model, env)
+        self.engine = Naive(copy.deepcopy(self.module).to(DTYPE)) if name == "fake" else self.make(self.source)
+        with pytest.raises(ValueError, match="has no weights: push them first"):
+            self.engine.generate(make_requests(PROMPTS[:1], SamplingParams(2, ())))
+        self.push()
+
+    def push(self, scale: float = 1.0) -> None:
+        self.engine.receiver().receive(self.source.weights(scale), 1)
+
+    def repeated(self, seed: int) -> dict:
+        """Sampling parameters with which the engine repeats its tokens, up to `check_same`."""
+        return {"temperature": 0.0} if IS_ROUNDED or (self.name == "sglang" and not IS_SEEDED) else {"seed": seed}
+
+    def check_same(self, prompt: list[int], found: Completion, expected: Completion) -> None:
+        """Two responses with `repeated` parameters, of which one may have ended earlier, are the same. If tokens depend
+        on rounding: up to a token where both have one of the most likely."""
+        pairs = list(zip(found.token_ids, expected.token_ids))
+        at = next((t for t, (one, other) in enumerate(pairs) if one != other), None)
+        if at is None:
+            return
+        assert IS_ROUNDED, f"token {at} differs"
+        logits = self.logits(prompt, replace(found, token_ids=found.token_ids[: at + 1]))[-1]
+        assert logits.max() - logits[list(pairs[at])].min() <= self.bound, f"token {at} differs"
+
+    def check_all_same(self, found: list[Completion], expected: list[Completion]) -> None:
+        for prompt, one, other in zip(PROMPTS, found, expected, strict=True):
+            self.check_same(prompt, one, other)
+            assert len(one.token_ids) == len(other.token_ids)
+
+    def answers(self, **keys) -> list[Completion]:
+        params = SamplingParams(keys.pop("max_tokens", 24), keys.pop("stop_token_ids", ()), **keys)
+        return self.engine.generate(make_requests(PROMPTS, params))
+
+    def trainers(self, answers: list[Completion], temperature: float = 1.0) -> list[list[float]]:
+        """The trainer's log-probs of the sampled tokens."""
+        columns = build_sequences(PROMPTS, [a.token_ids for a in answers], pad_token_id=0)
+        found = self.trainer.infer(DataProto.from_dict(columns), ("log_probs",), MicroBatching(), temperature)
+        return [row[: len(a.token_ids)].tolist() for row, a in zip(found["log_probs"], answers)]
+
+    @contextmanager
+    def scaled(self) -> Iterator[float]:
+        """The trainer has the weights of `push(SCALE)`. Yields the bound of their log-probs."""
+        module = self.trainer.module
+        with torch.no_grad():
+            for p in module.parameters():
+                p.mul_(SCALE)
+            try:
+                yield rounding(self.module, SCALE)
+            finally:
+                for p in module.parameters():
+                    p.div_(SCALE)
+
+    @torch.no_grad()
+    def logits(self, prompt: list[int], answer: Completion) -> torch.Tensor:
+        """(T, V): before each token of the answer."""
+        ids = torch.tensor([[*prompt, *answer.token_ids]], device=DEVICE)
+        return self.module(ids).logits[0, len(prompt) - 1 : -1].double().cpu()
+
+
+def save_model(family: str, folder) -> str:
+    config, tied = FAMILIES[family]
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(config(**SHAPE, tie_word_embeddings=tied))
+    with torch.no_grad():
+        for p in module.parameters():
+            p.normal_(0, 0.2)
+            p.copy_(p.to(DTYPE))  # represented exactly
+    module.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps(DEFAULTS))
+    return str(folder)
+
+
+def kept(logits: torch.Tensor, top_k: int = -1, top_p: float = 1.0, min_p: float = 0.0) -> dict[int, float]:
+    """Token -> probability before the filters, for (V,) logits; computed token by token."""
+    ranked = sorted(enumerate(logits.softmax(-1).tolist()), key=lambda pair: -pair[1])
+    found, mass = {}, 0.0
+    for rank, (token, probability) in enumerate(ranked):
+        if (0 < top_k <= rank) or mass >= top_p or probability < min_p * ranked[0][1]:
+            break
+        found[token] = probability
+        mass += probability
+    return found
+
+
+def looser(logits: torch.Tensor, bound: float, top_k: int = -1, top_p: float = 1.0, min_p: float = 0.0) -> dict:
+    """The filters with all tokens that pass them when log-probs have errors up to `bound`; below 0: with fewest."""
+    if top_k > 0 and bound > 0:
+        ranked = logits.sort(descending=True).values
+        top_k = int((ranked >= ranked[top_k - 1] - 2 * bound).sum())
+    return {"top_k": top_k, "top_p": top_p + bound * (top_p < 1), "min_p": min_p * math.exp(-2 * bound)}
