@@ -4,13 +4,14 @@ VENV := .venv
 VENV_VLLM := .venv-vllm
 VENV_SGLANG := .venv-sglang
 VENV_DOCS := .venv-docs
+VENV_MEGATRON := .venv-megatron
 # test processes
 WORKERS ?= 2
 RUN := $(VENV)/.ready-to-run
 TEST := $(VENV)/.ready-to-test
 PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: quickstart showcase test test-all test-vllm test-sglang lint docs docs-serve clean
+.PHONY: quickstart showcase test test-all test-vllm test-sglang test-megatron lint docs docs-serve clean
 
 # Train a tiny model with reinforcement learning. Pass options as ARGS="--algorithm ppo".
 quickstart: $(RUN)
@@ -39,6 +40,11 @@ test-sglang: $(VENV_SGLANG)/.ready-to-test
 	PYTHONPATH=tests/rollout/sglang_cpu VERL_CONTRACT_ENGINES=sglang $(VENV_SGLANG)/bin/python -m pytest --timeout 900 \
 		tests/rollout/test_engine_contract.py tests/rollout/test_sglang.py -k "sglang" $(ARGS)
 
+# The training engine megatron, in an environment of its own with megatron-core, on a CPU: about 6 minutes.
+test-megatron: $(VENV_MEGATRON)/.ready-to-test
+	$(VENV_MEGATRON)/bin/python -W ignore -m pytest tests/engines/test_megatron.py tests/engines/test_megatron_ranks.py \
+		tests/trainer/test_megatron_run.py $(ARGS)
+
 lint: $(VENV)/bin/ruff $(VENV)/bin/hadolint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/hadolint docker/Dockerfile
@@ -52,7 +58,7 @@ docs-serve: $(VENV_DOCS)/.ready
 	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/mkdocs serve $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(VENV_VLLM) $(VENV_SGLANG) $(VENV_DOCS) site build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_SGLANG) $(VENV_MEGATRON) $(VENV_DOCS) site build dist *.egg-info .pytest_cache .ruff_cache
 
 # Reinstalls if the dependencies changed.
 $(RUN): pyproject.toml scripts/setup_venv.sh
@@ -70,6 +76,10 @@ $(VENV_VLLM)/.ready-to-test: pyproject.toml scripts/setup_venv.sh scripts/setup_
 
 $(VENV_SGLANG)/.ready-to-test: pyproject.toml scripts/setup_venv.sh scripts/setup_sglang_cpu.sh
 	PYTHON="$(PYTHON)" bash scripts/setup_sglang_cpu.sh $(VENV_SGLANG)
+	touch $@
+
+$(VENV_MEGATRON)/.ready-to-test: pyproject.toml scripts/setup_venv.sh scripts/setup_megatron_cpu.sh
+	PYTHON="$(PYTHON)" bash scripts/setup_megatron_cpu.sh $(VENV_MEGATRON)
 	touch $@
 
 $(VENV)/bin/ruff: $(RUN)

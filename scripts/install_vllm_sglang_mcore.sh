@@ -5,9 +5,9 @@
 #   USE_MEGATRON=0 bash scripts/install_vllm_sglang_mcore.sh
 #
 # The script has the same name in public verl. Rollout engines of this version are `native`, `hf`, `vllm` and `sglang`,
-# training engines `fsdp` and `fsdp2`. vLLM is installed on a host with a GPU; on a CPU, see scripts/setup_vllm_cpu.sh.
-# SGLang needs another torch than vLLM, so it is not installed: EXTRAS=sglang in a separate environment. Megatron-LM
-# has no engine here, and USE_MEGATRON=1 is an error. For a virtual environment with the CPU build of torch, see
+# training engines `fsdp`, `fsdp2` and `megatron`. vLLM is installed on a host with a GPU; on a CPU, see
+# scripts/setup_vllm_cpu.sh. SGLang needs another torch than vLLM, so it is not installed: EXTRAS=sglang in a separate
+# environment. USE_MEGATRON=1 installs megatron-core. For a virtual environment with the CPU build of torch, see
 # scripts/setup_venv.sh.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -16,10 +16,9 @@ python=${PYTHON:-python}
 extras=${EXTRAS:-ray,lora,track,plot}
 
 if [ "${USE_MEGATRON:-0}" != 0 ]; then
-    echo "error: USE_MEGATRON=${USE_MEGATRON}: expected 0, because this version has no Megatron-LM engine: use USE_MEGATRON=0 and strategy=fsdp" >&2
-    exit 1
+    extras="$extras,megatron"
 fi
-echo "Not installed, because this version has no engine that uses them: megatron-core, flash-attn"
+echo "Not installed, because this version does not use them: flash-attn, transformer-engine, apex"
 
 if nvidia-smi -L >/dev/null 2>&1; then
     extras="$extras,liger" # needs a GPU, as vLLM does

@@ -37,7 +37,7 @@ ADAPTERS = {
     "sglang": {"verl/rollout/sglang/"},
     "megatron": {"verl/engines/megatron/"},
 }
-AT_USE = {"vllm", "sglang", "megatron"}
+AT_USE = {"vllm", "sglang"}  # the engine's factory imports the modules of megatron, which subclass its models, at use
 
 HANDED_ON = {"__all__", "__version__", "_HOME"}
 #: the one call in an __init__ file

@@ -144,7 +144,8 @@ def test_errors_of_the_short_form_name_its_keys(tmp_path):
         "SGLang, which is not installed (tested: 0.5.15, 0.5.23): in a clone, pip install -e '.[sglang]' into a "
         "separate environment (SGLang installs its own torch); or use native",
         "  2. engine.critic_type (config.yaml line 3, alias of critic.strategy): 'vllm' is a rollout engine, and this "
-        "key selects the training engine: use fsdp or fsdp2 here; the rollout engine is actor_rollout_ref.rollout.name",
+        "key selects the training engine: use fsdp or fsdp2 or megatron here; the rollout engine is "
+        "actor_rollout_ref.rollout.name",
     ]
 
 

@@ -63,9 +63,14 @@ def test_configurations_of_upstream_are_the_defaults(name):
     assert (path, overrides) == (None, ["data.seed=1"])
 
 
+def test_the_megatron_configuration_of_upstream_selects_the_engine():
+    path, overrides, _ = split_arguments(["--config-path=config", "--config-name=ppo_megatron_trainer", "data.seed=1"])
+    assert (path, overrides) == (None, ["actor_rollout_ref.actor.strategy=megatron", "data.seed=1"])
+
+
 def test_a_configuration_that_is_not_there_or_not_supported(folder):
     for arguments, message in {
-        ("--config-name=ppo_megatron_trainer",): "selects the engine megatron, which is not supported yet: use ppo_tr",
+        ("--config-name=ppo_veomni_trainer",): "selects the engine veomni, which is not supported yet: use ppo_tr",
         (f"--config-path={folder}", "--config-name=nothing"): f"there is no nothing.yaml in {folder}",
         (f"--config-path={folder}",): "set --config-name to the name of the file",
     }.items():
@@ -104,17 +109,34 @@ def test_groups_of_sft(tmp_path):
     overrides = ["engine=fsdp", "optim=fsdp", "model=hf_model", "engine.fsdp_size=2", "optim.lr=1e-4"]
     config = load_config(overrides=overrides, schema=SFTConfig)
     assert (config.engine.fsdp_size, config.optim.lr) == (2, 1e-4)
-    (problem,) = refused(overrides=["engine=megatron"], schema=SFTConfig)
+    (problem,) = refused(overrides=["engine=veomni"], schema=SFTConfig)
     assert problem == (
-        "engine (override 'engine=megatron'): engine=megatron selects the engine megatron, which is not supported yet: "
+        "engine (override 'engine=veomni'): engine=veomni selects the engine veomni, which is not supported yet: "
         "use fsdp"
     )
 
 
+@pytest.mark.parametrize(
+    ("option", "roles"),
+    [
+        ("model_engine=megatron", ("megatron", "megatron", "megatron")),
+        ("actor@actor_rollout_ref.actor=megatron_actor", ("megatron", "megatron", "megatron")),
+        ("ref@actor_rollout_ref.ref=megatron_ref", ("fsdp", "megatron", "fsdp")),
+        ("critic@critic=megatron_critic", ("fsdp", "fsdp", "megatron")),
+    ],
+)
+def test_groups_that_select_megatron(option, roles):
+    sizes = ["actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"]
+    config = load_config(overrides=[option, *sizes])
+    policy = config.actor_rollout_ref
+    assert (policy.actor.strategy, policy.ref.strategy, config.critic.strategy) == roles
+    assert policy.ref.megatron.tensor_model_parallel_size == config.critic.megatron.tensor_model_parallel_size == 2
+
+
 def test_groups_that_select_what_is_not_supported():
-    found = refused(overrides=["actor@actor_rollout_ref.actor=megatron_actor", "rollout=x", "a@b.c=d", "data.sed=1"])
+    found = refused(overrides=["actor@actor_rollout_ref.actor=veomni_actor", "rollout=x", "a@b.c=d", "data.sed=1"])
     assert [problem.partition("): ")[2] for problem in found] == [
-        "actor=megatron_actor selects the engine megatron, which is not supported yet: use dp_actor or actor",
+        "actor=veomni_actor selects the engine veomni, which is not supported yet: use dp_actor or actor",
         "rollout=x is not known: use rollout",
         "there is no group 'a'",
         "unknown key; did you mean data.seed?",
@@ -146,8 +168,8 @@ def test_what_stands_after_self_wins_over_the_file(tmp_path):
 
 def test_a_defaults_list_that_selects_what_is_not_supported(tmp_path):
     file = tmp_path / "main.yaml"
-    file.write_text("defaults:\n  - model_engine: megatron\n  - _self_\n")
-    assert "model_engine=megatron selects the engine megatron" in refused(file)[0]
+    file.write_text("defaults:\n  - model_engine: veomni\n  - _self_\n")
+    assert "model_engine=veomni selects the engine veomni" in refused(file)[0]
     file.write_text("data: {seed: 1}\ndefaults:\n  - nothing\n")
     assert refused(file)[0].startswith("defaults (main.yaml line 2): nothing is not known")
 

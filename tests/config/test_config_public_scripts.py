@@ -166,7 +166,7 @@ SCRIPTS = {
         actor_rollout_ref.rollout.mode=sync actor_rollout_ref.rollout.calculate_log_probs=False""",
         "actor_rollout_ref.actor.strategy",
         "fsdp2",
-        5,
+        1,
     ),
     "a custom reward and an attention kernel": (
         f"""algorithm.adv_estimator=grpo {MICRO} custom_reward_function.path=recipe/my/reward.py

@@ -164,6 +164,9 @@ OURS = {
     "actor_rollout_ref.actor.fsdp_config.dtype",
     "actor_rollout_ref.actor.fsdp_config.model_dtype",
     "actor_rollout_ref.actor.fsdp_config.use_torch_compile",  # false: a short run does not win back its time
+    "actor_rollout_ref.actor.megatron.dtype",  # auto: bf16 on a GPU
+    "actor_rollout_ref.ref.megatron.dtype",
+    "critic.megatron.dtype",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",  # null: 16384 where they fit
     "actor_rollout_ref.model.enable_gradient_checkpointing",  # auto: where memory asks for it
     "actor_rollout_ref.model.path",
@@ -278,7 +281,7 @@ actor_rollout_ref.model.use_shm=true
 actor_rollout_ref.model.enable_activation_offload=true
 actor_rollout_ref.model.override_config.attn_implementation=flash_attention_2
 actor_rollout_ref.actor.profiler.enable=true
-actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4
+actor_rollout_ref.actor.megatron.param_offload=true
 actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params=1000
 actor_rollout_ref.actor.fsdp_config.forward_prefetch=true
 actor_rollout_ref.actor._target_=some.Config

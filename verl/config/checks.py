@@ -9,6 +9,7 @@ from pathlib import PurePath
 
 from verl.config.errors import Problem, format_value
 from verl.config.fields import Schema, flatten, not_saved, to_flat_dict
+from verl.config.schema.actor import ActorConfig, CriticConfig, RefConfig
 from verl.config.schema.data import DataConfig
 from verl.config.schema.offline import GenerationConfig
 from verl.config.schema.ppo import Config
@@ -99,19 +100,30 @@ def _batches(config: Config) -> Iterator[Problem]:
             )
 
 
+#: keys of a `fsdp_config` or `megatron` section whose product is the model-parallel size
+_MODEL_PARALLEL_SIZES = (
+    *("ulysses_sequence_parallel_size", "tensor_parallel_size"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+)
+
+
+def _section(role: ActorConfig | RefConfig | CriticConfig, fsdp: str) -> str:
+    """The name of the section of the selected engine."""
+    return "megatron" if role.strategy == "megatron" else fsdp
+
+
 def _ranks(config: Config) -> Iterator[Problem]:
     """Every data-parallel rank must get the same number of samples of each mini-batch."""
     reported: set[tuple[int, int]] = set()
     trainer, policy, n = config.trainer, config.actor_rollout_ref, config.actor_rollout_ref.rollout.n
     for role, prefix, mini, engine, section in (
-        ("actor", _ACTOR, policy.actor.ppo_mini_batch_size, policy.actor.fsdp_config, "fsdp_config"),
-        ("ref", "actor_rollout_ref.ref.", None, policy.ref.fsdp_config, "fsdp_config"),
-        ("critic", "critic.", config.critic.ppo_mini_batch_size, config.critic.fsdp, "fsdp"),
+        ("actor", _ACTOR, policy.actor.ppo_mini_batch_size, policy.actor.engine, _section(policy.actor, "fsdp_config")),
+        ("ref", "actor_rollout_ref.ref.", None, policy.ref.engine, _section(policy.ref, "fsdp_config")),
+        ("critic", "critic.", config.critic.ppo_mini_batch_size, config.critic.engine, _section(config.critic, "fsdp")),
     ):
         devices = config.placement.model_dump()[f"{role}_devices"] or config.placement.actor_devices
         ranks = len(devices) if devices else trainer.nnodes * trainer.n_gpus_per_node
-        sizes = {"ulysses_sequence_parallel_size": engine.ulysses_sequence_parallel_size}
-        sizes["tensor_parallel_size"] = engine.tensor_parallel_size
+        sizes = {key: engine[key] for key in _MODEL_PARALLEL_SIZES if key in engine}
         if ranks % engine.ranks_with_same_rows:
             key = next(key for key, size in sizes.items() if size > 1)
             group = " x ".join(f"{key}={size}" for key, size in sizes.items() if size > 1)
@@ -154,6 +166,8 @@ def _tensor_parallel_rollout(prefix: str, rollout: RolloutEngineConfig, ranks: i
 def _sft_ranks(config: SFTConfig) -> Iterator[Problem]:
     """The same for an SFT batch."""
     batch, engine, ranks = config.data.train_batch_size, config.engine, config.trainer.n_gpus_per_node
+    if engine.strategy == "megatron":
+        yield Problem("engine.strategy", "'megatron' is not supported for SFT: use fsdp")
     if ranks % engine.ranks_with_same_rows:
         yield Problem(
             "trainer.n_gpus_per_node",

@@ -13,7 +13,7 @@ from typing import Any
 
 from verl.config.errors import ConfigError, Problem
 from verl.config.sources import REMOVED, Layer, Setting, read_text, read_yaml
-from verl.config.upstream import upstream_configs, upstream_engines, upstream_groups
+from verl.config.upstream import upstream_configs, upstream_engines, upstream_groups, upstream_selections
 
 _PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 _SELF = "_self_"
@@ -30,7 +30,8 @@ def find_config(name: str | None, directories: list[str]) -> Path | None:
     """
     wanted = name or "ppo_trainer"
     found = _find(wanted, [Path(directory).expanduser() for directory in directories])
-    if found or (wanted.removesuffix(".yaml") in upstream_configs() and name):
+    known = (*upstream_configs(), *upstream_selections()[""])
+    if found or (wanted.removesuffix(".yaml") in known and name):
         return found
     if name is None:
         what = "the folder has no ppo_trainer.yaml: set --config-name to the name of the file"
@@ -132,6 +133,8 @@ def _selected(
     builtin = upstream_groups().get(group, []) if group else upstream_configs()
     if option in builtin:
         return []
+    if selection := upstream_selections().get(group, {}).get(option):
+        return [{key: replace(given, key=key, value=value) for key, value in selection.items()}]
     name = f"{group}={option}" if group else option
     if engine := _engine_of(option):
         what = f"{name} selects the engine {engine}, which is not supported yet"

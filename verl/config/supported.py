@@ -37,7 +37,7 @@ REGISTERED_KINDS: dict[str, str] = {
 
 BUILT_IN: dict[str, tuple[str, ...]] = {
     "rollout.name": ("hf", "native", "sglang", "vllm"),
-    "strategy": ("fsdp", "fsdp2"),
+    "strategy": ("fsdp", "fsdp2", "megatron"),
 }
 """Last part of a key -> the names that are registered without `imports`."""
 
@@ -54,11 +54,24 @@ SGLANG_TESTED = ("0.5.15", "0.5.23")
 
 SGLANG_INSTALL = "in a clone, pip install -e '.[sglang]' into a separate environment (SGLang installs its own torch)"
 
+MEGATRON_TESTED = "0.16.1"
+"""Version of megatron-core that was tested."""
+
+MEGATRON_INSTALL = (
+    "in a clone, pip install -e '.[megatron]', or on a CPU, for tests: bash scripts/setup_megatron_cpu.sh "
+    ".venv-megatron"
+)
+
 PACKAGES: dict[tuple[str, str], tuple[str, str]] = {
     ("rollout.name", "sglang"): (
         "sglang",
         f"'sglang' needs SGLang, which is not installed (tested: {', '.join(SGLANG_TESTED)}): {SGLANG_INSTALL}; or use "
         "native",
+    ),
+    ("strategy", "megatron"): (
+        "megatron.core",
+        f"'megatron' needs megatron-core, which is not installed (tested: {MEGATRON_TESTED}): {MEGATRON_INSTALL}; or "
+        "use fsdp",
     ),
     ("rollout.name", "vllm"): (
         "vllm",
@@ -78,7 +91,25 @@ _OTHER_REGISTERED_KINDS = (
     "engine_kwargs.trtllm",
 )
 
+_OF_MEGATRON = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("context_parallel_size", "sequence_parallel", "use_distributed_optimizer", "seed", "dtype"),
+    *(f"override_transformer_config.recompute_{name}" for name in ("granularity", "modules", "method", "num_layers")),
+)
+_OF_FSDP = (
+    *("model_dtype", "dtype", "use_torch_compile", "param_offload", "optimizer_offload", "offload_policy"),
+    *("reshard_after_forward", "fsdp_size", "ulysses_sequence_parallel_size", "tensor_parallel_size"),
+)
+
 NO_EFFECT: dict[tuple[str, Any], tuple[str, ...]] = {
+    **{
+        (f"{role}.strategy", name): tuple(f"{role}.megatron.{key}" for key in _OF_MEGATRON)
+        for role in ("actor", "ref", "critic")
+        for name in ("fsdp", "fsdp2")
+    },
+    ("actor.strategy", "megatron"): tuple(f"actor.fsdp_config.{key}" for key in _OF_FSDP),
+    ("ref.strategy", "megatron"): tuple(f"ref.fsdp_config.{key}" for key in _OF_FSDP),
+    ("critic.strategy", "megatron"): tuple(f"critic.fsdp.{key}" for key in _OF_FSDP),
     ("rollout.name", "native"): _OTHER_REGISTERED_KINDS,
     ("rollout.name", "vllm"): ("engine_kwargs.sglang", "engine_kwargs.trtllm"),
     ("rollout.name", "sglang"): ("engine_kwargs.vllm", "engine_kwargs.trtllm"),
@@ -197,9 +228,16 @@ def missing_package(end: str, value: str) -> str | None:
     package, message = PACKAGES.get((end, value), (None, ""))
     if package is None:
         return None
+    return None if _is_installed(package) else message
+
+
+def _is_installed(package: str) -> bool:
+    """Whether a package, or a subpackage such as `megatron.core`, can be imported."""
+    parent = package.rpartition(".")[0]
+    if parent and importlib.util.find_spec(parent) is None:
+        return False
     spec = importlib.util.find_spec(package)
-    is_installed = spec is not None and spec.origin is not None  # a folder of that name has no origin
-    return None if is_installed else message
+    return spec is not None and spec.origin is not None  # a folder of that name has no origin
 
 
 def check_built_in(config: Schema) -> list[Problem]:

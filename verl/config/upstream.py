@@ -109,6 +109,11 @@ def upstream_groups() -> dict[str, list[str]]:
     return _content()["groups"]
 
 
+def upstream_selections() -> dict[str, dict[str, dict[str, Any]]]:
+    """Hydra group (empty: whole configurations) -> option -> the keys that it sets."""
+    return _content()["selections"]
+
+
 def upstream_configs() -> list[str]:
     """Names of public verl's configurations whose values are the defaults of this schema."""
     return _content()["configs"]

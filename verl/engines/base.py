@@ -80,7 +80,8 @@ class EngineSpec:
         kind: "causal_lm" (policy, reference), "value" (critic: one number per token) or "reward" (the same number from
             a sequence classifier whose head is in the checkpoint).
         model: the `model` section.
-        engine: the `fsdp_config` section (precision, sharding, offloading).
+        engine: the `fsdp_config` section (precision, sharding, offloading); the `megatron` section for
+            strategy=megatron.
         optimizer: the `optim` section; None builds a model for inference only.
         total_training_steps: length of the run, for a schedule that does not set its own.
         deterministic: batch-invariant mode (`rollout.deterministic`).
@@ -91,7 +92,7 @@ class EngineSpec:
 
     kind: Literal["causal_lm", "value", "reward"]
     model: schema.ModelConfig
-    engine: schema.EngineConfig = field(default_factory=schema.EngineConfig)
+    engine: schema.EngineConfig | schema.MegatronConfig = field(default_factory=schema.EngineConfig)
     optimizer: schema.OptimConfig | None = None
     total_training_steps: int = -1
     deterministic: bool = False
@@ -108,12 +109,15 @@ class TrainEngine(ABC):
     Attributes:
         dp_rank: which share of the samples this rank computes.
         dp_size: number of shares.
-        model_parallel_rank: rank among the ranks that compute the same samples (tensor or sequence parallelism).
+        model_parallel_rank: rank among the ranks that compute the same samples (tensor or sequence parallelism) with
+            the same layers.
+        pipeline_rank: pipeline stage.
     """
 
     dp_rank: int = 0
     dp_size: int = 1
     model_parallel_rank: int = 0
+    pipeline_rank: int = 0
 
     # ---- computing ----------------------------------------------------------------------------------------------
 
@@ -287,6 +291,13 @@ def register_train_engine(name: str) -> Callable[[EngineFactory], EngineFactory]
 def _torch_engine(spec: EngineSpec) -> TrainEngine:
     """The built-in engine: the whole model in one process, or sharded with FSDP2 over several."""
     return load_object("verl.engines.torch_engine", "make_torch_engine")(spec)  # at use: imports transformers and FSDP
+
+
+@register_train_engine("megatron")
+def _megatron_engine(spec: EngineSpec) -> TrainEngine:
+    """megatron-core: tensor, pipeline, context and sequence parallelism."""
+    load_object("verl.engines.megatron.runtime", "check_installed")()
+    return load_object("verl.engines.megatron.engine", "MegatronEngine")(spec)
 
 
 def make_engine(strategy: str, spec: EngineSpec) -> TrainEngine:

@@ -16,6 +16,8 @@ from verl.modeling.batch_invariant.chunked import log_sum_exp
 
 OUTPUTS = ("log_probs", "entropys", "sum_pi_squared")
 
+OfLogits = Callable[[torch.Tensor, torch.Tensor, float, tuple[bool, bool, bool]], tuple[torch.Tensor, ...]]
+
 #: logits per chunk. A GPU needs thousands of rows for a fast GEMM; 2**24 float32 numbers are 64 MiB
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 5 * 2**28}
 #: logits that each CPU thread computes with at a time: a quarter of a MiB in float32
@@ -171,6 +173,7 @@ def token_statistics(
     outputs: tuple[str, ...],
     temperature: float = 1.0,
     batch_invariant: bool = False,
+    of_logits: OfLogits | None = None,
 ) -> dict[str, torch.Tensor]:
     """Statistics of the distribution softmax(head(states) / temperature).
 
@@ -182,6 +185,8 @@ def token_statistics(
         outputs: any of log_probs (of the targets), entropys, sum_pi_squared (sum over V of squared probabilities).
         temperature: divides the logits.
         batch_invariant: the bits of log_probs do not depend on the other states, provided that the head's do not.
+        of_logits: (logits, targets, temperature, wanted) -> the three statistics, for a head that returns a shard of
+            the vocabulary; `vocab_size` is then the size of the shard.
 
     Returns:
         name -> (S,) float32, or float64 for a float64 model.
@@ -192,6 +197,8 @@ def token_statistics(
     wanted = tuple(name in outputs for name in OUTPUTS)
 
     def of_chunk(states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if of_logits is not None:
+            return of_logits(head(states), targets, temperature, wanted)
         return _TokenStatistics.apply(head(states), targets, temperature, wanted, batch_invariant)
 
     rows = max(1, CHUNK_ELEMENTS[states.device.type] // vocab_size)

@@ -50,16 +50,24 @@ def split_arguments(arguments: list[str]) -> tuple[str | None, list[str], set[st
             overrides.append(argument)
     if hydra and path is not None:
         raise ValueError(f"give --config {path} or {next(iter(hydra))}, not both")
-    return _hydra_config(hydra) if hydra else path, overrides, flags
+    if not hydra:
+        return path, overrides, flags
+    path, selected = _hydra_config(hydra)
+    return path, [*selected, *overrides], flags
 
 
-def _hydra_config(options: dict[str, str]) -> str | None:
-    """The file that Hydra's options name; None for a configuration whose values are the defaults of the schema."""
+def _hydra_config(options: dict[str, str]) -> tuple[str | None, list[str]]:
+    """The file that Hydra's options name, and overrides; None for a configuration of public verl, whose values are the
+    defaults of the schema with these overrides."""
     from verl.config.hydra import find_config
+    from verl.config.upstream import upstream_selections
 
     directories = [options[name] for name in ("--config-path", "--config-dir") if name in options]
+    name = options.get("--config-name", "").removesuffix(".yaml")
     found = find_config(options.get("--config-name"), directories)
-    return None if found is None else str(found)
+    if found is not None:
+        return str(found), []
+    return None, [f"{key}={value}" for key, value in upstream_selections()[""].get(name, {}).items()]
 
 
 def usage(text: str, program: str) -> str:

@@ -47,7 +47,7 @@ def worker_specs(
     }
     specs = {"actor": WorkerSpec(ActorWorker, actor | generation)}
     if "rollout" in roles:
-        rollout = {"model": policy.model, "rollout": policy.rollout, "train_dtype": policy.actor.fsdp_config.dtype}
+        rollout = {"model": policy.model, "rollout": policy.rollout, "train_dtype": policy.actor.engine.dtype}
         specs["rollout"] = WorkerSpec(RolloutWorker, rollout | generation | {"timeout": policy.nccl_timeout})
     if "ref" in roles:
         specs["ref"] = WorkerSpec(RefWorker, {"config": policy, "device": device})

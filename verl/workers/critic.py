@@ -33,7 +33,7 @@ class CriticWorker(EngineWorker):
         self.engine = self.build_engine(
             config.strategy,
             config.model,
-            config.fsdp,
+            config.engine,
             config.optim,
             kind="value",
             device=device,

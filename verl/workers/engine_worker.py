@@ -32,7 +32,7 @@ class EngineWorker(Worker):
         self,
         strategy: str,
         model: schema.ModelConfig,
-        engine: schema.EngineConfig,
+        engine: schema.EngineConfig | schema.MegatronConfig,
         optimizer: schema.OptimConfig | None = None,
         *,
         device: str,
@@ -61,7 +61,8 @@ class EngineWorker(Worker):
     def layout(self, mesh: str | None = None) -> Coordinates:
         """Samples are split over the data-parallel ranks of the engine; model-parallel ranks get the same samples."""
         if mesh is None:
-            return Coordinates(dp=self.engine.dp_rank, tp=self.engine.model_parallel_rank)
+            engine = self.engine
+            return Coordinates(dp=engine.dp_rank, tp=engine.model_parallel_rank, pp=engine.pipeline_rank)
         return super().layout(mesh)
 
     @contextmanager

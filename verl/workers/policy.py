@@ -58,14 +58,14 @@ class ActorWorker(RolloutMethods, EngineWorker):
         self.engine: TrainEngine = self.build_engine(
             config.actor.strategy,
             config.model,
-            config.actor.fsdp_config,
+            config.actor.engine,
             config.actor.optim,
             device=device,
             total_training_steps=total_training_steps,
             deterministic=config.rollout.deterministic,
             timeout=config.nccl_timeout,
         )
-        self.compute_dtype = resolve_dtype(config.actor.fsdp_config.dtype, self.device)
+        self.compute_dtype = resolve_dtype(config.actor.engine.dtype, self.device)
         self._sync: WeightSync | None = None  # to rollout ranks with separate devices
         if not hosts_rollout:
             return
@@ -195,7 +195,7 @@ class RefWorker(EngineWorker):
         self.engine = self.build_engine(
             config.ref.strategy,
             config.model,
-            config.ref.fsdp_config,
+            config.ref.engine,
             device=device,
             deterministic=config.rollout.deterministic,
             timeout=config.nccl_timeout,

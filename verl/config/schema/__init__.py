@@ -9,6 +9,7 @@ from verl.config.schema.algorithm import (
     RolloutCorrectionConfig,
 )
 from verl.config.schema.data import CustomClassConfig, DataConfig
+from verl.config.schema.megatron import MegatronConfig, MegatronTransformerConfig, RefMegatronConfig
 from verl.config.schema.model import (
     ActorCheckpointConfig,
     CheckpointConfig,
@@ -88,6 +89,8 @@ __all__ = [
     "GenerationRolloutConfig",
     "KLControlConfig",
     "ManagerModuleConfig",
+    "MegatronConfig",
+    "MegatronTransformerConfig",
     "ModelConfig",
     "MultiTurnConfig",
     "OfflineTrainerConfig",
@@ -97,6 +100,7 @@ __all__ = [
     "PolicyLossConfig",
     "RayConfig",
     "RefConfig",
+    "RefMegatronConfig",
     "RewardConfig",
     "RewardManagerConfig",
     "RewardModelConfig",

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from verl.config.fields import Section, field, section
 from verl.config.schema.algorithm import KLEstimator
+from verl.config.schema.megatron import MegatronConfig, RefMegatronConfig
 from verl.config.schema.model import (
     ActorCheckpointConfig,
     CriticCheckpointConfig,
@@ -85,7 +86,13 @@ class ActorConfig(Section):
     kl_loss_type: KLEstimator = field("low_var_kl", "estimator of that KL; '+': its value with the gradient of k2")
     optim: OptimConfig = section(OptimConfig, "optimizer")
     fsdp_config: EngineConfig = section(EngineConfig, "precision, sharding and offloading")
+    megatron: MegatronConfig = section(MegatronConfig, "precision and parallelism of strategy=megatron")
     checkpoint: ActorCheckpointConfig = section(ActorCheckpointConfig, "contents of a checkpoint")
+
+    @property
+    def engine(self) -> EngineConfig | MegatronConfig:
+        """The section of the selected engine."""
+        return self.megatron if self.strategy == "megatron" else self.fsdp_config
 
     @property
     def loss_settings(self) -> dict[str, Any]:
@@ -109,6 +116,12 @@ class RefConfig(Section):
         None, "tokens per micro-batch of one rank", default_from=_ACTOR + "ppo_max_token_len_per_gpu}", ge=1
     )
     fsdp_config: EngineConfig = section(EngineConfig, "precision, sharding and offloading")
+    megatron: RefMegatronConfig = section(RefMegatronConfig, "precision and parallelism of strategy=megatron")
+
+    @property
+    def engine(self) -> EngineConfig | MegatronConfig:
+        """The section of the selected engine."""
+        return self.megatron if self.strategy == "megatron" else self.fsdp_config
 
 
 class CriticConfig(Section):
@@ -157,4 +170,10 @@ class CriticConfig(Section):
     model: CriticModelConfig = section(CriticModelConfig, "model that the critic starts from")
     optim: CriticOptimConfig = section(CriticOptimConfig, "optimizer")
     fsdp: EngineConfig = section(EngineConfig, "precision, sharding and offloading")
+    megatron: RefMegatronConfig = section(RefMegatronConfig, "precision and parallelism of strategy=megatron")
     checkpoint: CriticCheckpointConfig = section(CriticCheckpointConfig, "contents of a checkpoint")
+
+    @property
+    def engine(self) -> EngineConfig | MegatronConfig:
+        """The section of the selected engine."""
+        return self.megatron if self.strategy == "megatron" else self.fsdp

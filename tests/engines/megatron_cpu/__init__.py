@@ -1,0 +1,1 @@
+"""megatron-core on a CPU, for tests: replaces what it needs CUDA for."""

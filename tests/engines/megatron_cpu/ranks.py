@@ -1,0 +1,74 @@
+"""Engines of `strategy=megatron` on a CPU, for tests over one or several ranks."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
+
+from tests.engines.ranks import OPTIMIZER as COSINE
+from tests.engines.ranks import SIZES, make_batch, make_spec, qwen2, results
+from verl.config import schema
+from verl.engines.base import MicroBatching, TrainEngine, make_engine
+
+#: clips every gradient
+OPTIMIZER = COSINE.model_copy(update={"clip_grad": 0.02})
+TWO_ROWS = MicroBatching(rows=2)
+FOUR_LAYERS = SIZES | {"num_hidden_layers": 4}
+#: a vocabulary that two ranks do not divide
+MODELS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "qwen2": qwen2(),
+    "qwen3": Qwen3Config(**SIZES | {"vocab_size": 33}, head_dim=16, tie_word_embeddings=True),
+    "mistral": MistralConfig(**SIZES, sliding_window=4),
+    "deep": Qwen3Config(**FOUR_LAYERS, head_dim=8, tie_word_embeddings=True),
+}
+
+
+def megatron_engine(
+    path: str, optimizer: schema.OptimConfig | None = OPTIMIZER, *, kind: str = "causal_lm", **keys: Any
+) -> TrainEngine:
+    """An engine in float32. keys: of the sections `model` and `megatron`; t, p, c, v: parallel sizes."""
+    from tests.engines.megatron_cpu import shim
+
+    shim.install()
+    names = {
+        "t": "tensor_model_parallel_size",
+        "p": "pipeline_model_parallel_size",
+        "c": "context_parallel_size",
+        "v": "virtual_pipeline_model_parallel_size",
+    }
+    keys = {names.get(name, name): value for name, value in keys.items()}
+    of_model = {name: keys.pop(name) for name in list(keys) if name in schema.ModelConfig.model_fields}
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29713"}.items():
+        os.environ.setdefault(name, value)
+    spec = dataclasses.replace(
+        make_spec(path, optimizer, kind=kind, **of_model),
+        engine=schema.MegatronConfig(**{"dtype": "fp32"} | keys),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+    return make_engine("megatron", spec)
+
+
+def megatron_on_rank(path: str, micro: MicroBatching = TWO_ROWS, steps: int = 5, **keys: Any) -> dict[str, Any]:
+    """For `run_on_ranks`: results after some updates, and where the rank is. keys: as `megatron_engine`."""
+    torch.set_num_threads(1)
+    engine = megatron_engine(path, **keys)
+    found = results(engine, make_batch(), micro, steps)
+    place = {"tp": engine.model_parallel_rank, "pp": engine.pipeline_rank}
+    return found | {"weights": {k: v.clone() for k, v in found["weights"].items()}} | place
+
+
+def save_and_resume(path: str, folder: Path, resume: Path | None, steps: int = 1, **keys: Any) -> dict[str, Any]:
+    """For `run_on_ranks`: resume from a checkpoint, take steps, save another one."""
+    engine = megatron_engine(path, **keys)
+    contents = ("model", "optimizer", "extra", "hf_model")
+    if resume is not None:
+        engine.load(resume, contents[:3])
+    found = results(engine, make_batch(), MicroBatching(rows=2), steps)
+    engine.save(folder, contents)
+    engine.finish_save()
+    return found

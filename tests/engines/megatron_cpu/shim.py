@@ -1,0 +1,90 @@
+"""Run megatron-core on a CPU with gloo, for tests: CUDA's devices become the CPU, its streams and events nothing.
+
+`install()` in every process before an engine is made. A training run lists this file in `imports`, which each process
+imports; importing it installs it.
+"""
+
+import functools
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.utils._device import _device_constructors
+
+from verl.engines.megatron import runtime
+
+CPU = torch.device("cpu")
+_FACTORIES = (
+    "tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "arange",
+    "rand",
+    "randn",
+    "as_tensor",
+    "zeros_like",
+    "empty_like",
+)
+
+
+def _on_cpu(device: Any) -> Any:
+    is_cuda = (isinstance(device, str | torch.device) and str(device).startswith("cuda")) or isinstance(device, int)
+    return CPU if is_cuda else device
+
+
+def _without_cuda(function: Any) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        return function(*args, **kwargs)
+
+    return call
+
+
+class _Nothing:
+    """A stream or event: every method does nothing."""
+
+    def __init__(self, *_: Any, **__: Any):
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+def install() -> None:
+    """Replace the functions. Idempotent."""
+    if "cpu" in runtime.DEVICE_TYPES:
+        return
+    runtime.DEVICE_TYPES.add("cpu")
+    _device_constructors()  # cached: `with torch.device("meta")` must know the functions by their own identity
+    for name in _FACTORIES:
+        setattr(torch, name, _without_cuda(getattr(torch, name)))
+    cuda = torch.cuda
+    cuda.current_device = lambda: CPU
+    cuda.synchronize = cuda.empty_cache = cuda.set_device = lambda *_, **__: None
+    cuda.Stream = cuda.Event = _Nothing
+    cuda.current_stream = cuda.default_stream = lambda *_, **__: _Nothing()
+    cuda.stream = lambda *_, **__: nullcontext()
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    cuda.manual_seed = torch.manual_seed
+    torch.Tensor.cuda = lambda self, *_, **__: self
+    to = torch.Tensor.to
+    torch.Tensor.to = lambda self, *args, **kw: to(
+        self,
+        *(_on_cpu(a) if isinstance(a, str) else a for a in args),
+        **{k: _on_cpu(v) if k == "device" else v for k, v in kw.items()},
+    )
+    type_of = torch.Tensor.type  # the distributed optimizer compares names of types
+    torch.Tensor.type = lambda self, *args, **kw: (
+        type_of(self, *args, **kw) if args or kw else type_of(self).replace("torch.", "torch.cuda.", 1)
+    )
+    from megatron.core.tensor_parallel import random
+
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+install()

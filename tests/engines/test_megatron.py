@@ -1,0 +1,106 @@
+"""The engine of strategy=megatron in one process: weights, logits and updates of the fsdp engine."""
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: make test-megatron")
+
+from transformers import AutoModelForCausalLM
+
+from tests.engines.megatron_cpu.ranks import MODELS, OPTIMIZER, megatron_engine
+from tests.engines.ranks import make_batch, make_engine, save_model, train
+from verl.engines.base import MicroBatching
+from verl.engines.megatron.weights import conversions
+
+CONTENTS = ("model", "optimizer", "extra", "hf_model")
+OUTPUTS = ("log_probs", "entropys", "sum_pi_squared")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+def test_five_steps_are_those_of_the_fsdp_engine(name, tmp_path):
+    path = save_model(MODELS[name], tmp_path)
+    found, expected, batch = megatron_engine(path), make_engine(path, OPTIMIZER), make_batch()
+    original = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    weights = dict(found.weights())
+    assert weights.keys() == dict(original.named_parameters()).keys()
+    assert all(torch.equal(weights[key], p) for key, p in original.named_parameters())
+    for micro in (MicroBatching(), MicroBatching(rows=3), MicroBatching(tokens=18)):
+        for key, value in found.infer(batch, OUTPUTS, micro, temperature=0.7).items():
+            assert torch.allclose(value, expected.infer(batch, OUTPUTS, micro, 0.7)[key], atol=1e-5), key
+    for _ in range(5):
+        ours, theirs = (train(each, batch, MicroBatching(rows=3), steps=1) for each in (found, expected))
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert ours[key] == pytest.approx(value, rel=1e-5, abs=1e-5), key
+    after = [each.infer(batch, ("log_probs",), MicroBatching())["log_probs"] for each in (found, expected)]
+    assert torch.allclose(*after, atol=1e-5)
+
+
+def test_a_sampled_padding_token_gets_the_gradient_of_transformers(tmp_path):
+    """transformers gives the embedding row of the padding token no gradient."""
+    config = MODELS["llama"].__class__.from_dict(MODELS["llama"].to_dict() | {"pad_token_id": 13})
+    path, batch = save_model(config, tmp_path), make_batch()
+    assert (batch.batch["responses"] == 13).any()
+    found, expected = (
+        train(each, batch, MicroBatching(), 1) for each in (megatron_engine(path), make_engine(path, OPTIMIZER))
+    )
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("keys", [{}, {"use_distributed_optimizer": False}, {"enable_gradient_checkpointing": True}])
+def test_a_checkpoint_resumes_exactly_and_exports(keys, tmp_path):
+    path, batch = save_model(MODELS["qwen3"], tmp_path / "model"), make_batch()
+    engine = megatron_engine(path, **keys)
+    train(engine, batch, MicroBatching(rows=3))
+    engine.save(tmp_path / "saved", CONTENTS)
+    resumed = megatron_engine(path, **keys)
+    resumed.load(tmp_path / "saved", CONTENTS[:3])
+    norms = [train(each, batch, MicroBatching(rows=3))["grad_norm"] for each in (engine, resumed)]
+    assert norms[0] == norms[1] and engine.lr_step() == resumed.lr_step()
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(engine.weights(), resumed.weights()))
+    exported = make_engine(str(tmp_path / "saved" / "huggingface"))
+    straight = make_engine(path, OPTIMIZER)
+    train(straight, batch, MicroBatching(rows=3))
+    outputs = [each.infer(batch, ("log_probs",), MicroBatching())["log_probs"] for each in (exported, straight)]
+    assert torch.allclose(*outputs, atol=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_skips_the_update(tmp_path):
+    engine, batch = megatron_engine(save_model(MODELS["llama"], tmp_path)), make_batch()
+    before = {name: tensor.clone() for name, tensor in engine.weights()}
+    batch.batch["advantages"][0] = float("inf")
+    assert train(engine, batch, MicroBatching(), steps=1)["grad_skipped"] == 1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.weights())
+    assert engine.non_finite_state() == []
+    next(iter(engine.chunks[0].parameters())).data[0] = float("nan")
+    assert engine.non_finite_state() == ["embedding.word_embeddings.weight"]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_conversions_are_inverse(name, size, tmp_path):
+    """qwen3: 33 entries of the vocabulary, which two ranks do not divide."""
+    config = MODELS[name]
+    shapes = {key: p.shape for key, p in AutoModelForCausalLM.from_config(config).named_parameters()}
+    for conversion in conversions(config, "causal_lm"):
+        tensors = [torch.randn(shapes.pop(source)) for source in conversion.sources]
+        shards = [conversion.shard(tensors, rank, size) for rank in range(size)]
+        assert len({shard.shape for shard in shards}) == 1
+        assert all(torch.equal(a, b) for a, b in zip(conversion.merge(shards), tensors))
+    assert not shapes
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"t": 3}, "tensor_model_parallel_size 3 does not divide num_attention_heads 4"),
+        ({"t": 2}, "does not divide the 1 ranks"),
+        ({"p": 4}, "4 pipeline chunks do not divide the 2 layers"),
+        ({"lora_rank": 2}, "does not support LoRA"),
+        ({"use_remove_padding": False}, "does not support model.use_remove_padding=false"),
+        ({"dtype": "fp16"}, "does not support megatron.dtype=fp16"),
+    ],
+)
+def test_settings_that_are_not_supported_are_refused(keys, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        megatron_engine(save_model(MODELS["qwen2"], tmp_path), **keys)

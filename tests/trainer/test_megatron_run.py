@@ -1,0 +1,39 @@
+"""PPO with strategy=megatron, end to end: actor, critic and reference with native rollout, in two CPU processes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: make test-megatron")
+
+from verl.trainer.local_trainer import LocalPPOTrainer
+
+ACTOR, REF = "actor_rollout_ref.actor.", "actor_rollout_ref.ref."
+SHIM = str(Path(__file__).parents[1] / "engines" / "megatron_cpu" / "shim.py")
+COMPARED = ("actor/grad_norm", "actor/pg_loss", "actor/kl_loss", "critic/grad_norm", "critic/vf_loss")
+
+
+def steps(settings: list[str], folder: Path, *keys: str) -> list[dict]:
+    """The metrics of three steps in two processes."""
+    common = ["trainer.total_training_steps=3", "trainer.n_gpus_per_node=2", "trainer.device=cpu"]
+    common += [f"{ACTOR}use_kl_loss=true", f"trainer.default_local_dir={folder}"]
+    LocalPPOTrainer(overrides=[*settings, *common, *keys]).fit()
+    (file,) = folder.rglob("metrics.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("megatron", "fsdp"),
+    [("tensor_model_parallel_size=2", "tensor_parallel_size=2"), ("use_distributed_optimizer=true", "fsdp_size=-1")],
+)
+def test_ppo_gives_the_metrics_of_the_fsdp_engine(megatron, fsdp, settings, tmp_path):
+    layout = [f"{ACTOR}fsdp_config.{fsdp}", f"{REF}fsdp_config.{fsdp}"]
+    expected = steps(settings, tmp_path / "fsdp", *layout)
+    keys = [f"{ACTOR}strategy=megatron", f"{ACTOR}megatron.{megatron}", f"imports=[{SHIM}]"]
+    found = steps(settings, tmp_path / "megatron", *keys)
+    for ours, theirs in zip(found, expected, strict=True):
+        for name in COMPARED:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+        assert ours["rollout/logprob_gap_max"] < 1e-4

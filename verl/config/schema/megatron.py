@@ -1,0 +1,69 @@
+"""The `megatron` sections: the engine of `strategy=megatron`."""
+
+from typing import Literal
+
+from verl.config.fields import Precision, Section, StrList, field, section
+
+_ACTOR = "${actor_rollout_ref.actor.megatron."
+
+
+class MegatronTransformerConfig(Section):
+    """`megatron.override_transformer_config`: activation recomputation."""
+
+    recompute_granularity: Literal["full", "selective"] | None = field(
+        None, "recompute whole layers or some modules in the backward pass; null: as enable_gradient_checkpointing says"
+    )
+    recompute_modules: StrList = field(["core_attn"], "modules that selective recomputes")
+    recompute_method: Literal["uniform", "block"] | None = field(None, "which layers full recomputes; null: uniform")
+    recompute_num_layers: int | None = field(None, "layers per recomputed unit (uniform) or stage (block)", ge=1)
+
+
+class MegatronConfig(Section):
+    """Precision and parallelism of one model trained with megatron-core (`strategy=megatron`)."""
+
+    tensor_model_parallel_size: int = field(1, "ranks that share every layer", ge=1)
+    pipeline_model_parallel_size: int = field(1, "pipeline stages", ge=1)
+    virtual_pipeline_model_parallel_size: int | None = field(
+        None, "chunks of layers per pipeline stage (interleaved schedule); null: one", ge=2
+    )
+    context_parallel_size: int = field(1, "ranks that share the tokens of the same sequences", ge=1)
+    sequence_parallel: bool = field(True, "shard activations between layers over the tensor-parallel ranks")
+    use_distributed_optimizer: bool = field(True, "shard the optimizer state over the data-parallel ranks")
+    seed: int = field(42, "seed of megatron-core's random state, which recomputation restores", ge=0)
+    dtype: Precision = field("auto", "dtype of weights and computation; auto: fp32 on a CPU, bf16 on a GPU")
+    override_transformer_config: MegatronTransformerConfig = section(
+        MegatronTransformerConfig, "activation recomputation"
+    )
+
+    @property
+    def ranks_with_same_rows(self) -> int:
+        """The model-parallel size: how many ranks compute the same rows. World size / this = data-parallel size."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+
+class RefMegatronConfig(MegatronConfig):
+    """`actor_rollout_ref.ref.megatron`: by default the parallel sizes of the actor."""
+
+    tensor_model_parallel_size: int = field(
+        1, "ranks that share every layer", default_from=_ACTOR + "tensor_model_parallel_size}", ge=1
+    )
+    pipeline_model_parallel_size: int = field(
+        1, "pipeline stages", default_from=_ACTOR + "pipeline_model_parallel_size}", ge=1
+    )
+    virtual_pipeline_model_parallel_size: int | None = field(
+        None,
+        "chunks of layers per pipeline stage (interleaved schedule); null: one",
+        default_from=_ACTOR + "virtual_pipeline_model_parallel_size}",
+        ge=2,
+    )
+    context_parallel_size: int = field(
+        1,
+        "ranks that share the tokens of the same sequences",
+        default_from=_ACTOR + "context_parallel_size}",
+        ge=1,
+    )
+    sequence_parallel: bool = field(
+        True,
+        "shard activations between layers over the tensor-parallel ranks",
+        default_from=_ACTOR + "sequence_parallel}",
+    )

@@ -1,0 +1,133 @@
+"""HuggingFace configs as megatron-core configs. Architectures that would be computed differently are refused."""
+
+from typing import Any
+
+import torch
+from torch.nn.functional import silu
+
+from verl.config import schema
+from verl.engines.megatron.model import DecoderConfig
+from verl.engines.megatron.runtime import ParallelRanks
+
+#: model_type -> whether queries, keys and values have biases; heads of Qwen3 have norms
+ARCHITECTURES = {"llama": False, "mistral": False, "qwen2": True, "qwen3": False}
+
+
+def check_supported(hf: Any, path: str) -> None:
+    """Raise ValueError for an architecture, or a variant of it, that is not supported."""
+    if hf.model_type not in ARCHITECTURES:
+        raise ValueError(
+            f"strategy=megatron: expected a model of {', '.join(ARCHITECTURES)}, found {hf.model_type!r} at {path!r}: "
+            "use strategy=fsdp"
+        )
+    values = hf.to_dict()
+    for name in ("attention_bias", "mlp_bias"):
+        if values.get(name):
+            raise ValueError(f"strategy=megatron: {path!r} has {name}=true, which is not supported: use strategy=fsdp")
+    if hf.hidden_act != "silu":
+        raise ValueError(f"strategy=megatron: expected hidden_act 'silu', found {hf.hidden_act!r} at {path!r}")
+
+
+def check_sizes(hf: Any, megatron: schema.MegatronConfig) -> None:
+    """Raise ValueError if the parallel sizes do not divide the model."""
+    t, p, c = (
+        megatron.tensor_model_parallel_size,
+        megatron.pipeline_model_parallel_size,
+        megatron.context_parallel_size,
+    )
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if getattr(hf, name) % t:
+            raise ValueError(f"megatron.tensor_model_parallel_size {t} does not divide {name} {getattr(hf, name)}")
+    if hf.num_attention_heads // t % c:
+        raise ValueError(
+            f"megatron.context_parallel_size {c} does not divide the {hf.num_attention_heads // t} heads of a rank"
+        )
+    chunks = p * (megatron.virtual_pipeline_model_parallel_size or 1)
+    if hf.num_hidden_layers % chunks:
+        raise ValueError(f"megatron: {chunks} pipeline chunks do not divide the {hf.num_hidden_layers} layers")
+
+
+def decoder_config(
+    hf: Any, megatron: schema.MegatronConfig, ranks: ParallelRanks, dtype: torch.dtype, recompute: bool
+) -> DecoderConfig:
+    """The configuration of megatron-core for a model, after the checks above.
+
+    Args:
+        hf: the HuggingFace config.
+        megatron: the `megatron` section.
+        ranks: the position of this rank.
+        dtype: of parameters and computation.
+        recompute: recompute all activations, if the section does not say how.
+    """
+    interleaved = megatron.virtual_pipeline_model_parallel_size is not None
+    return DecoderConfig(
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        ffn_hidden_size=hf.intermediate_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=hf.num_key_value_heads,
+        kv_channels=head_size(hf),
+        layernorm_epsilon=hf.rms_norm_eps,
+        normalization="RMSNorm",
+        activation_func=silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=ARCHITECTURES[hf.model_type],
+        qk_layernorm=hf.model_type == "qwen3",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        sliding_windows=_windows(hf),
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=ranks.t_size,
+        pipeline_model_parallel_size=ranks.p_size,
+        virtual_pipeline_model_parallel_size=megatron.virtual_pipeline_model_parallel_size,
+        context_parallel_size=ranks.c_size,
+        sequence_parallel=megatron.sequence_parallel and ranks.t_size > 1,
+        # weights are read from files
+        perform_initialization=False,
+        use_cpu_initialization=True,
+        # packed micro-batches have different lengths; those of the interleaved schedule are padded to the longest
+        variable_seq_lengths=not interleaved,
+        # batched sends to the next and the previous stage cannot be told apart if they are the same rank
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        moe_token_dispatcher_type="alltoall",  # required with variable lengths, also of models without experts
+        # gradients are summed over ranks and micro-batches: an objective returns shares of the loss
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        **_recompute(megatron.override_transformer_config, recompute),
+    )
+
+
+def head_size(hf: Any) -> int:
+    return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+
+
+def _windows(hf: Any) -> tuple[int | None, ...]:
+    """Attention window of each layer; empty if there is none."""
+    window = hf.to_dict().get("sliding_window")
+    if not window:
+        return ()
+    types = hf.to_dict().get("layer_types") or ["sliding_attention"] * hf.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def _recompute(section: schema.MegatronTransformerConfig, everything: bool) -> dict[str, Any]:
+    """The keys of activation recomputation."""
+    if section.recompute_granularity is None:
+        if not everything:
+            return {}
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if section.recompute_granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(section.recompute_modules)}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": section.recompute_method or "uniform",
+        "recompute_num_layers": section.recompute_num_layers or 1,
+    }

@@ -1,0 +1,380 @@
+"""The training engine of `strategy=megatron`.
+
+An update:
+
+    rows -> micro-batches -> megatron-core's pipeline schedule (forward, loss, backward) -> reduce gradients
+         -> norm, clipping, optimizer step
+
+Every rank of a pipeline gets the same rows; the last stage computes the outputs, and broadcasts them to the others.
+"""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch.nn.functional import pad
+
+from verl.config import schema
+from verl.engines.base import EngineSpec, MicroBatching, Objective, Tensors, TrainEngine
+from verl.engines.checkpoint import load_extra, save_description
+from verl.engines.loading import ModelSpec, empty_module
+from verl.engines.megatron import checkpoint, convert
+from verl.engines.megatron.model import TokenGPT
+from verl.engines.megatron.runtime import check_device, join_groups
+from verl.engines.megatron.weights import (
+    WeightFiles,
+    WeightGatherer,
+    conversions,
+    global_names,
+    load_weights,
+    mark_shards,
+)
+from verl.engines.metrics import MetricSums
+from verl.engines.micro_batch import plan_micro_batches, split_to
+from verl.engines.optimizer import clip_gradients, lr_multiplier
+from verl.engines.parallel import reduce_values
+from verl.modeling.huggingface import read_config
+from verl.modeling.packing import ModelInput, build_input, row_lengths, to_device
+from verl.modeling.sequence_parallel import SequenceRanks
+from verl.protocol import DataProto
+from verl.utils.device import resolve_dtype
+
+logger = logging.getLogger("verl.engines")
+
+_INPUTS = ("input_ids", "attention_mask", "position_ids", "responses")
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    """Rows of a batch, their columns on the host, and the input of the forward pass."""
+
+    rows: list[int]
+    columns: Tensors
+    model_input: ModelInput
+
+
+@final
+class MegatronEngine(TrainEngine):
+    """A megatron-core GPT model with AdamW.
+
+    Args:
+        spec: sections of the configuration; `spec.engine` is the `megatron` section.
+    """
+
+    def __init__(self, spec: EngineSpec):
+        if not isinstance(spec.engine, schema.MegatronConfig):
+            raise ValueError(f"strategy=megatron: expected a megatron section, found {type(spec.engine).__name__}")
+        check_device(spec.device)
+        self.spec, self.section, self.device = spec, spec.engine, spec.device
+        self.hf = read_config(spec.model.path, spec.model.override_config, spec.model.trust_remote_code)
+        _check_settings(spec)
+        convert.check_supported(self.hf, spec.model.path)
+        convert.check_sizes(self.hf, self.section)
+        self.ranks = ranks = join_groups(spec, self.section)
+        self.dp_rank, self.dp_size = ranks.d, ranks.d_size
+        self.model_parallel_rank = ranks.c * ranks.t_size + ranks.t
+        self.pipeline_rank = ranks.p
+        self.dtype = resolve_dtype(self.section.dtype, spec.device)
+        recompute = spec.optimizer is not None and spec.model.enable_gradient_checkpointing is True
+        self.config = convert.decoder_config(self.hf, self.section, ranks, self.dtype, recompute)
+        # frees outputs that are sent; a GPU's stream still has them then, a send of gloo has not
+        self.config.deallocate_pipeline_outputs = spec.device.type == "cuda"
+        self._table = conversions(self.hf, spec.kind)
+        self.chunks = self._build()
+        load_weights(self.chunks, self._table, WeightFiles(spec.model.path), ranks)
+        self._gatherer = WeightGatherer(self.chunks, self._table, ranks)
+        self._stages: list[Any] = list(self.chunks)
+        self.steps = 0  # of the schedule
+        if spec.optimizer is not None:
+            self._prepare_training(spec.optimizer)
+        self._sequence_ranks = (
+            SequenceRanks(ranks.groups.get_context_parallel_group(), ranks.c, ranks.c_size)
+            if ranks.c_size > 1
+            else None
+        )
+
+    def _build(self) -> list[TokenGPT]:
+        """This stage's chunks of the model, on the device."""
+        p, size = self.ranks.p, self.ranks.p_size
+        virtual = self.section.virtual_pipeline_model_parallel_size
+        chunks = []
+        for i in range(virtual or 1):
+            chunk = TokenGPT(
+                self.config,
+                self.hf,
+                self.spec.kind,
+                pre_process=p == 0 and i == 0,
+                post_process=p == size - 1 and i == (virtual or 1) - 1,
+                vp_stage=i if virtual else None,
+            )
+            chunk.model_type = ModelType.encoder_or_decoder
+            chunk.requires_grad_(self.spec.optimizer is not None)
+            mark_shards([chunk], self._table)
+            chunks.append(chunk.to(self.device))
+        return chunks
+
+    def _prepare_training(self, optim: schema.OptimConfig) -> None:
+        """Gradient buffers and the optimizer."""
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=self.section.use_distributed_optimizer
+        )
+        self._stages = [
+            DistributedDataParallel(self.config, ddp, chunk, disable_bucketing=i > 0)
+            for i, chunk in enumerate(self.chunks)
+        ]
+        self.config.finalize_model_grads_func = lambda stages, *_, **__: finalize_model_grads(stages)
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=optim.lr,
+                weight_decay=optim.weight_decay,
+                adam_beta1=optim.betas[0],
+                adam_beta2=optim.betas[1],
+                bf16=self.dtype == torch.bfloat16,
+                params_dtype=self.dtype,
+                clip_grad=optim.clip_grad,
+                use_distributed_optimizer=self.section.use_distributed_optimizer,
+            ),
+            self._stages,
+            config_overrides={},  # the same weight decay for all parameters, as in the other engines
+            use_gloo_process_groups=False,
+        )
+        self._lr_factor = lr_multiplier(optim, self.spec.total_training_steps)
+        self._set_lr()
+
+    # ---- computing ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def infer(
+        self, batch: DataProto, outputs: tuple[str, ...], micro: MicroBatching, temperature: float = 1.0
+    ) -> Tensors:
+        columns = {name: batch.column(name).cpu() for name in _INPUTS}
+        micro_batches = self._micro_batches(columns, micro)
+        found = torch.zeros(len(outputs), *columns["responses"].shape, dtype=torch.float32, device=self.device)
+
+        def keep(given: Tensors, one: _MicroBatch) -> Callable:
+            def store(_: Any, non_loss_data: bool) -> None:
+                for i, name in enumerate(outputs):
+                    found[i, one.rows] = given[name].float()
+
+            return store
+
+        self._run(micro_batches, outputs, temperature, keep, forward_only=True)
+        if self.ranks.p_size > 1:
+            pipeline = self.ranks.groups.get_pipeline_model_parallel_group()
+            dist.broadcast(found, self.ranks.last_stage(), group=pipeline)
+        return dict(zip(outputs, found.cpu()))
+
+    def train_batch(
+        self, batch: DataProto, objective: Objective, micro: MicroBatching, temperature: float = 1.0
+    ) -> dict[str, Any]:
+        micro_batches = self._micro_batches({name: batch.column(name).cpu() for name in batch.tensors}, micro)
+        sums = MetricSums()
+
+        def loss_of(given: Tensors, one: _MicroBatch) -> Callable:
+            def compute(_: Any) -> tuple[torch.Tensor, torch.Tensor, None]:
+                columns = {name: to_device(values, self.device) for name, values in one.columns.items()}
+                loss, metrics = objective.loss(given, columns)
+                sums.add(metrics, rows=len(one.rows))
+                return loss, torch.zeros((), dtype=torch.int, device=self.device), None
+
+            return compute
+
+        for stage in self._stages:
+            stage.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._run(micro_batches, objective.needs, temperature, loss_of, forward_only=False)
+        return self._shared_metrics(sums) | self._step()
+
+    def _run(
+        self,
+        micro_batches: list[_MicroBatch],
+        outputs: tuple[str, ...],
+        temperature: float,
+        consume: Callable[[Tensors, _MicroBatch], Callable],
+        forward_only: bool,
+    ) -> None:
+        """Run megatron-core's schedule. `consume` makes the function that the last stage calls with its outputs."""
+
+        def forward_step(iterator: Iterator[_MicroBatch], stage: Any) -> tuple[Any, Callable]:
+            one = next(iterator)
+            given = stage(one.model_input, outputs, temperature)
+            return given, partial(consume(given, one))
+
+        schedule = get_forward_backward_func()
+        iterators = [iter(micro_batches) for _ in self._stages]
+        longest = max(one.model_input.input_ids.shape[1] for one in micro_batches)
+        schedule(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self._stages if len(self._stages) > 1 else self._stages[0],
+            num_microbatches=len(micro_batches),
+            seq_length=longest * self.ranks.c_size,  # of all context-parallel ranks
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _micro_batches(self, columns: Tensors, micro: MicroBatching) -> list[_MicroBatch]:
+        """Split rows into micro-batches; interleaved stages need a multiple of the number of stages."""
+        lengths = row_lengths(columns["attention_mask"])
+        chunks = plan_micro_batches(lengths, micro, budget_factor=self.ranks.c_size)
+        if self.section.virtual_pipeline_model_parallel_size:
+            chunks = split_to(chunks, -(-len(chunks) // self.ranks.p_size) * self.ranks.p_size)
+        taken = [{name: values[rows] for name, values in columns.items()} for rows in chunks]
+        inputs = [build_input(each, remove_padding=True) for each in taken]
+        multiple = self.ranks.c_size * self.ranks.t_size
+        if not self.config.variable_seq_lengths:
+            longest = max(each.input_ids.shape[1] for each in inputs)
+            multiple *= -(-longest // multiple)
+        inputs = [_pad_tokens(each, multiple) for each in inputs]
+        if self._sequence_ranks is not None:
+            inputs = [each.share_of(self._sequence_ranks) for each in inputs]
+        return [_MicroBatch(*each) for each in zip(chunks, taken, (each.to(self.device) for each in inputs))]
+
+    def _shared_metrics(self, sums: MetricSums) -> dict[str, Any]:
+        """The metrics of the last stage, on all stages."""
+        group = self.ranks.groups.get_data_parallel_group()
+        metrics = [sums.result(lambda values: reduce_values(values, dist.ReduceOp.MAX, self.device, group))]
+        if self.ranks.p_size > 1:
+            pipeline = self.ranks.groups.get_pipeline_model_parallel_group()
+            dist.broadcast_object_list(metrics, self.ranks.last_stage(), group=pipeline, device=self.device)
+        return metrics[0]
+
+    # ---- optimizer ----------------------------------------------------------------------------------------------
+
+    def _step(self) -> dict[str, float]:
+        """Clip the gradient and take an optimizer step; skip it if the gradient is not finite."""
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            logger.warning("the gradient norm is %s: skipping this update", norm)
+            return {"grad_norm": norm, "grad_skipped": 1.0}
+        gradients = [p.grad for p in self.optimizer.get_parameters() if p.grad is not None]
+        if gradients:
+            clip_gradients(gradients, torch.tensor(norm, device=self.device), self.spec.optimizer.clip_grad)
+        self.optimizer.step_with_ready_grads()
+        return {"grad_norm": norm, "grad_skipped": 0.0}
+
+    def _set_lr(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.spec.optimizer.lr * self._lr_factor(self.steps)
+
+    def lr_step(self) -> float:
+        rate = self.spec.optimizer.lr * self._lr_factor(self.steps)
+        self.steps += 1
+        self._set_lr()
+        return rate
+
+    def sum_over_ranks(self, values: list[float]) -> list[float]:
+        return reduce_values(values, dist.ReduceOp.SUM, self.device, self.ranks.groups.get_data_parallel_group())
+
+    def max_over_ranks(self, values: list[float]) -> list[float]:
+        return reduce_values(values, dist.ReduceOp.MAX, self.device, dist.group.WORLD)
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._gatherer.gather()
+
+    def rollout_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._gatherer.gather(dtype=dtype)
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, buffer in self.chunks[0].rotary.named_buffers():
+            yield f"model.rotary_emb.{name}", buffer
+
+    def reference(self) -> AbstractContextManager[None]:
+        raise ValueError("strategy=megatron trains all weights, so the initial weights are gone")
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def non_finite_state(self) -> list[str]:
+        own = global_names(self.chunks)
+        names = [conversion.name for conversion in self._table]
+        broken = [float(name in own and not own[name].isfinite().all()) for name in names]
+        return [name for name, is_broken in zip(names, self.max_over_ranks(broken)) if is_broken]
+
+    def save(self, folder: Path, contents: tuple[str, ...], background: bool = False) -> None:
+        folder = Path(folder)
+        state: dict[str, Any] = {"sizes": checkpoint.sizes_of(self.ranks)}
+        if "model" in contents:
+            state["model"] = checkpoint.model_state(self.chunks)
+        if "optimizer" in contents:
+            state["optimizer"] = checkpoint.optimizer_state(self.optimizer)
+        checkpoint.write_rank(folder, dist.get_rank(), state)
+        full: Tensors = {}
+        for name, tensor in self.weights() if "hf_model" in contents else ():
+            if self.ranks.is_first_rank:
+                full[name] = tensor.cpu()
+        if self.ranks.is_first_rank:
+            module = empty_module(ModelSpec(self.spec.model, self.spec.kind, model_dtype=self.dtype))
+            if full:
+                module.save_pretrained(folder / "huggingface", state_dict=full)
+            else:
+                save_description(module, folder / "huggingface")
+            if "extra" in contents:
+                torch.save({"steps": self.steps}, folder / "extra.pt")
+        dist.barrier()
+
+    def is_saved(self) -> bool:
+        return True
+
+    def finish_save(self) -> None:
+        """`save` writes in the foreground."""
+
+    def load(self, folder: Path, contents: tuple[str, ...]) -> None:
+        folder = Path(folder)
+        if "model" not in contents:
+            raise ValueError(f"checkpoint.load_contents is {list(contents)}: strategy=megatron needs model in it")
+        state = checkpoint.read_rank(folder, dist.get_rank(), self.ranks)
+        for name in {"model", "optimizer"} & set(contents):
+            if name not in state:
+                raise ValueError(f"{folder} was saved without {name}: remove it from checkpoint.load_contents")
+        checkpoint.load_model_state(self.chunks, state["model"], folder)
+        if self.spec.optimizer is None:
+            return
+        if "optimizer" in contents:
+            checkpoint.load_optimizer_state(self.optimizer, state["optimizer"])
+        else:
+            self.optimizer.reload_model_params()
+        if "extra" in contents:
+            self.steps = load_extra(folder)["steps"]
+            self._set_lr()
+
+
+def _check_settings(spec: EngineSpec) -> None:
+    """Raise ValueError for settings that the engine does not support."""
+    unsupported = {
+        "LoRA adapters (model.lora_rank, model.lora_adapter_path)": spec.model.has_adapters,
+        "model.use_remove_padding=false": not spec.model.use_remove_padding,
+        "model.use_liger": spec.model.use_liger,
+        "rollout.deterministic": spec.deterministic,
+        "a reward model": spec.kind == "reward",
+        "optim.override_optimizer_config": spec.optimizer is not None and spec.optimizer.override_optimizer_config,
+        f"megatron.dtype={spec.engine.dtype}": spec.engine.dtype in ("fp64", "float64", "fp16", "float16"),
+    }
+    for name, is_set in unsupported.items():
+        if is_set:
+            raise ValueError(f"strategy=megatron does not support {name}: remove it, or use strategy=fsdp")
+
+
+def _pad_tokens(model_input: ModelInput, multiple: int) -> ModelInput:
+    """Append tokens until their number is divisible; they belong to no sequence."""
+    fill = -model_input.input_ids.shape[1] % multiple
+    if not fill:
+        return model_input
+    ids, positions = (pad(x, (0, fill)) for x in (model_input.input_ids, model_input.position_ids))
+    return dataclasses.replace(model_input, input_ids=ids, position_ids=positions)

@@ -1,0 +1,119 @@
+"""Availability of megatron-core, and its process groups."""
+
+import importlib.metadata
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl.config import schema
+from verl.config.supported import MEGATRON_INSTALL, MEGATRON_TESTED, missing_package
+from verl.engines.base import EngineSpec
+from verl.engines.parallel import init_process_group, timeout_of
+
+#: device types that megatron-core runs on; tests on a CPU add theirs after replacing what needs CUDA
+DEVICE_TYPES = {"cuda"}
+
+
+def check_installed() -> None:
+    """Raise ValueError if megatron-core is missing or of another minor release than the tested one."""
+    if (missing := missing_package("strategy", "megatron")) is not None:
+        raise ValueError(missing)
+    found = importlib.metadata.version("megatron-core")
+    if found.split(".")[:2] != MEGATRON_TESTED.split(".")[:2]:
+        raise ValueError(
+            f"strategy=megatron: expected megatron-core {MEGATRON_TESTED}, found {found}: {MEGATRON_INSTALL}"
+        )
+
+
+def check_device(device: torch.device) -> None:
+    """Raise ValueError for a device that megatron-core does not run on."""
+    if device.type not in DEVICE_TYPES:
+        raise ValueError(f"strategy=megatron needs a GPU, found {device}: use strategy=fsdp on a CPU")
+
+
+@dataclass(frozen=True)
+class ParallelRanks:
+    """The position of this rank in the tensor (t), context (c), pipeline (p) and data (d) dimensions.
+
+    Attributes:
+        groups: megatron-core's module `parallel_state`.
+    """
+
+    t: int
+    t_size: int
+    c: int
+    c_size: int
+    p: int
+    p_size: int
+    d: int
+    d_size: int
+    groups: Any
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.p == self.p_size - 1
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank writes the files that no other rank has."""
+        return self.p == 0 and self.t == 0 and self.c == 0 and self.d == 0
+
+    def last_stage(self) -> int:
+        """Global rank of the last stage of this rank's pipeline."""
+        return dist.get_process_group_ranks(self.groups.get_pipeline_model_parallel_group())[-1]
+
+
+def join_groups(spec: EngineSpec, megatron: schema.MegatronConfig) -> ParallelRanks:
+    """Create the process groups of megatron-core, or check that those of another engine have the same sizes.
+
+    Raises:
+        ValueError: the sizes do not divide the ranks, or an engine of this process has others.
+    """
+    from megatron.core import parallel_state, tensor_parallel
+
+    sizes = {
+        "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
+        "context_parallel_size": megatron.context_parallel_size,
+    }
+    product = megatron.ranks_with_same_rows
+    if spec.world_size % product:
+        raise ValueError(
+            f"megatron: {' x '.join(f'{name} {size}' for name, size in sizes.items())} = {product} does not divide the "
+            f"{spec.world_size} ranks"
+        )
+    if spec.world_size == 1 and not dist.is_initialized():  # megatron-core needs a group of one rank, too
+        backend = "nccl" if spec.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    init_process_group(spec.device, spec.timeout)
+    virtual = megatron.virtual_pipeline_model_parallel_size
+    if not parallel_state.model_parallel_is_initialized():
+        minutes = max(1, int(timeout_of(dist.group.WORLD).total_seconds() // 60))
+        parallel_state.initialize_model_parallel(
+            **sizes,
+            virtual_pipeline_model_parallel_size=virtual,
+            distributed_timeout_minutes=minutes,
+            create_gloo_process_groups=False,
+        )
+    found = {
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+    }
+    if found != sizes:
+        raise ValueError(f"megatron: all engines of a process need the same parallel sizes, found {found} and {sizes}")
+    # not used for initialization, which reads the weights from files; recomputation saves and restores its state
+    tensor_parallel.model_parallel_cuda_manual_seed(megatron.seed)
+    return ParallelRanks(
+        t=parallel_state.get_tensor_model_parallel_rank(),
+        t_size=sizes["tensor_model_parallel_size"],
+        c=parallel_state.get_context_parallel_rank(),
+        c_size=sizes["context_parallel_size"],
+        p=parallel_state.get_pipeline_model_parallel_rank(),
+        p_size=sizes["pipeline_model_parallel_size"],
+        d=parallel_state.get_data_parallel_rank(),
+        d_size=parallel_state.get_data_parallel_world_size(),
+        groups=parallel_state,
+    )
