@@ -118,12 +118,12 @@ def _per_gpu(key: str) -> Callable[[Any, Lookup], dict[str, Any]]:
     return per_gpu
 
 
-_PLACES = "actor_devices, rollout_devices, ref_devices, critic_devices, reward_devices"
+_DEVICE_KEYS = "actor_devices, rollout_devices, ref_devices, critic_devices, reward_devices"
 
 
 def _placement(value: Any, lookup: Lookup) -> dict[str, Any]:
     if value != "auto":
-        raise ValueError(f"found {value!r}, expected a section with the keys {_PLACES}, or auto")
+        raise ValueError(f"found {value!r}, expected a section with the keys {_DEVICE_KEYS}, or auto")
     return {"placement.auto": True}
 
 

@@ -123,7 +123,7 @@ class Search:
         roles = [base.role(name) for name in names]
         shapes = list(dict.fromkeys(role.shape for role in roles))
         for sizes in product(*(self._sizes(devices) for _ in shapes)):
-            placed = [self._place(role, devices, sizes[shapes.index(role.shape)]) for role in roles]
+            placed = [self._sized(role, devices, sizes[shapes.index(role.shape)]) for role in roles]
             for tensor in self.space.rollout_sizes if generates else (base.rollout_tensor,):
                 job = replace(base, rollout_tensor=tensor)
                 if all(is_possible(job, role) for role in placed) and self._splits(placed[0].shape, tensor):
@@ -137,7 +137,7 @@ class Search:
             return [None]
         return [(t, p) for t, p in self.space.model_sizes if devices % (t * p) == 0 and t <= self.device.per_node]
 
-    def _place(self, role: Role, devices: int, sizes: tuple[int, int] | None) -> Role:
+    def _sized(self, role: Role, devices: int, sizes: tuple[int, int] | None) -> Role:
         if role.name == "rollout":
             return replace(role, layout=Layout(devices))
         if sizes is None:

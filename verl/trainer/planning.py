@@ -140,7 +140,7 @@ def _search(config: schema.Config, found: Estimate) -> Search:
     return Search(job, found.device, Space(separate_rollout=job.overlaps, rollout_sizes=sizes))
 
 
-def place_automatically(config: Schema, roles_of: Callable[[schema.Config], Sequence[str]]) -> Schema:
+def apply_auto_placement(config: Schema, roles_of: Callable[[schema.Config], Sequence[str]]) -> Schema:
     """With `placement: auto`, the configuration with the devices of the best plan. It is printed.
 
     Raises:

@@ -156,11 +156,11 @@ def prepare_run(
         config = load_config(
             config_path, overrides, base=base, presets=PRESETS, schema=recipe.schema, extra_checks=checks
         )
-        config = planning.place_automatically(config, roles_of)
+        config = planning.apply_auto_placement(config, roles_of)
         run = Run(config, recipe, rows_given)
         run.passed += [check.name for check in CHECKS if check.stage == SETTINGS and check.applies_to(config)]
     else:
-        config = planning.place_automatically(config, roles_of)
+        config = planning.apply_auto_placement(config, roles_of)
         run = Run(config, recipe, rows_given)
         run_checks(run, SETTINGS)
     if isinstance(config, _TRAINING):

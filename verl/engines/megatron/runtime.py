@@ -78,10 +78,10 @@ def join_groups(spec: EngineSpec, megatron: schema.MegatronConfig) -> ParallelRa
         "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
         "context_parallel_size": megatron.context_parallel_size,
     }
-    product = megatron.ranks_with_same_rows
-    if spec.world_size % product:
+    ranks = megatron.ranks_with_same_rows
+    if spec.world_size % ranks:
         raise ValueError(
-            f"megatron: {' x '.join(f'{name} {size}' for name, size in sizes.items())} = {product} does not divide the "
+            f"megatron: {' x '.join(f'{name} {size}' for name, size in sizes.items())} = {ranks} does not divide the "
             f"{spec.world_size} ranks"
         )
     if spec.world_size == 1 and not dist.is_initialized():  # megatron-core needs a group of one rank, too
