@@ -18,7 +18,7 @@ History = Mapping[str, Series]
 WINDOW = 5
 
 #: the metrics that are read, in addition to validation results
-_OTHERS = ("actor/lr", "train/loss", "train/nll")
+_OTHERS = ("actor/lr", "train/loss", "train/nll", "reward/acc", "critic/score/min", "critic/score/max")
 REWARD = ("critic/score/mean",)
 ENTROPY = ("actor/entropy", "actor/entropy_loss")
 KL = ("actor/ref_kl", "actor/kl", "actor/reward_kl_penalty")
@@ -52,6 +52,20 @@ def reward_collapse(history: History, scale: float = 1.0) -> str | None:
     return (
         f"the reward collapsed: {best:.3g} (step {best_step}) -> {now:.3g} (mean of {WINDOW} steps)"
         f"{_learning_rate(history)}; then rollout.n (more samples per prompt) and actor.clip_ratio"
+    )
+
+
+def never_correct(history: History, scale: float = 1.0) -> str | None:
+    """No response of the first steps was correct: the accuracy was 0, or without an accuracy, every score."""
+    accuracy = history.get("reward/acc", ())
+    series = [accuracy] if accuracy else [history.get(f"critic/score/{name}", ()) for name in ("min", "max")]
+    if any([step for step, _ in one[:WINDOW]] != list(range(1, WINDOW + 1)) for one in series):  # a resumed run
+        return None
+    if any(value != 0 for one in series for _, value in one[:WINDOW]):
+        return None
+    return (
+        f"no response of the first {WINDOW} steps was correct: warm up with SFT (docs/sft.md), choose easier prompts, "
+        "or check the reward function on a correct response"
     )
 
 
@@ -136,6 +150,7 @@ def _learning_rate(history: History) -> str:
 Detector = Callable[..., str | None]
 
 DETECTORS: dict[str, Detector] = {
+    "correct": never_correct,
     "reward": reward_collapse,
     "kl": kl_blow_up,
     "entropy": entropy_collapse,
