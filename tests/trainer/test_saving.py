@@ -125,7 +125,8 @@ def test_a_second_sigint_stops_at_once_and_keeps_the_last_checkpoint(chosen, tmp
     plain = [*chosen, "trainer.save_freq=1", "trainer.total_training_steps=4"]
     trainer = signalled_in_step(LocalPPOTrainer(overrides=plain), 2, signal.SIGINT, signal.SIGINT)
     assert launch(lambda: trainer) == 130
-    expected = f"stopped by a second SIGINT in step 2 of 4; the same command resumes from {tmp_path / 'run'}/global_step_1"
+    saved = tmp_path / "run" / "global_step_1"
+    expected = f"stopped by a second SIGINT in step 2 of 4; the same command resumes from {saved}"
     assert capsys.readouterr().err.splitlines()[-1] == expected
     assert steps_in(tmp_path / "run") == [1]
 

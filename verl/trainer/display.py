@@ -143,8 +143,7 @@ def offline_commands(config: Any, model: Path, reward_given: bool = False) -> li
     wanted |= {f"rollout.{name}": value for name, value in lengths.items()} | {"imports": list(config.imports)}
     defaults = to_flat_dict(GenerationConfig())
     changed = {key: value for key, value in wanted.items() if value != defaults[key]}
-    file = _shown(Path(files[0])) if Path(files[0]).is_absolute() else files[0]
-    path = {"model.path": _shown(model), "data.path": file, "data.output_path": _RESPONSES}
+    path = {"model.path": _shown(model), "data.path": _file(files[0]), "data.output_path": _RESPONSES}
     commands = [_command("verl generate", path | changed)]
     if is_rl and not reward_given and (scoring := _scoring(config)) is not None:
         same = {key: value for key, value in changed.items() if key in ("data.prompt_key", "imports")}
@@ -162,7 +161,7 @@ def _scoring(config: Any) -> dict[str, Any] | None:
         keys["data.data_source_key"] = config.data.reward_fn_key
     function = reward.custom_reward_function
     if function.path:
-        keys |= {f"{section}.path": function.path, f"{section}.name": function.name}
+        keys |= {f"{section}.path": _file(function.path), f"{section}.name": function.name}
         keys |= {f"{section}.reward_kwargs": function.reward_kwargs} if function.reward_kwargs else {}
     return keys
 
@@ -171,6 +170,11 @@ def _command(name: str, settings: Mapping[str, Any]) -> str:
     """A command line that a shell reads."""
     texts = {key: str(v) if isinstance(v, str | Path) else json.dumps(v) for key, v in settings.items()}
     return " ".join([name, *(shlex.quote(f"{key}={text}") for key, text in texts.items())])
+
+
+def _file(name: str) -> str:
+    """A file of a setting; a module or a hub name stays as it is."""
+    return str(_shown(Path(name))) if Path(name).is_absolute() else name
 
 
 def _typed(path: Path) -> str:
