@@ -245,7 +245,7 @@ class Reader:
             return f"unknown key; did you mean {near}?"
         if own:
             return f"unknown key; set a parameter of a custom function or class as {own}=... or +{key}=..."
-        sections = sections_of(self.schema)
+        sections = dict.fromkeys(section for name in known for section in _sections_above(name))  # in schema order
         # leading sections are often omitted: optim.name for actor_rollout_ref.actor.optim.name
         full = [name for above in _sections_above(key) for name in sections if f".{name}".endswith(f".{above}")]
         section = full[0] if full else ""
