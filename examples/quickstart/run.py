@@ -28,9 +28,12 @@ from rich.console import Console
 
 from examples.quickstart.tasks import TASKS, write_task
 from examples.quickstart.tiny_model import tiny_model
+from verl.config import load_config
+from verl.config.presets import PRESETS
 from verl.tracking.console import TrainingProgress
 from verl.tracking.curves import read_metrics, save_curves
 from verl.trainer.base import StepReport
+from verl.trainer.display import next_lines, offline_commands
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.samples import generations
 from verl.trainer.sft_trainer import SFTTrainer
@@ -121,6 +124,13 @@ def learn(args: argparse.Namespace, model: Path, data: Path, out: Path) -> tuple
     return rewards, metrics
 
 
+def next_steps(args: argparse.Namespace, model: Path, data: Path) -> list[str]:
+    """Commands for the trained model."""
+    config = load_config(None, rl_overrides(args, args.out / "model", data, args.out / "rl"), presets=PRESETS)
+    commands = [*offline_commands(config, model), f"verl report {args.out / 'rl'}"]
+    return [*next_lines(commands), "Your own task: docs/tutorial.md"]
+
+
 def name_of(args: argparse.Namespace) -> str:
     return f"{args.algorithm} with shuffled rewards" if args.shuffle_rewards else args.algorithm
 
@@ -189,7 +199,8 @@ def main(given: list[str] | None = None) -> int:
         highlight=False,
         soft_wrap=True,
     )
-    console.print(f"curves: {curves}\nmodel:  {saved}  (HuggingFace format)", highlight=False, soft_wrap=True)
+    ends = [f"curves: {curves}", f"model:  {saved}  (HuggingFace format)", *next_steps(args, saved, data)]
+    console.print("\n".join(ends), highlight=False, markup=False, soft_wrap=True)
     return 0
 
 

@@ -132,6 +132,10 @@ def test_diff(tmp_path):
 def test_explain_and_convert(tmp_path):
     status, text = call("config", "explain", "clip_ratio_c")
     assert status == 0 and "dual clip" in text
+    status, text = call("config", "explain", "num_generations")
+    assert status == 1 and "did you mean actor_rollout_ref.rollout.n?" in text
+    status, text = call("config", "explain", "beta")  # a part of other keys' lines
+    assert status == 0 and "did you mean actor_rollout_ref.actor.kl_loss_coef?" in text
     (tmp_path / "trl.yaml").write_text("num_generations: 4\nper_device_train_batch_size: 8\nfoo: 1\n")
     status, text = call("config", "convert", str(tmp_path / "trl.yaml"), "--overrides")
     assert status == 0 and "actor_rollout_ref.rollout.n=4\n" in text and "# no counterpart: foo: 1" in text

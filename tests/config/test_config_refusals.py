@@ -364,3 +364,9 @@ def test_a_hub_id_is_not_a_path(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load_config(overrides=[f"actor_rollout_ref.model.path={name}"])
     assert [problem for problem in check_inputs(config) if problem.key == "actor_rollout_ref.model.path"] == []
+
+
+@pytest.mark.parametrize("key", ["optim.name", "actor.optim.name"])
+def test_an_unknown_key_below_a_shortened_section_lists_the_keys_of_that_section(key):
+    with pytest.raises(ConfigError, match=r"unknown key \(keys of actor_rollout_ref.actor.optim: lr, betas, "):
+        load_config(None, [f"{key}=muon"])

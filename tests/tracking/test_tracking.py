@@ -161,8 +161,18 @@ def test_samples_on_the_console_cannot_control_the_terminal(tmp_path, caplog):
     with caplog.at_level(logging.INFO), tracking(tmp_path, "console") as run:
         row = {"input": "1 + 1\n=", "output": "\x1b]0;title\x07é中\r2", "score": 0.12345}
         run.log_samples("val/generations", [row], 3)
-    shown = "step 3, val/generations 1 of 1\n  input: 1 + 1\n    =\n  output: \\x1b]0;title\\x07é中\\r2\n  score: 0.123"
+    shown = "step 3, val/generations 1 of 1\n  input: 1 + 1\\n=\n  output: \\x1b]0;title\\x07é中\\r2\n  score: 0.123"
     assert caplog.messages == [shown]
+
+
+def test_samples_on_the_console_are_shortened_and_whole_in_the_file(tmp_path, caplog):
+    text = "a\tb\n" * 100
+    with caplog.at_level(logging.INFO), tracking(tmp_path, "console", "jsonl") as run:
+        run.log_samples("train/generations", [{"output": text, "gts": "x" * 200}], 3)
+    _, output, truth = caplog.messages[0].split("\n")
+    assert output.startswith(r"  output: a\tb\na\tb\n") and len(output) == len("  output: ") + 200
+    assert output.endswith("...") and truth == "  gts: " + "x" * 200
+    assert lines(tmp_path, "samples.jsonl")[0]["rows"][0]["output"] == text
 
 
 class Flaky(Tracker):

@@ -139,6 +139,7 @@ def test_a_write_that_fails_stops_the_run_and_leaves_the_checkpoints_of_before(s
 def test_a_second_sigint_discards_the_checkpoint_that_is_waited_for(
     steps, signals, kept, settings, tmp_path, monkeypatch
 ):
+    monkeypatch.setattr("verl.trainer.interruption.REPEAT_SECONDS", 0.1)
     gate = Gate(monkeypatch)
     given = [*ASYNC, "trainer.save_freq=1", f"trainer.total_training_steps={steps}"]
     trainer = LocalPPOTrainer(overrides=[*settings, *given])

@@ -1,9 +1,15 @@
 """What is printed of a run: steps, operators on request, warnings, and a summary, also of an interrupted run."""
 
 import logging
+import shlex
+from pathlib import Path
 
 import pytest
 
+from verl.config import Config, load_config
+from verl.config.schema.offline import GenerationConfig
+from verl.config.schema.sft import SFTConfig
+from verl.trainer.display import next_lines, offline_commands
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.sft import SFTTrainer
@@ -44,7 +50,35 @@ def test_one_line_per_step_and_a_summary_with_paths_and_the_next_command(setting
     assert end[2] == f"model:   {model}" and (tmp_path / model).is_dir()
     assert end[3].startswith("metrics: run/metrics.jsonl")
     assert end[4].startswith(f"next:    verl generate model.path={model} data.path=")
-    assert end[5] == "         verl report run"
+    assert " data.output_path=responses.parquet " in end[4] and " rollout.response_length=" in end[4]
+    assert end[5].startswith("         verl eval data.path=responses.parquet")
+    assert end[6] == "         verl report run"
+
+
+def test_the_next_commands_are_complete():
+    config = Config().with_overrides(
+        {
+            "data.val_files": ["my data/test.parquet"],
+            "data.max_response_length": 4,
+            "data.max_prompt_length": 512,
+            "data.apply_chat_template_kwargs": {"enable_thinking": False},
+            "reward.custom_reward_function.path": "reward.py",
+        }
+    )
+    generate, evaluate = offline_commands(config, Path("m"))
+    assert generate == (
+        "verl generate model.path=m 'data.path=my data/test.parquet' data.output_path=responses.parquet "
+        "'data.apply_chat_template_kwargs={\"enable_thinking\": false}' rollout.response_length=4"
+    )
+    scorer = "reward.custom_reward_function.path=reward.py reward.custom_reward_function.name=compute_score"
+    assert evaluate == f"verl eval data.path=responses.parquet {scorer}"
+    settings = load_config(None, shlex.split(generate)[2:], schema=GenerationConfig)
+    assert settings.data.apply_chat_template_kwargs == {"enable_thinking": False}
+    assert offline_commands(config, Path("m"), reward_given=True) == [generate]
+    assert offline_commands(Config(), Path("m")) == []  # rows were given in Python
+    chats = SFTConfig().with_overrides({"data.train_files": ["a.jsonl"]})
+    assert offline_commands(chats, Path("m")) == []
+    assert next_lines(["verl report run"]) == ["next:    verl report run"]
 
 
 def test_an_interrupted_run_has_a_summary_and_a_failed_one_has_not(settings, tmp_path, lines):
@@ -82,7 +116,7 @@ def test_a_quiet_run_prints_steps_and_warnings_only(settings, tmp_path, lines):
     given = console(settings, tmp_path / "run", "trainer.total_training_steps=1", "trainer.log_level=warning")
     PPOTrainer(overrides=given).fit()
     shown = [line.split()[0] for line in lines if not line.startswith("the trained model will not be saved")]
-    assert shown == ["step", "reward", "metrics:", "verl"]
+    assert shown == ["step", "reward", "metrics:", "next:"]
 
 
 def test_divergence_is_a_warning_without_the_console_too(settings, lines, monkeypatch):

@@ -11,6 +11,7 @@ from verl.trainer.divergence import (
     DivergenceWatch,
     entropy_collapse,
     kl_blow_up,
+    never_correct,
     reward_collapse,
     worse_validation,
 )
@@ -135,3 +136,19 @@ def test_the_time_of_a_step_does_not_grow_with_the_run(monkeypatch):
     before = len(calls)
     watch.update(10_001, {"val-core/d/acc/mean@1": 0.5})
     assert len(calls) == before + 1  # and every validation
+
+
+def test_no_response_of_the_first_steps_was_correct():
+    watch, said = DivergenceWatch(), []
+    for step in range(1, 9):
+        said += watch.update(step, {"reward/acc": 0.0, "critic/score/min": -1.0, "critic/score/max": -1.0})
+    (line,) = said
+    assert line.startswith("step 5: no response of the first 5 steps was correct: warm up with SFT (docs/sft.md)")
+    zero, some = series(0, 0, 0, 0, 0, 0), series(0, 0, 0, 0, 0.1)
+    assert never_correct({"reward/acc": some, "critic/score/min": zero, "critic/score/max": zero}) is None
+    assert never_correct({"critic/score/min": zero, "critic/score/max": zero})
+    assert never_correct({"critic/score/min": zero, "critic/score/max": some}) is None
+    assert never_correct({"critic/score/min": series(-1, 0, 0, 0, 0), "critic/score/max": zero}) is None
+    assert never_correct({"reward/acc": series(0, 0, 0, 0)}) is None  # four steps
+    assert never_correct({"reward/acc": [(step + 40, 0.0) for step in range(1, 9)]}) is None  # resumed
+    assert never_correct({}) is None

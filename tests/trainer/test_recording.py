@@ -41,6 +41,14 @@ def test_states_and_warnings(tmp_path):
     assert len(lines(tmp_path / "warnings.jsonl")) == 2
 
 
+def test_warnings_have_the_step_in_progress(tmp_path):
+    with RunRecord(tmp_path, {}, step=lambda: 16) as record:
+        record.resume(0)
+        record.add_step(15, lambda: {"a": 1}, last=False)
+        logger.warning("step 16: the reward collapsed")
+    assert [line["step"] for line in lines(tmp_path / "warnings.jsonl")] == [16]
+
+
 def test_the_file_of_steps_is_bounded_and_continues(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "STEPS_LIMIT", 2000)
     made = []

@@ -10,7 +10,7 @@ import pytest
 
 from tests.trainer.test_resume import metrics_of
 from verl.config.schema import TrainerConfig
-from verl.trainer.interruption import Stopped
+from verl.trainer.interruption import Interruption, Stopped
 from verl.trainer.launch import run as launch
 from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.main_ppo import main
@@ -107,11 +107,26 @@ def test_a_signal_between_two_steps_saves_too(chosen, tmp_path):
     assert steps_in(tmp_path / "run") == [1]
 
 
-def test_a_second_sigint_stops_at_once_and_keeps_the_last_checkpoint(chosen, tmp_path, capsys):
+def test_the_same_sigint_sent_twice_is_one_request(caplog):
+    """`timeout` sends it to its child and to the process group."""
+    with Interruption(lambda: "step 1 of 4") as interruption:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert interruption.requested == signal.SIGINT
+        interruption._received -= 0.6
+        with pytest.raises(Stopped) as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+    assert stop.value.second and not stop.value.finished
+    assert caplog.messages == ["SIGINT: finishing step 1 of 4; a second Ctrl-C stops at once"]
+
+
+def test_a_second_sigint_stops_at_once_and_keeps_the_last_checkpoint(chosen, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("verl.trainer.interruption.REPEAT_SECONDS", 0.0)
     plain = [*chosen, "trainer.save_freq=1", "trainer.total_training_steps=4"]
     trainer = signalled_in_step(LocalPPOTrainer(overrides=plain), 2, signal.SIGINT, signal.SIGINT)
     assert launch(lambda: trainer) == 130
-    expected = f"stopped by SIGINT in step 2 of 4; the same command resumes from {tmp_path / 'run'}/global_step_1"
+    saved = tmp_path / "run" / "global_step_1"
+    expected = f"stopped by a second SIGINT in step 2 of 4; the same command resumes from {saved}"
     assert capsys.readouterr().err.splitlines()[-1] == expected
     assert steps_in(tmp_path / "run") == [1]
 

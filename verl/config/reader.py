@@ -245,7 +245,10 @@ class Reader:
             return f"unknown key; did you mean {near}?"
         if own:
             return f"unknown key; set a parameter of a custom function or class as {own}=... or +{key}=..."
-        section = next((name for name in _sections_above(key) if name in sections_of(self.schema)), "")
+        sections = dict.fromkeys(section for name in known for section in _sections_above(name))  # in schema order
+        # leading sections are often omitted: optim.name for actor_rollout_ref.actor.optim.name
+        full = [name for above in _sections_above(key) for name in sections if f".{name}".endswith(f".{above}")]
+        section = full[0] if full else ""
         where = f"keys of {section}" if section else "top-level keys"
         return f"unknown key ({where}: {self._keys_below(section)})"
 

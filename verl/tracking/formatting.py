@@ -186,3 +186,9 @@ def sample_line(prompt: str, response: str, score: float, width: int) -> str:
 def printable(text: str) -> str:
     """Escape control characters, which could change the state of the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def one_line(text: str, limit: int = 200) -> str:
+    """Escape control characters and line breaks, and shorten to `limit` characters."""
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: limit + 1])
+    return line if len(line) <= limit and len(text) <= limit else line[: limit - 3] + "..."

@@ -34,9 +34,16 @@ class RunRecord:
         folder: the run's folder.
         about: JSON values that describe the run: project, experiment, total_steps, config, changed.
         earlier: warnings of the checks before the run.
+        step: the step in progress, which warnings are recorded with; None: the last recorded step.
     """
 
-    def __init__(self, folder: Path, about: Mapping[str, Any], earlier: Sequence[logging.LogRecord] = ()):
+    def __init__(
+        self,
+        folder: Path,
+        about: Mapping[str, Any],
+        earlier: Sequence[logging.LogRecord] = (),
+        step: Callable[[], int] | None = None,
+    ):
         self.folder = folder
         self._about = {
             **about,
@@ -51,7 +58,7 @@ class RunRecord:
         self._step = 0
         self._broken = False
         self._earlier = earlier
-        self._warnings = _WarningFile(folder / "warnings.jsonl", lambda: self._step)
+        self._warnings = _WarningFile(folder / "warnings.jsonl", step or (lambda: self._step))
         self._steps = folder / "steps.jsonl"
 
     def __enter__(self) -> "RunRecord":

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from verl.tracking.console import TrainingProgress
-from verl.tracking.formatting import headline, printable, short
+from verl.tracking.formatting import headline, one_line, printable, short
 from verl.tracking.step_files import open_steps
 from verl.utils.log import setup_logging
 
@@ -96,8 +96,9 @@ class ConsoleTracker(Tracker):
         logger.info(" | ".join([f"step {step}", *values]))
 
     def log_samples(self, name: str, rows: Rows, step: int) -> None:
+        shown = printable if self.run.progress is not None and self.run.progress.is_live else one_line
         for i, row in enumerate(rows, 1):
-            values = {key: short(v) if isinstance(v, float) else printable(str(v)) for key, v in row.items()}
+            values = {key: short(v) if isinstance(v, float) else shown(str(v)) for key, v in row.items()}
             lines = [f"  {key}: {text}".replace("\n", "\n    ") for key, text in values.items()]
             logger.info("step %d, %s %d of %d\n%s", step, name, i, len(rows), "\n".join(lines))
 

@@ -1,13 +1,17 @@
 """Console output of a run: a panel or one line per step, warnings about divergence, and a summary at the end."""
 
 import importlib.util
+import json
 import logging
+import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from verl.config import schema, to_flat_dict
+from verl.config.schema.offline import GenerationConfig
 from verl.protocol import DataProto
 from verl.tracking.console import TrainingProgress
 from verl.tracking.curves import save_curves
@@ -23,6 +27,7 @@ logger = logging.getLogger("verl.trainer")
 #: seconds between two choices of samples for the panel
 _SAMPLE_SECONDS = 3.0
 _SAMPLES = 2
+_RESPONSES = "responses.parquet"
 _JSONL = {"jsonl", "file"}
 
 
@@ -83,27 +88,19 @@ class RunDisplay:
 
     def _results(self) -> list[str]:
         """Paths of the run, one per line, and what to do with the model."""
-        lines, folder = [], _shown(self._trainer.folder)
+        lines, commands, folder = [], [], _shown(self._trainer.folder)
         saved = self._trainer.checkpoints.newest()
         model = None if saved is None else saved / "actor" / "huggingface"
         if model is not None and any(model.glob("*.safetensors")):
             lines.append(f"model:   {_shown(model)}")
-            lines.append(f"next:    verl generate model.path={_shown(model)} {self._data()}")
+            commands += offline_commands(self._trainer.config, model, self._trainer.run.reward_given)
         elif saved is not None:
             lines.append(f"checkpoint: {_shown(saved)}")
-            lines.append(
-                f"next:    verl merge --local_dir {_shown(saved / 'actor')} --target_dir {_shown(saved / 'merged')}"
-            )
+            commands.append(f"verl merge --local_dir {_typed(saved / 'actor')} --target_dir {_typed(saved / 'merged')}")
         if self._trackers & _JSONL:
             lines.insert(min(1, len(lines)), f"metrics: {folder / 'metrics.jsonl'}{self._curves()}")
-            lines.append(f"         verl report {folder}")
-        return lines
-
-    def _data(self) -> str:
-        """Keys of `verl generate` for the data of this run."""
-        data = self._trainer.config.data
-        files = data.val_files or data.train_files
-        return f"data.path={_shown(Path(files[0]))} data.output_path=responses.parquet" if files else ""
+            commands.append(f"verl report {_typed(folder)}")
+        return lines + next_lines(commands)
 
     def _curves(self) -> str:
         """Plot the learning curves, if matplotlib is installed."""
@@ -115,6 +112,74 @@ class RunDisplay:
             logger.debug("no curves: %s", error)
             return ""
         return f", {path.name}"
+
+
+def next_lines(commands: Sequence[str]) -> list[str]:
+    """Commands as the last lines of a summary."""
+    return [f"{'' if i else 'next:':9}{command}" for i, command in enumerate(commands)]
+
+
+def offline_commands(config: Any, model: Path, reward_given: bool = False) -> list[str]:
+    """`verl generate` and `verl eval` with the data, the chat template and the reward function of a run.
+
+    Args:
+        config: the configuration of an RL or SFT run.
+        model: folder of the trained model.
+        reward_given: the reward was given as an object in Python, which no command can name.
+
+    Returns:
+        The commands that can be given completely, at most two.
+    """
+    data, is_rl = config.data, isinstance(config, schema.Config)
+    files = data.val_files or data.train_files
+    # SFT: a column of chats contains the responses, so only a column of prompts is suitable
+    if not files or not (is_rl or (data.prompt_key and not data.prompt_dict_keys)):
+        return []
+    section = config.actor_rollout_ref.model if is_rl else config.model
+    lengths = {"prompt_length": data.max_prompt_length, "response_length": data.max_response_length} if is_rl else {}
+    wanted = {f"data.{name}": data[name] for name in ("prompt_key", "prompt_format", "apply_chat_template_kwargs")}
+    model_keys = ("tokenizer_path", "trust_remote_code", "custom_chat_template")
+    wanted |= {f"model.{name}": section[name] for name in model_keys}
+    wanted |= {f"rollout.{name}": value for name, value in lengths.items()} | {"imports": list(config.imports)}
+    defaults = to_flat_dict(GenerationConfig())
+    changed = {key: value for key, value in wanted.items() if value != defaults[key]}
+    path = {"model.path": _shown(model), "data.path": _file(files[0]), "data.output_path": _RESPONSES}
+    commands = [_command("verl generate", path | changed)]
+    if is_rl and not reward_given and (scoring := _scoring(config)) is not None:
+        same = {key: value for key, value in changed.items() if key in ("data.prompt_key", "imports")}
+        commands.append(_command("verl eval", {"data.path": _RESPONSES} | same | scoring))
+    return commands
+
+
+def _scoring(config: Any) -> dict[str, Any] | None:
+    """Keys of `verl eval` for the reward function of a run; None if it cannot evaluate with it."""
+    reward = config.reward
+    if reward.reward_model.enable or reward.reward_function or reward.reward_manager.source != "register":
+        return None
+    section, keys = "reward.custom_reward_function", {}
+    if config.data.reward_fn_key != "data_source":
+        keys["data.data_source_key"] = config.data.reward_fn_key
+    function = reward.custom_reward_function
+    if function.path:
+        keys |= {f"{section}.path": _file(function.path), f"{section}.name": function.name}
+        keys |= {f"{section}.reward_kwargs": function.reward_kwargs} if function.reward_kwargs else {}
+    return keys
+
+
+def _command(name: str, settings: Mapping[str, Any]) -> str:
+    """A command line that a shell reads."""
+    texts = {key: str(v) if isinstance(v, str | Path) else json.dumps(v) for key, v in settings.items()}
+    return " ".join([name, *(shlex.quote(f"{key}={text}") for key, text in texts.items())])
+
+
+def _file(name: str) -> str:
+    """A file of a setting; a module or a hub name stays as it is."""
+    return str(_shown(Path(name))) if Path(name).is_absolute() else name
+
+
+def _typed(path: Path) -> str:
+    """A path as a word of a command line."""
+    return shlex.quote(str(_shown(path)))
 
 
 def _shown(path: Path) -> Path:

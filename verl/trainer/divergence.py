@@ -53,6 +53,20 @@ def reward_collapse(history: History, scale: float = 1.0) -> str | None:
     )
 
 
+def never_correct(history: History, scale: float = 1.0) -> str | None:
+    """No response of the first steps was correct: the accuracy was 0, or without an accuracy, every score."""
+    accuracy = history.get("reward/acc", ())
+    series = [accuracy] if accuracy else [history.get(f"critic/score/{name}", ()) for name in ("min", "max")]
+    if any([step for step, _ in one[:WINDOW]] != list(range(1, WINDOW + 1)) for one in series):  # a resumed run
+        return None
+    if any(value != 0 for one in series for _, value in one[:WINDOW]):
+        return None
+    return (
+        f"no response of the first {WINDOW} steps was correct: warm up with SFT (docs/sft.md), choose easier prompts, "
+        "or check the reward function on a correct response"
+    )
+
+
 def kl_blow_up(history: History, scale: float = 1.0) -> str | None:
     """The KL to the reference exceeds 1 nat per token (median of the window: single batches have outliers)."""
     series = find(history, KL)
@@ -134,6 +148,7 @@ def _learning_rate(history: History) -> str:
 Detector = Callable[..., str | None]
 
 DETECTORS: dict[str, Detector] = {
+    "correct": never_correct,
     "reward": reward_collapse,
     "kl": kl_blow_up,
     "entropy": entropy_collapse,
@@ -142,7 +157,7 @@ DETECTORS: dict[str, Detector] = {
 
 
 #: metrics of the history, in addition to validation results; the loss is for the summary of the run
-_KEPT = {"actor/lr", *HEADLINES["loss"], *REWARD, *ENTROPY, *KL}
+_KEPT = {"actor/lr", "reward/acc", "critic/score/min", "critic/score/max", *HEADLINES["loss"], *REWARD, *ENTROPY, *KL}
 
 
 class DivergenceWatch:

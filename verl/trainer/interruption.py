@@ -4,18 +4,23 @@
         while not interruption.requested:
             step()
 
-The first signal is only recorded. A second SIGINT raises `Stopped` at once; further SIGTERMs are ignored, because
-launchers repeat them. Handlers are installed in the main thread only; in another thread nothing changes.
+The first signal is only recorded. A second SIGINT raises `Stopped` at once. A SIGINT within `REPEAT_SECONDS` of the
+first signal counts as the same request, and further SIGTERMs are ignored, because launchers repeat them. Handlers are
+installed in the main thread only; in another thread nothing changes.
 """
 
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
 logger = logging.getLogger("verl.trainer")
+
+#: wrappers such as `timeout` send a signal to the process and again to its group
+REPEAT_SECONDS = 0.5
 
 
 class Stopped(KeyboardInterrupt):
@@ -24,12 +29,14 @@ class Stopped(KeyboardInterrupt):
     Attributes:
         signal: which one.
         finished: the step in flight was finished, and saved if trainer.save_at_end is set.
+        second: it was the second signal, which ends the run at once.
     """
 
-    def __init__(self, number: int, finished: bool = False):
+    def __init__(self, number: int, finished: bool = False, second: bool = False):
         super().__init__(signal.Signals(number).name)
         self.signal = signal.Signals(number)
         self.finished = finished
+        self.second = second
 
     @property
     def exit_status(self) -> int:
@@ -51,6 +58,7 @@ class Interruption:
         self.what = what
         self.requested: signal.Signals | None = None
         self._previous: dict[int, Any] = {}
+        self._received = 0.0
 
     def __enter__(self) -> "Interruption":
         if threading.current_thread() is threading.main_thread():
@@ -66,7 +74,8 @@ class Interruption:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.requested is None:
-            self.requested = signal.Signals(number)
-            logger.warning("%s: finishing %s; SIGINT (Ctrl-C) stops at once", self.requested.name, self.what())
-        elif number == signal.SIGINT:
-            raise Stopped(number)
+            self.requested, self._received = signal.Signals(number), time.monotonic()
+            again = "a second Ctrl-C" if number == signal.SIGINT else "Ctrl-C"
+            logger.warning("%s: finishing %s; %s stops at once", self.requested.name, self.what(), again)
+        elif number == signal.SIGINT and time.monotonic() - self._received >= REPEAT_SECONDS:
+            raise Stopped(number, second=self.requested == signal.SIGINT)

@@ -108,7 +108,8 @@ def run(build: "Callable[[], Trainer]") -> int:
         stop = stop if isinstance(stop, Stopped) else Stopped(signal.SIGINT)
         progress = trainer.progress_summary()
         progress = progress.replace("in step", "after step", 1) if stop.finished else progress
-        print(f"\nstopped by {stop.signal.name} {progress}", file=sys.stderr)
+        which = "a second " if stop.second else ""
+        print(f"\nstopped by {which}{stop.signal.name} {progress}", file=sys.stderr)
         return stop.exit_status
     except DiskFullError as error:
         return print_error(error)

@@ -130,6 +130,7 @@ class PPOTrainer(Trainer):
             cluster=cluster,
             backend=self.backend,
         )
+        run.reward_given = given.reward is not None
         inputs = run.inputs = load_inputs(run.config, given.train_dataset, given.val_dataset, given.reward, tokenizer)
         run_checks(run, INPUTS)
         self.train_dataset, self.val_dataset = inputs.train_dataset, inputs.val_dataset

@@ -85,6 +85,7 @@ class Run:
         config: the settings.
         recipe: additions of a recipe.
         rows_given: the training dataset was given as an object, so no file has to exist.
+        reward_given: the reward was given as an object.
         backend: "local" or "ray".
         cluster: set from stage CONFIG on; None for commands without workers.
         inputs: set from stage INPUTS on.
@@ -98,6 +99,7 @@ class Run:
     config: Schema
     recipe: Recipe = field(default_factory=Recipe)
     rows_given: bool = False
+    reward_given: bool = False
     backend: str = "local"
     cluster: Cluster | None = None
     inputs: Inputs | None = None

@@ -1,7 +1,7 @@
 """Output of a run: the display, the trackers, and the record for `verl runs` and `verl report`."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -17,8 +17,14 @@ if TYPE_CHECKING:
     from verl.trainer.base import StepReport, Trainer
 
 
-def run_record(folder: Path, config: Schema, total_steps: int, warnings: Sequence[logging.LogRecord] = ()) -> RunRecord:
-    """The record of a run with these settings. warnings: of the checks before the run."""
+def run_record(
+    folder: Path,
+    config: Schema,
+    total_steps: int,
+    warnings: Sequence[logging.LogRecord] = (),
+    step: Callable[[], int] | None = None,
+) -> RunRecord:
+    """The record of a run with these settings. warnings: of the checks before the run. step: as in `RunRecord`."""
     trainer, flat, defaults = config.trainer, redacted(to_flat_dict(config)), to_flat_dict(type(config)())
     about = {
         "project": trainer.project_name,
@@ -27,7 +33,7 @@ def run_record(folder: Path, config: Schema, total_steps: int, warnings: Sequenc
         "config": flat,
         "changed": {key: {"value": flat[key], "default": defaults[key]} for key in differences(config)},
     }
-    return RunRecord(folder, about, warnings)
+    return RunRecord(folder, about, warnings, step)
 
 
 class RunLog:
@@ -35,7 +41,9 @@ class RunLog:
 
     def __init__(self, trainer: "Trainer"):
         self._trainer = trainer
-        self._record = run_record(trainer.folder, trainer.config, trainer.total_steps, trainer.run.warnings)
+        self._record = run_record(
+            trainer.folder, trainer.config, trainer.total_steps, trainer.run.warnings, lambda: trainer.global_step
+        )
         self._display: RunDisplay
         self._tracking: Tracking
 

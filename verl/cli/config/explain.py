@@ -11,6 +11,7 @@ from verl.config.errors import nearest_key
 from verl.config.fields import Schema, fields_of
 from verl.config.schema.offline import EvalConfig, GenerationConfig
 from verl.config.schema.sft import SFTConfig
+from verl.config.trl import key_of
 from verl.config.upstream import upstream_key
 from verl.trainer.command_line import print_text
 
@@ -40,6 +41,10 @@ def main(arguments: list[str] | None = None, program: str = "python -m verl.cli.
     if not found:
         print(f"error: {_nothing_found(table, given.of, given.words)}", file=sys.stderr)
         return 1
+    last_names = {key.rpartition(".")[2] for key in fields_of(SCHEMAS[given.of])}
+    for word in given.words:
+        if (meant := key_of(word, SCHEMAS[given.of].upstream)) and word not in last_names:
+            print(f"no key is called {word!r}: did you mean {meant}?", file=sys.stderr)
     print_text(found.rstrip("\n"))
     return 0
 
@@ -58,5 +63,8 @@ def _nothing_found(table: str, of: str, words: list[str]) -> str:
     if known:
         what = "has no effect here" if known.ignored else "is not supported"
         return f"{message}: it {what}: {known.instead}"
+    meant = key_of(word.rpartition(".")[2], schema.upstream)
+    if meant:
+        return f"{message}: did you mean {meant}?"
     near = nearest_key(word, [*fields_of(schema), *schema.aliases.names()])
     return f"{message}: did you mean {near}?" if near else message
