@@ -30,12 +30,12 @@ test: $(TEST)
 test-all: $(TEST)
 	$(PYTEST) -m "not gpu" $(ARGS)
 
-# The rollout engine vLLM, in an environment of its own with vLLM for a CPU (installed in about 4 minutes).
+# The rollout engine vLLM, in a separate environment with vLLM for a CPU (installed in about 4 minutes).
 test-vllm: $(VENV_VLLM)/.ready-to-test
 	$(VENV_VLLM)/bin/python -m pytest tests/rollout/test_engine_contract.py tests/rollout/test_vllm.py \
 		-k "vllm" $(ARGS)
 
-# The rollout engine SGLang, in an environment of its own, on a CPU without SGLang's kernels.
+# The rollout engine SGLang, in a separate environment, on a CPU without SGLang's kernels.
 test-sglang: $(VENV_SGLANG)/.ready-to-test
 	PYTHONPATH=tests/rollout/sglang_cpu VERL_CONTRACT_ENGINES=sglang $(VENV_SGLANG)/bin/python -m pytest --timeout 900 \
 		tests/rollout/test_engine_contract.py tests/rollout/test_sglang.py -k "sglang" $(ARGS)

@@ -2,8 +2,8 @@
 
     python benchmarks/showcase.py MODEL --trl-python PYTHON [--steps 12] [--out benchmarks/results/showcase_cpu.json]
 
-MODEL: the folder of SmolLM2-135M-Instruct. PYTHON: an environment with trl. Both trainers run in a process of their own
-and alternate step by step, so that both see the same load of the machine. Responses end after the same number of
+MODEL: the folder of SmolLM2-135M-Instruct. PYTHON: an environment with trl. Each trainer runs in a separate process,
+and they alternate step by step, so that both see the same load of the machine. Responses end after the same number of
 tokens or with the end token; stop strings are off. One JSON line per trainer, and one that compares them: `faster` is
 the median ratio of paired steps, by wall clock and by CPU time.
 """

@@ -1,4 +1,4 @@
-"""Which settings of the showcase learn fastest: variants in parallel, each on two CPU cores of its own.
+"""Which settings of the showcase learn fastest: variants in parallel, each pinned to two CPU cores.
 
     python benchmarks/showcase_sweep.py MODEL [--only NAMES] [--seconds 300] [--minutes 9.5] [--out FOLDER]
 

@@ -26,7 +26,7 @@ sys.path.pop(0)  # of an installed package it is the folder verl, whose modules 
 import torch
 from rich.console import Console
 
-from examples.quickstart.tasks import TASKS, write_task
+from examples.quickstart.tasks import TASKS, check_output_folder, write_task
 from examples.quickstart.tiny_model import tiny_model
 from verl.config import load_config
 from verl.config.presets import PRESETS
@@ -154,11 +154,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     if args.out is None:
         kind = "-shuffled" if args.shuffle_rewards else ""
         args.out = Path("outputs/quickstart") / f"{args.task}-{args.algorithm}{kind}"
-    if args.out.is_file():
-        parser.error(f"--out: expected a folder, found the file {args.out}")
-    others = sorted({path.name for path in args.out.glob("*")} - WRITTEN)
-    if others:
-        parser.error(f"--out: {args.out} contains other files ({', '.join(others[:3])}): choose a new folder")
+    check_output_folder(parser, args.out, WRITTEN)
     return args
 
 

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from examples.quickstart import arithmetic
 from examples.quickstart.smollm2 import find_model
+from examples.quickstart.tasks import check_output_folder
 from verl.tracking.console import TrainingProgress
 from verl.tracking.curves import save_curves
 from verl.trainer.base import StepReport
@@ -132,11 +133,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(given)
     if args.steps < 1 or args.seed < 1 or not 1 <= args.test_rows <= arithmetic.TEST_ROWS:
         parser.error(f"--steps and --seed must be at least 1, --test-rows 1 to {arithmetic.TEST_ROWS}")
-    if args.out.is_file():
-        parser.error(f"--out: expected a folder, found the file {args.out}")
-    others = sorted({path.name for path in args.out.glob("*")} - WRITTEN)
-    if others:
-        parser.error(f"--out: {args.out} contains other files ({', '.join(others[:3])}): choose a new folder")
+    check_output_folder(parser, args.out, WRITTEN)
     return args
 
 

@@ -145,7 +145,7 @@ def convert(source: Path, folder: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
     quantized = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
-    # a model of its own: the one that was read remembers its quantization, and would be saved with it
+    # a new model: the one that was read remembers its quantization, and would be saved with it
     settings = quantized.config.to_dict()
     for name in ("quantization_config", "_name_or_path", "architectures"):
         settings.pop(name, None)

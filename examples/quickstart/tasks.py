@@ -182,6 +182,15 @@ def as_sft_rows(examples: list[Example]) -> list[dict[str, str]]:
     return [{"prompt": example.prompt, "response": example.response} for example in examples]
 
 
+def check_output_folder(parser: argparse.ArgumentParser, out: Path, written: set[str]) -> None:
+    """End the program with an error if `--out` is a file or contains files other than those named in `written`."""
+    if out.is_file():
+        parser.error(f"--out: expected a folder, found the file {out}")
+    others = sorted({path.name for path in out.glob("*")} - written)
+    if others:
+        parser.error(f"--out: {out} contains other files ({', '.join(others[:3])}): choose a new folder")
+
+
 def write_task(name: str, out_dir: str | Path, rows: int, *, sft_rows: int = 0, seed: int = 1) -> Path:
     """Write train.parquet (`rows` prompts), test.parquet (500) and, with `sft_rows`, sft.parquet. Returns the folder.
 

@@ -121,6 +121,8 @@ def test_diff(tmp_path):
     assert call("config", "diff", str(run / "global_step_9"), str(run / "global_step_9"))[0] == 0
     (run / "run.json").write_text('{"config": {"trainer": {"seed": 3}}}')
     assert "trainer.seed" not in call("config", "diff", str(tmp_path / "a.yaml"), str(run))[1]
+    (run / "run.json").write_text('{"config"')  # a damaged one is skipped, with a warning
+    assert call("config", "diff", str(run), str(run / "global_step_10"))[0] == 0
     status, text = call("config", "diff", "defaults", "dapo")
     assert status == 1 and "algorithm.filter_groups.enable" in text
     status, text = call("config", "diff", "dapoo", "grpo")

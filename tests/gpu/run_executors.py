@@ -3,13 +3,13 @@
     python tests/gpu/run_executors.py [--out FILE.json] [--seconds 150] [--only WORDS] [--device cpu]
 
 golden   three steps of a tiny model over 2 and 4 GPUs (NCCL), by sequence parallelism, tensor parallelism, offloading
-         and pools of their own, against the same steps on one GPU. float32 must agree to 1e-3 of each metric (sums run
+         and separate pools, against the same steps on one GPU. float32 must agree to 1e-3 of each metric (sums run
          in another order), bf16 to 0.15 (one device casts operation by operation, FSDP casts whole layers, so a few
          sampled tokens differ). Overlap must agree with its like to the last bit.
 memory   two steps at the shape of Qwen2.5-0.5B with random weights: peak memory per GPU, seconds of the second step.
-overlap  the same with actor and critic in pools of their own, one after another and at the same time.
+overlap  the same with actor and critic in separate pools, one after another and at the same time.
 
-Every variant is a process of its own on GPUs of its own, several at a time; --seconds: none starts later than that.
+Every variant is a process with separate GPUs, several at a time; --seconds: none starts later than that.
 --only: those whose name has one of these words. --device cpu tries the script itself, without GPUs.
 Prints a table last; exits with 1 when one failed or numbers disagree.
 """
@@ -101,7 +101,7 @@ def variants() -> list[Variant]:
     return found
 
 
-# ---- one variant, in a process of its own ---------------------------------------------------------------------------
+# ---- one variant, in a separate process ---------------------------------------------------------------------------
 
 
 def overrides_of(variant: Variant, folder: Path, device: str) -> list[str]:

@@ -6,9 +6,9 @@
 contract  tests/rollout/test_engine_contract.py on a GPU in float32, one process per model family (vLLM's sleep mode
           allows one engine per process).
 steps     three GRPO steps at the shape of Qwen2.5-0.5B with random weights, with `native` and with `vllm`: in the
-          trainer's process, sharded over 2 GPUs, on a GPU of its own, and FSDP2 on 2 GPUs with tensor parallelism 2.
+          trainer's process, sharded over 2 GPUs, on a separate GPU, and FSDP2 on 2 GPUs with tensor parallelism 2.
 
-Every variant is a process on GPUs of its own, several at a time; all end after --seconds. A variant of steps
+Every variant is a process with separate GPUs, several at a time; all end after --seconds. A variant of steps
 fails if the log-probs of sampled tokens differ from the trainer's by more than GAP on average. Prints the end of the
 output of each that fails, with the stacks of its processes if it ran out of time, and a table last; exits with 1 if one
 failed. --logs keeps the whole output of all variants, in which vLLM logs with times. --only: variants whose name has
@@ -75,7 +75,7 @@ def variants() -> list[Variant]:
         Variant("steps vllm, 1 GPU", 1, (vllm,)),
         Variant("steps vllm, FSDP2 on 2 -> TP 2", 2, (vllm, two, f"{ROLLOUT}.{TWO}")),
         Variant("steps vllm, TP 2, eager", 2, (vllm, two, f"{ROLLOUT}.{TWO}", f"{ROLLOUT}.enforce_eager=true")),
-        Variant("steps vllm, a GPU of its own", 2, (vllm, two, *own)),
+        Variant("steps vllm, a separate GPU", 2, (vllm, two, *own)),
         Variant("steps native, 1 GPU", 1, (f"{ROLLOUT}.name=native",)),
         Variant("steps vllm, top-p 0.9, eager", 1, (vllm, f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.enforce_eager=true")),
         Variant("steps vllm, 2 GPUs, sharded", 2, (vllm, two)),
@@ -84,7 +84,7 @@ def variants() -> list[Variant]:
     ]
 
 
-# ---- one variant, in a process of its own ---------------------------------------------------------------------------
+# ---- one variant, in a separate process ---------------------------------------------------------------------------
 
 
 def run_one(name: str, folder: Path, device: str) -> None:

@@ -47,10 +47,10 @@ def test_a_program_with_its_own_logging_keeps_it():
 
 
 def test_colours_on_a_terminal():
+    settings = {name: value for name, value in os.environ.items() if name not in ("CI", "NO_COLOR")}
     master, slave = pty.openpty()
-    subprocess.run(
-        [sys.executable, "-c", PROGRAM], stdout=slave, check=True, env={**os.environ, "TERM": "xterm-256color"}
-    )
+    settings["TERM"] = "xterm-256color"
+    subprocess.run([sys.executable, "-c", PROGRAM], stdout=slave, check=True, env=settings)
     os.close(slave)
     text = os.read(master, 10_000).decode()
     os.close(master)

@@ -5,7 +5,7 @@
 
 All calls of a trajectory run in one process, which holds its instances, in an event loop that it shares with other
 trajectories. A call that exceeds its time limit is cancelled; if it cannot be cancelled, the process is killed and
-started again. Calls of functions that were lost with it are repeated one at a time in a process of their own, so that
+started again. Calls of functions that were lost with it are repeated one at a time in a separate process, so that
 only the call at fault fails. Instances of classes are lost with their process, and their next call says so.
 """
 

@@ -169,19 +169,21 @@ def open_run(folder: str | Path) -> RecordedRun:
         ValueError: if the folder has neither run.json nor metrics.jsonl.
     """
     folder = Path(folder)
-    found = folder / "run.json"
-    if not found.is_file() and not (folder / "metrics.jsonl").is_file():
+    if not (folder / "run.json").is_file() and not (folder / "metrics.jsonl").is_file():
         inside = find_runs(folder)
         hint = f"; it has the runs {', '.join(str(run.folder) for run in inside[:5])}" if inside else ""
         raise ValueError(
             f"{folder} is not the folder of a run (trainer.default_local_dir): it has no run.json or metrics.jsonl"
             f"{hint}"
         )
-    return RecordedRun(folder, _read_about(found) if found.is_file() else {})
+    return RecordedRun(folder, read_about(folder))
 
 
-def _read_about(path: Path) -> dict[str, Any]:
-    """The content of a run.json; empty, with a warning, if it cannot be read."""
+def read_about(folder: Path) -> dict[str, Any]:
+    """The content of a run's run.json; empty if there is none, and with a warning if it cannot be read."""
+    path = folder / "run.json"
+    if not path.is_file():
+        return {}
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(about, dict):

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-#: the logger of the lines about steps. It has a level of its own, so that a run with log level WARNING prints its steps
+#: the logger of the lines about steps. It has a separate level, so that a run with log level WARNING prints its steps
 steps = logging.getLogger("verl.steps")
 steps.setLevel(logging.INFO)
 

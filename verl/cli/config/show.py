@@ -9,6 +9,7 @@ from verl.config import dump_config, load_config, to_flat_dict
 from verl.config.fields import Schema, flatten
 from verl.config.presets import PRESETS
 from verl.registry import did_you_mean
+from verl.tracking.runs import read_about
 from verl.trainer.command_line import USER_ERRORS, print_error, print_text
 from verl.trainer.torchrun import launcher_settings
 
@@ -72,8 +73,7 @@ def values_of(name: str, of: str) -> dict[str, Any]:
 
 def _values_of_run(folder: Path, of: str) -> dict[str, Any]:
     """The configuration in a run's folder: run.json, or config.yaml of its newest checkpoint."""
-    record = folder / "run.json"
-    if record.is_file() and (config := json.loads(record.read_text(encoding="utf-8")).get("config")):
+    if config := read_about(folder).get("config"):
         return flatten(config, SCHEMAS[_known(of)])
     steps = sorted(folder.glob("global_step_*/config.yaml"), key=lambda path: int(path.parent.name.rpartition("_")[2]))
     file = folder / "config.yaml" if (folder / "config.yaml").is_file() else steps[-1] if steps else None
